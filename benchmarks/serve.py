@@ -30,7 +30,7 @@ from benchmarks.serve_report import report, spread
 from benchmarks.serve_statistics import ServiceStatistics
 from benchmarks.serve_swaps import KILLS, ROLL_OUTS, swaps
 from benchmarks.signals import exit_on_signals
-from inference_service.domain.batch_times import buckets
+from inference_service.domain.batch_policy import buckets
 from millrace_client.load import LATE, OK, Measured
 
 PARTS = ("model", "alone", "overload", "profile", "peers", "swaps")

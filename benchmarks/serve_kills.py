@@ -14,7 +14,7 @@ from ray import serve
 from ray.serve._private.common import ReplicaState
 
 from benchmarks.serve_place import Place
-from inference_service.reconciling.ray_serve import NAMESPACE
+from inference_service.serve.ray_serve import NAMESPACE
 from millrace_client.load import Measured
 from tests.support.waiting import wait_until
 

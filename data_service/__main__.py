@@ -12,13 +12,11 @@ from google.longrunning import operations_pb2, operations_pb2_grpc
 from grpc import aio
 
 from data_service.datasets import Datasets
-from data_service.lifecycle import Deletions
-from data_service.servicer import DataServicer
+from data_service.deletion import Deletions, Sweeper
+from data_service.servicer import DataServicer, VersionOperations
 from data_service.settings import DataSettings, data_settings
-from data_service.sweeper import Sweeper
 from data_service.uploads.uploads import Uploads
 from data_service.version_jobs import VersionJobs
-from data_service.version_operations import VersionOperations
 from data_service.versions import Versions
 from millrace.data.v1 import data_service_pb2, data_service_pb2_grpc
 from shared.dataset_version.version import IMPORT_KIND

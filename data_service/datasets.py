@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from data_service.domain.dataset import Dataset, changed, check_fields, check_mask
-from data_service.domain.retention import Retention, check_retention
+from data_service.domain.dataset import Dataset, Retention, changed, check_fields, check_mask, check_retention
 from shared import names, paging
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import Conflict, FailedPrecondition, already_exists, not_found

@@ -13,25 +13,25 @@ def run(context: AttemptContext) -> dict[str, Any]:
     """The entry of the one kind of job that this service has. The result names the manifest."""
     # Imported here: an import needs none of what a transform needs, and should not wait for it.
     if "transform" in context.job.spec:
-        from data_service.transforming.job import run_transform
-        from data_service.transforming.warm_workers import WAITING
+        from data_service.transforms.job import run_transform
+        from data_service.transforms.parallel import WAITING
 
         context.afterwards(WAITING.replace)
         return run_transform(context)
     if "predict" in context.job.spec:
-        from data_service.predicting.job import run_predict
+        from data_service.transforms.predict_job import run_predict
 
         return run_predict(context)
-    from data_service.ingest.job import run_import
+    from data_service.imports.job import run_import
 
     return run_import(context)
 
 
 def prepare() -> None:
     """Imports what imports, transforms and predictions need, in a process that has nothing to do yet."""
-    import data_service.ingest.job
-    import data_service.predicting.job
-    import data_service.transforming.job  # noqa: F401
+    import data_service.imports.job
+    import data_service.transforms.job
+    import data_service.transforms.predict_job  # noqa: F401
     from shared import dataset_stream
 
     dataset_stream.prepare()

@@ -12,24 +12,36 @@ from google.protobuf.empty_pb2 import Empty
 from grpc import aio
 
 from data_service import reading, verification
-from data_service.bounded_answer import bound_answer
-from data_service.converters.datasets import dataset_message, retention_from
-from data_service.converters.imports import import_spec_from
-from data_service.converters.predictions import predict_spec_from
-from data_service.converters.transforms import selection_from, transform_spec_from
-from data_service.converters.versions import checked_operation, listed_message, version_message
+from data_service.convert import (
+    bound_answer,
+    checked_operation,
+    dataset_message,
+    import_spec_from,
+    listed_message,
+    operation_message,
+    predict_spec_from,
+    retention_from,
+    selection_from,
+    transform_spec_from,
+    version_message,
+)
 from data_service.datasets import Datasets
-from data_service.lifecycle import Deletions
+from data_service.deletion import Deletions
+from data_service.operation_pointers import job_of_operation, operation_id, operation_ids
 from data_service.preview import preview
 from data_service.uploads.servicer import UploadServicerPart
 from data_service.uploads.uploads import Uploads
 from data_service.version_jobs import VersionJobs
-from data_service.version_operations import VersionOperations
 from data_service.versions import Versions
 from millrace.data.v1 import data_service_pb2, quality_pb2, resources_pb2
-from shared.jobs import JobRecord
+from shared.errors import not_found
+from shared.jobs import JobRecord, Jobs, JobState
 from shared.requests import body_digest
+from shared.storage import ObjectStore
 from shared.streaming import Slots, in_threads
+
+# --- Servicer ---
+# `millrace.data.v1.DataService`: convert, delegate, convert. Uploads have a part of their own.
 
 Context = aio.ServicerContext[Any, Any]
 
@@ -211,3 +223,38 @@ def _verified_message(state: verification.Verified) -> data_service_pb2.VerifyVe
         rows_checked=state.rows_checked,
         damages=[data_service_pb2.Damage(path=damage.path, description=damage.description) for damage in state.damages],
     )
+
+
+# --- Operations ---
+# Imports, transforms and predictions as `google.longrunning.Operation`s.
+
+# The states in which an attempt may be held back for want of room.
+WAITING = (JobState.PENDING, JobState.RECOVERING)
+
+
+class VersionOperations:
+    """The `OperationSource` of this service."""
+
+    def __init__(self, store: ObjectStore, jobs: Jobs, versions: Versions) -> None:
+        self._store = store
+        self._jobs = jobs
+        self._versions = versions
+
+    def get(self, name: str, *, brief: bool = False) -> operations_pb2.Operation:
+        """`brief`: with its version as lists have it. Raises `NotFound`."""
+        return self.of(job_of_operation(self._store, self._jobs, name), brief=brief)
+
+    def of(self, job: JobRecord, *, brief: bool = False) -> operations_pb2.Operation:
+        version = self._versions.listed(job) if brief else self._versions.of(job)
+        if version is None:
+            raise not_found(f"operations/{operation_id(job)}")
+        waiting_for = self._jobs.waiting_for(job.name) if job.state in WAITING else ""
+        return operation_message(version, self._jobs.progress(job.name), waiting_for, brief=brief)
+
+    def list_ids(self) -> list[str]:
+        return operation_ids(self._store)
+
+    def cancel(self, name: str) -> None:
+        """Raises `NotFound`. A job that is over stays as it is."""
+        job = job_of_operation(self._store, self._jobs, name)
+        self._jobs.cancel(job.name, job.name, uid=job.uid)

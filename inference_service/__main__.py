@@ -19,31 +19,23 @@ from google.longrunning import operations_pb2, operations_pb2_grpc
 from grpc import aio
 
 from inference import grpc_service_pb2, grpc_service_pb2_grpc
-from inference_service.batching.dispatcher import Dispatcher
-from inference_service.batching.models import Models
-from inference_service.deployments.cluster import Cluster
-from inference_service.deployments.manager import DeploymentManager
-from inference_service.deployments.operations import DeploymentOperations
-from inference_service.deployments.registry import Deployments
-from inference_service.deployments.repository import ModelRepository
-from inference_service.deployments.roll_out_manager import RollOutManager
-from inference_service.deployments.servicer import DeploymentServicer
+from inference_service.deploy.capacity import Cluster
+from inference_service.deploy.deployments import DeploymentManager, DeploymentOperations, Deployments
+from inference_service.deploy.reconciler import Reconciler
+from inference_service.deploy.rollout_driver import RollOuts
+from inference_service.deploy.rollout_manager import RollOutManager
+from inference_service.deploy.servicer import DeploymentServicer
 from inference_service.domain.deployment import Deployment
-from inference_service.front import Front
-from inference_service.fronts.fronts import REFUSED, parent_gone, run_fronts
-from inference_service.fronts.siblings import Siblings
-from inference_service.large_buffers import give_back_large_buffers
-from inference_service.load_reports import LoadReports
+from inference_service.frontend import Front, LoadReports, SiblingReports, StoreCheck, give_back_large_buffers
+from inference_service.frontends import REFUSED, parent_gone, run_fronts
 from inference_service.metrics import metrics_served
-from inference_service.open_inference.inferring import Inference
-from inference_service.open_inference.servicer import OpenInferenceServicer
-from inference_service.open_inference.summed_statistics import SummedStatistics
-from inference_service.reconciling.ray_serve import ServeApplications
-from inference_service.reconciling.reconciler import Reconciler
-from inference_service.reconciling.roll_outs import RollOuts
+from inference_service.peers import Siblings
+from inference_service.serve.infer import Dispatcher, Inference
+from inference_service.serve.models import Models
+from inference_service.serve.ray_serve import ServeApplications
+from inference_service.serve.repository import ModelRepository, SummedStatistics
+from inference_service.serve.servicer import OpenInferenceServicer
 from inference_service.settings import InferenceSettings, metrics_of, settings_from
-from inference_service.sibling_reports import SiblingReports
-from inference_service.store_check import StoreCheck
 from millrace.inference.v1 import deployment_service_pb2, deployment_service_pb2_grpc
 from shared.errors import MillraceError
 from shared.grpc_server import BearerToken, Door, Health, bearer_token, serve

@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from inference_service.batching.models import Listed, Models
 from inference_service.domain.statistics import OK, Histogram, Statistics
+from inference_service.serve.models import Listed, Models
 from shared.settings import SettingsError
 
 PORT_REFUSED = (errno.EADDRINUSE, errno.EACCES)

@@ -1,9 +1,9 @@
-"""Rows that were left out: counted by their reason, and written down one a line."""
+"""Rows that were left out, and the quality report that says so."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -11,8 +11,13 @@ from typing import Any
 
 import pyarrow as pa
 
+from data_service.domain.checks import CheckResult
+from data_service.domain.statistics import SplitStatistics
 from shared.errors import InvalidArgument
 from shared.value_texts import value_shown
+
+# --- Bad rows ---
+# Rows that were left out: counted by their reason, and written down one a line.
 
 MAX_REASONS, MAX_EXAMPLES, MAX_EXCERPT = 100, 5, 500
 MAX_LINES = 100_000
@@ -179,3 +184,22 @@ def _cut(text: str) -> str:
     # Half a surrogate, as undecodable bytes leave it, has no place in UTF-8.
     text = text.encode("utf-8", "replace").decode()
     return text if len(text) <= MAX_EXCERPT else text[: MAX_EXCERPT - 1] + "…"
+
+
+# --- Quality report ---
+# The quality report of a version: statistics, checks, and what was left out.
+
+
+def build_report(
+    splits: Mapping[str, SplitStatistics], results: Mapping[int, CheckResult], bad_rows: BadRowLog
+) -> dict[str, Any]:
+    """A QualityReport in the shape of its proto JSON.
+
+    `splits` in the order of the version; `results` by the index of the check: those of rows and those of the gate.
+    """
+    return {
+        "columns": [one.to_json() for split, statistics in splits.items() for one in statistics.result(split)],
+        "checks": [results[index].to_json() for index in sorted(results)],
+        "quarantine": bad_rows.to_json(),
+        "quarantinedRowCount": bad_rows.row_count,
+    }

@@ -1,15 +1,23 @@
-"""Quality checks of a whole version: the last gate before it is published."""
+"""Quality checks of a whole version, the last gate before it is published; among them drift from another version."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from data_service.domain.checks import CHECK_FAILED, Check, CheckResult, ClassBalance, Drift, RowCount
-from data_service.domain.drift import compare
-from data_service.domain.statistics import ColumnStatistics, SplitStatistics
-from data_service.domain.statistics.result import camel_case
+from data_service.domain.statistics import SplitStatistics
+from data_service.domain.statistics.result import ColumnStatistics, NumberStatistics, camel_case
 from shared.errors import FailedPrecondition
+
+# --- The gate ---
+# Quality checks of a whole version: the last gate before it is published.
 
 Splits = Mapping[str, SplitStatistics]
 
@@ -108,3 +116,210 @@ def _sentence(result: CheckResult) -> str:
         case _:
             raise TypeError(f"{result.check.condition.kind} is a check of rows")
     return f"{wanted}; found {result.observed}"
+
+
+# --- Drift ---
+# How far the values of a column moved between two versions: the population stability index.
+#
+# PSI = Σ (a - e) ln(a / e) over bins, where e is the parent's share of a bin and a the new version's. Source: Siddiqi,
+# Credit Risk Scorecards, 2006; customary limits are 0.1 and 0.25.
+#
+# A column's index is that of its values plus that of the three bins value, null and NaN. Were nulls one bin more beside
+# those of the values, a column of few values would hide how these moved.
+
+DECILES = np.arange(1, 10) / 10
+# An empty bin counts as this share; its logarithm would be infinite.
+LEAST_SHARE = 1e-4
+
+Counts = Mapping[Any, int]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`psi` is None where one of the two has no values, or too many different ones. Shares are of all rows, 0 to 1: the
+    parent's, then the new version's."""
+
+    psi: float | None
+    null_shares: tuple[float, float]
+    nan_shares: tuple[float, float]
+
+    @property
+    def missing(self) -> str:
+        """Which shares of rows have no value, for people: `nulls 0 % before, 95 % now`. Empty where all have one."""
+        shares = (("nulls", self.null_shares), ("NaN", self.nan_shares))
+        return "; ".join(
+            f"{name} {100 * before:.3g} % before, {100 * now:.3g} % now"
+            for name, (before, now) in shares
+            if before or now
+        )
+
+
+def compare(
+    parent: Sequence[ColumnStatistics], new: Sequence[ColumnStatistics], new_counts: Counts | None
+) -> Comparison:
+    """Of one column; one statistics for each split, `new_counts` over all of them where they are known."""
+    null_shares = (_share(parent, "null_count"), _share(new, "null_count"))
+    nan_shares = (_share(parent, "nan_count"), _share(new, "nan_count"))
+    values = population_stability_index(parent, new, new_counts)
+    if values is None:
+        return Comparison(None, null_shares, nan_shares)
+    expected, found = ([1 - nulls - nan, nulls, nan] for nulls, nan in zip(null_shares, nan_shares, strict=True))
+    return Comparison(values + _psi(expected, found), null_shares, nan_shares)
+
+
+def _share(splits: Sequence[ColumnStatistics], count: str) -> float:
+    rows = sum(one.row_count for one in splits)
+    return sum(getattr(one, count) for one in splits) / rows if rows else 0.0
+
+
+def population_stability_index(
+    parent: Sequence[ColumnStatistics], new: Sequence[ColumnStatistics], new_counts: Counts | None
+) -> float | None:
+    """Of the values that are neither null nor NaN.
+
+    Numbers are compared over the parent's deciles, everything else over the parent's frequent values, with bins for all
+    others. None where one of the two has no values, or too many different ones.
+    """
+    if not (_present(parent) and _present(new)):
+        return None
+    if all(one.numbers is None or _has_booleans(one) for one in parent):
+        listed = _Listed.of(parent)
+        return None if listed is None or new_counts is None else _over_values(listed, new_counts)
+    parent_counts = _complete_counts(parent)
+    if parent_counts is not None and new_counts is not None:
+        expected, found = _Steps(parent_counts), _Steps(new_counts)
+        return _over_deciles(expected.edges(), expected.reached, found.reached)
+    # Both from what a report tells, so that equal values give 0.
+    line, other = _Line(parent), _Line(new)
+    return _over_deciles(line.edges(), line.reached, other.reached)
+
+
+class _Steps:
+    """The distribution of values whose counts are all known."""
+
+    def __init__(self, counts: Counts) -> None:
+        numbers = sorted((float(value), count) for value, count in counts.items())
+        self._values = np.array([value for value, _ in numbers])
+        self._shares = np.cumsum([count for _, count in numbers]) / sum(counts.values())
+
+    def reached(self, edges: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """The share of values at or below each edge."""
+        places = np.searchsorted(self._values, edges, side="right")
+        return np.concatenate([[0.0], self._shares])[places]
+
+    def edges(self) -> npt.NDArray[np.float64]:
+        return np.unique(self._values[np.searchsorted(self._shares, DECILES - 1e-12)])
+
+
+class _Line:
+    """The distribution that quantiles and histograms of the splits draw, straight between the points they give."""
+
+    def __init__(self, splits: Sequence[ColumnStatistics]) -> None:
+        self._parts = [(_present([one]), _points(one.numbers)) for one in splits if one.numbers]
+
+    def reached(self, edges: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        shares = [np.interp(edges, values, reached, left=0.0) * rows for rows, (values, reached) in self._parts]
+        total: npt.NDArray[np.float64] = np.sum(shares, axis=0) / sum(rows for rows, _ in self._parts)
+        return total
+
+    def edges(self) -> npt.NDArray[np.float64]:
+        knots = np.unique(np.concatenate([values for _, (values, _) in self._parts]))
+        reached = np.maximum.accumulate(self.reached(knots))
+        steps = np.concatenate([[True], np.diff(reached) > 0])
+        return np.unique(np.interp(DECILES, reached[steps], knots[steps]))
+
+
+def _points(numbers: NumberStatistics) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    percents = np.array([0, 1, 5, 25, 50, 75, 95, 99, 100]) / 100
+    values = np.array([numbers.min, *numbers.quantiles, numbers.max])
+    if len(numbers.histogram) > 1:
+        ends = np.linspace(numbers.min, numbers.max, len(numbers.histogram) + 1)[1:-1]
+        bars = np.cumsum(numbers.histogram)[:-1] / sum(numbers.histogram)
+        values, percents = np.concatenate([values, ends]), np.concatenate([percents, bars])
+    order = np.lexsort((percents, values))
+    values, percents = values[order], np.maximum.accumulate(percents[order])
+    last_of_equals = np.concatenate([values[1:] != values[:-1], [True]])
+    return values[last_of_equals], percents[last_of_equals]
+
+
+def _over_deciles(edges: npt.NDArray[np.float64], expected: Any, found: Any) -> float:
+    shares = [np.diff(np.concatenate([[0.0], reached(edges), [1.0]])) for reached in (expected, found)]
+    return _psi(shares[0].tolist(), shares[1].tolist())
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """How often each value occurs, as far as reports tell that list the frequent values of each split alone.
+
+    One that no split lists occurs `unlisted` times at most, since in each it is no more frequent than those listed.
+    """
+
+    total: int
+    least: Mapping[Any, int]
+    most: Mapping[Any, int]
+    unlisted: int
+
+    @classmethod
+    def of(cls, splits: Sequence[ColumnStatistics]) -> _Listed | None:
+        """None where a split has values and lists none."""
+        least: Counter[Any] = Counter()
+        known: Counter[Any] = Counter()  # of `unlisted`, the part of the splits that list the value
+        total = unlisted = 0
+        for one in splits:
+            if not (there := _present([one])):
+                continue
+            if not one.values:
+                return None
+            counts = dict(one.values)
+            rarest = min(*counts.values(), there - sum(counts.values()))
+            least.update(counts)
+            known.update(dict.fromkeys(counts, rarest))
+            total, unlisted = total + there, unlisted + rarest
+        most = {value: count + unlisted - known[value] for value, count in least.items()}
+        return cls(total, least, most, unlisted)
+
+
+def _over_values(parent: _Listed, found: Counts) -> float:
+    """Where the parent's count of a value may be one of several, it is the one next to what was found.
+
+    So equal values give 0, whatever the reports leave out. The last two bins have the values that the parent does not
+    list: those that are more frequent now than they can have been, and the others.
+    """
+    total = sum(found.values())
+    shares = [found.get(value, 0) / total for value in parent.least]
+    expected = [
+        min(max(share, parent.least[value] / parent.total), parent.most[value] / parent.total)
+        for value, share in zip(parent.least, shares, strict=True)
+    ]
+    limit = parent.unlisted / parent.total
+    risen = [count / total for value, count in found.items() if value not in parent.least and count / total > limit]
+    rest = max(0.0, 1 - math.fsum(expected))
+    expected_risen = min(rest, limit * len(risen))
+    others = max(0.0, 1 - math.fsum(shares) - math.fsum(risen))
+    return _psi([*expected, expected_risen, rest - expected_risen], [*shares, math.fsum(risen), others])
+
+
+def _psi(expected: Sequence[float], found: Sequence[float]) -> float:
+    total = 0.0
+    for e, a in zip(expected, found, strict=True):
+        if e or a:
+            e, a = max(e, LEAST_SHARE), max(a, LEAST_SHARE)
+            total += (a - e) * math.log(a / e)
+    return total
+
+
+def _present(splits: Sequence[ColumnStatistics]) -> int:
+    return sum(one.row_count - one.null_count - one.nan_count for one in splits)
+
+
+def _has_booleans(one: ColumnStatistics) -> bool:
+    return bool(one.values) and all(isinstance(value, bool) for value, _ in one.values)
+
+
+def _complete_counts(splits: Sequence[ColumnStatistics]) -> dict[Any, int] | None:
+    """Over all splits, where their reports have every value."""
+    counts: dict[Any, int] = {}
+    for one in splits:
+        for value, count in one.values:
+            counts[value] = counts.get(value, 0) + count
+    return counts if sum(counts.values()) == _present(splits) else None

@@ -1,14 +1,13 @@
-"""How rows are divided into splits: by a stable hash of keys, by a column's values, by time, or at random.
-
-Each rule is a function of a row alone (its key, its value, its row id), so any part of a version can be divided by
-itself.
-"""
+"""How rows are divided into splits: by a stable hash of keys, by a column's values, by time, or at random."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any, ClassVar, Protocol
 
@@ -16,18 +15,167 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as kinds
+import xxhash
 from numpy.typing import NDArray
 
-from data_service.domain.key_hashes import can_be_key, key_hashes
-from data_service.domain.random_order import hashes_of_rank, row_hashes
+from data_service.domain.statistics.sketches import mix
 from shared.errors import InvalidArgument, shown
 from shared.names import SPLIT, SPLIT_REMEDY
+
+# --- Key hashes ---
+# Hashes of rows' keys that stay the same for ever: on any machine, in any release, whatever the width of the integers.
+#
+# A key is one value of each key column, written as canonical bytes (a type tag, then the value; texts and bytes with
+# their length in front, so that ("ab", "c") and ("a", "bc") differ) and hashed with 64-bit XXH3 (Collet, xxHash 0.8),
+# whose output is frozen.
+
+_NULL = b"\0"
+_BOOL, _INT, _FLOAT, _TEXT, _BYTES, _DATE, _TIMESTAMP, _TIME, _DECIMAL = (bytes([tag]) for tag in range(1, 10))
+_NS = {"s": 1_000_000_000, "ms": 1_000_000, "us": 1_000, "ns": 1}
+
+
+def can_be_key(arrow_type: pa.DataType) -> bool:
+    """Scalars of any kind that a version keeps; tensors are no keys."""
+    return _encoder(arrow_type) is not None
+
+
+def key_hashes(columns: Sequence[pa.ChunkedArray], seed: int) -> NDArray[np.uint64]:
+    """One hash a row; `columns` are of equal length, at least one. Nulls are a value of their own."""
+    if len(columns) == 1:
+        values, codes = _distinct(columns[0])
+        return np.fromiter((_hash(value, seed) for value in values), np.uint64, len(values))[codes]
+    encoded = []
+    for column in columns:
+        values, codes = _distinct(column)
+        encoded.append([values[code] for code in codes.tolist()])
+    keys = (b"".join(parts) for parts in zip(*encoded, strict=True))
+    return np.fromiter((_hash(key, seed) for key in keys), np.uint64, len(columns[0]))
+
+
+def _hash(key: bytes, seed: int) -> int:
+    return xxhash.xxh3_64_intdigest(key, seed)
+
+
+def _distinct(column: pa.ChunkedArray) -> tuple[list[bytes], NDArray[np.int64]]:
+    """The column's different values as canonical bytes, and each row's place among them."""
+    encode = _encoder(column.type)
+    if encode is None:
+        raise ValueError(f"values of type {column.type} are no keys")
+    encoded = _plain(column).combine_chunks().dictionary_encode()
+    if isinstance(encoded, pa.ChunkedArray):
+        encoded = encoded.chunk(0) if encoded.num_chunks else pa.array([], encoded.type)
+    values = [_NULL, *(_NULL if value is None else encode(value) for value in encoded.dictionary.to_pylist())]
+    codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+    return values, codes + 1
+
+
+def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Times as their integers: Python's own have no nanoseconds."""
+    if kinds.is_timestamp(column.type) or kinds.is_time64(column.type):
+        return column.cast(pa.int64())
+    if kinds.is_time32(column.type) or kinds.is_date32(column.type):
+        return column.cast(pa.int32()).cast(pa.int64())
+    return column
+
+
+def _encoder(arrow_type: pa.DataType) -> Callable[[Any], bytes] | None:
+    if kinds.is_boolean(arrow_type):
+        return lambda value: _BOOL + bytes([value])
+    if kinds.is_integer(arrow_type):
+        return lambda value: _INT + _integer(value)
+    if kinds.is_floating(arrow_type):
+        return lambda value: _FLOAT + _double(value)
+    if kinds.is_string(arrow_type):
+        return lambda value: _TEXT + _sized(value.encode())
+    if kinds.is_binary(arrow_type) or kinds.is_fixed_size_binary(arrow_type):
+        return lambda value: _BYTES + _sized(value)
+    if kinds.is_date32(arrow_type):
+        return lambda value: _DATE + _integer(value)
+    if kinds.is_timestamp(arrow_type):
+        return lambda value: _TIMESTAMP + _integer(value * _NS[arrow_type.unit])
+    if kinds.is_time(arrow_type):
+        return lambda value: _TIME + _integer(value * _NS[arrow_type.unit])
+    if kinds.is_decimal128(arrow_type):
+        return lambda value: _DECIMAL + _sized(_decimal(value))
+    return None
+
+
+def _integer(value: int) -> bytes:
+    return value.to_bytes(16, "little", signed=True)
+
+
+def _double(value: float) -> bytes:
+    if math.isnan(value):
+        value = math.nan  # of all its bit patterns one
+    return struct.pack("<d", value + 0.0)  # which makes -0.0 the same as 0.0
+
+
+def _sized(value: bytes) -> bytes:
+    return len(value).to_bytes(8, "little") + value
+
+
+def _decimal(value: Decimal) -> bytes:
+    """The value alone: 1.50 and 1.5 are equal. `normalize` would round to the context's precision."""
+    sign, digits, exponent = value.as_tuple()
+    assert isinstance(exponent, int)
+    unscaled = int("".join(map(str, digits)))
+    while unscaled and unscaled % 10 == 0:
+        unscaled, exponent = unscaled // 10, exponent + 1
+    return f"{'-' if sign and unscaled else ''}{unscaled}e{exponent if unscaled else 0}".encode()
+
+
+# --- Random order ---
+# Row ids in an order that is random, and the same for the same seed.
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_CHUNK_ROWS = 1 << 18
+_RADIX_BITS = 16
+
+
+def row_hashes(seed: int, row_ids: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """SplitMix64 (Steele, Lea and Flood 2014) of each row id, in a stream that the seed begins: a bijection of the row
+    ids, so no two tie. Overflow is meant."""
+    return mix(mix(np.array([seed], np.uint64)) + row_ids.astype(np.uint64) * _GOLDEN)
+
+
+def hashes_of_rank(seed: int, row_count: int, ranks: Sequence[int]) -> NDArray[np.uint64]:
+    """For each rank r the hash that exactly r rows' hashes are below, in memory that hardly grows with the rows: first
+    the hashes are counted by their upper bits, then only those around the ranks are sorted."""
+
+    def upper_bits() -> Iterator[tuple[NDArray[np.uint64], NDArray[np.int64]]]:
+        for first in range(0, row_count, _CHUNK_ROWS):
+            hashes = row_hashes(seed, np.arange(first, min(first + _CHUNK_ROWS, row_count), dtype=np.int64))
+            yield hashes, (hashes >> np.uint64(64 - _RADIX_BITS)).astype(np.int64)
+
+    counts = np.zeros(1 << _RADIX_BITS, np.int64)
+    for _, buckets in upper_bits():
+        counts += np.bincount(buckets, minlength=len(counts))
+    upto = np.cumsum(counts)
+    wanted = [int(np.searchsorted(upto, rank, side="right")) for rank in ranks]
+    found: dict[int, list[NDArray[np.uint64]]] = {bucket: [] for bucket in wanted}
+    for hashes, buckets in upper_bits():
+        for bucket, pieces in found.items():
+            pieces.append(hashes[buckets == bucket])
+    bounds = []
+    for rank, bucket in zip(ranks, wanted, strict=True):
+        if bucket == len(counts):  # no row is left for the later shares
+            bounds.append(np.iinfo(np.uint64).max)
+            continue
+        rows_before = int(upto[bucket] - counts[bucket])
+        bounds.append(int(np.sort(np.concatenate(found[bucket]))[rank - rows_before]))
+    return np.array(bounds, np.uint64)
+
+
+# --- Split rules ---
+# How rows are divided into splits: by a stable hash of keys, by a column's values, by time, or at random.
+#
+# Each rule is a function of a row alone (its key, its value, its row id), so any part of a version can be divided by
+# itself.
 
 # Values of a column that names splits: more than so many is some other column.
 MAX_SPLITS = 256
 FILL_REMEDY = "fill or filter nulls before dividing"
 
-_NS = {"s": 1_000_000_000, "ms": 1_000_000, "us": 1_000, "ns": 1}
 _DAY_NS = 86_400 * _NS["s"]
 
 Problem = tuple[str, object, str]

@@ -1,15 +1,117 @@
-"""Source URIs: which files a client may have imported."""
+"""Source URIs: which files a client may have imported, which files a pattern means, and the error about one that is
+missing.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import PurePosixPath
 from urllib.parse import unquote
 
-from data_service.domain.globs import Glob, parse_glob
+from shared.errors import NotFound
 from shared.names import ID
+
+# --- Globs ---
+# Which files a path with `*`, `?` and `**`, or one that ends in `/`, means.
+#
+# `*` stands for any characters of one name, `?` for one character, `**` as a whole name for any number of folders, none
+# included. Names that begin with `.` or `_` below the folder where the pattern begins are never meant.
+
+# Deeper than people nest folders; what is deeper is refused where it is met, never left out in silence.
+MAX_DEPTH = 64
+ANY_FOLDERS = "**"
+
+
+@dataclass(frozen=True)
+class Glob:
+    """`names` are the names of a path relative to a folder, percent-encoded and with wildcards."""
+
+    names: tuple[str, ...]
+
+    @property
+    def everything(self) -> bool:
+        """All files below the folder are meant."""
+        return self.names == (ANY_FOLDERS,)
+
+    @property
+    def depth(self) -> int | None:
+        """How many names a path has that is meant; None for any number."""
+        return None if ANY_FOLDERS in self.names else len(self.names)
+
+    def matches(self, relative: str) -> bool:
+        """Walks all readings side by side: no pattern takes longer than names times wildcards."""
+        states = self._with_skips({0})
+        for name in relative.split("/"):
+            following = set()
+            for state in states:
+                if state == len(self.names):
+                    continue
+                if self.names[state] == ANY_FOLDERS:
+                    following.add(state)
+                elif _expression(self.names[state]).fullmatch(name):
+                    following.add(state + 1)
+            states = self._with_skips(following)
+        return len(self.names) in states
+
+    def _with_skips(self, states: Iterable[int]) -> set[int]:
+        """A `**` may also stand for no folder at all."""
+        reached = set()
+        for state in states:
+            reached.add(state)
+            while state < len(self.names) and self.names[state] == ANY_FOLDERS:
+                state += 1
+                reached.add(state)
+        return reached
+
+
+def parse_glob(quoted_path: str) -> tuple[str, Glob | None]:
+    """Splits a percent-encoded path into the folder (or file) before the first wildcard, still encoded, and what is
+    meant below it; None where the path names one file."""
+    if quoted_path.endswith("/") and not re.search(r"[*?]", quoted_path):
+        return quoted_path.rstrip("/") or "/", Glob((ANY_FOLDERS,))
+    first = re.search(r"[*?]", quoted_path)
+    if first is None:
+        return quoted_path, None
+    cut = quoted_path.rfind("/", 0, first.start()) + 1
+    names = [name for name in quoted_path[cut:].split("/") if name]
+    if quoted_path.endswith("/"):
+        names.append(ANY_FOLDERS)
+    return quoted_path[:cut].rstrip("/") or "/", Glob(tuple(names))
+
+
+def is_hidden(name: str) -> bool:
+    return name.startswith((".", "_"))
+
+
+@lru_cache(maxsize=1024)
+def _expression(name: str) -> re.Pattern[str]:
+    pieces = [piece for piece in re.split(r"(\*+)", name) if piece]
+    # The first place where the text behind a star fits is as good as any later one: nothing is ever tried again.
+    parts = []
+    for index, piece in enumerate(pieces):
+        if not piece.startswith("*"):
+            parts.append(_literal(piece) if index == 0 else "")
+        elif index == len(pieces) - 1:
+            parts.append(".*")
+        elif index == len(pieces) - 2:
+            parts.append(f".*{_literal(pieces[index + 1])}")
+        else:
+            parts.append(f"(?>.*?{_literal(pieces[index + 1])})")
+    return re.compile("".join(parts), re.DOTALL)
+
+
+def _literal(text: str) -> str:
+    return "".join(
+        "." if piece == "?" else re.escape(unquote(piece, errors="surrogateescape"))
+        for piece in re.split(r"(\?)", text)
+    )
+
+
+# --- Uris ---
+# Source URIs: which files a client may have imported.
 
 MAX_URI = 2048
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
@@ -134,3 +236,16 @@ def _unquoted(text: str) -> str:
 
 def _is_utf8(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+# --- Source errors ---
+# Errors about files that an import names.
+
+
+def source_not_found(field: str, uri: str, remedy: str = "name a file that exists") -> NotFound:
+    return NotFound(
+        f"{field}: {uri} does not exist",
+        reason="SOURCE_NOT_FOUND",
+        metadata={"field": field, "uri": uri},
+        fields=[(field, remedy)],
+    )

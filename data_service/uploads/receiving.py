@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import google_crc32c
 
-from data_service.uploads.chunks import read_block, stored_chain
-from data_service.uploads.digests import KeptDigests, RunningDigest, catch_up
+from data_service.uploads.chunks import KeptDigests, RunningDigest, catch_up, read_block, stored_chain
 from data_service.uploads.record import UploadRecord, UploadState, get_upload, may_end
 from shared.errors import Conflict, DataLoss, FailedPrecondition, MillraceError, OutOfRange, invalid_field
 from shared.storage import ObjectExists, ObjectStore

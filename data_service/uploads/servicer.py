@@ -12,11 +12,9 @@ from google.protobuf.empty_pb2 import Empty
 from google.protobuf.timestamp_pb2 import Timestamp
 from grpc import aio
 
-from data_service.uploads.expiry import Upload
-from data_service.uploads.parts import Part, PresignedPut
 from data_service.uploads.receiving import Chunk
-from data_service.uploads.record import UploadState
-from data_service.uploads.uploads import Uploads
+from data_service.uploads.record import Upload, UploadState
+from data_service.uploads.uploads import Part, PresignedPut, Uploads
 from millrace.data.v1 import data_service_pb2, data_service_pb2_grpc, resources_pb2
 from shared.requests import body_digest
 from shared.streaming import UPLOADS, Slot, Slots

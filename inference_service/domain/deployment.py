@@ -1,19 +1,247 @@
-"""A deployment: what is to be served, and how far it is. Transitions are functions from one value to the next."""
+"""A deployment: what is to be served, at which scale and with which traffic, and how far it is. Transitions are
+functions from one value to the next.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from inference_service.domain.roll_out import RollOut, RollOutState
-from inference_service.domain.scaling import MAX_REPLICAS, Autoscaling, Scale, autoscaling_problems, share_problems
-from inference_service.domain.signature import Signature
-from inference_service.domain.traffic import HeaderRoute, Shadow
-from inference_service.domain.version_policy import LATEST, VersionPolicy
+from inference_service.domain.rollout import RollOut, RollOutState
+from inference_service.domain.signature import Parameters, Signature
 from shared.durable import Durable, as_state, fields_of
-from shared.errors import Cancelled, Conflict, MillraceError, invalid_fields, not_found
+from shared.errors import Cancelled, Conflict, MillraceError, invalid_field, invalid_fields, not_found
+
+# --- Version policy ---
+# Which of a deployment's versions stay loaded although they have no traffic.
+
+MAX_LATEST = 100
+MAX_NAMED = 100
+
+
+class Kept(StrEnum):
+    LATEST = "LATEST"
+    ALL = "ALL"
+    NAMED = "NAMED"
+
+
+@dataclass(frozen=True)
+class VersionPolicy:
+    """`count` is of the newest ones, `named` are numbers; each means something to its own kind only."""
+
+    kept: Kept = Kept.LATEST
+    count: int = 1
+    named: tuple[str, ...] = ()
+
+    def keeps(self, numbers: Iterable[str]) -> Collection[str]:
+        """Those of `numbers` that stay."""
+        ordered = sorted(numbers, key=int)
+        if self.kept is Kept.ALL:
+            return ordered
+        if self.kept is Kept.NAMED:
+            return [number for number in ordered if number in self.named]
+        return ordered[-self.count :]
+
+    @staticmethod
+    def from_record(record: Mapping[str, Any]) -> VersionPolicy:
+        return VersionPolicy(Kept(record["kept"]), record["count"], tuple(record["named"]))
+
+
+LATEST = VersionPolicy()
+
+
+def latest_policy(field: str, count: int) -> VersionPolicy:
+    """Raises `InvalidArgument`."""
+    if not 0 <= count <= MAX_LATEST:
+        raise invalid_field(f"{field}.latest.count", count, f"use 0 to {MAX_LATEST}; 0 means 1")
+    return VersionPolicy(Kept.LATEST, count=count or 1)
+
+
+def named_policy(field: str, numbers: Collection[str]) -> VersionPolicy:
+    """Raises `InvalidArgument`."""
+    if len(numbers) > MAX_NAMED:
+        raise invalid_field(f"{field}.named.versions", f"{len(numbers)} versions", f"name at most {MAX_NAMED}")
+    for number in numbers:
+        if not (number.isascii() and number.isdecimal() and len(number) < 10 and number == str(int(number))):
+            raise invalid_field(f"{field}.named.versions", number, "use the numbers of versions: 1, 2, 3, …")
+    return VersionPolicy(Kept.NAMED, named=tuple(numbers))
+
+
+# --- Scaling ---
+# How many replicas a version has, and what each of them takes of its node.
+
+MAX_REPLICAS = 64
+MAX_CPUS = 256.0
+MIN_SHARE = 0.01
+MAX_UP_S = 600.0
+MAX_DOWN_S = 86_400.0
+MAX_ROWS = 1_000_000
+DEFAULT_UP_S = 5.0
+DEFAULT_DOWN_S = 300.0
+
+Problem = tuple[str, object, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Autoscaling(Durable):
+    """Between `min_replicas` and `max_replicas`: one for each `rows_per_replica` of the rows that wait or are at work.
+    There are more, or fewer, once those that there are have been too few, or too many, for so long."""
+
+    min_replicas: int
+    max_replicas: int
+    rows_per_replica: int
+    up_after_s: float = DEFAULT_UP_S
+    down_after_s: float = DEFAULT_DOWN_S
+
+    def within(self, replicas: int) -> int:
+        return min(max(replicas, self.min_replicas), self.max_replicas)
+
+    @staticmethod
+    def from_record(record: Mapping[str, Any] | None) -> Autoscaling | None:
+        return Autoscaling(**fields_of(Autoscaling, record)) if record else None
+
+
+def autoscaling_problems(wanted: Autoscaling) -> list[Problem]:
+    """What is out of range: field, value and remedy each."""
+    low = wanted.min_replicas
+    found: list[Problem] = []
+    if not 1 <= low <= MAX_REPLICAS:
+        found.append(("spec.autoscaling.min_replicas", low, f"use 1 to {MAX_REPLICAS}; 0 means 1"))
+        low = 1
+    if not low <= wanted.max_replicas <= MAX_REPLICAS:
+        found.append(("spec.autoscaling.max_replicas", wanted.max_replicas, f"use {low} to {MAX_REPLICAS}"))
+    if not 1 <= wanted.rows_per_replica <= MAX_ROWS:
+        remedy = f"use 1 to {MAX_ROWS}; 0 means max_batch_size"
+        found.append(("spec.autoscaling.rows_per_replica", wanted.rows_per_replica, remedy))
+    if not 0 <= wanted.up_after_s <= MAX_UP_S:
+        found.append(("spec.autoscaling.scale_up_after", wanted.up_after_s, f"use 0 to {MAX_UP_S:g} s"))
+    if not 0 <= wanted.down_after_s <= MAX_DOWN_S:
+        found.append(("spec.autoscaling.scale_down_after", wanted.down_after_s, f"use 0 to {MAX_DOWN_S:g} s"))
+    return found
+
+
+def share_problems(cpus: float | None, gpus: float) -> list[Problem]:
+    """The same of a replica's part of its node."""
+    found: list[Problem] = []
+    # Not a number is in no range.
+    if cpus is not None and not MIN_SHARE <= cpus <= MAX_CPUS:
+        remedy = f"use {MIN_SHARE:g} to {MAX_CPUS:g}, or leave it out for threads_per_replica"
+        found.append(("spec.cpus_per_replica", cpus, remedy))
+    if gpus != 0 and not MIN_SHARE <= gpus <= 1:
+        found.append(("spec.gpus_per_replica", gpus, f"use 0 for none, or {MIN_SHARE:g} to 1: a model is on one GPU"))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """What is asked of Ray Serve for one version: `initial` replicas, so many for ever unless there is `autoscaling`,
+    and CPUs and GPUs for each."""
+
+    initial: int
+    cpus: float
+    gpus: float = 0.0
+    autoscaling: Autoscaling | None = None
+
+
+# --- Traffic ---
+# How a deployment's requests are shared out beside the weights: by a header, and copies to a shadow.
+
+MAX_WEIGHT = 1000
+MAX_WEIGHTS = 1000
+MAX_ROUTES = 20
+MAX_VALUE = 200
+HEADER = re.compile(r"[a-z0-9_.-]{1,100}")
+HEADERS = "headers"
+# As much as gRPC takes of a call's own.
+MAX_HEADERS = 16_384
+
+
+@dataclass(frozen=True)
+class HeaderRoute(Durable):
+    """A request that names no version and whose `header`, in small letters, is exactly `value` goes to `version`."""
+
+    header: str
+    value: str
+    version: str
+
+
+@dataclass(frozen=True)
+class Shadow(Durable):
+    """`version` gets copies of `percent` of the requests; nobody gets its answers."""
+
+    version: str
+    percent: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrafficChange:
+    """What a client wishes to be otherwise; None: as it is. A shadow of 0 % is none."""
+
+    weights: Mapping[str, int] | None = None
+    routes: tuple[HeaderRoute, ...] | None = None
+    shadow: Shadow | None = None
+    policy: VersionPolicy | None = None
+
+
+def check_change(change: TrafficChange) -> TrafficChange:
+    """The change, or `InvalidArgument` naming every field that is out of range."""
+    problems: list[tuple[str, object, str]] = []
+    if change.weights is not None:
+        problems += [
+            (f"deployment.traffic.weights[{number}]", weight, f"use 0 to {MAX_WEIGHT}")
+            for number, weight in sorted(change.weights.items())
+            if not 0 <= weight <= MAX_WEIGHT
+        ]
+        if not any(change.weights.values()):
+            problems.append(("deployment.traffic.weights", dict(change.weights), "give one version a weight at least"))
+    if change.routes is not None and len(change.routes) > MAX_ROUTES:
+        problems.append(("deployment.traffic.routes", f"{len(change.routes)} routes", f"use at most {MAX_ROUTES}"))
+    for place, route in enumerate((change.routes or ())[:MAX_ROUTES]):
+        field = f"deployment.traffic.routes[{place}]"
+        if not HEADER.fullmatch(route.header) or route.header.endswith("-bin"):
+            problems.append((f"{field}.header", route.header, "use a name of a gRPC metadata key that is text"))
+        if not 0 < len(route.value) <= MAX_VALUE:
+            problems.append((f"{field}.value", route.value, f"use 1 to {MAX_VALUE} characters"))
+    if change.shadow is not None and not 0 <= change.shadow.percent <= 100:
+        problems.append(("deployment.traffic.shadow.percent", change.shadow.percent, "use 0 to 100; 0 is no shadow"))
+    if problems:
+        raise invalid_fields(problems)
+    return change
+
+
+def routed(routes: Sequence[HeaderRoute], headers: Mapping[str, str]) -> Iterable[str]:
+    """The numbers of the versions that these headers lead to, in the order of the routes."""
+    return (route.version for route in routes if headers.get(route.header) == route.value)
+
+
+def headers_of(metadata: Iterable[tuple[str, str | bytes]], parameters: Parameters) -> dict[str, str]:
+    """Those of the call, and over them those of the request's own parameter `headers`, a JSON object of strings.
+
+    Raises `InvalidArgument` where that is none.
+    """
+    headers = {name: value for name, value in metadata if isinstance(value, str)}
+    given = parameters.get(HEADERS)
+    if given is None:
+        return headers
+    if isinstance(given, str) and len(given) > MAX_HEADERS:
+        raise invalid_field(
+            f"parameters.{HEADERS}", given, f"use a JSON object of strings of at most {MAX_HEADERS:,} characters"
+        )
+    try:
+        own = json.loads(given) if isinstance(given, str) else None
+    except (ValueError, RecursionError):  # what is nested too deeply is no object of strings either
+        own = None
+    if not isinstance(own, dict) or not all(isinstance(value, str) for value in own.values()):
+        raise invalid_field(f"parameters.{HEADERS}", given, 'use a JSON object of strings, e.g. {"x-canary": "yes"}')
+    return headers | {name.lower(): value for name, value in own.items()}
+
+
+# --- Deployment ---
+# A deployment: what is to be served, and how far it is. Transitions are functions from one value to the next.
 
 MAX_THREADS = 256
 MAX_BATCH_SIZE = 1024
@@ -303,3 +531,17 @@ def with_removal(deployment: Deployment, now_s: float) -> Deployment | None:
     if deployment.state is not State.DELETING:
         return None
     return replace(deployment, state=State.GONE, update_time=now_s)
+
+
+# --- Applications ---
+# The names of the applications in Ray Serve: one for each version of a deployment.
+
+
+def application_name(deployment: Deployment, version: ModelVersion) -> str:
+    """The Ray Serve application of one version. The uid keeps a deployment from meeting its namesake's replicas."""
+    return f"{deployment.uid}-v{version.number}"
+
+
+def uid_of(application: str) -> str:
+    """Of its deployment: the inverse of `application_name`."""
+    return application.rpartition("-v")[0]

@@ -1,4 +1,6 @@
-"""What a model takes and gives, and whether a request fits it."""
+"""What a model takes and gives, and whether a request fits it: rows, tensors by their names, the parameters of a
+request, and answers in words.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,113 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from inference_service.domain.datatypes import DATATYPES
-from inference_service.domain.rows import PREPARED, RAW, Rows, bytes_of
-from inference_service.domain.tensors import Array, WireTensor, check_shape, decode
-from shared.errors import InvalidArgument, invalid_field
+import numpy as np
+
+from inference_service.domain.tensors import DATATYPES, Array, WireTensor, check_shape, decode
+from shared.errors import InvalidArgument, MillraceError, invalid_field
+
+# --- Rows ---
+# Rows on their way to a model, gathered from several requests into batches, and what comes back for them.
+
+RAW, PREPARED = "raw", "prepared"
+# So many of a request's bad rows are told one by one.
+MAX_SHOWN_ROWS = 10
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """`values` has each input tensor's rows along its first axis; `form` is `RAW` or `PREPARED`.
+
+    `nulls` says of some tensors where they are null: bool (rows,). What `values` holds there means nothing. `trace` are
+    the W3C's headers of the span that rows on their way to a replica are computed for, if that is recorded.
+    `size_bytes` is about what the values of a request's rows take in memory.
+    """
+
+    form: str
+    values: Mapping[str, Array]
+    nulls: Mapping[str, Array] = field(default_factory=dict)
+    trace: Mapping[str, str] | None = None
+    requests: tuple[int, ...] = ()
+    size_bytes: int = 0
+
+    def __len__(self) -> int:
+        return len(next(iter(self.values.values())))
+
+    def slice(self, start: int, stop: int) -> Rows:
+        """The rows `start` to `stop`, without a copy."""
+        values = {name: whole[start:stop] for name, whole in self.values.items()}
+        nulls = {name: flags[start:stop] for name, flags in self.nulls.items()}
+        return Rows(self.form, values, nulls, size_bytes=sum(map(bytes_of, values.values())))
+
+    @staticmethod
+    def joined(parts: Sequence[Rows]) -> Rows:
+        """The rows of all parts, which are of one form and one model, one part after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        names = {name: None for part in parts for name in part.nulls}
+        return Rows(
+            parts[0].form,
+            {name: np.concatenate([part.values[name] for part in parts]) for name in parts[0].values},
+            {
+                name: np.concatenate([part.nulls.get(name, np.zeros(len(part), np.bool_)) for part in parts])
+                for name in names
+            },
+            requests=tuple(map(len, parts)),
+        )
+
+
+def bytes_of(values: Array) -> int:
+    """What an array takes in memory; of one of bytes objects, what these do."""
+    return sum(map(len, values.flat)) if values.dtype.kind == "O" else values.nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class Outputs:
+    """What a model gives for some rows: one array an output, rows along the first axis.
+
+    `refused` says of single rows what is wrong with them, by their place, and `failed` with what error others failed
+    through no fault of theirs; what the arrays hold there means nothing.
+    `input_s` and `infer_s` are how long the preprocessing and the model took for all of the batch; `sent_again` where a
+    first replica had died with it, so that the way there tells nothing of others'. `non_finite` are the places of rows
+    that are answered with a NaN or an infinity.
+    """
+
+    arrays: Sequence[Array]
+    refused: Mapping[int, str] = field(default_factory=dict)
+    input_s: float = 0.0
+    infer_s: float = 0.0
+    sent_again: bool = False
+    failed: Mapping[int, MillraceError] = field(default_factory=dict)
+    non_finite: Sequence[int] = ()
+
+    def slice(self, start: int, stop: int) -> Outputs:
+        return Outputs(
+            [array[start:stop] for array in self.arrays],
+            {row - start: why for row, why in self.refused.items() if start <= row < stop},
+            failed={row - start: error for row, error in self.failed.items() if start <= row < stop},
+            non_finite=[row - start for row in self.non_finite if start <= row < stop],
+        )
+
+    def checked(self, first_row: int = 0) -> Sequence[Array]:
+        """The arrays. Raises `InvalidArgument` naming the rows that were refused, counted from `first_row`, or else the
+        error of the first row that failed."""
+        if not self.refused and not self.failed:
+            return self.arrays
+        if not self.refused:
+            raise self.failed[min(self.failed)]
+        problems = [f"row {first_row + row}: {why}" for row, why in sorted(self.refused.items())]
+        more = len(problems) - MAX_SHOWN_ROWS
+        shown = problems[:MAX_SHOWN_ROWS] + ([f"and {more} rows more"] if more > 0 else [])
+        raise InvalidArgument(
+            "; ".join(shown),
+            reason="BAD_ROW",
+            metadata={"row": str(first_row + min(self.refused))},
+            fields=[("inputs", problem) for problem in shown],
+        )
+
+
+# --- Signature ---
+# What a model takes and gives, and whether a request fits it.
 
 FREE = -1  # a dimension that the request chooses
 MAX_SHOWN_NAME = 100
@@ -256,3 +361,99 @@ def check_answer_fits(wanted: Sequence[TensorSpec], rows: int, most_bytes: int) 
         fewer = f"send at most {most_bytes // row_bytes} rows, or " if row_bytes <= most_bytes else ""
         remedy = f"an answer may have {most_bytes}; {fewer}ask for fewer outputs"
         raise invalid_field("outputs", f"{rows * row_bytes} bytes for {rows} rows", remedy)
+
+
+# --- Request parameters ---
+# The parameters of a request, of its tensors and of the outputs that it asks for, as far as they mean something here.
+#
+# What means nothing here is ignored, as Triton does, but for shared memory: its tensors would be missing.
+
+Parameters = Mapping[str, object]
+
+# 1 is the most urgent. Above the last level is the default's, as in Triton.
+PRIORITY_LEVELS = 10
+DEFAULT_PRIORITY = 5
+SHARED_MEMORY = "shared_memory_region"
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """`timeout_s`: in which it must be answered; None: no such wish."""
+
+    priority: int = DEFAULT_PRIORITY
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True)
+class RequestedOutput:
+    """`top`: so many of the greatest numbers of each row, as a classification; 0: the output itself."""
+
+    name: str
+    top: int = 0
+
+
+def wishes_of(parameters: Parameters) -> Wishes:
+    """Raises `InvalidArgument` naming the parameter."""
+    priority = _count("parameters", parameters, "priority", "use 1, the most urgent, to 10; 0 is the default")
+    timeout_us = _count("parameters", parameters, "timeout", "use microseconds; 0 is no timeout")
+    return Wishes(
+        priority if 1 <= priority <= PRIORITY_LEVELS else DEFAULT_PRIORITY,
+        timeout_us / 1e6 if timeout_us else None,
+    )
+
+
+def requested_output(field: str, name: str, parameters: Parameters) -> RequestedOutput:
+    """`field` is the output's path in the request. Raises `InvalidArgument`."""
+    check_no_shared_memory(field, name, parameters)
+    field = f"{field}.parameters"
+    return RequestedOutput(name, _count(field, parameters, "classification", "use the number of classes wanted"))
+
+
+def check_no_shared_memory(field: str, name: str, parameters: Parameters) -> None:
+    """Raises `InvalidArgument`: nothing would be found there, or written there."""
+    if SHARED_MEMORY in parameters:
+        remedy = f"tensor {name[:100]!r}: shared memory is not served; send tensors in the messages"
+        raise invalid_field(f"{field}.parameters.{SHARED_MEMORY}", parameters[SHARED_MEMORY], remedy)
+
+
+def _count(field: str, parameters: Parameters, name: str, remedy: str) -> int:
+    value = parameters.get(name, 0)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise invalid_field(f"{field}.{name}", value, remedy)
+    return value
+
+
+# --- Classification ---
+# Answers in words: the names of labels, and classifications, whose strings Triton's clients know to read.
+
+
+def check_classifiable(wanted: Sequence[TensorSpec], requested: Sequence[RequestedOutput]) -> None:
+    """Raises `InvalidArgument` naming an output whose rows are no lists of numbers; `wanted` are those `requested`."""
+    for index, (spec, asked) in enumerate(zip(wanted, requested, strict=False)):
+        if asked.top and (len(spec.shape) < 2 or spec.datatype == "BYTES"):
+            remedy = f"output {spec.name!r} has no classes, it is {spec}; ask for one that has, or without this"
+            raise invalid_field(f"outputs[{index}].parameters.classification", asked.top, remedy)
+
+
+def named(labels: Array, class_names: Sequence[str]) -> Array:
+    """`labels` (B), from 0, to (B) bytes objects, UTF-8; empty for a class that has no name."""
+    names = np.empty(len(class_names) + 1, object)
+    names[:] = [*(name.encode() for name in class_names), b""]
+    found: Array = names[np.minimum(labels, len(class_names))]
+    return found
+
+
+def classified(values: Array, top: int, class_names: Sequence[str] = ()) -> Array:
+    """`values` (B, …) to (B, min(top, numbers of a row)) bytes objects, "value:index", the greatest number first; of
+    equal numbers the first one first, NaN last. "value:index:name" for the numbers that have a name."""
+    rows = values.reshape(len(values), -1)
+    top = min(top, rows.shape[1])
+    greatest = np.argsort(-rows.astype(np.float64), axis=1, kind="stable")[:, :top]
+    chosen = np.take_along_axis(rows, greatest, axis=1)
+    shape = "%f:%d" if np.issubdtype(rows.dtype, np.floating) else "%s:%d"
+    names = [f":{name}" for name in class_names[: rows.shape[1]]] + [""] * (rows.shape[1] - len(class_names))
+    strings = np.empty(greatest.shape, object)
+    for row, (numbers, indices) in enumerate(zip(chosen.tolist(), greatest.tolist(), strict=True)):
+        pairs = zip(numbers, indices, strict=True)
+        strings[row] = [(shape % pair + names[pair[1]]).encode() for pair in pairs]
+    return strings

@@ -1,14 +1,146 @@
-"""What one model version has answered and how long each part took: the numbers of ModelStatistics and of the metrics.
-
-All durations are seconds.
+"""What one model version has answered and how long each part took: since the start, for ModelStatistics and the
+metrics, and in the last minutes, for the limits of rollouts.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from inference_service.domain.recent import LATE, Recent
+from inference_service.domain.rollout import MAX_WINDOW_S, RollOutLimits
+
+# --- The last minutes ---
+# The requests of the last minutes of one model version: how many, how many failed, how long they took.
+
+# 5 % apart, from 0.1 ms to an hour: a percentile is told as the bound below it, which it surely passes.
+BOUNDS_S = [0.0001 * 1.05**power for power in range(357)]
+# What is the client's fault, and what it left, says nothing about the version. FAILED_PRECONDITION is told by a replica
+# that was started again later and cannot load its checkpoint.
+FAULTS = frozenset(
+    {"DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "INTERNAL", "DATA_LOSS", "FAILED_PRECONDITION"}
+)
+LATE = "DEADLINE_EXCEEDED"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """`p99_s` is of the answered ones and of those that ran out of time, 0 where there are none."""
+
+    requests: int
+    faults: int
+    p99_s: float
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The same, so that those of several processes can be added up: `took` counts by place in `BOUNDS_S`."""
+
+    answered: int = 0
+    faults: int = 0
+    took: Mapping[int, int] = field(default_factory=dict)
+
+    def __add__(self, other: Counts) -> Counts:
+        took = dict(self.took)
+        for place, count in other.took.items():
+            took[place] = took.get(place, 0) + count
+        return Counts(self.answered + other.answered, self.faults + other.faults, took)
+
+    def seen(self) -> Seen:
+        return Seen(self.answered + self.faults, self.faults, _p99_s(self.took))
+
+
+class _Second:
+    def __init__(self, second: int) -> None:
+        self.second = second
+        self.answered = 0
+        self.faults = 0
+        self.took: dict[int, int] = {}  # by place in BOUNDS_S
+
+    def took_s(self, total_s: float) -> None:
+        place = bisect_left(BOUNDS_S, total_s)
+        self.took[place] = self.took.get(place, 0) + 1
+
+
+class Recent:
+    """A count for each second, so that its size does not depend on the load."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[_Second] = deque()
+
+    def answered(self, now_s: float, total_s: float) -> None:
+        second = self._second(now_s)
+        second.answered += 1
+        second.took_s(total_s)
+
+    def failed(self, now_s: float, status: str, total_s: float) -> None:
+        """`status` is the name of what the request ended with, `total_s` the time that it took or, if it was refused
+        because that would not do, the time that it had."""
+        if status not in FAULTS:
+            return
+        second = self._second(now_s)
+        second.faults += 1
+        if status == LATE:  # otherwise a version that hangs would have the latencies of what it answers
+            second.took_s(total_s)
+
+    def counts(self, now_s: float, window_s: float) -> Counts:
+        """Of the last `window_s`, to a second."""
+        took: dict[int, int] = {}
+        answered = faults = 0
+        for one in self._seconds:
+            if now_s - window_s <= one.second <= now_s:
+                answered += one.answered
+                faults += one.faults
+                for place, count in one.took.items():
+                    took[place] = took.get(place, 0) + count
+        return Counts(answered, faults, took)
+
+    def seen(self, now_s: float, window_s: float) -> Seen:
+        return self.counts(now_s, window_s).seen()
+
+    def _second(self, now_s: float) -> _Second:
+        second = int(now_s)
+        if not self._seconds or self._seconds[-1].second != second:
+            self._seconds.append(_Second(second))
+            while self._seconds[0].second < second - MAX_WINDOW_S:
+                self._seconds.popleft()
+        return self._seconds[-1]
+
+
+def _p99_s(took: Mapping[int, int]) -> float:
+    left = -(-99 * sum(took.values()) // 100)  # in whole numbers: 0.99 * 100 is more than 99
+    for place in sorted(took):
+        left -= took[place]
+        if left <= 0:
+            return BOUNDS_S[place - 1] if place else 0.0
+    return 0.0
+
+
+def passed_limit(limits: RollOutLimits, new: Seen, old: Seen) -> str:
+    """Which of the limits the new version has passed, in words; empty: none."""
+    if new.requests < limits.min_requests:
+        return ""
+    share = new.faults / new.requests
+    if limits.max_error_share is not None and share > limits.max_error_share:
+        return f"{share:.1%} of its last {new.requests} requests failed, at most {limits.max_error_share:.1%} may"
+    if limits.max_p99_s is not None and new.p99_s > limits.max_p99_s:
+        took_ms, most_ms = new.p99_s * 1000, limits.max_p99_s * 1000
+        return f"1 % of its requests took {took_ms:.4g} ms or longer, at most {most_ms:.4g} ms may"
+    if limits.max_p99_ratio and old.requests >= limits.min_requests and old.p99_s:
+        ratio = new.p99_s / old.p99_s
+        if ratio > limits.max_p99_ratio:
+            return (
+                f"1 % of its requests took {new.p99_s * 1000:.4g} ms or longer, {ratio:.3g} times as long as the old "
+                f"version's; at most {limits.max_p99_ratio:g} times is allowed"
+            )
+    return ""
+
+
+# --- Statistics ---
+# What one model version has answered and how long each part took: the numbers of ModelStatistics and of the metrics.
+#
+# All durations are seconds.
 
 OK = "OK"
 DURATION_BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)

@@ -9,12 +9,10 @@ from typing import Any
 from click.testing import CliRunner, Result
 from grpc import aio
 
-from inference_service.deployments.cluster import Cluster
-from inference_service.deployments.manager import DeploymentManager
-from inference_service.deployments.operations import DeploymentOperations
-from inference_service.deployments.registry import Deployments
-from inference_service.deployments.roll_out_manager import RollOutManager
-from inference_service.deployments.servicer import DeploymentServicer
+from inference_service.deploy.capacity import Cluster
+from inference_service.deploy.deployments import DeploymentManager, DeploymentOperations, Deployments
+from inference_service.deploy.rollout_manager import RollOutManager
+from inference_service.deploy.servicer import DeploymentServicer
 from inference_service.domain.deployment import Deployment
 from millrace.inference.v1 import deployment_service_pb2_grpc as pb_grpc
 from millrace_client.cli import millrace

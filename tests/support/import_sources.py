@@ -9,8 +9,8 @@ from pathlib import Path, PurePosixPath
 import pyarrow as pa
 
 from data_service.domain.import_spec import CsvOptions, Source
-from data_service.sources import OpenSource, RowSource, open_sources
-from data_service.sources.source_files import SourceFile, SourceFiles
+from data_service.formats import OpenSource, RowSource, open_sources
+from data_service.storage.source_files import SourceFile, SourceFiles
 from shared.errors import InvalidArgument
 
 

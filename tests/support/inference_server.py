@@ -15,22 +15,16 @@ from grpc import aio
 
 from inference import grpc_service_pb2 as oip
 from inference import grpc_service_pb2_grpc as oip_grpc
-from inference_service.batching.batcher import Batcher
-from inference_service.batching.dispatcher import Dispatcher
-from inference_service.batching.models import Models
-from inference_service.deployments.registry import Deployments
-from inference_service.deployments.repository import ModelRepository
-from inference_service.domain.applications import application_name
-from inference_service.domain.batch_times import BatchTimes
-from inference_service.domain.batching import Limits
-from inference_service.domain.deployment import Deployment, ModelVersion, State, check_spec
-from inference_service.domain.held_bytes import HeldBytes
-from inference_service.domain.rows import Outputs, Rows
-from inference_service.domain.signature import Signature, TensorSpec
-from inference_service.fronts.siblings import Siblings
-from inference_service.open_inference.inferring import Inference
-from inference_service.open_inference.servicer import OpenInferenceServicer
-from inference_service.open_inference.summed_statistics import SummedStatistics
+from inference_service.deploy.deployments import Deployments
+from inference_service.domain.batch_policy import BatchTimes, Limits
+from inference_service.domain.deployment import Deployment, ModelVersion, State, application_name, check_spec
+from inference_service.domain.signature import Outputs, Rows, Signature, TensorSpec
+from inference_service.peers import Siblings
+from inference_service.serve.batcher import Batcher
+from inference_service.serve.infer import Dispatcher, HeldBytes, Inference
+from inference_service.serve.models import Models
+from inference_service.serve.repository import ModelRepository, SummedStatistics
+from inference_service.serve.servicer import OpenInferenceServicer
 from shared.grpc_server import BearerToken
 from shared.grpc_server.interceptor import DEFAULT_DEADLINE_S
 from shared.settings import StoreSettings

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save
 
 from data_service.domain.predict_spec import CheckpointRef, PredictSpec
-from data_service.predicting.asking import found_checkpoint
-from data_service.predicting.job import run_predict
+from data_service.transforms.checking import found_checkpoint
+from data_service.transforms.predict_job import run_predict
 from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegistry, write_checkpoint
 from shared.checkpoint.format import WEIGHTS
 from shared.dataset_version.columns import tensor_array

@@ -14,12 +14,10 @@ import pyarrow as pa
 from PIL import Image
 
 from inference import grpc_service_pb2 as oip
-from inference_service.domain.datatypes import DATATYPES
 from inference_service.domain.deployment import Deployment
-from inference_service.domain.rows import Outputs, Rows
-from inference_service.domain.signature import NULLS, Signature, TensorSpec
-from inference_service.domain.tensors import encode_raw
-from inference_service.replica.preprocessing import Preprocessing
+from inference_service.domain.signature import NULLS, Outputs, Rows, Signature, TensorSpec
+from inference_service.domain.tensors import DATATYPES, encode_raw
+from inference_service.serve.preprocessing import Preprocessing
 from tests.support.checkpoint_samples import content
 from tests.support.hostile_messages import NAMES, NUMBERS
 from tests.support.inference_server import Server, attach, deployment

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from data_service.commit import columns_of, commit_version
+from data_service.attempt import columns_of, commit_version
 from data_service.domain.layout import SplitRange
 from shared.dataset_version import SplitWriter
 from shared.dataset_version.version import IMPORT_KIND

@@ -17,11 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from inference_service.batching.batcher import Batcher
-from inference_service.domain.batch_times import BatchTimes
-from inference_service.domain.batching import Limits
-from inference_service.domain.rows import Outputs, Rows
+from inference_service.domain.batch_policy import BatchTimes, Limits
+from inference_service.domain.signature import Outputs, Rows
 from inference_service.domain.statistics import Statistics
+from inference_service.serve.batcher import Batcher
 from shared.errors import MillraceError
 
 DEADLINE_S = 0.2

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from inference import grpc_service_pb2 as oip
-from inference_service.domain.rows import Outputs, Rows
-from inference_service.domain.signature import Signature, TensorSpec
+from inference_service.domain.signature import Outputs, Rows, Signature, TensorSpec
 from tests.support.inference_server import Server, deployment
 
 SIGNATURE = Signature(

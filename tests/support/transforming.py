@@ -16,12 +16,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from data_service.commit import columns_of
+from data_service.attempt import columns_of
 from data_service.domain.transform_spec import TransformSpec
-from data_service.transforming.job import run_transform
-from data_service.transforming.parallel import Pool, Results
-from data_service.transforming.parts_task import Work
-from data_service.transforming.plan import Part
+from data_service.transforms.job import run_transform
+from data_service.transforms.parallel import Pool, Results, Work
+from data_service.transforms.plan import Part
 from shared.dataset_version import SplitWriter, VersionReader, load_version
 from shared.dataset_version.manifest import DataFile, Manifest, Split, sha256_hex
 from shared.dataset_version.version import IMPORT_KIND

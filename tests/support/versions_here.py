@@ -9,10 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from data_service.converters.imports import import_spec_from
-from data_service.converters.transforms import transform_spec_from
-from data_service.ingest.job import run_import
-from data_service.transforming.job import run_transform
+from data_service.convert import import_spec_from, transform_spec_from
+from data_service.imports.job import run_import
+from data_service.transforms.job import run_transform
 from millrace.data.v1 import data_service_pb2
 from millrace.train.v1 import resources_pb2, suggestion_pb2
 from millrace_client.specs import ratio_split

@@ -20,10 +20,9 @@ import pyarrow.csv as csv
 import pytest
 from PIL import Image
 
-from inference_service.domain.rows import Rows
-from inference_service.domain.signature import NULLS, Signature, TensorSpec, rows_of
+from inference_service.domain.signature import NULLS, Rows, Signature, TensorSpec, rows_of
 from inference_service.domain.tensors import Array, WireTensor, encode_raw, encode_typed, has_typed_form
-from inference_service.replica.preprocessing import Preprocessing as ServedPreprocessing
+from inference_service.serve.preprocessing import Preprocessing as ServedPreprocessing
 from millrace.common.v1 import transform_pb2
 from shared.checkpoint import CheckpointContent
 from shared.dataset_version import VersionReader, load_version

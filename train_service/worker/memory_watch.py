@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from shared.errors import MillraceError, ResourceExhausted
+from shared.thread_frames import current_frames
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ class MemoryWatch:
         used = self._memory.anonymous_bytes()
         if used <= limit:
             return None
-        line = line_of_frame(sys._current_frames().get(self._trains), self._code)
+        line = line_of_frame(current_frames().get(self._trains), self._code)
         where = f", at {line}" if line else ""
         return ResourceExhausted(
             f"rank {self._rank} has {_shown(used)} of memory{where}, more than {self._limit.named()}; look for what "

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from data_service.sources import open_sources
-from data_service.sources.source_files import SourceFiles, s3_of
+from data_service.formats import open_sources
+from data_service.storage.source_files import SourceFiles, s3_of
 from shared.errors import NotFound
 from shared.settings import StoreSettings
 from shared.storage import open_store

@@ -13,9 +13,9 @@ import time
 
 from ray.exceptions import RayError
 
-from inference_service.domain.scaling import Scale
-from inference_service.reconciling.ray_serve import ServeApplications
-from inference_service.replica.replica import ReplicaSpec
+from inference_service.domain.deployment import Scale
+from inference_service.serve.ray_serve import ServeApplications
+from inference_service.serve.replica import ReplicaSpec
 from shared.errors import MillraceError, Unavailable
 from shared.settings import StoreSettings
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from inference_service.domain.rows import RAW, Rows
-from inference_service.replica.replica import ModelReplica, ReplicaSpec
+from inference_service.domain.signature import RAW, Rows
+from inference_service.serve.replica import ModelReplica, ReplicaSpec
 from shared.checkpoint import CheckpointRegistry
 from shared.code_loading import load_code
 from shared.errors import FailedPrecondition

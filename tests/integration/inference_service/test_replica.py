@@ -15,10 +15,10 @@ import torch
 from PIL import Image
 from safetensors.torch import save
 
-from inference_service.domain.rows import PREPARED, RAW, Rows
-from inference_service.replica.replica import Loaded, ModelReplica, ReplicaSpec
-from inference_service.replica.served_model import ServedModel
-from inference_service.sockets.local_replicas import LocalReplicas
+from inference_service.domain.signature import PREPARED, RAW, Rows
+from inference_service.serve.replica import Loaded, ModelReplica, ReplicaSpec
+from inference_service.serve.served_model import ServedModel
+from inference_service.serve.sockets import LocalReplicas
 from shared.checkpoint import load_checkpoint
 from shared.checkpoint.format import WEIGHTS
 from shared.errors import DataLoss, FailedPrecondition

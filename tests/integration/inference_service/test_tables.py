@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from inference_service.domain.rows import PREPARED, RAW, Rows
-from inference_service.replica.served_model import ServedModel
+from inference_service.domain.signature import PREPARED, RAW, Rows
+from inference_service.serve.served_model import ServedModel
 from shared.checkpoint import CheckpointContent
 from shared.errors import FailedPrecondition
 from shared.model_spec import REGRESSION, ModelSpec

@@ -7,10 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from inference_service.deployments.registry import Deployments
-from inference_service.domain.deployment import State
-from inference_service.domain.scaling import Autoscaling
-from inference_service.domain.traffic import HeaderRoute, Shadow
+from inference_service.deploy.deployments import Deployments
+from inference_service.domain.deployment import Autoscaling, HeaderRoute, Shadow, State
 from shared.errors import FailedPrecondition
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store

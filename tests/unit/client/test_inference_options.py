@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from inference_service.domain.traffic import HeaderRoute
+from inference_service.domain.deployment import HeaderRoute
 from millrace_client import Millrace, connect, errors
 from millrace_client.inference import Answer
 from tests.support.deployment_server import weighed

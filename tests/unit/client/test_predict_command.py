@@ -19,8 +19,7 @@ from click.testing import CliRunner, Result
 from PIL import Image
 
 from inference import grpc_service_pb2 as oip
-from inference_service.domain.rows import Outputs, Rows
-from inference_service.domain.signature import Signature, TensorSpec
+from inference_service.domain.signature import Outputs, Rows, Signature, TensorSpec
 from millrace.data.v1 import data_service_pb2_grpc
 from millrace_client.cli import millrace
 from millrace_client.cli.predict import outputs_wanted

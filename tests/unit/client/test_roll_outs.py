@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner, Result
 from google.longrunning import operations_pb2_grpc
 
-from inference_service.deployments.registry import Deployments
-from inference_service.domain.version_policy import Kept, VersionPolicy
+from inference_service.deploy.deployments import Deployments
+from inference_service.domain.deployment import Kept, VersionPolicy
 from millrace.inference.v1 import deployment_service_pb2_grpc
 from millrace_client.cli import millrace
 from millrace_client.deployments import keep_latest

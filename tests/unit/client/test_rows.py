@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from data_service.sources import csv_rows
+from data_service.formats import csv
 from inference import grpc_service_pb2 as pb
 from millrace_client.calls import MAX_MESSAGE_BYTES
 from millrace_client.inference import infer_request
@@ -230,7 +230,7 @@ def test_numbers_of_an_array_keep_their_values_or_are_refused() -> None:
 
 
 def test_a_csv_has_the_nulls_that_an_import_finds_in_it() -> None:
-    assert csv_rows.NULL_VALUES == NULL_VALUES
+    assert csv.NULL_VALUES == NULL_VALUES
 
 
 @pytest.mark.parametrize("name", ["a.csv.gz", "A.CSV.GZ"])

@@ -7,10 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from inference_service.deployments.registry import Deployments
-from inference_service.domain.deployment import Deployment
-from inference_service.domain.traffic import HeaderRoute, Shadow
-from inference_service.domain.version_policy import Kept, VersionPolicy
+from inference_service.deploy.deployments import Deployments
+from inference_service.domain.deployment import Deployment, HeaderRoute, Kept, Shadow, VersionPolicy
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.support.deployment_server import commanded, weighed

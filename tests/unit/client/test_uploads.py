@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from data_service.uploads import blocks_ahead
+from data_service.uploads import chunks as blocks_ahead
 from data_service.uploads.chunks import Block, read_block
 from data_service.uploads.reader import open_upload
 from data_service.uploads.receiving import Chunk

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
-from data_service.converters.datasets import dataset_message, retention_from
-from data_service.domain.dataset import Dataset
-from data_service.domain.retention import MAX_AGE_S, check_retention
+from data_service.convert import dataset_message, retention_from
+from data_service.domain.dataset import MAX_AGE_S, Dataset, check_retention
 from millrace.data.v1 import resources_pb2
 from shared.errors import InvalidArgument
 

@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 
 from data_service.datasets import Datasets
-from data_service.domain.dataset import Dataset
-from data_service.domain.retention import Retention
-from data_service.lifecycle import Deletions
+from data_service.deletion import Deletions
+from data_service.domain.dataset import Dataset, Retention
+from data_service.uploads.record import mark_used, unmark
 from data_service.uploads.uploads import Uploads
-from data_service.uploads.users import mark_used, unmark
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import AlreadyExists, Conflict, FailedPrecondition, InvalidArgument, NotFound
 from shared.jobs import JobRecord, Jobs

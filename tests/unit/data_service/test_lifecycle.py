@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from data_service.datasets import Datasets
-from data_service.lifecycle import Deletions
+from data_service.deletion import Deletions
 from data_service.operation_pointers import operation_ids, record_operation
 from data_service.versions import Versions
 from shared.dataset_version import load_version
@@ -151,7 +151,7 @@ def test_once_no_user_was_found_there_is_no_way_back(
         other.finish(VERSION)
         return [USER]
 
-    monkeypatch.setattr("data_service.lifecycle.live_users", users_then_the_other_goes_on)
+    monkeypatch.setattr("data_service.deletion.live_users", users_then_the_other_goes_on)
     deletions.delete(VERSION)
     assert jobs.find(VERSION) is None
     assert files(store) == []
@@ -169,7 +169,7 @@ def test_a_slow_deleter_leaves_the_files_of_a_new_version_of_that_name(
         return listed(prefix)
 
     jobs.transition(VERSION, lambda newest: request_delete(newest, newest.update_time))
-    monkeypatch.setattr("data_service.lifecycle.live_users", lambda *_: [])
+    monkeypatch.setattr("data_service.deletion.live_users", lambda *_: [])
     monkeypatch.setattr(store, "list", overtaken)
     deletions.finish(VERSION)
     assert load_version(store, VERSION).manifest.row_count == 10

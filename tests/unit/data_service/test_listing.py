@@ -10,11 +10,10 @@ import pytest
 from google.longrunning import operations_pb2
 from google.rpc import code_pb2
 
-from data_service.converters.versions import operation_message
+from data_service.convert import operation_message
 from data_service.datasets import Datasets
 from data_service.operation_pointers import operation_id, record_operation
-from data_service.servicer import DataServicer
-from data_service.version_operations import VersionOperations
+from data_service.servicer import DataServicer, VersionOperations
 from data_service.versions import ActiveVersion, Versions
 from millrace.data.v1 import data_service_pb2, resources_pb2
 from shared import paging

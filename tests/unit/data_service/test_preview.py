@@ -12,9 +12,9 @@ import pytest
 from google.protobuf import json_format
 from PIL import Image
 
-from data_service import bounded_answer
+from data_service import convert
 from data_service import preview as previews
-from data_service.bounded_answer import ANSWER_BYTES, bound_answer
+from data_service.convert import ANSWER_BYTES, bound_answer
 from data_service.domain.statistics import SplitStatistics
 from data_service.preview import preview
 from millrace.data.v1 import data_service_pb2, quality_pb2, resources_pb2
@@ -203,7 +203,7 @@ def test_columns_lose_their_largest_lists_of_values_first() -> None:
 def test_very_wide_reports_lose_histograms_and_at_last_columns(
     columns: int, left: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounded_answer, "ANSWER_BYTES", 150_000)
+    monkeypatch.setattr(convert, "ANSWER_BYTES", 150_000)
     plain = [
         {"split": "s", "column": f"c{n}", "numbers": {"max": 1, "histogram": ["1000"] * 20}} for n in range(columns)
     ]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from data_service.datasets import Datasets
-from data_service.lifecycle import Deletions
+from data_service.deletion import Deletions
 from data_service.servicer import DataServicer
 from data_service.versions import Versions
 from millrace.data.v1 import data_service_pb2

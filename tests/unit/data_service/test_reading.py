@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from data_service import reading
-from data_service.lifecycle import Deletions
+from data_service.deletion import Deletions
 from data_service.reading import MESSAGE_BYTES, Selection, read_stream
 from millrace.data.v1 import data_service_pb2
 from shared.dataset_version import RowGroup, VersionReader, load_version

@@ -13,8 +13,8 @@ import pyarrow.types as kinds
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from data_service.formats.arrow import ArrowRows
 from data_service.reading import Selection, read_stream
-from data_service.sources.arrow_ipc import ArrowRows
 from millrace.data.v1 import data_service_pb2
 from shared.dataset_version import VersionReader, load_version
 from shared.settings import StoreSettings

@@ -13,10 +13,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from data_service.datasets import Datasets
-from data_service.domain.retention import Retention
-from data_service.lifecycle import Deletions
+from data_service.deletion import LEFT_FOR_S, REQUEST_CLAIM_S, Deletions, Sweeper
+from data_service.domain.dataset import Retention
 from data_service.operation_pointers import operation_ids, record_operation
-from data_service.sweeper import LEFT_FOR_S, REQUEST_CLAIM_S, Sweeper
 from data_service.verification import verify
 from shared.dataset_version import load_version
 from shared.dataset_version.version import IMPORT_KIND, mark_used
@@ -262,7 +261,7 @@ def test_old_request_claims_go(store: ObjectStore, sweeping: Sweeping) -> None:
 def test_operations_whose_job_was_never_made_go(
     store: ObjectStore, sweeping: Sweeping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("data_service.sweeper.OPERATIONS_A_PASS", 2)
+    monkeypatch.setattr("data_service.deletion.OPERATIONS_A_PASS", 2)
 
     def operation(uid: str, version: str, maker: str) -> JobRecord:
         job = JobRecord(uid=uid, name=f"{DATASET}/versions/{version}", spec={maker: {}}, create_time=0, update_time=0)
@@ -381,7 +380,7 @@ def test_an_outage_ends_the_pass(store: ObjectStore, sweeping: Sweeping, monkeyp
 def test_a_pass_is_bounded_and_the_next_goes_on_behind_it(
     store: ObjectStore, sweeping: Sweeping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("data_service.sweeper.VERSIONS_A_PASS", 2)
+    monkeypatch.setattr("data_service.deletion.VERSIONS_A_PASS", 2)
     names = [f"datasets/{dataset}/versions/v{number}" for dataset in "abc" for number in (1, 2)]
     for name in names:
         commit(store, name)

@@ -6,7 +6,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from data_service.lifecycle import Deletions
+from data_service.deletion import Deletions
 from data_service.verification import Damage, Verified, verify
 from shared.dataset_version import DatasetVersion, VersionReader, load_version
 from shared.dataset_version.manifest import Attachment, sha256_hex

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from data_service.datasets import SERVICE, Datasets
+from data_service.deletion import Deletions
 from data_service.domain.import_spec import Base, ImportSpec, Source
 from data_service.domain.transform_spec import TransformSpec
-from data_service.lifecycle import Deletions
 from data_service.operation_pointers import record_operation, withdraw_operation
 from data_service.version_jobs import VersionJobs
 from data_service.versions import Versions

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from inference_service.deployments.cluster import Cluster
-from inference_service.deployments.manager import DeploymentManager
-from inference_service.deployments.operations import DeploymentOperations
-from inference_service.deployments.registry import Deployments
-from inference_service.deployments.roll_out_manager import RollOutManager
+from inference_service.deploy.capacity import Cluster
+from inference_service.deploy.deployments import DeploymentManager, DeploymentOperations, Deployments
+from inference_service.deploy.rollout_manager import RollOutManager
 from inference_service.domain.deployment import Deployment
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry
 from shared.settings import StoreSettings

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-from inference_service.batching.batcher import Batcher
-from inference_service.batching.models import Models
-from inference_service.domain.applications import application_name
-from inference_service.domain.batch_times import BatchTimes
-from inference_service.domain.batching import Limits
-from inference_service.domain.deployment import Deployment
-from inference_service.domain.rows import Outputs, Rows
-from inference_service.domain.signature import Signature, TensorSpec
+from inference_service.domain.batch_policy import BatchTimes, Limits
+from inference_service.domain.deployment import Deployment, application_name
+from inference_service.domain.signature import Outputs, Rows, Signature, TensorSpec
 from inference_service.domain.statistics import Statistics
 from inference_service.domain.tensors import WireTensor
+from inference_service.serve.batcher import Batcher
+from inference_service.serve.models import Models
 from tests.support.inference_server import deployment
 
 SIGNATURE = Signature(

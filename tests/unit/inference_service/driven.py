@@ -7,20 +7,17 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from inference_service.batching.batcher import Batcher
-from inference_service.batching.models import Models
-from inference_service.deployments.registry import Deployments
-from inference_service.domain.absences import LOST_AFTER_S
-from inference_service.domain.applications import application_name
-from inference_service.domain.batch_times import BatchTimes
-from inference_service.domain.batching import Limits
-from inference_service.domain.deployment import Deployment
-from inference_service.domain.roll_out import (
+from inference_service.deploy.deployments import Deployments
+from inference_service.deploy.rollout_driver import RollOuts
+from inference_service.domain.batch_policy import BatchTimes, Limits
+from inference_service.domain.deployment import Deployment, application_name
+from inference_service.domain.rollout import (
     RollOutState,
 )
 from inference_service.domain.statistics import Statistics
-from inference_service.fronts.siblings import Siblings
-from inference_service.reconciling.roll_outs import RollOuts
+from inference_service.peers import Siblings
+from inference_service.serve.batcher import Batcher
+from inference_service.serve.models import LOST_AFTER_S, Models
 from inference_service.settings import InferenceSettings
 from shared.settings import ServiceSettings, StoreSettings
 from shared.storage import ObjectStore

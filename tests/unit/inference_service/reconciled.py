@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from inference_service.batching.models import Models
-from inference_service.deployments.cluster import Cluster
-from inference_service.deployments.registry import Deployments
-from inference_service.domain.applications import application_name
-from inference_service.domain.deployment import Deployment
-from inference_service.domain.scaling import Scale
-from inference_service.fronts.siblings import Siblings
-from inference_service.reconciling.ray_serve import Application
-from inference_service.reconciling.reconciler import Reconciler
-from inference_service.replica.replica import Loaded, ReplicaSpec
+from inference_service.deploy.capacity import Cluster
+from inference_service.deploy.deployments import Deployments
+from inference_service.deploy.reconciler import Reconciler
+from inference_service.domain.deployment import Deployment, Scale, application_name
+from inference_service.peers import Siblings
+from inference_service.serve.models import Models
+from inference_service.serve.ray_serve import Application
+from inference_service.serve.replica import Loaded, ReplicaSpec
 from inference_service.settings import InferenceSettings
 from shared.settings import ServiceSettings, StoreSettings
 from tests.support.inference_server import IMAGES, Classifier

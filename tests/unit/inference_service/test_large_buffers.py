@@ -8,7 +8,7 @@ import pytest
 # 64 MB in buffers with something small between any two, which is what keeps glibc from giving them back.
 PROGRAM = """
 import sys
-from inference_service.large_buffers import give_back_large_buffers
+from inference_service.frontend import give_back_large_buffers
 
 def resident_mib():
     with open("/proc/self/status") as status:

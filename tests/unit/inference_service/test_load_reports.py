@@ -8,17 +8,14 @@ from typing import Any
 
 import pytest
 
-from inference_service import load_reports
-from inference_service.batching.batcher import Batcher
-from inference_service.batching.models import Models
-from inference_service.deployments.manager import DeploymentManager
-from inference_service.domain.applications import application_name
-from inference_service.domain.batch_times import BatchTimes
-from inference_service.domain.batching import Limits
-from inference_service.domain.load import Load
-from inference_service.domain.scaling import Autoscaling
+from inference_service import frontend
+from inference_service.deploy.deployments import DeploymentManager
+from inference_service.domain.batch_policy import BatchTimes, Limits, Load
+from inference_service.domain.deployment import Autoscaling, application_name
 from inference_service.domain.statistics import Statistics
-from inference_service.load_reports import LoadReports
+from inference_service.frontend import LoadReports
+from inference_service.serve.batcher import Batcher
+from inference_service.serve.models import Models
 from tests.support.inference_server import Classifier, until
 from tests.unit.inference_service.wishes import creation
 
@@ -26,7 +23,7 @@ from tests.unit.inference_service.wishes import creation
 def test_replicas_that_do_not_answer_delay_no_others_report(
     manager: DeploymentManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load_reports, "REPORT_EVERY_S", 0.01)
+    monkeypatch.setattr(frontend, "REPORT_EVERY_S", 0.01)
     spec = replace(creation().spec, autoscaling=Autoscaling(min_replicas=1, max_replicas=2, rows_per_replica=8))
     made = [manager.create(creation(name, spec=spec)) for name in ("silent", "well")]
     silent, well = (application_name(one, one.versions[0]) for one in made)

@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 import pytest
 
-from inference_service.domain.rows import Outputs, Rows
-from inference_service.reconciling.ray_serve import ServeModel
-from inference_service.sockets.local_replicas import LocalReplicas, ReplicaLost
+from inference_service.domain.signature import Outputs, Rows
+from inference_service.serve.ray_serve import ServeModel
+from inference_service.serve.sockets import LocalReplicas, ReplicaLost
 from shared import tracing
 from shared.otlp_tracing import OtlpTracing
 from shared.telemetry import JsonFormatter

@@ -6,15 +6,15 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from inference_service.deployments.registry import Deployments
+from inference_service.deploy.deployments import Deployments
 from inference_service.domain.deployment import Creation, Deployment, check_spec
-from inference_service.domain.roll_out import (
+from inference_service.domain.rollout import (
     RollOutLimits,
     RollOutWish,
     Step,
     check_plan,
 )
-from inference_service.domain.rolling import with_version_loaded
+from inference_service.domain.rollout_transitions import with_version_loaded
 from inference_service.domain.signature import Signature, TensorSpec
 from tests.support.inference_server import IMAGES
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from data_service.domain.dataset import Dataset
-from data_service.uploads.live import LiveUploads
 from data_service.uploads.record import UploadRecord
+from data_service.uploads.uploads import LiveUploads
 from shared.checkpoint import Ranking
 from shared.checkpoint.registry import CheckpointEntry, CheckpointRegistry
 from shared.jobs import AttemptContext, JobRecord, Jobs, JobState

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_service.domain.text_values import from_text
+from data_service.formats.casts import from_text
 from shared.transforms.steps.casting import cast_exactly
 
 # All that are finite, in their order.

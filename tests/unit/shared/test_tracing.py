@@ -67,7 +67,7 @@ def test_a_number_out_of_bounds_is_refused_as_a_setting(receiver: OtlpReceiver) 
 def test_who_exports_nothing_imports_nothing_of_it() -> None:
     program = (
         "import os, sys, shared.grpc_server\n"
-        "import inference_service.batching.batcher, inference_service.open_inference.inferring\n"
+        "import inference_service.serve.batcher, inference_service.serve.infer\n"
         "from shared.tracing import configure_tracing\n"
         "configure_tracing('inference', os.environ)\n"
         "print([name for name in sys.modules if name.startswith('opentelemetry')])"

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
-from data_service.domain.arrow_types import TypeRefused, parse_type
+from data_service.domain.import_spec import TypeRefused, parse_type
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,19 @@ import pyarrow as pa
 import pytest
 from google.protobuf.json_format import MessageToDict, ParseDict
 
-from data_service.domain.checks import Check, ClassBalance, Drift, NotNull, OneOf, Pattern, Range, RowCount, Unique
-from data_service.domain.checks_parsing import fits, parse_checks
+from data_service.domain.checks import (
+    Check,
+    ClassBalance,
+    Drift,
+    NotNull,
+    OneOf,
+    Pattern,
+    Range,
+    RowCount,
+    Unique,
+    fits,
+    parse_checks,
+)
 from millrace.data.v1 import quality_pb2
 from shared.dataset_version.columns import tensor_field
 from shared.errors import InvalidArgument

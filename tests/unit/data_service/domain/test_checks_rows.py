@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_service.domain.checks import Check, Condition, NotNull, OneOf, Pattern, Range, Unique
-from data_service.domain.checks_rows import CheckCounts, KeepFirst, RowChecks, RowVerdict
-from data_service.domain.checks_unique import UniqueKeys
+from data_service.domain.checks_rows import CheckCounts, KeepFirst, RowChecks, RowVerdict, UniqueKeys
 from shared.dataset_version.columns import tensor_array
 from shared.errors import FailedPrecondition
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_service.domain import decompression
-from data_service.domain.decompression import DecompressionError, decompressed
+from data_service.formats import interface
+from data_service.formats.interface import DecompressionError, decompressed
 
 
 def read_all(data: bytes) -> bytes:
@@ -50,6 +50,6 @@ def test_a_flipped_byte_is_refused_or_harmless(position: int) -> None:
 
 
 def test_a_bomb_is_refused_before_it_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decompression, "FREE_BYTES", 100_000)
+    monkeypatch.setattr(interface, "FREE_BYTES", 100_000)
     with pytest.raises(DecompressionError, match="200 times its size"):
         read_all(gzip.compress(b"\0" * 2_000_000))

@@ -6,7 +6,7 @@ from pathlib import PurePosixPath
 
 import pytest
 
-from data_service.converters.imports import import_spec_from
+from data_service.convert import import_spec_from
 from data_service.domain.import_spec import (
     BadRows,
     Base,

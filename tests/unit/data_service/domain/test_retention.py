@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_service.domain.retention import Committed, Retention, check_retention, outlived
+from data_service.domain.dataset import Committed, Retention, check_retention, outlived
 from shared.errors import InvalidArgument
 
 DAY = 86_400.0

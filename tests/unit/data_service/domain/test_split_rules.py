@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_service.domain.random_order import row_hashes
 from data_service.domain.split_rules import (
     ColumnSplit,
     Divider,
@@ -21,6 +20,7 @@ from data_service.domain.split_rules import (
     TimeSplit,
     column_problems,
     divider,
+    row_hashes,
     share_counts,
     split_order,
 )

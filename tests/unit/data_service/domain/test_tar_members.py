@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_service.domain import tar_members
-from data_service.domain.tar_members import TarError, members
+from data_service.formats import images
+from data_service.formats.images import TarError, members
 from tests.support.damage import flips, truncations
 from tests.support.images import tar_of
 
@@ -120,7 +120,7 @@ def test_a_name_that_is_too_long_is_refused_and_shown_in_part(layout: int) -> No
 
 
 def test_the_length_of_a_name_is_counted_in_bytes() -> None:
-    longest = "é" * (tar_members.MAX_NAME_BYTES // 2)
+    longest = "é" * (images.MAX_NAME_BYTES // 2)
     assert list(read(tar_of({longest: b"x"}))) == [longest]
     with pytest.raises(TarError, match=r"'éé.*….* has a name of 65537 bytes"):
         read(tar_of({longest + "n": b"x"}))
@@ -153,7 +153,7 @@ def test_an_extended_header_that_claims_gigabytes_costs_nothing() -> None:
 
 
 def test_too_many_members_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tar_members, "MAX_MEMBERS", 3)
+    monkeypatch.setattr(images, "MAX_MEMBERS", 3)
     with pytest.raises(TarError, match="more than 3 members"):
         read(tar_of({str(i): b"" for i in range(4)}))
 

@@ -5,8 +5,7 @@ from pathlib import PurePosixPath
 
 import pytest
 
-from data_service.domain.globs import Glob
-from data_service.domain.uris import FileSource, S3Source, UploadSource, UriRefused, check_allowed, parse_uri
+from data_service.domain.uris import FileSource, Glob, S3Source, UploadSource, UriRefused, check_allowed, parse_uri
 
 ROOTS = [PurePosixPath("/data/in")]
 

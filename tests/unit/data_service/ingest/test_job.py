@@ -18,7 +18,7 @@ from PIL import Image
 
 from data_service import pipeline
 from data_service.domain.import_spec import BadRows, Base, HoldOut, ImportSpec, Source
-from data_service.ingest import job as import_job
+from data_service.imports import job as import_job
 from shared.dataset_version import VersionReader, load_version
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import Unavailable

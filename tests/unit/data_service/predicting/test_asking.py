@@ -12,8 +12,8 @@ import pyarrow as pa
 import pytest
 
 from data_service.datasets import Datasets
+from data_service.deletion import Deletions
 from data_service.domain.predict_spec import CheckpointRef, PredictSpec
-from data_service.lifecycle import Deletions
 from data_service.version_jobs import VersionJobs
 from data_service.versions import Versions
 from shared.checkpoint import CheckpointRegistry

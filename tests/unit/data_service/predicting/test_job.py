@@ -14,12 +14,11 @@ import pytest
 
 from data_service.domain.import_spec import BadRows
 from data_service.domain.predict_spec import Workers
-from data_service.predicting.checking import chained
-from data_service.transforming.parallel import Results
-from data_service.transforming.parts_task import Work
-from data_service.transforming.plan import Part
-from inference_service.reconciling.held_rows import held_rows
-from inference_service.replica.served_model import ServedModel
+from data_service.transforms.checking import chained
+from data_service.transforms.parallel import Results, Work
+from data_service.transforms.plan import Part
+from inference_service.deploy.rollout_driver import held_rows
+from inference_service.serve.served_model import ServedModel
 from shared.checkpoint import CheckpointEntry, load_checkpoint
 from shared.checkpoint.format import WEIGHTS
 from shared.code_loading import load_code
@@ -137,7 +136,7 @@ def test_the_new_version_says_which_checkpoint_made_it_of_what(store: ObjectStor
 def test_the_bytes_do_not_depend_on_the_number_of_workers_and_the_digest_neither(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("data_service.predicting.job.LEAST_PART_BYTES", 1000)
+    monkeypatch.setattr("data_service.transforms.predict_job.LEAST_PART_BYTES", 1000)
     write(store)
     made = [load_version(store, done(predict_here(store, workers=Workers(most=most)))) for most in (0, 1, 3)]
     assert len(made[0].manifest.files) > 4, "several parts, so that workers have some each"
@@ -148,7 +147,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers_and_the_digest_neither
 def test_a_worker_loads_the_model_once_for_all_of_its_parts(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("data_service.predicting.job.LEAST_PART_BYTES", 1000)
+    monkeypatch.setattr("data_service.transforms.predict_job.LEAST_PART_BYTES", 1000)
     loads, parts_done = [], []
 
     class Counted(LoadedModel):

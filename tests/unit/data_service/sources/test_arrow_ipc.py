@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_service.domain import arrow_messages
-from data_service.sources import interface
-from data_service.sources.arrow_ipc import ArrowRows
+from data_service.formats import arrow, interface
+from data_service.formats.arrow import ArrowRows
 from shared.errors import InvalidArgument
 from tests.support.arrow_tables import tables, values_of
 from tests.support.damage import flips, truncations
@@ -112,7 +111,7 @@ def test_a_buffer_that_decompresses_to_too_much_is_refused_before_it_does(
 ) -> None:
     data = written(pa.table({"n": np.zeros(1_000_000)}), "stream", "zstd")
     assert len(data) < 10_000
-    monkeypatch.setattr(arrow_messages, "MAX_BODY_BYTES", 7_999_999)
+    monkeypatch.setattr(arrow, "MAX_BODY_BYTES", 7_999_999)
     with pytest.raises(InvalidArgument, match="decompresses to more than"):
         table_of(rows_of(tmp_path, data))
 

@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_service.domain import line_blocks
-from data_service.domain.csv_records import CsvReader
 from data_service.domain.import_spec import CsvOptions
-from data_service.domain.text_values import InferredType
-from data_service.sources import csv_rows
+from data_service.formats import csv as csv_rows
+from data_service.formats import line_blocks
+from data_service.formats.casts import InferredType
+from data_service.formats.csv import CsvReader
 from shared.errors import InvalidArgument
 from tests.support.import_sources import Quarantine, opened, source_of, table_of, whole
 from tests.support.real_data import real_data

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_service.sources import interface
-from data_service.sources.decoded_size import decoded_bytes
+from data_service.formats import interface
+from data_service.formats.interface import decoded_bytes
 from shared.errors import InvalidArgument
 from tests.support.import_sources import Quarantine, opened, source_of, table_of, whole
 

@@ -7,8 +7,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from data_service.sources import interface
-from data_service.sources.idx import IdxPair
+from data_service.formats import interface
+from data_service.formats.idx import IdxPair
 from shared.errors import InvalidArgument
 from tests.support.damage import truncations
 from tests.support.idx import digits, idx_bytes, write_idx

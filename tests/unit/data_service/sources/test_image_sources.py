@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from data_service.domain import decompression
-from data_service.sources import images as image_rules
+from data_service.formats import images as image_rules
+from data_service.formats import interface
 from shared.errors import InvalidArgument, NotFound
 from shared.transforms.steps.decoding import ImageRefused, decoded
 from tests.support.damage import truncations
@@ -172,7 +172,7 @@ def test_every_truncated_tar_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_gzip_bomb_is_refused_before_it_has_grown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decompression, "FREE_BYTES", 100_000)
+    monkeypatch.setattr(interface, "FREE_BYTES", 100_000)
     (tmp_path / "a.tar").write_bytes(gzip.compress(tar_of({"a/x.png": bytes(20_000_000)})))
     with pytest.raises(InvalidArgument, match="200 times its size"):
         opened(tmp_path, source_of((tmp_path / "a.tar").as_uri(), "image_tar"))

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_service.domain import line_blocks
-from data_service.sources import json_rows
+from data_service.formats import json as json_rows
+from data_service.formats import line_blocks
 from shared.errors import InvalidArgument
 from tests.support.damage import truncations
 from tests.support.import_sources import Quarantine, source_of, whole

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_service.sources.typed_columns import TypedColumns
+from data_service.formats.typed_columns import TypedColumns
 from shared.errors import InvalidArgument
 from tests.support.import_sources import Quarantine, found_file, opened, source_of, whole
 

@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import fs
 
-from data_service.sources import open_sources
-from data_service.sources.source_files import SourceFiles
+from data_service.formats import open_sources
+from data_service.storage.source_files import SourceFiles
 from shared.errors import Cancelled, InvalidArgument, NotFound
 from tests.support.images import encoded
 from tests.support.import_sources import opened, source_of, table_of

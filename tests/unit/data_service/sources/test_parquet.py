@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_service.sources import interface, parquet
-from data_service.sources.decoded_size import decoded_bytes
-from data_service.sources.parquet import ParquetRows
+from data_service.formats import interface, parquet
+from data_service.formats.interface import decoded_bytes
+from data_service.formats.parquet import ParquetRows
 from shared.errors import InvalidArgument
 from tests.support.arrow_tables import tables, values_of
 from tests.support.damage import flips, truncations

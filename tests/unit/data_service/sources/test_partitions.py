@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import fs
 
-from data_service.sources import open_sources
-from data_service.sources.source_files import SourceFiles
+from data_service.formats import open_sources
+from data_service.storage.source_files import SourceFiles
 from shared.errors import InvalidArgument
 from tests.support.images import encoded
 from tests.support.import_sources import Quarantine, opened, source_of, table_of, whole

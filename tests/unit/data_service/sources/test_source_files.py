@@ -5,8 +5,8 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from data_service.sources import source_files
-from data_service.sources.source_files import SourceFile, SourceFiles
+from data_service.storage import source_files
+from data_service.storage.source_files import SourceFile, SourceFiles
 from shared.errors import InvalidArgument, NotFound
 
 

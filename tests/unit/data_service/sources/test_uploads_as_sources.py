@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_service.sources import OpenSource, open_sources
-from data_service.sources.source_files import SourceFiles
+from data_service.formats import OpenSource, open_sources
+from data_service.storage.source_files import SourceFiles
 from data_service.uploads.uploads import Uploads
 from shared.errors import Cancelled, DataLoss, NotFound
 from shared.storage import ObjectStore

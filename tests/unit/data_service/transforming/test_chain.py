@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from data_service.transforming.chain import Chain
+from data_service.transforms.work import Chain
 from shared.transforms.pipeline import Pipeline
 from shared.transforms.schema import ScalarType, Schema
 
@@ -18,10 +18,10 @@ GIVEN: Schema = {name: ScalarType(pa.int64()) for name in ("a", "b", "c")}
 HANGING = """
 import itertools, sys
 import pyarrow as pa
-from data_service.transforming import chain
-from data_service.transforming.plan import plan_parts
-from data_service.transforming.rows import RowSource
-from data_service.transforming.work import FitPart
+from data_service.transforms import work
+from data_service.transforms.plan import plan_parts
+from data_service.transforms.work import RowSource
+from data_service.transforms.work import FitPart
 from shared.dataset_version import VersionReader, load_version
 from shared.settings import StoreSettings
 from shared.storage import open_store
@@ -35,12 +35,12 @@ def hang(batch):
     return batch
 
 sys.modules["hanging"] = sys.modules["__main__"]
-chain.GRACE_S = 0.1
+work.GRACE_S = 0.1
 hangs = {"custom": {"function": "hanging:hang", "columns": ["a"], "timeoutS": 0.1}}
 given = {"a": ScalarType(pa.int64())}
 """
 APPLYING = """
-made = chain.Chain.towards(Pipeline.from_config({"steps": [hangs]}), given, None)
+made = work.Chain.towards(Pipeline.from_config({"steps": [hangs]}), given, None)
 made.apply({"a": pa.array([1])})
 """
 FITTING = """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from data_service.transforming.crashes import Begun, crash_error
-from data_service.transforming.plan import Part
+from data_service.transforms.parallel import Begun, crash_error
+from data_service.transforms.plan import Part
 from shared.dataset_version import RowGroup
 from shared.errors import FailedPrecondition, Unavailable
 from shared.storage import ObjectStore

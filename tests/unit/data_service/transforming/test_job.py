@@ -26,7 +26,7 @@ from data_service.domain.split_rules import (
     TimeSplit,
     divider,
 )
-from data_service.transforming import plan
+from data_service.transforms import plan
 from millrace.data.v1 import quality_pb2
 from shared.dataset_version import load_version
 from shared.dataset_version.columns import tensor_array

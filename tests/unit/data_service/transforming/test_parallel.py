@@ -13,12 +13,9 @@ import pyarrow as pa
 import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError, WorkerCrashedError
 
-from data_service.transforming import parallel
-from data_service.transforming.crashes import Begun
-from data_service.transforming.parallel import Pool, _lost, grouped, pool_fits
-from data_service.transforming.parts_task import PartsTask
-from data_service.transforming.plan import Part
-from data_service.transforming.warm_workers import Waiting
+from data_service.transforms import parallel
+from data_service.transforms.parallel import Begun, PartsTask, Pool, Waiting, _lost, grouped, pool_fits
+from data_service.transforms.plan import Part
 from shared.dataset_version import RowGroup
 from shared.errors import (
     FailedPrecondition,

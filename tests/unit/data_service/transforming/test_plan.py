@@ -6,8 +6,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from data_service.transforming import plan
-from data_service.transforming.plan import plan_parts
+from data_service.transforms import plan
+from data_service.transforms.plan import plan_parts
 from shared.dataset_version import VersionReader, load_version
 from shared.storage import ObjectStore
 from tests.support.transforming import SOURCE, commit_tables

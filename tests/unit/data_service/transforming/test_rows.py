@@ -6,9 +6,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from data_service.transforming import rows as reading
-from data_service.transforming.plan import plan_parts
-from data_service.transforming.rows import RowSource
+from data_service.transforms import work as reading
+from data_service.transforms.plan import plan_parts
+from data_service.transforms.work import RowSource
 from shared.dataset_version import VersionReader, load_version
 from shared.storage import ObjectStore
 from tests.support.transforming import SOURCE, commit_tables

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from data_service.transforming.value_names import value_names
+from data_service.transforms.job import value_names
 from shared.transforms.pipeline import Pipeline
 
 CLASSES = ["ants", "bees"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import ray
 
-from data_service.transforming import warm_workers
-from data_service.transforming.warm_workers import WARM_WORKERS, Waiting, start
+from data_service.transforms import parallel
+from data_service.transforms.parallel import WARM_WORKERS, Waiting, start
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_a_job_does_not_fail_of_those_of_the_next(monkeypatch: pytest.MonkeyPatc
     def broken(_: int) -> None:
         raise RuntimeError("no such node")
 
-    monkeypatch.setattr(warm_workers, "start", broken)
+    monkeypatch.setattr(parallel, "start", broken)
     waiting = Waiting()
     waiting.take(1)
     waiting.replace()

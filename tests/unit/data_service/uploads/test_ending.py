@@ -8,13 +8,18 @@ from collections.abc import Callable
 
 import pytest
 
-from data_service.uploads import blocks_ahead, ending
-from data_service.uploads.ending import LATE_WRITES_S, UPLOAD_IS_COMING_S, Endings
-from data_service.uploads.expiry import COMMITTED_FOR_S, OPEN_FOR_S, has_expired
-from data_service.uploads.live import LiveUploads
-from data_service.uploads.record import UploadRecord, UploadState, log_of
-from data_service.uploads.uploads import Uploads
-from data_service.uploads.users import mark_used
+from data_service.uploads import chunks
+from data_service.uploads import uploads as ending
+from data_service.uploads.record import (
+    COMMITTED_FOR_S,
+    OPEN_FOR_S,
+    UploadRecord,
+    UploadState,
+    has_expired,
+    log_of,
+    mark_used,
+)
+from data_service.uploads.uploads import LATE_WRITES_S, UPLOAD_IS_COMING_S, Endings, LiveUploads, Uploads
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import Cancelled, FailedPrecondition, NotFound, Unavailable
 from shared.storage import ObjectStore
@@ -224,7 +229,7 @@ def test_a_part_put_again_between_two_commits_is_read_again(
 def test_a_commit_that_nobody_waits_for_stops_at_the_next_part(
     store: ObjectStore, uploads: Uploads, reads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocks_ahead, "BLOCKS_AHEAD", 1)
+    monkeypatch.setattr(chunks, "BLOCKS_AHEAD", 1)
     name = presigned(store, uploads)
     with pytest.raises(Cancelled):
         uploads.commit(name, len(DATA), sha256(DATA), lambda: bool(reads))

@@ -11,9 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_service.uploads import blocks_ahead, chunks, reader
-from data_service.uploads.pins import PinnedBlocks
-from data_service.uploads.reader import open_upload, upload_size, verify
+from data_service.uploads import chunks, reader
+from data_service.uploads.reader import PinnedBlocks, open_upload, upload_size, verify
 from data_service.uploads.record import UploadRecord, log_of
 from data_service.uploads.uploads import Uploads
 from shared.errors import Cancelled, DataLoss, FailedPrecondition, InvalidArgument, NotFound
@@ -346,7 +345,7 @@ def test_what_is_read_after_a_proof_is_what_was_proven(store: ObjectStore, uploa
 def test_a_block_that_is_read_again_is_the_same_or_data_loss(
     store: ObjectStore, uploads: Uploads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocks_ahead, "KEPT_BLOCKS", 1)
+    monkeypatch.setattr(chunks, "KEPT_BLOCKS", 1)
     monkeypatch.setattr(reader, "BUFFER_BYTES", 10)
     upload = presigned(store, uploads)
     for offset in range(0, len(DATA), 640):

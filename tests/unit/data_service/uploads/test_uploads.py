@@ -8,14 +8,27 @@ import uuid
 import pytest
 
 from data_service.datasets import Datasets
-from data_service.lifecycle import Deletions
-from data_service.uploads import users
-from data_service.uploads.ending import LATE_WRITES_S
-from data_service.uploads.expiry import COMMITTED_FOR_S, OPEN_FOR_S, Upload
-from data_service.uploads.parts import MAX_PART_BYTES, MIN_PART_BYTES, Part, PresignedPut, parts_of
-from data_service.uploads.record import log_of
-from data_service.uploads.uploads import Uploads
-from data_service.uploads.users import live_users, mark_used, unmark, using
+from data_service.deletion import Deletions
+from data_service.uploads import record as users
+from data_service.uploads.record import (
+    COMMITTED_FOR_S,
+    OPEN_FOR_S,
+    Upload,
+    live_users,
+    log_of,
+    mark_used,
+    unmark,
+    using,
+)
+from data_service.uploads.uploads import (
+    LATE_WRITES_S,
+    MAX_PART_BYTES,
+    MIN_PART_BYTES,
+    Part,
+    PresignedPut,
+    Uploads,
+    parts_of,
+)
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs

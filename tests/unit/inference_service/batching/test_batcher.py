@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from inference_service.domain.batch_times import BatchTimes
-from inference_service.domain.rows import Outputs, Rows
+from inference_service.domain.batch_policy import BatchTimes
+from inference_service.domain.signature import Outputs, Rows
 from inference_service.domain.tensors import Array
 from shared.errors import DataLoss, Internal, InvalidArgument
 from tests.support.garbage import uncollected

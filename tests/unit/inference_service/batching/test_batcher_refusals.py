@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from inference_service.domain.batch_times import BatchTimes
+from inference_service.domain.batch_policy import BatchTimes
 from shared.errors import DeadlineExceeded, ResourceExhausted
 from tests.unit.inference_service.batched import Doubler, PiecesInTurn, batcher, on_a_loop, rows, settle, submit
 

@@ -8,11 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from inference_service.batching.dispatcher import Dispatcher
-from inference_service.batching.models import Models
-from inference_service.domain.held_bytes import HeldBytes
-from inference_service.domain.request_parameters import RequestedOutput
+from inference_service.domain.signature import RequestedOutput
 from inference_service.domain.tensors import WireTensor
+from inference_service.serve.infer import Dispatcher, HeldBytes
+from inference_service.serve.models import Models
 from shared.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 from tests.unit.inference_service.doubling import READY, attach, tensor
 

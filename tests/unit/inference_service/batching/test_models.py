@@ -8,16 +8,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from inference_service.batching.batcher import Batcher
-from inference_service.batching.dispatcher import Answer, Dispatcher
-from inference_service.batching.models import Models
-from inference_service.domain.applications import application_name
-from inference_service.domain.batch_times import BatchTimes
-from inference_service.domain.batching import Limits
-from inference_service.domain.deployment import Deployment
-from inference_service.domain.request_parameters import RequestedOutput
-from inference_service.domain.rows import Outputs, Rows
+from inference_service.domain.batch_policy import BatchTimes, Limits
+from inference_service.domain.deployment import Deployment, application_name
+from inference_service.domain.signature import Outputs, RequestedOutput, Rows
 from inference_service.domain.statistics import Statistics
+from inference_service.serve.batcher import Batcher
+from inference_service.serve.infer import Dispatcher
+from inference_service.serve.models import Answer, Models
 from shared.errors import InvalidArgument, NotFound, Unavailable
 from tests.support.inference_server import until
 from tests.unit.inference_service.doubling import READY, VERSION, Doubler, attach, tensor
@@ -101,7 +98,7 @@ def test_the_statistics_of_a_version_are_made_once_however_often_they_are_asked_
         made.append(Statistics())
         return made[-1]
 
-    monkeypatch.setattr("inference_service.batching.models.Statistics", make)
+    monkeypatch.setattr("inference_service.serve.models.Statistics", make)
 
     async def scenario() -> None:
         models = Models()
@@ -223,5 +220,5 @@ def test_of_statistics_that_two_threads_make_at_once_one_is_kept(monkeypatch: py
             by_another_thread[:] = [models.statistics(READY, VERSION)]
         return Statistics()
 
-    monkeypatch.setattr("inference_service.batching.models.Statistics", make)
+    monkeypatch.setattr("inference_service.serve.models.Statistics", make)
     assert models.statistics(READY, VERSION) is by_another_thread[0]

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from inference_service.domain.rows import Rows
+from inference_service.domain.signature import Rows
 from shared.errors import MillraceError
 from tests.support.simulated_serving import (
     CAPACITY,

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from inference_service.batching.priority_queue import PriorityQueue
-from inference_service.domain.batching import Limits, decide
+from inference_service.domain.batch_policy import Limits, decide
+from inference_service.serve.batcher import PriorityQueue
 from tests.unit.inference_service.batched import on_a_loop, rows
 
 LIMITS = Limits(max_rows=4, max_delay_s=0.0, max_queued_rows=100, max_in_flight=1)

@@ -12,9 +12,8 @@ import grpc
 import pytest
 
 from inference import grpc_service_pb2 as oip
-from inference_service.domain.deployment import Deployment
-from inference_service.domain.rows import Outputs, Rows
-from inference_service.domain.traffic import HeaderRoute, Shadow
+from inference_service.domain.deployment import Deployment, HeaderRoute, Shadow
+from inference_service.domain.signature import Outputs, Rows
 from tests.support.grpc_kit import everything, told
 from tests.support.inference_server import Classifier, Server, ask, attach, deployment, served, until
 

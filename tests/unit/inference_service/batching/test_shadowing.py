@@ -9,14 +9,12 @@ import grpc
 import numpy as np
 import pytest
 
-from inference_service.batching.batcher import Batcher
-from inference_service.batching.shadowing import AT_ONCE, Shadowing
-from inference_service.domain.batch_times import BatchTimes
-from inference_service.domain.batching import Limits
-from inference_service.domain.held_bytes import HeldBytes
-from inference_service.domain.rows import Outputs, Rows
+from inference_service.domain.batch_policy import BatchTimes, Limits
+from inference_service.domain.deployment import Shadow
+from inference_service.domain.signature import Outputs, Rows
 from inference_service.domain.statistics import Statistics
-from inference_service.domain.traffic import Shadow
+from inference_service.serve.batcher import Batcher
+from inference_service.serve.infer import AT_ONCE, HeldBytes, Shadowing
 from shared.telemetry import JsonFormatter
 from tests.support.deployment_server import weighed
 from tests.support.grpc_kit import told

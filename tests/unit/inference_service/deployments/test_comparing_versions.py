@@ -11,16 +11,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from inference_service.deployments.manager import DeploymentManager
-from inference_service.deployments.registry import Deployments
-from inference_service.deployments.roll_out_manager import RollOutManager
+from inference_service.deploy.deployments import DeploymentManager, Deployments
+from inference_service.deploy.rollout_manager import RollOutManager
 from inference_service.domain.deployment import Deployment
-from inference_service.domain.roll_out import (
+from inference_service.domain.rollout import (
     Compared,
     Comparison,
     RollOutState,
 )
-from inference_service.domain.rows import Outputs, Rows
+from inference_service.domain.signature import Outputs, Rows
 from shared.storage import ObjectStore
 from tests.support.versions import commit_version, striped_digits
 from tests.unit.inference_service.driven import Driven, driving

@@ -12,10 +12,8 @@ from typing import Any
 
 import pytest
 
-from inference_service.deployments.cluster import Cluster
-from inference_service.deployments.manager import DeploymentManager
-from inference_service.deployments.operations import DeploymentOperations
-from inference_service.deployments.registry import Deployments
+from inference_service.deploy.capacity import Cluster
+from inference_service.deploy.deployments import DeploymentManager, DeploymentOperations, Deployments
 from inference_service.domain.deployment import (
     Deployment,
     State,

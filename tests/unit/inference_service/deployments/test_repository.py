@@ -12,9 +12,8 @@ import pytest
 
 from inference import grpc_service_pb2 as oip
 from inference import model_config_pb2
-from inference_service.domain.deployment import Deployment, State
+from inference_service.domain.deployment import LATEST, Deployment, Kept, State, VersionPolicy
 from inference_service.domain.signature import Signature, TensorSpec
-from inference_service.domain.version_policy import LATEST, Kept, VersionPolicy
 from tests.support.grpc_kit import told
 from tests.support.inference_server import IMAGES, Server, ask, attach, deployment, served, until
 

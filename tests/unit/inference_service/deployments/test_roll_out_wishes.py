@@ -10,14 +10,11 @@ from typing import Any
 
 import pytest
 
-from inference_service.deployments.cluster import Cluster
-from inference_service.deployments.operations import DeploymentOperations
-from inference_service.deployments.registry import Deployments
-from inference_service.deployments.roll_out_manager import RollOutManager
-from inference_service.domain.deployment import Deployment
-from inference_service.domain.rolling import with_next_step
-from inference_service.domain.traffic import TrafficChange
-from inference_service.domain.version_policy import VersionPolicy
+from inference_service.deploy.capacity import Cluster
+from inference_service.deploy.deployments import DeploymentOperations, Deployments
+from inference_service.deploy.rollout_manager import RollOutManager
+from inference_service.domain.deployment import Deployment, TrafficChange, VersionPolicy
+from inference_service.domain.rollout_transitions import with_next_step
 from shared.checkpoint import CheckpointRegistry
 from shared.checkpoint import users as checkpoint_users
 from shared.checkpoint.users import users_of_job

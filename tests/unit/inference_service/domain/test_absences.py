@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from inference_service.domain.absences import Absences
+from inference_service.serve.models import Absences
 
 
 def test_replicas_are_lost_once_two_readings_so_far_apart_have_seen_none() -> None:

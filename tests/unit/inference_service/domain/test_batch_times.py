@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from inference_service.domain.batch_times import BatchTimes, bucket, buckets
+from inference_service.domain.batch_policy import BatchTimes, bucket, buckets
 
 
 @pytest.mark.parametrize(("rows", "expected"), [(1, 1), (2, 2), (3, 4), (32, 32), (33, 64)])

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from inference_service.domain.batching import Decision, Limits, Waiting, admit, decide, pieces, starts_s
+from inference_service.domain.batch_policy import Decision, Limits, Waiting, admit, decide, pieces, starts_s
 from shared.errors import DeadlineExceeded, ResourceExhausted
 
 LIMITS = Limits(max_rows=4, max_delay_s=0.01, max_queued_rows=8, max_in_flight=2)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from inference_service.domain.catalog import Catalog
 from inference_service.domain.deployment import State
+from inference_service.serve.models import Catalog
 from shared.errors import NotFound, Unavailable
 from tests.support.inference_server import deployment
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from inference_service.domain.classification import classified, named
+from inference_service.domain.signature import classified, named
 
 
 def test_equal_numbers_keep_their_order_and_nan_is_last() -> None:

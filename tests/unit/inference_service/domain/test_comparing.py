@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inference_service.domain.comparing import Difference, falls_short
-from inference_service.domain.roll_out import Compared, Comparison, RollOutLimits, check_plan
+from inference_service.domain.rollout import Compared, Comparison, Difference, RollOutLimits, check_plan, falls_short
 from inference_service.domain.signature import TensorSpec
 from shared.errors import InvalidArgument
 

@@ -15,8 +15,8 @@ from inference_service.domain.deployment import (
     with_loaded,
     with_removal,
 )
-from inference_service.domain.routing import choose_version, find_version
 from inference_service.domain.signature import Signature, TensorSpec
+from inference_service.serve.models import choose_version, find_version
 from shared.errors import Conflict, DataLoss, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 
 SIGNATURE = Signature((TensorSpec("x", "UINT8", (-1,)),), TensorSpec("x", "FP32", (-1,)), ())

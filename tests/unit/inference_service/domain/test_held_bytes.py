@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from inference_service.domain.held_bytes import HeldBytes
+from inference_service.serve.infer import HeldBytes
 from shared.errors import ResourceExhausted
 
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from inference_service.domain.load import Load, LoadMeter
+from inference_service.domain.batch_policy import Load, LoadMeter
 
 
 def test_a_mean_is_over_the_time_since_the_last_reading() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from inference_service.domain.recent import Recent, Seen, passed_limit
-from inference_service.domain.roll_out import RollOutLimits
+from inference_service.domain.rollout import RollOutLimits
+from inference_service.domain.statistics import Recent, Seen, passed_limit
 
 NONE = Seen(0, 0, 0.0)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from inference_service.domain.roll_out import DEFAULT_STEPS, RollOutLimits, Step, check_plan
-from inference_service.domain.version_policy import latest_policy, named_policy
+from inference_service.domain.deployment import latest_policy, named_policy
+from inference_service.domain.rollout import DEFAULT_STEPS, RollOutLimits, Step, check_plan
 from shared.errors import InvalidArgument
 
 

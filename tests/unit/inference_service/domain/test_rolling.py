@@ -9,9 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_service.domain.deployment import Deployment, ModelVersion, State, with_deletion
-from inference_service.domain.roll_out import RollOut, RollOutLimits, RollOutState, Step, check_plan
-from inference_service.domain.rolling import (
+from inference_service.domain.deployment import (
+    Deployment,
+    Kept,
+    ModelVersion,
+    State,
+    TrafficChange,
+    VersionPolicy,
+    with_deletion,
+)
+from inference_service.domain.rollout import RollOut, RollOutLimits, RollOutState, Step, check_plan
+from inference_service.domain.rollout_transitions import (
     begun,
     next_number,
     shares,
@@ -25,9 +33,7 @@ from inference_service.domain.rolling import (
     with_version_loaded,
 )
 from inference_service.domain.signature import Signature, TensorSpec
-from inference_service.domain.traffic import TrafficChange
-from inference_service.domain.unloading import with_unloaded
-from inference_service.domain.version_policy import Kept, VersionPolicy
+from inference_service.serve.repository import with_unloaded
 from shared.errors import Conflict, DataLoss, FailedPrecondition, NotFound
 from tests.unit.inference_service.domain.test_deployment import SIGNATURE, deployment, version
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from inference_service.domain.rows import MAX_SHOWN_ROWS, RAW, Outputs, Rows
+from inference_service.domain.signature import MAX_SHOWN_ROWS, RAW, Outputs, Rows
 from shared.errors import InvalidArgument
 
 

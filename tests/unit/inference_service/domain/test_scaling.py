@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from inference_service.domain.deployment import Deployment, Spec, check_spec
-from inference_service.domain.scaling import Autoscaling, Scale
+from inference_service.domain.deployment import Autoscaling, Deployment, Scale, Spec, check_spec
 from shared.errors import InvalidArgument
 from tests.unit.inference_service.domain.test_deployment import UNSET, deployment
 

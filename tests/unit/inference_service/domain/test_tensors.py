@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from inference_service.domain.datatypes import DATATYPES
 from inference_service.domain.tensors import (
+    DATATYPES,
     Array,
     WireTensor,
     decode,

@@ -7,12 +7,20 @@ from typing import Any
 
 import pytest
 
-from inference_service.domain.deployment import Deployment, State
-from inference_service.domain.roll_out import Step
-from inference_service.domain.rolling import with_change, with_next_step, with_roll_back
-from inference_service.domain.routing import choose_version
-from inference_service.domain.traffic import HeaderRoute, Shadow, TrafficChange, check_change, headers_of
-from inference_service.domain.version_policy import Kept, VersionPolicy
+from inference_service.domain.deployment import (
+    Deployment,
+    HeaderRoute,
+    Kept,
+    Shadow,
+    State,
+    TrafficChange,
+    VersionPolicy,
+    check_change,
+    headers_of,
+)
+from inference_service.domain.rollout import Step
+from inference_service.domain.rollout_transitions import with_change, with_next_step, with_roll_back
+from inference_service.serve.models import choose_version
 from shared.errors import Conflict, FailedPrecondition, InvalidArgument
 from tests.unit.inference_service.domain.test_deployment import SIGNATURE, deployment, version
 from tests.unit.inference_service.domain.test_rolling import NAME, loaded, retired, rolling, sure, weights

@@ -18,14 +18,13 @@ from typing import Any
 import pytest
 
 from inference_service import __main__ as service
-from inference_service.batching.models import Models
-from inference_service.domain.recent import Counts, Recent
-from inference_service.fronts.front_watch import hangs
-from inference_service.fronts.fronts import REFUSED, run_fronts
-from inference_service.fronts.siblings import SILENT_AFTER_S, Siblings, Told
-from inference_service.open_inference.summed_statistics import SummedStatistics
+from inference_service.domain.statistics import Counts, Recent
+from inference_service.frontend import SiblingReports
+from inference_service.frontends import REFUSED, hangs, run_fronts
+from inference_service.peers import SILENT_AFTER_S, Siblings, Told
+from inference_service.serve.models import Models
+from inference_service.serve.repository import SummedStatistics
 from inference_service.settings import metrics_of, settings_from
-from inference_service.sibling_reports import SiblingReports
 from shared.settings import SettingsError
 from tests.support.inference_server import until
 from tests.support.ports import free_ports
@@ -155,7 +154,7 @@ def test_a_folder_that_cannot_be_written_ends_nothing_and_is_said_once(
         await until((folder / "0.json").exists, "it tells again")
         running.cancel()
 
-    monkeypatch.setattr("inference_service.sibling_reports.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("inference_service.frontend.LOOK_EVERY_S", 0.01)
     with caplog.at_level(logging.ERROR):
         asyncio.run(scenario())
 
@@ -212,7 +211,7 @@ def test_what_a_front_told_before_it_heard_that_an_application_goes_says_nothing
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = Siblings(tmp_path, 0), Siblings(tmp_path, 1)
-    monkeypatch.setattr("inference_service.fronts.siblings.LOOK_EVERY_S", 0)
+    monkeypatch.setattr("inference_service.peers.LOOK_EVERY_S", 0)
 
     async def scenario() -> None:
         second.tell(told())
@@ -334,14 +333,14 @@ def test_a_front_that_hangs_is_killed_and_started_again(tmp_path: Path, monkeypa
         assert await running == 0
 
     monkeypatch.setenv("STARTS", str(tmp_path))
-    monkeypatch.setattr("inference_service.fronts.front_watch.LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr("inference_service.frontends.LOOK_EVERY_S", 0.1)
     asyncio.run(asyncio.wait_for(scenario(), 40))
 
 
 BEATING = """
 import sys
 from pathlib import Path
-from inference_service.fronts.siblings import Siblings
+from inference_service.peers import Siblings
 
 Siblings(Path(sys.argv[1]), 0).beat()
 """
@@ -357,7 +356,7 @@ def test_silence_is_a_hang_only_of_who_has_given_a_sign_of_life_in_a_folder_that
             return False
         return True
 
-    monkeypatch.setattr("inference_service.fronts.front_watch.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("inference_service.frontends.LOOK_EVERY_S", 0.01)
     assert not asyncio.run(is_hung(1.0))
     subprocess.run([sys.executable, "-c", BEATING, str(tmp_path)], check=True)  # the one before
     assert not asyncio.run(is_hung(1.0))
@@ -379,10 +378,10 @@ def test_a_front_leaves_no_signs_of_life_of_those_before_it(tmp_path: Path) -> N
 MUTE = """
 import asyncio, resource, sys
 from pathlib import Path
-from inference_service.batching.models import Models
-from inference_service.sibling_reports import SiblingReports
-from inference_service.fronts.siblings import Siblings
-from inference_service.open_inference.summed_statistics import SummedStatistics
+from inference_service.serve.models import Models
+from inference_service.frontend import SiblingReports
+from inference_service.peers import Siblings
+from inference_service.serve.repository import SummedStatistics
 
 class Holding:
     def holds(self):
@@ -422,7 +421,7 @@ def test_a_front_that_can_tell_nothing_is_spared_until_it_hangs(
         await asyncio.to_thread(stop_process, front)
         await asyncio.wait_for(watching, 60)
 
-    monkeypatch.setattr("inference_service.fronts.front_watch.LOOK_EVERY_S", 0.2)
+    monkeypatch.setattr("inference_service.frontends.LOOK_EVERY_S", 0.2)
     command = [sys.executable, "-c", MUTE, str(tmp_path), limit]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as front:
         try:

@@ -13,7 +13,7 @@ from shared.telemetry import JsonFormatter
 from tests.support.grpc_kit import everything, told
 from tests.support.inference_server import Server, ask, served, until
 
-ACCESS = ("shared.grpc_server.interceptor", "inference_service.open_inference.inferring")
+ACCESS = ("shared.grpc_server.interceptor", "inference_service.serve.infer")
 Line = dict[str, Any]
 
 

@@ -6,8 +6,8 @@ import asyncio
 import time
 from dataclasses import replace
 
-from inference_service.domain.held_bytes import HeldBytes
-from inference_service.domain.rows import Outputs, Rows
+from inference_service.domain.signature import Outputs, Rows
+from inference_service.serve.infer import HeldBytes
 from tests.support.grpc_kit import told
 from tests.support.inference_server import Classifier, Server, ask, attach, deployment, served, until
 

@@ -15,8 +15,7 @@ import pytest
 
 from inference import grpc_service_pb2 as oip
 from inference_service.domain.deployment import State
-from inference_service.domain.rows import Outputs, Rows
-from inference_service.domain.signature import TensorSpec
+from inference_service.domain.signature import Outputs, Rows, TensorSpec
 from tests.support.cpu_time import cpu_at_most
 from tests.support.grpc_kit import everything, told
 from tests.support.inference_server import Server, deployment, served

@@ -16,8 +16,7 @@ import pytest
 
 from inference import grpc_service_pb2 as oip
 from inference import model_config_pb2
-from inference_service.domain.rows import Outputs, Rows
-from inference_service.domain.signature import TensorSpec
+from inference_service.domain.signature import Outputs, Rows, TensorSpec
 from tests.support.grpc_kit import everything, told
 from tests.support.inference_server import IMAGES, Server, ask, deployment, served, until
 
@@ -284,7 +283,7 @@ def test_a_request_of_a_stream_that_a_version_never_answers_counts_as_late(
     monkeypatch: pytest.MonkeyPatch, within_s: float | None
 ) -> None:
     if within_s is None:
-        monkeypatch.setattr("inference_service.open_inference.servicer.STREAM_REQUEST_WITHIN_S", 0.1)
+        monkeypatch.setattr("inference_service.serve.servicer.STREAM_REQUEST_WITHIN_S", 0.1)
 
     async def scenario(server: Server) -> None:
         server.model.may_work.clear()
@@ -345,7 +344,7 @@ def test_a_large_answer_in_typed_contents_is_whole() -> None:
 
 
 def test_a_large_answer_waits_for_no_thread_that_waits_for_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_service.open_inference.inferring.CONVERTED_AT_ONCE", 0)
+    monkeypatch.setattr("inference_service.serve.infer.CONVERTED_AT_ONCE", 0)
 
     async def scenario(server: Server) -> None:
         silent = threading.Event()
@@ -362,8 +361,8 @@ def test_a_large_answer_waits_for_no_thread_that_waits_for_the_store(monkeypatch
 
 
 def test_classifications_that_no_message_has_room_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_service.open_inference.inferring.CLASSIFIED_AT_ONCE", 0)
-    monkeypatch.setattr("inference_service.open_inference.inferring.MAX_ANSWER_BYTES", 1000)
+    monkeypatch.setattr("inference_service.serve.infer.CLASSIFIED_AT_ONCE", 0)
+    monkeypatch.setattr("inference_service.serve.infer.MAX_ANSWER_BYTES", 1000)
 
     async def scenario(server: Server) -> None:
         asked: Any = {"name": "logits", "parameters": parameters(classification=4)}

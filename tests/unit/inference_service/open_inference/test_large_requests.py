@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from inference_service.domain.rows import Outputs, Rows
+from inference_service.domain.signature import Outputs, Rows
 from tests.support.inference_server import Server, ask, deployment, served, until
 from tests.support.simulated_serving import MAX_ROWS
 

@@ -12,13 +12,10 @@ import numpy as np
 import pytest
 
 from inference import grpc_service_pb2 as oip
-from inference_service.converters import typed_contents
-from inference_service.converters.open_inference import inputs_from_proto
-from inference_service.converters.typed_contents import FEW_ELEMENTS, decode_typed, many_elements
-from inference_service.domain.datatypes import DATATYPES
-from inference_service.domain.held_bytes import HeldBytes
-from inference_service.domain.tensors import decode
-from inference_service.open_inference import inferring
+from inference_service.domain.tensors import DATATYPES, decode
+from inference_service.serve import convert, infer
+from inference_service.serve.convert import FEW_ELEMENTS, decode_typed, inputs_from_proto, many_elements
+from inference_service.serve.infer import HeldBytes
 from shared.errors import InvalidArgument
 from tests.support.grpc_kit import told
 from tests.support.inference_server import CLASSES, Server, ask, deployment, served, until
@@ -131,12 +128,12 @@ class Held:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.may_go_on = threading.Event()
         self.begun = 0
-        monkeypatch.setattr(inferring, "decode_typed", self.decode)
+        monkeypatch.setattr(infer, "decode_typed", self.decode)
 
     def decode(self, *arguments: Any) -> Any:
         self.begun += 1
         assert self.may_go_on.wait(60)
-        return typed_contents.decode_typed(*arguments)
+        return convert.decode_typed(*arguments)
 
 
 def test_other_requests_are_answered_while_one_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +173,7 @@ def test_a_request_whose_time_passes_or_whose_client_goes_before_it_is_decoded_r
         assert (await told(waiting)).code is grpc.StatusCode.DEADLINE_EXCEEDED
         held.may_go_on.set()
         await server.stub.ModelInfer(ask(1), timeout=60)
-        await asyncio.wrap_future(inferring.DECODING.submit(int))
+        await asyncio.wrap_future(infer.DECODING.submit(int))
         assert held.begun == 2
         assert [len(batch) for batch in server.model.batches] == [1]
 

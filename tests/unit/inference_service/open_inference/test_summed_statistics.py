@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from inference import grpc_service_pb2 as oip
-from inference_service.batching.models import Models
 from inference_service.domain.deployment import Deployment
-from inference_service.fronts.siblings import Siblings
-from inference_service.open_inference.summed_statistics import SummedStatistics
+from inference_service.peers import Siblings
+from inference_service.serve.models import Models
+from inference_service.serve.repository import SummedStatistics
 from tests.support.inference_server import Server, ask, deployment, served
 
 

@@ -7,9 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from inference_service.domain.rows import RAW
-from inference_service.domain.signature import TensorSpec
-from inference_service.reconciling.held_rows import held_rows
+from inference_service.deploy.rollout_driver import held_rows
+from inference_service.domain.signature import RAW, TensorSpec
 from shared.errors import FailedPrecondition, InvalidArgument, NotFound
 from shared.storage import ObjectStore
 from tests.support.versions import commit_version, striped_digits

@@ -10,18 +10,14 @@ from typing import Any
 
 import pytest
 
-from inference_service.deployments.cluster import Cluster
-from inference_service.deployments.manager import DeploymentManager
-from inference_service.deployments.operations import DeploymentOperations
-from inference_service.deployments.registry import Deployments
-from inference_service.deployments.roll_out_manager import RollOutManager
-from inference_service.domain.applications import application_name
-from inference_service.domain.deployment import State
-from inference_service.domain.scaling import Autoscaling, Scale
-from inference_service.fronts.siblings import Siblings, Told
-from inference_service.open_inference.summed_statistics import SummedStatistics
-from inference_service.reconciling.reconciler import Reconciler
-from inference_service.sibling_reports import SiblingReports
+from inference_service.deploy.capacity import Cluster
+from inference_service.deploy.deployments import DeploymentManager, DeploymentOperations, Deployments
+from inference_service.deploy.reconciler import Reconciler
+from inference_service.deploy.rollout_manager import RollOutManager
+from inference_service.domain.deployment import Autoscaling, Scale, State, application_name
+from inference_service.frontend import SiblingReports
+from inference_service.peers import Siblings, Told
+from inference_service.serve.repository import SummedStatistics
 from shared.errors import Unavailable
 from shared.storage import ObjectStore
 from tests.support.inference_server import until

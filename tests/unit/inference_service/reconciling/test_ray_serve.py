@@ -33,14 +33,12 @@ from ray.serve._private.common import DeploymentID, ReplicaState
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.schema import ApplicationStatus
 
-from inference_service.domain.rows import Outputs, Rows
-from inference_service.domain.scaling import Scale
-from inference_service.domain.signature import Signature, TensorSpec
-from inference_service.reconciling.ray_serve import Application, ServeApplications, ServeModel
-from inference_service.replica.replica import Loaded, ReplicaSpec
+from inference_service.domain.deployment import Scale
+from inference_service.domain.signature import Outputs, Rows, Signature, TensorSpec
+from inference_service.serve.ray_serve import Application, ServeApplications, ServeModel
+from inference_service.serve.replica import Loaded, ReplicaSpec
+from inference_service.serve.sockets import LocalReplicas, listen
 from inference_service.settings import settings_from
-from inference_service.sockets.local_replicas import LocalReplicas
-from inference_service.sockets.replica_socket import listen
 from shared.errors import FailedPrecondition, Internal, MillraceError, Unavailable
 from shared.settings import SettingsError, StoreSettings
 
@@ -127,7 +125,7 @@ def test_where_they_are_off_a_replica_that_listens_is_called_through_serve(
     folder.mkdir(mode=0o700)
     monkeypatch.setattr(serve, "get_app_handle", lambda _: Handle(folder))
     looked: list[Path] = []
-    monkeypatch.setattr("inference_service.sockets.local_replicas._changed_ns", lambda path: looked.append(path))
+    monkeypatch.setattr("inference_service.serve.sockets._changed_ns", lambda path: looked.append(path))
 
     async def called() -> Outputs:
         model, _ = await applications.describe("d-v1", 1)

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from inference_service.deployments.manager import DeploymentManager
-from inference_service.deployments.registry import Deployments
-from inference_service.domain.applications import application_name
-from inference_service.domain.deployment import Deployment
-from inference_service.reconciling.reconciler import RayLost
+from inference_service.deploy.deployments import DeploymentManager, Deployments
+from inference_service.deploy.reconciler import RayLost
+from inference_service.domain.deployment import Deployment, application_name
 from shared.errors import DataLoss, MillraceError, ResourceExhausted, Unavailable
 from shared.storage import ObjectStore
 from tests.support.inference_server import until

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inference_service.batching.batcher import Batcher
-from inference_service.deployments.manager import DeploymentManager
-from inference_service.deployments.registry import Deployments
-from inference_service.deployments.repository import ModelRepository
-from inference_service.domain.applications import application_name
-from inference_service.domain.rows import Rows
+from inference_service.deploy.deployments import DeploymentManager, Deployments
+from inference_service.domain.deployment import application_name
+from inference_service.domain.signature import Rows
+from inference_service.serve.batcher import Batcher
+from inference_service.serve.repository import ModelRepository
 from tests.support.inference_server import until
 from tests.unit.inference_service.reconciled import reconciling
 from tests.unit.inference_service.wishes import creation

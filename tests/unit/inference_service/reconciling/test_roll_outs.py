@@ -11,22 +11,17 @@ from typing import Any
 
 import pytest
 
-from inference_service.batching.dispatcher import Dispatcher
-from inference_service.deployments.operations import DeploymentOperations
-from inference_service.deployments.registry import Deployments
-from inference_service.deployments.roll_out_manager import RollOutManager
-from inference_service.domain.applications import application_name
-from inference_service.domain.deployment import State
-from inference_service.domain.recent import Counts
-from inference_service.domain.roll_out import (
+from inference_service.deploy.deployments import DeploymentOperations, Deployments
+from inference_service.deploy.rollout_manager import RollOutManager
+from inference_service.domain.deployment import State, TrafficChange, VersionPolicy, application_name
+from inference_service.domain.rollout import (
     RollOutLimits,
     RollOutState,
     Step,
 )
-from inference_service.domain.traffic import TrafficChange
-from inference_service.domain.version_policy import VersionPolicy
-from inference_service.fronts.siblings import Siblings, Told
-from inference_service.open_inference.inferring import Inference
+from inference_service.domain.statistics import Counts
+from inference_service.peers import Siblings, Told
+from inference_service.serve.infer import Dispatcher, Inference
 from shared.checkpoint.users import users_of_job
 from shared.dataset_version.version import live_users
 from shared.errors import Unavailable

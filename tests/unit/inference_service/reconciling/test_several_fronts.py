@@ -12,19 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from inference_service.batching.models import Models
-from inference_service.deployments.manager import DeploymentManager
-from inference_service.deployments.registry import Deployments
-from inference_service.deployments.repository import ModelRepository
-from inference_service.domain.applications import application_name
-from inference_service.domain.deployment import Deployment
-from inference_service.domain.scaling import Scale
-from inference_service.fronts.siblings import Siblings, Told
-from inference_service.open_inference.summed_statistics import SummedStatistics
-from inference_service.reconciling.ray_serve import Application
-from inference_service.reconciling.reconciler import Reconciler
-from inference_service.replica.replica import Loaded, ReplicaSpec
-from inference_service.sibling_reports import SiblingReports
+from inference_service.deploy.deployments import DeploymentManager, Deployments
+from inference_service.deploy.reconciler import Reconciler
+from inference_service.domain.deployment import Deployment, Scale, application_name
+from inference_service.frontend import SiblingReports
+from inference_service.peers import Siblings, Told
+from inference_service.serve.models import Models
+from inference_service.serve.ray_serve import Application
+from inference_service.serve.replica import Loaded, ReplicaSpec
+from inference_service.serve.repository import ModelRepository, SummedStatistics
 from shared.errors import Unavailable
 from tests.support.inference_server import Classifier, until
 from tests.unit.inference_service.reconciled import Running, reconciling
@@ -119,8 +115,8 @@ def tell_going(folder: Path, *names: str) -> None:
 
 @pytest.fixture(autouse=True)
 def _told_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_service.sibling_reports.LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr("inference_service.fronts.siblings.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("inference_service.frontend.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("inference_service.peers.LOOK_EVERY_S", 0.01)
 
 
 def test_a_model_that_is_loaded_soon_after_it_was_unloaded_answers_at_every_front(
@@ -184,7 +180,7 @@ def test_replicas_that_another_front_is_taking_out_are_not_even_asked(
 def test_what_a_front_begins_to_take_out_no_other_takes_over_however_seldom_they_tell(
     deployments: Deployments, manager: DeploymentManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("inference_service.sibling_reports.LOOK_EVERY_S", 60.0)
+    monkeypatch.setattr("inference_service.frontend.LOOK_EVERY_S", 60.0)
     made, repository = manager.create(creation()), ModelRepository(deployments)
     serve = Serve(application_name(made, made.versions[0]))
 

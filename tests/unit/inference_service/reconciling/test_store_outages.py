@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from inference_service.deployments.registry import Deployments
-from inference_service.domain.applications import application_name
-from inference_service.reconciling import serve_calls
-from inference_service.reconciling.reconciler import Reconciler
+from inference_service.deploy.deployments import Deployments
+from inference_service.deploy.reconciler import Reconciler
+from inference_service.domain.deployment import application_name
+from inference_service.serve import ray_serve
 from shared.errors import ResourceExhausted, Unavailable
 from shared.storage import ObjectStore
 from tests.support.flaky_store import FlakyStore
@@ -163,7 +163,7 @@ def test_what_ray_keeps_is_written_again_only_where_it_is_new(store: ObjectStore
 def test_threads_that_all_wait_for_the_store_are_not_taken_for_a_silent_ray(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serve_calls, "SERVE_WITHIN_S", 0.5)
+    monkeypatch.setattr(ray_serve, "SERVE_WITHIN_S", 0.5)
     deployments = Deployments(store)
     one = deployments.create(deployment())
     answers = threading.Event()

@@ -10,11 +10,11 @@ from ray.serve._private.common import DeploymentID, ReplicaID, TimeStampedValue
 from ray.serve.autoscaling_policy import _apply_autoscaling_config
 from ray.serve.config import AutoscalingContext
 
-from inference_service.domain.load import Load
-from inference_service.domain.scaling import Autoscaling
-from inference_service.reconciling.ray_serve import _autoscaling
-from inference_service.replica.autoscaling import REFUSED, ROWS
-from inference_service.replica.told_loads import FORGOTTEN_AFTER_S, ToldLoads
+from inference_service.domain.batch_policy import Load
+from inference_service.domain.deployment import Autoscaling
+from inference_service.serve.autoscaling import REFUSED, ROWS
+from inference_service.serve.ray_serve import _autoscaling
+from inference_service.serve.replica import FORGOTTEN_AFTER_S, ToldLoads
 
 CONFIG = _autoscaling(
     Autoscaling(min_replicas=1, max_replicas=8, rows_per_replica=32, up_after_s=0, down_after_s=60), 1

@@ -8,7 +8,7 @@ import pytest
 import ray
 import torch
 
-from inference_service.replica.device import assigned_device
+from inference_service.serve.served_model import assigned_device
 from shared.errors import FailedPrecondition
 
 

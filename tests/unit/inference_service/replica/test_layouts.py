@@ -12,8 +12,8 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.torch import save
 
-from inference_service.replica import layouts
-from inference_service.replica.layouts import Layouts, Run
+from inference_service.serve import served_model
+from inference_service.serve.served_model import Layouts, Run
 from shared.model_spec import ModelSpec
 from shared.models import build_model
 from shared.models.loaded import LoadedModel
@@ -57,8 +57,8 @@ def test_answers_are_equal_in_both_layouts_within_a_hundred_thousandth(model: Lo
 def test_sizes_for_whose_trial_no_time_is_left_are_laid_out_as_the_largest_that_was_tried(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = iter([0.0, 1.0, layouts.TRIED_FOR_S + 1, layouts.TRIED_FOR_S + 2])
-    monkeypatch.setattr(layouts, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    now = iter([0.0, 1.0, served_model.TRIED_FOR_S + 1, served_model.TRIED_FOR_S + 2])
+    monkeypatch.setattr(served_model, "time", SimpleNamespace(monotonic=lambda: next(now)))
     run = Layouts(model)
     run.choose(IMAGE, [1, 2, 4], taking(model, 1.0, {1: 0.5}))
     assert run.channels_last == {1, 2, 4}

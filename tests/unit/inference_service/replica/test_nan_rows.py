@@ -10,9 +10,9 @@ import pyarrow as pa
 import pytest
 from safetensors.torch import save
 
-from inference_service.domain.rows import PREPARED, RAW, Rows
-from inference_service.replica.preprocessing import REMEDY, Preprocessing
-from inference_service.replica.served_model import ServedModel
+from inference_service.domain.signature import PREPARED, RAW, Rows
+from inference_service.serve.preprocessing import REMEDY, Preprocessing
+from inference_service.serve.served_model import ServedModel
 from shared.checkpoint import CheckpointContent, missing_values
 from shared.dataset_version.columns import tensor_field
 from shared.model_spec import ModelSpec

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from inference_service.replica.pixels import BATCH_PIXELS, REQUEST_PIXELS, beyond_limits
+from inference_service.serve.preprocessing import BATCH_PIXELS, REQUEST_PIXELS, beyond_limits
 from shared.errors import ResourceExhausted
 
 

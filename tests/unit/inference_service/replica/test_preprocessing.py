@@ -11,8 +11,8 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
-from inference_service.domain.rows import PREPARED, RAW, Rows
-from inference_service.replica.preprocessing import Preprocessing
+from inference_service.domain.signature import PREPARED, RAW, Rows
+from inference_service.serve.preprocessing import Preprocessing
 from shared.checkpoint import CheckpointContent
 from shared.dataset_version.manifest import Column
 from shared.errors import FailedPrecondition, Internal, InvalidArgument

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from inference_service.replica.raw_columns import column_of_tensor, tensor_of_column, values_of_column
+from inference_service.serve.preprocessing import column_of_tensor, tensor_of_column, values_of_column
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.transforms import ScalarType, TensorType
 

@@ -7,6 +7,7 @@ import gc
 import inspect
 import json
 import logging
+import sys
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -16,12 +17,10 @@ from types import FrameType, SimpleNamespace
 import numpy as np
 import pytest
 
-from inference_service.domain.rows import Outputs, Rows
-from inference_service.domain.signature import Signature, TensorSpec
-from inference_service.replica import hang_watch, replica
-from inference_service.replica.hang_watch import HangWatch
-from inference_service.replica.replica import Loaded, ModelReplica, ReplicaSpec
-from inference_service.sockets.local_replicas import LocalReplicas, ReplicaLost
+from inference_service.domain.signature import Outputs, Rows, Signature, TensorSpec
+from inference_service.serve import replica
+from inference_service.serve.replica import HangWatch, Loaded, ModelReplica, ReplicaSpec
+from inference_service.serve.sockets import LocalReplicas, ReplicaLost
 from shared.settings import StoreSettings
 from shared.telemetry import JsonFormatter
 
@@ -147,7 +146,7 @@ def test_a_model_has_the_time_that_its_custom_functions_were_promised_and_its_la
 
 def test_each_step_of_progress_has_the_whole_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [100.0]
-    monkeypatch.setattr(hang_watch, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(replica, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     watch = HangWatch()
     assert watch.lasts_s() == 0.0
     with watch.working():
@@ -173,7 +172,7 @@ def test_no_garbage_is_collected_while_python_lists_its_threads(
         return {threading.get_ident(): frame}
 
     watch = HangWatch()
-    monkeypatch.setattr(hang_watch.sys, "_current_frames", frames)
+    monkeypatch.setattr(sys, "_current_frames", frames)
     if not collects:
         gc.disable()
     try:

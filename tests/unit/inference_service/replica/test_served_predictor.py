@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from inference_service.domain.deployment import Spec, check_spec
-from inference_service.domain.rows import RAW, Rows
-from inference_service.domain.signature import TensorSpec
-from inference_service.replica import served_predictor
-from inference_service.replica.served_predictor import ServedPredictor
+from inference_service.domain.signature import RAW, Rows, TensorSpec
+from inference_service.serve import served_predictor
+from inference_service.serve.served_predictor import ServedPredictor
 from shared.checkpoint.program import ProgramContent
 from shared.durable import as_state
 from shared.errors import FailedPrecondition, InvalidArgument

@@ -6,8 +6,7 @@ import asyncio
 import socket
 from pathlib import Path
 
-from inference_service.sockets.frames import HEADER, Kind, lengths_after
-from inference_service.sockets.local_replicas import LocalReplicas
+from inference_service.serve.sockets import HEADER, Kind, LocalReplicas, lengths_after
 
 
 def test_a_batch_of_strings_may_have_more_than_4_gib() -> None:

@@ -16,11 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from inference_service.domain.rows import Outputs, Rows
-from inference_service.sockets import local_replicas
-from inference_service.sockets.local_replicas import SETTLED_NS, LocalReplicas, ReplicaLost
-from inference_service.sockets.replica_socket import listen
-from inference_service.sockets.socket_folders import SUFFIX
+from inference_service.domain.signature import Outputs, Rows
+from inference_service.serve import sockets
+from inference_service.serve.sockets import SETTLED_NS, SUFFIX, LocalReplicas, ReplicaLost, listen
 from shared.errors import FailedPrecondition, Internal
 from tests.support.garbage import uncollected
 
@@ -294,7 +292,7 @@ def test_a_search_that_was_cancelled_is_made_again_by_the_next(folder: Path) -> 
 def test_a_connection_that_is_lost_is_opened_again_while_its_replica_lives(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_replicas, "LOOK_AGAIN_S", 0.05)
+    monkeypatch.setattr(sockets, "LOOK_AGAIN_S", 0.05)
 
     async def scenario() -> None:
         replica(folder)
@@ -367,9 +365,9 @@ def test_a_replica_that_owes_an_answer_for_long_gets_no_more_batches(
         task = await begin(local, hung, rows(1))
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        monkeypatch.setattr("inference_service.sockets.local_replicas.OWED_S", 0.0)
+        monkeypatch.setattr("inference_service.serve.sockets.OWED_S", 0.0)
         assert await local.free() is None
-        monkeypatch.setattr("inference_service.sockets.local_replicas.OWED_S", 20.0)
+        monkeypatch.setattr("inference_service.serve.sockets.OWED_S", 20.0)
         assert await local.free() is not None
         hung.may_work.set()
 

@@ -13,11 +13,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from inference_service.domain.rows import Outputs, Rows
-from inference_service.sockets.frames import Frame, Kind, encode
-from inference_service.sockets.local_replicas import LocalReplicas, ReplicaLost
-from inference_service.sockets.replica_socket import listen
-from inference_service.sockets.socket_folders import SUFFIX, make_private
+from inference_service.domain.signature import Outputs, Rows
+from inference_service.serve.sockets import (
+    SUFFIX,
+    Frame,
+    Kind,
+    LocalReplicas,
+    ReplicaLost,
+    encode,
+    listen,
+    make_private,
+)
 from shared.errors import Internal
 from tests.unit.inference_service.sockets.test_socket_folders import left_by_a_killed_replica
 
@@ -77,7 +83,7 @@ def test_a_front_that_stops_reading_keeps_nobody_else_waiting(folder: Path) -> N
 
 
 def test_a_front_that_does_not_take_its_answers_is_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_service.sockets.replica_socket.MAX_UNSENT", 2)
+    monkeypatch.setattr("inference_service.serve.sockets.MAX_UNSENT", 2)
     front = opened(folder, lambda _: Outputs([np.zeros(1_000_000)]))
     for call in range(1, 5):  # one answer on its way, two that wait, and one that is too many
         front.sendall(encode(Frame(call, Kind.FORWARD, rows(1))))
@@ -181,7 +187,7 @@ def test_a_folder_that_another_takes_away_just_now_is_made_again(folder: Path, m
             one.rmdir()
             taken.append(one)
 
-    monkeypatch.setattr("inference_service.sockets.replica_socket.make_private", made_and_taken)
+    monkeypatch.setattr("inference_service.serve.sockets.make_private", made_and_taken)
     listen(folder, ThreadPoolExecutor(1), same)
     assert taken == [folder]
     assert len(asyncio.run(asked(folder, rows(1))).arrays[0]) == 1

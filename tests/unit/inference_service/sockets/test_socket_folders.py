@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inference_service.sockets.socket_folders import SUFFIX, make_private, socket_folder, sweep
+from inference_service.serve.sockets import SUFFIX, make_private, socket_folder, sweep
 
 
 def left_by_a_killed_replica(folder: Path) -> Path:

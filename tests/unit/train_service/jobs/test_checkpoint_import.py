@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 import millrace_client as mc
-from inference_service.domain.rows import RAW, Rows
-from inference_service.replica.served_model import ServedModel
+from inference_service.domain.signature import RAW, Rows
+from inference_service.serve.served_model import ServedModel
 from millrace.train.v1 import checkpoint_import_pb2, resources_pb2
 from millrace_client import errors
 from shared.checkpoint import load_checkpoint, resolve

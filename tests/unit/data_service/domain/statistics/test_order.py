@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_service.domain.statistics import SplitStatistics, sampling, values
+from data_service.domain.statistics import SplitStatistics, sketches
 from shared.dataset_version.columns import tensor_array
 
 FLOATS = st.floats(width=64) | st.sampled_from([0.0, -0.0, math.inf, -math.inf, math.nan, 5e-324, 1.7e308])
@@ -63,9 +63,9 @@ def test_any_order_and_any_division_of_rows_give_the_same_to_the_bit(data: st.Da
     table = data.draw(columns(length))
     # Small limits, so that a dozen rows pass them.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "SAMPLE", data.draw(st.sampled_from([4, 4096])))
-        patch.setattr(values, "EXACT_DISTINCT", data.draw(st.sampled_from([3, 4096])))
-        patch.setattr(values, "MAX_FREQUENT", data.draw(st.sampled_from([2, 1000])))
+        patch.setattr(sketches, "SAMPLE", data.draw(st.sampled_from([4, 4096])))
+        patch.setattr(sketches, "EXACT_DISTINCT", data.draw(st.sampled_from([3, 4096])))
+        patch.setattr(sketches, "MAX_FREQUENT", data.draw(st.sampled_from([2, 1000])))
         whole = SplitStatistics(table.schema)
         whole.update(table, 100)
         order = data.draw(st.permutations(range(length)))

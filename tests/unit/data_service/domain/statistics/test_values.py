@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_service.domain.statistics import ColumnStatistics, SplitStatistics
-from data_service.domain.statistics.distribution import Weighted, scaled
-from data_service.domain.statistics.moments import ExactMoments
-from data_service.domain.statistics.times import rfc3339
+from data_service.domain.statistics.columns import rfc3339
+from data_service.domain.statistics.sketches import ExactMoments, Weighted, scaled
 from millrace.data.v1 import quality_pb2
 from shared.dataset_version.columns import tensor_array
 

@@ -1,0 +1,194 @@
+"""What every attempt at making a version has: folders to write to, and a last act that commits the version."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from data_service.domain.layout import SplitRange
+from shared.dataset_version.columns import shape_of
+from shared.dataset_version.manifest import (
+    QUARANTINE,
+    REPORT,
+    Attachment,
+    Column,
+    DataFile,
+    Manifest,
+    Parent,
+    Prediction,
+    Split,
+    sha256_hex,
+)
+from shared.errors import MillraceError, ResourceExhausted
+from shared.jobs import AttemptContext
+from shared.storage import ObjectStore
+
+# --- Attempt folder ---
+# Where an attempt at making a version writes: a folder of its own in the store, and one on local disk.
+
+# A full disk is looked at again so much later.
+FULL_RETRY_S = 30.0
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextmanager
+def attempt_folder(context: AttemptContext) -> Iterator[tuple[str, Path]]:
+    """Gives the folder in the store, and a local one for scratch that goes with the body.
+
+    Before, what lost attempts left is taken away; and if the body fails, so is what it wrote: nothing that failed stays
+    readable. Raises `ResourceExhausted` where the local disk is full.
+    """
+    folder = f"{context.folder}/data/a{context.attempt:05d}-{uuid.uuid4().hex[:8]}"
+    try:
+        _sweep_lost_attempts(context)
+        with scratch_folder() as scratch:
+            yield folder, scratch
+    except BaseException as error:
+        with suppress(MillraceError):
+            context.store.delete_folder(folder)
+        if isinstance(error, OSError) and error.errno in FULL:
+            raise ResourceExhausted(
+                "the disk of the node that makes the version is full; free some space in its temporary folder",
+                reason="SCRATCH_FULL",
+                retry_after_s=FULL_RETRY_S,
+            ) from error
+        raise
+
+
+def _sweep_lost_attempts(context: AttemptContext) -> None:
+    """Takes away what earlier attempts left: the log has fenced them, so none of it can be committed any more."""
+    own = f"a{context.attempt:05d}"
+    for attempt in context.store.folders(f"{context.folder}/data"):
+        if attempt < own:
+            context.store.delete_folder(f"{context.folder}/data/{attempt}")
+
+
+# --- Commit ---
+# The last act of every job that makes a version: what lies beside the rows, and then the manifest.
+
+
+def columns_of(schema: pa.Schema, value_names: Mapping[str, Sequence[str]]) -> list[Column]:
+    """The manifest's columns for a logical schema without `_row_id`."""
+    return [
+        Column(
+            name=field.name,
+            arrow_type=str(field.type),
+            shape=shape_of(field.type),
+            value_names=list(value_names.get(field.name, [])),
+        )
+        for field in schema
+    ]
+
+
+def commit_version(
+    store: ObjectStore,
+    folder: str,
+    *,
+    columns: Sequence[Column],
+    ranges: Sequence[SplitRange],
+    files: Sequence[DataFile],
+    report: Mapping[str, Any],
+    quarantine: Path | None,
+    quarantined_row_count: int,
+    parents: Sequence[Parent] = (),
+    ingested: Sequence[Column] | None = None,
+    transforms: Sequence[dict[str, Any]] = (),
+    prediction: Prediction | None = None,
+) -> dict[str, Any]:
+    """Writes report, quarantined rows and manifest below `folder`, and returns the job's result, which names the
+    manifest: only that makes the version. `report` is a QualityReport as JSON, `quarantine` a local file of JSON lines.
+    """
+    attachments = [_attach(store, folder, REPORT, json.dumps(report, sort_keys=True, separators=(",", ":")).encode())]
+    if quarantine is not None and quarantine.stat().st_size:
+        attachments.append(_attach_file(store, folder, QUARANTINE, quarantine))
+    manifest = Manifest(
+        columns=list(columns),
+        splits=[Split(name=one.name, first_row_id=one.first_row_id, row_count=one.row_count) for one in ranges],
+        files=sorted(files, key=lambda file: file.first_row_id),
+        parents=list(parents),
+        ingested=list(columns if ingested is None else ingested),
+        transforms=list(transforms),
+        attachments=attachments,
+        quarantined_row_count=quarantined_row_count,
+        prediction=prediction,
+    )
+    data = manifest.to_json()
+    key = f"{folder}/manifest.json"
+    store.put(key, data)
+    return {"manifest": key, "manifest_sha256": sha256_hex(data)}
+
+
+def _attach(store: ObjectStore, folder: str, path: str, data: bytes) -> Attachment:
+    store.put(f"{folder}/{path}", data)
+    return Attachment(path=path, size_bytes=len(data), sha256=sha256_hex(data))
+
+
+def _attach_file(store: ObjectStore, folder: str, path: str, local: Path) -> Attachment:
+    with local.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    store.upload_file(local, f"{folder}/{path}")
+    return Attachment(path=path, size_bytes=local.stat().st_size, sha256=digest)
+
+
+# --- Scratch ---
+# Folders on local disk for what is not yet in the store. They go with the work, or with the next one's beginning.
+
+PREFIX = "millrace-scratch-"
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A new folder, which goes with the body. What processes left that were killed is taken away before.
+
+    Its owner holds a lock on the folder itself, which the kernel gives back when the owner dies. Process numbers would
+    not do: containers that share a temporary folder do not see each other's processes.
+    """
+    _sweep_unowned()
+    folder, lock = _owned_folder()
+    try:
+        yield folder
+    finally:
+        try:
+            shutil.rmtree(folder)
+        finally:
+            os.close(lock)
+
+
+def _owned_folder() -> tuple[Path, int]:
+    """A new folder, and the descriptor that holds its lock."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+        # Another process may sweep the folder before it is locked: then it is gone once we have the lock.
+        with suppress(FileNotFoundError):
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if folder.exists():
+                return folder, lock
+            os.close(lock)
+
+
+def _sweep_unowned() -> None:
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:
+            continue  # gone just now, another user's, or no folder
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)  # what cannot be removed stays for a later sweep
+        except BlockingIOError:
+            continue  # its owner lives
+        finally:
+            os.close(lock)

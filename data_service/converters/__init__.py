@@ -1,1 +1,0 @@
-"""Between the wire's messages and the domain's values."""

@@ -1,0 +1,441 @@
+"""The sketches that statistics are made of: stable hashes, exact sums, a sample of rows, frequent values, and
+quantiles.
+
+None depends on the order in which values were seen or on how they were grouped, so parts can be merged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.types as kinds
+import xxhash
+
+# --- Hashing ---
+# Hashes that are the same on every machine and in every run.
+#
+# They decide which rows a sample takes and how many different values a column has, so they may never change: two
+# versions made of the same rows would then differ in their reports.
+
+Hashes = npt.NDArray[np.uint64]
+
+_DECIMAL_BYTES = 16
+_ROW_SALT = np.uint64(0x6D696C6C72616365)
+
+
+def mix(words: npt.NDArray[Any]) -> Hashes:
+    """A bijection of 64-bit words whose result looks random.
+
+    Source: the finalizer of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
+    """
+    z = words.view(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def row_hashes(row_ids: npt.NDArray[np.int64]) -> Hashes:
+    """One hash a row; different rows never share one."""
+    return mix(row_ids.view(np.uint64) ^ _ROW_SALT)
+
+
+def float_words(values: npt.NDArray[Any]) -> Hashes:
+    """Floats as 64-bit words, equal for equal values: -0.0 as 0.0, and every NaN alike."""
+    doubles = values.astype(np.float64) + 0.0
+    doubles[np.isnan(doubles)] = np.nan
+    return doubles.view(np.uint64)
+
+
+def words_of(array: pa.Array) -> npt.NDArray[np.uint64]:
+    """Values without nulls as words that are equal exactly where the values are: (N,), or (N, 2) for decimals.
+
+    For numbers, booleans, dates, times, timestamps and decimals of 128 bits.
+    """
+    arrow_type = array.type
+    if kinds.is_floating(arrow_type):
+        return float_words(array.to_numpy(zero_copy_only=False))
+    if kinds.is_boolean(arrow_type):
+        return np.asarray(array.to_numpy(zero_copy_only=False), np.uint64)
+    if kinds.is_decimal(arrow_type):
+        data = np.frombuffer(array.buffers()[1], np.uint64)
+        first = array.offset * _DECIMAL_BYTES // 8
+        words: npt.NDArray[np.uint64] = data[first : first + 2 * len(array)].reshape(-1, 2)
+        return words
+    return integers_of(array).view(np.uint64)
+
+
+def integers_of(array: pa.Array) -> npt.NDArray[Any]:
+    """Integers, dates, times and timestamps without nulls as int64 in their own unit; uint64 stays uint64."""
+    if kinds.is_temporal(array.type):
+        array = array.view(pa.int32() if array.type.bit_width == 32 else pa.int64())
+    values: npt.NDArray[Any] = array.to_numpy(zero_copy_only=False)
+    return values if values.dtype == np.uint64 else values.astype(np.int64, copy=False)
+
+
+def hash_words(words: npt.NDArray[np.uint64]) -> Hashes:
+    """(N,) or (N, 2) words → N hashes."""
+    if words.ndim == 1:
+        return mix(words)
+    return mix(np.ascontiguousarray(words[:, 0]) ^ mix(np.ascontiguousarray(words[:, 1])))
+
+
+def hash_bytes(values: Iterable[bytes | memoryview]) -> Hashes:
+    """XXH3 of each value's bytes."""
+    return np.fromiter((xxhash.xxh3_64_intdigest(value) for value in values), np.uint64)
+
+
+# --- Moments ---
+# Sums that are exact, so that neither the order nor the grouping of values can change them.
+#
+# A float64 is an integer times a power of two. Grouped by that power, the integers of a block are summed in limbs that
+# cannot overflow, and the sums go into one Python integer in units of the smallest number there is. (The idea of a long
+# accumulator: Kulisch, Computer Arithmetic and Validity.)
+
+# frexp gives x = fraction * 2**exponent; fraction * 2**53 is an integer, and no exponent is below this.
+_MANTISSA_BITS, _LOWEST_EXPONENT = 53, -1073
+# All sums are kept in units of 2**-_UNIT_BITS, all sums of squares in units of its square.
+_UNIT_BITS = _MANTISSA_BITS - _LOWEST_EXPONENT
+_LIMB_BITS = 18
+_LIMB_MASK = (1 << _LIMB_BITS) - 1
+# Products of limbs have 36 bits and are added up to threes: so many of them stay below 2**53, where floats are exact.
+_BLOCK = 1 << 14
+# Integers are squared in int64 while no sum of a block can leave it.
+_SAFE_BITS = 62
+
+
+class ExactMoments:
+    """Count, sum and sum of squares. `mean` and `deviation` are the nearest float64 to the exact result.
+
+    Infinities are counted apart: they make mean and deviation what IEEE 754 says (inf or NaN).
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._sum = 0
+        self._squares = 0
+        self._infinite = [0, 0]
+
+    def add_floats(self, values: npt.NDArray[np.float64]) -> None:
+        """Values without NaN."""
+        self.count += len(values)
+        finite = np.isfinite(values)
+        if not finite.all():
+            self._infinite[0] += int((values == -np.inf).sum())
+            self._infinite[1] += int((values == np.inf).sum())
+            values = values[finite]
+        for start in range(0, len(values), _BLOCK):
+            total, squares = _block_sums(values[start : start + _BLOCK])
+            self._sum += total
+            self._squares += squares
+
+    def add_integers(self, values: npt.NDArray[Any], weights: npt.NDArray[np.int64] | None = None) -> None:
+        """Integers of any dtype; value i occurs `weights[i]` times."""
+        total, squares = _integer_sums(values, weights)
+        self.count += len(values) if weights is None else int(weights.sum())
+        self._sum += total << _UNIT_BITS
+        self._squares += squares << 2 * _UNIT_BITS
+
+    def add_rows(self, count: int, sums: npt.NDArray[np.float64], squares: npt.NDArray[np.float64]) -> None:
+        """Rows of which each has summed its own values; all sums are finite."""
+        self.count += count
+        for start in range(0, len(sums), _BLOCK):
+            self._sum += _block_sums(sums[start : start + _BLOCK])[0]
+            self._squares += _block_sums(squares[start : start + _BLOCK])[0] << _UNIT_BITS
+
+    def merge(self, other: ExactMoments) -> None:
+        self.count += other.count
+        self._sum += other._sum
+        self._squares += other._squares
+        self._infinite = [mine + its for mine, its in zip(self._infinite, other._infinite, strict=True)]
+
+    @property
+    def mean(self) -> float:
+        """NaN of no values."""
+        if not self.count or any(self._infinite):
+            return self._mean_of_infinities()
+        return float(Fraction(self._sum, self.count << _UNIT_BITS))
+
+    @property
+    def deviation(self) -> float:
+        """Of the population. NaN of no values, and where a value is infinite."""
+        if not self.count or any(self._infinite):
+            return math.nan
+        scaled = max(0, self.count * self._squares - self._sum * self._sum)
+        return _root(scaled, self.count)
+
+    def _mean_of_infinities(self) -> float:
+        below, above = self._infinite
+        if not self.count or (below and above):
+            return math.nan
+        return -math.inf if below else math.inf
+
+
+def _root(scaled: int, count: int) -> float:
+    """sqrt(scaled) / count in units, without a float that could overflow on the way."""
+    if not scaled:
+        return 0.0
+    # 128 bits before the root are 64 after it: more than a float64 keeps.
+    shift = max(0, 128 - scaled.bit_length() + 1)
+    shift += shift % 2
+    return float(Fraction(math.isqrt(scaled << shift), count << (_UNIT_BITS + shift // 2)))
+
+
+def _block_sums(values: npt.NDArray[np.float64]) -> tuple[int, int]:
+    """Exact sum and sum of squares of at most `_BLOCK` finite values, in units."""
+    fractions, exponents = np.frexp(values)
+    mantissas = np.ldexp(np.abs(fractions), _MANTISSA_BITS).astype(np.int64)
+    signs = np.where(fractions < 0, -1.0, 1.0)
+    lowest = int(exponents.min(initial=0))
+    places = exponents - lowest
+    limbs = [(mantissas >> (_LIMB_BITS * place) & _LIMB_MASK).astype(np.float64) for place in range(3)]
+    low, middle, high = limbs
+    total = _weighed(places, lowest, [signs * limb for limb in limbs], 1)
+    products = [low * low, 2 * low * middle, 2 * low * high + middle * middle, 2 * middle * high, high * high]
+    return total, _weighed(places, lowest, products, 2)
+
+
+def _weighed(places: npt.NDArray[Any], lowest: int, limbs: list[npt.NDArray[np.float64]], power: int) -> int:
+    """The sum over all limbs, each shifted by its place and by `power` times its value's exponent."""
+    sums = [np.bincount(places, weights=limb) for limb in limbs]
+    total = 0
+    for place in np.unique(places).tolist():
+        part = sum(int(one[place]) << (_LIMB_BITS * index) for index, one in enumerate(sums))
+        total += part << power * (place + lowest - _LOWEST_EXPONENT)
+    return total
+
+
+def _integer_sums(values: npt.NDArray[Any], weights: npt.NDArray[np.int64] | None) -> tuple[int, int]:
+    if not len(values):
+        return 0, 0
+    most = max(abs(int(values.min())), abs(int(values.max())))
+    count = len(values) if weights is None else int(weights.sum())
+    if 2 * most.bit_length() + count.bit_length() > _SAFE_BITS:
+        exact = values.astype(object)
+        weighed = exact if weights is None else exact * weights.astype(object)
+        return int(weighed.sum()), int(np.dot(weighed, exact))
+    plain = values.astype(np.int64)
+    weighed = plain if weights is None else plain * weights
+    return int(weighed.sum()), int(np.dot(weighed, plain))
+
+
+# --- Sampling ---
+# A sample of a column that depends on the row ids alone.
+#
+# Every value has a priority: its level (0 for the first value taken of a row, 1 for the second, …) and then its row's
+# hash. The sample is the `SAMPLE` values of the least priority, which is the same whatever the order in which rows come
+# and however they are divided: bottom-k sampling (Cohen, Kaplan: Summarizing data using bottom-k sketches, 2007).
+
+SAMPLE = 4096
+
+
+class Sample:
+    """At most `SAMPLE` values: all of them where there are no more. `values` have `dtype`."""
+
+    def __init__(self, dtype: npt.DTypeLike) -> None:
+        self._levels = np.empty(0, np.uint16)
+        self._hashes = np.empty(0, np.uint64)
+        self._values = np.empty(0, dtype)
+
+    @property
+    def values(self) -> npt.NDArray[Any]:
+        return self._values
+
+    def add(self, hashes: Hashes, values: npt.NDArray[Any]) -> None:
+        """One value of each row."""
+        self._add_level(0, hashes, values)
+
+    def add_rows(self, hashes: Hashes, rows: npt.NDArray[Any]) -> None:
+        """Rows of K values each, of shape (B, K); NaN is left out."""
+        per_row = rows.shape[1]
+        stride = _coprime_stride(per_row)
+        first = mix(hashes) % np.uint64(max(per_row, 1))
+        for level in range(min(per_row, SAMPLE)):
+            if self._is_full and level > self._levels[-1]:
+                break
+            places = (first.astype(np.int64) + level * stride) % per_row
+            self._add_level(level, hashes, rows[np.arange(len(rows)), places])
+
+    def merge(self, other: Sample) -> None:
+        self._keep_least(other._levels, other._hashes, other._values)
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._values) == SAMPLE
+
+    def _add_level(self, level: int, hashes: Hashes, values: npt.NDArray[Any]) -> None:
+        if self._is_full and level == self._levels[-1]:
+            lower = hashes < self._hashes[-1]
+            hashes, values = hashes[lower], values[lower]
+        if values.dtype.kind == "f":
+            there = ~np.isnan(values)
+            hashes, values = hashes[there], values[there]
+        if len(values):
+            self._keep_least(np.full(len(values), level, np.uint16), hashes, values)
+
+    def _keep_least(self, levels: npt.NDArray[np.uint16], hashes: Hashes, values: npt.NDArray[Any]) -> None:
+        levels = np.concatenate([self._levels, levels])
+        hashes = np.concatenate([self._hashes, hashes])
+        values = np.concatenate([self._values, values.astype(self._values.dtype, copy=False)])
+        order = np.lexsort((hashes, levels))[:SAMPLE]
+        self._levels, self._hashes, self._values = levels[order], hashes[order], values[order]
+
+
+def _coprime_stride(length: int) -> int:
+    """A step that visits all of `length` places, far apart: next to the golden section of it."""
+    stride = max(1, round(length * 0.618))
+    while math.gcd(stride, length) != 1:
+        stride += 1
+    return stride
+
+
+# --- Values ---
+# How many different values a column has, and which are frequent.
+
+EXACT_DISTINCT = 4096
+MAX_FREQUENT = 1000
+# Of the different texts together: a column of long texts would make a report of megabytes.
+MAX_FREQUENT_BYTES = 256 * 1024
+
+
+class DistinctCount:
+    """The least `EXACT_DISTINCT + 1` hashes of the values: exact while there are no more.
+
+    Beyond, the k-th least hash tells how dense they lie; the standard error is 1 / sqrt(k - 2), 1.6 %.
+    Source: Bar-Yossef and others, Counting distinct elements in a data stream, 2002.
+    """
+
+    def __init__(self) -> None:
+        self._least: Hashes = np.empty(0, np.uint64)
+
+    def add(self, hashes: Hashes) -> None:
+        if len(self._least) > EXACT_DISTINCT:
+            hashes = hashes[hashes < self._least[-1]]
+        if len(hashes):
+            self._least = np.unique(np.concatenate([self._least, hashes]))[: EXACT_DISTINCT + 1]
+
+    def merge(self, other: DistinctCount) -> None:
+        self.add(other._least)
+
+    @property
+    def is_exact(self) -> bool:
+        return len(self._least) <= EXACT_DISTINCT
+
+    @property
+    def count(self) -> int:
+        if self.is_exact:
+            return len(self._least)
+        density = (int(self._least[-1]) + 1) / 2**64
+        return round((len(self._least) - 1) / density)
+
+
+class FrequentValues:
+    """Exact counts while at most `MAX_FREQUENT` different values were seen; `None` from then on, for good.
+
+    That does not depend on the order: a part with too many values makes the whole have too many.
+    """
+
+    def __init__(self) -> None:
+        self.counts: dict[Any, int] | None = {}
+        self._bytes = 0
+
+    def add(self, values: Iterable[Any], counts: Iterable[int]) -> None:
+        """Each value once, and how often it occurred."""
+        mine = self.counts
+        if mine is None:
+            return
+        for value, count in zip(values, counts, strict=True):
+            if value in mine:
+                mine[value] += count
+                continue
+            mine[value] = count
+            self._bytes += len(value.encode()) if isinstance(value, str) else 0
+            if len(mine) > MAX_FREQUENT or self._bytes > MAX_FREQUENT_BYTES:
+                self.close()
+                return
+
+    def close(self) -> None:
+        """There are too many."""
+        self.counts = None
+
+    def merge(self, other: FrequentValues) -> None:
+        theirs: Mapping[Any, int] | None = other.counts
+        if theirs is None:
+            self.close()
+        else:
+            self.add(theirs.keys(), theirs.values())
+
+
+# --- Distribution ---
+# Quantiles and histograms of values that each stand for a number of rows.
+
+QUANTILE_PERCENTS = (1, 5, 25, 50, 75, 95, 99)
+BARS = 20
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """`values` without NaN, in any order; value i stands for `weights[i]` of them (each for one where None)."""
+
+    values: npt.NDArray[Any]
+    weights: npt.NDArray[np.int64] | None = None
+
+    def quantiles(self) -> list[Any]:
+        """At `QUANTILE_PERCENTS`: the least value at or below which so many lie. Always a value that occurs."""
+        order = np.argsort(self.values, kind="stable")
+        reached = np.cumsum(self._weights()[order])
+        if not len(reached):
+            return []
+        total = int(reached[-1])
+        ranks = [max(1, -(-percent * total // 100)) for percent in QUANTILE_PERCENTS]
+        values: list[Any] = self.values[order][np.searchsorted(reached, ranks)].tolist()
+        return values
+
+    def histogram(self, least: Any, most: Any, total: int, *, is_integer: bool) -> list[int]:
+        """Counts in bars from `least` to `most`, scaled so that together they are `total`.
+
+        A bar for each integer where they are at most `BARS`, else `BARS` of equal width. None where an end is infinite.
+        """
+        if not len(self.values) or not (math.isfinite(least) and math.isfinite(most)):
+            return []
+        if is_integer and most - least < BARS:
+            bars = int(most - least) + 1
+            places = (self.values - self.values.dtype.type(least)).astype(np.int64)
+        elif least == most:
+            bars, places = 1, np.zeros(len(self.values), np.int64)
+        else:
+            bars, places = BARS, _places(self.values, least, most)
+        counted = np.zeros(bars, np.int64)
+        np.add.at(counted, np.clip(places, 0, bars - 1), self._weights())
+        return scaled(counted.tolist(), total)
+
+    def _weights(self) -> npt.NDArray[np.int64]:
+        return np.ones(len(self.values), np.int64) if self.weights is None else self.weights
+
+
+def scaled(counts: list[int], total: int) -> list[int]:
+    """Counts in the same proportions that add up to `total`: the largest remainders are rounded up."""
+    given = sum(counts)
+    if not given:
+        return counts
+    parts = [divmod(count * total, given) for count in counts]
+    missing = total - sum(whole for whole, _ in parts)
+    raised = set(sorted(range(len(parts)), key=lambda index: (-parts[index][1], index))[:missing])
+    return [whole + (index in raised) for index, (whole, _) in enumerate(parts)]
+
+
+def _places(values: npt.NDArray[Any], least: Any, most: Any) -> npt.NDArray[np.int64]:
+    if values.dtype.kind in "iu":  # large integers are close to each other only before they become floats
+        share = (values.astype(np.uint64) - np.uint64(int(least) % 2**64)) / (int(most) - int(least))
+    elif math.isinf(most - least):  # halves of the two still have a difference
+        share = (values / 2 - least / 2) / (most / 2 - least / 2)
+    else:
+        share = (values - least) / (most - least)
+    places: npt.NDArray[np.int64] = np.floor(share * BARS).astype(np.int64)
+    return places

@@ -1,0 +1,516 @@
+"""Comma-separated values, RFC 4180: records with their lines, and rows whose types are inferred from all of them."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+from numpy.typing import NDArray
+
+from data_service.domain.import_spec import CsvOptions
+from data_service.formats import line_blocks
+from data_service.formats.casts import Cast, CastRefused, Fits, InferredType, cast_between, cast_rows
+from data_service.formats.interface import BadRowSink, RowSource, blaming, content, excerpt_of
+from data_service.formats.line_blocks import LineBlock, TextError, split_lines
+from data_service.formats.typed_columns import Overrides, check_names
+from data_service.storage.source_files import SourceFile
+from shared.dataset_version.columns import MAX_COLUMNS
+from shared.errors import invalid_field
+from shared.value_texts import zone_hint
+
+# --- CSV rows ---
+# Comma-separated values: types are inferred from all rows of all files of the source, unless they are given.
+
+NULL_VALUES = ("NA", "N/A", "null", "NULL", "NaN", "nan")
+
+
+def open_csv(files: Sequence[SourceFile], options: CsvOptions | None, overrides: Overrides) -> list[RowSource]:
+    """One source for each file. Reads all files once, unless every column's type is given.
+
+    Raises `InvalidArgument` where a file has no usable names, or others than the first.
+    """
+    dialect = _Dialect(options or CsvOptions())
+    names = dialect.names_of(files[0])
+    for file in files[1:]:
+        if (others := dialect.names_of(file)) != names:
+            raise file.corrupt(f"its columns are {_shown(others)}, but those of {files[0].uri} are {_shown(names)}")
+    given = overrides.types_among(names)
+    casts = {name: _cast(overrides, name, wanted) for name, wanted in given.items()}
+    inferred = {name: InferredType() for name in names if name not in given}
+    if inferred:
+        for file in files:
+            _infer(file, dialect, names, inferred)
+    types = {name: given.get(name) or inferred[name].type for name in names}
+    schema = pa.schema([pa.field(name, arrow_type) for name, arrow_type in types.items()])
+    casts |= {name: cast_between(pa.string(), one.type) for name, one in inferred.items()}
+    return [_CsvRows(file, dialect, schema, casts) for file in files]
+
+
+class _Dialect:
+    """How the files of one source are to be read."""
+
+    def __init__(self, options: CsvOptions) -> None:
+        self._delimiter = options.delimiter or ","
+        self._null_values = options.null_values or NULL_VALUES
+        self._encoding = options.encoding or "utf-8"
+        self._names = options.column_names
+
+    def names_of(self, file: SourceFile) -> list[str]:
+        if self._names:
+            names = list(self._names)
+        else:
+            with self.reader(file) as reader:
+                found = reader.header()
+            if found is None:
+                raise file.corrupt("it is empty: it has not even a line of names")
+            names = found
+        if len(names) > MAX_COLUMNS:
+            raise file.corrupt(f"it has {len(names)} columns; at most {MAX_COLUMNS} are read")
+        if any("\ud800" <= character <= "\udfff" for name in names for character in name):
+            raise file.corrupt(f"its names of columns are not {self._encoding}")
+        check_names(file, names)
+        return names
+
+    @contextmanager
+    def records(self, file: SourceFile, names: Sequence[str]) -> Iterator[Iterator[Records]]:
+        with self.reader(file) as reader:
+            if not self._names:
+                reader.header()
+            yield reader.records(len(names))
+
+    @contextmanager
+    def reader(self, file: SourceFile) -> Iterator[CsvReader]:
+        with content(file) as stream, blaming(file, "CSV"):
+            try:
+                yield CsvReader(line_blocks.line_blocks(stream, self._encoding), self._delimiter, self._null_values)
+            except (CsvHeaderError, TextError) as error:
+                raise file.corrupt(str(error)) from None
+
+
+def _infer(file: SourceFile, dialect: _Dialect, names: Sequence[str], inferred: Mapping[str, InferredType]) -> None:
+    with dialect.records(file, names) as blocks:
+        for records in blocks:
+            # A row that is bad for its bytes has no say in the types.
+            texts, all_fit = _texts(records.columns)
+            for name, column in zip(names, texts, strict=True):
+                if name in inferred:
+                    inferred[name].update(column if all_fit is None else column.filter(pa.array(all_fit)))
+
+
+class _CsvRows:
+    class_names: list[str] | None = None
+
+    def __init__(
+        self, file: SourceFile, dialect: _Dialect, schema: pa.Schema, casts: Mapping[str, Cast | None]
+    ) -> None:
+        self._file, self._dialect, self._casts = file, dialect, dict(casts)
+        self.schema = schema
+
+    def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
+        with self._dialect.records(self._file, self.schema.names) as blocks:
+            for records in blocks:
+                table, misfits = self._converted(records)
+                for one in sorted([*records.bad, *misfits], key=lambda one: one.line):
+                    bad.add(self._file.uri, one.place, one.reason, excerpt_of(one.excerpt), one.line_count)
+                if table.num_rows:
+                    yield table
+
+    def _converted(self, records: Records) -> tuple[pa.Table, list[BadRecord]]:
+        good = np.ones(len(records.lines), np.bool_)
+        columns, reasons = [], {}
+        for field, column in zip(self.schema, records.columns, strict=True):
+            texts, fits = cast_rows(column, lambda values: values.cast(pa.string()))
+            reason = f"column {field.name!r} has bytes that are no text in its encoding"
+            cast = self._casts[field.name]
+            if cast is not None:
+                texts, cast_fits = cast_rows(texts, cast)
+                if cast_fits is not None:
+                    for row in np.flatnonzero(good & ~cast_fits & (True if fits is None else fits)).tolist():
+                        reasons[row] = f"column {field.name!r} is no {field.type}{zone_hint(field.type)}"
+            if fits is not None:
+                for row in np.flatnonzero(good & ~fits).tolist():
+                    reasons[row] = reason
+            for row in reasons:
+                good[row] = False
+            columns.append(texts)
+        table = pa.Table.from_arrays(columns, schema=self.schema)
+        misfits = [
+            BadRecord(int(records.lines[row]), reason, records.excerpt(row), int(records.line_counts[row]))
+            for row, reason in reasons.items()
+        ]
+        return (table.filter(pa.array(good)) if reasons else table), misfits
+
+
+def _texts(columns: Sequence[pa.Array]) -> tuple[list[pa.Array], Fits]:
+    """Binary columns as strings, and which rows are UTF-8 in all of them."""
+    cast = [cast_rows(column, lambda values: values.cast(pa.string())) for column in columns]
+    misfits = [fits for _, fits in cast if fits is not None]
+    return [texts for texts, _ in cast], (np.logical_and.reduce(misfits) if misfits else None)
+
+
+def _cast(overrides: Overrides, name: str, wanted: pa.DataType) -> Cast | None:
+    try:
+        return cast_between(pa.string(), wanted)
+    except CastRefused as refused:
+        raise invalid_field(f"{overrides.field(name)}.arrow_type", str(wanted), f"{refused}; use another") from None
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:20]) + (", …" if len(names) > 20 else "")
+
+
+# --- CSV records ---
+# Comma-separated values, RFC 4180, as columns of bytes; each record knows its lines.
+#
+# Blocks without a quote are cut by Arrow, others by Python's csv module: in the former every line is a record.
+#
+# A quote that is not closed costs the line in which it opens and no other: that line is bad, and the next record begins
+# with the line after it. Reading stays linear in the file's size, however many such quotes it has, because every line
+# in the reach of a quote that failed is known to fail likewise where a quote is open at its beginning (`_OpenQuote`).
+
+NEVER_CLOSED = "a quoted field begins in it, and no quote closes it"
+CLOSED_WITHIN_TEXT = "a quoted field begins in it, and the quote that closes it stands before further text"
+
+
+class CsvHeaderError(ValueError):
+    """The line of names cannot be read; the text says why."""
+
+
+@dataclass(frozen=True)
+class BadRecord:
+    """`line` is its first line; `excerpt` is the beginning of that line."""
+
+    line: int
+    reason: str
+    excerpt: bytes
+    line_count: int = 1
+
+    @property
+    def place(self) -> str:
+        last = self.line + self.line_count - 1
+        return f"line {self.line}" if self.line_count == 1 else f"lines {self.line} to {last}"
+
+
+@dataclass(frozen=True)
+class Records:
+    """`columns` are binary arrays of equal length, nulls where a field is a null value; `lines` has each record's first
+    line and `line_counts` the number of its lines; `excerpt` gives a record's beginning. `bad` are records that have
+    other numbers of fields, and lines whose quotes are malformed."""
+
+    columns: list[pa.Array]
+    lines: NDArray[np.int64]
+    line_counts: NDArray[np.int64]
+    excerpt: Callable[[int], bytes]
+    bad: list[BadRecord]
+
+
+class _Record(NamedTuple):
+    line: int
+    line_count: int
+    fields: list[str]
+    first_line: bytes
+
+
+@dataclass(frozen=True)
+class _OpenQuote:
+    """What becomes of a quoted field that is open at the beginning of a line, up to `last_line`: it is not closed, for
+    `reason`; or it is, but the record ends at byte `end` of the text, too far away for most."""
+
+    last_line: float
+    reason: str
+    end: int | None = None
+
+
+class _NotClosed(Exception):
+    """A quoted field is not closed; the text says why."""
+
+
+class _TooLong(Exception):
+    """A record goes on for longer than one may."""
+
+
+class CsvReader:
+    """Reads one file's blocks once. Empty lines are skipped; null values count in quotes, too."""
+
+    def __init__(self, blocks: Iterator[LineBlock], delimiter: str, null_values: Sequence[str]) -> None:
+        self._blocks = blocks
+        self._pushed_back: deque[LineBlock] = deque()
+        self._open_quote: _OpenQuote | None = None
+        self._delimiter = delimiter
+        self._null_values = ["", *null_values]
+        self._nulls = frozenset(value.encode() for value in self._null_values)
+
+    def header(self) -> list[str] | None:
+        """The fields of the first record; None where the file has none. Undecodable bytes become lone surrogates.
+        Raises `CsvHeaderError`."""
+        while (block := self._take()) is not None:
+            if block.too_long:
+                raise CsvHeaderError(f"line {block.first_line}, which should name its columns, is too long")
+            for found in list(self._rows(block, most=1)):
+                if isinstance(found, BadRecord):
+                    raise CsvHeaderError(f"{found.place}, which should name its columns, is malformed: {found.reason}")
+                return found.fields
+        return None
+
+    def records(self, width: int) -> Iterator[Records]:
+        """All that follow, of `width` fields each."""
+        while (block := self._take()) is not None:
+            if block.too_long:
+                reason = f"a line has more than {line_blocks.MAX_LINE_BYTES} bytes"
+                yield _nothing_but(BadRecord(block.first_line, reason, block.data), width)
+            elif b'"' in block.data or block.data.count(b"\r") != block.data.count(b"\r\n"):
+                yield self._quoted(block, width)
+            else:
+                yield self._plain(block, width)
+
+    def _take(self) -> LineBlock | None:
+        return self._pushed_back.popleft() if self._pushed_back else next(self._blocks, None)
+
+    def _plain(self, block: LineBlock, width: int) -> Records:
+        """A record a line: lines are told apart by counting delimiters, before anything is cut."""
+        data = block.data if block.data.endswith(b"\n") else block.data + b"\n"
+        codes = np.frombuffer(data, np.uint8)
+        ends = np.flatnonzero(codes == 10) + 1
+        starts = np.concatenate([[0], ends[:-1]])
+        delimiters = np.searchsorted(ends, np.flatnonzero(codes == ord(self._delimiter)), side="right")
+        fields = np.bincount(delimiters, minlength=len(ends)) + 1
+        content = ends - starts - 1
+        carriage = (content > 0) & (codes[np.maximum(ends - 2, 0)] == 13)
+        empty = content - carriage == 0
+        good = ~empty & (fields == width)
+        bad = [
+            _ragged(block.first_line + index, int(fields[index]), width, data[starts[index] : ends[index] - 1])
+            for index in np.flatnonzero(~empty & ~good).tolist()
+        ]
+        kept = np.flatnonzero(good)
+        if len(kept) < len(ends):
+            data = b"".join(data[starts[index] : ends[index]] for index in kept.tolist())
+        whole, first = block.data, starts[kept]
+        return Records(
+            _cut(data, self._delimiter, width, self._null_values),
+            (block.first_line + kept).astype(np.int64),
+            np.ones(len(kept), np.int64),
+            lambda row: whole[first[row] : first[row] + 1024].split(b"\n")[0],
+            bad,
+        )
+
+    def _quoted(self, block: LineBlock, width: int) -> Records:
+        lines, line_counts, rows, bad = [], [], [], []
+        for found in self._rows(block):
+            if isinstance(found, BadRecord):
+                bad.append(found)
+            elif len(found.fields) != width:
+                bad.append(_ragged(found.line, len(found.fields), width, found.first_line, found.line_count))
+            else:
+                lines.append(found.line)
+                line_counts.append(found.line_count)
+                rows.append([field.encode("utf-8", "surrogateescape") for field in found.fields])
+        columns = [
+            pa.array([None if field in self._nulls else field for field in column], pa.binary())
+            for column in (zip(*rows, strict=True) if rows else [()] * width)
+        ]
+        return Records(
+            columns,
+            np.array(lines, np.int64),
+            np.array(line_counts, np.int64),
+            lambda row: self._joined(rows[row]),
+            bad,
+        )
+
+    def _joined(self, row: Sequence[bytes]) -> bytes:
+        return self._delimiter.encode().join(row)
+
+    def _rows(self, block: LineBlock, most: int | None = None) -> Iterator[_Record | BadRecord]:
+        """The records that begin in `block`, or `most` of them; a last one may go on in the blocks that follow. What is
+        left is pushed back."""
+        lines = _Lines(block, self._take)
+        reader = self._reader(lines)
+        found = 0
+        while lines.has_own and (most is None or found < most):
+            lines.begin_record(self._open_quote)
+            try:
+                fields = next(reader)
+            except (csv.Error, _NotClosed, _TooLong) as error:
+                yield BadRecord(lines.record_number, self._reason(error, lines), _beginning(lines.first_line))
+                found += 1
+                lines.go_back_to_second_line()
+                reader = self._reader(lines)
+                continue
+            if fields:
+                yield _Record(lines.record_number, lines.line_count, fields, lines.first_line)
+                found += 1
+        self._pushed_back.extendleft(reversed(lines.left()))
+
+    def _reason(self, error: Exception, lines: _Lines) -> str:
+        """Why the record that was read last is bad. Remembers what that tells of the lines behind its first one."""
+        if isinstance(error, _NotClosed):
+            return str(error)
+        if lines.line_count == 0:
+            return f"the line has more than {line_blocks.MAX_LINE_BYTES} bytes"
+        if isinstance(error, _TooLong):
+            self._open_quote = self._followed(lines)
+            return _too_far()
+        if lines.line_count == 1 and not lines.ended:
+            return f"its quotes are malformed: {error}"
+        self._open_quote = _failed(lines)
+        return self._open_quote.reason
+
+    def _followed(self, lines: _Lines) -> _OpenQuote:
+        """What becomes of the quote that is still open where a record reached its bound. Records that begin behind that
+        record's first line reach farther, so the quote is followed as far as any of them may go."""
+        last_line = lines.number
+        lines.begin_bound()
+        try:
+            next(self._reader(lines, opened_by='"'))
+        except csv.Error:
+            return _failed(lines)
+        except _TooLong:
+            return _OpenQuote(last_line, _too_far())
+        return _OpenQuote(lines.number - 1, _too_far(), end=lines.byte)
+
+    def _reader(self, lines: _Lines, opened_by: str = "") -> Any:
+        # A bound for the whole process, above any field that gets there: `_Lines` bounds records.
+        csv.field_size_limit(2 * line_blocks.MAX_LINE_BYTES)
+        return csv.reader(lines.texts(opened_by), delimiter=self._delimiter, strict=True)
+
+
+def _failed(lines: _Lines) -> _OpenQuote:
+    """Whatever line a quoted field is open at, up to the one that the reader failed at, it fails there."""
+    if lines.ended:
+        return _OpenQuote(math.inf, NEVER_CLOSED)
+    return _OpenQuote(lines.number - 1, CLOSED_WITHIN_TEXT)
+
+
+def _beginning(line: bytes) -> bytes:
+    return line[:1024].rstrip(b"\r\n")
+
+
+def _too_far() -> str:
+    return f"a quoted field begins in it that is not closed within {line_blocks.MAX_LINE_BYTES} bytes"
+
+
+class _Lines:
+    """The lines of a block, and of those after it as far as a record goes on. Of the blocks ahead the text is kept, not
+    the lines, which would take many times the memory."""
+
+    def __init__(self, block: LineBlock, take: Callable[[], LineBlock | None]) -> None:
+        self._blocks = [block]
+        self._take = take
+        self._own = self._lines = split_lines(block.data)
+        self._block_index = self._at = 0
+        self._first_at = self._first_byte = 0
+        self._open_quote: _OpenQuote | None = None
+        # From here on lines count against the bound of a record.
+        self._bound_begin = 0
+        self.line_count = 0
+        # Of the next line: its number, and its place in the text.
+        self.number, self.byte = block.first_line, block.first_byte
+        # Of the record's first line.
+        self.record_number = self.number
+        # There are no further lines.
+        self.ended = False
+
+    @property
+    def has_own(self) -> bool:
+        """The next line is one of the block itself."""
+        return self._block_index == 0 and self._at < len(self._own)
+
+    @property
+    def first_line(self) -> bytes:
+        """The record's."""
+        return self._own[self._first_at]
+
+    def begin_record(self, open_quote: _OpenQuote | None) -> None:
+        """The next line, which is one of the block itself, is the first of a record. `open_quote`: what is known of the
+        lines behind it."""
+        self._first_at, self._first_byte, self.record_number = self._at, self.byte, self.number
+        self._bound_begin, self.line_count, self._open_quote = self.byte, 0, open_quote
+
+    def begin_bound(self) -> None:
+        """As many bytes as a record may have are counted from here on."""
+        self._bound_begin, self.line_count, self._open_quote = self.byte, 0, None
+
+    def go_back_to_second_line(self) -> None:
+        """The next line is the one after the record's first."""
+        self.number, self.byte = self.record_number + 1, self._first_byte + len(self.first_line)
+        self._lines, self._block_index, self._at = self._own, 0, self._first_at + 1
+        self.ended = False
+
+    def left(self) -> list[LineBlock]:
+        """All lines that were not read."""
+        rest = b"".join(self._lines[self._at :])
+        ahead = self._blocks[self._block_index + 1 :]
+        return [LineBlock(rest, self.number, self.byte), *ahead] if rest else ahead
+
+    def texts(self, opened_by: str) -> Iterator[str]:
+        """The lines as the csv module takes them; `opened_by` stands before the first."""
+        while self._at < len(self._lines) or self._has_next_block():
+            if self.line_count:
+                self._raise_if_known_to_fail()
+            line = self._lines[self._at]
+            if self.byte + len(line) - self._bound_begin > line_blocks.MAX_LINE_BYTES:
+                raise _TooLong
+            self._at += 1
+            self.number += 1
+            self.byte += len(line)
+            self.line_count += 1
+            yield opened_by + line.decode("utf-8", "surrogateescape")
+            opened_by = ""
+        self.ended = True
+
+    def _raise_if_known_to_fail(self) -> None:
+        """For the next line, at whose beginning a quoted field is open."""
+        known = self._open_quote
+        if known is None or self.number > known.last_line:
+            return
+        if known.end is None or known.end - self._bound_begin > line_blocks.MAX_LINE_BYTES:
+            raise _NotClosed(known.reason)
+
+    def _has_next_block(self) -> bool:
+        if self._block_index + 1 == len(self._blocks):
+            block = self._take()
+            if block is None:
+                return False
+            self._blocks.append(block)
+        block = self._blocks[self._block_index + 1]
+        if block.too_long:
+            raise _TooLong
+        self._block_index += 1
+        self._lines, self._at = split_lines(block.data), 0
+        return True
+
+
+def _cut(data: bytes, delimiter: str, width: int, null_values: Sequence[str]) -> list[pa.Array]:
+    names = [str(index) for index in range(width)]
+    if not data:
+        return [pa.array([], pa.binary())] * width
+    table = pyarrow.csv.read_csv(
+        pa.BufferReader(data),
+        pyarrow.csv.ReadOptions(use_threads=False, column_names=names, block_size=len(data) + 1),
+        pyarrow.csv.ParseOptions(delimiter=delimiter, quote_char=False),
+        pyarrow.csv.ConvertOptions(
+            column_types=dict.fromkeys(names, pa.binary()), null_values=null_values, strings_can_be_null=True
+        ),
+    )
+    return [_one_chunk(column) for column in table.columns]
+
+
+def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
+    return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
+
+
+def _ragged(line: int, fields: int, width: int, first_line: bytes, line_count: int = 1) -> BadRecord:
+    return BadRecord(line, f"it has {fields} fields where {width} are named", _beginning(first_line), line_count)
+
+
+def _nothing_but(bad: BadRecord, width: int) -> Records:
+    none = np.empty(0, np.int64)
+    return Records([pa.array([], pa.binary())] * width, none, none, lambda _: b"", [bad])

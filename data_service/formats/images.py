@@ -1,0 +1,445 @@
+"""Encoded images as rows, from a folder or from a tar: checked by decoding them, labelled by their class folders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import pyarrow as pa
+
+from data_service.domain.uris import is_hidden
+from data_service.formats.interface import BadRowSink, blaming, content, excerpt_of
+from data_service.storage.source_files import SourceFile
+from shared.errors import InvalidArgument, shown
+from shared.transforms.steps.decoding import why_refused
+
+# --- Tar members ---
+# Tar archives from front to back: every member's name and content, nothing written anywhere.
+#
+# Source: POSIX.1-2017 pax (ustar interchange format, extended headers), and GNU tar's manual for its long names and
+# base-256 numbers. Links, devices, sparse files and names that lead elsewhere are refused: no data set needs them.
+
+BLOCK = 512
+MAX_MEMBER_BYTES = 256 * 1024 * 1024
+MAX_MEMBERS = 5_000_000
+MAX_NAME_BYTES = 64 * 1024
+MAX_PAX_BYTES = 1024 * 1024
+PIECE_BYTES = 1024 * 1024
+
+_FOLDER, _LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL = b"5", b"L", b"K", b"x", b"g"
+_FILES = (b"\0", b"0", b"7")
+_REFUSED = {
+    b"1": "a hard link",
+    b"2": "a symbolic link",
+    b"3": "a device",
+    b"4": "a device",
+    b"6": "a pipe",
+    b"S": "a sparse file",
+}
+
+
+class TarError(ValueError):
+    """The bytes are no whole tar archive, or a member is none that may be read; the text says which and why."""
+
+
+@dataclass(frozen=True)
+class TarMember:
+    """A regular file. `name` is its path, without `.` and empty parts; bytes that are no UTF-8 are refused. Its content
+    is at hand until the next member is asked for."""
+
+    name: str
+    size_bytes: int
+    _stream: _Content
+
+    def read(self) -> bytes:
+        """The whole content; to be called once. Raises `TarError` where the archive ends within it."""
+        return self._stream.read_all()
+
+
+def members(stream: BinaryIO) -> Iterator[TarMember]:
+    """Every regular file, in order. Goes to the stream's very end. Raises `TarError`."""
+    count = 0
+    extended: dict[str, str] = {}
+    while True:
+        header = _some(stream, BLOCK)
+        if not header:
+            raise TarError("it ends without an end marker" if count or extended else "it is empty")
+        if len(header) < BLOCK:
+            raise TarError("it ends within a header")
+        if header == bytes(BLOCK):
+            break
+        kind, size = header[156:157], _size_of(header, extended)
+        if kind in (_LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL):
+            extended |= _extended(stream, kind, size)
+            continue
+        count += 1
+        name = _checked_name(extended.get("path") or _name_of(header))
+        _check_kind(kind, name, extended)
+        if count > MAX_MEMBERS:
+            raise TarError(f"it has more than {MAX_MEMBERS} members")
+        if size > MAX_MEMBER_BYTES:
+            raise TarError(f"member {shown(name)} has {size} bytes; at most {MAX_MEMBER_BYTES} are read")
+        content = _Content(stream, name, size)
+        if kind in _FILES and not name.endswith("/"):
+            yield TarMember(name, size, content)
+        content.skip()
+        extended = {}
+    while rest := stream.read(PIECE_BYTES):
+        if rest.count(0) != len(rest):
+            raise TarError("it goes on after its end marker")
+
+
+class _Content:
+    def __init__(self, stream: BinaryIO, name: str, size: int) -> None:
+        self._stream, self._name, self._size = stream, name, size
+        self._left = size + -size % BLOCK
+
+    def read_all(self) -> bytes:
+        data = _some(self._stream, self._size)
+        self._left -= len(data)
+        if len(data) < self._size:
+            raise self._truncated()
+        return data
+
+    def skip(self) -> None:
+        while self._left:
+            data = self._stream.read(min(self._left, PIECE_BYTES))
+            if not data:
+                raise self._truncated()
+            self._left -= len(data)
+
+    def _truncated(self) -> TarError:
+        return TarError(f"it ends within member {shown(self._name)}")
+
+
+def _size_of(header: bytes, extended: dict[str, str]) -> int:
+    if not _sum_fits(header):
+        raise TarError("a header's checksum is wrong: it is no tar archive, or damaged")
+    size = _number(header[124:136])
+    if header[156:157] not in (_LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL) and "size" in extended:
+        text = extended["size"]
+        if not text.isascii() or not text.isdigit() or len(text) > 20:
+            raise TarError("an extended header has a size that is no number")
+        size = int(text)
+    if header[156:157] == _FOLDER:
+        return 0
+    return size
+
+
+def _sum_fits(header: bytes) -> bool:
+    """Some old writers summed signed bytes."""
+    rest = header[:148] + b" " * 8 + header[156:]
+    signed = sum(byte - 256 if byte > 127 else byte for byte in rest)
+    try:
+        return _number(header[148:156]) in (sum(rest), signed)
+    except TarError:
+        return False
+
+
+def _number(field: bytes) -> int:
+    if field[0] & 0x80:  # base 256; a negative one begins with 0xFF
+        if field[0] != 0x80:
+            raise TarError("a header has a number that is out of range")
+        return int.from_bytes(field[1:], "big")
+    text = field.strip(b" \0")
+    if not text:
+        return 0
+    if any(byte not in b"01234567" for byte in text):
+        raise TarError("a header has a number that is none")
+    return int(text, 8)
+
+
+def _extended(stream: BinaryIO, kind: bytes, size: int) -> dict[str, str]:
+    """What a header before a member's own says of it: its name, its size, whether it is sparse."""
+    most = MAX_NAME_BYTES if kind in (_LONG_NAME, _LONG_LINK) else MAX_PAX_BYTES
+    if size > most:
+        raise TarError(f"an extended header has {size} bytes; at most {most} are read")
+    content = _Content(stream, "an extended header", size)
+    data = content.read_all()
+    content.skip()
+    if kind == _LONG_NAME:
+        return {"path": _text(data.split(b"\0")[0])}
+    if kind == _LONG_LINK:
+        return {}
+    found = dict(_pax_records(data))
+    # What holds for all members that follow says nothing that we need, unless it names or sizes them.
+    if kind == _PAX_GLOBAL:
+        if not found.keys().isdisjoint(("path", "size")):
+            raise TarError("a global extended header names or sizes all members")
+        return {}
+    return found
+
+
+def _pax_records(data: bytes) -> Iterator[tuple[str, str]]:
+    """`length key=value\\n`, the length counting itself."""
+    at = 0
+    while at < len(data):
+        space = data.find(b" ", at, at + 8)
+        length = data[at:space] if space > 0 else b""
+        if not length.isdigit() or int(length) <= space - at + 1 or at + int(length) > len(data):
+            raise TarError("an extended header is damaged")
+        key, equals, value = data[space + 1 : at + int(length) - 1].partition(b"=")
+        if not equals:
+            raise TarError("an extended header is damaged")
+        key_text = key.decode("utf-8", "replace")
+        if key_text in ("path", "size"):
+            yield key_text, _text(value)
+        elif key_text.startswith("GNU.sparse"):
+            yield "sparse", "1"
+        at += int(length)
+
+
+def _name_of(header: bytes) -> str:
+    name = header[:100].split(b"\0")[0]
+    prefix = header[345:500].split(b"\0")[0] if header[257:263] == b"ustar\0" else b""
+    return _text(prefix + b"/" + name if prefix else name)
+
+
+def _text(name: bytes) -> str:
+    try:
+        return name.decode()
+    except UnicodeDecodeError:
+        raise TarError(f"member {shown(name)} has a name that is not UTF-8") from None
+
+
+def _checked_name(name: str) -> str:
+    if not name or "\0" in name:
+        raise TarError(f"member {shown(name)} has no name, or a zero byte in it")
+    if (size := len(name.encode())) > MAX_NAME_BYTES:
+        raise TarError(f"member {shown(name)} has a name of {size} bytes; at most {MAX_NAME_BYTES} are read")
+    if name.startswith("/"):
+        raise TarError(f"member {shown(name)} has an absolute path")
+    parts = name.split("/")
+    if ".." in parts:
+        raise TarError(f"member {shown(name)} has '..' in its path")
+    return "/".join(part for part in parts if part not in ("", ".")) + ("/" if name.endswith("/") else "")
+
+
+def _check_kind(kind: bytes, name: str, extended: dict[str, str]) -> None:
+    refused = "a sparse file" if "sparse" in extended else _REFUSED.get(kind)
+    if refused is None and kind not in (*_FILES, _FOLDER):
+        refused = f"of the unknown kind {kind!r}"
+    if refused is not None:
+        raise TarError(f"member {shown(name)} is {refused}; archive regular files")
+
+
+def _some(stream: BinaryIO, size: int) -> bytes:
+    """`size` bytes or what there is; memory is taken for bytes that come, not for bytes that are claimed."""
+    pieces = []
+    while size > 0 and (piece := stream.read(min(size, PIECE_BYTES))):
+        pieces.append(piece)
+        size -= len(piece)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+# --- Images ---
+# Encoded images as rows: checked by decoding them, labelled by their class folders.
+
+# What torchvision's ImageFolder looks at, as far as `decode_image` takes it; it leaves other files alone, and so do we.
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp")
+MAX_IMAGE_BYTES = 256 * 1024 * 1024
+MAX_CLASSES = 100_000
+BATCH_BYTES = 4 * 1024 * 1024
+BATCH_ROWS = 256
+
+SCHEMA = pa.schema(
+    [
+        pa.field("image", pa.binary(), nullable=False),
+        pa.field("label", pa.int64(), nullable=False),
+        pa.field("path", pa.string(), nullable=False),
+    ]
+)
+
+
+def is_image_name(name: str) -> bool:
+    return name.lower().endswith(SUFFIXES)
+
+
+def problem_of(data: bytes) -> str | None:
+    """Why `decode_image` would not take these bytes; None where it would.
+
+    Of an animation or a TIFF of many pages only the first is looked at: no more is ever used.
+    """
+    if len(data) > MAX_IMAGE_BYTES:
+        return f"it has {len(data)} bytes; at most {MAX_IMAGE_BYTES} are read"
+    try:
+        refusal = why_refused(data)
+    except MemoryError:  # as hostile bytes can make a decoder raise, whatever memory there is
+        return "it takes more memory to decode than there is"
+    return None if refusal is None else f"it {refusal}"
+
+
+class ClassNames:
+    """The classes of all image sources of a version: labels are their places in the order of their names' bytes."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+        self._sorted: list[str] | None = None
+        self._labels: dict[str, int] = {}
+
+    def add(self, names: Iterable[str]) -> None:
+        """Raises `InvalidArgument` for more than `MAX_CLASSES`."""
+        self._names.update(names)
+        self._sorted = None
+        if len(self._names) > MAX_CLASSES:
+            raise InvalidArgument(
+                f"sources: their images have more than {MAX_CLASSES} classes; a class is the folder that images are in",
+                reason="TOO_MANY_CLASSES",
+                metadata={"field": "sources"},
+                fields=[("sources", f"name images of at most {MAX_CLASSES} classes")],
+            )
+
+    @property
+    def names(self) -> list[str]:
+        if self._sorted is None:
+            self._sorted = sorted(self._names, key=lambda name: name.encode("utf-8", "surrogateescape"))
+            self._labels = {name: label for label, name in enumerate(self._sorted)}
+        return self._sorted
+
+    def label(self, name: str) -> int:
+        """Once all sources are open: another class would move the labels."""
+        if self._sorted is None or name not in self._labels:
+            _ = self.names
+        return self._labels[name]
+
+
+class ImageBatch:
+    """Rows until there are enough for a table."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[bytes, int, str]] = []
+        self._bytes = 0
+
+    @property
+    def full(self) -> bool:
+        return self._bytes >= BATCH_BYTES or len(self._rows) >= BATCH_ROWS
+
+    def add(self, data: bytes, label: int, path: str) -> None:
+        self._rows.append((data, label, path))
+        self._bytes += len(data)
+
+    def taken(self) -> pa.Table | None:
+        """The rows so far, which are then forgotten; None where there are none."""
+        if not self._rows:
+            return None
+        columns = zip(*self._rows, strict=True)
+        arrays = [pa.array(values, kind) for values, kind in zip(columns, SCHEMA.types, strict=True)]
+        self._rows, self._bytes = [], 0
+        return pa.Table.from_arrays(arrays, schema=SCHEMA)
+
+
+# --- Image folder ---
+# A folder with a folder of images for each class, as torchvision's ImageFolder has it.
+
+MAX_IMAGES = 2_000_000
+
+
+class ImageFolder:
+    """`files` are all files below the folder, in their order. The first folder on a file's way is its class, however
+    deep it lies; files that are no images by their suffix are left alone, both as in torchvision. An image that is in
+    no class's folder is a bad row."""
+
+    schema = SCHEMA
+
+    def __init__(self, files: Sequence[SourceFile], classes: ClassNames) -> None:
+        """Raises `InvalidArgument` where no file is an image, or a name is no UTF-8."""
+        self._images = [file for file in files if is_image_name(file.relative)]
+        if not self._images:
+            raise files[0].corrupt("its folder has no image in a folder of a class")
+        for file in self._images:
+            if not _is_utf8(file.relative):
+                raise file.corrupt("its name is not UTF-8, as the column path has to be")
+        self._classes = classes
+        classes.add({file.relative.split("/")[0] for file in self._images if "/" in file.relative})
+
+    @property
+    def class_names(self) -> list[str] | None:
+        return self._classes.names
+
+    def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
+        batch = ImageBatch()
+        for file in self._images:
+            name, slash, _ = file.relative.partition("/")
+            with closing(file.open()) as opened, blaming(file, "image"):
+                data = bytes(opened.read(MAX_IMAGE_BYTES + 1))
+            problem = problem_of(data) if slash else "it lies in no folder of a class"
+            if problem is not None:
+                bad.add(file.uri, f"file {file.relative}", problem, excerpt_of(data))
+                continue
+            batch.add(data, self._classes.label(name), file.relative)
+            if batch.full and (table := batch.taken()) is not None:
+                yield table
+        if (table := batch.taken()) is not None:
+            yield table
+
+
+def _is_utf8(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+# --- Tar of images ---
+# A tar of a folder of images, read from front to back: an upload is read while it grows.
+
+
+class ImageTar:
+    """The last two parts of a member's path are its class and its name. Members that are no images by their suffix, and
+    hidden ones, are left alone; hostile ones (see above) damage the whole. An image that is in no folder is a bad
+    row. Opening reads all names: labels need every class."""
+
+    schema = SCHEMA
+
+    def __init__(self, file: SourceFile, classes: ClassNames) -> None:
+        """Raises `InvalidArgument` for a damaged archive, or one without an image."""
+        self._file = file
+        self._classes = classes
+        found: set[str] = set()
+        with self._members() as all_members:
+            images = 0
+            for member in all_members:
+                parent, _ = _class_and_name(member)
+                images += 1
+                if parent and parent not in found:
+                    found.add(parent)
+                    classes.add([parent])
+        if not images:
+            raise file.corrupt("it has no image in a folder of a class")
+
+    @property
+    def class_names(self) -> list[str] | None:
+        return self._classes.names
+
+    def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
+        batch = ImageBatch()
+        with self._members() as images:
+            for member in images:
+                parent, name = _class_and_name(member)
+                data = member.read()
+                problem = problem_of(data) if parent else "it lies in no folder of a class"
+                if problem is not None:
+                    bad.add(self._file.uri, f"member {member.name}", problem, excerpt_of(data))
+                    continue
+                batch.add(data, self._classes.label(parent), f"{parent}/{name}")
+                if batch.full and (table := batch.taken()) is not None:
+                    yield table
+        if (table := batch.taken()) is not None:
+            yield table
+
+    @contextmanager
+    def _members(self) -> Iterator[Iterator[TarMember]]:
+        """The members that are images by their names."""
+        with content(self._file) as stream, blaming(self._file, "tar"):
+            try:
+                yield (member for member in members(stream) if _is_image(member))
+            except TarError as error:
+                raise self._file.corrupt(str(error)) from None
+
+
+def _class_and_name(member: TarMember) -> tuple[str, str]:
+    parts = member.name.split("/")
+    return (parts[-2] if len(parts) > 1 else ""), parts[-1]
+
+
+def _is_image(member: TarMember) -> bool:
+    return is_image_name(member.name) and not any(map(is_hidden, _class_and_name(member)))

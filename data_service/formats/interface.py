@@ -1,0 +1,226 @@
+"""The interface between formats and the import job, and what formats have in common: a file's bytes, gunzipped, errors
+that name the file, and the size of decoded rows.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import BinaryIO, Protocol, cast
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as kinds
+
+from data_service.domain.idx import IdxError
+from data_service.storage.source_files import SourceFile
+from shared.errors import Unavailable, first_line
+
+# --- Decompression ---
+# Gzip, recognised by its first bytes rather than by a file's name, and bounded in what it may grow into.
+
+GZIP_MAGIC = b"\x1f\x8b"
+# Below so many decoded bytes nothing is refused; above, more than `MAX_RATIO` times what was read is a bomb. MNIST
+# grows fivefold; deflate cannot grow more than 1,032-fold.
+FREE_BYTES = 256 * 1024 * 1024
+MAX_RATIO = 200
+
+
+class DecompressionError(ValueError):
+    """The bytes are not a whole gzip file, or grow beyond all bounds; the text says which."""
+
+
+def decompressed(stream: BinaryIO) -> BinaryIO:
+    """`stream` itself, or what is in it if it is gzip. Only `read(size)` of the result is to be used; it may give fewer
+    bytes at a time, and none only at the end."""
+    raw = _Raw(stream)
+    buffered = io.BufferedReader(raw, 1024 * 1024)
+    if buffered.peek(2)[:2] != GZIP_MAGIC:
+        return cast(BinaryIO, buffered)
+    return cast(BinaryIO, _Gunzip(buffered, raw))
+
+
+class _Raw(io.RawIOBase):
+    """Any object with `read` as a raw stream that counts its bytes."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.bytes_read = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        data = self._stream.read(len(buffer))
+        buffer[: len(data)] = data
+        self.bytes_read += len(data)
+        return len(data)
+
+
+class _Gunzip:
+    """Bounds what comes out by what went in so far: the whole file's size may not be known yet."""
+
+    def __init__(self, compressed: io.BufferedReader[_Raw], raw: _Raw) -> None:
+        self._file = gzip.GzipFile(fileobj=compressed, mode="rb")
+        self._raw = raw
+        self._given = 0
+
+    def read(self, size: int) -> bytes:
+        try:
+            data = self._file.read(size)
+        except EOFError:
+            raise DecompressionError("it is gzip, and ends before its end marker") from None
+        except (gzip.BadGzipFile, zlib.error) as error:
+            raise DecompressionError(f"it is damaged gzip: {error}") from None
+        self._given += len(data)
+        most = max(FREE_BYTES, MAX_RATIO * self._raw.bytes_read)
+        if self._given > most:
+            raise DecompressionError(f"it decompresses to more than {most} bytes, {MAX_RATIO} times its size")
+        return data
+
+
+# --- Content ---
+# A source file's bytes, and errors about them that name it.
+
+
+@contextmanager
+def content(file: SourceFile) -> Iterator[BinaryIO]:
+    """The file's bytes from the first on, gunzipped where they are gzip. Only `read(size)` is to be used."""
+    with closing(file.open()) as opened:
+        yield cast(BinaryIO, _Watched(decompressed(opened), file.on_read))
+
+
+class _Watched:
+    """Types are inferred from whole files: that, too, must end when nobody wants it any more."""
+
+    def __init__(self, stream: BinaryIO, on_read: Callable[[], None]) -> None:
+        self._stream = stream
+        self._on_read = on_read
+
+    def read(self, size: int) -> bytes:
+        self._on_read()
+        return self._stream.read(size)
+
+
+@contextmanager
+def blaming(file: SourceFile, kind: str) -> Iterator[None]:
+    """Turns whatever a reader says about the bytes into an error that names the source. `kind` is the format."""
+    try:
+        yield
+    except (IdxError, DecompressionError) as error:
+        raise file.corrupt(str(error)) from None
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        if (isinstance(error, OSError) and error.errno) or "AWS Error" in str(error):
+            raise Unavailable(f"{file.field}: {file.uri} cannot be read at present", retry_after_s=1.0) from error
+        raise file.corrupt(f"it is not a whole {kind} file: {first_line(error)}") from None
+
+
+# --- Decoded size ---
+# What a batch of a typed file takes in memory once it is decoded.
+
+
+def is_text(arrow_type: pa.DataType) -> bool:
+    """Strings and bytes of any length."""
+    checks = (
+        kinds.is_string,
+        kinds.is_binary,
+        kinds.is_large_string,
+        kinds.is_large_binary,
+        kinds.is_string_view,
+        kinds.is_binary_view,
+    )
+    return any(check(arrow_type) for check in checks)
+
+
+def decoded_bytes(batch: pa.RecordBatch) -> int:
+    """What the batch takes once every row has its own values: a long text that rows share takes it each time."""
+    total = 0
+    for column in (_plain(column) for column in batch.columns):
+        if isinstance(column, pa.DictionaryArray):
+            if is_text(column.dictionary.type):
+                lengths = _text_lengths(column.dictionary)
+                total += int(pc.sum(lengths.take(column.indices)).as_py() or 0)
+            else:
+                total += len(column) * (column.dictionary.nbytes // max(len(column.dictionary), 1) + 1)
+        elif kinds.is_string_view(column.type) or kinds.is_binary_view(column.type):
+            total += int(pc.sum(_text_lengths(column)).as_py() or 0)
+        else:
+            total += column.nbytes
+    return total
+
+
+def _plain(column: pa.Array) -> pa.Array:
+    return _plain(column.storage) if isinstance(column, pa.ExtensionArray) else column
+
+
+def _text_lengths(texts: pa.Array) -> pa.Array:
+    """In bytes; 0 for nulls."""
+    if kinds.is_string_view(texts.type) or kinds.is_binary_view(texts.type):
+        # The first four bytes of each 16-byte view are its length.
+        views = np.frombuffer(texts.buffers()[1], np.int32)[texts.offset * 4 : (texts.offset + len(texts)) * 4 : 4]
+        return pc.if_else(texts.is_valid(), pa.array(views.astype(np.int64)), 0)
+    return pc.fill_null(pc.binary_length(texts), 0).cast(pa.int64())
+
+
+# --- Interface ---
+# The interface between formats and the import job.
+
+# About so many bytes of rows are in one table.
+CHUNK_BYTES = 4 * 1024 * 1024
+# And so many rows where they have no fixed width.
+MAX_CHUNK_ROWS = 4096
+# What a few stored bytes may at most be decoded into at once.
+MAX_DECODED_BYTES = 256 * 1024 * 1024
+EXCERPT_CHARACTERS = 200
+
+
+class BadRowSink(Protocol):
+    """Takes rows that cannot be had as their columns' types."""
+
+    def add(self, source: str, place: str, reason: str, excerpt: str, rows: int = 1) -> None:
+        """`source` is the file's URI, `place` where in it: `line 17`, `lines 4 to 6`, `row 4`,
+        `member train/ants/x.jpg`. `rows` is how many stand there: of a text file, its lines.
+
+        Raises `InvalidArgument` where no (more) bad rows are allowed.
+        """
+
+
+class RowSource(Protocol):
+    """The rows of one file, or of one pair or folder of files that belong together."""
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The logical columns, after inference and overrides."""
+
+    @property
+    def class_names(self) -> list[str] | None:
+        """The names of the labels 0, 1, … where the source is of images in folders; else None."""
+
+    def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
+        """All good rows in their order, a bounded number at a time; bad rows go to the sink. May be called again.
+
+        Raises `InvalidArgument` for a source that is damaged as a whole, `NotFound` and `Unavailable`.
+        """
+
+
+@dataclass(frozen=True)
+class OpenSource:
+    """`index` is that of the request's source; a folder or a pattern gives one for each file, in their order."""
+
+    index: int
+    split: str
+    rows: RowSource
+
+
+def excerpt_of(value: object) -> str:
+    """The beginning of a bad row, as text that any message can carry: what is no text is shown escaped."""
+    if isinstance(value, (bytes, memoryview)):
+        text = bytes(value[: 4 * EXCERPT_CHARACTERS]).decode("utf-8", "backslashreplace")
+    else:
+        text = str(value)[:EXCERPT_CHARACTERS].encode("utf-8", "backslashreplace").decode("utf-8")
+    return text[:EXCERPT_CHARACTERS]

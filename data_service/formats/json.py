@@ -1,0 +1,309 @@
+"""JSON Lines: one object a line; a key that any row has is a column, null where others lack it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.types as kinds
+
+from data_service.formats.casts import EXACT_IN_DOUBLE, Cast, CastRefused, cast_between, cast_rows
+from data_service.formats.interface import BadRowSink, RowSource, blaming, content, excerpt_of
+from data_service.formats.line_blocks import LineBlock, TextError, line_blocks, split_lines
+from data_service.formats.typed_columns import Overrides, check_names
+from data_service.storage.source_files import SourceFile
+from shared.dataset_version.columns import MAX_COLUMNS, is_tensor
+from shared.errors import invalid_field
+from shared.value_texts import zone_hint
+
+# --- JSON rows ---
+# JSON Lines: one object a line; a key that any row has is a column, null where others lack it.
+#
+# Whole numbers are never rounded to fit: a column with one beyond int64, or with one that a double would change beside
+# doubles, is inferred as strings. Where `column_types` gives a type that does not hold such a number, or where it is in
+# a list, its row is a bad one.
+
+# Of one line. An empty one takes two or three bytes of it, and thirty times as much once it is parsed.
+MAX_CONTAINERS = 250_000
+# Digits that may be a whole number beyond 64 bits, which orjson would make a double of.
+_BEYOND = re.compile(rb"(?<![0-9.])[1-9][0-9]{18,}(?![0-9.eE])")
+_DIGITS = b"0" * 19
+_DIGITS_ALIKE = bytes(ord("0") if code in b"0123456789" else 0 for code in range(256))
+# What one column's values become: the array, with null where a value does not fit, and which do (None: all).
+Build = Callable[[Sequence[Any]], tuple[pa.Array, "np.ndarray[Any, Any] | None"]]
+
+
+@dataclass(frozen=True)
+class _Line:
+    number: int
+    data: bytes
+    row: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _BadLine:
+    number: int
+    data: bytes
+    reason: str
+
+
+def open_json_lines(files: Sequence[SourceFile], overrides: Overrides) -> list[RowSource]:
+    """One source for each file, all with the columns of all, in the order in which they are first met. Reads all files
+    once. Raises `InvalidArgument` where they have no column, or too many."""
+    inferred: dict[str, InferredColumn] = {}
+    bad: tuple[SourceFile, _BadLine] | None = None
+    for file in files:
+        with _lines(file) as blocks:
+            for lines in blocks:
+                _infer(file, [line.row for line in lines if isinstance(line, _Line)], inferred)
+                bad = bad or next(((file, line) for line in lines if isinstance(line, _BadLine)), None)
+    if bad and not inferred:
+        raise bad[0].corrupt(f"no line of it is a row; of line {bad[1].number}, {bad[1].reason}")
+    check_names(files[0], list(inferred))
+    given = overrides.types_among(list(inferred))
+    types = {name: given.get(name) or one.type for name, one in inferred.items()}
+    schema = pa.schema([pa.field(name, one, nullable=not is_tensor(one)) for name, one in types.items()])
+    builds = {name: _build(overrides, name, inferred[name].type, types[name]) for name in types}
+    return [_JsonRows(file, schema, builds) for file in files]
+
+
+def _infer(file: SourceFile, rows: Sequence[Mapping[str, Any]], inferred: dict[str, InferredColumn]) -> None:
+    for name in dict.fromkeys(itertools.chain.from_iterable(rows)):
+        if name not in inferred and len(inferred) == MAX_COLUMNS:
+            raise file.corrupt(f"its rows have more than {MAX_COLUMNS} different keys")
+        inferred.setdefault(name, InferredColumn()).update([row[name] for row in rows if name in row])
+
+
+class _JsonRows:
+    class_names: list[str] | None = None
+
+    def __init__(self, file: SourceFile, schema: pa.Schema, builds: Mapping[str, Build]) -> None:
+        self._file, self._builds = file, dict(builds)
+        self.schema = schema
+
+    def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
+        with _lines(self._file) as blocks:
+            for lines in blocks:
+                table, misfits = self._converted([line for line in lines if isinstance(line, _Line)])
+                unread = [line for line in lines if isinstance(line, _BadLine)]
+                for one in sorted([*unread, *misfits], key=lambda one: one.number):
+                    bad.add(self._file.uri, f"line {one.number}", one.reason, excerpt_of(one.data))
+                if table.num_rows:
+                    yield table
+
+    def _converted(self, lines: Sequence[_Line]) -> tuple[pa.Table, list[_BadLine]]:
+        good = np.ones(len(lines), np.bool_)
+        columns, misfits = [], []
+        for field in self.schema:
+            column, fits = self._builds[field.name]([line.row.get(field.name) for line in lines])
+            columns.append(column)
+            if fits is None:
+                continue
+            for index in np.flatnonzero(good & ~fits).tolist():
+                wanted = f"list of {field.type.shape[0]} numbers" if is_tensor(field.type) else str(field.type)
+                wanted += zone_hint(field.type)
+                misfits.append(_BadLine(lines[index].number, lines[index].data, f"key {field.name!r} is no {wanted}"))
+            good &= fits
+        table = pa.Table.from_arrays(columns, schema=self.schema)
+        return (table.filter(pa.array(good)) if misfits else table), misfits
+
+
+@contextmanager
+def _lines(file: SourceFile) -> Iterator[Iterator[list[_Line | _BadLine]]]:
+    with content(file) as stream, blaming(file, "JSON Lines"):
+        try:
+            yield (list(_parsed(block)) for block in line_blocks(stream, "utf-8"))
+        except TextError as error:
+            raise file.corrupt(str(error)) from None
+
+
+def _parsed(block: LineBlock) -> Iterator[_Line | _BadLine]:
+    if block.too_long:
+        yield _BadLine(block.first_line, block.data, "the line is too long")
+        return
+    beyond = _DIGITS in block.data.translate(_DIGITS_ALIKE)  # ten times as fast as the expression
+    for number, data in enumerate(split_lines(block.data), block.first_line):
+        if not data.strip():
+            continue
+        if data.count(b"{") + data.count(b"[") > MAX_CONTAINERS:
+            yield _BadLine(number, data[:1024], f"it has more than {MAX_CONTAINERS} lists and objects")
+            continue
+        try:
+            row = orjson.loads(data)
+        except orjson.JSONDecodeError as error:
+            yield _BadLine(number, data[:1024], f"it is no JSON: {error.msg} at character {error.colno}")
+            continue
+        if beyond and _BEYOND.search(data):
+            try:
+                row = json.loads(data)
+            except RecursionError:
+                yield _BadLine(number, data[:1024], "it is nested too deep")
+                continue
+        if not isinstance(row, dict):
+            yield _BadLine(number, data[:1024], "it is no JSON object")
+        elif "" in row:
+            yield _BadLine(number, data[:1024], "it has an empty key")
+        else:
+            yield _Line(number, data[:1024], row)
+
+
+def _build(overrides: Overrides, name: str, found: pa.DataType, wanted: pa.DataType) -> Build:
+    """How a column's values become an array of type `wanted`."""
+    try:
+        if is_tensor(wanted):
+            length = int(np.prod(wanted.shape))
+            middle = found if is_tensor(found) else pa.fixed_shape_tensor(pa.float64(), [length])
+            return _tensors(middle, cast_between(middle, wanted))
+        if is_tensor(found):
+            raise CastRefused(f"a column of lists cannot be cast to {wanted}")
+        return _scalars(wanted, cast_between(pa.string(), wanted))
+    except CastRefused as refused:
+        raise invalid_field(f"{overrides.field(name)}.arrow_type", str(wanted), f"{refused}; use another") from None
+
+
+def _scalars(wanted: pa.DataType, cast: Cast | None) -> Build:
+    direct = {pa.bool_(): (bool,), pa.int64(): (int,), pa.float64(): (int, float), pa.string(): (str,)}.get(wanted)
+
+    def build(values: Sequence[Any]) -> tuple[pa.Array, np.ndarray[Any, Any] | None]:
+        if direct is not None and set(map(type, values)) <= {*direct, type(None)}:
+            try:
+                return pa.array(values, wanted), None
+            except (pa.ArrowInvalid, OverflowError):
+                pass  # an integer beyond the type: which one is told below
+        texts = [_text(value, wanted) for value in values]
+        column, fits = cast_rows(pa.array(texts, pa.string()), cast or (lambda given: given))
+        # Objects and lists are no text, and came as null.
+        whole = np.array([value is None or text is not None for value, text in zip(values, texts, strict=True)])
+        return column, whole if fits is None else fits & whole
+
+    return build
+
+
+def _text(value: Any, wanted: pa.DataType) -> str | None:
+    if isinstance(value, (list, dict)):
+        return None
+    if isinstance(value, float) and kinds.is_integer(wanted) and value.is_integer():
+        return str(int(value))
+    return as_text(value)
+
+
+def _tensors(found: pa.FixedShapeTensorType, cast: Cast | None) -> Build:
+    length = found.shape[0]
+
+    def fitting(numbers: list[Any]) -> bool:
+        kind = numbers_kind(numbers)
+        if kinds.is_integer(found.value_type):
+            return kind is int
+        return kind is float or (kind is int and all_in_double(numbers))
+
+    def build(values: Sequence[Any]) -> tuple[pa.Array, np.ndarray[Any, Any] | None]:
+        fits = np.array([isinstance(one, list) and len(one) == length and fitting(one) for one in values], np.bool_)
+        nothing = [0] * length
+        flat = itertools.chain.from_iterable(one if fit else nothing for one, fit in zip(values, fits, strict=True))
+        array = np.fromiter(flat, found.value_type.to_pandas_dtype(), count=len(values) * length)
+        tensors = pa.ExtensionArray.from_storage(found, pa.FixedSizeListArray.from_arrays(pa.array(array), length))
+        if cast is None:
+            return tensors, None if fits.all() else fits
+        tensors, cast_fits = cast_rows(tensors, cast)
+        return tensors, fits if cast_fits is None else fits & cast_fits
+
+    return build
+
+
+# --- JSON columns ---
+# JSON objects as rows: what kinds of values a column has, and values as the column's type.
+#
+# Scalars have the type that holds all of them: bool, int64, double, string; null fits each. Where scalars are of kinds
+# that do not go together, such as a number and a text, the column is of strings, and what is no text is kept as its
+# JSON. A column that has more lists than scalars is one of tensors, of the length that most lists have (of equally
+# frequent ones, the shortest). No whole number is rounded: one beyond int64, or one that a double would change beside
+# doubles, makes its column one of strings, which keep its digits; a list with such a number fits no column.
+
+MAX_LENGTHS = 10_000
+MAX_LIST = 4 * 1024 * 1024
+_INT64 = range(-(2**63), 2**63)
+
+
+class InferredColumn:
+    """The kinds of values of one column, seen one after the other."""
+
+    def __init__(self) -> None:
+        self._scalars: Counter[type] = Counter()
+        # Whole numbers: any beyond int64, and any that a double would change.
+        self._beyond_int64 = self._beyond_double = False
+        self._lengths: Counter[int] = Counter()
+        self._doubles_in_lists: set[int] = set()
+
+    def update(self, values: Sequence[Any]) -> None:
+        """Takes parsed JSON values. Those that fit no column, such as objects, have no say."""
+        kinds = Counter(map(type, values))
+        if kinds[int]:
+            wholes = [value for value in values if type(value) is int]
+            self._beyond_int64 |= min(wholes) not in _INT64 or max(wholes) not in _INT64
+            self._beyond_double |= not all_in_double(wholes)
+        self._scalars += Counter({kind: kinds[kind] for kind in (bool, int, float, str)})
+        if kinds[list]:
+            self._update_lists([value for value in values if type(value) is list])
+
+    def _update_lists(self, lists: Sequence[list[Any]]) -> None:
+        for values in lists:
+            kind = numbers_kind(values)
+            if kind is not None and len(self._lengths) < MAX_LENGTHS:
+                self._lengths[len(values)] += 1
+                if kind is float:
+                    self._doubles_in_lists.add(len(values))
+
+    @property
+    def type(self) -> pa.DataType:
+        """String where nothing but nulls was seen."""
+        if self._lengths.total() > self._scalars.total():
+            length = min(self._lengths, key=lambda one: (-self._lengths[one], one))
+            value_type = pa.float64() if length in self._doubles_in_lists else pa.int64()
+            return pa.fixed_shape_tensor(value_type, [length])
+        kinds = set(self._scalars)
+        if kinds == {bool}:
+            return pa.bool_()
+        if self._beyond_int64 or not kinds or not kinds <= {int, float}:
+            return pa.string()
+        if kinds == {int}:
+            return pa.int64()
+        return pa.string() if self._beyond_double else pa.float64()
+
+
+def all_in_double(numbers: Sequence[int | float]) -> bool:
+    """Whether a double has each of the numbers exactly; there must be one, and none beyond the range of doubles."""
+    if min(numbers) >= -EXACT_IN_DOUBLE and max(numbers) <= EXACT_IN_DOUBLE:
+        return True
+    return all(float(one) == one for one in numbers)  # Python compares a whole number with a float exactly
+
+
+def numbers_kind(values: list[Any]) -> type | None:
+    """int or float for a list of numbers, the kind that has all of them exactly; None for another, or an empty one."""
+    kinds = set(map(type, values))
+    if not kinds or not kinds <= {int, float} or len(values) > MAX_LIST:
+        return None
+    if kinds == {float}:
+        return float
+    wholes = values if kinds == {int} else [value for value in values if type(value) is int]
+    if min(wholes) not in _INT64 or max(wholes) not in _INT64:
+        return None
+    if kinds == {int}:
+        return int
+    return float if all_in_double(wholes) else None
+
+
+def as_text(value: Any) -> str | None:
+    """A scalar as text: null stays null, what is no text is JSON."""
+    if value is None or isinstance(value, str):
+        return value
+    # orjson writes no whole number of more than 64 bits.
+    return str(value) if type(value) is int else orjson.dumps(value).decode()

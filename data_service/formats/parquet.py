@@ -1,0 +1,591 @@
+"""One Parquet file, decoded a bounded number of rows at a time; its footer and page headers are read first, so that no
+page takes more memory than it may.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pyarrow.types as kinds
+
+from data_service.formats import interface
+from data_service.formats.interface import BadRowSink, blaming, decoded_bytes, is_text
+from data_service.formats.typed_columns import MAX_ROW_BYTES, TypedColumns, logical_schema_of
+from data_service.storage.source_files import SourceFile
+from shared.dataset_version.columns import MAX_COLUMNS, is_tensor, row_bytes
+
+# --- Parquet rows ---
+# One Parquet file, decoded a bounded number of rows at a time.
+
+MAX_BATCH_ROWS = 1024
+MAX_PAGE_BYTES = 256 * 1024 * 1024
+# Of a list, at most: its numbers, or narrower ones and where lists begin.
+VALUE_BYTES = 8
+MAX_FOOTER_BYTES = 64 * 1024 * 1024
+MAX_FOOTER_LIST = 100_000
+
+
+class ParquetRows:
+    """One Parquet file; its columns keep their types as far as a version has them (`logical_field`), and have that of
+    `types` where it does not.
+
+    Nothing that it claims is believed: rows are counted as they are decoded, and pages that would need too much memory
+    are refused by their own headers before any is decoded.
+    """
+
+    class_names: list[str] | None = None
+
+    def __init__(self, file: SourceFile, types: Mapping[str, pa.DataType] = MappingProxyType({})) -> None:
+        self._file = file
+        self._types = types
+        # Its footer is at the end, so an upload has to be there as a whole.
+        file.wait_until_whole()
+        with self._opened() as opened:
+            footer = self._footer(opened)
+            given = _parquet(opened).schema_arrow
+            self._texts = [field.name for field in given if is_text(field.type)]
+            self._extended_texts = [field.name for field in given if _is_extended_text(field.type)]
+            self.schema = self._logical_schema(given)
+        claimed_bytes = sum(group.total_bytes for group in footer.row_groups)
+        fixed_bytes = row_bytes(pa.schema([field for field in self.schema if not is_text(field.type)])) or 0
+        if fixed_bytes > MAX_ROW_BYTES:
+            raise file.corrupt(f"a row takes {fixed_bytes} bytes; at most {MAX_ROW_BYTES} are read")
+        width = max(fixed_bytes, claimed_bytes // max(footer.row_count, 1), 1)
+        self._batch_rows = min(max(interface.CHUNK_BYTES // width, 1), MAX_BATCH_ROWS)
+
+    def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
+        with self._opened() as opened:
+            footer = self._footer(opened)
+            parquet = _parquet(opened, self._texts)
+            if self._logical_schema(parquet.schema_arrow) != self.schema:
+                raise self._file.corrupt("it changed while it was read")
+            whole, list_bytes = self._check_pages(opened, footer, parquet.schema)
+            batch_rows = min(self._batch_rows, max(interface.MAX_DECODED_BYTES // max(list_bytes, 1), 1))
+            if whole:
+                parquet = _parquet(opened, [name for name in self._texts if name not in whole])
+                batch_rows = min(batch_rows, max(interface.MAX_DECODED_BYTES // sum(whole.values()), 1))
+            yield from _gathered(self._decoded(parquet, batch_rows, footer, bad), self._batch_rows // batch_rows)
+
+    def _decoded(self, parquet: pq.ParquetFile, rows: int, footer: Footer, bad: BadRowSink) -> Iterator[pa.Table]:
+        columns = TypedColumns(self._file, self.schema)
+        row_count = 0
+        for batch in parquet.iter_batches(rows, use_threads=False):
+            row_count += batch.num_rows
+            size_bytes = decoded_bytes(batch)
+            if size_bytes > interface.MAX_DECODED_BYTES:
+                raise self._file.corrupt(f"{batch.num_rows} of its rows decode to {size_bytes} bytes")
+            yield columns.table(batch, bad)
+        if row_count != footer.row_count:
+            # Arrow leaves some out without a word, such as a row group's only list where it is in several pages.
+            raise self._file.corrupt(f"{row_count} rows are decoded, and its footer has {footer.row_count}")
+
+    def _logical_schema(self, given: pa.Schema) -> pa.Schema:
+        for field in given:
+            if isinstance(field.type, pa.BaseExtensionType) and kinds.is_dictionary(field.type.storage_type):
+                # Arrow aborts the process behind the last batch of such a column.
+                remedy = "which cannot be read from Parquet; write its values without a dictionary"
+                raise self._file.corrupt(f"column {field.name!r} has the type {field.type}, {remedy}")
+        return logical_schema_of(self._file, given, self._types)
+
+    @contextmanager
+    def _opened(self) -> Iterator[BinaryIO]:
+        with closing(self._file.open()) as opened, blaming(self._file, "Parquet"):
+            try:
+                yield opened
+            except (FooterError, PageError) as error:
+                raise self._file.corrupt(str(error)) from None
+
+    def _footer(self, opened: BinaryIO) -> Footer:
+        """Looked at before Arrow parses it, and so is its size before it is read."""
+        size_bytes = _size(opened)
+        if size_bytes < 12:
+            raise self._file.corrupt("it is not a whole Parquet file: it has no footer")
+        opened.seek(size_bytes - 8)
+        footer_bytes, magic = struct.unpack("<I4s", opened.read(8))
+        is_parquet = magic == b"PAR1"
+        if is_parquet and footer_bytes > MAX_FOOTER_BYTES:
+            raise self._file.corrupt(
+                f"its footer claims {footer_bytes} bytes; at most {MAX_FOOTER_BYTES} are read, and "
+                f"{MAX_COLUMNS} columns"
+            )
+        if not is_parquet or footer_bytes > size_bytes - 12:
+            raise self._file.corrupt("it is not a whole Parquet file: it does not end with a footer")
+        opened.seek(size_bytes - 8 - footer_bytes)
+        footer = parse_footer(opened.read(footer_bytes))
+        opened.seek(0)
+        return footer
+
+    def _lists(self, schema: pq.ParquetSchema, index: int) -> _Lists | None:
+        """None for a column of one value a row."""
+        if schema.column(index).max_repetition_level == 0:
+            return None
+        path = schema.column(index).path
+        name = path.split(".")[0]
+        kept = self.schema.field(name).type if name in self.schema.names else None
+        return _Lists(path, math.prod(kept.shape) if kept is not None and is_tensor(kept) else 1)
+
+    def _check_pages(self, opened: BinaryIO, footer: Footer, schema: pq.ParquetSchema) -> tuple[dict[str, int], int]:
+        """The columns of texts that Arrow cannot read as dictionaries, with the bytes that one text may have: it shares
+        bytes with those before it, or with a dictionary, but none has more than its page. And the bytes that a row's
+        list may have."""
+
+        def read_at(position: int, size: int) -> bytes:
+            opened.seek(position)
+            return bytes(opened.read(size))
+
+        file_bytes = _size(opened)
+        lists = [self._lists(schema, index) for index in range(footer.leaf_count)]
+        page_bytes: dict[str, int] = {}
+        in_deltas: set[str] = set()
+        for group in footer.row_groups:
+            for column, counted in zip(group.columns, lists, strict=True):
+                if column.size_bytes == 0:
+                    continue  # of a row group without rows
+                if column.begin < 4 or column.size_bytes < 0 or column.begin + column.size_bytes > file_bytes:
+                    raise PageError(f"column {column.path!r} lies outside of the file")
+                for page in pages(read_at, column.begin, column.size_bytes):
+                    _check_page(page, column.path, counted)
+                    page_bytes[column.path] = max(page_bytes.get(column.path, 1), page.uncompressed_bytes)
+                    if page.encoding in (DELTA_LENGTH_BYTE_ARRAY, DELTA_BYTE_ARRAY):
+                        in_deltas.add(column.path)
+        opened.seek(0)
+        list_bytes = max((one.row_bytes(footer.row_count) for one in lists if one is not None), default=0)
+        # None where a file has no rows.
+        whole = [name for name in self._texts if name in in_deltas] + self._extended_texts
+        return {name: page_bytes[name] for name in whole if name in page_bytes}, list_bytes
+
+
+def _gathered(tables: Iterator[pa.Table], most: int) -> Iterator[pa.Table]:
+    """Up to so many tables as one: what becomes of a table takes its time for each, however few its rows."""
+    waiting: list[pa.Table] = []
+    size_bytes = 0
+    for table in tables:
+        if waiting and size_bytes + table.nbytes > interface.CHUNK_BYTES:
+            yield _as_one(waiting)
+            waiting, size_bytes = [], 0
+        waiting.append(table)
+        size_bytes += table.nbytes
+        if len(waiting) >= most:
+            yield _as_one(waiting)
+            waiting, size_bytes = [], 0
+    if waiting:
+        yield _as_one(waiting)
+
+
+def _as_one(tables: Sequence[pa.Table]) -> pa.Table:
+    return tables[0] if len(tables) == 1 else pa.concat_tables(tables).combine_chunks()
+
+
+def _is_extended_text(arrow_type: pa.DataType) -> bool:
+    """Of such a column Arrow ends the process where it reads it as a dictionary."""
+    return isinstance(arrow_type, pa.BaseExtensionType) and is_text(arrow_type.storage_type)
+
+
+def _size(opened: BinaryIO) -> int:
+    """In bytes; Arrow's files do not tell where they are sought to."""
+    size_bytes = opened.seek(0, 2)
+    return opened.tell() if size_bytes is None else size_bytes
+
+
+@dataclass
+class _Lists:
+    """A column of lists: how many values the version wants in each, and how many the pages claim."""
+
+    path: str
+    size: int
+    values: int = 0
+    most_in_a_page: int = 0
+
+    def add(self, page: Page) -> None:
+        self.values += page.values
+        self.most_in_a_page = max(self.most_in_a_page, page.values)
+
+    def row_bytes(self, row_count: int) -> int:
+        """What a row may decode to: where it begins within a page nothing says, so it may have all of one, and the next
+        row all of the next. 0 where all rows together are not too much."""
+        if VALUE_BYTES * self.values <= interface.MAX_DECODED_BYTES:
+            return 0
+        # Longer lists are bad rows, which is no reason to refuse a file; but no list goes on over pages without end.
+        if self.values > 8 * self.size * row_count:
+            raise PageError(
+                f"column {self.path!r} has {self.values} values in lists, where {row_count} rows of {self.size} are "
+                f"wanted"
+            )
+        return VALUE_BYTES * self.most_in_a_page
+
+
+def _check_page(page: Page, column: str, lists: _Lists | None) -> None:
+    """A list's values are decoded row by row, however many a row has, and any number of equal ones takes a few bytes.
+    But where rows of the promised length begin, each takes a bit for each value, or at least a run's two bytes; only
+    rows of one value do not."""
+    values = 0 if lists is None else page.values
+    decoded_bytes = max(page.uncompressed_bytes, VALUE_BYTES * values)
+    if decoded_bytes > MAX_PAGE_BYTES:
+        raise PageError(f"a page of column {column!r} decodes to {decoded_bytes} bytes; {MAX_PAGE_BYTES} are decoded")
+    if lists is None:
+        return
+    if lists.size > 1 and values > 8 * lists.size * max(page.uncompressed_bytes, 1):
+        raise PageError(f"a page of column {column!r} has lists of more than {lists.size} values")
+    lists.add(page)
+
+
+def _parquet(opened: BinaryIO, as_dictionaries: Sequence[str] = ()) -> pq.ParquetFile:
+    # Unbuffered would hold whole column chunks, however large the writer made its row groups. Nanoseconds, Arrow's own
+    # reading of INT96, wrap around before 1677 and after 2262: microseconds hold every year that Spark writes.
+    return pq.ParquetFile(
+        opened,
+        read_dictionary=list(as_dictionaries),
+        buffer_size=1024 * 1024,
+        pre_buffer=False,
+        coerce_int96_timestamp_unit="us",
+        page_checksum_verification=True,
+        thrift_string_size_limit=MAX_FOOTER_BYTES,
+        thrift_container_size_limit=MAX_FOOTER_LIST,
+    )
+
+
+# --- Parquet pages ---
+# Parquet's pages by their headers, without decoding them.
+#
+# Source: https://github.com/apache/parquet-format (parquet.thrift, PageHeader). A decoder takes memory for the size
+# that a page's header claims, and never writes beyond it: so the claim is to be bounded.
+
+MAX_HEADER_BYTES = 16 * 1024 * 1024
+FIRST_READ_BYTES = 512
+# The fields of PageHeader for data pages of both versions, and in each that of the encoding.
+_DATA_PAGES = {5: 2, 8: 4}
+DELTA_LENGTH_BYTE_ARRAY, DELTA_BYTE_ARRAY = 6, 7
+
+ReadAt = Callable[[int, int], bytes]
+
+
+class PageError(ValueError):
+    """The bytes are no row of pages; the text says what is wrong with them."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """Sizes as the header claims them. `values` counts those of nested lists, and nulls; 0 for a dictionary's page.
+    `encoding` is Parquet's number of it; -1 for a dictionary's page."""
+
+    uncompressed_bytes: int
+    compressed_bytes: int
+    header_bytes: int
+    values: int
+    encoding: int
+
+
+def pages(read_at: ReadAt, begin: int, size: int) -> Iterator[Page]:
+    """The pages of one column chunk, which has `size` bytes from `begin` on. `read_at(position, size)` gives the file's
+    bytes there, fewer only at its end. Raises `PageError`."""
+    position, end = begin, begin + size
+    while position < end:
+        page = _page(read_at, position, end)
+        yield page
+        position += page.header_bytes + page.compressed_bytes
+    if position > end:
+        raise PageError("a page goes on after its column's end")
+
+
+def _page(read_at: ReadAt, position: int, end: int) -> Page:
+    size = FIRST_READ_BYTES
+    while True:
+        data = read_at(position, min(size, end - position))
+        try:
+            return _parsed_page(data)
+        except ThriftError:
+            raise PageError("a page's header is damaged") from None
+        except IndexError:
+            if size >= min(MAX_HEADER_BYTES, end - position) or len(data) < min(size, end - position):
+                raise PageError("it ends within a page's header") from None
+            size *= 8
+
+
+def _parsed_page(data: bytes) -> Page:
+    reader = CompactReader(data)
+    sizes, values, encoding = {}, 0, -1
+    for field, kind in reader.fields():
+        if field in (2, 3) and kind in _WHOLE_NUMBERS:
+            sizes[field] = reader.zigzag()
+        elif field in _DATA_PAGES and kind == _STRUCT:
+            values, encoding = _values(reader, _DATA_PAGES[field])
+        else:
+            reader.skip(kind)
+    uncompressed, compressed = sizes.get(2, -1), sizes.get(3, -1)
+    if uncompressed < 0 or compressed < 0 or values < 0:
+        raise PageError("a page's header is damaged")
+    return Page(uncompressed, compressed, reader.position, values, encoding)
+
+
+def _values(reader: CompactReader, encoding_field: int) -> tuple[int, int]:
+    """(number, encoding) of a DataPageHeader or a DataPageHeaderV2, which begin alike."""
+    values = encoding = -1
+    for field, kind in reader.fields():
+        if field == 1 and kind in _WHOLE_NUMBERS:
+            values = reader.zigzag()
+        elif field == encoding_field and kind in _WHOLE_NUMBERS:
+            encoding = reader.zigzag()
+        else:
+            reader.skip(kind)
+    return values, encoding
+
+
+# --- Parquet footer ---
+# Parquet's footer, as far as it says where columns lie.
+#
+# Source: https://github.com/apache/parquet-format (parquet.thrift, FileMetaData). Arrow's own reader takes a kilobyte
+# or more for each column chunk of a footer, where three bytes can claim one, and ends the process when it is asked for
+# the metadata of a chunk that contradicts itself; so a footer is read here before Arrow sees it.
+
+MAX_CHUNKS = 250_000
+MAX_VALUES = 10_000_000
+
+
+class FooterError(ValueError):
+    """The bytes are no footer that may be read; the text says why."""
+
+
+@dataclass(frozen=True)
+class ColumnChunk:
+    """Its pages lie in the file's `size_bytes` from `begin` on. `path` joins the names of nested fields by dots."""
+
+    path: str
+    begin: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class RowGroupFooter:
+    total_bytes: int
+    columns: list[ColumnChunk]
+
+
+@dataclass(frozen=True)
+class Footer:
+    """All as the file claims it. `leaf_count` is how many columns each row group must have."""
+
+    row_count: int
+    leaf_count: int
+    row_groups: list[RowGroupFooter]
+
+
+def parse_footer(data: bytes) -> Footer:
+    """Raises `FooterError`."""
+    try:
+        return _parsed(CompactReader(data, MAX_VALUES))
+    except ThriftError as error:
+        raise FooterError(f"its footer is damaged: {error}") from None
+    except IndexError:
+        raise FooterError("its footer is damaged: it ends too early") from None
+
+
+def _parsed(reader: CompactReader) -> Footer:
+    row_count = leaf_count = chunk_count = 0
+    groups: list[RowGroupFooter] = []
+    for field, kind in reader.fields():
+        if field == 2:
+            # The first is the root, which holds all others.
+            leaf_count = sum([_is_leaf(reader) for _ in reader.structs(kind)][1:])
+        elif field == 3:
+            row_count = reader.whole_number(kind)
+        elif field == 4:
+            for _ in reader.structs(kind):
+                groups.append(_row_group(reader, MAX_CHUNKS - chunk_count))
+                chunk_count += len(groups[-1].columns)
+        else:
+            reader.skip(kind)
+    if any(len(group.columns) != leaf_count for group in groups):
+        raise FooterError("its footer is damaged: a row group has other columns than the file")
+    return Footer(row_count, leaf_count, groups)
+
+
+def _is_leaf(reader: CompactReader) -> bool:
+    """Of a SchemaElement: whether it has no children."""
+    children = 0
+    for field, kind in reader.fields():
+        if field == 5:
+            children = reader.whole_number(kind)
+        else:
+            reader.skip(kind)
+    return children == 0
+
+
+def _row_group(reader: CompactReader, most_chunks: int) -> RowGroupFooter:
+    total_bytes, columns = 0, []
+    for field, kind in reader.fields():
+        if field == 1:
+            for _ in reader.structs(kind):
+                columns.append(_chunk(reader))
+                if len(columns) > most_chunks:
+                    raise FooterError(
+                        f"its row groups have more than {MAX_CHUNKS} columns together; write larger row groups"
+                    )
+        elif field == 2:
+            total_bytes = reader.whole_number(kind)
+        else:
+            reader.skip(kind)
+    return RowGroupFooter(total_bytes, columns)
+
+
+def _chunk(reader: CompactReader) -> ColumnChunk:
+    found = None
+    for field, kind in reader.fields():
+        if field == 3:
+            found = _column_metadata(reader)
+        else:
+            reader.skip(kind)
+    if found is None:
+        raise FooterError("its footer is damaged: a column has no metadata")
+    return found
+
+
+def _column_metadata(reader: CompactReader) -> ColumnChunk:
+    path, size_bytes = "", 0
+    offsets = []
+    for field, kind in reader.fields():
+        if field == 3:
+            path = ".".join(name.decode("utf-8", "replace") for name in reader.texts(kind))
+        elif field == 7:
+            size_bytes = reader.whole_number(kind)
+        elif field in (9, 11):  # of the first data page, and of the dictionary's, which comes before
+            offsets.append(reader.whole_number(kind))
+        else:
+            reader.skip(kind)
+    # A column without a value has only the one or the other, at 0.
+    return ColumnChunk(path, min((one for one in offsets if one), default=0), size_bytes)
+
+
+# --- Thrift ---
+# Thrift's compact protocol, as much of it as Parquet's headers and footers need.
+#
+# Source: https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md
+
+_BOOL_TRUE, _BOOL_FALSE, _BYTE, _I64, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 1, 2, 3, 6, 7, 8, 9, 10, 12
+_WHOLE_NUMBERS = (4, 5, 6)
+_MAX_NESTING = 16
+
+
+class ThriftError(ValueError):
+    """The bytes are no struct of Thrift's compact protocol."""
+
+
+class CompactReader:
+    """Reads one struct from the first byte on. A parser that keeps what it meets takes memory for each struct and each
+    element of a list, so at most `most_values` of them are read. Raises `IndexError` at the end of the bytes, and
+    `ThriftError`."""
+
+    def __init__(self, data: bytes, most_values: int = 1_000_000) -> None:
+        self._data = data
+        self._values_left = most_values
+        self.position = 0
+
+    def fields(self) -> Iterator[tuple[int, int]]:
+        """(number, kind) of each field of the struct that begins here; the caller takes or skips its value."""
+        self._count(1)
+        number = 0
+        while header := self._byte():
+            kind = header & 0x0F
+            number = number + (header >> 4) if header >> 4 else self.zigzag()
+            yield number, kind
+
+    def whole_number(self, kind: int) -> int:
+        """The value of a field of this kind."""
+        if kind not in _WHOLE_NUMBERS:
+            raise ThriftError("a number is none")
+        return self.zigzag()
+
+    def zigzag(self) -> int:
+        value = self._varint()
+        return (value >> 1) ^ -(value & 1)
+
+    def binary(self, kind: int = _BINARY) -> bytes:
+        if kind != _BINARY:
+            raise ThriftError("a text is none")
+        size = self._varint()
+        begin = self.position
+        self._advance(size)
+        return self._data[begin : self.position]
+
+    def structs(self, kind: int) -> Iterator[None]:
+        """Comes to the beginning of each struct of a list; the caller takes its fields."""
+        count, inner = self._list(kind)
+        if inner != _STRUCT and count:
+            raise ThriftError("a list holds no structs")
+        for _ in range(count):
+            yield
+
+    def texts(self, kind: int) -> list[bytes]:
+        count, inner = self._list(kind)
+        return [self.binary(inner) for _ in range(count)]
+
+    def skip(self, kind: int, nesting: int = 0) -> None:
+        if nesting > _MAX_NESTING:
+            raise ThriftError("structs lie in structs too deep")
+        if kind in (_BOOL_TRUE, _BOOL_FALSE):
+            return
+        if kind == _BYTE:
+            self._advance(1)
+        elif kind <= _I64:
+            self._varint()
+        elif kind == _DOUBLE:
+            self._advance(8)
+        elif kind == _BINARY:
+            self._advance(self._varint())
+        elif kind in (_LIST, _SET):
+            self._skip_list(kind, nesting)
+        elif kind == _STRUCT:
+            for _, inner in self.fields():
+                self.skip(inner, nesting + 1)
+        else:
+            raise ThriftError("a field has an unknown kind")
+
+    def _skip_list(self, kind: int, nesting: int) -> None:
+        count, inner = self._list(kind)
+        for _ in range(count):
+            if inner in (_BOOL_TRUE, _BOOL_FALSE):
+                self._advance(1)
+            else:
+                self.skip(inner, nesting + 1)
+
+    def _list(self, kind: int) -> tuple[int, int]:
+        """(number, kind) of the elements of the list that begins here."""
+        if kind not in (_LIST, _SET):
+            raise ThriftError("a list is none")
+        header = self._byte()
+        count, inner = header >> 4, header & 0x0F
+        if count == 15:
+            count = self._varint()
+        self._count(count)
+        return count, inner
+
+    def _count(self, values: int) -> None:
+        self._values_left -= values
+        if self._values_left < 0:
+            raise ThriftError("it holds too many values")
+
+    def _varint(self) -> int:
+        value = 0
+        for shift in range(0, 70, 7):
+            byte = self._byte()
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return value
+        raise ThriftError("a number goes on for too long")
+
+    def _byte(self) -> int:
+        byte = self._data[self.position]
+        self.position += 1
+        return byte
+
+    def _advance(self, size: int) -> None:
+        if self.position + size > len(self._data):
+            raise IndexError
+        self.position += size

@@ -1,0 +1,484 @@
+"""From the columns that a file has to a version's logical ones: lists become tensors, foreign types become known ones,
+and `column_types` overrides what the file says. Rows that do not fit go to the sink.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as kinds
+from numpy.typing import NDArray
+
+from data_service.domain.import_spec import TypeRefused, parse_type
+from data_service.formats.casts import Cast, CastRefused, Fits, cast_between, cast_rows, misfit, rows_without_nulls
+from data_service.formats.interface import BadRowSink, RowSource, excerpt_of, is_text
+from data_service.storage.source_files import SourceFile
+from shared.dataset_version.columns import MAX_COLUMNS, is_tensor, logical_field, name_problem, scalar_remedy
+from shared.errors import InvalidArgument, invalid_field
+from shared.value_texts import zone_problem
+
+# --- List tensors ---
+# Columns of lists, nested or not, as tensors: where a shape says how long each list has to be.
+#
+# In the comments R = rows, and L0, L1, … = the lengths that lists must have, level by level.
+
+
+def is_list(arrow_type: pa.DataType) -> bool:
+    return bool(kinds.is_list(arrow_type) or kinds.is_large_list(arrow_type) or kinds.is_fixed_size_list(arrow_type))
+
+
+def fits_lists(lists: pa.DataType, tensor: pa.FixedShapeTensorType) -> bool:
+    """Whether rows of `lists` may be such tensors: numbers, in lists of as many levels as the tensor has dimensions, or
+    of one level that has them all, row-major."""
+    levels, value_type = _unnested(lists)
+    if levels not in (1, len(tensor.shape)) or not _is_number(value_type):
+        return False
+    try:
+        cast_between(pa.fixed_shape_tensor(value_type, tensor.shape), tensor)
+    except CastRefused:
+        return False
+    return True
+
+
+def example_tensor(lists: pa.DataType) -> str | None:
+    """The spelling of a tensor's type that has the values of `lists`, of some shape; None where no tensor has them."""
+    levels, value_type = _unnested(lists)
+    if not levels or not _is_number(value_type):
+        return None
+    return str(pa.fixed_shape_tensor(value_type, [3] * levels)).removeprefix("extension<arrow.").removesuffix(">")
+
+
+def tensors_of_lists(lists: pa.Array, wanted: pa.FixedShapeTensorType) -> tuple[pa.Array, Fits]:
+    """Rows whose lists have other lengths, or a null anywhere, do not fit, nor do those with numbers that the tensor
+    cannot hold. What stands in their places says nothing."""
+    levels, value_type = _unnested(lists.type)
+    lengths = wanted.shape if levels == len(wanted.shape) else [math.prod(wanted.shape)]
+    values, fits = _values(lists, lengths)
+    size = math.prod(wanted.shape)
+    if not fits.all():
+        placed: NDArray[Any] = np.zeros((len(lists), size), value_type.to_pandas_dtype())
+        placed[fits] = values.to_numpy().reshape(-1, size)
+        values = pa.array(placed.reshape(-1), value_type)
+    given = pa.fixed_shape_tensor(value_type, wanted.shape)
+    tensors = pa.ExtensionArray.from_storage(given, pa.FixedSizeListArray.from_arrays(values, size))
+    cast = cast_between(given, wanted)
+    made, in_range = (tensors, None) if cast is None else cast_rows(tensors, cast)
+    if in_range is not None:
+        fits &= in_range
+    return made, None if fits.all() else fits
+
+
+def _values(lists: pa.Array, lengths: Sequence[int]) -> tuple[pa.Array, NDArray[np.bool_]]:
+    """The values of the rows that fit, one after the other, and which those are: (R,)."""
+    fits = np.ones(len(lists), np.bool_)
+    each = 1  # entries that a row has on this level
+    for length in lengths:
+        right = pc.equal(pc.list_value_length(lists), length).fill_null(False)
+        lists, each = _of_fitting(lists, right, each, fits).flatten(), each * length
+    return _of_fitting(lists, lists.is_valid(), each, fits), fits
+
+
+def _of_fitting(entries: pa.Array, right: pa.Array, each: int, fits: NDArray[np.bool_]) -> pa.Array:
+    """Those of the rows of which all entries are right; other rows are taken out of `fits`."""
+    good = right.to_numpy(zero_copy_only=False).reshape(-1, each).all(axis=1)
+    fits[fits] = good
+    return entries if good.all() else entries.filter(pa.array(np.repeat(good, each)))
+
+
+def _unnested(arrow_type: pa.DataType) -> tuple[int, pa.DataType]:
+    """How many levels of lists there are, and the type of what is in them."""
+    levels = 0
+    while is_list(arrow_type):
+        levels, arrow_type = levels + 1, arrow_type.value_type
+    return levels, arrow_type
+
+
+def _is_number(value_type: pa.DataType) -> bool:
+    return bool(kinds.is_integer(value_type) or kinds.is_floating(value_type))
+
+
+# --- Foreign types ---
+# Types of typed files that no version keeps: which of them `column_types` can turn into others.
+#
+# An all-null column comes as `null`, as pandas writes it; whole milliseconds of days, durations and decimals of other
+# widths have a cast. Lists of numbers become tensors of a shape that is given. Other nested types have no cast.
+
+
+def plain_type(given: pa.DataType) -> pa.DataType:
+    """That of the values themselves, behind a dictionary or an extension."""
+    if isinstance(given, pa.BaseExtensionType):
+        return plain_type(given.storage_type)
+    return plain_type(given.value_type) if kinds.is_dictionary(given) else given
+
+
+def is_foreign(plain: pa.DataType) -> bool:
+    """Whether a version keeps no values of that `plain_type`, nor any that they simply are."""
+    simply_others = (
+        kinds.is_large_string,
+        kinds.is_large_binary,
+        kinds.is_string_view,
+        kinds.is_binary_view,
+        kinds.is_nested,
+    )
+    return not any(check(plain) for check in simply_others) and scalar_remedy(plain) is not None
+
+
+def has_cast(given: pa.DataType) -> bool:
+    """Whether only `column_types` make a column of that type one of a version: its values are foreign, or an extension
+    says that they are more than they look like."""
+    extended = isinstance(given, pa.BaseExtensionType) and not is_tensor(given)
+    return extended or is_foreign(plain_type(given))
+
+
+def kept_type(plain: pa.DataType) -> pa.DataType:
+    """That of the column which a version makes of such values by itself; foreign ones stay what they are."""
+    try:
+        return logical_field(pa.field("", plain)).type
+    except InvalidArgument:
+        return plain
+
+
+def is_castable(plain: pa.DataType, wanted: pa.DataType) -> bool:
+    """Whether `column_types` may turn such values into `wanted`, save for lists."""
+    if kinds.is_nested(plain):
+        return False
+    try:
+        cast_between(kept_type(plain), wanted)
+    except CastRefused:
+        return False
+    return True
+
+
+def lists_within(given: pa.DataType) -> pa.DataType | None:
+    """The lists that a column holds, itself or as an extension; None where it holds others."""
+    storage = given.storage_type if isinstance(given, pa.BaseExtensionType) and not is_tensor(given) else given
+    return storage if is_list(storage) else None
+
+
+def suggested_type(plain: pa.DataType) -> pa.DataType | None:
+    """A type of a version that can hold the values, if there is one."""
+    candidates = [pa.timestamp("ms"), pa.int64(), pa.string()]
+    if kinds.is_null(plain):
+        candidates = [pa.string()]
+    elif kinds.is_timestamp(plain):
+        candidates = [pa.timestamp(plain.unit, "UTC")]
+    elif kinds.is_decimal(plain):
+        candidates = [pa.decimal128(38, plain.scale)] if 0 <= plain.scale <= 38 else [pa.string()]
+    elif scalar_remedy(plain) is None:
+        candidates = [plain]
+    return next((one for one in candidates if is_castable(plain, one)), None)
+
+
+# --- Typed columns ---
+# From the columns that a typed file (Parquet, Arrow) has to a version's logical ones; rows that do not fit go to the
+# sink.
+
+MAX_ROW_BYTES = 64 * 1024 * 1024
+
+
+def logical_schema_of(file: SourceFile, given: pa.Schema, types: Mapping[str, pa.DataType]) -> pa.Schema:
+    """The columns as a version keeps them; those whose own type it does not keep have that of `types`.
+
+    Raises `InvalidArgument` naming the file, and the column at fault.
+    """
+    if len(given) > MAX_COLUMNS:
+        raise file.corrupt(f"it has {len(given)} columns; at most {MAX_COLUMNS} are read")
+    check_names(file, given.names)
+    for field in given:
+        if kinds.is_fixed_size_binary(field.type) and field.type.byte_width < 1:
+            raise file.corrupt(f"column {field.name!r} has values of no bytes")
+    return pa.schema([_logical_field(file, field, types.get(field.name)) for field in given])
+
+
+def _logical_field(file: SourceFile, field: pa.Field, wanted: pa.DataType | None) -> pa.Field:
+    try:
+        return logical_field(field)
+    except InvalidArgument as error:
+        plain, lists = plain_type(field.type), lists_within(field.type)
+        if wanted is not None and is_tensor(wanted) and lists is not None and fits_lists(lists, wanted):
+            return pa.field(field.name, wanted, nullable=False)
+        if wanted is not None and (problem := zone_problem(plain, wanted)):
+            raise file.corrupt(f"column {field.name!r}: {problem}") from None
+        if wanted is not None and is_castable(plain, wanted):
+            return pa.field(field.name, wanted, field.nullable)
+        failed = f"; it cannot be cast to {wanted}" if wanted is not None else ""
+        raise file.corrupt(f"{error.message}{_remedy(plain, lists)}{failed}") from None
+
+
+def _remedy(plain: pa.DataType, lists: pa.DataType | None) -> str:
+    """What else the request can say, or the file have."""
+    if lists is not None and (tensor := example_tensor(lists)):
+        return f", or give it a type by column_types, such as {tensor} where all rows have that shape"
+    if kinds.is_struct(plain):
+        return "; write each of its fields as a column of its own"
+    suggested = suggested_type(plain)
+    return f", or give it another type by column_types, such as {suggested}" if suggested is not None else ""
+
+
+def check_names(file: SourceFile, names: Sequence[str]) -> None:
+    """Raises `InvalidArgument` for names that no version can have."""
+    if not names or len(set(names)) < len(names) or "" in names:
+        raise file.corrupt("it needs columns, each with a name of its own")
+    for name in names:
+        if problem := name_problem(name):
+            raise file.corrupt(problem)
+
+
+@dataclass(frozen=True)
+class _Misfit:
+    fits: NDArray[np.bool_]
+    reason: str
+
+
+class TypedColumns:
+    """Turns batches of one file into tables of `schema`, its logical columns."""
+
+    def __init__(self, file: SourceFile, schema: pa.Schema) -> None:
+        self._file = file
+        self._schema = schema
+        self._row = 0
+
+    def table(self, batch: pa.RecordBatch, bad: BadRowSink) -> pa.Table:
+        """The good rows of the next batch; rows are counted for the places of bad ones."""
+        columns, misfits = [], []
+        for field, given in zip(self._schema, batch.columns, strict=True):
+            column, fits = _logical(given, field.type)
+            if len(column) != batch.num_rows:
+                raise self._file.corrupt(f"column {field.name!r} has {len(column)} values for {batch.num_rows} rows")
+            columns.append(column)
+            if fits is not None:
+                misfits.append(_Misfit(fits, _reason(field, cast=_is_cast(given.type, field.type))))
+            if not field.nullable and column.null_count:
+                # Writers take a schema's word, and so did pyarrow of whoever made this one.
+                reason = f"column {field.name!r} is null, and its schema says that it never is; declare it nullable"
+                misfits.append(_Misfit(column.is_valid().to_numpy(zero_copy_only=False), reason))
+        table = pa.Table.from_arrays([_chunked(column) for column in columns], schema=self._schema)
+        if misfits:
+            table = table.filter(pa.array(self._reported(batch, misfits, bad)))
+        self._row += batch.num_rows
+        return table
+
+    def _reported(self, batch: pa.RecordBatch, misfits: Sequence[_Misfit], bad: BadRowSink) -> NDArray[np.bool_]:
+        good: NDArray[np.bool_] = np.logical_and.reduce([one.fits for one in misfits])
+        for row in np.flatnonzero(~good).tolist():
+            reason = next(one.reason for one in misfits if not one.fits[row])
+            bad.add(self._file.uri, f"row {self._row + row + 1}", reason, shown_row(batch, row))
+        return good
+
+
+def shown_row(rows: pa.RecordBatch | pa.Table, row: int) -> str:
+    """One row as text: its first columns, without what no text shows well."""
+    shown = []
+    for name, column in zip(rows.schema.names[:20], rows.columns[:20], strict=True):
+        kind = column.type.value_type if kinds.is_dictionary(column.type) else column.type
+        plain = not is_text(kind) or kinds.is_string(kind) or kinds.is_large_string(kind)
+        if isinstance(kind, pa.BaseExtensionType) or kinds.is_nested(kind) or not plain:
+            shown.append(f"{name}=…")
+            continue
+        try:
+            shown.append(f"{name}={column[row].as_py()!r}")
+        except (UnicodeDecodeError, ValueError, OverflowError):
+            shown.append(f"{name}=?")
+    return excerpt_of(", ".join(shown))
+
+
+def _reason(field: pa.Field, *, cast: bool) -> str:
+    if is_tensor(field.type) and not cast:
+        return f"column {field.name!r} has nulls, and a tensor has no place for them"
+    if cast:
+        return misfit(f"column {field.name!r}", field.type)
+    if kinds.is_timestamp(field.type):
+        return f"column {field.name!r} is beyond the times that milliseconds can tell"
+    return f"column {field.name!r} is not UTF-8"
+
+
+def _is_cast(given: pa.DataType, wanted: pa.DataType) -> bool:
+    """Whether the request gave the column its type."""
+    return has_cast(given) if not is_tensor(wanted) else _is_given_shape(given)
+
+
+def _is_given_shape(given: pa.DataType) -> bool:
+    """Of what becomes a tensor: whether only the request says how long its lists are, and not they themselves, as
+    those do that `logical_field` takes. An extension's lists have any size, whatever the request says."""
+    if lists_within(given) is None:
+        return False
+    return not (kinds.is_fixed_size_list(given) and given.list_size > 0 and not is_list(given.value_type))
+
+
+def _logical(given: pa.Array, wanted: pa.DataType) -> tuple[pa.Array, Fits]:
+    if isinstance(given, pa.ChunkedArray):
+        given = given.combine_chunks()
+    storage = given.storage if isinstance(given, pa.ExtensionArray) else given
+    if kinds.is_dictionary(storage.type):
+        storage = storage.dictionary_decode()
+    if is_tensor(wanted) and _is_given_shape(given.type):
+        return tensors_of_lists(storage, wanted)
+    if not is_tensor(wanted) and has_cast(given.type):
+        return _as_given(storage, wanted)
+    return _as_kept(storage, wanted)
+
+
+def _as_given(storage: pa.Array, wanted: pa.DataType) -> tuple[pa.Array, Fits]:
+    """By the cast that the column would have, were its values all that it is."""
+    kept = kept_type(storage.type)
+    values, are_kept = (storage, None) if is_foreign(storage.type) else _as_kept(storage, kept)
+    cast = cast_between(kept, wanted)
+    if cast is None:
+        return values, are_kept
+    made, fits = cast_rows(values, cast)
+    if are_kept is None:
+        return made, fits
+    return made, are_kept if fits is None else are_kept & fits
+
+
+def _as_kept(storage: pa.Array, wanted: pa.DataType) -> tuple[pa.Array, Fits]:
+    """By the type that such values have in a version."""
+    if is_tensor(wanted):
+        return _tensors(storage, wanted)
+    if kinds.is_string(wanted):
+        texts, fits = cast_rows(storage.cast(_bytes_of(storage.type)), lambda values: values.cast(pa.string()))
+        return texts, fits
+    if kinds.is_timestamp(wanted) and wanted.unit == "s":
+        return _kept_as_milliseconds(storage.cast(wanted))
+    return (storage if storage.type == wanted else storage.cast(wanted)), None
+
+
+def _kept_as_milliseconds(seconds: pa.Array) -> tuple[pa.Array, Fits]:
+    """Parquet has no whole seconds: a version's files hold milliseconds, which some seconds are beyond."""
+    _, fits = cast_rows(seconds, lambda values: values.cast(pa.timestamp("ms", seconds.type.tz)))
+    return (seconds if fits is None else pc.if_else(pa.array(fits), seconds, pa.scalar(None, seconds.type))), fits
+
+
+def _bytes_of(text: pa.DataType) -> pa.DataType:
+    """Strings are looked at as bytes first: files may claim that they are UTF-8."""
+    return pa.large_binary() if kinds.is_large_string(text) else pa.binary()
+
+
+def _tensors(lists: pa.Array, wanted: pa.FixedShapeTensorType) -> tuple[pa.Array, Fits]:
+    values, fits = rows_without_nulls(lists)
+    plain = pa.FixedSizeListArray.from_arrays(values, wanted.storage_type.list_size)
+    return pa.ExtensionArray.from_storage(wanted, plain), fits
+
+
+def _chunked(column: pa.Array) -> pa.ChunkedArray:
+    return column if isinstance(column, pa.ChunkedArray) else pa.chunked_array([column])
+
+
+# --- Overrides ---
+# `column_types`: types that columns shall have, instead of those that a source has.
+
+
+class Overrides:
+    """The types by column name. Remembers which columns were met, for one that no source has is a mistake."""
+
+    def __init__(self, column_types: Mapping[str, str]) -> None:
+        self._places = {name: index for index, name in enumerate(column_types)}
+        self._types = {name: self._parsed(name, text) for name, text in column_types.items()}
+        self._met: set[str] = set()
+
+    @property
+    def types(self) -> Mapping[str, pa.DataType]:
+        return self._types
+
+    def types_among(self, names: list[str]) -> dict[str, pa.DataType]:
+        """Those of the columns `names` that have one."""
+        found = {name: self._types[name] for name in names if name in self._types}
+        self._met.update(found)
+        return found
+
+    def field(self, name: str) -> str:
+        """The request's field that gives column `name` its type."""
+        return f"column_types[{self._places[name]}]"
+
+    def refuse_unknown(self) -> None:
+        """Raises `InvalidArgument` for the first column that no source has."""
+        for name in self._types:
+            if name not in self._met:
+                raise invalid_field(f"{self.field(name)}.column", name, "name a column that a source has")
+
+    def applied_to(self, rows: RowSource, file: SourceFile) -> RowSource:
+        """`rows` with their columns cast; values that do not fit make bad rows. Raises `InvalidArgument` naming
+        `column_types[i]` where no value could fit."""
+        casts = {}
+        for name, wanted in self.types_among(rows.schema.names).items():
+            try:
+                cast = cast_between(rows.schema.field(name).type, wanted)
+            except CastRefused as refused:
+                remedy = f"column {name!r}: {refused}; use another"
+                raise invalid_field(f"{self.field(name)}.arrow_type", str(wanted), remedy) from None
+            if cast is not None:
+                casts[name] = (cast, wanted)
+        return _CastRows(rows, file, casts) if casts else rows
+
+    def _parsed(self, name: str, text: str) -> pa.DataType:
+        try:
+            return parse_type(text)
+        except TypeRefused as refused:
+            raise invalid_field(f"{self.field(name)}.arrow_type", text, str(refused)) from None
+
+
+class _CastRows:
+    def __init__(self, rows: RowSource, file: SourceFile, casts: Mapping[str, tuple[Cast, pa.DataType]]) -> None:
+        self._rows, self._file, self._casts = rows, file, dict(casts)
+        self.schema = pa.schema([self._field(field) for field in rows.schema])
+
+    @property
+    def class_names(self) -> list[str] | None:
+        return self._rows.class_names
+
+    def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
+        # Rows are told by their places among those that the file itself has, good or bad.
+        counter = _Counter(bad)
+        for table in self._rows.tables(counter):
+            yield self._cast(table, counter)
+
+    def _cast(self, table: pa.Table, counter: _Counter) -> pa.Table:
+        columns, good, reasons = [], np.ones(table.num_rows, np.bool_), {}
+        for field, column in zip(self.schema, table.columns, strict=True):
+            if field.name in self._casts:
+                column, fits = _cast_column(column, *self._casts[field.name])
+                for row in np.flatnonzero(good & ~fits).tolist() if fits is not None else ():
+                    reasons[row] = misfit(f"column {field.name!r}", field.type)
+                good = good if fits is None else good & fits
+            columns.append(column)
+        for row, reason in sorted(reasons.items()):
+            counter.add_counted(self._file.uri, row, reason, shown_row(table, row))
+        counter.rows += table.num_rows
+        cast = pa.Table.from_arrays(columns, schema=self.schema)
+        return cast.filter(pa.array(good)) if reasons else cast
+
+    def _field(self, field: pa.Field) -> pa.Field:
+        if field.name not in self._casts:
+            return field
+        wanted = self._casts[field.name][1]
+        return pa.field(field.name, wanted, nullable=field.nullable and not is_tensor(wanted))
+
+
+class _Counter:
+    """Passes bad rows on, and counts rows so that later ones are told by their places."""
+
+    def __init__(self, bad: BadRowSink) -> None:
+        self._bad = bad
+        self.rows = 0
+
+    def add(self, source: str, place: str, reason: str, excerpt: str, rows: int = 1) -> None:
+        self._bad.add(source, place, reason, excerpt, rows)
+
+    def add_counted(self, source: str, row: int, reason: str, excerpt: str) -> None:
+        self._bad.add(source, f"row {self.rows + row + 1}", reason, excerpt)
+
+
+def _cast_column(column: pa.ChunkedArray, cast: Cast, wanted: pa.DataType) -> tuple[pa.ChunkedArray, Fits]:
+    parts = [cast_rows(chunk, cast) for chunk in column.chunks]
+    cast_column = pa.chunked_array([values for values, _ in parts], type=wanted)
+    if all(fits is None for _, fits in parts):
+        return cast_column, None
+    return cast_column, np.concatenate(
+        [np.ones(len(values), np.bool_) if fits is None else fits for values, fits in parts]
+    )

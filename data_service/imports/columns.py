@@ -1,0 +1,252 @@
+"""The columns that the sources of an import agree on, and rows brought to them; where an import appends to a version,
+that version's columns are among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as kinds
+from numpy.typing import NDArray
+
+from data_service.formats import OpenSource
+from shared.dataset_version import DatasetVersion, VersionReader
+from shared.errors import InvalidArgument, first_line, shown
+from shared.storage import ObjectStore
+
+# --- Columns ---
+# The columns that the sources of an import agree on, and rows brought to them.
+
+LABEL = "label"
+
+
+class CommonColumns:
+    """`schema` is that of the version; `value_names` names the labels where a source has names for them.
+
+    A column that is of integers in one source and of doubles in another is of doubles: which of both a text file shows
+    depends on the rows that it happens to have. The types of a base stand: integers become its doubles, and doubles do
+    not fit its integers. Raises `InvalidArgument` naming the source that does not fit.
+    """
+
+    def __init__(self, kept: BaseRows | None, sources: Sequence[OpenSource], *, nan_as_null: bool = False) -> None:
+        """`nan_as_null`: the sources' tables go through `with_nan_as_null`."""
+        schemas = [_with_nullable_floats(one.rows.schema) if nan_as_null else one.rows.schema for one in sources]
+        given = [(f"sources[{source.index}]", schema) for source, schema in zip(sources, schemas, strict=True)]
+        self.schema = _schema_of_base(kept.schema, given) if kept else _common_schema(given)
+        self.value_names = _value_names(kept, sources)
+        for source in sources:
+            self._refuse_lossy_labels(source)
+
+    def fitted(self, table: pa.Table, class_names: Sequence[str] | None) -> pa.Table:
+        """A source's rows as rows of the version. Raises `InvalidArgument` for an integer that no double has."""
+        if class_names is not None and list(class_names) != self.value_names.get(LABEL):
+            table = _renumbered(table, self._numbers(class_names))
+        if table.schema.equals(self.schema):
+            return table
+        try:
+            return table.cast(self.schema)
+        except pa.ArrowInvalid as error:
+            raise InvalidArgument(
+                "sources: a value does not fit the type that its column has in the base or in another source: "
+                f"{first_line(error)}; set column_types",
+                reason="SCHEMA_MISMATCH",
+                metadata={"field": "sources"},
+                fields=[("sources", "types differ")],
+            ) from None
+
+    def _numbers(self, class_names: Sequence[str]) -> NDArray[np.int64]:
+        """By the number that a source gives to a class, the one that it has in the version."""
+        places = {name: number for number, name in enumerate(self.value_names[LABEL])}
+        return np.array([places[name] for name in class_names], np.int64)
+
+    def _refuse_lossy_labels(self, source: OpenSource) -> None:
+        """`column_types` may have made the labels another type than that of numbers."""
+        names = source.rows.class_names
+        if not names or list(names) == self.value_names.get(LABEL):
+            return
+        kind = source.rows.schema.field(LABEL).type
+        numbers = np.concatenate([np.arange(len(names)), self._numbers(names)])
+        try:
+            same = _whole_numbers(pa.array(numbers).cast(kind)).equals(pa.array(numbers))
+        except pa.ArrowException:
+            same = False
+        if not same:
+            field = f"sources[{source.index}]"
+            why = (
+                f"its classes have other numbers in the base, which {LABEL!r} as {kind} cannot hold; import all images "
+                "anew, with labels of int64"
+            )
+            raise InvalidArgument(
+                f"{field}: {why}", reason="SCHEMA_MISMATCH", metadata={"field": field}, fields=[(field, why)]
+            )
+
+
+def with_nan_as_null(table: pa.Table) -> pa.Table:
+    """The same rows with null for each NaN in a column of floats; tensors, which have no nulls, stay as they are."""
+    schema = _with_nullable_floats(table.schema)
+    columns = [_without_nan(column) if kinds.is_floating(column.type) else column for column in table.columns]
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def _without_nan(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    are_nan = pc.is_nan(column)
+    if not pc.any(are_nan).as_py():
+        return column
+    return pc.if_else(are_nan, pa.scalar(None, column.type), column)
+
+
+def _with_nullable_floats(schema: pa.Schema) -> pa.Schema:
+    return pa.schema([field.with_nullable(True) if kinds.is_floating(field.type) else field for field in schema])
+
+
+def _common_schema(given: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
+    """A column may be null where it may be in any source."""
+    first_field, first = given[0]
+    common = first
+    for field, schema in given[1:]:
+        _refuse_mismatch(field, schema, first_field, common, _goes_with)
+        types = [_wider(one, other) for one, other in zip(common.types, schema.types, strict=True)]
+        common = pa.schema(list(zip(first.names, types, strict=True)))
+    return _nullable_as(common, [schema for _, schema in given])
+
+
+def _schema_of_base(base: pa.Schema, given: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
+    """The base's; but a column may be null where it may be in a source."""
+    for field, schema in given:
+        _refuse_mismatch(field, schema, "base.version", base, _goes_into)
+    return _nullable_as(base, [base, *(schema for _, schema in given)])
+
+
+def _nullable_as(schema: pa.Schema, given: Sequence[pa.Schema]) -> pa.Schema:
+    nullable = [any(one.field(index).nullable for one in given) for index in range(len(schema))]
+    return pa.schema([field.with_nullable(may) for field, may in zip(schema, nullable, strict=True)])
+
+
+def _refuse_mismatch(field: str, schema: pa.Schema, first_field: str, first: pa.Schema, fits: Fits) -> None:
+    fitting = schema.names == first.names and all(map(fits, first.types, schema.types))
+    if not fitting:
+        why = difference(schema, first_field, first, fits)
+        raise InvalidArgument(
+            f"{field}: {why}", reason="SCHEMA_MISMATCH", metadata={"field": field}, fields=[(field, why)]
+        )
+
+
+def _wider(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    if one == other:
+        return one
+    if {one, other} == {pa.int64(), pa.float64()}:
+        return pa.float64()
+    return None
+
+
+def _goes_with(one: pa.DataType, other: pa.DataType) -> bool:
+    return _wider(one, other) is not None
+
+
+def _goes_into(one: pa.DataType, other: pa.DataType) -> bool:
+    return bool(_wider(one, other) == one)
+
+
+def known_classes(kept: BaseRows | None) -> list[str]:
+    """The names that the labels 0, 1, … have in the version that is appended to."""
+    return next((one.value_names for one in kept.version.columns if one.name == LABEL), []) if kept else []
+
+
+def _value_names(kept: BaseRows | None, sources: Sequence[OpenSource]) -> Mapping[str, list[str]]:
+    """Of the base, whose labels keep their numbers, and then those classes of the sources that it does not have."""
+    names = {column.name: list(column.value_names) for column in kept.version.columns} if kept else {}
+    classes = sorted({name for source in sources for name in source.rows.class_names or ()}, key=str.encode)
+    if classes:
+        known = known_classes(kept)
+        if kept and not known:
+            raise InvalidArgument(
+                "base.version: its labels have no names, so folders of classes cannot be appended to it",
+                reason="SCHEMA_MISMATCH",
+                metadata={"field": "base.version"},
+                fields=[("base.version", "its labels have no names")],
+            )
+        names[LABEL] = known + [name for name in classes if name not in known]
+    return {column: values for column, values in names.items() if values}
+
+
+def _renumbered(table: pa.Table, numbers: NDArray[np.int64]) -> pa.Table:
+    place = table.schema.get_field_index(LABEL)
+    field = table.schema.field(place)
+    labels = pa.array(numbers[_whole_numbers(table.column(place)).to_numpy()])
+    return table.set_column(place, field, labels.cast(field.type))
+
+
+def _whole_numbers(labels: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
+    return labels.cast(pa.int64())
+
+
+# --- Base rows ---
+# The rows of the version that an import appends to.
+
+
+class BaseRows:
+    """Raises `DataLoss` where the version cannot be read."""
+
+    def __init__(self, store: ObjectStore, version: DatasetVersion) -> None:
+        self.version = version
+        self._reader = VersionReader(store, version)
+        self.schema: pa.Schema = self._reader.select(None)
+        self.splits = [split.name for split in version.manifest.splits]
+
+    def tables(self, split: str) -> Iterator[pa.Table]:
+        """In the order of row ids; none for a split that the version does not have."""
+        if split in self.splits:
+            for group in self._reader.row_groups_from(split, 0):
+                yield self._reader.read(group)
+
+
+# --- Mismatch ---
+# In what the columns of a source differ from those that it is to stand beside, told so that it can be mended.
+
+# So many of them are named.
+SHOWN = 5
+# Characters of a name, where its type is told too.
+SHOWN_NAME = 200
+
+Fits = Callable[[pa.DataType, pa.DataType], bool]
+
+
+def difference(given: pa.Schema, first_field: str, first: pa.Schema, fits: Fits) -> str:
+    """`first` are the columns of `first_field`; `fits` says of one of its types whether another goes with it."""
+    theirs, ours = frozenset(first.names), frozenset(given.names)
+    lacking = [name for name in first.names if name not in ours]
+    more = [name for name in given.names if name not in theirs]
+    told = []
+    if lacking:
+        told.append(f"it lacks {_columns(lacking)}, which {first_field} has")
+    if more:
+        told.append(f"it has {_columns(more)}, which {first_field} lacks")
+    if told:
+        return ", and ".join(told)
+    moved = next(((one, two) for one, two in zip(given.names, first.names, strict=True) if one != two), None)
+    if moved:
+        return (
+            f"it has the columns of {first_field} in another order: {shown(moved[0])} comes first where that has "
+            f"{shown(moved[1])}; write them in one order"
+        )
+    unfit = [(one, two) for one, two in zip(given, first, strict=True) if not fits(two.type, one.type)]
+    pairs = [f"{_spelled(one)} where {first_field} has {_spelled(two)}" for one, two in unfit[:SHOWN]]
+    return f"it has {_some(pairs, len(unfit))}; set column_types, or write them alike"
+
+
+def _columns(names: Sequence[str]) -> str:
+    some = _some([shown(name) for name in names[:SHOWN]], len(names))
+    return f"the column{'s' if len(names) > 1 else ''} {some}"
+
+
+def _some(first: Sequence[str], count: int) -> str:
+    """These, of `count`."""
+    return ", ".join(first) + (f" and {count - len(first):,} more" if count > len(first) else "")
+
+
+def _spelled(field: pa.Field) -> str:
+    name = field.name if len(field.name) <= SHOWN_NAME else field.name[:SHOWN_NAME] + "…"
+    return f"{name}: {field.type}"

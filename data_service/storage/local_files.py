@@ -1,0 +1,89 @@
+"""Lists and opens local files below allowed roots.
+
+Links are followed first, and then the path without any link is opened name by name, each below the one before and none
+through a link. So what is opened is what was judged, even where somebody swaps a folder for a link in between.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Sequence
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+from data_service.domain.uris import source_not_found
+from shared.errors import invalid_field
+
+_NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class LocalFiles:
+    def __init__(self, roots: Sequence[PurePosixPath]) -> None:
+        self._roots = [Path(root).resolve() for root in roots]
+
+    def open(self, field: str, uri: str, path: str) -> BinaryIO:
+        """Raises `NotFound`, and `InvalidArgument` for all but a regular file below a root."""
+        # A pipe must not block us.
+        descriptor = self._descriptor(field, uri, path, os.O_NONBLOCK)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise invalid_field(field, uri, "name a regular file")
+        return os.fdopen(descriptor, "rb")
+
+    def lister(self, field: str, uri: str) -> Callable[[str], list[tuple[str, bool, int]]]:
+        """What lists one folder: (name, whether it is a folder, size in bytes) each. Links count as what they lead to,
+        as for torchvision's ImageFolder; those that lead nowhere, pipes, sockets and devices are left out."""
+
+        def entries(path: str) -> list[tuple[str, bool, int]]:
+            descriptor = self._descriptor(field, uri, path, os.O_DIRECTORY)
+            try:
+                with os.scandir(descriptor) as scanned:
+                    found = [_entry(descriptor, one) for one in scanned]
+            except OSError as error:
+                raise invalid_field(field, uri, f"the server cannot list it: {_cause(error)}") from None
+            finally:
+                os.close(descriptor)
+            return [one for one in found if one is not None]
+
+        return entries
+
+    def _descriptor(self, field: str, uri: str, path: str, flags: int) -> int:
+        try:
+            resolved = Path(path).resolve(strict=True)
+            root = next((root for root in self._roots if resolved.is_relative_to(root)), None)
+            if root is None:
+                raise invalid_field(field, uri, "a link leads out of the folders of MILLRACE_IMPORT_ROOTS")
+            return _open_below(root, resolved.relative_to(root).parts, os.O_RDONLY | flags)
+        except (FileNotFoundError, NotADirectoryError):
+            raise source_not_found(field, uri) from None
+        except (OSError, RuntimeError, ValueError) as error:
+            raise invalid_field(field, uri, f"the server cannot open it: {_cause(error)}") from None
+
+
+def _open_below(root: Path, names: Sequence[str], flags: int) -> int:
+    """Opens `root/names…` without following any link below the root."""
+    at = os.open(root, os.O_RDONLY | os.O_DIRECTORY | _NO_LINK)
+    try:
+        for name in names[:-1]:
+            below = os.open(name, os.O_RDONLY | os.O_DIRECTORY | _NO_LINK, dir_fd=at)
+            os.close(at)
+            at = below
+        return os.open(names[-1] if names else ".", flags | _NO_LINK, dir_fd=at)
+    finally:
+        os.close(at)
+
+
+def _entry(folder: int, entry: os.DirEntry[str]) -> tuple[str, bool, int] | None:
+    name = os.fsdecode(entry.name)
+    try:
+        found = os.stat(name, dir_fd=folder)
+    except OSError:
+        return None  # a link that leads nowhere, or a file that went meanwhile
+    if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+        return None
+    return name, stat.S_ISDIR(found.st_mode), found.st_size
+
+
+def _cause(error: Exception) -> str:
+    return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else "too many links"

@@ -1,0 +1,53 @@
+"""Lists and opens objects on an S3 endpoint; paths are `bucket/key`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import BinaryIO
+
+from pyarrow import fs
+
+from data_service.domain.uris import source_not_found
+from shared.errors import InvalidArgument, Unavailable, invalid_field
+
+
+class S3Objects:
+    def __init__(self, filesystem: fs.FileSystem) -> None:
+        self._filesystem = filesystem
+
+    def size(self, field: str, uri: str, path: str) -> int:
+        """In bytes. Raises `NotFound`, `Unavailable`, and `InvalidArgument` where we may not read it."""
+        try:
+            info = self._filesystem.get_file_info(path)
+        except OSError as error:
+            raise _unanswered(field, uri, error) from None
+        if info.type != fs.FileType.File:
+            raise source_not_found(field, uri)
+        return int(info.size)
+
+    def open(self, field: str, uri: str, path: str) -> BinaryIO:
+        try:
+            opened: BinaryIO = self._filesystem.open_input_file(path)
+        except FileNotFoundError:
+            raise source_not_found(field, uri) from None
+        except OSError as error:
+            raise _unanswered(field, uri, error) from None
+        return opened
+
+    def lister(self, field: str, uri: str) -> Callable[[str], list[tuple[str, bool, int]]]:
+        """What lists one folder: (name, whether it is a folder, size in bytes) each; [] where there is none."""
+
+        def entries(path: str) -> list[tuple[str, bool, int]]:
+            try:
+                infos = self._filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
+            except OSError as error:
+                raise _unanswered(field, uri, error) from None
+            return [(info.base_name, info.type == fs.FileType.Directory, max(info.size or 0, 0)) for info in infos]
+
+        return entries
+
+
+def _unanswered(field: str, uri: str, error: OSError) -> InvalidArgument | Unavailable:
+    if "ACCESS_DENIED" in str(error):
+        return invalid_field(field, uri, "the server's S3 credentials may not read it")
+    return Unavailable(f"{field}: the S3 endpoint does not answer for {uri}", retry_after_s=1.0)

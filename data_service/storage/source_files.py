@@ -1,0 +1,198 @@
+"""Opens the files that an import names: local ones below the allowed roots, objects on the store's S3 endpoint, and
+uploads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import PurePosixPath
+from typing import Any, BinaryIO
+from urllib.parse import quote
+
+from pyarrow import fs
+
+from data_service.domain.uris import (
+    MAX_DEPTH,
+    FileSource,
+    Glob,
+    S3Source,
+    UploadSource,
+    UriRefused,
+    check_allowed,
+    is_hidden,
+    parse_uri,
+    source_not_found,
+)
+from data_service.storage.local_files import LocalFiles
+from data_service.storage.s3_objects import S3Objects
+from data_service.uploads.reader import PinnedBlocks, open_upload, upload_size, verify
+from shared.errors import InvalidArgument, invalid_field
+from shared.storage import ObjectStore
+
+MAX_FILES = 100_000
+# Links to folders are followed, and may run in circles.
+MAX_FOLDERS = 200_000
+
+
+def _nothing() -> None:
+    """Nobody wants to end a wait."""
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """`field` is the request's field that names it. `size_bytes` is None while it is an upload that still grows.
+    `open` gives a fresh seekable file each time, at its first byte. `relative` is its path below the folder that was
+    named. `on_read` is to be called now and then by who reads all of it before there are rows."""
+
+    field: str
+    uri: str
+    size_bytes: int | None
+    open: Callable[[], BinaryIO]
+    relative: str = ""
+    is_upload: bool = False
+    on_read: Callable[[], None] = _nothing
+
+    def corrupt(self, why: str) -> InvalidArgument:
+        """The error for content that cannot be imported; `why` is a sentence about the file."""
+        return InvalidArgument(
+            f"{self.field}: {self.uri} cannot be imported: {why}",
+            reason="CORRUPT_SOURCE",
+            metadata={"field": self.field, "uri": self.uri},
+            fields=[(self.field, why)],
+        )
+
+    def wait_until_whole(self) -> None:
+        """For readers that seek: reads an upload once from its first byte to its last, which waits for its commit and
+        checks its digest. What they read then is held against what went by here. Other files are whole as they are."""
+        if self.is_upload:
+            with self.open() as opened:
+                verify(opened)
+
+
+# (name, whether it is a folder, size in bytes) of all that is directly in a folder, in any order.
+Lister = Callable[[str], list[tuple[str, bool, int]]]
+
+
+class SourceFiles:
+    """`roots` are the folders that local files may come from; `s3` is None where there is no S3 endpoint; without a
+    `store` no upload can be read. `on_wait` is called again and again while an open upload is waited for, `on_read`
+    while a file is read that may give no rows for long; what they raise ends that."""
+
+    def __init__(
+        self,
+        roots: Sequence[PurePosixPath],
+        s3: fs.FileSystem | None,
+        store: ObjectStore | None = None,
+        *,
+        on_wait: Callable[[], None] = _nothing,
+        on_read: Callable[[], None] = _nothing,
+    ) -> None:
+        self._spelled_roots = list(roots)
+        self._local = LocalFiles(roots)
+        self._s3 = None if s3 is None else S3Objects(s3)
+        self._store = store
+        self._on_wait = on_wait
+        self._on_read = on_read
+
+    def find(self, field: str, uri: str) -> SourceFile:
+        """The one file that is named. Raises `NotFound`, or `InvalidArgument` where it is none that may be read."""
+        source = self._parsed(field, uri)
+        if isinstance(source, UploadSource):
+            return self._upload(field, source.name)
+        if source.glob is not None:
+            raise invalid_field(field, uri, "name one file, not a folder or a pattern")
+        if isinstance(source, S3Source):
+            return self._object(field, uri, f"{source.bucket}/{source.key}", "")
+        return self._file(field, uri, str(source.path), "")
+
+    def find_all(self, field: str, uri: str, most: int = MAX_FILES) -> list[SourceFile]:
+        """All files that are named, in the order of their names' bytes. Raises as `find`, and `InvalidArgument` for
+        more than `most` files."""
+        source = self._parsed(field, uri)
+        if isinstance(source, UploadSource) or source.glob is None:
+            return [self.find(field, uri)]
+        if isinstance(source, S3Source):
+            base = f"{source.bucket}/{source.key}".rstrip("/")
+            found = self._walk(field, uri, self._bucket().lister(field, uri), base, source.glob, most)
+            files = [self._object(field, f"s3://{quote(path)}", path, relative, size) for path, relative, size in found]
+        else:
+            base = str(source.path)
+            found = self._walk(field, uri, self._local.lister(field, uri), base, source.glob, most)
+            files = [self._file(field, _file_uri(path), path, relative, size) for path, relative, size in found]
+        if not files:
+            raise source_not_found(field, uri, "name files that exist")
+        return files
+
+    def _walk(
+        self, field: str, uri: str, entries: Lister, base: str, glob: Glob, most: int
+    ) -> list[tuple[str, str, int]]:
+        """(path, path relative to `base`, size) of the files that are meant, sorted."""
+        found: list[tuple[str, str, int]] = []
+        waiting = [("", 0)]
+        folders = 0
+        while waiting:
+            folder, depth = waiting.pop()
+            folders += 1
+            if folders > MAX_FOLDERS:
+                raise invalid_field(field, uri, f"more than {MAX_FOLDERS} folders lie below it; import them in parts")
+            if depth > MAX_DEPTH:
+                raise invalid_field(field, uri, f"{folder!r} lies more than {MAX_DEPTH} folders deep; move it")
+            for name, is_folder, size in entries(f"{base.rstrip('/')}/{folder}".rstrip("/") or "/"):
+                relative = f"{folder}/{name}" if folder else name
+                if is_hidden(name):
+                    continue
+                if is_folder:
+                    if glob.depth is None or depth + 1 < glob.depth:
+                        waiting.append((relative, depth + 1))
+                elif glob.matches(relative):
+                    found.append((f"{base.rstrip('/')}/{relative}", relative, size))
+                    if len(found) > most:
+                        raise invalid_field(field, uri, f"it names more than {most} files; import them in parts")
+        return sorted(found, key=lambda one: os.fsencode(one[1]))
+
+    def _parsed(self, field: str, uri: str) -> FileSource | S3Source | UploadSource:
+        try:
+            source = parse_uri(uri)
+            check_allowed(source, self._spelled_roots, s3=self._s3 is not None)
+        except UriRefused as refused:
+            raise invalid_field(field, uri, str(refused)) from None
+        return source
+
+    def _file(self, field: str, uri: str, path: str, relative: str, size: int | None = None) -> SourceFile:
+        def opened() -> BinaryIO:
+            return self._local.open(field, uri, path)
+
+        if size is None:
+            with opened() as file:
+                size = os.fstat(file.fileno()).st_size
+        return SourceFile(field, uri, size, opened, relative, on_read=self._on_read)
+
+    def _bucket(self) -> S3Objects:
+        assert self._s3 is not None  # `check_allowed` refuses s3:// without
+        return self._s3
+
+    def _object(self, field: str, uri: str, path: str, relative: str, size: int | None = None) -> SourceFile:
+        bucket = self._bucket()
+        if size is None:
+            size = bucket.size(field, uri, path)
+        return SourceFile(field, uri, size, lambda: bucket.open(field, uri, path), relative, on_read=self._on_read)
+
+    def _upload(self, field: str, name: str) -> SourceFile:
+        store = self._store
+        if store is None:
+            raise invalid_field(field, name, "no upload can be read here")
+        opened = partial(open_upload, store, name, on_wait=self._on_wait, field=field, pins=PinnedBlocks())
+        return SourceFile(field, name, upload_size(store, name), opened, is_upload=True, on_read=self._on_read)
+
+
+def s3_of(store: ObjectStore) -> fs.FileSystem | None:
+    """The whole S3 endpoint behind an `s3://` store, from which sources may come; None on a `file://` store."""
+    filesystem: Any = store.filesystem()
+    return filesystem.base_fs if isinstance(filesystem.base_fs, fs.S3FileSystem) else None
+
+
+def _file_uri(path: str) -> str:
+    return "file://" + quote(os.fsencode(path))

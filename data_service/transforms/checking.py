@@ -1,0 +1,408 @@
+"""What can be said of a transform or a prediction as soon as its source is known, before any row is read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from google.protobuf import json_format
+from numpy.typing import NDArray
+
+from data_service.attempt import columns_of
+from data_service.domain.checks import fits, parse_checks
+from data_service.domain.predict_spec import CheckpointRef, PredictSpec
+from data_service.domain.split_rules import ColumnSplit, SplitRule, column_problems, split_order, taken_away
+from data_service.domain.transform_spec import TransformSpec
+from millrace.common.v1 import transform_pb2
+from shared.checkpoint import CheckpointContent, load_checkpoint, resolve
+from shared.checkpoint.missing_values import NanReading, float_columns, may_be_non_finite, nan_reading
+from shared.dataset_version import DatasetVersion, Manifest
+from shared.dataset_version.columns import tensor_array, tensor_field
+from shared.dataset_version.manifest import Column
+from shared.errors import FailedPrecondition, InvalidArgument, invalid_field, invalid_fields
+from shared.model_spec import REGRESSION
+from shared.own_code import OwnCode, check_functions
+from shared.storage import ObjectStore
+from shared.transforms import TensorType
+from shared.transforms.pipeline import Pipeline
+from shared.transforms.schema import ColumnType, Schema, arrow_schema, schema_of_columns
+from shared.transforms.steps.custom_child import functions_in_children
+from shared.transforms.steps.decoding import image_columns
+from shared.transforms.steps.encoding import OneHotEncode
+from shared.transforms.steps.step import Step
+
+# --- Transforms ---
+# What can be said of a transform as soon as its source is known, before any row is read.
+
+FIELD = "transform"
+
+
+def check_transform(spec: TransformSpec, source: Manifest, custom_allowed: Collection[str]) -> None:
+    """Raises `InvalidArgument` naming the step, column or split that does not fit the source.
+
+    `custom_allowed` are the functions that custom steps may name. `spec` has passed `transform_spec.check`.
+    """
+    given = schema_of_columns(source.columns)
+    if spec.rule is not None and (problems := list(column_problems(spec.rule, arrow_schema(given)))):
+        raise invalid_fields(problems)
+    message = json_format.ParseDict(spec.transform, transform_pb2.Transform())
+    pipeline = Pipeline.from_proto(message, field=FIELD, custom_allowed=custom_allowed)
+    _refuse_augmentations(pipeline)
+    # An operator's function must not hang or end the service that answers.
+    with functions_in_children():
+        output = output_schema(pipeline, remaining(given, spec.rule))
+    splits = known_splits(spec.rule, source)
+    if pipeline.unfitted and splits is not None and spec.fit_split not in splits:
+        steps = ", ".join(f"{FIELD}.steps[{index}]" for index in pipeline.unfitted)
+        there = ", ".join(map(repr, splits))
+        raise invalid_field("fit_split", spec.fit_split, f"{steps} learn there, but the splits are {there}")
+    fits(parse_checks(spec.checks), output, has_parent=True, splits=splits)
+
+
+def remaining(given: Schema, rule: SplitRule | None) -> Schema:
+    """The columns that the steps see. Raises `InvalidArgument` where the rule leaves none."""
+    left = {name: one for name, one in given.items() if name not in taken_away(rule)}
+    if not left:
+        raise invalid_field("splits.column.column", taken_away(rule)[0], "it is the only column, and is taken away")
+    return left
+
+
+def output_schema(pipeline: Pipeline, given: Schema) -> pa.Schema:
+    """The new version's logical columns; of a step that has still to learn its shape one element stands for all.
+
+    Raises `InvalidArgument` naming the step that does not fit, or the column that a version cannot keep.
+    """
+    pipeline.output(given, FIELD)
+    try:
+        return arrow_schema(_with_learnt_lengths(pipeline, given))
+    except ValueError as error:
+        raise InvalidArgument(
+            f"{FIELD}: {error}", reason="INVALID_FIELD", metadata={"field": FIELD}, fields=[(FIELD, str(error))]
+        ) from None
+
+
+def known_splits(rule: SplitRule | None, source: Manifest) -> list[str] | None:
+    """In the order of their row ids; None where only the rows tell."""
+    if rule is None:
+        return [split.name for split in source.splits]
+    return None if isinstance(rule, ColumnSplit) else split_order(rule, [])
+
+
+def _refuse_augmentations(pipeline: Pipeline) -> None:
+    for index, step in enumerate(pipeline.steps):
+        if step.augments:
+            raise invalid_field(
+                f"{FIELD}.steps[{index}]",
+                step.op,
+                "augmentations act in training alone; set it in the training job's transform, or use center_crop",
+            )
+
+
+def _with_learnt_lengths(pipeline: Pipeline, given: Schema) -> Schema:
+    """The output as if each one_hot_encode that has still to learn had found one category."""
+    stand_ins = [
+        replace(step, categories=("0",)) if isinstance(step, OneHotEncode) and not step.fitted else step
+        for step in pipeline.steps
+    ]
+    return pipeline.with_steps(stand_ins).output(given, FIELD)
+
+
+# --- Predictions ---
+# Whether a checkpoint's model can be run over a version: from which step of its chain on, and from which columns.
+
+# What errors call the checkpoint's chain of steps.
+CHAIN = "checkpoint.transform"
+# They say which rows and columns there are, and leave every value as it is.
+KEEP_VALUES = ("select", "drop", "filter")
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """From rows of a version to the model's `input_column`, float32 (B, *shape). `reads` are the version's columns that
+    it takes, `images` those of them whose images it decodes, and `floats` those that hold floats, whose NaN are read as
+    `nans` says. `looked_through` is whether the input may have a NaN or an infinity. Picklable."""
+
+    steps: Pipeline
+    reads: list[str]
+    images: list[str]
+    input_column: str
+    nans: NanReading
+    floats: list[str]
+    looked_through: bool
+
+
+def preparation(content: CheckpointContent, source: Manifest, source_name: str) -> Preparation:
+    """The steps of the checkpoint's chain that the version's rows have not gone through, as serving runs them.
+
+    Raises `FailedPrecondition` where the rows went through others, and `InvalidArgument` naming each column that is
+    missing or of another type, or a step that does not fit.
+    """
+    chain = chained(content.transforms).steps
+    begin = _place_behind(chain, chained(source.transforms).steps, source_name)
+    before = Pipeline(chain[:begin], field=CHAIN).output(content.ingested_schema)
+    steps = Pipeline(chain[begin:], field=CHAIN).serving([content.input_column], before)
+    reads = steps.reads([content.input_column], before)
+    given = {name: before[name] for name in reads}
+    _check_columns(given, schema_of_columns(source.columns), source_name)
+    _check_input(steps.output(before)[content.input_column], content)
+    images = image_columns(steps.steps, given)
+    return Preparation(
+        steps,
+        reads,
+        images,
+        content.input_column,
+        nans=nan_reading(content, steps.steps, given, gone=chain[:begin]),
+        floats=float_columns(given),
+        looked_through=may_be_non_finite(given, images),
+    )
+
+
+def chained(transforms: Iterable[Mapping[str, Any]]) -> Pipeline:
+    """Frozen `Transform`s as JSON, one after the other."""
+    return reduce(Pipeline.then, map(Pipeline.from_config, transforms), Pipeline([]))
+
+
+def _place_behind(chain: Sequence[Step], gone: Sequence[Step], source_name: str) -> int:
+    """The index in `chain` from which on it is still to do, after the steps `gone`: those of them that change values
+    must be the first such ones of the chain, with all that they learnt."""
+    place = 0
+    for step in gone:
+        if step.op in KEEP_VALUES:
+            continue
+        while place < len(chain) and chain[place].op in KEEP_VALUES:
+            place += 1
+        if place == len(chain) or chain[place].to_proto() != step.to_proto():
+            raise _prepared_otherwise(step, source_name)
+        place += 1
+    return place
+
+
+def _prepared_otherwise(step: Step, source_name: str) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"source: the rows of {source_name} went through {step.op}, and those of the checkpoint did not at that "
+        "place, or with other values learnt; name a version of raw rows, or the one that it was trained on",
+        reason="PREPARED_OTHERWISE",
+        metadata={"resource": source_name, "step": step.op},
+        fields=[("source", f"{step.op} is not the checkpoint's")],
+    )
+
+
+def _check_columns(wanted: Schema, given: Schema, source_name: str) -> None:
+    problems = []
+    for name, one in wanted.items():
+        if name not in given:
+            problems.append(("source", source_name, f"column {name!r} is missing: the checkpoint takes {one}"))
+        elif not _same(given[name], one):
+            problems.append(("source", source_name, f"column {name!r} is {given[name]}: the checkpoint takes {one}"))
+    if problems:
+        raise invalid_fields(problems)
+
+
+def _same(given: ColumnType, wanted: ColumnType) -> bool:
+    if isinstance(given, TensorType) or isinstance(wanted, TensorType):
+        return given == wanted
+    return bool(given.arrow_type == wanted.arrow_type)
+
+
+def _check_input(made: ColumnType, content: CheckpointContent) -> None:
+    if not isinstance(made, TensorType) or made.dtype != "float32" or None in made.shape:
+        raise FailedPrecondition(
+            f"the steps of {content.training_job} make {made} of column {content.input_column!r}, not float32 of a "
+            "fixed shape",
+            reason="MODEL_DOES_NOT_LOAD",
+        )
+
+
+# --- Columns of predictions ---
+# The columns of a version with predictions: what a model's outputs become, and what goes along.
+
+PREDICTION, LABEL, SCORE, PROBABILITIES, LOGITS = "prediction", "prediction_label", "score", "probabilities", "logits"
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class PredictionColumns:
+    """Those that are added, by what they hold, in their order. Picklable."""
+
+    fields: Mapping[str, pa.Field]
+    class_names: Sequence[str] = ()
+
+    @property
+    def names(self) -> list[str]:
+        return [field.name for field in self.fields.values()]
+
+    @property
+    def value_names(self) -> dict[str, list[str]]:
+        """Of the class, by its column's name."""
+        has_names = PREDICTION in self.fields and self.class_names
+        return {self.fields[PREDICTION].name: list(self.class_names)} if has_names else {}
+
+    def arrays(self, outputs: Sequence[Array]) -> list[pa.Array]:
+        """`outputs` are those of `LoadedModel`, of B rows: an array of B for each column."""
+        values = _regression(outputs) if len(outputs) == 1 else self._classification(outputs)
+        return [values[kind] for kind in self.fields]
+
+    def _classification(self, outputs: Sequence[Array]) -> dict[str, pa.Array]:
+        logits, probabilities, labels = outputs
+        made = {
+            PREDICTION: pa.array(labels, pa.int64()),
+            SCORE: pa.array(probabilities[np.arange(len(labels)), labels], pa.float32()),
+            PROBABILITIES: tensor_array(probabilities),
+            LOGITS: tensor_array(logits),
+        }
+        if LABEL in self.fields:
+            # A model may have more classes than its data had names.
+            names = dict(enumerate(self.class_names))
+            made[LABEL] = pa.array([names.get(label) for label in labels.tolist()], pa.string())
+        return made
+
+
+def _regression(outputs: Sequence[Array]) -> dict[str, pa.Array]:
+    (values,) = outputs
+    return {PREDICTION: pa.array(values[:, 0], pa.float32()) if values.shape[1] == 1 else tensor_array(values)}
+
+
+def prediction_columns(spec: PredictSpec, content: CheckpointContent) -> PredictionColumns:
+    """Raises `InvalidArgument` for an output that the checkpoint's model does not have."""
+    there = _fields(spec.column_prefix, content)
+    for index, name in enumerate(spec.outputs):
+        if name not in there:
+            why = "" if name != LABEL else "the checkpoint has no names for its classes; "
+            raise invalid_field(f"outputs[{index}]", name, f"{why}use some of {', '.join(there)}")
+    wanted = spec.outputs or [kind for kind in there if kind != LOGITS]
+    return PredictionColumns({kind: field for kind, field in there.items() if kind in wanted}, content.class_names)
+
+
+def _fields(prefix: str, content: CheckpointContent) -> dict[str, pa.Field]:
+    width = content.model.num_classes
+    if content.model.task == REGRESSION:
+        if width == 1:
+            return {PREDICTION: pa.field(prefix + PREDICTION, pa.float32(), nullable=False)}
+        return {PREDICTION: tensor_field(prefix + PREDICTION, pa.float32(), (width,))}
+    fields = {PREDICTION: pa.field(prefix + PREDICTION, pa.int64(), nullable=False)}
+    if content.class_names:
+        fields[LABEL] = pa.field(prefix + LABEL, pa.string())
+    fields[SCORE] = pa.field(prefix + SCORE, pa.float32(), nullable=False)
+    for kind in (PROBABILITIES, LOGITS):
+        fields[kind] = tensor_field(prefix + kind, pa.float32(), (width,))
+    return fields
+
+
+@dataclass(frozen=True)
+class NewColumns:
+    """`kept` are the source's that go along, `schema` has them and, behind them, the predictions. `ingested` and
+    `transforms` are what the new version says of its rows' way since ingest."""
+
+    kept: list[str]
+    predictions: PredictionColumns
+    schema: pa.Schema
+    columns: list[Column]
+    ingested: list[Column]
+    transforms: list[dict[str, Any]]
+
+
+def new_columns(spec: PredictSpec, source: Manifest, content: CheckpointContent) -> NewColumns:
+    """Raises `InvalidArgument` for a column that is not there, an output that the model does not have, and a name that
+    a prediction would have twice."""
+    there = {column.name: column for column in source.columns}
+    for index, name in enumerate(spec.columns):
+        if name not in there:
+            raise invalid_field(f"columns[{index}]", name, f"use some of {', '.join(there)}")
+    kept = list(spec.columns or there)
+    predictions = prediction_columns(spec, content)
+    _refuse_taken(kept, predictions)
+    given = arrow_schema(schema_of_columns(there[name] for name in kept))
+    schema = pa.schema([*given, *predictions.fields.values()])
+    value_names = {**{name: there[name].value_names for name in kept}, **predictions.value_names}
+    columns = columns_of(schema, value_names)
+    # A version of before transforms says nothing of them.
+    ingested = [*(source.ingested or source.columns), *columns[len(kept) :]]
+    transforms = _chain(source.transforms, predictions.names, schema.names)
+    _check_chain(spec, ingested, transforms, predictions.names)
+    return NewColumns(kept, predictions, schema, columns, ingested, transforms)
+
+
+def _refuse_taken(kept: Sequence[str], predictions: PredictionColumns) -> None:
+    taken = [name for name in predictions.names if name in kept]
+    remedy = "is a column of the source and the name of a prediction; leave it out of columns, or set column_prefix"
+    if taken:
+        raise invalid_fields([("columns", name, remedy) for name in taken])
+
+
+def _chain(
+    transforms: Sequence[Mapping[str, Any]], predictions: Sequence[str], columns: Sequence[str]
+) -> list[dict[str, Any]]:
+    """That of the source, which lets predictions pass as if they had been ingested with the rest, and then what leaves
+    the new version's `columns`: a model that is trained on predictions takes them from whoever asks it."""
+    passing = []
+    for transform in transforms:
+        steps = [_passing(step, predictions) for step in transform.get("steps", [])]
+        passing.append({**transform, "steps": steps} if steps else dict(transform))
+    return [*passing, {"steps": [{"select": {"columns": list(columns)}}]}]
+
+
+def _passing(step: dict[str, Any], predictions: Sequence[str]) -> dict[str, Any]:
+    if "select" not in step:
+        return step
+    return {**step, "select": {"columns": [*step["select"]["columns"], *predictions]}}
+
+
+def _check_chain(
+    spec: PredictSpec, ingested: Sequence[Column], chain: Sequence[Mapping[str, Any]], predictions: Sequence[str]
+) -> None:
+    """A prediction's name may be that of a column that was dropped or renamed since ingest."""
+    names = [column.name for column in ingested]
+    remedy = "was the name of another column since ingest; set column_prefix, or another one"
+    for name in predictions:
+        if names.count(name) > 1:
+            raise invalid_field("column_prefix", spec.column_prefix, f"{name!r} {remedy}")
+    try:
+        chained(chain).output(schema_of_columns(ingested))
+    except InvalidArgument as error:
+        raise invalid_field(
+            "column_prefix", spec.column_prefix, f"a prediction's name {remedy} ({error.message})"
+        ) from None
+
+
+# --- Before a prediction's job ---
+# What can be said of a prediction as soon as its source and its checkpoint are known, before any row is read.
+
+
+def found_checkpoint(store: ObjectStore, asked: CheckpointRef) -> CheckpointRef:
+    """Raises what `resolve` raises, and `FailedPrecondition` where a digest is asked for that it does not have."""
+    entry = resolve(store, "checkpoint", asked.name)
+    if asked.sha256 and asked.sha256 != entry.manifest_sha256:
+        raise FailedPrecondition(
+            f"checkpoint_sha256: {entry.name} has the manifest {entry.manifest_sha256}, not {asked.sha256}; it was "
+            "written again, or is another one",
+            reason="CHECKPOINT_REPLACED",
+            metadata={"resource": entry.name},
+            fields=[("checkpoint_sha256", "is that of another checkpoint")],
+        )
+    return CheckpointRef(name=entry.name, folder=entry.folder, sha256=entry.manifest_sha256)
+
+
+def check_predict(
+    store: ObjectStore,
+    spec: PredictSpec,
+    source: DatasetVersion,
+    checkpoint: CheckpointRef,
+    custom_allowed: Collection[str],
+    own_code: OwnCode,
+) -> None:
+    """Raises what `PredictVersion` says of a request. `custom_allowed` are the functions that custom steps may name,
+    `own_code` says whether a model of a user's own code may run; `spec` has passed `predict_spec.check`."""
+    if spec.split:
+        source.split(spec.split)
+    content = load_checkpoint(store, checkpoint.folder, checkpoint.sha256).content
+    if content.model.is_own:
+        own_code.require_own_code(f"checkpoint: the model of {checkpoint.name} is made by a user's own code: ")
+    check_functions(content.transforms, custom_allowed, "in the data service")
+    # An operator's function must not hang or end the service that answers.
+    with functions_in_children():
+        preparation(content, source.manifest, source.name)
+        new_columns(spec, source.manifest, content)

@@ -1,0 +1,466 @@
+"""The work on one part of a version, within one task: its rows a batch at a time, the pipeline's steps, and what is
+written or counted of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import faulthandler
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from data_service.attempt import scratch_folder
+from data_service.domain.bad_rows import BadRowLog, BadRowPart, BadRowPolicy, excerpt
+from data_service.domain.checks_rows import CheckCounts, Repeats, RowChecks, UniqueKeys
+from data_service.domain.split_rules import Divider
+from data_service.domain.statistics import SplitStatistics
+from data_service.transforms.plan import Part
+from shared.dataset_version import RowGroup, SplitWriter, VersionReader
+from shared.dataset_version.columns import row_bytes
+from shared.dataset_version.manifest import DataFile
+from shared.dataset_version.reader import GroupSizes
+from shared.dataset_version.version import DatasetVersion
+from shared.dataset_version.writer import DEFAULT_GROUP_ROWS
+from shared.errors import InvalidArgument
+from shared.settings import StoreSettings
+from shared.storage import open_store
+from shared.transforms.batch import Batch, batch_of, table_of
+from shared.transforms.pipeline import Fitter, Pipeline, Sliced, Walk, needed_columns, sliced
+from shared.transforms.schema import RowError, Schema
+from shared.transforms.steps.decoding import DecodeImage, side_by_side
+from shared.transforms.steps.step import Step
+
+# --- Work on a part ---
+# What is done to one part of a version: within one task of Ray, or in a test in this process.
+#
+# All of it is a function of the part alone, so a part that is done again gives the same bytes.
+
+
+@dataclass(frozen=True)
+class FitPart:
+    """Learns from the rows of `fit_split`: gives what `fitter`, which has seen nothing, has seen then."""
+
+    source: RowSource
+    fitter: Fitter
+    fit_split: str
+    columns: list[str]
+
+    def __call__(self, part: Part) -> Fitter:
+        fitter = copy.deepcopy(self.fitter)
+
+        def learn(batch: Batch) -> None:
+            with ended_in_time(fitter.applies):
+                fitter.update(batch)
+
+        for rows in self.source.divided(part, self.columns):
+            if rows.split == self.fit_split:
+                rows.worked(learn)
+        return fitter
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A row of the source that nothing can be made of, and its beginning as text."""
+
+    row_id: int
+    reason: str
+    excerpt: str
+
+
+@dataclass(frozen=True)
+class Made:
+    """Rows of one split after the steps. `row_ids` are those that they have in the source."""
+
+    split: str
+    table: pa.Table
+    row_ids: NDArray[np.int64]
+    left_out: Sequence[LeftOut] = ()
+
+
+class RowMaker(Protocol):
+    """Makes the columns of `schema` of the rows of `source`. It travels by pickle to where it works."""
+
+    @property
+    def source(self) -> RowSource: ...
+    @property
+    def schema(self) -> pa.Schema: ...
+
+    def rows(self, part: Part) -> Iterator[Made]:
+        """In the order of their ids. Raises as `RowSource.divided`, and `InvalidArgument` naming a row."""
+
+
+@dataclass(frozen=True)
+class Maker:
+    """A `RowMaker`, of the rows that filters leave."""
+
+    source: RowSource
+    chain: Chain
+    schema: pa.Schema
+
+    def rows(self, part: Part) -> Iterator[Made]:
+        for rows in self.source.divided(part, self.chain.reads):
+            batch, left = rows.worked(self.chain.apply)
+            row_ids = rows.row_ids if left is None else rows.row_ids[left]
+            # Counting may need no column at all.
+            table = table_of(batch, self.schema) if len(self.schema) else pa.table({})
+            yield Made(rows.split, table, row_ids)
+
+
+@dataclass(frozen=True)
+class FindKeys:
+    """For checks of uniqueness, the keys of the rows that pass all others."""
+
+    maker: Maker
+    checks: RowChecks
+
+    def __call__(self, part: Part) -> UniqueKeys:
+        found = UniqueKeys({})
+        for index, made in enumerate(self.maker.rows(part)):
+            keys = self.checks.keys(made.table, made.row_ids)
+            if index == 0:
+                found = keys
+            else:
+                found.merge(keys)
+        return found
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The rows that are left, by split, and what the checks found."""
+
+    rows: Counter[str]
+    checks: CheckCounts
+
+
+@dataclass(frozen=True)
+class CountPart:
+    """`maker` makes the columns that checks of rows look at."""
+
+    maker: RowMaker
+    checks: RowChecks
+    repeats: Repeats | None
+
+    def __call__(self, part: Part) -> Counted:
+        counted = Counted(Counter(), CheckCounts(self.checks.checks))
+        for made in self.maker.rows(part):
+            if self.checks.are_none:
+                counted.rows[made.split] += len(made.row_ids)
+                continue
+            verdict = self.checks.apply(made.table, made.row_ids, self.repeats)
+            counted.checks.add(verdict)
+            counted.rows[made.split] += int(verdict.keep.sum())
+        return counted
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a part has become; `rows` by split."""
+
+    rows: Counter[str]
+    files: list[DataFile]
+    statistics: dict[str, SplitStatistics]
+    checks: CheckCounts
+    bad_rows: BadRowPart
+
+
+@dataclass(frozen=True)
+class WritePart:
+    """Writes the rows below `folder`, each split into files of its own."""
+
+    maker: RowMaker
+    checks: RowChecks
+    repeats: Repeats | None
+    folder: str
+
+    def __call__(self, part: Part) -> Written:
+        with (
+            scratch_folder() as scratch,
+            BadRowLog(scratch / "quarantine.jsonl", BadRowPolicy(quarantines=True)) as bad_rows,
+        ):
+            writing = _Writing(self, part, scratch, bad_rows)
+            for made in self.maker.rows(part):
+                writing.add(made)
+            return writing.written()
+
+
+class _Writing:
+    def __init__(self, work: WritePart, part: Part, scratch: Path, bad_rows: BadRowLog) -> None:
+        self._work = work
+        self._part = part
+        self._scratch = scratch
+        self._store = open_store(work.maker.source.settings)
+        self._writers: dict[str, SplitWriter] = {}
+        self._bad_rows = bad_rows
+        self._checks = CheckCounts(work.checks.checks)
+        self._statistics: dict[str, SplitStatistics] = {}
+        self._rows: Counter[str] = Counter()
+
+    def add(self, made: Made) -> None:
+        name = self._work.maker.source.version.name
+        for one in made.left_out:
+            self._bad_rows.add(name, f"row {one.row_id}", one.reason, one.excerpt)
+        table = made.table if self._work.checks.are_none else self._passing(made)
+        if not table.num_rows:
+            return
+        if made.split not in self._writers:
+            self._begin(made.split)
+        first_row_id = self._first_row_id(made.split) + self._rows[made.split]
+        self._writers[made.split].write(table)
+        self._statistics[made.split].update(table, first_row_id)
+        self._rows[made.split] += table.num_rows
+
+    def written(self) -> Written:
+        files = [file for writer in self._writers.values() for file in writer.close()]
+        return Written(self._rows, files, self._statistics, self._checks, self._bad_rows.part())
+
+    def _passing(self, made: Made) -> pa.Table:
+        verdict = self._work.checks.apply(made.table, made.row_ids, self._work.repeats)
+        self._checks.add(verdict)
+        keep = verdict.keep
+        if keep.all():
+            return made.table
+        name = self._work.maker.source.version.name
+        for row, reason in verdict.quarantined():
+            self._bad_rows.add(name, f"row {made.row_ids[row]}", reason, excerpt(made.table, row))
+        return made.table.filter(pa.array(keep)).combine_chunks()
+
+    def _begin(self, split: str) -> None:
+        schema = self._work.maker.schema
+        self._statistics[split] = SplitStatistics(schema)
+        self._writers[split] = SplitWriter(
+            self._store,
+            self._work.folder,
+            self._scratch,
+            schema=schema,
+            split=split,
+            first_row_id=self._first_row_id(split),
+            name=f"{split}-p{self._part.number:05d}",
+        )
+
+    def _first_row_id(self, split: str) -> int:
+        # A split that the counting did not find here: the attempt finds out, and says why, when it compares the counts.
+        return self._part.first_row_ids.get(split, 0)
+
+
+# --- Rows ---
+# The rows of a part, a batch at a time, each in the split where it goes.
+
+# Rows are worked on so many bytes at a time, before or after: what stays within a processor's cache.
+BATCH_BYTES = 2 * 1024 * 1024
+MIN_BATCH_ROWS, MAX_BATCH_ROWS = 16, 16_384
+# Of rows without a fixed width.
+DEFAULT_BATCH_ROWS = 1024
+# So many bytes of them are read and decoded at once, unless one row group alone has more.
+READ_BYTES = 4 * 1024 * 1024
+# A dictionary hides how much its texts make, but no group makes more than its share; so few hold a batch of small rows.
+UNEQUAL_GROUPS = DEFAULT_BATCH_ROWS // DEFAULT_GROUP_ROWS
+# Decoded images may be large until they are resized: few at a time, and fewer where they claim too many pixels.
+DECODED_BATCH_ROWS = 16
+# A batch that fails sooner is searched for the row at fault.
+SEARCH_WITHIN_S = 1.0
+
+T = TypeVar("T")
+
+
+def batch_rows(pipeline: Pipeline, given: pa.Schema, made: pa.Schema) -> int:
+    """How many rows to work on at a time."""
+    if any(isinstance(step, DecodeImage) for step in pipeline.steps):
+        return DECODED_BATCH_ROWS
+    widths = [row_bytes(given), row_bytes(made)]
+    if None in widths:
+        return DEFAULT_BATCH_ROWS
+    widest = max(1, *(width for width in widths if width is not None))
+    return min(MAX_BATCH_ROWS, max(MIN_BATCH_ROWS, BATCH_BYTES // widest))
+
+
+@dataclass(frozen=True)
+class SplitRows:
+    """Rows of one batch that go to one split, in the order of their ids in the source."""
+
+    split: str
+    table: pa.Table
+    row_ids: NDArray[np.int64]
+
+    def worked(self, work: Callable[[Batch], T]) -> T:
+        """What `work`, steps that work row by row, makes of the rows; raises as steps do, but names row ids."""
+        started = time.monotonic()
+        try:
+            return work(batch_of(self.table))
+        except RowError as error:
+            row_id = str(self.row_ids[error.row])
+            raise _told(error.path, f"row {row_id}: {error.problem}", {"row_id": row_id}) from error
+        except InvalidArgument as error:
+            # A custom function says only that it failed. What is slow to fail would be slow to search.
+            searched = time.monotonic() - started < SEARCH_WITHIN_S
+            rows = self._smallest_refused(work) if searched else self
+            raise rows._named(error) from error
+
+    def few_pixels(self, images: Sequence[str]) -> Iterator[SplitRows]:
+        """The same rows, as many at a time as may be decoded side by side; `images` are the columns that hold some."""
+        if not images:
+            yield self
+            return
+        for begin, end in side_by_side(map(self.table.column, images), len(self.row_ids)):
+            yield self._slice(begin, end)
+
+    def _smallest_refused(self, work: Callable[[Batch], object]) -> SplitRows:
+        """Of rows that `work` refuses, the first row by whose half of a half of … it is refused still."""
+        half = len(self.row_ids) // 2
+        if not half:
+            return self
+        for part in (self._slice(0, half), self._slice(half, len(self.row_ids))):
+            try:
+                work(batch_of(part.table))
+            except InvalidArgument:
+                return part._smallest_refused(work)
+        return self  # only all together
+
+    def _slice(self, begin: int, end: int) -> SplitRows:
+        return SplitRows(self.split, self.table.slice(begin, end - begin), self.row_ids[begin:end])
+
+    def _named(self, error: InvalidArgument) -> InvalidArgument:
+        first, last = self.row_ids[0], self.row_ids[-1]
+        where = f"row {first}" if first == last else f"rows {first} to {last}"
+        field = error.metadata.get("field", "")
+        why = error.message.removeprefix(f"{field}: ")
+        return _told(field, f"{where}: {why}", {"row_id": str(first)})
+
+
+def _told(field: str, why: str, metadata: dict[str, str]) -> InvalidArgument:
+    return InvalidArgument(
+        f"{field}: {why}", reason="BAD_ROW", metadata={"field": field, **metadata}, fields=[(field, why)]
+    )
+
+
+@dataclass(frozen=True)
+class RowSource:
+    """Reads parts of a version, at most `batch_rows` rows at a time; travels to Ray's workers.
+
+    Without a divider rows stay in their split. `images` are columns whose images will be decoded: of them come as many
+    at a time as may be decoded side by side.
+    """
+
+    settings: StoreSettings
+    version: DatasetVersion
+    divider: Divider | None
+    batch_rows: int
+    images: tuple[str, ...] = ()
+
+    def divided(self, part: Part, columns: Sequence[str]) -> Iterator[SplitRows]:
+        """The named columns. Raises `InvalidArgument` for a row without a split, `DataLoss` for a damaged source."""
+        images = [name for name in self.images if name in columns]
+        for rows in self._divided(part, columns):
+            yield from rows.few_pixels(images)
+
+    def _divided(self, part: Part, columns: Sequence[str]) -> Iterator[SplitRows]:
+        keys = self.divider.columns if self.divider else []
+        wanted = [*columns, *(name for name in keys if name not in columns)]
+        for table, row_ids in self._batches(part, wanted):
+            if self.divider is None:
+                yield SplitRows(part.split, table, row_ids)
+                continue
+            assigned = self.divider.assign(table, row_ids)
+            mine = table.select(columns)
+            for index, split in enumerate(assigned.splits):
+                chosen = assigned.choice == index
+                if chosen.all():
+                    yield SplitRows(split, mine, row_ids)
+                elif chosen.any():
+                    yield SplitRows(split, mine.filter(pa.array(chosen)).combine_chunks(), row_ids[chosen])
+
+    def _batches(self, part: Part, columns: Sequence[str]) -> Iterator[tuple[pa.Table, NDArray[np.int64]]]:
+        reader = VersionReader(open_store(self.settings), self.version)
+        for groups in self._together(reader, part.groups, columns):
+            row_count = sum(group.row_count for group in groups)
+            # A table of no columns has no rows either.
+            table = reader.read_many(groups, columns) if columns else None
+            for begin in range(0, row_count, self.batch_rows):
+                rows = min(self.batch_rows, row_count - begin)
+                row_ids = np.arange(begin, begin + rows, dtype=np.int64) + groups[0].first_row_id
+                yield pa.table({}) if table is None else table.slice(begin, rows), row_ids
+
+    def _together(
+        self, reader: VersionReader, groups: Sequence[RowGroup], columns: Sequence[str]
+    ) -> Iterator[list[RowGroup]]:
+        """As many groups as are read at a time, at least one: a read costs the same few milliseconds, however little it
+        brings, so it brings several batches where rows are wider after the work than before."""
+        most_groups = UNEQUAL_GROUPS if row_bytes(reader.select(columns)) is None else MAX_BATCH_ROWS
+        sizes = GroupSizes(reader, columns)
+        packed: list[RowGroup] = []
+        size_bytes = 0
+        for group in groups:
+            group_bytes = sizes.told(group)
+            size_bytes += group_bytes
+            if packed and (len(packed) == most_groups or size_bytes > READ_BYTES):
+                yield packed
+                packed, size_bytes = [], group_bytes
+            packed.append(group)
+        if packed:
+            yield packed
+
+
+# --- Chain ---
+# The steps of a pipeline as far as some columns need them, and which rows they leave.
+
+# A custom function that does not let Python interrupt it is given so long beyond its own timeout.
+GRACE_S = 10.0
+# What a custom step means that names no timeout.
+DEFAULT_TIMEOUT_S = 60.0
+
+
+@contextmanager
+def ended_in_time(steps: Iterable[Step]) -> Iterator[None]:
+    """Ends this process where a custom function hangs outside Python: only then its own timeout does not."""
+    limits_s = [step.to_proto().custom.timeout_s or DEFAULT_TIMEOUT_S for step in steps if step.op == "custom"]
+    if not limits_s:
+        yield
+        return
+    # Its thread needs no lock of Python's, which the function may hold.
+    faulthandler.dump_traceback_later(sum(limits_s) + GRACE_S, exit=True, file=sys.__stderr__ or sys.stderr)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+class _Walk(Walk):
+    @property
+    def left(self) -> NDArray[np.intp] | None:
+        return self._origin
+
+
+@dataclass(frozen=True)
+class Chain:
+    """`reads` are the columns that it takes, `field` the path under which errors name the steps. Picklable."""
+
+    steps: Sliced
+    reads: list[str]
+    field: str = "transform"
+
+    @classmethod
+    def towards(cls, pipeline: Pipeline, given: Schema, outputs: Collection[str] | None) -> Chain:
+        """What it takes to make these columns (None: all) and to know which rows are left."""
+        schemas = [given]
+        for step in pipeline.steps:
+            schemas.append(step.output(schemas[-1]))
+        needed = needed_columns(pipeline.steps, schemas, frozenset(schemas[-1] if outputs is None else outputs))
+        reads = [name for name in given if name in needed[0]]
+        return cls(sliced(pipeline.steps, [{name: given[name] for name in reads}, *schemas[1:]], needed), reads)
+
+    def apply(self, batch: Batch) -> tuple[Batch, NDArray[np.intp] | None]:
+        """The rows that are left, and their indices in `batch`, None where all are. Raises as `Pipeline` does."""
+        walk = _Walk(batch)
+        with ended_in_time(step for _, step in self.steps):
+            for place, step in self.steps:
+                walk.through(step, f"{self.field}.steps[{place}]", place)
+        return walk.batch, walk.left

@@ -1,1 +1,0 @@
-"""From requests to batches of the models that this process serves, within everybody's deadline."""

@@ -1,0 +1,556 @@
+"""Deployments in the object store, one resource log each: how they are read and changed, their operations, and the
+checks and records that create and delete them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from google.longrunning import operations_pb2
+
+from inference_service.deploy.capacity import Cluster
+from inference_service.deploy.convert import deployment_to_proto, metadata_to_proto, roll_out_metadata_to_proto
+from inference_service.domain.deployment import (
+    FIRST_VERSION,
+    Creation,
+    Deployment,
+    ModelVersion,
+    Spec,
+    State,
+    deleting,
+    with_deletion,
+)
+from inference_service.domain.rollout_transitions import with_traffic_back
+from shared import names, paging
+from shared.checkpoint import CheckpointEntry, resolve_any
+from shared.checkpoint import users as checkpoint_users
+from shared.checkpoint.users import release, using
+from shared.dataset_version.version import mark_used, unmark
+from shared.errors import (
+    Cancelled,
+    DataLoss,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    already_exists,
+    error_from_record,
+    invalid_field,
+    not_found,
+)
+from shared.grpc_errors import status_proto
+from shared.log import Record, ResourceLog
+from shared.own_code import OwnCode
+from shared.requests import claimed
+from shared.storage import ObjectMissing, ObjectStore
+
+logger = logging.getLogger(__name__)
+
+
+# --- Registry ---
+# Deployments in the object store: one resource log each, below `deployments/{m}/log`.
+
+
+DEPLOYMENTS = "deployments"
+# Of the markers at dataset versions and checkpoints.
+USER_KIND = "deployment"
+
+Step = Callable[[Deployment], Deployment | None]
+
+
+class Deployments:
+    """Safe to call from several threads. Whatever reads a deployment raises `DataLoss` where its log cannot be read: a
+    record is damaged, or was written by a later release."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    def create(self, wanted: Deployment) -> Deployment:
+        """Makes it durable and returns it, or returns what is there if that came from the same `request_id`.
+
+        Raises `AlreadyExists` where the id is taken, and `NotFound` where the request's own deployment is gone. An id
+        whose deployment is gone is free again for others.
+        """
+
+        def decide(record: Record | None) -> dict[str, object] | None:
+            there = _deployment(wanted.name, record)
+            if there is not None and wanted.request_id and there.request_id == wanted.request_id:
+                check_not_gone(there)
+                return None
+            if there is None or there.state is State.GONE:
+                return wanted.as_record()
+            raise already_exists(wanted.name)
+
+        made = _deployment(wanted.name, self._log(wanted.name).update(decide))
+        assert made is not None
+        return made
+
+    def find(self, name: str) -> Deployment | None:
+        """What the log says now, also of a deployment that is gone."""
+        return _deployment(name, self._log(name).head())
+
+    def follow(self, name: str) -> Callable[[], Deployment | None]:
+        """What the log says at each call, at the cost of one read where nothing is new. Not for several threads."""
+        log = self._log(name)
+        return lambda: _deployment(name, log.head())
+
+    def get(self, name: str) -> Deployment:
+        """Raises `NotFound`."""
+        found = self.find(name)
+        if found is None or found.state is State.GONE:
+            raise not_found(name)
+        return found
+
+    def exists(self, name: str) -> bool:
+        found = self.find(name)
+        return found is not None and found.state is not State.GONE
+
+    def history(self, name: str, uid: str) -> Deployment | None:
+        """The last known state of the deployment that had this uid, though its id may be another's by now."""
+        return self._newest(name, lambda deployment: deployment.uid == uid)
+
+    def made_by(self, name: str, request_id: str) -> Deployment | None:
+        """The last known state of the deployment that this request created."""
+        return self._newest(name, lambda deployment: deployment.request_id == request_id)
+
+    def _newest(self, name: str, fits: Callable[[Deployment], bool]) -> Deployment | None:
+        log = self._log(name)
+        record = log.head()
+        while record is not None:
+            deployment = _deployment(name, record)
+            if deployment is not None and fits(deployment):
+                return deployment
+            record = log.read(record.number - 1)
+        return None
+
+    def page(self, size: int, token: str) -> tuple[list[Deployment], str]:
+        """In the order of names; those that are gone, or whose log cannot be read, are left out, so a page may be
+        short."""
+        ids, next_token = paging.page(self._store.folders(DEPLOYMENTS), size, token)
+        found, unreadable = self._read(ids)
+        for error in unreadable.values():
+            logger.error("left out of a list: %s", error.message)
+        return found, next_token
+
+    def all(self) -> tuple[list[Deployment], dict[str, DataLoss]]:
+        """Every deployment that is not gone; and by name, why the logs of others cannot be read."""
+        return self._read(self._store.folders(DEPLOYMENTS))
+
+    def _read(self, ids: Iterable[str]) -> tuple[list[Deployment], dict[str, DataLoss]]:
+        found: list[Deployment] = []
+        unreadable: dict[str, DataLoss] = {}
+        for name in (f"{DEPLOYMENTS}/{one}" for one in ids):
+            try:
+                deployment = self.find(name)
+            except DataLoss as error:
+                unreadable[name] = error
+                continue
+            if deployment is not None and deployment.state is not State.GONE:
+                found.append(deployment)
+        return found, unreadable
+
+    def delete(self, name: str, etag: str, now_s: float) -> Deployment:
+        """Writes the wish. Raises `NotFound` and `Conflict`."""
+        return self.wish(name, lambda before: with_deletion(before, name, etag, now_s))
+
+    def wish(self, name: str, decide: Callable[[Deployment | None], Deployment | None]) -> Deployment:
+        """Appends what `decide` makes of the newest state, and returns what is then the newest. Raises what it raises;
+        where there is no such deployment, that must be something."""
+
+        def appended(record: Record | None) -> dict[str, object] | None:
+            after = decide(_deployment(name, record))
+            return after.as_record() if after is not None else None
+
+        newest = _deployment(name, self._log(name).update(appended))
+        assert newest is not None
+        return newest
+
+    def transition(self, name: str, uid: str, step: Step) -> Deployment | None:
+        """Appends what `step` makes of the newest state of the deployment with this uid; nothing where it returns None.
+
+        Returns the newest state, None where the uid is no longer there.
+        """
+
+        def decide(record: Record | None) -> dict[str, object] | None:
+            before = _deployment(name, record)
+            after = step(before) if before is not None and before.uid == uid else None
+            return after.as_record() if after is not None else None
+
+        newest = _deployment(name, self._log(name).update(decide))
+        return newest if newest is not None and newest.uid == uid else None
+
+    def roll_out_made_by(self, name: str, request_id: str) -> Deployment | None:
+        """The last known state of the deployment while the roll-out that this request began was its newest."""
+        return self._newest(name, lambda one: one.roll_out is not None and one.roll_out.request_id == request_id)
+
+    def roll_out(self, name: str, roll_out_uid: str) -> Deployment | None:
+        """The same, by the roll-out's uid."""
+        return self._newest(name, lambda one: one.roll_out is not None and one.roll_out.uid == roll_out_uid)
+
+    def mark_datasets(self, deployment: Deployment, versions: Iterable[ModelVersion]) -> None:
+        """Keeps the dataset versions that these loaded versions' models come from, until `release`.
+
+        One that is gone already is no loss: a model that is served reads nothing of it.
+        """
+        for name in _dataset_versions(versions):
+            try:
+                mark_used(self._store, name, USER_KIND, deployment.uid, deployment.name, is_job=False)
+            except (DataLoss, FailedPrecondition, InvalidArgument, NotFound) as error:
+                logger.warning("%s: its dataset version cannot be kept: %s", deployment.name, error.message)
+
+    def keep_checkpoints(self, deployment: Deployment, versions: Iterable[ModelVersion]) -> None:
+        """Keeps the checkpoints of these versions until `release`; whoever wished for them has marked them
+        already, unless the deployment is older than these marks."""
+        for version in versions:
+            named = checkpoint_users.keep(
+                self._store,
+                version.checkpoint,
+                version.folder,
+                USER_KIND,
+                deployment.uid,
+                deployment.name,
+                ends_in=State.GONE,
+            )
+            if not named:
+                logger.warning("%s: its job no longer names %s", deployment.name, version.checkpoint)
+
+    def release(self, deployment: Deployment, versions: Sequence[ModelVersion]) -> None:
+        """Lets the checkpoints and dataset versions of these versions go, but for those that others of the deployment
+        come from, too. It is no error if they were not marked."""
+        going = {version.number for version in versions}
+        others = [version for version in deployment.versions if version.number not in going]
+        for name in {*_dataset_versions(versions)} - {*_dataset_versions(others)}:
+            unmark(self._store, name, USER_KIND, deployment.uid)
+        for name in {version.checkpoint for version in versions} - {version.checkpoint for version in others}:
+            checkpoint_users.release(self._store, name, USER_KIND, deployment.uid)
+
+    def _log(self, name: str) -> ResourceLog:
+        return _Log(self._store, name)
+
+
+class _Log(ResourceLog):
+    """A deployment's."""
+
+    def __init__(self, store: ObjectStore, name: str) -> None:
+        super().__init__(store, f"{name}/log")
+        self._name = name
+
+    def read(self, number: int) -> Record | None:
+        with _reading(self._name):
+            return super().read(number)
+
+
+def _dataset_versions(versions: Iterable[ModelVersion]) -> list[str]:
+    return sorted({version.dataset_version for version in versions if version.dataset_version})
+
+
+def check_not_gone(made: Deployment) -> None:
+    """Raises `NotFound` where what a request made was deleted since: its first answer cannot be given any more."""
+    if made.state is State.GONE:
+        made_it = f"request_id {made.request_id} made it, and it was deleted since"
+        raise not_found(made.name, f"{made_it}; use a new UUID4")
+
+
+def new_uid() -> str:
+    return uuid.uuid4().hex
+
+
+def _deployment(name: str, record: Record | None) -> Deployment | None:
+    with _reading(name):
+        return Deployment.from_record(record.state) if record else None
+
+
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """Raises `DataLoss` for what bytes that are no record of ours raise; an outage of the store stays what it is."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DataLoss(
+            f"the log of {name} cannot be read: {type(error).__name__}: {error}; restore its newest record, or run the "
+            "release that wrote it",
+            reason="LOG_UNREADABLE",
+            metadata={"resource": name},
+        ) from error
+
+
+# --- Manager ---
+# Creating and deleting deployments: checks, the checkpoint that a name means, and the record that makes it durable.
+
+SERVICE = "inference"
+FIELD = "spec.checkpoint"
+
+
+class DeploymentManager:
+    """Blocking; safe to call from several threads."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        deployments: Deployments,
+        operations: DeploymentOperations,
+        cluster: Cluster,
+        own_code: OwnCode | None = None,
+    ) -> None:
+        """`own_code` says whether users' own code may run in replicas; None: it may not."""
+        self._own_code = own_code or OwnCode()
+        self._store = store
+        self._deployments = deployments
+        self._operations = operations
+        self._cluster = cluster
+
+    def create(self, creation: Creation) -> Deployment:
+        """The durable deployment, LOADING; or, for a `request_id` seen before, what its first call made.
+
+        Raises `InvalidArgument`, `NotFound` (job or checkpoint; or what the first call made, where that was deleted
+        since), `FailedPrecondition` (the job has no checkpoint; the cluster could never hold it; its model is made by a
+        user's own code, which does not run here) and `AlreadyExists`.
+        """
+        wanted_name = f"deployments/{names.check_id('deployment_id', creation.deployment_id)}"
+        request_id = names.check_request_id("request_id", creation.request_id)
+        if creation.validate_only:
+            if self._deployments.exists(wanted_name):
+                raise already_exists(wanted_name)
+            self._cluster.check_fits(creation.spec)
+            entry = resolve_any(self._store, FIELD, creation.spec.checkpoint)
+            check_predictor(creation.spec, entry)
+            check_code(self._own_code, entry)
+            return _new(wanted_name, new_uid(), request_id, creation.spec, entry)
+        with claimed(self._store, SERVICE, request_id, creation.digest, wanted_name) as claim:
+            if claim.repeated and (made := self._deployments.made_by(claim.name, request_id)):
+                check_not_gone(made)
+                return made
+            if not claim.repeated and self._deployments.exists(wanted_name):
+                raise already_exists(wanted_name)
+            return self._make(wanted_name, request_id, creation.spec)
+
+    def delete(self, name: str, etag: str) -> Deployment:
+        """Raises `InvalidArgument`, `NotFound` and `Conflict`."""
+        names.parse("name", name, "deployments/{m}")
+        return self._deployments.delete(name, etag, time.time())
+
+    def get(self, name: str) -> Deployment:
+        """Raises `InvalidArgument` and `NotFound`."""
+        names.parse("name", name, "deployments/{m}")
+        return self._deployments.get(name)
+
+    def follow(self, name: str) -> Callable[[], Deployment | None]:
+        """Its state at each call, None once it is gone. Raises `InvalidArgument` and `NotFound`."""
+        first, newest = self.get(name), self._deployments.follow(name)
+
+        def look() -> Deployment | None:
+            found = newest()
+            return found if found is not None and found.uid == first.uid and found.state is not State.GONE else None
+
+        return look
+
+    def page(self, size: int, token: str) -> tuple[list[Deployment], str]:
+        """Raises `InvalidArgument`."""
+        return self._deployments.page(size, token)
+
+    def _make(self, name: str, request_id: str, spec: Spec) -> Deployment:
+        self._cluster.check_fits(spec)
+        uid = new_uid()
+        # Its mark keeps the checkpoint from the first moment on; should this process die, it counts until it is plain
+        # that no deployment of this uid comes.
+        marked = using(self._store, FIELD, spec.checkpoint, USER_KIND, uid, name, ends_in=State.GONE, of_programs=True)
+        with marked as entry:
+            check_predictor(spec, entry)
+            check_code(self._own_code, entry)
+            deployment = _new(name, uid, request_id, spec, entry)
+            # The pointer first: an operation that was answered must be found, whatever dies in between.
+            self._operations.record(deployment)
+            made = self._deployments.create(deployment)
+        if made.uid != uid:  # the same request, sent twice at once, was faster
+            release(self._store, entry.name, USER_KIND, uid)
+        return made
+
+
+def check_predictor(spec: Spec, entry: CheckpointEntry) -> None:
+    """Raises `InvalidArgument` for a predictor of a checkpoint that needs none."""
+    if spec.predictor and not entry.is_of_program:
+        remedy = f"{entry.name} is of a model, which is served as it is; leave it out"
+        raise invalid_field("spec.predictor", spec.predictor, remedy)
+
+
+def check_code(own_code: OwnCode, entry: CheckpointEntry) -> None:
+    """Raises `FailedPrecondition` (OWN_CODE_OFF) for a checkpoint that needs a user's own code to be served, where such
+    code does not run."""
+    if entry.code_bundle:
+        own_code.require_own_code(f"{entry.name} is served by code of {entry.code_bundle}: ")
+
+
+def version_of(entry: CheckpointEntry, number: str) -> ModelVersion:
+    """A version that is still to be loaded."""
+    return ModelVersion(
+        number=number,
+        checkpoint=entry.name,
+        folder=entry.folder,
+        checkpoint_sha256=entry.manifest_sha256,
+        training_job=entry.name.partition("/checkpoints/")[0],
+        code_bundle=entry.code_bundle,
+    )
+
+
+def _new(name: str, uid: str, request_id: str, spec: Spec, entry: CheckpointEntry) -> Deployment:
+    version = version_of(entry, FIRST_VERSION)
+    now_s = time.time()
+    return Deployment(
+        name=name,
+        uid=uid,
+        spec=spec,
+        state=State.LOADING,
+        generation=1,
+        operation=operation_name(uid),
+        request_id=request_id,
+        versions=(version,),
+        create_time=now_s,
+        update_time=now_s,
+    )
+
+
+# --- Operations ---
+# The operations of this service: each loads one deployment or rolls a version out, and its state is read from that
+# deployment's log.
+
+OPERATIONS = "operations"
+# These tell this service's operations from those of the others in the same folder.
+PREFIX = "deploy-"
+ROLL_OUT_PREFIX = "rollout-"
+
+
+def operation_name(uid: str) -> str:
+    return f"{OPERATIONS}/{PREFIX}{uid}"
+
+
+def roll_out_operation_name(uid: str) -> str:
+    return f"{OPERATIONS}/{ROLL_OUT_PREFIX}{uid}"
+
+
+class DeploymentOperations:
+    """An `OperationSource` over the deployments' logs."""
+
+    def __init__(self, store: ObjectStore, deployments: Deployments) -> None:
+        self._store = store
+        self._deployments = deployments
+
+    def record(self, deployment: Deployment) -> None:
+        """Makes the operation findable, also after its deployment is gone. Writing it again changes nothing."""
+        self._point(deployment.operation, deployment)
+
+    def record_roll_out(self, operation: str, deployment: Deployment) -> None:
+        """The same for the operation of a roll-out."""
+        self._point(operation, deployment)
+
+    def get(self, name: str, *, brief: bool = False) -> operations_pb2.Operation:  # noqa: ARG002
+        """The same in lists: nothing of it is long."""
+        if name.startswith(f"{OPERATIONS}/{ROLL_OUT_PREFIX}"):
+            return roll_out_operation_of(self._rolled_out(name))
+        return operation_of(self._deployment(name))
+
+    def list_ids(self) -> list[str]:
+        return [one for one in self._store.folders(OPERATIONS) if one.startswith((PREFIX, ROLL_OUT_PREFIX))]
+
+    def cancel(self, name: str) -> None:
+        """Deletes the deployment if it is still loading, or rolls back; afterwards there is nothing left to cancel."""
+        if name.startswith(f"{OPERATIONS}/{ROLL_OUT_PREFIX}"):
+            self._cancel_roll_out(name)
+            return
+        deployment = self._deployment(name)
+
+        def delete_if_loading(newest: Deployment) -> Deployment | None:
+            return deleting(newest, time.time()) if newest.state is State.LOADING else None
+
+        self._deployments.transition(deployment.name, deployment.uid, delete_if_loading)
+
+    def _cancel_roll_out(self, name: str) -> None:
+        deployment = self._rolled_out(name)
+        roll_out = deployment.roll_out
+        assert roll_out is not None
+        error = Cancelled(f"the roll-out of version {roll_out.version} was cancelled", reason="ROLLED_BACK")
+
+        def roll_back(newest: Deployment) -> Deployment | None:
+            after = with_traffic_back(newest, roll_out.uid, error, time.time())
+            return replace(after, generation=after.generation + 1) if after is not None else None
+
+        self._deployments.transition(deployment.name, deployment.uid, roll_back)
+
+    def _point(self, operation: str, deployment: Deployment) -> None:
+        pointer = {"deployment": deployment.name, "uid": deployment.uid}
+        self._store.put(f"{operation}/pointer.json", json.dumps(pointer).encode())
+
+    def _pointer(self, name: str) -> dict[str, str]:
+        try:
+            pointer: dict[str, str] = json.loads(self._store.get(f"{name}/pointer.json"))
+        except ObjectMissing:
+            raise not_found(name) from None
+        return pointer
+
+    def _rolled_out(self, name: str) -> Deployment:
+        """The last known state of the deployment with this roll-out in it."""
+        uid = name.removeprefix(f"{OPERATIONS}/{ROLL_OUT_PREFIX}")
+        deployment = self._deployments.roll_out(self._pointer(name)["deployment"], uid)
+        if deployment is None:  # it was refused after the pointer was written
+            raise not_found(name)
+        return deployment
+
+    def _deployment(self, name: str) -> Deployment:
+        if not name.startswith(f"{OPERATIONS}/{PREFIX}"):
+            raise not_found(name)
+        pointer = self._pointer(name)
+        deployment = self._deployments.history(pointer["deployment"], pointer["uid"])
+        if deployment is None:  # its creation was refused after the pointer was written
+            raise not_found(name)
+        return deployment
+
+
+def operation_of(deployment: Deployment) -> operations_pb2.Operation:
+    """The operation that loads, or loaded, this deployment."""
+    operation = operations_pb2.Operation(name=deployment.operation)
+    operation.metadata.Pack(metadata_to_proto(deployment))
+    if deployment.was_loaded:
+        operation.done = True
+        operation.response.Pack(deployment_to_proto(deployment))
+    elif deployment.error is not None:
+        operation.done = True
+        operation.error.CopyFrom(status_proto(error_from_record(deployment.error)))
+    elif deployment.state is not State.LOADING:
+        operation.done = True
+        operation.error.CopyFrom(
+            status_proto(Cancelled(f"{deployment.name} was deleted before it was ready", reason="DELETED"))
+        )
+    return operation
+
+
+def roll_out_operation_of(deployment: Deployment) -> operations_pb2.Operation:
+    """The operation of the deployment's newest roll-out."""
+    roll_out = deployment.roll_out
+    assert roll_out is not None
+    operation = operations_pb2.Operation(name=roll_out.operation, done=not roll_out.under_way)
+    operation.metadata.Pack(roll_out_metadata_to_proto(deployment))
+    if roll_out.error is not None:
+        operation.error.CopyFrom(status_proto(error_from_record(roll_out.error)))
+    elif operation.done:
+        operation.response.Pack(deployment_to_proto(deployment))
+    return operation
+
+
+def checked_operation(deployment: Deployment) -> operations_pb2.Operation:
+    """The answer to `validate_only`: done, nameless, with the deployment as it would begin."""
+    operation = operations_pb2.Operation(done=True)
+    operation.metadata.Pack(metadata_to_proto(deployment))
+    operation.response.Pack(deployment_to_proto(deployment))
+    return operation
+
+
+def checked_roll_out_operation(deployment: Deployment) -> operations_pb2.Operation:
+    """The same for a roll-out."""
+    operation = operations_pb2.Operation(done=True)
+    operation.metadata.Pack(roll_out_metadata_to_proto(deployment))
+    operation.response.Pack(deployment_to_proto(deployment))
+    return operation

@@ -1,0 +1,103 @@
+"""`millrace.inference.v1.DeploymentService`: which checkpoints are served."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from google.longrunning import operations_pb2
+from grpc import aio
+
+from inference_service.deploy.convert import (
+    change_from_proto,
+    creation_from_proto,
+    deployment_to_proto,
+    roll_out_wish_from_proto,
+)
+from inference_service.deploy.deployments import (
+    DeploymentManager,
+    checked_operation,
+    checked_roll_out_operation,
+    operation_of,
+    roll_out_operation_of,
+)
+from inference_service.deploy.rollout_manager import RollOutManager
+from inference_service.domain.deployment import Deployment, ModelVersion
+from millrace.inference.v1 import deployment_service_pb2 as pb
+from millrace.inference.v1 import deployment_service_pb2_grpc as pb_grpc
+
+LOOK_EVERY_S = 0.5
+
+Context = aio.ServicerContext[Any, Any]
+
+
+class DeploymentServicer(pb_grpc.DeploymentServiceServicer):
+    """`changed` is told each deployment whose log was written, so that it takes effect at once; `replicas` says how
+    many a version has now, None where that is not known."""
+
+    def __init__(
+        self,
+        manager: DeploymentManager,
+        roll_outs: RollOutManager,
+        changed: Callable[[Deployment], None],
+        replicas: Callable[[Deployment, ModelVersion], int | None],
+    ) -> None:
+        self._manager = manager
+        self._roll_outs = roll_outs
+        self._changed = changed
+        self._replicas = replicas
+
+    async def CreateDeployment(self, request: pb.CreateDeploymentRequest, context: Context) -> operations_pb2.Operation:
+        deployment = await asyncio.to_thread(self._manager.create, creation_from_proto(request))
+        if request.validate_only:
+            return checked_operation(deployment)
+        self._changed(deployment)
+        return operation_of(deployment)
+
+    async def GetDeployment(self, request: pb.GetDeploymentRequest, context: Context) -> pb.Deployment:
+        return self._told(await asyncio.to_thread(self._manager.get, request.name))
+
+    async def WatchDeployment(
+        self, request: pb.WatchDeploymentRequest, context: Context
+    ) -> AsyncIterator[pb.Deployment]:
+        look = await asyncio.to_thread(self._manager.follow, request.name)
+        told = None
+        while (now := await asyncio.to_thread(look)) is not None:
+            message = self._told(now)
+            if message != told:
+                told = message
+                yield message
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def ListDeployments(self, request: pb.ListDeploymentsRequest, context: Context) -> pb.ListDeploymentsResponse:
+        found, token = await asyncio.to_thread(self._manager.page, request.page_size, request.page_token)
+        return pb.ListDeploymentsResponse(deployments=map(self._told, found), next_page_token=token)
+
+    async def DeleteDeployment(
+        self, request: pb.DeleteDeploymentRequest, context: Context
+    ) -> pb.DeleteDeploymentResponse:
+        self._changed(await asyncio.to_thread(self._manager.delete, request.name, request.etag))
+        return pb.DeleteDeploymentResponse()
+
+    async def RollOut(self, request: pb.RollOutRequest, context: Context) -> operations_pb2.Operation:
+        deployment = await asyncio.to_thread(self._roll_outs.begin, roll_out_wish_from_proto(request))
+        if request.validate_only:
+            return checked_roll_out_operation(deployment)
+        # Of a request that is repeated after its roll-out ended, this is history.
+        if deployment.roll_out is not None and deployment.roll_out.under_way:
+            self._changed(deployment)
+        return roll_out_operation_of(deployment)
+
+    async def UpdateDeployment(self, request: pb.UpdateDeploymentRequest, context: Context) -> pb.Deployment:
+        deployment = await asyncio.to_thread(self._roll_outs.change, *change_from_proto(request))
+        self._changed(deployment)
+        return self._told(deployment)
+
+    async def RollBack(self, request: pb.RollBackRequest, context: Context) -> pb.Deployment:
+        deployment = await asyncio.to_thread(self._roll_outs.back, request.name, request.etag)
+        self._changed(deployment)
+        return self._told(deployment)
+
+    def _told(self, deployment: Deployment) -> pb.Deployment:
+        return deployment_to_proto(deployment, self._replicas)

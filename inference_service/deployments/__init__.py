@@ -1,1 +1,0 @@
-"""Deployments and roll-outs as clients wish them: checked, and recorded in the object store."""

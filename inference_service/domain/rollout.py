@@ -1,0 +1,299 @@
+"""A rollout: what is asked of it, how far it is, what ends it early, and how its two versions differ on the same
+rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+from inference_service.domain.signature import TensorSpec
+from inference_service.domain.tensors import Array
+from shared.durable import Durable, fields_of
+from shared.errors import MillraceError, invalid_fields
+from shared.names import SPLIT, SPLIT_REMEDY
+
+# --- Rollout ---
+# A roll-out: what is wished of it, how far it is, and what ends it early.
+
+MAX_STEPS = 20
+MAX_INTERVAL_S = 86_400.0
+MIN_WINDOW_S, MAX_WINDOW_S = 1.0, 600.0
+DEFAULT_WINDOW_S = 60.0
+MAX_REQUESTS = 1_000_000
+DEFAULT_REQUESTS = 50
+MAX_LATENCY_S = 3600.0
+MAX_RATIO = 1000.0
+MAX_ROWS = 10_000
+DEFAULT_ROWS = 256
+
+
+#  LOADING ──▶ COMPARING ──▶ SHIFTING ──▶ SUCCEEDED ──▶ UNDONE
+#     ├────────────┼────────────▲ │
+#     └────────────┴──────────────┴──▶ ROLLED_BACK       COMPARING only where that is wished
+class RollOutState(StrEnum):
+    LOADING = "LOADING"
+    COMPARING = "COMPARING"
+    SHIFTING = "SHIFTING"
+    SUCCEEDED = "SUCCEEDED"
+    ROLLED_BACK = "ROLLED_BACK"
+    UNDONE = "UNDONE"
+
+
+UNDER_WAY = frozenset({RollOutState.LOADING, RollOutState.COMPARING, RollOutState.SHIFTING})
+
+
+@dataclass(frozen=True)
+class Step(Durable):
+    """For `interval_s` the new version has `percent` of the requests that name no version."""
+
+    percent: int
+    interval_s: float
+
+
+DEFAULT_STEPS = tuple(Step(percent, 60.0) for percent in (5, 25, 50, 100))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RollOutLimits(Durable):
+    """None is no limit. They hold once there are `min_requests` in the last `window_s`; the ratio is to the old one."""
+
+    max_error_share: float | None = None
+    max_p99_s: float | None = None
+    max_p99_ratio: float | None = None
+    min_requests: int = DEFAULT_REQUESTS
+    window_s: float = DEFAULT_WINDOW_S
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison(Durable):
+    """On the first `max_rows` of a split, before any traffic moves: the share of the rows whose labels must agree with
+    the old version's, and by how much outputs may differ. None is no limit."""
+
+    dataset_version: str
+    split: str
+    max_rows: int = DEFAULT_ROWS
+    min_agreement: float | None = None
+    max_difference: float | None = None
+
+
+@dataclass(frozen=True)
+class Compared(Durable):
+    """What a comparison found; `agreement` is None where the model gives no label. Both versions refuse `refused` rows,
+    which are no part of the `rows` that were compared; `refused_by_one` are, as different as can be."""
+
+    rows: int
+    agreement: float | None
+    difference: float
+    refused: int = 0
+    refused_by_one: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Durable):
+    """`checkpoint` is as the client named it, a job or a checkpoint; everything else has its default filled in."""
+
+    checkpoint: str
+    steps: tuple[Step, ...] = DEFAULT_STEPS
+    limits: RollOutLimits = RollOutLimits()
+    allow_new_signature: bool = False
+    comparison: Comparison | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RollOut(Durable):
+    """`before` are the weights by number to go back to; `step` is the place of the present one, or of the last. Times
+    are seconds since the epoch, 0 for what has not happened."""
+
+    uid: str
+    request_id: str
+    operation: str
+    plan: Plan
+    state: RollOutState
+    version: str
+    before: Mapping[str, int]
+    create_time: float
+    step: int = 0
+    step_time: float = 0.0
+    end_time: float = 0.0
+    error: Mapping[str, Any] | None = None
+    compared: Compared | None = None
+
+    @property
+    def under_way(self) -> bool:
+        return self.state in UNDER_WAY
+
+    @property
+    def main(self) -> str:
+        """The number of the old version with the most traffic."""
+        return max(self.before, key=lambda number: self.before[number])
+
+    @property
+    def present(self) -> Step:
+        return self.plan.steps[self.step]
+
+    def ended(self, state: RollOutState, now_s: float, error: MillraceError | None = None) -> RollOut:
+        return replace(self, state=state, end_time=now_s, error=error.as_record() if error else None)
+
+    @staticmethod
+    def from_record(record: Mapping[str, Any]) -> RollOut:
+        plan = dict(record["plan"])
+        plan["steps"] = tuple(Step(**fields_of(Step, step)) for step in plan["steps"])
+        plan["limits"] = RollOutLimits(**fields_of(RollOutLimits, plan["limits"]))
+        comparison, compared = plan.get("comparison"), record.get("compared")
+        plan["comparison"] = Comparison(**fields_of(Comparison, comparison)) if comparison else None
+        return RollOut(
+            **{
+                **fields_of(RollOut, record),
+                "plan": Plan(**fields_of(Plan, plan)),
+                "state": RollOutState(record["state"]),
+                "compared": Compared(**fields_of(Compared, compared)) if compared else None,
+            }
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RollOutWish:
+    """A checked request to roll out. `digest` is that of the request's body without its `request_id`."""
+
+    name: str
+    plan: Plan
+    etag: str
+    request_id: str
+    digest: str
+    validate_only: bool
+
+
+def check_plan(
+    *,
+    checkpoint: str,
+    steps: Sequence[Step],
+    limits: RollOutLimits,
+    allow_new_signature: bool = False,
+    comparison: Comparison | None = None,
+) -> Plan:
+    """The plan with its defaults, or `InvalidArgument` naming every field that is out of range."""
+    problems: list[tuple[str, object, str]] = []
+    if len(steps) > MAX_STEPS:
+        problems.append(("spec.steps", f"{len(steps)} steps", f"use at most {MAX_STEPS}"))
+    before = -1  # the first step may be 0 %: loaded, for routes by header and for a shadow
+    for place, step in enumerate(steps[:MAX_STEPS]):
+        if not before < step.percent <= 100:
+            problems.append((f"spec.steps[{place}].percent", step.percent, f"use {before + 1} to 100: shares rise"))
+        if not 0 <= step.interval_s <= MAX_INTERVAL_S:
+            problems.append((f"spec.steps[{place}].interval", step.interval_s, f"use 0 to {MAX_INTERVAL_S:g} s"))
+        before = max(before, step.percent)
+    if steps and steps[-1].percent != 100 and not problems:
+        problems.append((f"spec.steps[{len(steps) - 1}].percent", steps[-1].percent, "end with a step of 100"))
+    problems += [
+        (f"spec.limits.{field}", value, f"use {low:g} to {high:g}{unit}")
+        for field, value, low, high, unit in (
+            ("max_error_share", limits.max_error_share, 0, 1, ""),
+            ("max_p99_latency", limits.max_p99_s, 0, MAX_LATENCY_S, " s"),
+            ("max_p99_ratio", limits.max_p99_ratio, 0, MAX_RATIO, ""),
+            ("min_requests", limits.min_requests, 1, MAX_REQUESTS, ""),
+            ("window", limits.window_s, MIN_WINDOW_S, MAX_WINDOW_S, " s"),
+        )
+        if value is not None and not low <= value <= high
+    ]
+    problems += _problems_of(comparison) if comparison is not None else []
+    if comparison is not None and allow_new_signature:
+        problems.append(
+            ("spec.allow_new_signature", True, "leave it out: versions that differ in it cannot be compared")
+        )
+    if problems:
+        raise invalid_fields(problems)
+    return Plan(
+        checkpoint=checkpoint,
+        steps=tuple(steps) or DEFAULT_STEPS,
+        limits=limits,
+        allow_new_signature=allow_new_signature,
+        comparison=comparison,
+    )
+
+
+def _problems_of(wanted: Comparison) -> list[tuple[str, object, str]]:
+    field = "spec.comparison"
+    problems: list[tuple[str, object, str]] = []
+    if wanted.min_agreement is None and wanted.max_difference is None:
+        problems.append((field, None, "set min_agreement or max_difference: nothing would follow from it"))
+    if not SPLIT.fullmatch(wanted.split):
+        problems.append((f"{field}.split", wanted.split, SPLIT_REMEDY))
+    if not 1 <= wanted.max_rows <= MAX_ROWS:
+        problems.append((f"{field}.max_rows", wanted.max_rows, f"use 0 to {MAX_ROWS}; 0 means {DEFAULT_ROWS}"))
+    if wanted.min_agreement is not None and not 0 <= wanted.min_agreement <= 1:
+        problems.append((f"{field}.min_agreement", wanted.min_agreement, "use 0 to 1"))
+    if wanted.max_difference is not None and not wanted.max_difference >= 0:
+        problems.append((f"{field}.max_difference", wanted.max_difference, "use 0 or more"))
+    return problems
+
+
+# --- Comparing ---
+# How two versions of a model differ on the same rows.
+
+LABEL = "label"
+
+
+@dataclass
+class Difference:
+    """Gathered part by part. `agreeing` counts rows with equal labels, None where the model gives none; `greatest` is
+    the greatest absolute difference between numbers of outputs that are floats. `refused` and `refused_by_one` are
+    those of `Compared`."""
+
+    rows: int = 0
+    agreeing: int | None = None
+    greatest: float = 0.0
+    refused: int = 0
+    refused_by_one: int = 0
+
+    def add(self, specs: Sequence[TensorSpec], old: Sequence[Array], new: Sequence[Array]) -> None:
+        """The outputs of both versions for some more rows, in the order of `specs`."""
+        self.rows += len(old[0])
+        for spec, one, other in zip(specs, old, new, strict=True):
+            if spec.name == LABEL:
+                self.agreeing = (self.agreeing or 0) + int(np.count_nonzero(one == other))
+            elif one.size and np.issubdtype(one.dtype, np.floating):
+                greatest = np.abs(one.astype(np.float64) - other.astype(np.float64)).max()
+                # One that is no number differs from everything.
+                self.greatest = max(self.greatest, float("inf") if np.isnan(greatest) else float(greatest))
+
+    def add_refused(self, specs: Sequence[TensorSpec], *, by_both: bool) -> None:
+        """One more row, to which one version gives the outputs of `specs`, or none does."""
+        if by_both:
+            self.refused += 1
+            return
+        self.rows += 1
+        self.refused_by_one += 1
+        self.greatest = float("inf")
+        if any(spec.name == LABEL for spec in specs):
+            self.agreeing = self.agreeing or 0
+
+    def told(self) -> Compared:
+        agreement = None if self.agreeing is None or not self.rows else self.agreeing / self.rows
+        return Compared(self.rows, agreement, self.greatest, self.refused, self.refused_by_one)
+
+
+def falls_short(wanted: Comparison, seen: Compared) -> str:
+    """What of the comparison is not as wanted, in words; empty: nothing."""
+    if wanted.min_agreement is not None:
+        if seen.agreement is None:
+            return "its outputs have no label, so that there is no agreement to compare; use max_difference"
+        if seen.agreement < wanted.min_agreement:
+            return (
+                f"{seen.agreement:.2%} of {seen.rows} held rows have the label that the old version gives, at least "
+                f"{wanted.min_agreement:.2%} must{_of_them_refused(seen)}"
+            )
+    if wanted.max_difference is not None and seen.difference > wanted.max_difference:
+        return (
+            f"its outputs for {seen.rows} held rows differ from the old version's by up to {seen.difference:.4g}, at "
+            f"most {wanted.max_difference:.4g} is allowed{_of_them_refused(seen)}"
+        )
+    return ""
+
+
+def _of_them_refused(seen: Compared) -> str:
+    return f"; {seen.refused_by_one} of them only one of the versions takes" if seen.refused_by_one else ""

@@ -1,0 +1,298 @@
+"""How a deployment goes through a roll-out. Transitions are functions from one value to the next; None: no news."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+
+from inference_service.domain.deployment import (
+    ALL_TRAFFIC,
+    Deployment,
+    ModelVersion,
+    State,
+    TrafficChange,
+    checked,
+    with_failure,
+    with_loaded,
+)
+from inference_service.domain.rollout import Compared, RollOut, RollOutState
+from inference_service.domain.signature import Signature
+from shared.errors import Cancelled, FailedPrecondition, MillraceError, invalid_fields
+
+
+def shares(weights: Mapping[str, int], total: int) -> dict[str, int]:
+    """`total` shared out in proportion to the weights, of which one at least is not 0, in whole numbers: what is left
+    over goes to those that lost most by rounding down, the first of equals."""
+    whole = sum(weights.values())
+    shared = {number: total * weight // whole for number, weight in weights.items()}
+    by_loss = sorted(weights, key=lambda number: -(total * weights[number] % whole))
+    for number in by_loss[: total - sum(shared.values())]:
+        shared[number] += 1
+    return shared
+
+
+def check_can_begin(deployment: Deployment, what: str = "a roll-out can begin") -> None:
+    """Raises `FailedPrecondition` unless `what` can happen now: it is READY, and no roll-out is under way."""
+    if deployment.state is not State.READY:
+        raise FailedPrecondition(
+            f"{deployment.name} is {deployment.state}; only when it is READY {what}",
+            reason="DEPLOYMENT_NOT_READY",
+            metadata={"resource": deployment.name, "state": str(deployment.state)},
+        )
+    if deployment.roll_out is not None and deployment.roll_out.under_way:
+        raise FailedPrecondition(
+            f"{deployment.name} is rolling out version {deployment.roll_out.version}; wait for "
+            f"{deployment.roll_out.operation}, or call RollBack",
+            reason="ROLL_OUT_UNDER_WAY",
+            metadata={"resource": deployment.name, "operation": deployment.roll_out.operation},
+        )
+
+
+def next_number(deployment: Deployment) -> str:
+    return str(deployment.numbers_used + 1)
+
+
+def begun(deployment: Deployment, version: ModelVersion, roll_out: RollOut, now_s: float) -> Deployment:
+    """After the wish to roll `version` out, which has the next number; `roll_out.before` becomes what is now.
+
+    Raises as `check_can_begin`.
+    """
+    check_can_begin(deployment)
+    return replace(
+        deployment,
+        versions=(*deployment.versions, replace(version, weight=0)),
+        roll_out=replace(roll_out, before=_weights(deployment.versions)),
+        numbers_used=int(version.number),
+        generation=deployment.generation + 1,
+        update_time=now_s,
+    )
+
+
+def with_version_loaded(deployment: Deployment, loaded: ModelVersion, now_s: float) -> Deployment | None:
+    """After a version was loaded, its signature known: the first makes the deployment READY, that of a roll-out gets
+    the share of the first step, unless it is to be compared before; or, where clients of the old one could not use it,
+    it ends the roll-out."""
+    roll_out = deployment.roll_out
+    if roll_out is None or roll_out.version != loaded.number or roll_out.state is not RollOutState.LOADING:
+        return with_loaded(deployment, loaded, now_s)
+    known = _changed(deployment, {loaded.number: loaded}, now_s)
+    old = next((one.signature for one in deployment.versions if roll_out.before.get(one.number)), None)
+    if not roll_out.plan.allow_new_signature and old is not None and not _serves_alike(old, loaded.signature):
+        error = FailedPrecondition(
+            f"version {loaded.number} of {deployment.name} does not take and give what the old one does: "
+            f"{_told(loaded.signature)} instead of {_told(old)}; to roll it out all the same set allow_new_signature",
+            reason="NEW_SIGNATURE",
+            metadata={"resource": deployment.name, "model_version": loaded.number},
+        )
+        return with_traffic_back(known, roll_out.uid, error, now_s)
+    if roll_out.plan.comparison is not None:
+        return replace(known, roll_out=replace(roll_out, state=RollOutState.COMPARING))
+    return _shifted(known, _first_step(roll_out, now_s), now_s)
+
+
+def with_compared(deployment: Deployment, uid: str, compared: Compared, now_s: float) -> Deployment | None:
+    """After that roll-out's version was found to be enough like the old one: at the first step."""
+    roll_out = deployment.roll_out
+    if roll_out is None or (roll_out.uid, roll_out.state) != (uid, RollOutState.COMPARING):
+        return None
+    return _shifted(deployment, replace(_first_step(roll_out, now_s), compared=compared), now_s)
+
+
+def with_unlike(
+    deployment: Deployment, uid: str, compared: Compared, error: MillraceError, now_s: float
+) -> Deployment | None:
+    """After it was found to be too unlike: rolled back."""
+    after = with_traffic_back(deployment, uid, error, now_s)
+    if after is None or after.roll_out is None:
+        return None
+    return replace(after, roll_out=replace(after.roll_out, compared=compared))
+
+
+def with_version_failed(deployment: Deployment, number: str, error: MillraceError, now_s: float) -> Deployment | None:
+    """After a version could not be loaded for good: the first fails the deployment, that of a roll-out ends the
+    roll-out. Any other was loaded before, and is tried again."""
+    roll_out = deployment.roll_out
+    if roll_out is not None and roll_out.version == number and roll_out.under_way:
+        return with_traffic_back(deployment, roll_out.uid, error, now_s)
+    return with_failure(deployment, error, now_s)
+
+
+def with_next_step(deployment: Deployment, uid: str, step: int, now_s: float) -> Deployment | None:
+    """After `step` of that roll-out was long enough: at the next, or, after the last, done."""
+    roll_out = deployment.roll_out
+    if roll_out is None or (roll_out.uid, roll_out.state, roll_out.step) != (uid, RollOutState.SHIFTING, step):
+        return None
+    if step + 1 < len(roll_out.plan.steps):
+        return _shifted(deployment, replace(roll_out, step=step + 1, step_time=now_s), now_s)
+    after = replace(deployment, roll_out=roll_out.ended(RollOutState.SUCCEEDED, now_s), update_time=now_s)
+    return with_policy_applied(after, now_s)
+
+
+def with_traffic_back(deployment: Deployment, uid: str, error: MillraceError, now_s: float) -> Deployment | None:
+    """After something ended that roll-out: the old versions have their traffic back, and the new one goes."""
+    roll_out = deployment.roll_out
+    if deployment.state is not State.READY or roll_out is None or roll_out.uid != uid or not roll_out.under_way:
+        return None
+    return _undone(deployment, roll_out, RollOutState.ROLLED_BACK, now_s, error)
+
+
+def with_roll_back(deployment: Deployment | None, name: str, etag: str, now_s: float) -> Deployment | None:
+    """After a client's wish to go back to what was before the newest roll-out; None if that is so already.
+
+    Raises `NotFound`, `Conflict` and `FailedPrecondition` (there is nothing to go back to, or not any more).
+    """
+    there = checked(deployment, name, etag)
+    roll_out = there.roll_out
+    if there.state is not State.READY or roll_out is None:
+        raise FailedPrecondition(
+            f"{name} is {there.state}" if there.state is not State.READY else f"{name} had no roll-out yet",
+            reason="NOTHING_TO_ROLL_BACK",
+            metadata={"resource": name},
+        )
+    if roll_out.state in (RollOutState.ROLLED_BACK, RollOutState.UNDONE):
+        return None
+    wished = replace(there, generation=there.generation + 1)
+    if roll_out.under_way:
+        error = Cancelled(f"the roll-out of version {roll_out.version} was rolled back by wish", reason="ROLLED_BACK")
+        return _undone(wished, roll_out, RollOutState.ROLLED_BACK, now_s, error)
+    there_still = {version.number for version in there.versions}
+    missing = [number for number, weight in roll_out.before.items() if weight and number not in there_still]
+    if missing:
+        raise FailedPrecondition(
+            f"{name}: version {', '.join(missing)} is no longer loaded; roll its checkpoint out again, and let the "
+            "version policy keep the latest two to be able to go back at once",
+            reason="VERSION_NOT_LOADED",
+            metadata={"resource": name, "model_version": missing[0]},
+        )
+    # One that has retired is answered by every process until the log does not name it any more.
+    back = {one.number: replace(one, retired_at=None) for one in there.versions if roll_out.before.get(one.number)}
+    return _undone(_changed(wished, back, now_s), roll_out, RollOutState.UNDONE, now_s, None)
+
+
+def with_policy_applied(deployment: Deployment, now_s: float) -> Deployment:
+    """Retires what has no traffic, is in no roll-out and is not kept by the version policy."""
+    there = [version.number for version in deployment.versions if version.retired_at is None]
+    kept = {*deployment.spec.version_policy.keeps(there)}
+    if deployment.roll_out is not None and deployment.roll_out.under_way:
+        kept |= {deployment.roll_out.version, *deployment.roll_out.before}
+    going = {
+        version.number: replace(version, retired_at=now_s)
+        for version in deployment.versions
+        if not version.weight and version.number not in kept and version.retired_at is None
+    }
+    after = _changed(deployment, going, now_s)
+    left = {version.number for version in after.versions if version.retired_at is None}
+    return replace(
+        after,
+        routes=tuple(route for route in after.routes if route.version in left),
+        shadow=after.shadow if after.shadow is not None and after.shadow.version in left else None,
+    )
+
+
+def with_change(deployment: Deployment | None, name: str, change: TrafficChange, etag: str, now_s: float) -> Deployment:
+    """After a client's wish about its traffic and the versions that stay loaded; those among them that the roll-out has
+    just retired stay, too.
+
+    Raises `NotFound`, `Conflict`, `InvalidArgument` (a version that is not there, or not loaded) and
+    `FailedPrecondition` (it is not READY; or a roll-out is under way, which has the weights).
+    """
+    there = checked(deployment, name, etag)
+    if there.state is not State.READY or change.weights is not None:
+        check_can_begin(there, "its traffic can be changed")
+    loaded = {version.number for version in there.versions if version.signature and version.retired_at is None}
+    named = [
+        *((f"weights[{number}]", number) for number in change.weights or ()),
+        *((f"routes[{place}].version", route.version) for place, route in enumerate(change.routes or ())),
+        *([("shadow.version", change.shadow.version)] if change.shadow and change.shadow.percent else []),
+    ]
+    problems: list[tuple[str, object, str]] = [
+        (f"deployment.traffic.{field}", number, f"use a version that is loaded: {', '.join(sorted(loaded, key=int))}")
+        for field, number in named
+        if number not in loaded
+    ]
+    if problems:
+        raise invalid_fields(problems)
+    after = replace(there, generation=there.generation + 1)
+    if change.weights is not None:
+        after = _weighed(after, change.weights, now_s)
+    if change.routes is not None:
+        after = replace(after, routes=change.routes)
+    if change.shadow is not None:
+        after = replace(after, shadow=change.shadow if change.shadow.percent else None)
+    if change.policy is not None:
+        after = _kept_again(replace(after, spec=replace(after.spec, version_policy=change.policy)), now_s)
+    return with_policy_applied(after, now_s)
+
+
+def with_retired_gone(deployment: Deployment, numbers: Collection[str], now_s: float) -> Deployment | None:
+    """After these retired versions can no longer be meant by anybody."""
+    left = tuple(one for one in deployment.versions if one.number not in numbers or one.retired_at is None)
+    if deployment.state is not State.READY or left == deployment.versions:
+        return None
+    return replace(deployment, versions=left, update_time=now_s)
+
+
+def _kept_again(deployment: Deployment, now_s: float) -> Deployment:
+    """With the old versions that its policy keeps, though the end of the newest roll-out has retired them: a policy
+    that was wished for with that may come later than its end."""
+    roll_out = deployment.roll_out
+    if roll_out is None or roll_out.state is not RollOutState.SUCCEEDED:
+        return deployment
+    there = [one.number for one in deployment.versions if one.retired_at is None or one.number in roll_out.before]
+    kept = deployment.spec.version_policy.keeps(there)
+    back = {one.number: replace(one, retired_at=None) for one in deployment.versions if one.number in kept}
+    return _changed(deployment, back, now_s)
+
+
+def _first_step(roll_out: RollOut, now_s: float) -> RollOut:
+    return replace(roll_out, state=RollOutState.SHIFTING, step=0, step_time=now_s)
+
+
+def _shifted(deployment: Deployment, roll_out: RollOut, now_s: float) -> Deployment:
+    """With the traffic of the roll-out's present step."""
+    percent = roll_out.present.percent
+    weights = {**shares(roll_out.before, ALL_TRAFFIC - percent), roll_out.version: percent}
+    return replace(_weighed(deployment, weights, now_s), roll_out=roll_out)
+
+
+def _undone(
+    deployment: Deployment, roll_out: RollOut, state: RollOutState, now_s: float, error: MillraceError | None
+) -> Deployment:
+    after = _weighed(deployment, roll_out.before, now_s)
+    after = replace(after, roll_out=roll_out.ended(state, now_s, error))
+    going = {
+        version.number: replace(version, retired_at=now_s)
+        for version in after.versions
+        if version.number == roll_out.version
+    }
+    return with_policy_applied(_changed(after, going, now_s), now_s)
+
+
+def _weights(versions: Iterable[ModelVersion]) -> dict[str, int]:
+    return {version.number: version.weight for version in versions if version.retired_at is None}
+
+
+def _weighed(deployment: Deployment, weights: Mapping[str, int], now_s: float) -> Deployment:
+    """Every version with its weight; those that have none there get no traffic."""
+    changed = {one.number: replace(one, weight=weights.get(one.number, 0)) for one in deployment.versions}
+    return _changed(deployment, changed, now_s)
+
+
+def _changed(deployment: Deployment, versions: Mapping[str, ModelVersion], now_s: float) -> Deployment:
+    replaced = tuple(versions.get(version.number, version) for version in deployment.versions)
+    return replace(deployment, versions=replaced, update_time=now_s)
+
+
+def _serves_alike(old: Signature, new: Signature | None) -> bool:
+    """Whether clients of the one are served by the other: more may be offered, but nothing less."""
+    return old == new and new is not None and len(old.offered) <= len(new.offered)
+
+
+def _told(signature: Signature | None) -> str:
+    if signature is None:
+        return "nothing"
+    given, made = (
+        ", ".join(f"{one.name} {one.datatype}{list(one.shape)}" for one in tensors)
+        for tensors in (signature.raw, signature.offered)
+    )
+    return f"{given} → {made}"

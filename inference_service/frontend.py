@@ -1,0 +1,340 @@
+"""What one frontend process has beside its server: the check of the store, the bond with Ray, and the reports of its
+state to its peers and of its load to replicas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import socket
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+from inference_service.deploy.reconciler import RayLost, Reconciler
+from inference_service.domain.deployment import LIVE, Deployment, application_name
+from inference_service.domain.rollout import RollOutState
+from inference_service.domain.statistics import Counts
+from inference_service.peers import LOOK_EVERY_S, Siblings, Told
+from inference_service.serve.models import Models
+from inference_service.serve.ray_serve import ServeApplications, to_serve_thread
+from inference_service.serve.repository import SummedStatistics
+from inference_service.settings import InferenceSettings
+from shared.errors import STORE_OUTAGES
+from shared.grpc_server import Health
+from shared.settings import StoreSettings
+from shared.storage import open_store, probe
+from shared.storage.opening import ensure_bucket
+
+logger = logging.getLogger(__name__)
+
+
+# --- Ray ---
+# This process's bond with Ray: waits for it, joins it, and ends the process when it is lost.
+#
+# Why end, and not reconnect: Ray's client library holds the old cluster in threads and globals of C++ and Python,
+# aborts the process by itself about a minute after the head has gone, and Serve's handles belong to the old controller.
+# A new process has none of that, starts in seconds, and reads from the logs what to serve; the supervisor provides it.
+# Until Ray is reached, Get and List answer from the store and health says NOT_SERVING.
+
+EXIT_RAY_LOST = 75  # EX_TEMPFAIL of sysexits.h
+LOOK_FOR_RAY_EVERY_S = 0.5
+CONNECT_WITHIN_S = 60.0
+# Not asyncio's connections: they resolve a host name in the event loop's threads. These may all wait for the store, and
+# Ray would seem to be gone.
+WATCHING = ThreadPoolExecutor(4, thread_name_prefix="watching-ray")
+
+
+class Front:
+    """`exit_status` is the process's, once `run` has ended; `ready` is set once it has seen what there is to serve."""
+
+    def __init__(
+        self,
+        settings: InferenceSettings,
+        applications: ServeApplications,
+        reconciler: Reconciler,
+        models: Models,
+        health: Health,
+        stop: asyncio.Event,
+    ) -> None:
+        self._address = settings.service.ray_address
+        self._gone_after_s = settings.ray_gone_after_s
+        self._applications = applications
+        self._reconciler = reconciler
+        self._models = models
+        self._health = health
+        self._stop = stop
+        self.exit_status = 0
+        self.ready = asyncio.Event()
+
+    async def run(self) -> None:
+        """Serves Ray's side until cancelled; when Ray is lost it sets `exit_status` and stops the server."""
+        try:
+            await self._join()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._watch())
+                tasks.create_task(self._reconciler.run(self._serving))
+        except* RayLost as lost:
+            logger.error("Ray at %s is lost (%s); ending, to be started again", self._address, lost.exceptions[0])
+            await self._health.set(False)
+            self._models.close("Ray is lost; the service is starting again")
+            self.exit_status = EXIT_RAY_LOST
+            self._stop.set()
+
+    async def _join(self) -> None:
+        # Ray's own client gives up after a while, and not always gently.
+        while True:
+            if await _listens(self._address):
+                break
+            await asyncio.sleep(LOOK_FOR_RAY_EVERY_S)
+        try:
+            async with asyncio.timeout(CONNECT_WITHIN_S):
+                await to_serve_thread(self._applications.connect, self._address)
+        except Exception as error:  # Ray's client raises half a dozen kinds here
+            raise RayLost(f"joining failed: {error!r}") from error
+        # Ray's library put handlers of its own over ours, which print a stack as if SIGTERM were a crash.
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        logger.info("joined Ray at %s", self._address)
+
+    async def _watch(self) -> None:
+        """Raises `RayLost` when the head's port has been closed for a while: its client would only hang."""
+        seen_at = time.monotonic()
+        while time.monotonic() - seen_at < self._gone_after_s:
+            if await _listens(self._address):
+                seen_at = time.monotonic()
+            await asyncio.sleep(LOOK_FOR_RAY_EVERY_S)
+        raise RayLost(f"nothing listens there for {self._gone_after_s:.0f} s")
+
+    async def _serving(self) -> None:
+        await self._health.set(True)
+        self.ready.set()
+
+
+async def _listens(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+
+    def connect() -> None:
+        socket.create_connection((host, int(port)), LOOK_FOR_RAY_EVERY_S).close()
+
+    try:
+        async with asyncio.timeout(LOOK_FOR_RAY_EVERY_S):
+            await asyncio.get_running_loop().run_in_executor(WATCHING, connect)
+    except (OSError, TimeoutError):
+        return False
+    return True
+
+
+# --- Reports to peers ---
+# Tells the other front processes of this service, several times a second, what they must know of this one; at once,
+# what it begins to take out of Serve.
+
+STATISTICS_EVERY_S = 1.0
+
+
+class SiblingReports:
+    """Lives on the event loop of `models`. `ready` is set once this process answers."""
+
+    def __init__(
+        self,
+        siblings: Siblings,
+        reconciler: Reconciler,
+        models: Models,
+        statistics: SummedStatistics,
+        ready: asyncio.Event,
+    ) -> None:
+        self._siblings = siblings
+        self._ready = ready
+        self._reconciler = reconciler
+        self._models = models
+        self._statistics = statistics
+        self._statistics_at = -STATISTICS_EVERY_S
+        self._listens = False
+        self._is_mute = False
+        self._news: dict[int, tuple[int, list[str], list[str]]] = {}
+        reconciler.on_going(self._exchange)
+
+    async def run(self) -> None:
+        """Until cancelled; returns at once where there are no others. What they have written or loaded is seen soon."""
+        while self._siblings.are_there:
+            self._exchange()
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def turn_to_listen(self) -> None:
+        """Returns when this process may open the port, and tells the others that it does."""
+        while not self._siblings.may_listen(self._ready.is_set(), self._reconciler.holds()):  # noqa: ASYNC110 - files tell nobody
+            await asyncio.sleep(LOOK_EVERY_S)
+        self._listens = True
+        self._exchange()
+
+    def _exchange(self) -> None:
+        """A folder that is full or cannot be written or read must not end what is served: it is tried again."""
+        self._siblings.beat()
+        try:
+            self._tell()
+            before, self._news = self._news, self._siblings.news()
+            if time.monotonic() - self._statistics_at >= STATISTICS_EVERY_S:
+                self._statistics.leave()
+                self._statistics_at = time.monotonic()
+        except OSError as error:
+            if not self._is_mute:
+                logger.error("the front processes do not hear of each other: %s; see to the folder's disk", error)
+            self._is_mute = True
+            return
+        self._is_mute = False
+        if self._news != before:
+            self._reconciler.nudge()
+
+    def _tell(self) -> None:
+        counts = {name: one for deployment in self._models.deployments() for name, one in self._counts(deployment)}
+        self._siblings.tell(
+            Told(
+                pid=os.getpid(),
+                listens=self._listens,
+                ready=self._ready.is_set(),
+                holds=self._reconciler.holds(),
+                going=self._reconciler.going(),
+                written=self._models.written,
+                counts=counts,
+            )
+        )
+
+    def _counts(self, deployment: Deployment) -> list[tuple[str, Counts]]:
+        """Of the versions that limits compare, as long as they do."""
+        roll_out = deployment.roll_out
+        if roll_out is None or roll_out.state is not RollOutState.SHIFTING:
+            return []
+        return [
+            (
+                application_name(deployment, version),
+                self._models.statistics(deployment, version).recent.counts(time.time(), roll_out.plan.limits.window_s),
+            )
+            for version in deployment.versions
+            if version.number in (roll_out.version, roll_out.main)
+        ]
+
+
+# --- Reports to replicas ---
+# Tells the replicas of versions that scale what this process has for them to do, every few seconds.
+#
+# They hand it on to Ray Serve's controller, which decides: so several front processes add up, and none decides alone.
+
+REPORT_EVERY_S = 2.0
+
+
+class LoadReports:
+    """Lives on the event loop of `models`."""
+
+    def __init__(self, applications: ServeApplications, models: Models) -> None:
+        self._applications = applications
+        self._models = models
+        self._front = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._under_way: set[str] = set()
+
+    async def run(self) -> None:
+        """Until cancelled. Replicas that do not answer delay nobody else's report."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                for name in set(self._scaled()) - self._under_way:
+                    self._under_way.add(name)
+                    tasks.create_task(self._report(name))
+                await asyncio.sleep(REPORT_EVERY_S)
+
+    def _scaled(self) -> list[str]:
+        return [
+            application_name(deployment, version)
+            for deployment in self._models.deployments()
+            if deployment.state in LIVE and deployment.spec.autoscaling is not None
+            for version in deployment.versions
+        ]
+
+    async def _report(self, name: str) -> None:
+        try:
+            batcher = self._models.find_batcher(name)
+            if batcher is not None:
+                await self._applications.tell_load(name, self._front, batcher.load())
+        except Exception as error:  # Ray's half a dozen kinds; the next report is as good
+            logger.warning("the replicas of %s do not hear what there is for them to do: %r", name, error)
+        finally:
+            self._under_way.discard(name)
+
+
+# --- Check of the store ---
+# Whether the store can be used: asked before the service starts, and until it has answered once.
+#
+# A store that cannot be used for good (no bucket, refused credentials, no put-if-absent) is a fault of the settings,
+# and the process ends. One that is full or silent is an outage: replicas that run need no store, so the service starts
+# without it, and serves what it knows.
+
+
+# Longer than a healthy store takes; a silent one is given up by its client only after half a minute.
+CHECKED_WITHIN_S = 10.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+
+
+class StoreCheck:
+    def __init__(self, settings: StoreSettings) -> None:
+        self._settings = settings
+        self.passed = False
+
+    def begin(self) -> None:
+        """Checks once, and returns after `CHECKED_WITHIN_S` seconds at the latest. Raises `StoreRefused`."""
+        # Of its own, and not waited for at the end: the store may be silent for longer than that.
+        thread = ThreadPoolExecutor(1, thread_name_prefix="store-check")
+        try:
+            thread.submit(self._check).result(CHECKED_WITHIN_S)
+            self.passed = True
+        except TimeoutError:
+            self._warn(f"{self._settings.url} has not answered within {CHECKED_WITHIN_S:.0f} s")
+        except STORE_OUTAGES as error:
+            self._warn(error.message)
+        finally:
+            thread.shutdown(wait=False)
+
+    async def finish(self) -> None:
+        """Checks again and again, ever more seldom, until the store has answered. Raises `StoreRefused`."""
+        pause_s = FIRST_PAUSE_S
+        while not self.passed:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            try:
+                await asyncio.to_thread(self._check)
+            except STORE_OUTAGES as error:
+                logger.debug("%s; checking again in %.0f s", error.message, pause_s)
+                continue
+            self.passed = True
+            logger.info("%s answers and takes what is written", self._settings.url)
+
+    def _check(self) -> None:
+        ensure_bucket(self._settings)
+        probe(open_store(self._settings))
+
+    def _warn(self, why: str) -> None:
+        logger.warning(
+            "%s; starting all the same: what runs is served as far as it is known, and nothing can be changed until "
+            "the store answers and has room",
+            why,
+        )
+
+
+# --- Large buffers ---
+# Has the memory of large buffers go back to the system when they are freed.
+
+_M_MMAP_THRESHOLD = -3  # of malloc.h
+LARGE_BYTES = 64 * 1024
+
+
+def give_back_large_buffers() -> None:
+    """From now on each has pages of its own, which end with it.
+
+    gRPC takes in a message that is over the limit before it refuses it, in buffers that many threads allocate and free;
+    glibc keeps such memory, and a server that was sent 65 MiB now and then held 300 MiB more after minutes. Elsewhere
+    than with glibc this does nothing.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)

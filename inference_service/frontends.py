@@ -1,0 +1,146 @@
+"""Several frontend processes on one port: a parent starts each, watches its signs of life, and starts it again when it
+dies or hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from inference_service.peers import beat_of
+from inference_service.settings import metrics_of
+from shared.jobs.supervisor import ChildRefused, supervise
+from shared.settings import SettingsError
+
+logger = logging.getLogger(__name__)
+
+
+# --- Frontends ---
+# Several front processes on one port: a parent that starts each, and starts it again when it dies or hangs.
+
+
+# A front that is told to stop answers what it has, for 5 s at most, and leaves Ray.
+STOP_WITHIN_S = 12.0
+# The exit status of a process whose settings cannot be had.
+REFUSED = 2
+
+
+async def run_fronts(module: str, listen: str, fronts: int, metrics_listen: str = "") -> int:
+    """Runs `python -m module NUMBER FOLDER` for each number until SIGTERM or SIGINT. Returns the exit status: 0, or
+    `REFUSED` where one of them ends with that when it is first started.
+
+    Raises `SettingsError` where one of the ports cannot be had: if another service has the one that they share, the
+    kernel would share out the calls among both.
+    """
+    _check_free(listen, [metrics_of(metrics_listen, front) for front in range(fronts)] if metrics_listen else [])
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    folder = _folder()
+    status = 0
+
+    async def keep(front: int) -> None:
+        nonlocal status
+        arguments = (str(front), str(folder))
+        try:
+            await supervise(
+                module,
+                stop,
+                arguments=arguments,
+                stop_within_s=STOP_WITHIN_S,
+                refusal=REFUSED,
+                hangs=lambda pid: hangs(folder, front, pid),
+            )
+        except ChildRefused:  # it has said why
+            status = REFUSED
+            stop.set()
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for front in range(fronts):
+                tasks.create_task(keep(front))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return status
+
+
+def _folder() -> Path:
+    try:
+        return Path(tempfile.mkdtemp(prefix="millrace-fronts-"))
+    except OSError as error:
+        raise SettingsError(f"several fronts need a folder for temporary files: {error}; set TMPDIR to one") from error
+
+
+def _check_free(listen: str, metrics: Sequence[str]) -> None:
+    """All are held until the last is seen, so that none of them is another."""
+    with ExitStack() as held:
+        for name, address in (("MILLRACE_LISTEN", listen), *(("MILLRACE_METRICS_LISTEN", one) for one in metrics)):
+            host, _, port = address.rpartition(":")
+            host = host.strip("[]")
+            if int(port) == 0:
+                raise SettingsError(f"{name}={address!r}: several fronts need a port that is known; give one")
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            one = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                one.bind((host, int(port)))
+                one.listen()
+            except OSError as error:
+                raise SettingsError(f"{name}: {address}: {error.strerror}; use another port") from error
+
+
+async def parent_gone() -> None:
+    """Returns when this process's standard input ends, which its parent holds."""
+    ended = asyncio.Event()
+
+    class Protocol(asyncio.Protocol):
+        def connection_lost(self, _: Exception | None) -> None:
+            ended.set()
+
+    await asyncio.get_running_loop().connect_read_pipe(Protocol, sys.stdin)
+    await ended.wait()
+
+
+# --- Signs of life ---
+# Whether a front process hangs, by the signs of life that it gives several times a second.
+
+LOOK_EVERY_S = 5.0
+# In a row. They are counted, not timed: who was stopped with its parent has its time once both go on.
+SILENT_LOOKS = 12
+
+
+async def hangs(folder: Path, number: int, pid: int) -> None:
+    """Returns once the front of this number has given no sign of life for a minute, having given one before. A folder
+    in which no file can be touched, read-only by now, says nothing of those who try."""
+    beat_before, silent = None, 0
+    while silent < SILENT_LOOKS:
+        await asyncio.sleep(LOOK_EVERY_S)
+        beat_at = _touched_at(beat_of(folder, number, pid))
+        can_touch = _touch(folder / "parent")
+        silent = silent + 1 if can_touch and beat_at is not None and beat_at == beat_before else 0
+        beat_before = beat_at
+
+
+def _touched_at(path: Path) -> int | None:
+    """None where this process has not begun."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def _touch(path: Path) -> bool:
+    try:
+        path.touch()
+    except OSError:
+        return False
+    return True

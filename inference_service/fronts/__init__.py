@@ -1,1 +1,0 @@
-"""Several front processes on one port: started, watched, and known to each other."""

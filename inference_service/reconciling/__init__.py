@@ -1,1 +1,0 @@
-"""Makes Ray Serve run what the records of deployments and roll-outs say."""

@@ -1,0 +1,449 @@
+"""One request, from its message to the message of its answer: checked, brought to the batcher of its version, answered
+within its time, and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from inference import grpc_service_pb2 as pb
+from inference_service.domain.deployment import Deployment, ModelVersion, Shadow, application_name, headers_of
+from inference_service.domain.signature import (
+    DEFAULT_PRIORITY,
+    LABEL,
+    LABEL_NAME,
+    PRIORITY_LEVELS,
+    RequestedOutput,
+    Rows,
+    TensorSpec,
+    Wishes,
+    check_answer_fits,
+    check_classifiable,
+    count_rows,
+    outputs_wanted,
+    rows_of,
+    wishes_of,
+)
+from inference_service.domain.statistics import LATE, OK, Statistics
+from inference_service.domain.tensors import WireTensor
+from inference_service.serve.batcher import Batcher
+from inference_service.serve.convert import (
+    answer_to_proto,
+    check_tensor_counts,
+    decode_typed,
+    inputs_from_proto,
+    many_elements,
+    outputs_from_proto,
+    parameters_from_proto,
+    streamed_answer,
+    streamed_error,
+)
+from inference_service.serve.models import Answer, Models, find_version, signature_of
+from shared.errors import DeadlineExceeded, MillraceError, ResourceExhausted, invalid_field
+from shared.grpc_errors import status_code
+from shared.grpc_server import message_bytes
+from shared.grpc_server.deadlines import is_deadline
+from shared.grpc_server.server import MAX_MESSAGE_BYTES
+from shared.telemetry import hidden, identify, log_outcome
+from shared.tracing import tracing
+
+logger = logging.getLogger(__name__)
+
+
+# --- Inference ---
+# One request, from its message to the message of its answer: checked, answered within its time, and counted.
+
+# Numbers of which the greatest are found within a few milliseconds.
+CLASSIFIED_AT_ONCE = 5000
+# Bytes of outputs that become a message as fast, in typed contents, too.
+CONVERTED_AT_ONCE = 256 * 1024
+# Threads of their own: the loop's wait for the store, which may be silent, and answers have nothing to do with it.
+CONVERTING = ThreadPoolExecutor(2, thread_name_prefix="answers")
+# Nor do answers wait for requests.
+DECODING = ThreadPoolExecutor(2, thread_name_prefix="inputs")
+# Of an answer: in a stream it gets some bytes more.
+MAX_ANSWER_BYTES = MAX_MESSAGE_BYTES - 1024
+# What the log has of a request's id, which may be as long as a message.
+MAX_SHOWN_ID = 100
+# Gives a call's pairs of str and str or bytes, or None: asked for only where it matters.
+Metadata = Callable[[], Any]
+
+
+class Inference:
+    """Safe to use from many tasks of one event loop."""
+
+    def __init__(self, models: Models, dispatcher: Dispatcher) -> None:
+        self._models = models
+        self._dispatcher = dispatcher
+
+    async def answer(
+        self,
+        request: pb.ModelInferRequest,
+        remaining_s: float | None,
+        metadata: Metadata,
+        *,
+        ends_itself: bool = False,
+    ) -> pb.ModelInferResponse:
+        """`remaining_s` is the caller's time left, None for no deadline; `metadata` that of its call. With
+        `ends_itself` who calls cancels this when the time has passed.
+
+        Raises what `Models.choose` and `Dispatcher.infer` raise, and `DeadlineExceeded`.
+        """
+        began_s = time.perf_counter()
+        statistics = self._models.unchosen
+        status: str | None = "INTERNAL"
+        limit_s, had_part = remaining_s, True
+        deployment: Deployment | None = None
+        try:
+            deployment, version = self._models.choose(
+                request.model_name,
+                request.model_version,
+                lambda: headers_of(metadata() or (), parameters_from_proto(request.parameters)),
+            )
+            statistics = self._models.statistics(deployment, version)
+            which = {"model": deployment.model_name, "model_version": version.number}
+            identify(**which)
+            tracing().describe(**which)
+            had_part = version.signature is not None and self._models.answers(deployment, version)
+            check_tensor_counts(request, version.signature)
+            wishes = wishes_of(parameters_from_proto(request.parameters))
+            inputs, requested = inputs_from_proto(request), outputs_from_proto(request)
+            limit_s = _limit(wishes, remaining_s)
+            decoding = None
+            if elements := many_elements(inputs):
+                # Numbers are of 64 bits while they are decoded.
+                decoding = Decoding(partial(_decoded, request), max(8 * elements, message_bytes()))
+            inferring = self._dispatcher.infer(
+                deployment, version, inputs, requested, limit_s, wishes.priority, decoding
+            )
+            del inputs  # as in `Dispatcher.infer`
+            if limit_s == remaining_s and ends_itself:
+                answer = await inferring
+            else:
+                answer = await _ended_within(limit_s, inferring)
+            answered_s = time.perf_counter()
+            response = await _message(request, answer, requested)
+            now_s = time.perf_counter()
+            statistics.answered(
+                rows=answer.rows,
+                now_s=time.time(),
+                total_s=now_s - began_s,
+                model_s=answer.model_s,
+                input_s=answer.input_s,
+                infer_s=answer.infer_s,
+                output_s=now_s - answered_s,
+            )
+            status = None
+            return response
+        except MillraceError as error:
+            status = status_code(error).name
+            had_part = had_part and not isinstance(error, MemoryFull)
+            raise
+        except asyncio.CancelledError:
+            ran_out = is_deadline(remaining_s, time.perf_counter() - began_s)
+            status = LATE if ran_out else "CANCELLED"
+            raise
+        finally:
+            if status:
+                late = deployment if status == LATE else None
+                statistics.failed(
+                    status=status,
+                    now_s=time.time(),
+                    total_s=time.perf_counter() - began_s,
+                    limit_s=limit_s,
+                    least_s=self._models.least_s(late, _rows_of(request)) if late is not None else 0.0,
+                    had_part=had_part,
+                )
+
+    async def streamed(
+        self, request: pb.ModelInferRequest, remaining_s: float, metadata: Metadata
+    ) -> pb.ModelStreamInferResponse:
+        """The same for a request of a stream, which goes on whatever is wrong with this one: a task of its own, with a
+        line in the log as a call has."""
+        began_s = time.perf_counter()
+        outcome, why = "CANCELLED", ""
+        try:
+            with tracing().span("request"):
+                answered = streamed_answer(await self.answer(request, remaining_s, metadata))
+            outcome = "OK"
+            return answered
+        except MillraceError as error:
+            outcome, why = status_code(error).name, error.message
+            return streamed_error(request, error)
+        except Exception as unexpected:
+            internal = hidden(unexpected, logger, "a request of a stream failed")
+            outcome, why = status_code(internal).name, internal.message
+            return streamed_error(request, internal)
+        finally:
+            took_s = time.perf_counter() - began_s
+            log_outcome(logger, "a request of a stream", outcome, took_s, why, id=request.id[:MAX_SHOWN_ID])
+
+
+async def _decoded(request: pb.ModelInferRequest, inputs: Sequence[WireTensor]) -> Sequence[WireTensor]:
+    """Of large typed contents, in a thread. Cancelled before its turn has come, it decodes nothing."""
+    return await asyncio.get_running_loop().run_in_executor(DECODING, decode_typed, request, inputs)
+
+
+async def _message(
+    request: pb.ModelInferRequest, answer: Answer, requested: Sequence[RequestedOutput]
+) -> pb.ModelInferResponse:
+    """Of the answer. Others' requests need not wait while many numbers become strings, or a large message.
+
+    Raises `InvalidArgument` where it is larger than a message may be, which is not told by the model's signature for
+    classifications and for integers in typed contents.
+    """
+    in_words = any(output.top or output.name == LABEL_NAME for output in requested)
+    classes = sum(values.size for _, values in answer.outputs) if in_words else 0
+    size_bytes = sum(values.nbytes for _, values in answer.outputs)
+    if classes <= CLASSIFIED_AT_ONCE and size_bytes <= CONVERTED_AT_ONCE:
+        return answer_to_proto(request, answer, requested)
+    return await asyncio.get_running_loop().run_in_executor(CONVERTING, _large_message, request, answer, requested)
+
+
+def _large_message(
+    request: pb.ModelInferRequest, answer: Answer, requested: Sequence[RequestedOutput]
+) -> pb.ModelInferResponse:
+    response = answer_to_proto(request, answer, requested)
+    if (size_bytes := response.ByteSize()) > MAX_ANSWER_BYTES:
+        remedy = f"an answer may have {MAX_ANSWER_BYTES}; send fewer rows, or ask for less"
+        raise invalid_field("outputs", f"{size_bytes} bytes for {answer.rows} rows", remedy)
+    return response
+
+
+def _rows_of(request: pb.ModelInferRequest) -> int:
+    """As its first tensor says, be it wrong."""
+    return request.inputs[0].shape[0] if request.inputs and request.inputs[0].shape else 1
+
+
+def _limit(wishes: Wishes, remaining_s: float | None) -> float | None:
+    return min((one for one in (remaining_s, wishes.timeout_s) if one is not None), default=None)
+
+
+async def _ended_within(limit_s: float | None, inferring: Awaitable[Answer]) -> Answer:
+    """Raises `DeadlineExceeded` where it takes longer."""
+    try:
+        async with asyncio.timeout(limit_s) as timer:
+            return await inferring
+    except TimeoutError:
+        if not timer.expired():
+            raise
+        raise DeadlineExceeded(
+            f"not answered within the {limit_s} s that the request has", reason="DEADLINE_EXCEEDED"
+        ) from None
+
+
+# --- Dispatcher ---
+# Brings the rows of requests to the batchers: as many as this process has room for, and copies of some to a shadow.
+
+# Of the outputs alone: beside them an answer has names and parameters.
+MAX_OUTPUT_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """`run` decodes tensors in another thread, once it is their turn; until then they take about `size_bytes`."""
+
+    run: Callable[[Sequence[WireTensor]], Awaitable[Sequence[WireTensor]]]
+    size_bytes: int
+
+
+class Dispatcher:
+    """Lives on the event loop of `models`. `held` bounds the requests of all of them together."""
+
+    def __init__(self, models: Models, held: HeldBytes | None = None) -> None:
+        self._models = models
+        self._held = held or HeldBytes()
+        self._shadowing = Shadowing(self._held)
+
+    async def infer(
+        self,
+        deployment: Deployment,
+        version: ModelVersion,
+        inputs: Sequence[WireTensor],
+        requested: Sequence[RequestedOutput],
+        remaining_s: float | None,
+        priority: int = DEFAULT_PRIORITY,
+        decoding: Decoding | None = None,
+    ) -> Answer:
+        """The outputs themselves, also where a classification of them is `requested`; for `LABEL_NAME` the labels.
+
+        `remaining_s` is the caller's time left, None for no deadline; `decoding` what is to decode the `inputs`, where
+        others should not wait for that.
+        Raises `InvalidArgument` naming the tensor, or `outputs` that no answer has room for, `Unavailable`,
+        `ResourceExhausted` (the model's queue is full, or this process's memory), `DeadlineExceeded`.
+        """
+        signature = signature_of(deployment, version)
+        wanted = outputs_wanted(signature, [output.name for output in requested])
+        check_classifiable(wanted, requested)
+        batcher = self._models.batcher(deployment, version)
+        # A refusal costs the less, the less of a request was read before: its tensors are not.
+        max_rows = deployment.spec.max_queued_rows
+        if decoding is not None:
+            began_s = time.perf_counter()
+            count, form = count_rows(signature, inputs, max_rows)
+            batcher.admit(count, form, remaining_s, priority)
+            # What waits to be decoded takes memory like what waits for the model.
+            with self._holding(decoding.size_bytes):
+                inputs = await decoding.run(inputs)
+            if remaining_s is not None:
+                remaining_s = max(remaining_s - (time.perf_counter() - began_s), 0.0)
+            batcher = self._models.batcher(deployment, version)
+        rows = rows_of(
+            signature,
+            inputs,
+            max_rows,
+            # Others came while a large request was decoded, so it is looked at again.
+            lambda rows, form: batcher.admit(rows, form, remaining_s, priority, again=decoding is not None),
+        )
+        del inputs  # what bytes objects were cut from need not wait with them
+        if len(rows) * signature.answer_row_bytes > MAX_OUTPUT_BYTES:
+            check_answer_fits(_unclassified(wanted, requested), len(rows), MAX_OUTPUT_BYTES)
+        began_s = time.perf_counter()
+        with self._holding(rows.size_bytes):
+            # Of admitted requests alone: the shadow is to see what the version beside it sees.
+            if deployment.shadow is not None:
+                self._shadow(deployment, version, deployment.shadow, rows, batcher)
+            outputs = await batcher.submit(rows, remaining_s, priority, admitted=True)
+        by_name = {spec.name: array for spec, array in zip(signature.outputs, outputs.arrays, strict=True)}
+        if LABEL in by_name:
+            by_name[LABEL_NAME] = by_name[LABEL]
+        return Answer(
+            deployment,
+            version,
+            [(spec, by_name[spec.name]) for spec in wanted],
+            rows=len(rows),
+            model_s=time.perf_counter() - began_s,
+            input_s=outputs.input_s,
+            infer_s=outputs.infer_s,
+        )
+
+    def turned_away(self) -> None:
+        """Counts a request that was refused before anybody read for which model it is. No model is told of it, so none
+        is scaled by it: this process was short of time, and no replica of any model makes up for that."""
+        self._models.unchosen.failed(status="RESOURCE_EXHAUSTED", now_s=time.time(), total_s=0.0)
+
+    @contextmanager
+    def _holding(self, size_bytes: int) -> Iterator[None]:
+        """Holds `size_bytes` of a request within it. Raises `MemoryFull`, which counts as load of no model: the memory
+        is this process's, and may be held by requests for others. These scale by the rows that wait."""
+        self._held.take(size_bytes)
+        try:
+            yield
+        finally:
+            self._held.give_back(size_bytes)
+
+    def _shadow(
+        self, deployment: Deployment, version: ModelVersion, shadow: Shadow, rows: Rows, batcher: Batcher
+    ) -> None:
+        """Sends a copy on, if this request is one of those that the shadow is to get."""
+        target = find_version(deployment, shadow.version)
+        # One with traffic of its own would have copies and real requests in the same batches.
+        if target is None or target.weight or target.number == version.number or target.signature != version.signature:
+            return
+        if random.random() * 100 < shadow.percent:
+            other = self._models.find_batcher(application_name(deployment, target))
+            statistics = self._models.statistics(deployment, target)
+            self._shadowing.copy(rows, batcher, target.number, other, statistics)
+
+
+def _unclassified(wanted: Sequence[TensorSpec], requested: Sequence[RequestedOutput]) -> Sequence[TensorSpec]:
+    """Those that are sent as they are; `wanted` are those `requested`, or all."""
+    return [spec for spec, asked in zip(wanted, requested, strict=True) if not asked.top] if requested else wanted
+
+
+# --- Shadowing ---
+# Copies of requests for a version that is to be tried with real ones: nobody waits for them, and they come last.
+
+
+AT_ONCE = 16
+WITHIN_S = 10.0
+SHED = "SHED"
+
+
+class Shadowing:
+    """Lives on one event loop. At most `AT_ONCE` copies are worked on; each costs its request only the making of a
+    task."""
+
+    def __init__(self, held: HeldBytes) -> None:
+        self._held = held
+        self._copies: set[asyncio.Task[None]] = set()
+
+    def copy(self, rows: Rows, real: Batcher, version: str, shadow: Batcher | None, statistics: Statistics) -> None:
+        """Sends the rows to the model of `shadow`, in batches of copies alone, and returns at once; sheds them where
+        anything waits for a model, so that a machine that is busy with real requests does not get busier, and where
+        they would leave these less than half of the bytes. `version`, its number, and `statistics` are the
+        shadow's."""
+        waits = shadow is None or real.queued_rows or shadow.queued_rows or shadow.apart().queued_rows
+        size_bytes = rows.size_bytes
+        many = len(self._copies) >= AT_ONCE or not self._held.would_leave_half(size_bytes)
+        if shadow is None or waits or many:
+            statistics.shadow_ended(SHED)
+            return
+        self._held.take(size_bytes)
+        task = asyncio.create_task(_send(rows, version, shadow.apart(), statistics))
+        self._copies.add(task)
+        task.add_done_callback(self._copies.discard)
+        task.add_done_callback(lambda _: self._held.give_back(size_bytes))
+
+
+async def _send(rows: Rows, version: str, shadow: Batcher, statistics: Statistics) -> None:
+    identify(model_version=version)  # a task has the ids of who made it: here, of the real version
+    status = OK
+    try:
+        await shadow.submit(rows, WITHIN_S, PRIORITY_LEVELS)
+    except MillraceError as error:
+        status = status_code(error).name
+    except Exception as unexpected:
+        status = status_code(hidden(unexpected, logger, "a copy for a shadow failed")).name
+    statistics.shadow_ended(status)
+
+
+# --- Held bytes ---
+# How many bytes of requests this process has taken in and not answered, of all models together.
+#
+# Queues are bounded in rows, which says nothing of how large they are: 4,096 encoded images may be some megabytes, or
+# 200 gigabytes.
+
+# Sixteen of the largest messages. Each takes two to three times as much memory, since its message waits with its rows.
+MAX_HELD_BYTES = 2**30
+RETRY_AFTER_S = 0.2
+
+
+class MemoryFull(ResourceExhausted):
+    """What is held is of all models: it says nothing of the one that was asked."""
+
+
+class HeldBytes:
+    """Lives on one event loop."""
+
+    def __init__(self, most: int = MAX_HELD_BYTES) -> None:
+        self._most = most
+        self._held = 0
+
+    def take(self, size: int) -> None:
+        """Until it is given back. One that is alone is taken, whatever its size; otherwise raises `MemoryFull`
+        for what would be too much."""
+        if self._held and self._held + size > self._most:
+            raise MemoryFull(
+                f"requests of {self._held} bytes wait already, of all models, and at most {self._most} may",
+                reason="QUEUE_FULL",
+                metadata={"queued_bytes": str(self._held), "max_queued_bytes": str(self._most)},
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._held += size
+
+    def give_back(self, size: int) -> None:
+        self._held -= size
+
+    def would_leave_half(self, size: int) -> bool:
+        """Whether half of all would be left for others."""
+        return self._held + size <= self._most // 2

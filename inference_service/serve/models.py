@@ -1,0 +1,438 @@
+"""What this process can answer at this moment: the deployments as last read, which version of one answers a request,
+and a batcher for each version loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from inference_service.domain.deployment import Deployment, ModelVersion, State, application_name, routed
+from inference_service.domain.signature import PRIORITY_LEVELS, Rows, Signature, TensorSpec
+from inference_service.domain.statistics import Statistics
+from inference_service.domain.tensors import Array
+from inference_service.serve.batcher import Batcher
+from shared.errors import FailedPrecondition, NotFound, Unavailable, invalid_field, not_found
+
+# --- Absences ---
+# Which applications have lost all their replicas: requests would wait for them nobody knows how long.
+#
+# Not those of which one is started again within seconds, nor those whose replicas Serve's controller does not know of
+# for a moment, after it was started again itself.
+
+# From the first of the readings that saw none to the last of them: what nobody has read says nothing.
+LOST_AFTER_S = 3.0
+
+
+class Absences:
+    """`lost` is as of the last reading. Times are seconds on one clock."""
+
+    def __init__(self, lost_after_s: float = LOST_AFTER_S) -> None:
+        self._lost_after_s = lost_after_s
+        self._since_s: dict[str, float] = {}
+        self.lost: frozenset[str] = frozenset()
+
+    def read(self, applications: Iterable[str], replicas: Mapping[str, int], now_s: float) -> None:
+        """So many replicas of each run now; of one that is not named, none."""
+        self._since_s = {name: self._since_s.get(name, now_s) for name in applications if not replicas.get(name, 0)}
+        self.lost = frozenset(name for name, since_s in self._since_s.items() if now_s - since_s >= self._lost_after_s)
+
+
+# --- Models ---
+# What this process can answer at this moment: the deployments as last read, and a batcher for each version loaded.
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A version as it is at this moment."""
+
+    deployment: Deployment
+    version: ModelVersion
+    answers: bool
+    statistics: Statistics
+    queued_rows: int
+    replicas: int | None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The outputs that were asked for, of so many `rows`, and who gave them. The batcher had the request for `model_s`;
+    `input_s` and `infer_s` are how long its batches were preprocessed and computed."""
+
+    deployment: Deployment
+    version: ModelVersion
+    outputs: list[tuple[TensorSpec, Array]]
+    rows: int
+    model_s: float
+    input_s: float
+    infer_s: float
+
+
+class Models:
+    """Read by the servicers, kept up to date by the reconciler; all on one event loop.
+
+    `unchosen` counts the requests that no version was found for, or looked for; `written`, the logs that this process
+    has written.
+    """
+
+    def __init__(self, lost_after_s: float = LOST_AFTER_S) -> None:
+        self._catalog = Catalog()
+        self._batchers: dict[str, Batcher] = {}
+        self._statistics: dict[str, Statistics] = {}
+        self._replicas: Mapping[str, int] | None = None
+        self._absences = Absences(lost_after_s)
+        self._changed = asyncio.Event()
+        self.unchosen = Statistics()
+        self.written = 0
+
+    def choose(
+        self, model_name: str, model_version: str, headers: Callable[[], Mapping[str, str]] = dict
+    ) -> tuple[Deployment, ModelVersion]:
+        """The version that answers a request; it is chosen for each anew. `headers` is called if it matters.
+
+        Raises `InvalidArgument` (no name), `NotFound`, `Unavailable` and `FailedPrecondition`.
+        """
+        deployment = self._catalog.find(model_name)
+        return deployment, choose_version(
+            deployment, model_version, random.random(), lambda version: self.answers(deployment, version), headers
+        )
+
+    def deployments(self) -> list[Deployment]:
+        """As last read; none before that."""
+        return self._catalog.deployments()
+
+    async def try_out(self, deployment: Deployment, version: ModelVersion, rows: Rows) -> Sequence[Array]:
+        """A version's outputs, in the order of its signature, of rows that nobody asked for: in batches of their own,
+        counted as none, and sent once no request waits for the version. Raises as `batcher` and `Batcher.submit`."""
+        batcher = self.batcher(deployment, version)
+        await batcher.emptied()
+        return (await batcher.apart().submit(rows, None, PRIORITY_LEVELS)).arrays
+
+    def signature(self, model_name: str, model_version: str) -> tuple[Deployment, ModelVersion, Signature]:
+        """What a model takes and gives. Raises `NotFound`, and `Unavailable` while it is not READY."""
+        deployment = self._catalog.find(model_name, "name")
+        version = choose_version(deployment, model_version, 0.0)
+        return deployment, version, signature_of(deployment, version)
+
+    def statistics(self, deployment: Deployment, version: ModelVersion) -> Statistics:
+        """Of a version, from the first time that it is asked for until its deployment is gone."""
+        name = application_name(deployment, version)
+        found = self._statistics.get(name)
+        if found is None:  # not setdefault alone, which would make one for every request
+            # Another thread may have made one since: the first one made is kept.
+            found = self._statistics.setdefault(name, Statistics())
+        return found
+
+    def listed(self) -> Iterator[Listed]:
+        """Every version of every deployment, by name. Nothing before the logs are read."""
+        for deployment in sorted(self._catalog.deployments(), key=lambda one: one.model_name):
+            yield from self._listed(deployment)
+
+    def listed_of(self, model_name: str, model_version: str) -> list[Listed]:
+        """The versions that are meant: without a name all, without a version all of that name.
+
+        Raises `InvalidArgument`, `NotFound` and `Unavailable`.
+        """
+        if not self._catalog.is_read:
+            raise starting()
+        if not model_name:
+            if model_version:
+                raise invalid_field("name", model_name, "name the model whose version is meant")
+            return list(self.listed())
+        deployment = self._catalog.find(model_name, "name")
+        found = [one for one in self._listed(deployment) if model_version in ("", one.version.number)]
+        if not found:
+            raise no_version(deployment, model_version)
+        return found
+
+    async def wait_until_ready(self, model_name: str) -> None:
+        """Returns once it answers.
+
+        Raises `InvalidArgument` (no name), `Unavailable`, and `NotFound` or `FailedPrecondition` where it never will.
+        """
+        while True:
+            changed = self._changed
+            try:
+                deployment = self._catalog.find(model_name)
+            except NotFound as error:
+                raise not_found(error.metadata["resource"], "CreateDeployment makes it, of a checkpoint") from None
+            if deployment.state in (State.FAILED, State.UNLOADED, State.DELETING, State.GONE):
+                why = f": {deployment.error['message']}" if deployment.error else ""
+                unloaded = deployment.state is State.UNLOADED
+                raise FailedPrecondition(
+                    f"{deployment.name} is {deployment.state}{why}; "
+                    + ("somebody else unloaded it: load it again" if unloaded else "delete it, and create it anew"),
+                    reason="MODEL_NOT_READY",
+                    metadata={"resource": deployment.name, "state": str(deployment.state)},
+                )
+            if self._all_answer(deployment):
+                return
+            await changed.wait()
+
+    def answers(self, deployment: Deployment, version: ModelVersion) -> bool:
+        """Whether a request that names this version is answered now; for a moment, it may have no replica."""
+        name = application_name(deployment, version)
+        return deployment.state is State.READY and name in self._batchers and name not in self._absences.lost
+
+    def is_ready(self, model_name: str, model_version: str) -> bool:
+        """Whether a request that names this would be answered. Raises `InvalidArgument` for an empty name."""
+        try:
+            deployment = self._catalog.find(model_name, "name")
+        except (NotFound, Unavailable):
+            return False
+        if not model_version:
+            return bool(weighed_answering(deployment, lambda one: self.answers(deployment, one)))
+        version = find_version(deployment, model_version)
+        return version is not None and self.answers(deployment, version)
+
+    def all_ready(self) -> bool:
+        """Whether the logs have been read, and every deployment that they call READY answers."""
+        return self._catalog.is_read and all(
+            self._all_answer(deployment) for deployment in self.deployments() if deployment.state is State.READY
+        )
+
+    def begin_reading(self) -> None:
+        """Before the logs are read for `replace`: what is `put` from here on may be newer than what is read."""
+        self._catalog.begin_reading()
+
+    def replace(self, deployments: Iterable[Deployment]) -> None:
+        """Takes over what the logs said."""
+        self._catalog.replace(deployments)
+        there = {application_name(one, version) for one in self.deployments() for version in one.versions}
+        for name in list(self._statistics):
+            if name not in there:
+                del self._statistics[name]
+        self._tell()
+
+    def put(self, deployment: Deployment) -> None:
+        """Takes over one deployment whose log was written just now."""
+        self.written += 1
+        self._catalog.put(deployment)
+        self._tell()
+
+    def scaled(self, replicas: Mapping[str, int]) -> None:
+        """Takes over how many replicas run now, by application; batchers fill those that there are. One that has none
+        keeps its batcher: what comes, where no other version answers, waits in there for a replica that comes back."""
+        self._replicas = replicas
+        for name, batcher in self._batchers.items():
+            batcher.scale(replicas.get(name, 0))
+        self._absences.read(self._batchers, replicas, time.monotonic())
+        self._tell()
+
+    def replicas(self, deployment: Deployment, version: ModelVersion) -> int | None:
+        """That run now; None before anybody told."""
+        return None if self._replicas is None else self._replicas.get(application_name(deployment, version), 0)
+
+    def attached(self) -> list[str]:
+        """The applications that requests are sent to."""
+        return list(self._batchers)
+
+    def find_batcher(self, application: str) -> Batcher | None:
+        return self._batchers.get(application)
+
+    def batcher(self, deployment: Deployment, version: ModelVersion) -> Batcher:
+        """Raises `Unavailable` where the version has none."""
+        batcher = self._batchers.get(application_name(deployment, version))
+        if batcher is None:
+            raise Unavailable(
+                f"{deployment.name} is being loaded again; try again", reason="MODEL_NOT_READY", retry_after_s=1.0
+            )
+        return batcher
+
+    def least_s(self, deployment: Deployment, rows: int) -> float:
+        """What so many rows take the fastest of its versions at the least; 0 where one is not known yet."""
+        attached = (self._batchers.get(application_name(deployment, version)) for version in deployment.versions)
+        return min((batcher.computing_s(rows) for batcher in attached if batcher), default=0.0)
+
+    def attach(self, application: str, batcher: Batcher) -> None:
+        self._batchers[application] = batcher
+        self._tell()
+
+    def detach(self, application: str) -> Batcher | None:
+        return self._batchers.pop(application, None)
+
+    def close(self, why: str) -> None:
+        """Refuses all requests that come from now on."""
+        for batcher in self._batchers.values():
+            batcher.close(why)
+
+    def _listed(self, deployment: Deployment) -> Iterator[Listed]:
+        for version in deployment.versions:
+            batcher = self._batchers.get(application_name(deployment, version))
+            yield Listed(
+                deployment,
+                version,
+                self.answers(deployment, version),
+                self.statistics(deployment, version),
+                batcher.queued_rows if batcher else 0,
+                self.replicas(deployment, version),
+            )
+
+    def _tell(self) -> None:
+        """Wakes whoever waits for a change."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _all_answer(self, deployment: Deployment) -> bool:
+        """Whether every version with traffic does; another may be loading, or on its way out."""
+        return all(self.answers(deployment, version) for version in deployment.versions if version.weight)
+
+
+# --- Routing ---
+# Which version of a model answers a request.
+
+
+def find_version(deployment: Deployment, wanted: str) -> ModelVersion | None:
+    """The version with that number, in whatever state; without a number the one with the most traffic."""
+    if wanted:
+        return next((version for version in deployment.versions if version.number == wanted), None)
+    return max(deployment.versions, key=lambda version: (version.weight, int(version.number)))
+
+
+def choose_version(
+    deployment: Deployment,
+    wanted: str,
+    draw: float,
+    answers: Callable[[ModelVersion], bool] = lambda _: True,
+    headers: Callable[[], Mapping[str, str]] = dict,
+) -> ModelVersion:
+    """The version that answers: the one that is named, or that a header leads to; otherwise `draw` in [0, 1) shares out
+    by weight among those that can answer now, `answers`. While none of those can, the versions that had the traffic
+    before a roll-out that is under way do. `headers` is called if it matters.
+
+    Raises `NotFound` (no such version), `FailedPrecondition` (the deployment failed, or is unloaded: trying again is no
+    use) and `Unavailable` (it is loading or going).
+    """
+    if wanted and find_version(deployment, wanted) is None:
+        raise no_version(deployment, wanted)
+    if deployment.state is not State.READY:
+        lasts = deployment.state in (State.FAILED, State.UNLOADED)
+        kind = FailedPrecondition if lasts else Unavailable
+        remedy = "; RepositoryModelLoad loads it again" if deployment.state is State.UNLOADED else ""
+        raise kind(
+            f"{deployment.name} is {deployment.state}, not READY{remedy}",
+            reason="MODEL_NOT_READY",
+            metadata={"resource": deployment.name, "state": str(deployment.state)},
+        )
+    if wanted:
+        found = find_version(deployment, wanted)
+        assert found is not None
+        return found
+    if deployment.routes:
+        for number in routed(deployment.routes, headers()):
+            found = find_version(deployment, number)
+            if found is not None and answers(found):
+                return found
+    weights = {version.number: version.weight for version in deployment.versions}
+    return _by_weight(weighed_answering(deployment, answers) or _weighed(deployment, weights), draw)
+
+
+def weighed_answering(
+    deployment: Deployment, answers: Callable[[ModelVersion], bool]
+) -> list[tuple[ModelVersion, int]]:
+    """The versions that answer requests which name none now, with their weights; empty where there is none."""
+    roll_out = deployment.roll_out
+    before = roll_out.before if roll_out is not None and roll_out.under_way else {}
+    for weights in ({version.number: version.weight for version in deployment.versions}, before):
+        found = [(version, weight) for version, weight in _weighed(deployment, weights) if answers(version)]
+        if found:
+            return found
+    return []
+
+
+def no_version(deployment: Deployment, wanted: str) -> NotFound:
+    numbers = ", ".join(version.number for version in deployment.versions)
+    return NotFound(
+        f"{deployment.name} has no version {wanted[:100]!r}; it has {numbers}",
+        metadata={"resource": deployment.name, "model_version": wanted[:100]},
+    )
+
+
+def signature_of(deployment: Deployment, version: ModelVersion) -> Signature:
+    """What the version takes and gives. Raises `Unavailable` until it has been loaded."""
+    if version.signature is None:
+        raise Unavailable(f"{deployment.name} is loading", reason="MODEL_NOT_READY", retry_after_s=1.0)
+    return version.signature
+
+
+def _weighed(deployment: Deployment, weights: Mapping[str, int]) -> list[tuple[ModelVersion, int]]:
+    return [(one, weights[one.number]) for one in deployment.versions if weights.get(one.number)]
+
+
+def _by_weight(weighed: Sequence[tuple[ModelVersion, int]], draw: float) -> ModelVersion:
+    point = draw * sum(weight for _, weight in weighed)
+    for version, weight in weighed:
+        point -= weight
+        if point < 0:
+            return version
+    return weighed[-1][0]
+
+
+# --- Catalog ---
+# The deployments as their logs said when they were last read, and as this process has written them since.
+
+MAX_SHOWN_NAME = 100
+
+
+class Catalog:
+    """Changed on one event loop, and read from any thread."""
+
+    def __init__(self) -> None:
+        self._deployments: dict[str, Deployment] | None = None
+        self._puts: list[Deployment] = []
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the logs have been read at all."""
+        return self._deployments is not None
+
+    def deployments(self) -> list[Deployment]:
+        """None before the logs are read."""
+        return [*(self._deployments or {}).values()]
+
+    def find(self, model_name: str, field: str = "model_name") -> Deployment:
+        """Raises `InvalidArgument` naming the `field` (no name), `NotFound`, and `Unavailable` before the logs are
+        read."""
+        if not model_name:
+            raise invalid_field(field, model_name, "name the model, which is the deployment's id")
+        if self._deployments is None:
+            raise starting()
+        found = self._deployments.get(model_name)
+        if found is None:
+            raise not_found(f"model {model_name[:MAX_SHOWN_NAME]!r}")
+        return found
+
+    def begin_reading(self) -> None:
+        """Before the logs are read for `replace`: what is `put` from here on may be newer than what is read."""
+        self._puts = []
+
+    def replace(self, deployments: Iterable[Deployment]) -> None:
+        """Takes over what the logs said."""
+        read: dict[str, Deployment] = {}
+        for one in (*deployments, *self._puts):
+            _take_over(read, one)
+        self._deployments = read  # at once: other threads read it
+
+    def put(self, deployment: Deployment) -> None:
+        """Takes over one deployment whose log was written just now."""
+        self._puts.append(deployment)
+        if self._deployments is not None:
+            _take_over(self._deployments, deployment)
+
+
+def starting() -> Unavailable:
+    """What is told of models before the logs are read."""
+    return Unavailable("the service is starting; try again", reason="STARTING", retry_after_s=1.0)
+
+
+def _take_over(deployments: dict[str, Deployment], newest: Deployment) -> None:
+    there = deployments.get(newest.model_name)
+    if there is not None and there.uid == newest.uid and there.update_time > newest.update_time:
+        return  # two wrote, and the first came back last
+    if newest.state is not State.GONE:
+        deployments[newest.model_name] = newest
+    elif there is not None and there.uid == newest.uid:
+        del deployments[newest.model_name]

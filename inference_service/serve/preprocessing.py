@@ -1,0 +1,364 @@
+"""From the rows of a request to the model's input: every row-wise step since ingest, with the code that training
+ran.
+
+It needs no torch, so it can be had without loading a model.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.types as kinds
+
+from inference_service.domain.signature import FREE, PREPARED, Rows, TensorSpec
+from inference_service.domain.tensors import Array, datatype_of
+from shared.checkpoint import CheckpointContent
+from shared.checkpoint.missing_values import NanReading, float_columns, may_be_non_finite, nan_reading
+from shared.errors import FailedPrecondition, InvalidArgument, MillraceError, ResourceExhausted
+from shared.own_code import check_functions
+from shared.telemetry import hidden
+from shared.transforms import Batch, Column, Pipeline, RowError, ScalarType, TensorType
+from shared.transforms.schema import ColumnType
+from shared.transforms.steps.custom import DEFAULT_TIMEOUT_S, Custom
+from shared.transforms.steps.decoding import PIXELS_AT_ONCE, DecodeImage, claimed_pixels, image_columns
+
+logger = logging.getLogger(__name__)
+
+
+# --- Preprocessing ---
+# From the rows of a request to the model's input: every row-wise step since ingest, with the code that training ran.
+#
+# It needs no torch, so it can be had without loading a model.
+
+
+REMEDY = "; send finite numbers, or have the deployment allow_non_finite"
+_STEP = re.compile(r"steps\[(\d+)\]")
+
+
+class Preprocessing:
+    """`raw` are the inputs that raw rows have, `prepared` is the model's own; `custom_s` is how long its custom
+    functions may take together, by their own limits. Immutable."""
+
+    def __init__(
+        self, content: CheckpointContent, custom_allowed: Collection[str] = (), *, allow_non_finite: bool = False
+    ) -> None:
+        """`custom_allowed` are the functions that this node's operator lets custom steps name; `allow_non_finite` says
+        that rows with a NaN or an infinity that no step fills are computed like others.
+
+        Raises `InvalidArgument` where the steps do not fit, and `FailedPrecondition` for a column that cannot be sent
+        or a function that is not allowed.
+        """
+        check_functions(content.transforms, custom_allowed, "on the nodes that serve")
+        pipeline = content.serving()
+        self._pipeline = pipeline.with_steps(
+            [
+                replace(step, at_once=PIXELS_AT_ONCE) if isinstance(step, DecodeImage) else step
+                for step in pipeline.steps
+            ]
+        )
+        self._input_column = content.input_column
+        ingested = content.ingested_schema
+        needed = self._pipeline.reads([self._input_column], ingested)
+        self._columns = {name: ingested[name] for name in needed}
+        self.raw = tuple(tensor_of_column(name, one) for name, one in self._columns.items())
+        self.prepared = self._prepared()
+        self._images = image_columns(pipeline.steps, self._columns)
+        self._nans = nan_reading(content, self._pipeline.steps, self._columns)
+        self._floats = float_columns(self._columns)
+        self._allows_non_finite = allow_non_finite
+        self._raw_may_be_non_finite = may_be_non_finite(self._columns, self._images)
+        custom_s = [one.timeout_s or DEFAULT_TIMEOUT_S for one in pipeline.steps if isinstance(one, Custom)]
+        self.custom_s = sum(custom_s)
+        self._overlong_s = min(custom_s, default=math.inf)
+
+    def prepare(
+        self, rows: Rows, moved: Callable[[], None] = lambda: None
+    ) -> tuple[Array, dict[int, str], dict[int, MillraceError]]:
+        """The model's input of these rows, float32 (B, *shape), what is wrong with those that it cannot be made of, and
+        with what error others failed, by their place; both are zeros.
+
+        A row comes out the same in any company, so where one of many fails, each half is tried alone, and so on: the
+        fault of one request is not that of the others in its batch. Where many fail, what fails is no longer halved but
+        tried one by one, so that all take little more than a call for each. Images are, too: they may hold too many
+        pixels to be decoded side by side, and would be decoded anew in each half; and so is what a custom function took
+        all its time for, which would be as much in each half. `moved` is called before each try.
+
+        A row whose input would have a NaN or an infinity is refused, too, unless the deployment allows them.
+        """
+        prepared, refused, failed = self._made(rows, moved)
+        if self._allows_non_finite or not (rows.form == PREPARED or self._raw_may_be_non_finite):
+            return prepared, refused, failed
+        if rows.form == PREPARED:
+            found = NanReading().bad_rows(prepared, [self._input_column], lambda: {self._input_column: prepared})
+        else:
+            found = self._nans.bad_rows(prepared, list(self._columns), lambda: self._ingested(rows, self._floats))
+        bad = {row: one for row, one in found.items() if row not in refused and row not in failed}
+        if bad:
+            prepared = prepared.copy()  # a request's own lies in memory that is not to be written to
+            prepared[list(bad)] = 0
+        return (
+            prepared,
+            {**refused, **{row: _of_tensors(one.columns, one.problem + REMEDY) for row, one in bad.items()}},
+            failed,
+        )
+
+    def _made(self, rows: Rows, moved: Callable[[], None]) -> tuple[Array, dict[int, str], dict[int, MillraceError]]:
+        if rows.form == PREPARED:
+            return rows.values[self._input_column], {}, {}
+        began_s = time.monotonic()
+        try:
+            return self._apply(rows), {}, {}
+        except Exception as error:
+            if len(rows) == 1:
+                return self._zeros(1), *self._blamed(0, error)
+        beyond = self._beyond_limits(rows)
+        prepared, refused, failed = self._zeros(len(rows)), {**beyond.refused}, {**beyond.crowded}
+        # The last is tried first.
+        if self._images or self._took_all_its_time(began_s):
+            parts = [one for one in _singles(0, len(rows)) if one[0] not in beyond.skipped]
+        else:
+            parts = _halves(0, len(rows))
+        # As often as it takes to find four bad rows.
+        may_halve = 4 * (len(rows) - 1).bit_length()
+        while parts:
+            start, stop = parts.pop()
+            moved()
+            began_s = time.monotonic()
+            try:
+                prepared[start:stop] = self._apply(rows.slice(start, stop))
+            except Exception as error:
+                if stop - start > 1:
+                    may_halve -= 1
+                    halved = may_halve > 0 and not self._took_all_its_time(began_s)
+                    parts += _halves(start, stop) if halved else _singles(start, stop)
+                    continue
+                its_own, ours = self._blamed(start, error)
+                refused.update(its_own)
+                failed.update(ours)
+        return prepared, refused, failed
+
+    def _took_all_its_time(self, began_s: float) -> bool:
+        """Whether a custom function may have, in a try that began then and failed."""
+        return time.monotonic() - began_s >= self._overlong_s
+
+    def _blamed(self, row: int, error: Exception) -> tuple[dict[int, str], dict[int, MillraceError]]:
+        """For what is wrong with the row, or for what went wrong with us."""
+        if isinstance(error, InvalidArgument):
+            return {row: self._told(error)}, {}
+        return {}, {row: hidden(error, logger, "the preprocessing of a row failed")}
+
+    def _beyond_limits(self, rows: Rows) -> Beyond:
+        pixels = np.zeros(len(rows), np.int64)
+        for name in self._images:
+            pixels += np.fromiter(map(claimed_pixels, rows.values[name]), np.int64, len(rows))
+        return beyond_limits(pixels, rows.requests or (len(rows),), f"tensor {', '.join(map(repr, self._images))}")
+
+    def _apply(self, rows: Rows) -> Array:
+        made: Array = self._pipeline(self._ingested(rows, self._columns))[self._input_column]
+        return made
+
+    def _ingested(self, rows: Rows, names: Iterable[str]) -> Batch:
+        """These columns as a version would have them."""
+        batch = {
+            name: column_of_tensor(name, self._columns[name], rows.values[name], rows.nulls.get(name)) for name in names
+        }
+        return self._nans.nulls_for_nans(batch)
+
+    def _prepared(self) -> TensorSpec:
+        made = self._pipeline.output(self._columns)[self._input_column]
+        if not isinstance(made, TensorType) or made.dtype != "float32" or None in made.shape:
+            raise FailedPrecondition(
+                f"the preprocessing makes {made} of column {self._input_column!r}, not float32 of a fixed shape",
+                reason="MODEL_DOES_NOT_LOAD",
+            )
+        return TensorSpec(self._input_column, "FP32", (FREE, *(length or 0 for length in made.shape)))
+
+    def _zeros(self, rows: int) -> Array:
+        return np.zeros((rows, *self.prepared.shape[1:]), np.float32)
+
+    def _told(self, error: InvalidArgument) -> str:
+        """What is wrong with a row, naming the tensors that it may come from."""
+        if not isinstance(error, RowError):
+            return error.message
+        place = _STEP.search(error.path)
+        names = list(self._columns)
+        if place is not None:
+            before = Pipeline(self._pipeline.steps[: int(place.group(1))])
+            names = before.reads(self._pipeline.steps[int(place.group(1))].reads, self._columns)
+        return _of_tensors(names, error.problem)
+
+
+def _of_tensors(names: Iterable[str], problem: str) -> str:
+    return f"tensor {', '.join(map(repr, names))}: {problem}"
+
+
+def _halves(start: int, stop: int) -> list[tuple[int, int]]:
+    """The second one first."""
+    middle = (start + stop) // 2
+    return [(middle, stop), (start, middle)]
+
+
+def _singles(start: int, stop: int) -> list[tuple[int, int]]:
+    """The last one first."""
+    return [(row, row + 1) for row in reversed(range(start, stop))]
+
+
+# --- Pixels ---
+# How many pixels of encoded images a replica decodes for one request and for one batch.
+#
+# A few kilobytes may hold 100 megapixels, which take seconds of the model's thread and hundreds of megabytes. Headers
+# tell how many there are, before any is decoded.
+
+# Of one request's rows in one batch: some 5 s of decoding. A single image is refused from 100 megapixels on.
+REQUEST_PIXELS = 150_000_000
+# Of all requests' in one batch. As many requests as a batch has rows may have their share of it, whatever others send.
+BATCH_PIXELS = 4 * REQUEST_PIXELS
+RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True)
+class Beyond:
+    """Rows of requests that are not decoded at all: `refused` has for each request its last row, and what is wrong with
+    the request, `crowded` those that may well find room in another batch. `skipped` are all of their rows."""
+
+    refused: dict[int, str]
+    crowded: dict[int, MillraceError]
+    skipped: frozenset[int]
+
+
+def beyond_limits(pixels: Array, requests: Sequence[int], name: str) -> Beyond:
+    """`pixels` are those of each row, (rows); `requests` how many rows each request has, `name` the tensors'."""
+    ends = np.cumsum(requests)
+    sums = [int(pixels[end - rows : end].sum()) for rows, end in zip(requests, ends, strict=True)]
+    refused: dict[int, str] = {}
+    crowded: dict[int, MillraceError] = {}
+    skipped: set[int] = set()
+    left = sum(one for one in sums if one <= REQUEST_PIXELS)
+    # The greatest first: so a request with small images never gives way to others.
+    for place in sorted(range(len(sums)), key=lambda place: -sums[place]):
+        row = int(ends[place]) - 1
+        if sums[place] > REQUEST_PIXELS:
+            refused[row] = (
+                f"{name}: the images of the request's rows up to this one have {sums[place]:,} pixels together; send "
+                f"at most {REQUEST_PIXELS:,}: fewer images in one request, or smaller ones"
+            )
+        elif left > BATCH_PIXELS:
+            left -= sums[place]
+            crowded[row] = ResourceExhausted(
+                f"{name}: other requests' images have taken the room for pixels of this batch; try again, or send "
+                "fewer images in one request, or smaller ones",
+                reason="TOO_MANY_PIXELS",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        else:
+            continue
+        skipped.update(range(row + 1 - requests[place], row + 1))
+    return Beyond(refused, crowded, frozenset(skipped))
+
+
+# --- Raw columns ---
+# Columns as they were ingested, as tensors of the Open Inference Protocol, and back.
+#
+#     column                            tensor
+#     tensors, integers, floats, bool   their own datatype
+#     string                            BYTES, in UTF-8
+#     binary (encoded images, too)      BYTES
+#     date32, time32                    INT32 in the column's unit
+#     timestamp, time64                 INT64 in the column's unit, timestamps since 1970-01-01 (UTC, where zoned)
+#
+# A decimal has no datatype. B = rows.
+
+
+def tensor_of_column(name: str, given: ColumnType) -> TensorSpec:
+    """How a column is sent. Raises `FailedPrecondition` naming a column that the protocol has no datatype for."""
+    if isinstance(given, TensorType):
+        return TensorSpec(name, _datatype(name, given, np.dtype(given.dtype)), (FREE, *map(_fixed, given.shape)))
+    if _is_bytes(given.arrow_type):
+        return TensorSpec(name, "BYTES", (FREE,), nullable=True)
+    number = _sent_as(given.arrow_type)
+    if number is None:
+        raise _unsendable(name, given)
+    datatype = _datatype(name, given, np.dtype(number.to_pandas_dtype()))
+    times = str(given.arrow_type) if kinds.is_temporal(given.arrow_type) else ""
+    return TensorSpec(name, datatype, (FREE,), nullable=True, column_type=times)
+
+
+def column_of_tensor(name: str, given: ColumnType, values: Array, nulls: Array | None) -> Column:
+    """The column whose rows are `values`, (B) or (B, *shape), and null where `nulls`, bool (B).
+
+    Raises `InvalidArgument` naming the tensor for bytes that are no UTF-8, or not as many as the column's width.
+    """
+    if isinstance(given, TensorType):
+        return values
+    if _is_bytes(given.arrow_type):
+        items = [None if null else item for item, null in zip(values, _flags(nulls, len(values)), strict=True)]
+        try:
+            return pa.array(items, pa.binary()).cast(given.arrow_type)
+        except pa.ArrowInvalid as error:
+            raise InvalidArgument(f"tensor {name!r} holds bytes that are no {given}: {error}") from None
+    sent = pa.array(values, _sent_as(given.arrow_type), mask=nulls)
+    return sent.view(given.arrow_type)
+
+
+def values_of_column(given: ColumnType, column: Column) -> tuple[Array, Array]:
+    """The other way round: what stands for the column's rows in its tensor, (B) or (B, *shape), and where they are
+    null, bool (B)."""
+    if isinstance(given, TensorType):
+        return column, np.zeros(len(column), np.bool_)
+    nulls = column.is_null().to_numpy(zero_copy_only=False)
+    if _is_bytes(given.arrow_type):
+        items = [item or b"" for item in column.cast(pa.binary()).to_pylist()]
+        values = np.empty(len(items), np.object_)
+        values[:] = items
+        return values, nulls
+    sent = column.view(_sent_as(given.arrow_type))
+    filled = sent.fill_null(pa.scalar(0).cast(sent.type)) if sent.null_count else sent
+    return filled.to_numpy(zero_copy_only=False), nulls
+
+
+def _is_bytes(arrow_type: pa.DataType) -> bool:
+    return bool(kinds.is_string(arrow_type) or kinds.is_binary(arrow_type) or kinds.is_fixed_size_binary(arrow_type))
+
+
+def _sent_as(arrow_type: pa.DataType) -> pa.DataType | None:
+    """The type of the numbers that stand for the column's values, bit by bit."""
+    if kinds.is_integer(arrow_type) or kinds.is_floating(arrow_type) or kinds.is_boolean(arrow_type):
+        return arrow_type
+    if kinds.is_timestamp(arrow_type) or kinds.is_time64(arrow_type):
+        return pa.int64()
+    if kinds.is_date32(arrow_type) or kinds.is_time32(arrow_type):
+        return pa.int32()
+    return None
+
+
+def _datatype(name: str, given: ColumnType, dtype: np.dtype[np.generic]) -> str:
+    found = datatype_of(dtype)
+    if found is None:
+        raise _unsendable(name, given)
+    return found
+
+
+def _fixed(length: int | None) -> int:
+    assert length is not None, "a version's tensors have fixed shapes"
+    return length
+
+
+def _flags(nulls: Array | None, rows: int) -> Array:
+    return np.zeros(rows, np.bool_) if nulls is None else nulls
+
+
+def _unsendable(name: str, given: ColumnType) -> FailedPrecondition:
+    kind = given.arrow_type if isinstance(given, ScalarType) else given
+    return FailedPrecondition(
+        f"column {name!r} is {kind}, for which the Open Inference Protocol has no datatype; cast it to a float or to "
+        "a string before it is imported, and train again",
+        reason="COLUMN_NOT_SERVABLE",
+        metadata={"column": name},
+    )

@@ -1,0 +1,333 @@
+"""Ray Serve, as far as this service uses it: applications by name, and calls of one, none of which is waited for longer
+than a healthy Serve would take.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import hashlib
+import logging
+import shutil
+import warnings
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
+
+import ray
+from ray import serve
+from ray.exceptions import (
+    LocalRayletDiedError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayTaskError,
+    WorkerCrashedError,
+)
+from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
+from ray.serve._private.common import ReplicaState
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, ProxyLocation
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ApplicationStatus, LoggingConfig
+
+from inference_service.domain.batch_policy import Load
+from inference_service.domain.deployment import Autoscaling, Scale
+from inference_service.domain.signature import Outputs, Rows
+from inference_service.serve.autoscaling import by_rows
+from inference_service.serve.replica import Loaded, ModelReplica, ReplicaSpec
+from inference_service.serve.sockets import LocalReplicas, ReplicaLost, socket_folder
+from shared.errors import MillraceError, Unavailable
+from shared.telemetry import hidden
+from shared.tracing import tracing
+
+logger = logging.getLogger(__name__)
+
+
+# --- Applications ---
+# Ray Serve, as far as this service uses it: applications by name, and calls of one.
+#
+# Nothing of Serve's listens: its proxies are off, requests come through our own front. It calls the replicas through a
+# `DeploymentHandle`, or those on its own machine over their sockets, unless these are switched off.
+
+
+NAMESPACE = "millrace"
+ANSWER_WITHIN_S = 10.0
+CONSTRUCTOR_RETRIES = 3
+RUNNING = ReplicaState.RUNNING
+# More than several fronts send, copies for a shadow included, so that Serve never queues.
+CALLS_PER_REPLICA = 100
+# How often a replica hands on what it was told; what the fronts tell is a mean already.
+RECORD_EVERY_S = 2.0
+# What a batch ends with whose replica is gone: it died, was killed for want of memory, or went with its node; or its
+# answer, which may be too large to travel by itself, did.
+LOST = (
+    ReplicaLost,
+    RayActorError,
+    WorkerCrashedError,
+    OutOfMemoryError,
+    NodeDiedError,
+    LocalRayletDiedError,
+    ObjectLostError,
+)
+
+
+@dataclass(frozen=True)
+class Application:
+    """`running`: all that it should have when it was deployed are up, if not for ever. `failed`: Serve has given up;
+    `message` says why. `replicas` run now, be it that they are `deleting`, and none comes after them."""
+
+    running: bool
+    failed: bool
+    message: str
+    replicas: int = 0
+    deleting: bool = False
+
+
+class ServeApplications:
+    """The applications of one Millrace: those whose names begin with `millrace-` and a digest of its store's URL, so
+    that two of them, or somebody else's applications, can share a Ray cluster.
+
+    What is not a coroutine blocks: call it in threads. Every method raises Ray's own errors when Ray does not answer.
+    """
+
+    def __init__(self, store_url: str, *, replica_sockets: bool) -> None:
+        self._replica_sockets = replica_sockets
+        self._prefix = f"millrace-{hashlib.sha256(store_url.encode()).hexdigest()[:8]}-"
+        self._kept_at = f"{self._prefix}deployments"
+        self._models: dict[str, ServeModel] = {}
+        # Ray's name for the session of the cluster that was joined.
+        self._cluster = ""
+
+    def connect(self, address: str) -> None:
+        """Joins the cluster at host:port, and starts Serve there if it is not running."""
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+        try:
+            serve.start(proxy_location=ProxyLocation.Disabled)
+        except ValueError:  # another process started it at the same moment: its controller has the name
+            serve.start(proxy_location=ProxyLocation.Disabled)
+        # A head makes it when it starts: another one, and the one that comes after it, has another.
+        self._cluster = ray.get_runtime_context().get_session_name()
+
+    def nodes(self) -> dict[str, dict[str, float]]:
+        """What each node of the cluster has in all, by its id."""
+        return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
+
+    def statuses(self) -> dict[str, Application]:
+        """Our applications by name, the prefix left out here and everywhere."""
+        found = {
+            name.removeprefix(self._prefix): Application(
+                running=app.status is ApplicationStatus.RUNNING,
+                failed=app.status is ApplicationStatus.DEPLOY_FAILED,
+                message="\n".join([app.message, *(one.message for one in app.deployments.values())]),
+                replicas=sum(one.replica_states.get(RUNNING, 0) for one in app.deployments.values()),
+                deleting=app.status is ApplicationStatus.DELETING,
+            )
+            for name, app in serve.status().applications.items()
+            if name.startswith(self._prefix)
+        }
+        for name, model in list(self._models.items()):
+            if name in found:
+                model.scaled(found[name].replicas)
+        return found
+
+    def deploy(self, name: str, spec: ReplicaSpec, scale: Scale) -> None:
+        """Asks for an application and returns without waiting for its replicas."""
+        deployment = serve.deployment(
+            name="model",
+            num_replicas=scale.initial if scale.autoscaling is None else None,
+            autoscaling_config=_autoscaling(scale.autoscaling, scale.initial) if scale.autoscaling else None,
+            max_ongoing_requests=CALLS_PER_REPLICA,
+            ray_actor_options={"num_cpus": scale.cpus, "num_gpus": scale.gpus},
+            max_constructor_retry_count=CONSTRUCTOR_RETRIES,
+            health_check_period_s=2.0,
+            # The front drains before it deletes.
+            graceful_shutdown_wait_loop_s=0.1,
+            graceful_shutdown_timeout_s=5.0,
+            logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
+        )(ModelReplica)
+        sockets = socket_folder(self._cluster, self._prefix + name) if self._replica_sockets else None
+        target = serve.RunTarget(target=deployment.bind(spec, sockets), name=self._prefix + name, route_prefix=None)
+        serve.run_many([target], wait_for_applications_running=False)
+
+    def forget(self, name: str) -> None:
+        """Another process deletes it."""
+        self._models.pop(name, None)
+
+    def keep(self, data: bytes) -> None:
+        """Has Ray's head keep these bytes, over earlier ones, for whoever joins it with the same store. They go with
+        the head, as all replicas do."""
+        _internal_kv_put(self._kept_at, data, overwrite=True, namespace=NAMESPACE)
+
+    def kept(self) -> bytes | None:
+        """What `keep` was given last, by any process; None where there is nothing."""
+        data: bytes | None = _internal_kv_get(self._kept_at, namespace=NAMESPACE)
+        return data
+
+    def delete(self, name: str) -> None:
+        """Returns when it is gone; no error if it was not there."""
+        self.forget(name)
+        serve.delete(self._prefix + name)
+        # What replicas that were killed have left here; on other machines it goes when others start.
+        shutil.rmtree(socket_folder(self._cluster, self._prefix + name), ignore_errors=True)
+
+    async def describe(self, name: str, replicas: int) -> tuple[ServeModel, Loaded]:
+        """A running application's model, for this event loop, once so many of its replicas say that they have loaded
+        it.
+
+        Raises what kept one from loading it, and `Unavailable` while fewer are known.
+        """
+        handle: DeploymentHandle[Any] = await to_serve_thread(serve.get_app_handle, self._prefix + name)
+        # By default a handle has a thread with a loop of its own, which opens grpc.aio channels. All loops that do so
+        # are woken by each event of any of them, those of our own server too: it cost a seventh of the front's time.
+        if not handle.is_initialized:  # Serve keeps those that it has made
+            handle._init(_run_router_in_separate_loop=False)  # type: ignore[no-untyped-call]
+        async with asyncio.timeout(ANSWER_WITHIN_S):
+            with suppress(RayTaskError):  # unlike this call, the one to all does not wait until the handle knows of any
+                await handle.describe.remote()
+        # In a thread: there each replica has its time, and one that hangs is one exception among the answers.
+        asked = handle.broadcast("describe")
+        answers = await to_serve_thread(asked.results, timeout_s=ANSWER_WITHIN_S, return_exceptions=True)
+        loaded = [one for one in answers if isinstance(one, Loaded)]
+        if len(loaded) < replicas:
+            failures = [_cause(one) for one in answers if isinstance(one, Exception)]
+            for failure in sorted(failures, key=lambda one: not isinstance(one, MillraceError)):
+                raise failure
+            # Serve tells its handles of a replica a little later than its status does.
+            raise Unavailable(f"{len(loaded)} of {replicas} replicas of {name} are known", reason="MODEL_NOT_READY")
+        # The application may have been deployed when the setting was another one.
+        folders = [one.sockets for one in loaded if one.sockets is not None and self._replica_sockets]
+        local = LocalReplicas(folders[0] if folders else None, len(loaded), name)
+        model = self._models[name] = ServeModel(handle, local)
+        return model, loaded[0]
+
+    async def tell_load(self, name: str, front: str, load: Load) -> None:
+        """Tells all replicas of a described application what this front has for them to do."""
+        model = self._models.get(name)
+        if model is not None:
+            await model.tell_load(front, load)
+
+
+class ServeModel:
+    """Runs batches on whichever replica is free: on this machine over its socket, elsewhere through Serve's handle. A
+    batch whose replica dies is sent once more."""
+
+    def __init__(self, handle: DeploymentHandle[Any], local: LocalReplicas) -> None:
+        self._handle = handle
+        self._local = local
+
+    def scaled(self, replicas: int) -> None:
+        """So many run now; any thread may say so."""
+        self._local.replicas = replicas
+
+    async def tell_load(self, front: str, load: Load) -> None:
+        """Raises what one of them raises, or why it was not reached; the others have been told."""
+        told = self._handle.broadcast("tell_load", front, load)
+        for answer in await told.results_async(timeout_s=ANSWER_WITHIN_S, return_exceptions=True):
+            if isinstance(answer, Exception):
+                raise answer
+
+    async def forward(self, rows: Rows) -> Outputs:
+        """Raises `Unavailable` when the second replica dies as well, or none is well, and what the replica raises."""
+        try:
+            return await self._call(rows)
+        except LOST:
+            logger.warning("a replica died with a batch of %d rows; sending it once more", len(rows))
+        try:
+            # A replica on this machine that is connected lives, as far as anybody knows; those that Serve's handle
+            # chooses from may be dead for seconds before it hears of it.
+            return replace(await self._call(rows, busy_too=True), sent_again=True)
+        except LOST:
+            raise Unavailable(
+                "two replicas died while they worked on this request; try again",
+                reason="REPLICA_LOST",
+                retry_after_s=1.0,
+            ) from None
+
+    async def _call(self, rows: Rows, *, busy_too: bool = False) -> Outputs:
+        replica = await self._local.free(busy_too=busy_too)
+        with tracing().span("replica", outgoing=True, way="handle" if replica is None else "socket"):
+            headers = tracing().headers()
+            if headers is not None:
+                rows = replace(rows, trace=headers)
+            return await (self._through_handle(rows) if replica is None else replica.forward(rows))
+
+    async def _through_handle(self, rows: Rows) -> Outputs:
+        try:
+            outputs: Outputs = await self._handle.forward.remote(rows)
+        except RayTaskError as error:
+            cause = _cause(error)
+            if isinstance(cause, (MillraceError, *LOST)):
+                raise cause from None
+            raise hidden(error, logger, "a batch failed") from None
+        except DeploymentUnavailableError:
+            raise Unavailable(
+                "no replica of this model is well; try again", reason="MODEL_NOT_READY", retry_after_s=1.0
+            ) from None
+        return outputs
+
+
+def _autoscaling(wanted: Autoscaling, initial: int) -> AutoscalingConfig:
+    with warnings.catch_warnings():
+        # Ray means to replace it by an environment variable of the replicas' nodes, whose default is 10 s.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return AutoscalingConfig(
+            min_replicas=wanted.min_replicas,
+            initial_replicas=initial,
+            max_replicas=wanted.max_replicas,
+            target_ongoing_requests=wanted.rows_per_replica,
+            upscale_delay_s=wanted.up_after_s,
+            downscale_delay_s=wanted.down_after_s,
+            metrics_interval_s=RECORD_EVERY_S,
+            policy=AutoscalingPolicy(policy_function=by_rows),  # type: ignore[no-untyped-call]
+        )
+
+
+def _cause(error: Exception) -> Exception:
+    """Our own error out of Ray's wrapping."""
+    cause = error.cause if isinstance(error, RayTaskError) else None
+    return cause if isinstance(cause, MillraceError) else error
+
+
+# --- Calls of Serve ---
+# Calls of Ray Serve, none of which is waited for longer than a healthy Serve would take.
+
+# Longer than any healthy answer of Serve's controller; deploying waits for it to have taken note.
+SERVE_WITHIN_S = 30.0
+# Threads of their own: those of the event loop wait for the store, which may be silent, and a Serve that had to wait
+# for them would be taken for one that does not answer.
+SERVE_THREADS = ThreadPoolExecutor(16, thread_name_prefix="serve")
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class ServeSilent(Exception):
+    """Ray Serve did not answer this time, or answered with an error of its own."""
+
+
+async def call_serve(call: Callable[..., T], *arguments: object) -> T:
+    """A blocking call of Serve, in a thread. Raises as `answered`."""
+    return await answered(to_serve_thread(call, *arguments))
+
+
+async def to_serve_thread(call: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+    """As `asyncio.to_thread`, in a thread that only waits for Ray."""
+    run = partial(contextvars.copy_context().run, call, *arguments, **options)
+    return await asyncio.get_running_loop().run_in_executor(SERVE_THREADS, run)
+
+
+async def answered(call: Awaitable[T]) -> T:
+    """What Serve answers; raises `ServeSilent` rather than wait for a Ray that is gone, for whatever Ray raises, and a
+    `MillraceError` as it is: replicas raise them, too."""
+    try:
+        async with asyncio.timeout(SERVE_WITHIN_S):
+            return await call
+    except MillraceError:
+        raise
+    except Exception as error:
+        raise ServeSilent(repr(error)) from error

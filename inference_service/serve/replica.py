@@ -1,0 +1,334 @@
+"""The Ray Serve replica: one model in one process, on a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ray import serve
+from ray.serve.exceptions import RayServeException
+
+from inference_service.domain.batch_policy import Load
+from inference_service.domain.signature import Outputs, Rows, Signature
+from inference_service.serve.autoscaling import REFUSED, ROWS
+from inference_service.serve.cpu_priority import raise_priority
+from inference_service.serve.sockets import Door, listen
+from shared.checkpoint import CheckpointContent, load_checkpoint
+from shared.checkpoint.format import PROGRAM_CHECKPOINT, WEIGHTS
+from shared.checkpoint.node_copy import node_copy
+from shared.checkpoint.program import load_program_checkpoint
+from shared.code_loading import load_code
+from shared.errors import FailedPrecondition, Internal, MillraceError, Unavailable
+from shared.own_code import OwnCode, allowed_functions
+from shared.settings import StoreSettings
+from shared.storage import open_store
+from shared.telemetry import configure_logging
+from shared.thread_frames import current_frames
+from shared.tracing import configure_tracing, tracing
+
+if TYPE_CHECKING:
+    from inference_service.serve.served_model import ServedModel
+    from inference_service.serve.served_predictor import ServedPredictor
+
+logger = logging.getLogger(__name__)
+
+
+# --- Replica ---
+# The Ray Serve replica: one model in one process, on a thread of its own.
+
+T = TypeVar("T")
+
+STORE_PATIENCE_S = 120.0
+STORE_RETRY_S = 2.0
+# When Serve stops a replica: within the 5 s after which it kills it.
+TAKE_LEAVE_WITHIN_S = 4.0
+EXPORT_WITHIN_S = 0.5
+# A batch that makes no progress for so long never will. What its custom functions may take by their own limits counts
+# besides the rest, for which it has ten times what the model's largest batch took when it was loaded.
+HANGS_AFTER_S = 90.0
+BESIDES_CUSTOM_S = 30.0
+TIMES_THE_LARGEST = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaSpec:
+    """What a replica is started with. It says all: a replica that Serve starts again needs nobody's help."""
+
+    store: StoreSettings
+    folder: str
+    manifest_sha256: str
+    threads: int
+    max_batch_size: int
+    # OpenTelemetry's variables of the service; those of the replica's own node go before them. A default of the class,
+    # so that the specifications that Serve keeps of applications of earlier releases have it, too.
+    tracing: Mapping[str, str] | None = field(default=None, repr=False)
+    # Whether rows with a NaN or an infinity that no step fills are computed. A default of the class, as for `tracing`.
+    allow_non_finite: bool = False
+    # Whether a model that a user's own code makes may be loaded here. A default of the class, as for `tracing`.
+    own_code: bool = False
+    # Of a program's checkpoint: see `Spec.predictor`. A default of the class, as for `tracing`.
+    predictor: str = ""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a replica says of the checkpoint that it serves. `batch_s`: rows → seconds. `sockets` is the folder in which
+    it listens for a front on its machine, as do the others there; None where it does not."""
+
+    signature: Signature
+    dataset_version: str
+    batch_s: dict[int, float]
+    sockets: Path | None = None
+
+
+class ModelReplica:
+    """Serves one checkpoint.
+
+    A checkpoint that can never be served does not raise here, since Serve would only try again: `describe` and
+    `forward` raise it instead. A store that does not answer does raise, and Serve tries again.
+    """
+
+    def __init__(self, spec: ReplicaSpec, sockets: Path | None = None, *_of_earlier_releases: object) -> None:
+        self._door: Door | None = None
+        # One thread: torch works on one batch while the event loop unpacks the next. Threads of torch's own are set
+        # inside it, since OpenMP keeps their number per calling thread.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
+        self._model: ServedModel | ServedPredictor | None = None
+        self._loaded: Loaded | None = None
+        self._failure: MillraceError | None = None
+        self._loads = ToldLoads()
+        self._watch = HangWatch()
+        _log()
+        # Before the model's thread starts, which inherits it.
+        raise_priority()
+        _trace(spec.tracing or {})
+        try:
+            self._model, self._loaded = self._thread.submit(_load, spec).result()
+        except Unavailable:
+            raise
+        except MillraceError as error:
+            self._failure = error
+        if self._loaded is not None and sockets is not None:
+            self._door = listen(sockets, self._thread, self._compute)
+            self._loaded = replace(self._loaded, sockets=sockets if self._door is not None else None)
+
+    def __del__(self) -> None:
+        """Serve calls it when it stops the replica, and knows nothing of what comes over the socket."""
+        if self._door is not None:
+            self._door.close(TAKE_LEAVE_WITHIN_S)
+        tracing().close(EXPORT_WITHIN_S)
+
+    async def describe(self) -> Loaded:
+        """Raises `DataLoss` or `FailedPrecondition` when the checkpoint cannot be served."""
+        if self._loaded is None:
+            raise self._why()
+        return self._loaded
+
+    async def check_health(self) -> None:
+        """Asked by Ray Serve, every 2 s: a replica for which it raises three times in a row is replaced by another.
+
+        The thread of a model that hangs never comes back: only in a main thread could a function be interrupted.
+        """
+        lasts_s = self._watch.lasts_s()
+        if lasts_s > self._hangs_after_s():
+            logger.error("the model has been at one batch for %.0f s, here:\n%s", lasts_s, self._watch.stack())
+            raise RuntimeError(f"the model has been at one batch for {lasts_s:.0f} s")
+
+    def _hangs_after_s(self) -> float:
+        if self._model is None or self._loaded is None:
+            return HANGS_AFTER_S
+        largest_s = max(self._loaded.batch_s.values(), default=0.0)
+        rest_s = max(BESIDES_CUSTOM_S, TIMES_THE_LARGEST * largest_s)
+        return max(HANGS_AFTER_S, self._model.custom_s + rest_s)
+
+    async def tell_load(self, front: str, load: Load) -> None:
+        """What this front has for all replicas of this version together."""
+        self._loads.tell(front, load)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Asked by Ray Serve, where the version scales."""
+        return self._loads.in_all()
+
+    async def forward(self, rows: Rows) -> Outputs:
+        """The model's outputs for one batch, in the order of the signature."""
+        if self._model is None:
+            raise self._why()
+        loop = asyncio.get_running_loop()
+        # A batch that was cancelled while it waited for the thread is never run.
+        return await loop.run_in_executor(self._thread, self._compute, rows)
+
+    def _compute(self, rows: Rows) -> Outputs:
+        assert self._model is not None
+        with self._watch.working(), tracing().received("model", rows.trace, rows=len(rows)):
+            began_ns = time.time_ns()
+            outputs = self._model.forward(rows, self._watch.moved)
+            tracing().parts(began_ns, preprocess=outputs.input_s, infer=outputs.infer_s)
+        return outputs
+
+    def _why(self) -> MillraceError:
+        return self._failure or Internal("the model is not loaded")
+
+
+def _log() -> None:
+    """As the services do, each line with the application's name, where Serve keeps this replica; elsewhere the process
+    is somebody else's."""
+    try:
+        application = serve.get_replica_context().app_name
+    except RayServeException:
+        return
+    configure_logging("inference-replica", "INFO", application=application)
+
+
+def _trace(variables: Mapping[str, str]) -> None:
+    """Exports spans where the service does. What its node says otherwise goes first, and is no reason not to serve."""
+    if not variables:
+        return
+    os.environ.update({**variables, **os.environ})
+    try:
+        configure_tracing("inference", os.environ)
+    except Exception as error:  # its node may have another release's packages
+        logger.warning("this replica exports no spans: %r", error)
+
+
+def _load(spec: ReplicaSpec) -> tuple[Any, Loaded]:
+    # Before torch is imported, which takes seconds: a damaged checkpoint is told at once.
+    try:
+        content, weights = _patiently(lambda: _read(spec))
+    except FailedPrecondition as error:
+        if error.specific_reason != PROGRAM_CHECKPOINT:
+            raise
+        return _load_predictor(spec)
+    if content.model.is_own:
+        _load_own_code(spec, content)
+    import torch
+
+    from inference_service.serve.served_model import ServedModel, assigned_device
+
+    torch.set_num_threads(spec.threads)
+    # This node's own environment decides: what runs here is its operator's business.
+    model = ServedModel(
+        content,
+        weights,
+        allowed_functions(os.environ),
+        assigned_device(),
+        allow_non_finite=spec.allow_non_finite,
+    )
+    batch_s = model.warm_up(spec.max_batch_size)
+    return model, Loaded(model.signature, content.dataset_version, batch_s)
+
+
+def _load_predictor(spec: ReplicaSpec) -> tuple[Any, Loaded]:
+    from inference_service.serve.served_predictor import ServedPredictor
+
+    own_code, store = OwnCode(is_trusted=spec.own_code), open_store(spec.store)
+    content = _patiently(lambda: load_program_checkpoint(store, spec.folder, spec.manifest_sha256))
+    own_code.require_own_code(f"{content.training_job} is served by code of {content.code_bundle}: ")
+    _patiently(lambda: load_code(store, content.code_bundle))
+    files = _patiently(lambda: node_copy(store, spec.folder, spec.manifest_sha256))
+    import torch
+
+    torch.set_num_threads(spec.threads)
+    predictor = ServedPredictor(content, spec.predictor, files)
+    batch_s = predictor.warm_up(spec.max_batch_size)
+    return predictor, Loaded(predictor.signature, content.dataset_version, batch_s)
+
+
+def _load_own_code(spec: ReplicaSpec, content: CheckpointContent) -> None:
+    """Here and nowhere else in this service: a replica is a process of Ray's, not of the service."""
+    OwnCode(is_trusted=spec.own_code).require_own_code(
+        f"the model of {content.training_job} is made by code of {content.model.code_bundle}: "
+    )
+    load_code(open_store(spec.store), content.model.code_bundle)
+
+
+def _read(spec: ReplicaSpec) -> tuple[CheckpointContent, bytes]:
+    checkpoint = load_checkpoint(open_store(spec.store), spec.folder, spec.manifest_sha256)
+    return checkpoint.content, checkpoint.read(WEIGHTS)
+
+
+def _patiently(read: Callable[[], T]) -> T:
+    """Waits for a store that does not answer: Serve tries a replica only a few times, and then never again."""
+    give_up_at = time.monotonic() + STORE_PATIENCE_S
+    while True:
+        try:
+            return read()
+        except Unavailable as error:
+            if time.monotonic() > give_up_at:
+                raise
+            logger.warning("%s", error.message)
+            time.sleep(STORE_RETRY_S)
+
+
+# --- Hang watch ---
+# Whether a replica's model thread still moves. Nobody can interrupt what runs in it; who asks can have it replaced.
+
+
+class HangWatch:
+    """Told by the one thread that works, asked by any other."""
+
+    def __init__(self) -> None:
+        # Since when it has been at the same piece of work; None while it has none.
+        self._since_s: float | None = None
+        self._thread: int | None = None
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        self._thread = threading.get_ident()
+        self.moved()
+        try:
+            yield
+        finally:
+            self._since_s = None
+
+    def moved(self) -> None:
+        """It goes on to its next piece."""
+        self._since_s = time.monotonic()
+
+    def lasts_s(self) -> float:
+        """How long it has been at the present piece of work; 0 while it has none."""
+        since_s = self._since_s
+        return time.monotonic() - since_s if since_s is not None else 0.0
+
+    def stack(self) -> str:
+        """Where it is in the code, as a traceback shows it."""
+        frame = current_frames().get(self._thread or 0)
+        return "".join(traceback.format_stack(frame)) if frame is not None else ""
+
+
+# --- Loads of frontends ---
+# What the fronts have told a replica that they have for its model to do, for Ray Serve's controller.
+
+# A front that has told nothing for so long has gone, or has nothing to do with this model any more.
+FORGOTTEN_AFTER_S = 15.0
+
+
+class ToldLoads:
+    """`clock` gives seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._loads: dict[str, tuple[Load, float]] = {}  # by front
+
+    def tell(self, front: str, load: Load) -> None:
+        self._loads = {**self._present(), front: (load, self._clock())}
+
+    def in_all(self) -> dict[str, float]:
+        """Of all fronts together; empty before the first has told anything."""
+        if not self._loads:
+            return {}
+        present = [load for load, _ in self._present().values()]
+        return {ROWS: sum(load.rows for load in present), REFUSED: float(sum(load.refused for load in present))}
+
+    def _present(self) -> dict[str, tuple[Load, float]]:
+        since_s = self._clock() - FORGOTTEN_AFTER_S
+        return {front: (load, at_s) for front, (load, at_s) in self._loads.items() if at_s >= since_s}

@@ -1,0 +1,209 @@
+"""`inference.GRPCInferenceService`: the Open Inference Protocol, with Triton's extensions."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from grpc import aio
+
+from inference import grpc_service_pb2 as pb
+from inference import grpc_service_pb2_grpc as pb_grpc
+from inference_service.domain.deployment import Deployment
+from inference_service.serve.convert import metadata_to_proto
+from inference_service.serve.infer import Inference
+from inference_service.serve.models import Models
+from inference_service.serve.repository import ModelRepository, SummedStatistics, config_to_proto, index_to_proto
+from shared.errors import Unimplemented, invalid_field
+from shared.grpc_server import message_bytes
+from shared.grpc_server.server import MAX_MESSAGE_BYTES
+
+# --- Servicer ---
+# `inference.GRPCInferenceService`: the Open Inference Protocol, with Triton's extensions.
+
+Context = aio.ServicerContext[Any, Any]
+
+SERVER_NAME = "millrace"
+# Names of Triton's, and only those that are served whole.
+EXTENSIONS = ("classification", "model_configuration", "model_repository", "schedule_policy", "statistics")
+# Of `RepositoryModelUnload`: no model here depends on another, so none is left behind.
+UNLOAD_DEPENDENTS = "unload_dependents"
+STREAM_REQUESTS_AT_ONCE = 64
+# One request may have as many; while those that are worked on have, no other is read.
+STREAM_BYTES_AT_ONCE = MAX_MESSAGE_BYTES
+STREAM_REQUEST_WITHIN_S = 60.0
+
+
+class OpenInferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
+    """`changed` is told each deployment whose log was written, so that it takes effect at once."""
+
+    def __init__(
+        self,
+        models: Models,
+        inference: Inference,
+        repository: ModelRepository,
+        statistics: SummedStatistics,
+        changed: Callable[[Deployment], None],
+    ) -> None:
+        self._models = models
+        self._inference = inference
+        self._repository = repository
+        self._statistics = statistics
+        self._changed = changed
+        self._version = importlib.metadata.version("millrace")
+
+    async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
+        return pb.ServerLiveResponse(live=True)
+
+    async def ServerReady(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:
+        return pb.ServerReadyResponse(ready=self._models.all_ready())
+
+    async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
+        return pb.ModelReadyResponse(ready=self._models.is_ready(request.name, request.version))
+
+    async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
+        return pb.ServerMetadataResponse(name=SERVER_NAME, version=self._version, extensions=EXTENSIONS)
+
+    async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
+        deployment, _, signature = self._models.signature(request.name, request.version)
+        return metadata_to_proto(deployment, signature)
+
+    async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
+        # gRPC cancels a call when its deadline passes, or our server where it has none of its own.
+        return await self._inference.answer(
+            request, context.time_remaining(), context.invocation_metadata, ends_itself=True
+        )
+
+    async def ModelStreamInfer(
+        self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context
+    ) -> AsyncIterator[pb.ModelStreamInferResponse]:
+        async def answer(request: pb.ModelInferRequest) -> pb.ModelStreamInferResponse:
+            left_s = context.time_remaining()
+            within_s = STREAM_REQUEST_WITHIN_S if left_s is None else min(left_s, STREAM_REQUEST_WITHIN_S)
+            return await self._inference.streamed(request, within_s, context.invocation_metadata)
+
+        answered = in_order(
+            request_iterator,
+            answer,
+            most=STREAM_REQUESTS_AT_ONCE,
+            size_bytes=lambda _: message_bytes(),
+            answer_bytes=pb.ModelStreamInferResponse.ByteSize,
+            most_bytes=STREAM_BYTES_AT_ONCE,
+        )
+        async with aclosing(answered) as answers:
+            async for one in answers:
+                yield one
+                del one  # as in `in_order`
+
+    async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
+        return pb.ModelConfigResponse(config=config_to_proto(*self._models.signature(request.name, request.version)))
+
+    async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
+        return pb.ModelStatisticsResponse(model_stats=self._statistics.of(request.name, request.version))
+
+    async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
+        _check_repository(request.repository_name)
+        return index_to_proto(self._models.listed_of("", ""), ready_only=request.ready)
+
+    async def RepositoryModelLoad(
+        self, request: pb.RepositoryModelLoadRequest, context: Context
+    ) -> pb.RepositoryModelLoadResponse:
+        _check_repository(request.repository_name)
+        if request.parameters:
+            remedy = "a deployment's configuration is fixed by CreateDeployment; send no parameters"
+            raise invalid_field("parameters", f"{len(request.parameters)} entries", remedy)
+        self._changed(await asyncio.to_thread(self._repository.load, request.model_name))
+        await self._models.wait_until_ready(request.model_name)
+        return pb.RepositoryModelLoadResponse()
+
+    async def RepositoryModelUnload(
+        self, request: pb.RepositoryModelUnloadRequest, context: Context
+    ) -> pb.RepositoryModelUnloadResponse:
+        _check_repository(request.repository_name)
+        if others := {*request.parameters} - {UNLOAD_DEPENDENTS}:
+            raise invalid_field("parameters", min(others), f"send none but {UNLOAD_DEPENDENTS}")
+        self._changed(await asyncio.to_thread(self._repository.unload, request.model_name))
+        return pb.RepositoryModelUnloadResponse()
+
+
+def _check_repository(name: str) -> None:
+    if name:
+        raise Unimplemented(
+            f"there is one repository, without a name; leave repository_name={name[:100]!r} out",
+            reason="REPOSITORIES_NOT_SERVED",
+        )
+
+
+# --- Streaming ---
+# Many requests over one stream.
+
+Asked = TypeVar("Asked")
+Answered = TypeVar("Answered")
+
+
+async def in_order(
+    requests: AsyncIterator[Asked],
+    answer: Callable[[Asked], Awaitable[Answered]],
+    *,
+    most: int,
+    size_bytes: Callable[[Asked], int] = lambda _: 0,
+    answer_bytes: Callable[[Answered], int] = lambda _: 0,
+    most_bytes: float = math.inf,
+) -> AsyncGenerator[Answered, None]:
+    """The answers in the order of the requests, at most `most` of which are worked on, or wait to be taken, at a time,
+    and none is read while these have `most_bytes`: so a client that takes no answers is not read any further.
+    `size_bytes` is asked for a request as soon as it was read, by whoever read it, and `answer_bytes` for its answer:
+    the larger of both counts until it is taken.
+
+    Ends when the requests do. What reading them raises comes after the answers before it. Closed or cancelled: what is
+    being worked on is cancelled, and has ended when this returns.
+    """
+    waiting: asyncio.Queue[asyncio.Task[tuple[Answered, int]] | None] = asyncio.Queue()
+    working: set[asyncio.Task[tuple[Answered, int]]] = set()
+    held = held_bytes = 0
+    taken = asyncio.Event()
+
+    async def work(request: Asked, size: int) -> tuple[Answered, int]:
+        nonlocal held_bytes
+        answered = await answer(request)
+        larger = max(size, answer_bytes(answered))
+        held_bytes += larger - size
+        return answered, larger
+
+    async def read() -> None:
+        nonlocal held, held_bytes
+        try:
+            async for request in requests:
+                size = size_bytes(request)
+                held, held_bytes = held + 1, held_bytes + size
+                task = asyncio.create_task(work(request, size))
+                working.add(task)
+                task.add_done_callback(working.discard)
+                waiting.put_nowait(task)
+                # Whoever waits, here and below, keeps nothing meanwhile: a stream may be idle for hours.
+                del request, task
+                while held >= most or held_bytes >= most_bytes:
+                    taken.clear()
+                    await taken.wait()
+        finally:
+            waiting.put_nowait(None)
+
+    reader = asyncio.create_task(read())
+    try:
+        while (task := await waiting.get()) is not None:
+            answered, size = await task
+            del task
+            yield answered
+            del answered
+            held, held_bytes = held - 1, held_bytes - size
+            taken.set()
+        await reader
+    finally:
+        left = [reader, *working]
+        for one in left:
+            one.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
