@@ -30,8 +30,8 @@ from millrace_client.train import TrainClient
 
 
 def page(preview: data_service_pb2.PreviewVersionResponse) -> str:
-    filters = {"size": size_text, "bars": box_bars}
-    return rendered(TEMPLATE, filters, profile=profile_of(preview), box=(BARS_WIDTH, BARS_HEIGHT))
+    box = (BARS_WIDTH, BARS_HEIGHT)
+    return rendered(TEMPLATE, {"size": size_text, "bars": box_bars}, profile=profile_of(preview), box=box)
 
 
 # --- Page of a training run ---
