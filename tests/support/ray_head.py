@@ -128,13 +128,15 @@ def ray_head(
     num_gpus: int = 0,
     port: int | None = None,
     environ: Mapping[str, str] = MappingProxyType({}),
+    dashboard: bool = True,
 ) -> Iterator[RayHead]:
     """Runs a head with so many logical CPUs and GPUs; on `port`, where another one lived before. Its workers have
-    `environ` besides ours. The dashboard is kept, since Ray Train's cleaner asks it."""
+    `environ` besides ours. Ray Train's cleaner and Ray Serve ask the dashboard; a head without it starts sooner."""
     # Not below pytest's folder: Ray's unix sockets lie in here, and their paths may have 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     with _guarded(folder) as guard:
-        head = _started(folder, {"num-cpus": num_cpus, "num-gpus": num_gpus}, port, environ)
+        options = {"num-cpus": num_cpus, "num-gpus": num_gpus, "include-dashboard": str(dashboard).lower()}
+        head = _started(folder, options, port, environ)
         try:
             yield head
         finally:
@@ -172,14 +174,14 @@ def _end_all_of(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _started(folder: Path, resources: Mapping[str, int], port: int | None, environ: Mapping[str, str]) -> RayHead:
+def _started(folder: Path, resources: Mapping[str, int | str], port: int | None, environ: Mapping[str, str]) -> RayHead:
     for _ in range(STARTS - 1):
         with suppress(RuntimeError):
             return _start(folder, resources, port, environ)
     return _start(folder, resources, port, environ)
 
 
-def _start(folder: Path, resources: Mapping[str, int], port: int | None, environ: Mapping[str, str]) -> RayHead:
+def _start(folder: Path, resources: Mapping[str, int | str], port: int | None, environ: Mapping[str, str]) -> RayHead:
     free, dashboard_port, agent_port, client_port = free_ports(4)
     port = port or free
     options = {

@@ -60,7 +60,7 @@ class DataStack:
 @pytest.fixture(scope="package")
 def data_ray() -> Iterator[RayHead]:
     # Each CPU that Ray is told of may get a worker, and each worker takes seconds of a processor to start.
-    with ray_head(num_cpus=2, environ=NONE_WARM) as head:
+    with ray_head(num_cpus=2, environ=NONE_WARM, dashboard=False) as head:
         yield head
 
 
