@@ -145,6 +145,10 @@ class Watch:
         """The payloads of the events of this kind so far."""
         return [getattr(event, kind) for event in self.events if event.WhichOneof("event") == kind]
 
+    def ends(self) -> str:
+        """How each attempt so far ended, for a test that wanted another number of them."""
+        return "\n".join(f"attempt ended: {one}" for one in self.of("attempt_ended"))
+
     def cancel(self) -> None:
         self.stream.cancel()
 

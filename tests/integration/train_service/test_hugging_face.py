@@ -147,7 +147,7 @@ def test_a_run_that_lost_a_rank_ends_with_the_weights_of_one_that_did_not(
         assert client.finished(undisturbed).state == State.STATE_SUCCEEDED
 
     assert watch.jobs[-1].state == State.STATE_SUCCEEDED, watch.jobs[-1]
-    assert watch.jobs[-1].failures == 1
+    assert watch.jobs[-1].failures == 1, watch.ends()
     _, resumed = watch.of("attempt_started")
     assert resumed.step >= 2
     entries = CheckpointRegistry(store, killed).entries()
@@ -175,7 +175,7 @@ def test_rows_of_a_version_reach_the_trainer_in_their_order_over_a_kill(file_sta
     watch.rest()
 
     assert watch.jobs[-1].state == State.STATE_SUCCEEDED, watch.jobs[-1]
-    assert watch.jobs[-1].failures == 1
+    assert watch.jobs[-1].failures == 1, watch.ends()
     assert client.finished(undisturbed).state == State.STATE_SUCCEEDED
     path = "checkpoint/model.safetensors"
     last, expected = (CheckpointRegistry(store, name).entries()[-1] for name in (killed, undisturbed))

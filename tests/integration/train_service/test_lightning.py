@@ -100,7 +100,7 @@ def test_a_run_that_lost_a_rank_ends_with_the_weights_of_one_that_did_not(
     watch.rest()
 
     assert watch.jobs[-1].state == State.STATE_SUCCEEDED, watch.jobs[-1]
-    assert watch.jobs[-1].failures == 1
+    assert watch.jobs[-1].failures == 1, watch.ends()
     _, resumed = watch.of("attempt_started")
     assert resumed.step >= 2
     *_, last = assert_each_epoch_once(store, killed, epochs)

@@ -73,7 +73,7 @@ def test_rows_are_given_exactly_once_an_epoch_over_the_kill_of_a_rank(s3_stack: 
         os.kill(int(stack.client.checkpoints(job.name)[0].metrics["pid"]), signal.SIGKILL)
         watch.rest()
         assert watch.jobs[-1].state == State.STATE_SUCCEEDED, watch.jobs[-1]
-        assert watch.jobs[-1].failures == 1
+        assert watch.jobs[-1].failures == 1, watch.ends()
         for epoch in range(2):
             found = millrace.train.get_coverage(job.name, epoch)
             assert (found.witness, found.shard) == (pb.Coverage.WITNESS_GIVEN, "train")

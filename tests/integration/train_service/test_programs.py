@@ -66,7 +66,7 @@ def test_a_training_function_outlives_the_kill_of_a_rank(file_stack: TrainStack,
     watch.rest()
 
     assert watch.jobs[-1].state == State.STATE_SUCCEEDED, watch.jobs[-1]
-    assert watch.jobs[-1].failures == 1
+    assert watch.jobs[-1].failures == 1, watch.ends()
     assert second.checkpoint_committed.code_bundle == bundle.name
     _, resumed = watch.of("attempt_started")
     assert resumed.step >= 2

@@ -107,7 +107,7 @@ def test_a_script_trains_and_reads_its_results(file_stack: TrainStack, tmp_path:
         logs = "".join(one.text for one in millrace.train.stream_logs(job.name))
 
     assert watch.jobs[-1].state == State.STATE_SUCCEEDED, (watch.jobs[-1].error, logs)
-    assert watch.jobs[-1].failures == 0
+    assert watch.jobs[-1].failures == 0, watch.ends()
     entries = CheckpointRegistry(file_stack.store, job.name).entries()
     assert [(one.step, one.metrics["epoch"], one.fit) for one in entries] == [(1, 0, 1), (2, 1, 1)]
     assert watch.jobs[-1].latest_checkpoint == entries[-1].name
@@ -167,7 +167,7 @@ def test_the_runs_of_a_script_go_on_over_kills_of_a_rank_the_script_and_the_atte
         logs = "".join(one.text for one in millrace.train.stream_logs(job.name))
 
     assert watch.jobs[-1].state == State.STATE_SUCCEEDED, (watch.jobs[-1].error, logs)
-    assert watch.jobs[-1].failures == 3
+    assert watch.jobs[-1].failures == 3, watch.ends()
     assert script_processes() == []
     entries = CheckpointRegistry(file_stack.store, job.name).entries()
     of_fits = [(one.fit, one.metrics["epoch"]) for one in entries]

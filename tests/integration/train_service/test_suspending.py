@@ -54,7 +54,7 @@ def test_a_suspended_run_frees_its_workers_and_goes_on_at_the_very_next_step(
     assert [one.step for one in watch.of("validated")] == [20 * (epoch + 1) for epoch in range(30)]
     # The same stream told it all.
     assert watch.jobs[-1].state == State.STATE_SUCCEEDED
-    assert (watch.jobs[-1].attempt, watch.jobs[-1].failures, watch.jobs[-1].preemptions) == (2, 0, 0)
+    assert (watch.jobs[-1].attempt, watch.jobs[-1].failures, watch.jobs[-1].preemptions) == (2, 0, 0), watch.ends()
     assert first.step == 0
 
 
