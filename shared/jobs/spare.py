@@ -4,6 +4,7 @@ takes to run."""
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
@@ -59,8 +60,9 @@ class Spare:
 def _has_died(actor: ray.actor.ActorHandle[AttemptActor]) -> bool:
     """Whether the actor answers no call: Ray names one that died a moment ago still. One that is at its `prepare`
     answers after that, and so would the attempt begin after that."""
+    answer: Any = actor.hold.remote()
     try:
-        ray.get(actor.hold.remote(), timeout=ANSWERS_WITHIN_S)
+        ray.get(answer, timeout=ANSWERS_WITHIN_S)
     except GetTimeoutError:
         return False
     except RayActorError:

@@ -135,7 +135,11 @@ def ray_head(
     # Not below pytest's folder: Ray's unix sockets lie in here, and their paths may have 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     with _guarded(folder) as guard:
-        options = {"num-cpus": num_cpus, "num-gpus": num_gpus, "include-dashboard": str(dashboard).lower()}
+        options: dict[str, int | str] = {
+            "num-cpus": num_cpus,
+            "num-gpus": num_gpus,
+            "include-dashboard": str(dashboard).lower(),
+        }
         head = _started(folder, options, port, environ)
         try:
             yield head

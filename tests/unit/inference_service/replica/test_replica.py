@@ -7,6 +7,7 @@ import gc
 import inspect
 import json
 import logging
+import sys
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -173,7 +174,7 @@ def test_no_garbage_is_collected_while_python_lists_its_threads(
         return {threading.get_ident(): frame}
 
     watch = HangWatch()
-    monkeypatch.setattr(hang_watch.sys, "_current_frames", frames)
+    monkeypatch.setattr(sys, "_current_frames", frames)
     if not collects:
         gc.disable()
     try:
