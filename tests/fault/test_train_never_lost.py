@@ -139,7 +139,7 @@ def test_the_attempts_own_process_killed_with_the_controller_in_it(place: Place,
     for pid in place.head.processes(ATTEMPT):
         kill(pid)
         blows.add("SIGKILL attempt", "training", "file")
-    wait_until(lambda: not before & set(place.workers()), "its workers to end with it", within_s=60)
+    wait_until(lambda: not before & set(place.workers()), "its workers to end with it")
     watch.rest()
 
     assert (watch.jobs[-1].state, watch.jobs[-1].failures) == (State.STATE_SUCCEEDED, 1), watch.ends()
@@ -183,7 +183,7 @@ def test_the_store_away_for_twenty_seconds_in_the_middle_of_an_upload(
             back.join()
             blows.add("SIGKILL S3 server", "training, a checkpoint half uploaded", f"s3-{s3.name}")
             done = finished(stack.client, job.name)
-            again = stack.client.watch(job.name, within_s=60)
+            again = stack.client.watch(job.name, within_s=240)
             again.rest()
             kept = stack.client.checkpoints(job.name)
             for one in kept:

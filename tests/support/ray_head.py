@@ -24,7 +24,7 @@ from millrace_client.stack.plan import RAY_HEAD_ENVIRONMENT
 from tests.support.ports import free_ports
 
 HOST = "127.0.0.1"
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 240.0
 STARTS = 3  # Ray gives itself 30 s, too little where several suites share two cores
 STOP_TIMEOUT_S = 20.0
 LOGS = ("ray_process_exit.log", "gcs_server.out", "raylet.out", "raylet.err")

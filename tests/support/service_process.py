@@ -17,8 +17,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from shared.settings import StoreSettings
 from tests.support.ports import free_ports
 
-START_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 240.0
+STOP_TIMEOUT_S = 90.0
 
 
 def store_environ(store: StoreSettings) -> dict[str, str]:

@@ -93,7 +93,7 @@ def test_requests_that_share_a_batch_are_linked_with_it(exporting: Stack, receiv
         seen = [one for trace in traces for one in receiver.spans(trace) if one.name == "batch"]
         return seen if sum(len(one.links) for one in seen) == AT_ONCE else None
 
-    found = eventually(batches, 30, "the batches of all requests")
+    found = eventually(batches, 180, "the batches of all requests")
     assert len(found) < AT_ONCE
     for batch in found:
         served = [call for call in calls.values() if call.id in batch.links]
