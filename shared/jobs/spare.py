@@ -57,12 +57,11 @@ class Spare:
         return self._name, actor
 
 
-def _has_died(actor: ray.actor.ActorHandle[AttemptActor]) -> bool:
+def _has_died(actor: Any) -> bool:
     """Whether the actor answers no call: Ray names one that died a moment ago still. One that is at its `prepare`
     answers after that, and so would the attempt begin after that."""
-    answer: Any = actor.hold.remote()
     try:
-        ray.get(answer, timeout=ANSWERS_WITHIN_S)
+        ray.get(actor.hold.remote(), timeout=ANSWERS_WITHIN_S)
     except GetTimeoutError:
         return False
     except RayActorError:

@@ -86,7 +86,7 @@ class ServiceProcess:
         with grpc.insecure_channel(self.address) as channel:
             try:
                 check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined]
-                answer = check(health_pb2.HealthCheckRequest(), timeout=1.0)
+                answer = check(health_pb2.HealthCheckRequest(), timeout=10.0)
             except grpc.RpcError:
                 return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

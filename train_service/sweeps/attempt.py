@@ -115,7 +115,7 @@ def _kept_out(module: str) -> Iterator[None]:
     if module in sys.modules:
         yield
         return
-    sys.modules[module] = None  # type: ignore[assignment] - by which Python knows that there is none
+    sys.modules[module] = None  # type: ignore[assignment] # by which Python knows that there is none
     try:
         yield
     finally:
