@@ -69,7 +69,7 @@ def test_a_function_that_fails_is_refused_by_step_and_cause(
     # As a server does, where no signal interrupts.
     thread = threading.Thread(target=ask)
     thread.start()
-    thread.join(60)
+    thread.join(240)
 
     assert [path for path, _ in refused[0].fields] == ["transform.steps[0]"]
 

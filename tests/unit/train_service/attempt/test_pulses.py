@@ -140,7 +140,7 @@ def test_stacks_show_every_thread_of_a_rank_that_answers_and_a_stopped_one_falls
 
 
 def test_a_process_that_is_alone_and_held_leaves_its_stacks_and_ends(pulses: Pulses) -> None:
-    held = subprocess.run([sys.executable, "-c", HELD, pulses.address], capture_output=True, timeout=60, check=False)
+    held = subprocess.run([sys.executable, "-c", HELD, pulses.address], capture_output=True, timeout=240, check=False)
 
     assert held.returncode == 1
     assert b"in held" in held.stderr
