@@ -4,6 +4,7 @@ takes to run."""
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
@@ -56,7 +57,7 @@ class Spare:
         return self._name, actor
 
 
-def _has_died(actor: ray.actor.ActorHandle[AttemptActor]) -> bool:
+def _has_died(actor: Any) -> bool:
     """Whether the actor answers no call: Ray names one that died a moment ago still. One that is at its `prepare`
     answers after that, and so would the attempt begin after that."""
     try:

@@ -94,7 +94,7 @@ def test_an_import_goes_on_once_there_is_room(disk: Path, place: DataPlace, stor
     started = place.start_import(upload)
     version = place.version_of(started)
     jobs = Jobs(place.store, IMPORT_KIND)
-    wait_until(lambda: jobs.get(version, version).failures > 0, "an attempt that does not fit", 60)
+    wait_until(lambda: jobs.get(version, version).failures > 0, "an attempt that does not fit")
     place.assert_invisible(version)
     filler.unlink()
     digest = place.imported(upload).manifest_sha256
@@ -113,7 +113,7 @@ def test_a_transform_goes_on_once_there_is_room(disk: Path, place: DataPlace, st
     started = place.start_transform(source, normalising())
     version = place.version_of(started)
     jobs = Jobs(place.store, IMPORT_KIND)
-    wait_until(lambda: jobs.get(version, version).failures > 0, "an attempt that does not fit", 90)
+    wait_until(lambda: jobs.get(version, version).failures > 0, "an attempt that does not fit")
     cause = jobs.get(version, version).error
     assert cause is not None
     assert (cause["kind"], cause["reason"]) == ("ResourceExhausted", "STORE_FULL"), cause

@@ -101,7 +101,7 @@ def test_acknowledged_bytes_outlive(scene: Scene, stage: str, victim: str) -> No
     upload = place.start_upload()
     sending = Sending(place.client.data, upload, scene.data, PAUSE_S)
     sending.start()
-    wait_until(lambda: sending.acknowledged > CHUNK_BYTES, "the first chunks", 30)
+    wait_until(lambda: sending.acknowledged > CHUNK_BYTES, "the first chunks")
     if stage == "sending":
         before = sending.acknowledged
         strike(scene, victim, f"upload, {stage}")()
@@ -145,7 +145,7 @@ def test_an_import_finishes_once(scene: Scene, stage: str, victim: str) -> None:
     version = place.version_of(started)
     place.at_work()
     if stage in ("reading", "ending"):
-        wait_until(lambda: metadata_of(place.operation(started.name)).rows_read > 0, "the first rows", 60)
+        wait_until(lambda: metadata_of(place.operation(started.name)).rows_read > 0, "the first rows")
     place.assert_invisible(version)
     if stage in ("starting", "reading"):
         strike(scene, victim, f"import, {stage}")()
@@ -156,7 +156,7 @@ def test_an_import_finishes_once(scene: Scene, stage: str, victim: str) -> None:
     sending.start()
     sending.finish()
     if stage == "ending":
-        wait_until(lambda: metadata_of(place.operation(started.name)).rows_read > half, "the last rows", 60)
+        wait_until(lambda: metadata_of(place.operation(started.name)).rows_read > half, "the last rows")
         # It waits for the commit alone, and hears of it only once it is struck.
         with place.halted():
             commit(data, upload, scene.data)
@@ -179,7 +179,7 @@ def test_an_import_outlives_the_client_that_waits_for_it(scene: Scene, stage: st
     send(data, upload, scene.data, 0, HALF)
     request = place.import_request(pb.ImportSource(split="train", arrow=pb.ArrowSource(uri=upload)))
     with waiting(place.service.address, request) as (started, client):
-        wait_until(lambda: metadata_of(place.operation(started.name)).rows_read > 0, "the first rows", 60)
+        wait_until(lambda: metadata_of(place.operation(started.name)).rows_read > 0, "the first rows")
         client.kill()
     blows.add("SIGKILL client", f"import, {stage}", STORES[scene.store])
     place.assert_invisible(place.version_of(started))
@@ -223,7 +223,7 @@ def test_a_transform_finishes_once(scene: Scene, stage: str, victim: str) -> Non
     if stage in ("last rows", "ending"):
         gate.open_but_for_the_last()
         all_files = len(wanted.files)
-        wait_until(lambda: place.files_of(version) == all_files - 1 and bool(gate.at_the_last()), "the last rows", 90)
+        wait_until(lambda: place.files_of(version) == all_files - 1 and bool(gate.at_the_last()), "the last rows")
     if stage == "last rows":
         strike(scene, victim, f"transform, {stage}")()
         place.assert_invisible(version)
@@ -231,7 +231,7 @@ def test_a_transform_finishes_once(scene: Scene, stage: str, victim: str) -> Non
         # All rows are written, and it hears of the last only once it is struck.
         with place.halted():
             gate.open()
-            wait_until(lambda: place.files_of(version) == all_files, "all rows to be written", 90)
+            wait_until(lambda: place.files_of(version) == all_files, "all rows to be written")
             place.assert_invisible(version)
             recover = strike(scene, victim, f"transform, {stage}")
         recover()

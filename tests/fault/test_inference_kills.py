@@ -158,7 +158,7 @@ def test_serves_controller_killed_under_load_costs_no_client_an_answer_and_knows
     head: RayHead, client: Client, blows: Blows
 ) -> None:
     # One that it was still starting is replaced by the next controller.
-    eventually(lambda: running_replicas(head) == set(head.processes(REPLICA)), 120, "both replicas run")
+    eventually(lambda: running_replicas(head) == set(head.processes(REPLICA)), 180, "both replicas run")
     before, replicas = durable(client.get("deployments/digits")), set(head.processes(REPLICA))
     assert len(replicas) == 2
     (controller,) = head.processes(CONTROLLER)
@@ -167,8 +167,8 @@ def test_serves_controller_killed_under_load_costs_no_client_an_answer_and_knows
         os.kill(controller, signal.SIGKILL)
         blows.add("SIGKILL Serve's controller", "under load", "file")
         load.wait_for(50)
-        eventually(lambda: set(head.processes(CONTROLLER)) - {controller}, 120, "another controller is started")
-        eventually(lambda: running_replicas(head) == replicas, 120, "it has found the replicas")
+        eventually(lambda: set(head.processes(CONTROLLER)) - {controller}, 180, "another controller is started")
+        eventually(lambda: running_replicas(head) == replicas, 180, "it has found the replicas")
         load.wait_for(50)
     load.assert_all_answered()
     assert set(head.processes(REPLICA)) == replicas
@@ -179,7 +179,7 @@ def test_serves_controller_killed_under_load_costs_no_client_an_answer_and_knows
     done = client.wait(client.deployments.RollOut(asked, timeout=60))
     assert done.HasField("response"), done.error
     assert {ask(client) for _ in range(10)} == {"2"}
-    eventually(lambda: len(head.processes(REPLICA)) == 2, 120, "the replicas of version 1 are gone")
+    eventually(lambda: len(head.processes(REPLICA)) == 2, 180, "the replicas of version 1 are gone")
     assert not replicas & set(head.processes(REPLICA))
 
 
@@ -191,13 +191,13 @@ def test_all_of_ray_killed_half_way_through_a_roll_out_ends_the_service_and_a_ne
     spec.steps.add(percent=50).interval.seconds = 3600
     spec.steps.add(percent=100)
     client.deployments.RollOut(pb.RollOutRequest(name="deployments/digits", spec=spec), timeout=60)
-    eventually(lambda: is_shifting(client), 120, "the new version has half of the traffic")
+    eventually(lambda: is_shifting(client), 180, "the new version has half of the traffic")
     before = durable(client.get("deployments/digits"))
     head.kill()
     blows.add("SIGKILL Ray head", "roll-out", "file")
     assert service.exit_status(within_s=90) == EXIT_RAY_LOST
     with supervised(service):
-        eventually(lambda: _answers(client), 60, "Get is answered without Ray")
+        eventually(lambda: _answers(client), 180, "Get is answered without Ray")
         assert durable(client.get("deployments/digits")) == before
         assert not client.is_healthy()
         with ray_head(num_cpus=4, port=int(head.address.rpartition(":")[2])):
@@ -205,7 +205,7 @@ def test_all_of_ray_killed_half_way_through_a_roll_out_ends_the_service_and_a_ne
             assert_same_answer(wait_until_served(client), expected)
             assert durable(client.get("deployments/digits")) == before
             both = {version.number for version in before.versions}
-            eventually(lambda: {ask(client) for _ in range(20)} == both, 120, "both versions answer again")
+            eventually(lambda: {ask(client) for _ in range(20)} == both, 180, "both versions answer again")
             assert durable(client.get("deployments/digits")) == before
 
 

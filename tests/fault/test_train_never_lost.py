@@ -98,7 +98,7 @@ def test_a_worker_killed_while_it_starts(place: Place, blows: Blows) -> None:
     blows.add("SIGKILL worker", "start of training", "file")
     watch.rest()
 
-    assert (watch.jobs[-1].state, watch.jobs[-1].failures) == (State.STATE_SUCCEEDED, 1)
+    assert (watch.jobs[-1].state, watch.jobs[-1].failures) == (State.STATE_SUCCEEDED, 1), watch.ends()
     ended, *_ = watch.of("attempt_ended")
     assert ended.cause == pb.AttemptEnded.CAUSE_FAILURE
     assert [event.attempt for event in watch.events] == sorted(event.attempt for event in watch.events)
@@ -127,7 +127,7 @@ def test_a_worker_killed_at_work(place: Place, blows: Blows) -> None:
         ("first progress", first.time),
     ]:
         print(f"\n{stamp.ToNanoseconds() / 1e9 - killed_at:6.1f} s  {what}", end="")
-    assert (watch.jobs[-1].state, watch.jobs[-1].failures) == (State.STATE_SUCCEEDED, 1)
+    assert (watch.jobs[-1].state, watch.jobs[-1].failures) == (State.STATE_SUCCEEDED, 1), watch.ends()
     assert len(ended.attempt_ended.ranks) >= 1
 
 
@@ -139,10 +139,10 @@ def test_the_attempts_own_process_killed_with_the_controller_in_it(place: Place,
     for pid in place.head.processes(ATTEMPT):
         kill(pid)
         blows.add("SIGKILL attempt", "training", "file")
-    wait_until(lambda: not before & set(place.workers()), "its workers to end with it", within_s=60)
+    wait_until(lambda: not before & set(place.workers()), "its workers to end with it")
     watch.rest()
 
-    assert (watch.jobs[-1].state, watch.jobs[-1].failures) == (State.STATE_SUCCEEDED, 1)
+    assert (watch.jobs[-1].state, watch.jobs[-1].failures) == (State.STATE_SUCCEEDED, 1), watch.ends()
     kinds = [(event.attempt, event.WhichOneof("event")) for event in watch.events]
     assert kinds.index((1, "attempt_ended")) == kinds.index((2, "attempt_started")) - 1
 
@@ -183,7 +183,7 @@ def test_the_store_away_for_twenty_seconds_in_the_middle_of_an_upload(
             back.join()
             blows.add("SIGKILL S3 server", "training, a checkpoint half uploaded", f"s3-{s3.name}")
             done = finished(stack.client, job.name)
-            again = stack.client.watch(job.name, within_s=60)
+            again = stack.client.watch(job.name, within_s=240)
             again.rest()
             kept = stack.client.checkpoints(job.name)
             for one in kept:

@@ -113,7 +113,7 @@ def struck(site: Site, undisturbed: Struck) -> Struck:
     until_checkpoints(run, attempt=2)
     workers = set(site.head.processes(WORKER))
     site.kill_attempt()
-    wait_until(lambda: not workers & set(site.head.processes(WORKER)), "the workers to end with it", within_s=60)
+    wait_until(lambda: not workers & set(site.head.processes(WORKER)), "the workers to end with it")
     run.kept.append(client.checkpoints(job.name))
     newest = max(run.kept[-1], key=lambda one: one.step)
     run.damaged = newest.name
@@ -246,6 +246,6 @@ def test_metrics_are_those_of_the_undisturbed_run(undisturbed: Struck, struck: S
 
 
 def test_nothing_is_left_running_for_finished_jobs(site: Site, struck: Struck) -> None:
-    wait_until(lambda: not site.head.processes(ATTEMPT), "the attempt's process to end", within_s=60)
-    wait_until(lambda: not list(site.stack.store.list("live/train")), "the markers of live jobs to go", within_s=60)
+    wait_until(lambda: not site.head.processes(ATTEMPT), "the attempt's process to end")
+    wait_until(lambda: not list(site.stack.store.list("live/train")), "the markers of live jobs to go")
     assert time.time() > struck.job.update_time.seconds

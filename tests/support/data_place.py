@@ -34,7 +34,7 @@ from tests.support.refusals import refused
 from tests.support.service_process import ServiceProcess, running_service, store_environ
 from tests.support.waiting import wait_until
 
-DONE_WITHIN_S = 180.0
+DONE_WITHIN_S = 400.0
 # An idle attempt actor's title, which that of one at work begins with.
 SPARE, AT_WORK = "ray::AttemptActor", "ray::AttemptActor.run"
 # Tasks of a transform, while they have rows.
@@ -238,12 +238,12 @@ class DataPlace:
 
     def at_work(self) -> list[int]:
         """The ids of the attempts' processes, of which there is one or more; waits for it."""
-        wait_until(lambda: bool(self.head.processes(AT_WORK)), "the attempt", 60)
+        wait_until(lambda: bool(self.head.processes(AT_WORK)), "the attempt")
         return self.head.processes(AT_WORK)
 
     def at_rest(self) -> None:
         """Waits until no attempt is at work: the next one is not to be mistaken for one that ends."""
-        wait_until(lambda: not self.head.processes(AT_WORK), "earlier attempts to end", 60)
+        wait_until(lambda: not self.head.processes(AT_WORK), "earlier attempts to end")
 
     def workers(self) -> list[int]:
         """The ids of the processes that have rows before them."""

@@ -74,7 +74,7 @@ def strike_worker(struck: Struck) -> Recover:
 
 def strike_spare(struck: Struck) -> Recover:
     """The process that waits for the next attempt; if there are several, as after a service's death, all."""
-    wait_until(lambda: bool(struck.place.spares()), "a spare", 90)
+    wait_until(lambda: bool(struck.place.spares()), "a spare")
     struck.place.strike_pids(struck.place.spares())
     return lambda: None
 

@@ -167,7 +167,7 @@ def ask(*firsts: int, model: str = "m", **fields: Any) -> oip.ModelInferRequest:
     return oip.ModelInferRequest(model_name=model, inputs=[tensor], raw_input_contents=[values.tobytes()], **fields)
 
 
-async def until(holds: Callable[[], bool], what: str, within_s: float = 60.0) -> None:
+async def until(holds: Callable[[], bool], what: str, within_s: float = 120.0) -> None:
     """Returns once `holds()`, without holding up the event loop."""
     try:
         async with asyncio.timeout(within_s):

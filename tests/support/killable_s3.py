@@ -14,7 +14,7 @@ from shared.settings import StoreSettings
 from tests.support.ports import free_ports
 from tests.support.s3_server import ACCESS_KEY, HOST, SECRET_KEY, S3Program, S3Server
 
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 120.0
 
 
 class KillableS3:

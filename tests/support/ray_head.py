@@ -24,7 +24,7 @@ from millrace_client.stack.plan import RAY_HEAD_ENVIRONMENT
 from tests.support.ports import free_ports
 
 HOST = "127.0.0.1"
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 240.0
 STARTS = 3  # Ray gives itself 30 s, too little where several suites share two cores
 STOP_TIMEOUT_S = 20.0
 LOGS = ("ray_process_exit.log", "gcs_server.out", "raylet.out", "raylet.err")
@@ -128,13 +128,19 @@ def ray_head(
     num_gpus: int = 0,
     port: int | None = None,
     environ: Mapping[str, str] = MappingProxyType({}),
+    dashboard: bool = True,
 ) -> Iterator[RayHead]:
     """Runs a head with so many logical CPUs and GPUs; on `port`, where another one lived before. Its workers have
-    `environ` besides ours. The dashboard is kept, since Ray Train's cleaner asks it."""
+    `environ` besides ours. Ray Train's cleaner and Ray Serve ask the dashboard; a head without it starts sooner."""
     # Not below pytest's folder: Ray's unix sockets lie in here, and their paths may have 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     with _guarded(folder) as guard:
-        head = _started(folder, {"num-cpus": num_cpus, "num-gpus": num_gpus}, port, environ)
+        options: dict[str, int | str] = {
+            "num-cpus": num_cpus,
+            "num-gpus": num_gpus,
+            "include-dashboard": str(dashboard).lower(),
+        }
+        head = _started(folder, options, port, environ)
         try:
             yield head
         finally:
@@ -172,14 +178,14 @@ def _end_all_of(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _started(folder: Path, resources: Mapping[str, int], port: int | None, environ: Mapping[str, str]) -> RayHead:
+def _started(folder: Path, resources: Mapping[str, int | str], port: int | None, environ: Mapping[str, str]) -> RayHead:
     for _ in range(STARTS - 1):
         with suppress(RuntimeError):
             return _start(folder, resources, port, environ)
     return _start(folder, resources, port, environ)
 
 
-def _start(folder: Path, resources: Mapping[str, int], port: int | None, environ: Mapping[str, str]) -> RayHead:
+def _start(folder: Path, resources: Mapping[str, int | str], port: int | None, environ: Mapping[str, str]) -> RayHead:
     free, dashboard_port, agent_port, client_port = free_ports(4)
     port = port or free
     options = {

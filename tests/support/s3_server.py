@@ -27,7 +27,7 @@ REPOSITORY = Path(__file__).parents[2]
 HOST = "127.0.0.1"
 ACCESS_KEY = "millrace-test"
 SECRET_KEY = "millrace-test-secret"
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 10.0
 
 

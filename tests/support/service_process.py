@@ -17,8 +17,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from shared.settings import StoreSettings
 from tests.support.ports import free_ports
 
-START_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 240.0
+STOP_TIMEOUT_S = 90.0
 
 
 def store_environ(store: StoreSettings) -> dict[str, str]:
@@ -86,7 +86,7 @@ class ServiceProcess:
         with grpc.insecure_channel(self.address) as channel:
             try:
                 check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined]
-                answer = check(health_pb2.HealthCheckRequest(), timeout=1.0)
+                answer = check(health_pb2.HealthCheckRequest(), timeout=10.0)
             except grpc.RpcError:
                 return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

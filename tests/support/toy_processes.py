@@ -71,5 +71,5 @@ def new_job(jobs: Jobs, **spec: Any) -> JobRecord:
 
 
 def wait_for_state(jobs: Jobs, job: JobRecord, state: str) -> JobRecord:
-    wait_until(lambda: jobs.get(job.name, job.name).state == state, f"{job.name} to be {state}", 60.0)
+    wait_until(lambda: jobs.get(job.name, job.name).state == state, f"{job.name} to be {state}")
     return jobs.get(job.name, job.name)

@@ -18,7 +18,7 @@ from tests.support.ray_head import RayHead
 from tests.support.service_process import store_environ
 from tests.support.waiting import wait_until
 
-WITHIN_S = 120.0
+WITHIN_S = 240.0
 # The data service's own reconciler, which looks oftener, for nobody nudges it.
 RECONCILER = """
 from data_service.reconciler import main

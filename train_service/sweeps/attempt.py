@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from shared.errors import Cancelled, FailedPrecondition
@@ -97,10 +100,26 @@ def _search(context: AttemptContext, trials: Trials) -> None:
             ),
         )
         try:
-            tuner.fit()
+            with _kept_out("wandb"):
+                tuner.fit()
         finally:
             # It would stay as long as the head: only in a driver Tune sees to that.
             _global_registry.unregister(TRAINABLE_CLASS, trainable.__name__)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _kept_out(module: str) -> Iterator[None]:
+    """The module cannot be imported meanwhile, unless it is already. Tune imports each library that its users may log
+    to, only to count them. That of wandb takes a second and parses source, and in Python 3.11 that fails where another
+    thread does the same, to show a traceback, say: SystemError, "AST constructor recursion depth mismatch"."""
+    if module in sys.modules:
+        yield
+        return
+    sys.modules[module] = None  # type: ignore[assignment] # by which Python knows that there is none
+    try:
+        yield
+    finally:
+        del sys.modules[module]
 
 
 def _metric(spec: SweepSpec) -> tuple[str, bool]:

@@ -88,7 +88,7 @@ def test_copies_that_no_process_uses_go_and_others_stay(store: ObjectStore, root
         "print(node_copy(store, sys.argv[2], sys.argv[3], pathlib.Path(sys.argv[4])))"
     )
     arguments = [json.dumps(asdict(store.settings)), third.folder, third.manifest_sha256, str(root)]
-    subprocess.run([sys.executable, "-c", script, *arguments], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script, *arguments], check=True, timeout=240)
     assert used.is_dir()
     assert not left.exists()
     assert (root / third.manifest_sha256).is_dir()

@@ -115,7 +115,7 @@ def test_a_signal_ends_the_process_after_its_calls_with_status_0(ending: signal.
 
             assert call.result(timeout=60).name == "under-way"
             watched.cancel()
-        assert process.wait(60) == 0
+        assert process.wait(240) == 0
     finally:
         process.kill()
         process.wait()

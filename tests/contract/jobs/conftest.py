@@ -15,7 +15,7 @@ from tests.support.toy_processes import Toys
 
 @pytest.fixture(scope="package")
 def ray() -> Iterator[RayHead]:
-    with ray_head() as head:
+    with ray_head(dashboard=False) as head:
         yield head
 
 

@@ -46,10 +46,10 @@ def test_after_its_actor_is_killed_the_next_attempt_finishes_the_job(
 ) -> None:
     job = new_job(jobs, waits=True)
     toys.start()
-    wait_until(lambda: bool(beginnings(store, job.name)), "the first attempt", 60.0)
+    wait_until(lambda: bool(beginnings(store, job.name)), "the first attempt")
 
     os.kill(beginnings(store, job.name)[0][1], signal.SIGKILL)
-    wait_until(lambda: len(beginnings(store, job.name)) == 2, "the second attempt", 60.0)
+    wait_until(lambda: len(beginnings(store, job.name)) == 2, "the second attempt")
     let_go(store, job.name)
     done = wait_for_state(jobs, job, "SUCCEEDED")
 
@@ -62,12 +62,12 @@ def test_a_job_goes_on_with_the_same_attempt_while_its_reconciler_is_killed_and_
 ) -> None:
     job = new_job(jobs, waits=True)
     first = toys.start()
-    wait_until(lambda: bool(beginnings(store, job.name)), "the attempt", 60.0)
+    wait_until(lambda: bool(beginnings(store, job.name)), "the attempt")
 
     first.kill()
     first.wait()
     toys.start()
-    wait_until(lambda: toys.said.count("reconciling toy jobs") == 2, "the second reconciler", 60.0)
+    wait_until(lambda: toys.said.count("reconciling toy jobs") == 2, "the second reconciler")
     second_job = new_job(jobs)
     wait_for_state(jobs, second_job, "SUCCEEDED")  # so it has looked at the first as well
     let_go(store, job.name)
@@ -79,7 +79,7 @@ def test_a_job_goes_on_with_the_same_attempt_while_its_reconciler_is_killed_and_
 
 def test_two_reconcilers_at_once_start_each_attempt_once(toys: Toys, jobs: Jobs, store: ObjectStore) -> None:
     both = [toys.start(), toys.start()]
-    wait_until(lambda: toys.said.count("reconciling toy jobs") == 2, "both reconcilers", 60.0)
+    wait_until(lambda: toys.said.count("reconciling toy jobs") == 2, "both reconcilers")
 
     made = [new_job(jobs) for _ in range(6)]
     done = [wait_for_state(jobs, job, "SUCCEEDED") for job in made]
@@ -105,9 +105,9 @@ def test_a_supervised_reconciler_is_started_again_and_ends_with_its_service(
     toys: Toys, jobs: Jobs, store: ObjectStore
 ) -> None:
     service = toys.start("serve")
-    wait_until(lambda: len(toys.pids()) == 1, "the reconciler", 60.0)
+    wait_until(lambda: len(toys.pids()) == 1, "the reconciler")
     os.kill(toys.pids()[0], signal.SIGKILL)
-    wait_until(lambda: len(toys.pids()) == 2, "another reconciler", 60.0)
+    wait_until(lambda: len(toys.pids()) == 2, "another reconciler")
     # Once it works it has long been listening for our end.
     job = new_job(jobs)
     wait_for_state(jobs, job, "SUCCEEDED")
@@ -115,7 +115,7 @@ def test_a_supervised_reconciler_is_started_again_and_ends_with_its_service(
     service.kill()  # no chance to say goodbye
     service.wait()
 
-    wait_until(lambda: not any(_alive(pid) for pid in toys.pids()), "the reconcilers to end", 15.0)
+    wait_until(lambda: not any(_alive(pid) for pid in toys.pids()), "the reconcilers to end")
     assert len(beginnings(store, job.name)) == 1
 
 

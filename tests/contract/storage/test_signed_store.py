@@ -138,6 +138,7 @@ def test_many_reads_ask_once_for_an_address_and_again_before_it_expires(
     assert signer.asked == ["sign"] * 3
 
 
+@pytest.mark.timed
 def test_an_address_that_the_store_takes_for_expired_is_signed_anew(
     signer: Signer, plain: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,6 +261,7 @@ def test_a_store_without_room_says_so(s3_store: StoreSettings) -> None:
         store.close()
 
 
+@pytest.mark.timed
 def test_a_store_that_is_silent_for_a_while_is_waited_for(
     s3_store: StoreSettings, plain: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,6 @@ def test_an_interrupted_bench_leaves_no_ray_head(
     for number in signals:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
-    process.wait(60)
-    wait_until(lambda: not head.processes(), "the end of the head's processes", 60.0)
+    process.wait(240)
+    wait_until(lambda: not head.processes(), "the end of the head's processes")
     wait_until(lambda: not head.folder.exists(), "the end of its folder")

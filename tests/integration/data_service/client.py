@@ -14,7 +14,7 @@ from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1 import data_service_pb2_grpc
 from millrace.data.v1.resources_pb2 import DatasetVersion
 
-IMPORT_WITHIN_S = 120.0
+IMPORT_WITHIN_S = 400.0
 
 
 class DataClient:

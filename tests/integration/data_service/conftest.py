@@ -36,10 +36,14 @@ class DataStack:
     settings: StoreSettings
     inputs: Path
 
-    def stored_keys(self) -> list[str]:
-        """What is in the store, to see that nothing was left behind; without the markers of live jobs, which the
-        reconciler takes away in its own time."""
-        return sorted(info.key for info in self.store.list() if not info.key.startswith("live/"))
+    def stored_keys(self) -> set[str]:
+        """What is in the store, without the markers of live jobs."""
+        return {info.key for info in self.store.list() if not info.key.startswith("live/")}
+
+    def made_since(self, before: set[str]) -> list[str]:
+        """What was not in the store when it had the keys `before`. What has gone since says nothing: the reconciler
+        takes away what other tests' jobs have left, in its own time."""
+        return sorted(self.stored_keys() - before)
 
     def put_source(self, name: str, data: bytes) -> str:
         """The URI of a file on the kind of store that the service has: where that is file://, it has no S3 to read
@@ -60,7 +64,7 @@ class DataStack:
 @pytest.fixture(scope="package")
 def data_ray() -> Iterator[RayHead]:
     # Each CPU that Ray is told of may get a worker, and each worker takes seconds of a processor to start.
-    with ray_head(num_cpus=2, environ=NONE_WARM) as head:
+    with ray_head(num_cpus=2, environ=NONE_WARM, dashboard=False) as head:
         yield head
 
 

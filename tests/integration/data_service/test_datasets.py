@@ -40,7 +40,7 @@ def test_the_same_request_id_with_another_body_is_refused(client: DataClient, st
     refusal = refused(lambda: client.data.CreateDataset(request, timeout=60))
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.ALREADY_EXISTS, "REQUEST_ID_REUSED")
     assert "request_id" in refusal.fields
-    assert stack.stored_keys() == before
+    assert stack.made_since(before) == []
 
 
 def test_a_taken_id_is_refused_and_nothing_is_claimed(client: DataClient, stack: DataStack, dataset: str) -> None:
@@ -49,7 +49,7 @@ def test_a_taken_id_is_refused_and_nothing_is_claimed(client: DataClient, stack:
     refusal = refused(lambda: client.data.CreateDataset(request, timeout=60))
     assert refusal.code is grpc.StatusCode.ALREADY_EXISTS
     assert refusal.metadata["resource"] == dataset
-    assert stack.stored_keys() == before
+    assert stack.made_since(before) == []
 
 
 def test_validating_makes_nothing(client: DataClient, stack: DataStack, dataset: str) -> None:
@@ -60,7 +60,7 @@ def test_validating_makes_nothing(client: DataClient, stack: DataStack, dataset:
     assert not checked.uid
     request.dataset_id = dataset.removeprefix("datasets/")
     assert refused(lambda: client.data.CreateDataset(request, timeout=60)).code is grpc.StatusCode.ALREADY_EXISTS
-    assert stack.stored_keys() == before
+    assert stack.made_since(before) == []
 
 
 def test_pages_hold_every_dataset_once_in_the_order_of_names(client: DataClient, stack: DataStack) -> None:
@@ -95,7 +95,7 @@ def test_bad_fields_are_named_and_nothing_is_made(
     refusal = refused(lambda: client.data.CreateDataset(request_, timeout=60))
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
     assert set(refusal.fields) == fields
-    assert stack.stored_keys() == before
+    assert stack.made_since(before) == []
 
 
 @pytest.mark.parametrize("name", ["", "d", "datasets/", "datasets/D", "datasets/a/b", "datasets/..", "x" * 5000])
@@ -130,4 +130,4 @@ def test_malformed_bytes_are_refused_by_every_method(client: DataClient, stack: 
         if not method.server_streaming:
             refusal = refused(partial(client.send_raw, method.name, b"\xff\xff\xff"))
             assert (refusal.code, refusal.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE")
-    assert stack.stored_keys() == before
+    assert stack.made_since(before) == []

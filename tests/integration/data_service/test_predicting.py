@@ -140,7 +140,7 @@ def test_an_attempt_killed_in_the_middle_is_followed_by_one_that_makes_the_same(
     for pid in data_ray.processes("ray::AttemptActor.run"):
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: jobs.get(name, name).attempt == 2, "the second attempt", WITHIN_S)
-    wait_until(lambda: not any(map(_at_work, begun)), "the workers of the first to end", 30.0)
+    wait_until(lambda: not any(map(_at_work, begun)), "the workers of the first to end")
     (signs / "go").touch()
     done = over(jobs, name)
     assert (done.attempt, done.failures) == (2, 1), done.error
@@ -157,7 +157,7 @@ def test_a_cancelled_prediction_ends_its_workers_and_leaves_nothing(
     await_worker(jobs, name, signs)
     jobs.cancel(name, name)
     assert over(jobs, name, 20.0).state is JobState.CANCELLED
-    wait_until(lambda: not any(map(_at_work, signs.glob("working-*"))), "the workers to end", 10.0)
+    wait_until(lambda: not any(map(_at_work, signs.glob("working-*"))), "the workers to end", 60)
     assert list(store.list(f"{name}/data")) == []
 
 
@@ -186,7 +186,7 @@ def test_without_room_for_one_worker_it_waits_and_says_for_what(
     store: ObjectStore, jobs: Jobs, workers: Workers, missing: str
 ) -> None:
     name = create_prediction(store, workers=workers)
-    wait_until(lambda: jobs.waiting_for(name) == missing, "it to say so", 20.0)
+    wait_until(lambda: jobs.waiting_for(name) == missing, "it to say so")
     assert jobs.get(name, name).state is JobState.PENDING
     jobs.cancel(name, name)
     assert over(jobs, name, 10.0).state is JobState.CANCELLED

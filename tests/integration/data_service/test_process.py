@@ -105,7 +105,7 @@ def test_with_a_token_it_answers_those_who_bring_it(file_store: StoreSettings, t
 def test_bad_settings_end_it_with_the_remedy(environ: dict[str, str], said: str) -> None:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("MILLRACE_")}
     ended = subprocess.run(
-        [sys.executable, "-m", "data_service"], env={**clean, **environ}, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "data_service"], env={**clean, **environ}, capture_output=True, text=True, timeout=240
     )
     assert ended.returncode == 2
     assert said in ended.stderr

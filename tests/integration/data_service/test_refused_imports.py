@@ -182,7 +182,7 @@ def test_bad_fields_are_named_and_nothing_is_made(
     refusal = refused(lambda: client.data.ImportVersion(request, timeout=60))
     assert (refusal.code, refusal.reason) == (INVALID, "INVALID_FIELD")
     assert set(refusal.fields) == fields
-    assert stack.stored_keys() == before
+    assert stack.made_since(before) == []
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_bad_fields_beside_good_sources_are_named(
     refusal = refused(lambda: client.data.ImportVersion(pb.ImportVersionRequest(**{**good, **change}), timeout=60))
     assert refusal.code is INVALID
     assert set(refusal.fields) == fields
-    assert stack.stored_keys() == before
+    assert stack.made_since(before) == []
 
 
 def test_an_unknown_dataset_is_not_found(client: DataClient, stack: DataStack) -> None:
@@ -221,7 +221,7 @@ def test_an_unknown_dataset_is_not_found(client: DataClient, stack: DataStack) -
     assert (refusal.code, refusal.metadata["resource"]) == (NOT_FOUND, "datasets/never")
     listing = refused(lambda: client.data.ListVersions(pb.ListVersionsRequest(parent="datasets/never"), timeout=60))
     assert listing.code is NOT_FOUND
-    assert stack.stored_keys() == before
+    assert stack.made_since(before) == []
 
 
 def test_a_taken_version_id_is_refused(client: DataClient, stack: DataStack, digits_version: Digits) -> None:
@@ -236,7 +236,7 @@ def test_a_taken_version_id_is_refused(client: DataClient, stack: DataStack, dig
             grpc.StatusCode.ALREADY_EXISTS,
             digits_version.version.name,
         )
-    assert stack.stored_keys() == before
+    assert stack.made_since(before) == []
 
 
 def test_the_same_request_id_with_another_body_is_refused(client: DataClient, stack: DataStack, dataset: str) -> None:

@@ -94,7 +94,7 @@ def test_a_transform_outlives_a_worker_within_its_attempt_and_then_the_attempt_a
     for pid in data_ray.processes("ray::AttemptActor.run"):
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: jobs.get(name, name).attempt == 2, "the second attempt", WITHIN_S)
-    wait_until(lambda: not any(map(_alive_on_task, begun)), "the tasks of the first to end", 30.0)
+    wait_until(lambda: not any(map(_alive_on_task, begun)), "the tasks of the first to end")
     (signs / "go").touch()
     done = over(jobs, name)
     assert (done.state, done.attempt, done.failures) == (JobState.SUCCEEDED, 2, 1), done.error
@@ -112,7 +112,7 @@ def test_a_cancelled_transform_ends_its_tasks_and_leaves_nothing(store: ObjectSt
     await_worker(jobs, name, signs)
     jobs.cancel(name, name)
     assert over(jobs, name, 20.0).state is JobState.CANCELLED
-    wait_until(lambda: not any(map(_alive_on_task, signs.glob("working-*"))), "the tasks to end", 10.0)
+    wait_until(lambda: not any(map(_alive_on_task, signs.glob("working-*"))), "the tasks to end", 60)
     assert list(store.list(f"{name}/data")) == []
     for path in signs.iterdir():
         path.unlink()

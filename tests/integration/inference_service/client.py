@@ -20,8 +20,8 @@ from millrace.inference.v1 import deployment_service_pb2_grpc as pb_grpc
 from shared.settings import StoreSettings
 from tests.support.service_process import store_environ
 
-READY_WITHIN_S = 60.0
-LOADED_WITHIN_S = 120.0
+READY_WITHIN_S = 180.0
+LOADED_WITHIN_S = 240.0
 
 T = TypeVar("T")
 Array = npt.NDArray[Any]
@@ -126,7 +126,7 @@ class Client:
                 return bool(error.code() is grpc.StatusCode.NOT_FOUND)
             return False
 
-        eventually(gone, 60, f"{name} is gone")
+        eventually(gone, 180, f"{name} is gone")
 
     def ready_versions(self, model: str) -> list[str]:
         """Those that requests which name them are answered by."""

@@ -91,7 +91,7 @@ class Moving:
             now = self.get().roll_out
             return now.state == roll_out_pb2.RollOut.STATE_SHIFTING and now.step == step
 
-        eventually(there, 120, f"step {step}")
+        eventually(there, 180, f"step {step}")
 
 
 def seconds(number: float) -> Duration:

@@ -26,7 +26,7 @@ def answer(lines: Iterable[str]) -> list[str]:
     return next(line.split()[1:] for line in lines if line.startswith(ANSWER))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_one_replica_of_two_that_cannot_load_is_known(inference_ray: RayHead, tmp_path: Path) -> None:
     settings = StoreSettings(url=tmp_path.as_uri())
     store = open_store(settings)

@@ -52,7 +52,7 @@ def test_a_shell_rolls_out_and_back_and_steers_a_canary(stack: Stack) -> None:
             "100:0",
             "--no-wait",
         )
-        eventually(lambda: "3" in ready(), 120, "version 3 is loaded")
+        eventually(lambda: "3" in ready(), 180, "version 3 is loaded")
         told("deployments", "traffic", "shell", "--route", "x-canary=yes:3", "--shadow", "3=100")
         infer = client.inference.infer
         assert infer("shell", {"image": IMAGE}, headers={"x-canary": "yes"}).version == "3"

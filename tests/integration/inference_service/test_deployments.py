@@ -189,7 +189,7 @@ def test_a_loading_model_is_unavailable_until_its_operation_is_done_and_gone_aft
     def gone() -> bool:
         return refused(lambda: stack.client.infer("brief", IMAGES)).code is grpc.StatusCode.NOT_FOUND
 
-    eventually(gone, 60, "the model is gone")
+    eventually(gone, 180, "the model is gone")
     assert before.uid not in applications(stack)
     assert before.name not in [
         one.name for one in stack.client.deployments.ListDeployments(pb.ListDeploymentsRequest()).deployments
@@ -217,5 +217,5 @@ def test_a_damaged_checkpoint_fails_with_data_loss_and_leaves_nothing_in_serve(s
     deployment = stack.client.get("deployments/failing")
     assert deployment.state == pb.Deployment.STATE_FAILED
     assert refusal_of(deployment.error).code is grpc.StatusCode.DATA_LOSS
-    eventually(lambda: deployment.uid not in applications(stack), 30, "its application is gone")
+    eventually(lambda: deployment.uid not in applications(stack), 180, "its application is gone")
     stack.client.delete("deployments/failing")

@@ -31,7 +31,7 @@ CLIENTS = 8
 REPLICA = "ray::ServeReplica"
 NAME = "deployments/struck"
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Struck:
             except grpc.RpcError:
                 return None
 
-        return eventually(answer, 120, "the model answers")
+        return eventually(answer, 180, "the model answers")
 
 
 @pytest.fixture(scope="module")

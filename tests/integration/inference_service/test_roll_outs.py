@@ -56,8 +56,8 @@ def test_a_roll_out_and_a_roll_back_under_load_lose_and_wrongly_answer_nothing(
         assert (after.lineage.model_version, after.lineage.checkpoint) == ("2", f"{JOB}/checkpoints/c2")
         load.wait_for_those_under_way()
         assert load.wait_for(20).keys() == {"2"}
-        eventually(lambda: one.weights() == {"2": 100}, 60, "version 1 is gone")
-        eventually(lambda: versions_in_serve(stack, after.uid) == ["2"], 60, "its replica is gone")
+        eventually(lambda: one.weights() == {"2": 100}, 180, "version 1 is gone")
+        eventually(lambda: versions_in_serve(stack, after.uid) == ["2"], 180, "its replica is gone")
         assert load.wait_for(20).keys() == {"2"}
 
         operation = one.roll_out("c3", (50, 3600.0), (100, 1.0))
@@ -70,7 +70,7 @@ def test_a_roll_out_and_a_roll_back_under_load_lose_and_wrongly_answer_nothing(
         assert back.roll_out.state == roll_out_pb2.RollOut.STATE_ROLLED_BACK
         load.wait_for_those_under_way()
         assert load.wait_for(20).keys() == {"2"}
-        eventually(lambda: versions_in_serve(stack, after.uid) == ["2"], 60, "the replica of version 3 is gone")
+        eventually(lambda: versions_in_serve(stack, after.uid) == ["2"], 180, "the replica of version 3 is gone")
         error = refusal_of(stack.client.wait(operation).error)
         assert (error.code, error.reason) == (grpc.StatusCode.CANCELLED, "ROLLED_BACK")
     assert load.errors == []
@@ -194,11 +194,11 @@ def test_a_roll_out_whose_service_is_killed_half_way_goes_on_in_the_next(
             own.service.kill()
             own.service.start()
             own.client.wait_until_healthy()
-            eventually(lambda: one.ask() in ("1", "2"), 60, "it answers again")
+            eventually(lambda: one.ask() in ("1", "2"), 180, "it answers again")
             assert one.get().roll_out.operation == operation.name
             assert own.client.wait(operation).HasField("response")
             assert {one.ask() for _ in range(10)} == {"2"}
             own.service.kill()  # once more, with nothing under way: the same is served
             own.service.start()
-            eventually(lambda: one.ask() == "2", 60, "version 2 answers again")
-            eventually(lambda: versions_in_serve(own, one.get().uid) == ["2"], 60, "version 1 is gone")
+            eventually(lambda: one.ask() == "2", 180, "version 2 answers again")
+            eventually(lambda: versions_in_serve(own, one.get().uid) == ["2"], 180, "version 1 is gone")

@@ -50,7 +50,7 @@ def test_a_bundle_lives_as_long_as_a_job_names_it(stack: TrainStack, millrace: m
     millrace.train.cancel_training_job(job.name)
     assert millrace.train.wait_training_job(job.name).state == State.STATE_CANCELLED
     millrace.train.delete_training_job(job.name)
-    wait_until(lambda: _is_gone(stack, job.name), f"the end of {job.name}", within_s=60)
+    wait_until(lambda: _is_gone(stack, job.name), f"the end of {job.name}")
     millrace.train.delete_code_bundle(bundle.name)
     with pytest.raises(errors.NotFound):
         millrace.train.get_code_bundle(bundle.name)

@@ -117,7 +117,7 @@ def test_after_sequence_beyond_the_last_event_is_out_of_range(stack: TrainStack,
 
 
 def test_a_job_that_the_cluster_can_never_hold_is_refused_by_its_field_and_leaves_nothing(stack: TrainStack) -> None:
-    wait_until(lambda: bool(ClusterMemory(stack.store).clusters()), "the cluster to be noted", within_s=90)
+    wait_until(lambda: bool(ClusterMemory(stack.store).clusters()), "the cluster to be noted")
     before = stack.all_keys()
     spec = digits_spec(num_workers=1)
     spec.placement.cpus_per_worker = 1001

@@ -26,7 +26,7 @@ from tests.support.training import State, TrainStack
 from tests.support.transforming import commit_tables
 from tests.unit.shared.transforms.samples import fitted, pipeline, schema_of_batch
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 PAGE = Path(__file__).parents[3] / "docs" / "frameworks.md"
 # Rank 0 takes long to write a checkpoint's last files, while rank 1 has written its own; each report names its process.
@@ -138,7 +138,7 @@ def test_a_run_that_lost_a_rank_ends_with_the_weights_of_one_that_did_not(
     with stale_checkpoint():
         undisturbed = create(file_stack, tmp_path, **config)
         killed = create(file_stack, tmp_path, **config)
-        watch = client.watch(killed, within_s=350)
+        watch = client.watch(killed, within_s=600)
         watch.until("checkpoint_committed", lambda event: event.checkpoint_committed.step >= 2)
         pids = {int(one.metrics["pid"]) for one in client.checkpoints(killed)}
         (pid,) = pids
@@ -147,7 +147,7 @@ def test_a_run_that_lost_a_rank_ends_with_the_weights_of_one_that_did_not(
         assert client.finished(undisturbed).state == State.STATE_SUCCEEDED
 
     assert watch.jobs[-1].state == State.STATE_SUCCEEDED, watch.jobs[-1]
-    assert watch.jobs[-1].failures == 1
+    assert watch.jobs[-1].failures == 1, watch.ends()
     _, resumed = watch.of("attempt_started")
     assert resumed.step >= 2
     entries = CheckpointRegistry(store, killed).entries()
@@ -169,13 +169,13 @@ def test_rows_of_a_version_reach_the_trainer_in_their_order_over_a_kill(file_sta
     config: dict[str, Any] = {"steps": 20, "save_steps": 2, "on_shard": True}
     undisturbed = create(file_stack, tmp_path, version, **config)
     killed = create(file_stack, tmp_path, version, **config)
-    watch = client.watch(killed, within_s=350)
+    watch = client.watch(killed, within_s=600)
     watch.until("checkpoint_committed", lambda event: event.checkpoint_committed.step >= 2)
     os.kill(int(client.checkpoints(killed)[0].metrics["pid"]), signal.SIGKILL)
     watch.rest()
 
     assert watch.jobs[-1].state == State.STATE_SUCCEEDED, watch.jobs[-1]
-    assert watch.jobs[-1].failures == 1
+    assert watch.jobs[-1].failures == 1, watch.ends()
     assert client.finished(undisturbed).state == State.STATE_SUCCEEDED
     path = "checkpoint/model.safetensors"
     last, expected = (CheckpointRegistry(store, name).entries()[-1] for name in (killed, undisturbed))

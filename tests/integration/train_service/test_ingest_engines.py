@@ -27,7 +27,7 @@ def test_a_run_leaves_a_processor_to_those_who_prepare_its_rows(file_stack: Trai
     client = file_stack.client
     job = client.create(digits_spec(ingest=res.TrainingSpec.INGEST_RAY_DATA, num_workers=4, global_batch_size=60))
 
-    wait_until(lambda: client.get(job.name).waiting_for != "", "the job to say what it waits for", within_s=90)
+    wait_until(lambda: client.get(job.name).waiting_for != "", "the job to say what it waits for")
 
     assert client.get(job.name).waiting_for.endswith("besides 1 CPU that prepares rows")
     client.cancel(job.name)

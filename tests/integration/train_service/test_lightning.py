@@ -20,7 +20,7 @@ from shared.storage import ObjectStore
 from tests.support.code_folders import write_files
 from tests.support.training import State, TrainStack
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 PAGE = Path(__file__).parents[3] / "docs" / "frameworks.md"
 # Each report names its process, and takes so long that there is a moment to strike.
@@ -94,13 +94,13 @@ def test_a_run_that_lost_a_rank_ends_with_the_weights_of_one_that_did_not(
 ) -> None:
     epochs, store, client = 10, file_stack.store, file_stack.client
     undisturbed, killed = create(file_stack, tmp_path, epochs), create(file_stack, tmp_path, epochs)
-    watch = client.watch(killed, within_s=350)
+    watch = client.watch(killed, within_s=600)
     watch.until("checkpoint_committed", lambda event: event.checkpoint_committed.step >= 2)
     os.kill(int(client.checkpoints(killed)[0].metrics["pid"]), signal.SIGKILL)
     watch.rest()
 
     assert watch.jobs[-1].state == State.STATE_SUCCEEDED, watch.jobs[-1]
-    assert watch.jobs[-1].failures == 1
+    assert watch.jobs[-1].failures == 1, watch.ends()
     _, resumed = watch.of("attempt_started")
     assert resumed.step >= 2
     *_, last = assert_each_epoch_once(store, killed, epochs)

@@ -20,7 +20,7 @@ from tests.support.ray_head import RayHead
 from tests.support.service_process import running_service
 from tests.support.training import State, TrainStack
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 
 # The predictor where none is named; it refuses some requests.
@@ -66,7 +66,7 @@ def test_a_programs_checkpoint_is_served_by_the_predictor_of_its_bundle(
         config = {"lr": 0.05, "epochs": 2}
         spec = mc.program_spec(bundle, "train:train_loop_per_worker", config=config, num_workers=2)
         job = millrace.train.create_training_job(job_id, spec)
-    watch = stack.client.watch(job.name, within_s=350)
+    watch = stack.client.watch(job.name, within_s=600)
     watch.rest()
     assert watch.jobs[-1].state == State.STATE_SUCCEEDED, watch.jobs[-1]
     first, second = stack.client.checkpoints(job.name)

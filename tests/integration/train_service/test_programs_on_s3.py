@@ -18,7 +18,7 @@ from tests.support.code_folders import write_files
 from tests.support.s3_server import SECRET_KEY
 from tests.support.training import State, TrainStack
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 MODES = """
 import shutil

@@ -19,7 +19,7 @@ from tests.support.code_folders import write_files
 from tests.support.ray_head import RayHead
 from tests.support.training import State, TrainStack
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 # A module of the folder, a second run of the same name, and what a script does with results.
 CELLS = """
@@ -102,12 +102,12 @@ def push(millrace: mc.Millrace, folder: Path, code: str, max_failures: int = 3, 
 def test_a_script_trains_and_reads_its_results(file_stack: TrainStack, tmp_path: Path) -> None:
     with mc.connect(train=file_stack.service.address) as millrace:
         job = push(millrace, tmp_path, ONE_RUN, scale=5)
-        watch = file_stack.client.watch(job.name, within_s=350)
+        watch = file_stack.client.watch(job.name, within_s=600)
         watch.rest()
         logs = "".join(one.text for one in millrace.train.stream_logs(job.name))
 
     assert watch.jobs[-1].state == State.STATE_SUCCEEDED, (watch.jobs[-1].error, logs)
-    assert watch.jobs[-1].failures == 0
+    assert watch.jobs[-1].failures == 0, watch.ends()
     entries = CheckpointRegistry(file_stack.store, job.name).entries()
     assert [(one.step, one.metrics["epoch"], one.fit) for one in entries] == [(1, 0, 1), (2, 1, 1)]
     assert watch.jobs[-1].latest_checkpoint == entries[-1].name
@@ -214,7 +214,7 @@ def test_in_local_mode_one_process_trains(file_stack: TrainStack, tmp_path: Path
         config = {"epochs": 3, "scale": 1}
         spec = mc.program_spec(bundle, entry, config=config, num_workers=0, max_failures=0)
         job = millrace.train.create_training_job(f"j{uuid.uuid4().hex[:12]}", spec)
-        watch = file_stack.client.watch(job.name, within_s=200)
+        watch = file_stack.client.watch(job.name, within_s=600)
         watch.rest()
         logs = "".join(one.text for one in millrace.train.stream_logs(job.name))
 
@@ -233,7 +233,7 @@ def test_the_runs_of_a_script_go_on_over_kills_of_a_rank_the_script_and_the_atte
 ) -> None:
     with mc.connect(train=file_stack.service.address) as millrace:
         job = push(millrace, tmp_path, THREE_RUNS)
-        watch = file_stack.client.watch(job.name, within_s=350)
+        watch = file_stack.client.watch(job.name, within_s=600)
         watch.until("checkpoint_committed")
         os.kill(int(file_stack.client.checkpoints(job.name)[0].metrics["pid"]), signal.SIGKILL)
         watch.until("checkpoint_committed", lambda event: event.checkpoint_committed.step == 3)
@@ -247,7 +247,7 @@ def test_the_runs_of_a_script_go_on_over_kills_of_a_rank_the_script_and_the_atte
         logs = "".join(one.text for one in millrace.train.stream_logs(job.name))
 
     assert watch.jobs[-1].state == State.STATE_SUCCEEDED, (watch.jobs[-1].error, logs)
-    assert watch.jobs[-1].failures == 3
+    assert watch.jobs[-1].failures == 3, watch.ends()
     assert script_processes() == []
     entries = CheckpointRegistry(file_stack.store, job.name).entries()
     of_fits = [(one.fit, one.metrics["epoch"]) for one in entries]
@@ -285,7 +285,7 @@ def test_a_script_that_ends_wrongly_fails_its_job_by_its_line(
 ) -> None:
     with mc.connect(train=file_stack.service.address) as millrace:
         job = push(millrace, tmp_path, end, max_failures=0)
-    watch = file_stack.client.watch(job.name, within_s=300)
+    watch = file_stack.client.watch(job.name, within_s=600)
     watch.rest()
 
     assert watch.jobs[-1].state == State.STATE_FAILED
@@ -296,7 +296,7 @@ def test_a_script_that_ends_wrongly_fails_its_job_by_its_line(
 def test_an_error_of_a_script_that_a_second_attempt_repeats_is_the_last(file_stack: TrainStack, tmp_path: Path) -> None:
     with mc.connect(train=file_stack.service.address) as millrace:
         job = push(millrace, tmp_path, "1 / 0", max_failures=5)
-    watch = file_stack.client.watch(job.name, within_s=300)
+    watch = file_stack.client.watch(job.name, within_s=600)
     watch.rest()
 
     ended = watch.jobs[-1]
@@ -362,7 +362,7 @@ def test_a_tuner_in_a_script_is_a_sweep(file_stack: TrainStack, tmp_path: Path) 
         job_id = f"j{uuid.uuid4().hex[:12]}"
         spec = mc.program_spec(bundle, "cells.py", num_workers=1, max_failures=0)
         job = millrace.train.create_training_job(job_id, spec)
-        watch = file_stack.client.watch(job.name, within_s=380)
+        watch = file_stack.client.watch(job.name, within_s=600)
         watch.rest()
         logs = "".join(one.text for one in millrace.train.stream_logs(job.name))
         assert watch.jobs[-1].state == State.STATE_SUCCEEDED, (watch.jobs[-1].error, logs)

@@ -31,12 +31,12 @@ def test_a_suspended_run_frees_its_workers_and_goes_on_at_the_very_next_step(
     job = client.create(digits_spec(epochs=30))
     watch = client.watch(job.name, within_s=800)
     watch.until("progress")
-    wait_until(lambda: held_by(client, job.name) == 2.0, "its workers' CPUs to be told", within_s=60)
+    wait_until(lambda: held_by(client, job.name) == 2.0, "its workers' CPUs to be told")
 
     client.suspend(job.name)
     suspended = watch.until_state(State.STATE_SUSPENDED)
-    wait_until(lambda: not train_ray.processes(WORKER), "the workers to end", within_s=60)
-    wait_until(lambda: held_by(client, job.name) == 0.0, "its CPUs to be free", within_s=60)
+    wait_until(lambda: not train_ray.processes(WORKER), "the workers to end")
+    wait_until(lambda: held_by(client, job.name) == 0.0, "its CPUs to be free")
     kept = client.checkpoints(job.name)
     again = client.suspend(job.name)
     with_old_etag = refused(lambda: client.resume(job.name, etag=job.etag))
@@ -54,7 +54,7 @@ def test_a_suspended_run_frees_its_workers_and_goes_on_at_the_very_next_step(
     assert [one.step for one in watch.of("validated")] == [20 * (epoch + 1) for epoch in range(30)]
     # The same stream told it all.
     assert watch.jobs[-1].state == State.STATE_SUCCEEDED
-    assert (watch.jobs[-1].attempt, watch.jobs[-1].failures, watch.jobs[-1].preemptions) == (2, 0, 0)
+    assert (watch.jobs[-1].attempt, watch.jobs[-1].failures, watch.jobs[-1].preemptions) == (2, 0, 0), watch.ends()
     assert first.step == 0
 
 
@@ -63,7 +63,7 @@ def test_a_job_that_waits_says_for_what_and_can_be_suspended_cancelled_and_resum
     job = client.create(digits_spec(num_workers=8, global_batch_size=120))
     watch = client.watch(job.name)
 
-    wait_until(lambda: client.get(job.name).waiting_for != "", "the job to say what it waits for", within_s=90)
+    wait_until(lambda: client.get(job.name).waiting_for != "", "the job to say what it waits for")
     waiting = client.get(job.name)
     assert (waiting.state, waiting.attempt) == (State.STATE_PENDING, 0)
     assert waiting.waiting_for.startswith("8 workers of 1 CPU: the cluster has ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,6 +70,8 @@ def test_a_follower_that_fails_again_is_told_with_its_error_and_leaves_nothing_i
     for name in ("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "TUNE_DISABLE_STRICT_METRIC_CHECKING"):
         monkeypatch.setenv(name, "1")  # as the attempt does, in a process of its own
     monkeypatch.setattr(attempt, "FOLLOWER_RESTARTS", 1)
+    for module in [name for name in sys.modules if name.partition(".")[0] == "wandb"]:
+        monkeypatch.delitem(sys.modules, module)
     trials = Trials(context.store, context.job)
     trials.make(0)
     # An event without the metric.
@@ -78,6 +81,7 @@ def test_a_follower_that_fails_again_is_told_with_its_error_and_leaves_nothing_i
     with caplog.at_level(logging.WARNING, "train_service"), pytest.raises(Unavailable) as lost:
         attempt.run(context)
 
+    assert "wandb" not in sys.modules
     assert lost.value.specific_reason == "FOLLOWER_LOST"
     assert "trainingJobs/s-000: KeyError: 'accuracy'" in lost.value.message
     first, last = [one.getMessage() for one in caplog.records if "follows trainingJobs/s-000" in one.getMessage()]

@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -182,9 +183,12 @@ def test_in_an_open_loop_the_deadline_counts_from_when_a_call_was_due(monkeypatc
         left_s.append(context.time_remaining())
         return pb.ModelInferResponse()
 
+    def have_ended(number: int) -> bool:
+        return len(ended) == number
+
     def slowly() -> Iterator[bytes]:
         for number, request in enumerate(itertools.cycle(requests_of("m", made_up_rows(metadata(IMAGE), 1)))):
-            wait_until(lambda number=number: len(ended) == number, "the calls before to end")
+            wait_until(partial(have_ended, number), "the calls before to end")
             now_s[0] = 200.0 * number
             yield request
 

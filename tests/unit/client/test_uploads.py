@@ -186,6 +186,7 @@ def test_it_gives_up_when_the_server_stays_away_and_tells_how_to_resume(
     assert content(server.store, name) == DATA
 
 
+@pytest.mark.timed
 def test_a_server_that_takes_chunks_and_acknowledges_none_is_given_up(
     server: UploadServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,6 +316,7 @@ def _sent_by_url(server: UploadServer, parts: int) -> tuple[str, bytes]:
     return name, data
 
 
+@pytest.mark.timed
 def test_a_commit_that_takes_longer_than_any_call_goes_on_while_the_server_gets_further(
     server: UploadServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

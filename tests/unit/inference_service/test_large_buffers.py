@@ -30,7 +30,7 @@ print(most - before, resident_mib() - before)
 def grown_mib(how: str) -> tuple[float, float]:
     """With the buffers, and when they are freed."""
     ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, timeout=240, check=True
     ).stdout.split()
     return float(ended[0]), float(ended[1])
 

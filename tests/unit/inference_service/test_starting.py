@@ -57,7 +57,7 @@ def _ended_once_it_answers(
                 stub: Any = health_pb2_grpc.HealthStub(channel)
                 found = stub.Check(health_pb2.HealthCheckRequest(), timeout=60, wait_for_ready=True)
             process.terminate()
-            _, logged = process.communicate(timeout=60)
+            _, logged = process.communicate(timeout=240)
         finally:
             process.kill()
     return found, process.returncode, logged

@@ -48,6 +48,7 @@ def refusal(spec: TrainingSpec) -> tuple[str, str]:
     return path, text
 
 
+@pytest.mark.timed
 def test_a_package_whose_import_takes_long_is_no_large_model(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine is on which it is imported."""
     slow = site / "millrace_example_slow.py"

@@ -47,7 +47,7 @@ PLAIN = [sys.executable, "-m"]
 # torchrun's own ports are chosen by it; nothing listens beyond loopback.
 LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(autouse=True)

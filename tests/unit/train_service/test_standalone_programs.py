@@ -22,7 +22,7 @@ from tests.unit.train_service.worker.test_loop import entries, events
 from train_service.records.events import EventKind
 from train_service.records.reporting import TRAIN_KIND
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 # After the skill page's script for torchrun; its rank and world size are the context's.
 TRAIN = """

@@ -75,6 +75,6 @@ def test_all_rows_left_is_told_apart() -> None:
 @pytest.mark.parametrize("doing", [APPLYING, FITTING], ids=["applying", "fitting"])
 def test_a_function_that_hangs_with_the_interpreters_lock_ends_its_process(doing: str, tmp_path: Path) -> None:
     program = [sys.executable, "-c", HANGING + doing, tmp_path.as_uri()]
-    ended = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 1
     assert "Timeout" in ended.stderr

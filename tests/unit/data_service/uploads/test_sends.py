@@ -89,6 +89,7 @@ def test_one_call_more_than_there_is_room_for_is_refused_until_one_ends(server: 
         second.end()
 
 
+@pytest.mark.timed
 def test_a_client_that_sends_nothing_gives_its_place_to_one_that_waits(
     server: UploadServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

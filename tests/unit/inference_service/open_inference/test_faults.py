@@ -6,6 +6,8 @@ import asyncio
 import time
 from dataclasses import replace
 
+import pytest
+
 from inference_service.domain.signature import Outputs, Rows
 from inference_service.serve.infer import HeldBytes
 from tests.support.grpc_kit import told
@@ -49,6 +51,7 @@ def test_a_request_that_gives_the_model_less_time_than_it_needs_is_no_fault_of_i
     served(scenario)
 
 
+@pytest.mark.timed
 def test_a_version_that_is_too_slow_for_what_another_answers_in_time_is_at_fault() -> None:
     async def scenario(server: Server) -> None:
         two = deployment(versions=(*deployment().versions, replace(deployment().versions[0], number="2")))
@@ -63,6 +66,7 @@ def test_a_version_that_is_too_slow_for_what_another_answers_in_time_is_at_fault
     served(scenario)
 
 
+@pytest.mark.timed
 def test_a_version_that_is_late_because_batches_wait_for_each_other_is_at_fault() -> None:
     async def scenario(server: Server) -> None:
         attach(server.models, deployment(), Behind())

@@ -213,6 +213,7 @@ async def given_up_for_its_silence(driven: Driven) -> None:
 
 
 @pytest.mark.usefixtures("ready")
+@pytest.mark.timed
 def test_a_version_that_has_lost_its_replicas_is_given_up_and_the_old_one_answers_meanwhile(
     store: ObjectStore, deployments: Deployments, roll_outs: RollOutManager
 ) -> None:
@@ -238,6 +239,7 @@ def test_a_version_that_has_lost_its_replicas_is_given_up_and_the_old_one_answer
 
 
 @pytest.mark.usefixtures("ready")
+@pytest.mark.timed
 def test_a_version_whose_replicas_all_die_takes_no_step_and_is_given_up_while_the_old_one_answers(
     store: ObjectStore, deployments: Deployments, roll_outs: RollOutManager
 ) -> None:
@@ -302,6 +304,7 @@ def test_time_in_which_no_process_ran_is_not_that_of_a_version_to_load(
 
 
 @pytest.mark.usefixtures("ready")
+@pytest.mark.timed
 def test_another_process_goes_on_from_the_step_that_the_log_names_and_watches_it_anew(
     store: ObjectStore, deployments: Deployments, roll_outs: RollOutManager
 ) -> None:

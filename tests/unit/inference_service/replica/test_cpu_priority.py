@@ -26,7 +26,7 @@ ended.set()
 
 def run_as_by_ray(*, unprivileged: bool) -> subprocess.CompletedProcess[str]:
     code = AS_BY_RAY.format(unprivileged=unprivileged)
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
 
 
 @pytest.mark.skipif(

@@ -54,7 +54,7 @@ def test_only_the_first_child_can_refuse(tmp_path: Path, monkeypatch: pytest.Mon
         if ending != "2":
             await appeared(tmp_path / f"{number}-3")
             stop.set()
-        await asyncio.wait_for(running, 60)
+        await asyncio.wait_for(running, 240)
 
     with pytest.raises(ChildRefused):
         asyncio.run(supervised("2", "0"))
@@ -78,12 +78,12 @@ def test_a_child_that_does_not_die_when_it_is_killed_keeps_nobody_from_stopping(
         running = asyncio.create_task(
             supervise("tests.support.ending_child", stop, arguments=("0",), stop_within_s=0.1, hangs=hangs)
         )
-        child = await asyncio.wait_for(killed.get(), 60)
+        child = await asyncio.wait_for(killed.get(), 240)
         await asyncio.sleep(0.1)
         assert not running.done()
         stop.set()
         try:
-            await asyncio.wait_for(running, 60)
+            await asyncio.wait_for(running, 240)
             assert child.returncode is None
         finally:
             os.kill(child.pid, signal.SIGKILL)

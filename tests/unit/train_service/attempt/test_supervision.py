@@ -81,7 +81,7 @@ def pulses() -> Iterator[Pulses]:
 
 def test_an_attempt_does_not_outlast_its_ranks_for_ever(store: ObjectStore, file_store: StoreSettings) -> None:
     new_job(store, JOB)
-    stayed = subprocess.run([sys.executable, "-c", STAYS, file_store.url, JOB], timeout=50, check=False)
+    stayed = subprocess.run([sys.executable, "-c", STAYS, file_store.url, JOB], timeout=240, check=False)
 
     assert stayed.returncode == 1
     (ended,) = events(store, JOB, EventKind.ATTEMPT_ENDED)

@@ -238,6 +238,7 @@ class Slow(nn.Module):
         return given.flatten(1)[:, :10]
 
 
+@pytest.mark.timed
 def test_time_in_which_the_machine_does_something_else_is_not_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_check, "build_model", lambda *_: Slow())
     monkeypatch.setattr(trial_limit, "LIMIT_S", 0.2)

@@ -109,7 +109,7 @@ def test_output_of_any_language_is_captured_and_an_exit_is_announced_with_its_li
     script = tmp_path / "child.py"
     script.write_text(CHILD)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, env=environ)
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=240, env=environ)
     assert ended.stdout.splitlines() == ["and out again", "0 child.py:21"], ended.stderr
     assert "from a" not in ended.stderr
     assert [line.count("from the log") for line in ended.stderr.splitlines()] == [1, 1]
@@ -129,7 +129,7 @@ def test_an_exit_is_announced_once_with_the_line_that_called_it(tmp_path: Path) 
     script = tmp_path / "child.py"
     script.write_text(TWICE)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, env=environ)
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=240, env=environ)
     assert ended.stdout.splitlines() == ["inner child.py:7"], ended.stderr
 
 

@@ -316,5 +316,5 @@ print(before, read_by_another())
 
 def test_other_processes_of_the_user_do_not_read_the_attempts_environment() -> None:
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "A_KEY": "secret"}
-    ended = subprocess.run([sys.executable, "-c", READS], capture_output=True, text=True, timeout=60, env=environ)
+    ended = subprocess.run([sys.executable, "-c", READS], capture_output=True, text=True, timeout=240, env=environ)
     assert ended.stdout.split() == ["read", "refused"], ended.stderr

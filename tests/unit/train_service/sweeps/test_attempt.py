@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,3 +70,14 @@ def test_the_ends_of_the_trials_are_waited_for_through_an_outage(place: Place, m
     assert trials.is_over(0)
     assert store.refused == 2
     ending.join()
+
+
+def test_a_module_that_is_kept_out_is_there_again_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kept_out_of_a_sweep.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    with attempt._kept_out("kept_out_of_a_sweep"), pytest.raises(ImportError):
+        importlib.import_module("kept_out_of_a_sweep")
+    module = importlib.import_module("kept_out_of_a_sweep")
+    with attempt._kept_out("kept_out_of_a_sweep"):
+        assert importlib.import_module("kept_out_of_a_sweep") is module
+    monkeypatch.delitem(sys.modules, "kept_out_of_a_sweep")

@@ -54,7 +54,7 @@ def accuracy(store: ObjectStore, job: str, **changes: Any) -> float:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_fine_tuning_from_imported_weights_of_another_task_beats_scratch(store: ObjectStore, tmp_path: Path) -> None:
     commit_version(store, TEN, {"train": stripes(1_500, 1), "validation": stripes(200, 2)})
     commit_version(store, TWO, {"train": odd_places(60, 3), "validation": odd_places(400, 4)})

@@ -416,7 +416,7 @@ def test_of_two_attempts_that_run_at_once_the_later_goes_on_and_every_checkpoint
 
     zombie = threading.Thread(target=first, daemon=True)
     zombie.start()
-    wait_until(lambda: len(entries(store, name)) > 1, "checkpoints of the first attempt", 60)
+    wait_until(lambda: len(entries(store, name)) > 1, "checkpoints of the first attempt")
     lose_and_begin(store, name)
     enough = threading.Thread(target=cancel_after_checkpoints_of, args=(store, name, 2), daemon=True)
     enough.start()
@@ -436,7 +436,7 @@ def cancel_after_checkpoints_of(store: ObjectStore, name: str, attempt: int) -> 
     def three() -> bool:
         return sum(one.attempt == attempt for one in events(store, name, EventKind.CHECKPOINT_COMMITTED)) >= 3
 
-    wait_until(three, "checkpoints of the later attempt", 60)
+    wait_until(three, "checkpoints of the later attempt")
     Jobs(store, TRAIN_KIND).cancel(name, name)
 
 
