@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -60,6 +61,34 @@ def test_an_epoch_is_at_work_only_where_the_run_is_not_over(state: Job.State, of
         ("1", of_one),
         ("2", of_two),
     ]
+
+
+@pytest.mark.parametrize(
+    ("witness", "text"),
+    [
+        (pb.Coverage.WITNESS_UNSPECIFIED, "rows whose gradients the optimizer has applied (OPTIMIZER)"),
+        (pb.Coverage.WITNESS_OPTIMIZER, "rows whose gradients the optimizer has applied (OPTIMIZER)"),
+        (pb.Coverage.WITNESS_GIVEN, "rows that the program was given (GIVEN)"),
+        (pb.Coverage.WITNESS_INDICES, "indices that a DataLoader's sampler drew (INDICES)"),
+        (pb.Coverage.WITNESS_NONE, "reads its own data (NONE)"),
+    ],
+)
+def test_coverage_says_what_its_numbers_rest_on(
+    monkeypatch: pytest.MonkeyPatch, witness: pb.Coverage.Witness, text: str
+) -> None:
+    shards = []
+
+    def witnessed(self: RecordedRun, request: Any, context: grpc.ServicerContext) -> pb.Coverage:
+        shards.append(request.shard)
+        found = counted(self, request, context)
+        found.witness = witness
+        return found
+
+    counted = RecordedRun.GetCoverage
+    monkeypatch.setattr(RecordedRun, "GetCoverage", witnessed)
+    result = run(RecordedRun(), "coverage", "j", "--split", "validation")
+    assert text in result.stdout
+    assert set(shards) == {"validation"}
 
 
 def test_a_program_shows_its_reports_as_steps_and_no_epoch_that_it_did_not_name() -> None:
