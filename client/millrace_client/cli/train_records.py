@@ -172,13 +172,19 @@ def logs(job: str, attempt: int, rank: int | None, follow: bool, as_json: bool, 
     """Print what the workers of JOB logged; with several, each line begins with its rank."""
     with connected(values) as millrace:
         found = millrace.train.stream_logs(full_name("trainingJobs", job), attempt=attempt, rank=rank, follow=follow)
+        newest = 0
         for one in found:
             if as_json:
                 print_json(one)
                 continue
+            newest = newest or one.attempt
             label = "" if rank is not None else "own  " if one.rank < 0 else f"{one.rank:<4} "
             for line in one.text.splitlines():
                 click.echo(label + "".join(char if char.isprintable() or char == "\t" else " " for char in line))
+        if not attempt and newest > 1:
+            # Beside the log itself, which may go into a file.
+            text = f"This is attempt {newest}; --attempt {newest - 1} shows the one before it."
+            click.echo(text, err=True)
 
 
 @click.command(cls=PlainCommand)

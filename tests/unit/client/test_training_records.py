@@ -122,6 +122,14 @@ def test_logs_are_printed_whole_and_once_however_often_the_stream_breaks(breaks:
     assert result.stdout.splitlines() == ["0    one", f"1    {NASTY} [31m", "0    two", "0    three", "own  own"]
 
 
+def test_the_log_of_a_later_attempt_says_how_to_read_the_one_before() -> None:
+    newest = run(RecordedRun(), "logs", "j", "--rank", "0")
+    assert newest.stderr == "This is attempt 2; --attempt 1 shows the one before it.\n"
+    first = run(RecordedRun(), "logs", "j", "--rank", "0", "--attempt", "1")
+    assert (first.stderr, first.stdout) == ("", newest.stdout)
+    assert run(RecordedRun(), "logs", "j", "--json").stderr == ""
+
+
 def test_the_log_of_one_rank_is_printed_as_it_is() -> None:
     assert run(RecordedRun(), "logs", "j", "--rank", "0").stdout == "one\ntwo\nthree\n"
     assert run(RecordedRun(), "logs", "j", "--rank", "-1").stdout == "own\n"
