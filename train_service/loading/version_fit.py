@@ -164,8 +164,8 @@ def check_classes(store: ObjectStore, spec: TrainingSpec, version: DatasetVersio
             remedy = f"{where}, and labels must be 0 to num_classes - 1; " + (
                 "encode them by ordinal_encode in TransformVersion" if least < 0 else f"use {most + 1} or more"
             )
-            error = invalid_field("spec.model.num_classes", classes, remedy)
-            raise InvalidArgument(error.message, reason="LABEL_OUT_OF_RANGE", fields=error.fields)
+            field, text = "spec.model.num_classes", f"{classes}: {remedy}"
+            raise InvalidArgument(f"{field}: {text}", reason="LABEL_OUT_OF_RANGE", fields=[(field, text)])
 
 
 def _non_finite(statistics: Mapping[str, Any]) -> str:
