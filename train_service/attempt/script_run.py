@@ -38,7 +38,7 @@ from shared.jobs import AttemptContext
 from train_service.attempt.endings import as_last_error, program_error, script_result
 from train_service.attempt.failures import Failure
 from train_service.attempt.script_sweep import ScriptSweep
-from train_service.attempt.trainer import ProgramAtWork, program_at_work, size_of_attempt
+from train_service.attempt.trainer import ProgramAtWork, began_before, program_at_work, size_of_attempt
 from train_service.domain.devices import ATTEMPT_DEVICE, RUN_DEVICE
 from train_service.domain.script_settings import BUDGETS, SCRIPT
 from train_service.domain.spec import RAY_DATA, Program, TrainingSpec
@@ -95,6 +95,8 @@ class ScriptRun:
         self._met: set[int] = set()
         # Jobs whose checkpoints the script may read: this one, and the trials of its sweeps.
         self._readable = {context.job.name}
+        # By number, those that an earlier attempt began.
+        self._begun_before: set[int] = set()
         # How many of them Ray has run in this attempt.
         self._begun = 0
         self._warned: set[str] = set()
@@ -119,6 +121,7 @@ class ScriptRun:
             folder = stack.enter_context(AttemptFolder(url, job, self._context.attempt, DRIVER).entered())
             self._copies = NodeCopies(self._store, folder.path / COPIES, keeps_all=True)
             self._known = {one.number: one for one in patient(self._fits.read, "the runs of the script")}
+            self._begun_before = {one.number for one in self._known.values() if one.done is None}
             digest = self._program.code_bundle.rpartition("/")[2]
             code = patient(lambda: unpack_on_node(self._store, digest, folder.code), "the code of the script")
             process, channel = self._start(str(folder.run), stack)
@@ -297,7 +300,10 @@ class ScriptRun:
 
     def _begin(self, size: Size | None, number: int, reports_before: int) -> dict[str, Any]:
         """What the run is to be run with; `size` None: by the script's process itself."""
-        at_work = program_at_work(self._context, self._fit_spec, self._program, size, number, reports_before)
+        before = number in self._begun_before if self._program.is_script else began_before(self._context.job)
+        at_work = program_at_work(
+            self._context, self._fit_spec, self._program, size, number, reports_before, began_before=before
+        )
         self._at_work = self._leave.enter_context(at_work)
         config = replace(self._at_work.config, first_log_chunk=LOG_CHUNKS * self._begun)
         self._begun += 1

@@ -22,7 +22,7 @@ import torch
 from ray.train import TrainingFailedError
 
 from shared.errors import Cancelled, MillraceError, Unavailable
-from shared.jobs import AttemptContext
+from shared.jobs import AttemptContext, JobRecord
 from shared.jobs.transitions import NO_ROOM
 from shared.log import StaleAttempt
 from shared.telemetry import flush_logs
@@ -103,7 +103,7 @@ def _run(
 def _run_program(context: AttemptContext, spec: TrainingSpec, program: Program) -> dict[str, Any]:
     """A user's own training function in place of the loop."""
     size = size_of_attempt(context, spec)
-    with program_at_work(context, spec, program, size) as run:
+    with program_at_work(context, spec, program, size, began_before=began_before(context.job)) as run:
         try:
             _fit(run.config, size, context, run.supervision)
         except MillraceError as lost:
@@ -113,6 +113,11 @@ def _run_program(context: AttemptContext, spec: TrainingSpec, program: Program) 
         if run.coordinator.all_returned:
             run.coordinator.finish()
     return run.result(context)
+
+
+def began_before(job: JobRecord) -> bool:
+    """Whether an attempt before the present one began to train: those that found no room did not."""
+    return job.attempts_made - job.waits > 1
 
 
 @dataclass(frozen=True)
@@ -137,9 +142,11 @@ def program_at_work(
     size: Size | None,
     fit: int = 0,
     reports_before: int = 0,
+    *,
+    began_before: bool = False,
 ) -> Iterator[ProgramAtWork]:
     """The attempt's side of a run of Ray Train, while the body has Ray run it; `size` None: of one rank that is no
-    worker. `fit` and `reports_before` as for `ReportCoordinator`."""
+    worker. The others are as for `ReportCoordinator`."""
     name, within_s = context.job.name, program.stop_within_s
     asked = [GO_ON]
     with contextlib.ExitStack() as stack:
@@ -154,6 +161,7 @@ def program_at_work(
             stop_reason=lambda: reporter.stop_reason,
             fit=fit,
             reports_before=reports_before,
+            began_before=began_before,
         )
         host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         handle = stack.enter_context(handling(context.store, name, context.attempt, spec, coordinator))

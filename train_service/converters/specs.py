@@ -91,7 +91,7 @@ def spec_from_proto(spec: resources_pb2.TrainingSpec, custom_allowed: Collection
             num_classes=spec.model.num_classes,
             kwargs=_plain(spec.model.kwargs, "spec.model.kwargs"),
             code_bundle=spec.model.code_bundle,
-            entry=spec.model.entry,
+            entry=_entry(spec.model.entry),
         ),
         initial_checkpoint=spec.initial_checkpoint,
         loss=LossSpec(
@@ -160,7 +160,7 @@ def _program_spec_from_proto(spec: resources_pb2.TrainingSpec) -> TrainingSpec:
         max_preemptions=spec.max_preemptions if spec.HasField("max_preemptions") else 100,
         program=Program(
             code_bundle=spec.program.code_bundle,
-            entry=spec.program.entry,
+            entry=_entry(spec.program.entry),
             config_json=spec.program.config_json or "{}",
             data_resume=_name(_Program.DataResume, spec.program.data_resume, "DATA_RESUME_", REPLAY),
             remainder=_name(_Program.Remainder, spec.program.remainder, "REMAINDER_", DROP),
@@ -169,6 +169,14 @@ def _program_spec_from_proto(spec: resources_pb2.TrainingSpec) -> TrainingSpec:
         ),
         left_open=left_open,
     )
+
+
+def _entry(entry: str) -> str:
+    """`module:name`, also where the module is named by its file: `jobs/train.py:loop` is `jobs.train:loop`."""
+    path, colon, name = entry.partition(":")
+    if colon and path.endswith(SCRIPT_SUFFIX):
+        return f"{path.removesuffix(SCRIPT_SUFFIX).replace('/', '.')}:{name}"
+    return entry
 
 
 def _left_open(spec: resources_pb2.TrainingSpec) -> tuple[str, ...]:

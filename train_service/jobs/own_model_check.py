@@ -16,7 +16,7 @@ from train_service.domain.own_model import OwnModelFacts, settled
 from train_service.domain.spec import OWN, TrainingSpec
 from train_service.jobs.model_check import check_loss, check_names, check_parallel, check_stopping
 from train_service.jobs.program_check import ProgramCheck, check_module, check_requirements, installed_version
-from train_service.loading.version_fit import check_fits, fitted, steps_of_run
+from train_service.loading.version_fit import check_classes, check_fits, fitted, steps_of_run
 
 BUNDLE_FIELD, ENTRY_FIELD = "spec.model.code_bundle", "spec.model.entry"
 
@@ -52,6 +52,7 @@ class OwnModelCheck:
         spec = settled(spec, facts, row_shape)
         spec_rules.check(spec)
         check_fits(spec, version)
+        check_classes(self._store, spec, version)
         check_parallel(spec)
         if facts.is_step:
             check_stopping(spec)  # what it logs is known once it runs

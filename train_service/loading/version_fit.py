@@ -40,6 +40,7 @@ def fitted(store: ObjectStore, spec: TrainingSpec) -> tuple[TrainingSpec, Datase
     spec = with_defaults(spec, version)
     prepared = check_fits(spec, version)
     check_finite(store, spec, version)
+    check_classes(store, spec, version)
     return with_order(spec, version), version, prepared
 
 
@@ -142,6 +143,29 @@ def check_finite(store: ObjectStore, spec: TrainingSpec, version: DatasetVersion
             metadata={"resource": version.name, "column": next(iter(found))[0]},
             fields=[("spec.dataset_version", problem) for problem in problems[:MAX_PROBLEMS]],
         )
+
+
+def check_classes(store: ObjectStore, spec: TrainingSpec, version: DatasetVersion) -> None:
+    """By the version's statistics, before any row is read: raises `InvalidArgument` where a label is no class of the
+    model. The specification must fit the version; of a model of a user's own whose width is not known yet nothing is
+    said."""
+    classes = spec.model.num_classes
+    if spec.task == REGRESSION or not classes:
+        return
+    splits = (spec.train_split, spec.validation_split)
+    for one in read_report(store, version).get("columns", ()):
+        numbers = one.get("numbers")
+        if one["column"] != spec.label_column or one["split"] not in splits or not numbers:
+            continue
+        least, most = int(numbers.get("min", 0)), int(numbers.get("max", 0))  # JSON leaves a zero out
+        if least < 0 or most >= classes:
+            label = least if least < 0 else most
+            where = f"column {spec.label_column!r} has the label {label} in split {one['split']!r} of {version.name}"
+            remedy = f"{where}, and labels must be 0 to num_classes - 1; " + (
+                "encode them by ordinal_encode in TransformVersion" if least < 0 else f"use {most + 1} or more"
+            )
+            field, text = "spec.model.num_classes", f"{classes}: {remedy}"
+            raise InvalidArgument(f"{field}: {text}", reason="LABEL_OUT_OF_RANGE", fields=[(field, text)])
 
 
 def _non_finite(statistics: Mapping[str, Any]) -> str:

@@ -39,7 +39,7 @@ from shared.storage import ObjectStore
 from train_service.checkpoints.snapshots import retain
 from train_service.domain.shard_checks import check_shards
 from train_service.domain.shard_positions import merge_reports, shard_identity
-from train_service.domain.spec import KEEP, Program, TrainingSpec
+from train_service.domain.spec import KEEP, REPLAY, Program, TrainingSpec
 from train_service.patience import patient
 from train_service.records.events import EventKind
 from train_service.records.metrics_log import MetricsLog
@@ -172,10 +172,11 @@ class ReportCoordinator:
         missing_for_s: float = MISSING_FOR_S,
         fit: int = 0,
         reports_before: int = 0,
+        began_before: bool = False,
     ) -> None:
         """`tell` writes events; `stop_reason` is what is wished of the run, see `reporting`. Of a script `fit` is the
         number of its run, which goes on from a checkpoint of its own alone, and `reports_before` the number of the
-        newest report of any other."""
+        newest report of any other. `began_before`: an earlier attempt began this run."""
         assert spec.program is not None
         self._store = store
         self._job_name = job_name
@@ -189,6 +190,7 @@ class ReportCoordinator:
         self._missing_for_s = missing_for_s
         self._fit = fit
         self._reports_before = reports_before
+        self._began_before = began_before
         self._registry = CheckpointRegistry(store, job_name)
         self.token = uuid.uuid4().hex[:8]
         self._said: queue.Queue[tuple[int, dict[str, Any], Reply] | None] = queue.Queue()
@@ -345,6 +347,11 @@ class ReportCoordinator:
                 return
             if entries:
                 self._warn("no checkpoint is whole: the program starts from the beginning")
+            elif self._began_before:
+                self._warn(
+                    "the program starts over: no checkpoint was reported before the attempt was lost; report one with "
+                    "ray.train.report(..., checkpoint=...), so that the next attempt goes on from there"
+                )
 
         patient(choose, "the newest checkpoint")
         patient(self._sweep, "what earlier attempts left")
@@ -354,12 +361,27 @@ class ReportCoordinator:
         self._positions = dict(start.content.positions) if start.content else {}
         self._number = start.report + 1
         self._start = start
+        self._warn_of_replay()
         started = {
             "num_workers": self._world_size,
             "step": start.report,
             "checkpoint": start.entry.name if start.entry else "",
         }
         self._tell(EventKind.ATTEMPT_STARTED, started)
+
+    def _warn_of_replay(self) -> None:
+        """Where the program goes on from within an epoch, and reads it again unless it loads its shard's position."""
+        if self._program.data_resume != REPLAY:
+            return
+        for split, shard in sorted(self._positions.items()):
+            cut = [place for place in shard["places"] if place and (place[1] or place[2])]
+            if cut:
+                epoch = min(place[0] for place in cut)
+                self._warn(
+                    f"the checkpoint was taken within epoch {epoch} of split {split!r}: its rows are given again from "
+                    "the epoch's beginning, and count as repeated, unless the program loads the state_dict of its "
+                    "shard; program.data_resume CONTINUE gives the rows that are left"
+                )
 
     def _sweep(self) -> None:
         """Takes away what earlier attempts uploaded and nobody committed."""

@@ -32,15 +32,24 @@ OVER = (
     resources_pb2.TrainingJob.STATE_FAILED,
     resources_pb2.TrainingJob.STATE_CANCELLED,
 )
+# What the numbers of a coverage rest on.
+WITNESSES = {
+    pb.Coverage.WITNESS_UNSPECIFIED: "Counted are rows whose gradients the optimizer has applied (OPTIMIZER).",
+    pb.Coverage.WITNESS_OPTIMIZER: "Counted are rows whose gradients the optimizer has applied (OPTIMIZER).",
+    pb.Coverage.WITNESS_GIVEN: "Counted are rows that the program was given (GIVEN); its use of them is not known.",
+    pb.Coverage.WITNESS_INDICES: "Counted are indices that a DataLoader's sampler drew (INDICES), no row ids.",
+    pb.Coverage.WITNESS_NONE: "The program reads its own data (NONE): nothing is known of its rows.",
+}
 
 
 @click.command(cls=PlainCommand)
 @click.argument("job")
 @click.option("--epoch", type=int, help="Only this one, from 0.")
 @click.option("--checkpoint", default="", metavar="NAME", help="Up to this one; default: the newest.")
+@click.option("--split", default="", metavar="SPLIT", help="Of a program: whose shard. Default: the training split.")
 @address_options
 @json_option
-def coverage(job: str, epoch: int | None, checkpoint: str, as_json: bool, **values: Any) -> None:
+def coverage(job: str, epoch: int | None, checkpoint: str, split: str, as_json: bool, **values: Any) -> None:
     """Show how often each row of JOB's training split was consumed, by epoch.
 
     Exit code 1 where a row was consumed twice in an epoch, or left out of one that is over. Rows of steps that the loss
@@ -51,8 +60,8 @@ def coverage(job: str, epoch: int | None, checkpoint: str, as_json: bool, **valu
     if checkpoint and "/" not in checkpoint:
         checkpoint = f"{name}/checkpoints/{checkpoint}"
     with connected(values) as millrace:
-        epochs = begun_epochs(millrace, name) if epoch is None else [epoch]
-        found = [millrace.train.get_coverage(name, one, checkpoint=checkpoint) for one in epochs]
+        epochs = begun_epochs(millrace, name, split) if epoch is None else [epoch]
+        found = [millrace.train.get_coverage(name, one, checkpoint=checkpoint, shard=split) for one in epochs]
         remainder = most_left_over(millrace, found)
         is_over = millrace.train.get_training_job(name).state in OVER
     if as_json:
@@ -70,6 +79,8 @@ def coverage(job: str, epoch: int | None, checkpoint: str, as_json: bool, **valu
             _print_ids(one)
         if found:
             console().print(f"up to {found[-1].checkpoint or 'now: there is no checkpoint yet'}", soft_wrap=True)
+        for witness in sorted({one.witness for one in found}):
+            console().print(WITNESSES[witness], soft_wrap=True)
         if any(one.epoch_done and 0 < one.missing <= remainder for one in found):
             text = "Missing are rows that the workers cannot share equally; program.remainder KEEP gives them, too."
             console().print(text, soft_wrap=True)
@@ -89,23 +100,24 @@ def _epoch_state(one: pb.Coverage, is_over: bool) -> str:
     return "left early" if one.seen_once or one.repeated else "not begun"
 
 
-def begun_epochs(millrace: Millrace, name: str) -> list[int]:
-    """Those that the newest checkpoint has something of; the first one where there is none."""
+def begun_epochs(millrace: Millrace, name: str, split: str = "") -> list[int]:
+    """Those that the newest checkpoint has something of; the first one where there is none. `split` is that of a
+    program's shard."""
     checkpoints = list(millrace.train.list_checkpoints(name))
     if not checkpoints:
         return [0]
     newest = max(checkpoints, key=lambda one: one.step)
     spec = millrace.train.get_training_job(name).spec
     if spec.HasField("program"):
-        return _epochs_of_program(millrace, name)
+        return _epochs_of_program(millrace, name, split)
     # Its epoch is that of the next step, which may not have been done.
     return list(range(min(newest.epoch + 1, spec.epochs)))
 
 
-def _epochs_of_program(millrace: Millrace, name: str) -> list[int]:
+def _epochs_of_program(millrace: Millrace, name: str, split: str) -> list[int]:
     """A program's checkpoints do not say in which epoch its shard is; the refusal of one that it cannot have does."""
     try:
-        millrace.train.get_coverage(name, MAX_EPOCH)
+        millrace.train.get_coverage(name, MAX_EPOCH, shard=split)
     except OutOfRange as refused:
         return list(range(int(refused.metadata["epochs"])))
     raise CommandFailed(f"{name}: the service knows no end of its epochs")
@@ -168,13 +180,19 @@ def logs(job: str, attempt: int, rank: int | None, follow: bool, as_json: bool, 
     """Print what the workers of JOB logged; with several, each line begins with its rank."""
     with connected(values) as millrace:
         found = millrace.train.stream_logs(full_name("trainingJobs", job), attempt=attempt, rank=rank, follow=follow)
+        newest = 0
         for one in found:
             if as_json:
                 print_json(one)
                 continue
+            newest = newest or one.attempt
             label = "" if rank is not None else "own  " if one.rank < 0 else f"{one.rank:<4} "
             for line in one.text.splitlines():
                 click.echo(label + "".join(char if char.isprintable() or char == "\t" else " " for char in line))
+        if not attempt and newest > 1:
+            # Beside the log itself, which may go into a file.
+            text = f"This is attempt {newest}; --attempt {newest - 1} shows the one before it."
+            click.echo(text, err=True)
 
 
 @click.command(cls=PlainCommand)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -61,6 +62,34 @@ def test_an_epoch_is_at_work_only_where_the_run_is_not_over(state: Job.State, of
     ]
 
 
+@pytest.mark.parametrize(
+    ("witness", "text"),
+    [
+        (pb.Coverage.WITNESS_UNSPECIFIED, "rows whose gradients the optimizer has applied (OPTIMIZER)"),
+        (pb.Coverage.WITNESS_OPTIMIZER, "rows whose gradients the optimizer has applied (OPTIMIZER)"),
+        (pb.Coverage.WITNESS_GIVEN, "rows that the program was given (GIVEN)"),
+        (pb.Coverage.WITNESS_INDICES, "indices that a DataLoader's sampler drew (INDICES)"),
+        (pb.Coverage.WITNESS_NONE, "reads its own data (NONE)"),
+    ],
+)
+def test_coverage_says_what_its_numbers_rest_on(
+    monkeypatch: pytest.MonkeyPatch, witness: pb.Coverage.Witness, text: str
+) -> None:
+    shards = []
+
+    def witnessed(self: RecordedRun, request: Any, context: grpc.ServicerContext) -> pb.Coverage:
+        shards.append(request.shard)
+        found = counted(self, request, context)
+        found.witness = witness
+        return found
+
+    counted = RecordedRun.GetCoverage
+    monkeypatch.setattr(RecordedRun, "GetCoverage", witnessed)
+    result = run(RecordedRun(), "coverage", "j", "--split", "validation")
+    assert text in result.stdout
+    assert set(shards) == {"validation"}
+
+
 def test_a_program_shows_its_reports_as_steps_and_no_epoch_that_it_did_not_name() -> None:
     assert re.search(r"trainingJobs/j +\S+ +17 ", run(ProgramRun(), "list").stdout)
     table = run(ProgramRun(), "metrics", "j").stdout
@@ -90,6 +119,14 @@ def test_logs_are_printed_whole_and_once_however_often_the_stream_breaks(breaks:
     result = run(RecordedRun(breaks=breaks), "logs", "j", "--follow")
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines() == ["0    one", f"1    {NASTY} [31m", "0    two", "0    three", "own  own"]
+
+
+def test_the_log_of_a_later_attempt_says_how_to_read_the_one_before() -> None:
+    newest = run(RecordedRun(), "logs", "j", "--rank", "0")
+    assert newest.stderr == "This is attempt 2; --attempt 1 shows the one before it.\n"
+    first = run(RecordedRun(), "logs", "j", "--rank", "0", "--attempt", "1")
+    assert (first.stderr, first.stdout) == ("", newest.stdout)
+    assert run(RecordedRun(), "logs", "j", "--json").stderr == ""
 
 
 def test_the_log_of_one_rank_is_printed_as_it_is() -> None:

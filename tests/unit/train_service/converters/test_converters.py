@@ -12,6 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.struct_pb2 import Struct
 
 from millrace.common.v1 import transform_pb2
+from millrace.train.v1 import code_bundle_pb2
 from millrace.train.v1 import resources_pb2 as res
 from millrace.train.v1 import train_service_pb2 as pb
 from shared.checkpoint import CheckpointEntry
@@ -319,3 +320,21 @@ def test_a_custom_step_is_refused_unless_the_operator_allows_its_function() -> N
         spec_from_proto(spec, {"a.b:f"})
 
     assert spec_from_proto(spec, {"os:system"}).transform["steps"][0]["custom"]["function"] == "os:system"
+
+
+@pytest.mark.parametrize(
+    ("given", "entry"),
+    [
+        ("train.py:loop", "train:loop"),
+        ("jobs/train.py:loop", "jobs.train:loop"),
+        ("train:loop", "train:loop"),
+        ("jobs/cells.py", "jobs/cells.py"),
+    ],
+)
+def test_a_function_may_be_named_by_its_file(given: str, entry: str) -> None:
+    program = code_bundle_pb2.Program(code_bundle="codeBundles/x", entry=given)
+    spec = spec_from_proto(res.TrainingSpec(program=program), ())
+    assert spec.program is not None
+    assert spec.program.entry == entry
+    model = res.Model(code_bundle="codeBundles/x", entry=given)
+    assert spec_from_proto(res.TrainingSpec(model=model), ()).model.entry == entry

@@ -16,7 +16,14 @@ from shared.storage import ObjectStore
 from shared.transforms import TensorSpec
 from train_service.domain.spec import REGRESSION, LossSpec, TrainingSpec
 from train_service.loading.preprocessing import Preprocessing
-from train_service.loading.version_fit import check_finite, check_fits, class_names, steps_of_run, with_defaults
+from train_service.loading.version_fit import (
+    check_classes,
+    check_finite,
+    check_fits,
+    class_names,
+    steps_of_run,
+    with_defaults,
+)
 
 
 def tensor(value_type: str, *shape: int) -> str:
@@ -292,3 +299,30 @@ def test_columns_and_splits_that_a_job_does_not_read_may_have_any_values(store: 
     )
     check_finite(store, TABLE, version)
     check_finite(store, TABLE, V)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "told"),
+    [
+        ({"min": 0, "max": 10}, "has the label 10 in split 'train' of datasets/d/versions/v, .*; use 11 or more"),
+        ({"min": -1, "max": 3}, "has the label -1 in split 'train' .* encode them by ordinal_encode"),
+    ],
+)
+def test_labels_that_are_no_class_are_refused_by_the_versions_statistics(
+    store: ObjectStore, numbers: dict[str, int], told: str
+) -> None:
+    version = with_report(store, {"column": "label", "split": "train", "numbers": numbers})
+    with pytest.raises(InvalidArgument, match=f"spec.model.num_classes: 10: column 'label' {told}") as refused:
+        check_classes(store, SPEC, version)
+    assert refused.value.specific_reason == "LABEL_OUT_OF_RANGE"
+    assert refused.value.fields[0][0] == "spec.model.num_classes"
+    # A width that its own code says later, other splits and other columns are no reason.
+    check_classes(store, replace(SPEC, model=replace(SPEC.model, num_classes=0)), version)
+    check_classes(store, replace(SPEC, train_split="validation"), version)
+    check_classes(store, replace(SPEC, label_column="small_label"), version)
+
+
+def test_labels_of_all_classes_and_of_a_single_one_fit(store: ObjectStore) -> None:
+    check_classes(store, SPEC, with_report(store, {"column": "label", "split": "train", "numbers": {"max": 9}}))
+    check_classes(store, SPEC, with_report(store, {"column": "label", "split": "train", "numbers": {}}))
+    check_classes(store, SPEC, V)

@@ -21,7 +21,7 @@ from tests.support.versions import commit_version, striped_digits
 from tests.unit.train_service.conftest import TRAIN_ROWS, VERSION
 from tests.unit.train_service.program.test_reports import Attempt, Begun
 from train_service.domain.shard_positions import shard_identity
-from train_service.domain.spec import CheckpointPolicy, TrainingSpec
+from train_service.domain.spec import CONTINUE, CheckpointPolicy, TrainingSpec
 from train_service.program.coordinator import NOT_BY_ALL
 from train_service.program.rank_reports import ASYNC, ProgramStopped
 from train_service.records.reporting import CANCEL, STALE
@@ -282,3 +282,18 @@ def test_the_retention_of_a_stale_attempt_deletes_no_committed_checkpoint(
     assert new.read(1) == {"model.pt": b"1"}
     new.report({"model.pt": b"3"})
     assert [entry.step for entry in new.entries()] == [3]
+
+
+def test_a_program_that_starts_over_or_reads_an_epoch_again_is_warned_of(attempt: Begun, store: ObjectStore) -> None:
+    identity = commit_digits(store)
+    shard = {"shard": identity, "place": [1, 0, 5], "given": [[1, 0, 5, 1]]}
+    assert attempt(1, dataset_version=VERSION).warnings() == []
+    lost = attempt(2, take_shards=lambda: {"train": shard}, dataset_version=VERSION, began_before=True)
+    (text,) = lost.warnings()
+    assert text.startswith("the program starts over: no checkpoint was reported before the attempt was lost")
+    lost.report({"model.pt": b"1"})
+
+    (text,) = attempt(3, dataset_version=VERSION, began_before=True).warnings()
+    assert text.startswith("the checkpoint was taken within epoch 1 of split 'train': its rows are given again")
+    continuing = attempt(4, dataset_version=VERSION, began_before=True, data_resume=CONTINUE)
+    assert continuing.warnings() == []

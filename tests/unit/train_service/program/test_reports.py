@@ -19,7 +19,7 @@ from shared.model_spec import ModelSpec
 from shared.storage import ObjectStore
 from tests.support.waiting import wait_until
 from train_service.attempt.pulses import Pulses
-from train_service.domain.spec import CheckpointPolicy, Program, TrainingSpec
+from train_service.domain.spec import REPLAY, CheckpointPolicy, Program, TrainingSpec
 from train_service.program.coordinator import NOT_BY_ALL, ReportCoordinator
 from train_service.program.rank_reports import ASYNC, Begin, ProgramStopped, RankReports
 from train_service.program.restoring import NodeCopies
@@ -49,7 +49,11 @@ class Attempt:
             global_batch_size=0,
             num_workers=world_size,
             checkpoints=policy,
-            program=Program(code_bundle=options.pop("code_bundle", BUNDLE), entry="train:loop"),
+            program=Program(
+                code_bundle=options.pop("code_bundle", BUNDLE),
+                entry="train:loop",
+                data_resume=options.pop("data_resume", REPLAY),
+            ),
         )
         self.coordinator = ReportCoordinator(
             store,

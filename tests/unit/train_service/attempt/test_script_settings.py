@@ -1,0 +1,108 @@
+"""What a script asks for is kept with its job, for the attempt at work and for those after it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shared.errors import InvalidArgument
+from shared.jobs import AttemptContext, Jobs
+from shared.log import StaleAttempt
+from shared.model_spec import ModelSpec
+from shared.storage import ObjectStore
+from tests.unit.train_service.worker.test_loop import lose_and_begin, new_job
+from train_service.attempt import script_run
+from train_service.attempt.script_run import ScriptRun
+from train_service.attempt.trainer import began_before
+from train_service.converters.specs import FIELDS_OF_SCRIPTS
+from train_service.domain.devices import ATTEMPT_DEVICE, RUN_DEVICE
+from train_service.domain.script_settings import spec_of_job
+from train_service.domain.spec import CPU, GPU, Program, TrainingSpec
+from train_service.placement import Node
+from train_service.program.fits import Fit, FitCall
+from train_service.program.overrides import Asked
+from train_service.records.reporting import TRAIN_KIND
+
+JOB = "trainingJobs/a"
+PROGRAM = Program(code_bundle=f"codeBundles/{'a' * 64}", entry="cells.py")
+OPEN = TrainingSpec(
+    dataset_version="",
+    model=ModelSpec(builder="", in_channels=0, num_classes=0),
+    epochs=0,
+    global_batch_size=0,
+    program=PROGRAM,
+    left_open=tuple(FIELDS_OF_SCRIPTS),
+)
+FIT = Fit(number=1, call=FitCall(name="own", storage_path="", line="cells.py:3", function="loop", config_sha256=""))
+
+
+def settle(store: ObjectStore, asked: Asked, fit: Fit = FIT) -> tuple[Fit, TrainingSpec]:
+    """As the attempt at work does it when the script calls `fit()`."""
+    jobs = Jobs(store, TRAIN_KIND)
+    context = AttemptContext(store, jobs, JOB, jobs.get(JOB, JOB))
+    return ScriptRun(context, OPEN, PROGRAM, lambda _: None)._settle(fit, asked, "cells.py:3")
+
+
+def kept(store: ObjectStore) -> TrainingSpec:
+    """What the reconciler looks for room for."""
+    job = Jobs(store, TRAIN_KIND).get(JOB, JOB)
+    return spec_of_job(job.spec["training"], job.choices)
+
+
+@pytest.fixture(autouse=True)
+def nodes(monkeypatch: pytest.MonkeyPatch) -> list[Node]:
+    there = [Node("n", {}, {"CPU": 8.0, "GPU": 2.0})]
+    monkeypatch.setattr(script_run, "usable_nodes", lambda: there)
+    return there
+
+
+def test_the_next_attempt_looks_for_what_the_script_asked_for(store: ObjectStore) -> None:
+    new_job(store, JOB, OPEN)
+    asked = Asked(num_workers=3, resources_per_worker={"CPU": 0.5}, max_failures=7, max_preemption_failures=2)
+    fit, spec = settle(store, asked)
+
+    job = Jobs(store, TRAIN_KIND).get(JOB, JOB)
+    assert (spec.num_workers, spec.placement.cpus_per_worker, fit.device) == (3, 0.5, CPU)
+    assert kept(store) == spec
+    assert (job.max_failures, job.max_preemptions) == (7, 2)
+    assert (job.choices[RUN_DEVICE], job.choices[ATTEMPT_DEVICE]) == (CPU, CPU)
+    # Asked for again by the next attempt, nothing changes.
+    lose_and_begin(store, JOB)
+    assert settle(store, asked, fit) == (fit, spec)
+
+
+def test_the_order_of_rows_and_the_device_stay_when_a_later_attempt_asks_for_others(
+    store: ObjectStore, nodes: list[Node]
+) -> None:
+    new_job(store, JOB, OPEN)
+    fit, first = settle(store, Asked(num_workers=2, use_gpu=True))
+    assert (fit.device, first.lanes) == (GPU, 24)
+    nodes.clear()  # the GPUs are gone
+
+    lose_and_begin(store, JOB)
+    fit, second = settle(store, Asked(num_workers=20, use_gpu=True), fit)
+    assert (fit.device, second.lanes, second.num_workers) == (GPU, 24, 20)
+    with pytest.raises(script_run._Refused) as refused:
+        settle(store, Asked(num_workers=30, use_gpu=True), fit)
+    assert isinstance(refused.value.error, InvalidArgument)
+    assert refused.value.error.specific_reason == "MORE_WORKERS_THAN_LANES"
+    assert kept(store).num_workers == 20
+
+
+def test_an_attempt_that_was_overtaken_keeps_nothing(store: ObjectStore) -> None:
+    new_job(store, JOB, OPEN)
+    jobs = Jobs(store, TRAIN_KIND)
+    stale = AttemptContext(store, jobs, JOB, jobs.get(JOB, JOB))
+    lose_and_begin(store, JOB)
+    with pytest.raises(StaleAttempt):
+        stale.choose({"script": {"num_workers": 9}})
+    assert kept(store).num_workers == OPEN.num_workers
+
+
+def test_attempts_that_found_no_room_did_not_begin(store: ObjectStore) -> None:
+    new_job(store, JOB, OPEN)
+    job = Jobs(store, TRAIN_KIND).get(JOB, JOB)
+    assert not began_before(job)
+    assert not began_before(replace(job, attempt=3, waits=2))
+    assert began_before(replace(job, attempt=3, waits=1))
