@@ -127,7 +127,7 @@ class PageTree:
             return ref
         if ref.level == 1:
             before = self.entries_of(ref)
-            entries = [one for entry in before if (one := change(entry)) is not None]
+            entries = [after for entry in before if (after := change(entry)) is not None]
             if entries == before:
                 return ref
             self.replaced.append(ref.key)
@@ -301,8 +301,10 @@ class RegistryView:
             elif one.name > after:
                 heapq.heappush(waiting, (one.name, next(order), one))
 
-        for known in (*self._recent, *self._tree.refs):
-            push(known)
+        for recent_entry in self._recent:
+            push(recent_entry)
+        for ref in self._tree.refs:
+            push(ref)
         found: list[CheckpointEntry] = []
         while waiting and len(found) <= size:
             _, _, lowest = heapq.heappop(waiting)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TypeVar
 
 from shared.errors import Unavailable
 from shared.storage import ObjectStore
 from shared.storage.object_store import ObjectInfo
+
+T = TypeVar("T")
 
 
 class CountingStore(ObjectStore):
@@ -51,10 +53,10 @@ class CountingStore(ObjectStore):
         """Counts from nothing again."""
         self.requests, self.bytes_written = [], 0
 
-    def _asked(self, what: str, key: str, ask: Callable[[], Any]) -> Any:
+    def _asked(self, what: str, key: str, ask: Callable[[], T]) -> T:
         self.requests.append(f"{what} {key}")
-        fails = len(self.requests) == self.fails_at
-        answer = ask() if not fails or self.is_done else None
-        if fails:
-            raise Unavailable("the object store does not answer; try again")
-        return answer
+        if len(self.requests) != self.fails_at:
+            return ask()
+        if self.is_done:
+            ask()
+        raise Unavailable("the object store does not answer; try again")
