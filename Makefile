@@ -197,9 +197,12 @@ s3: ## the S3 server that tests start: MinIO, or versitygw where MinIO's module 
 # --- Benchmarks ------------------------------------------------------------------------------------------------------
 
 # Ours beside the peers in one run; the last line is one JSON object.
-.PHONY: bench-data bench-train bench-serve lock-mlserver
+.PHONY: bench-data bench-train bench-serve bench-scale lock-mlserver
 bench-data: install ## rows/s of ingest, transforms and reading, over pyarrow and plain Ray Data
 	$(BIN)/python -m benchmarks.data
+
+bench-scale: install ## what operations cost at 1, 10, 100 and 1,000 times a size, on a simulated store
+	$(BIN)/python -m benchmarks.scale
 
 bench-train: install ## loader, step, checkpoint and recovery of training, over torch and plain Ray Train
 	$(BIN)/python -m benchmarks.train

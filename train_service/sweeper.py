@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from shared.checkpoint import CheckpointRegistry
+from shared.checkpoint.users import OTHER_FOLDERS
 from shared.errors import FailedPrecondition, Unavailable
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.storage import ObjectStore
@@ -79,11 +80,11 @@ class Sweeper:
         unnamed = self._unnamed(registry, folders)
         if unnamed and job.state.final and any(_attempt(one) == job.attempt for one in unnamed):
             # The last attempt could still commit, were it a zombie; the next one will open the registry like this.
-            registry.fence(job.attempt + 1)
+            registry.open_for(job.attempt + 1)
             unnamed = self._unnamed(registry, folders)
         if not unnamed:
             return
-        open_for = registry.read().attempt
+        open_for = registry.state().attempt
         used = self._used_folders(job.name)  # after the registry: whoever found one named before has its mark here
         for folder in unnamed:
             if _attempt(folder) < open_for and folder not in used:
@@ -113,7 +114,7 @@ class Sweeper:
 
     def _marked(self, name: str) -> list[str]:
         root = f"{name}/checkpoints"
-        return [f"{root}/{one}" for one in self._store.folders(root) if one not in ("log", "data")]
+        return [f"{root}/{one}" for one in self._store.folders(root) if one not in OTHER_FOLDERS]
 
 
 def _attempt(folder: str) -> int:

@@ -9,51 +9,29 @@ by anybody, so what a process leaves half-way the next one finishes.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
+from shared.checkpoint.entry import CheckpointEntry as CheckpointEntry
+from shared.checkpoint.entry import best as best
+from shared.checkpoint.entry import latest as latest
+from shared.checkpoint.pages import PAGE_ENTRIES, PAGES, PageMissing, PageRef, PageTree, RegistryView
 from shared.checkpoint.ranking import DEFAULT_RANKING, Ranking
 from shared.durable import Durable, as_state, fields_of, known_of
-from shared.log import Record, ResourceLog
+from shared.errors import STORE_OUTAGES, DataLoss
+from shared.log import Record, ResourceLog, StaleAttempt
 from shared.storage import ObjectStore
 from shared.user_markers import live_users as live_users
 
+logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointEntry(Durable):
-    """`name` is `trainingJobs/{j}/checkpoints/{c}`; `create_time` in seconds since the epoch; `final`: it is of the
-    run's last step; `code_bundle`: `codeBundles/{sha256}` of the program that reported it, or of the code that makes
-    the model, whose `model_entry` it then has; empty for other models. `fit`: the number of the run of its script that
-    reported it, from 1, and 0 where there is no script."""
+T = TypeVar("T")
 
-    name: str
-    folder: str
-    manifest_sha256: str
-    step: int
-    epoch: int
-    attempt: int
-    size_bytes: int
-    create_time: float
-    metrics: dict[str, float] = field(default_factory=dict)
-    final: bool = False
-    code_bundle: str = ""
-    model_entry: str = ""
-    fit: int = 0
-
-    @property
-    def is_of_program(self) -> bool:
-        """Whether only the program that reported it can read it."""
-        return bool(self.code_bundle) and not self.model_entry
-
-    def as_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = as_state(self)
-        return state
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> CheckpointEntry:
-        return cls(**fields_of(cls, state))
+# So many of the newest entries stay in the log's records when others move to a page.
+KEPT_ENTRIES = 8
 
 
 @dataclass(frozen=True)
@@ -66,17 +44,23 @@ class Retiring(Durable):
 
 @dataclass(frozen=True)
 class RegistryState(Durable):
-    """`attempt` is the one that it is open for; 0 before the first."""
+    """As the head of the log has it. `checkpoints` are the newest entries, all of them where there are few; the others
+    are on `pages`. `attempt` is the one that it is open for; 0 before the first."""
 
     checkpoints: tuple[CheckpointEntry, ...] = ()
     retiring: tuple[Retiring, ...] = ()
     ranking: Ranking = DEFAULT_RANKING
     attempt: int = 0
+    pages: tuple[PageRef, ...] = ()
+    # What the best values in `pages` are by. An earlier release changes `ranking` alone.
+    pages_ranking: Ranking = DEFAULT_RANKING
 
     def as_record(self) -> dict[str, Any]:
         state: dict[str, Any] = as_state(self)
         del state["attempt"]  # the log's own
-        return {**state, "checkpoints": list(state["checkpoints"]), "retiring": list(state["retiring"])}
+        if not self.pages:  # as earlier releases have it
+            del state["pages"], state["pages_ranking"]
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in state.items()}
 
     @classmethod
     def from_record(cls, record: Record | None) -> RegistryState:
@@ -92,6 +76,8 @@ class RegistryState(Durable):
                 ),
                 "ranking": Ranking(**fields_of(Ranking, record.state.get("ranking", {}))),
                 "attempt": record.attempt,
+                "pages": tuple(PageRef(**fields_of(PageRef, one)) for one in record.state.get("pages", ())),
+                "pages_ranking": Ranking(**fields_of(Ranking, record.state.get("pages_ranking", {}))),
             }
         )
 
@@ -102,38 +88,66 @@ def data_folder_of(job_name: str) -> str:
 
 
 class CheckpointRegistry:
-    """The committed checkpoints of the job `trainingJobs/{j}`. Not shared between threads; open one each."""
+    """The committed checkpoints of the job `trainingJobs/{j}`. Not shared between threads; open one each.
+
+    A record of the log holds the newest entries, fewer than `KEPT_ENTRIES + PAGE_ENTRIES`, and references to the pages
+    that have the others (`shared.checkpoint.pages`). Pages are written before the record that names them.
+    """
 
     def __init__(self, store: ObjectStore, job_name: str) -> None:
         self._store = store
-        self._log = ResourceLog(store, f"{job_name}/checkpoints/log")
+        self._log = ResourceLog(store, f"{job_name}/checkpoints/log", is_long=True)
+        self._pages_folder = f"{job_name}/checkpoints/{PAGES}"
         self.data_folder = data_folder_of(job_name)
 
-    def read(self) -> RegistryState:
+    def look(self, ask: Callable[[RegistryView], T]) -> T:
+        """What `ask` finds in the newest state; it is called again where others write meanwhile. Raises `DataLoss`
+        where a page is lost."""
+        return self._with_pages(lambda: ask(self._view(RegistryState.from_record(self._log.head()))))
+
+    def state(self) -> RegistryState:
+        """Of the entries only the newest."""
         return RegistryState.from_record(self._log.head())
 
+    def read(self) -> RegistryState:
+        """With all entries among its `checkpoints`, for those who need all: that reads every page."""
+
+        def whole() -> RegistryState:
+            state = self.state()
+            return replace(state, checkpoints=tuple(self._view(state).entries()), pages=())
+
+        return self._with_pages(whole)
+
     def entries(self) -> list[CheckpointEntry]:
-        """Oldest first."""
+        """All, the oldest first."""
         return list(self.read().checkpoints)
 
-    def best(self) -> CheckpointEntry | None:
-        """By the job's own metric; of equals the later; where none was measured, the one furthest on."""
-        state = self.read()
-        return best(state.checkpoints, state.ranking)
+    def newest(self) -> CheckpointEntry | None:
+        """The one furthest on."""
+        return self.look(RegistryView.newest)
+
+    def best(self, ranking: Ranking | None = None) -> CheckpointEntry | None:
+        """By `ranking`, or else the job's own; of equals the later; where none was measured, the one furthest on."""
+        return self.look(lambda view: view.best(ranking))
+
+    def find(self, name: str) -> CheckpointEntry | None:
+        return self.look(lambda view: view.find(name))
 
     def fence(self, attempt: int, ranking: Ranking | None = None) -> list[CheckpointEntry]:
-        """Opens the registry for `attempt` and closes it to earlier ones. Returns the entries.
+        """As `open_for`. Returns all entries."""
+        self.open_for(attempt, ranking)
+        return self.entries()
+
+    def open_for(self, attempt: int, ranking: Ranking | None = None) -> None:
+        """Opens the registry for `attempt` and closes it to earlier ones.
 
         `ranking` says from now on which one is the best. Raises `StaleAttempt`.
         """
 
-        def decide(head: Record | None) -> dict[str, Any] | None:
-            before = RegistryState.from_record(head)
-            after = replace(before, ranking=replace(before.ranking, **known_of(ranking))) if ranking else before
-            opened = head is not None and head.attempt == attempt
-            return None if opened and after == before else after.as_record()
+        def decide(before: RegistryState, _: PageTree) -> RegistryState:
+            return replace(before, ranking=replace(before.ranking, **known_of(ranking))) if ranking else before
 
-        return list(RegistryState.from_record(self._log.update(decide, attempt=attempt)).checkpoints)
+        self._update(decide, attempt)
 
     def commit(self, entry: CheckpointEntry) -> None:
         """Makes it count. Raises `StaleAttempt` when a later attempt has opened the registry.
@@ -141,8 +155,9 @@ class CheckpointRegistry:
         A checkpoint of the same name is replaced: it is of the same position, written by an earlier attempt.
         """
 
-        def add(before: RegistryState) -> RegistryState:
+        def add(before: RegistryState, tree: PageTree) -> RegistryState:
             kept = [one for one in before.checkpoints if one.name != entry.name]
+            tree.change(lambda ref: ref.may_have(entry.name), lambda one: None if one.name == entry.name else one)
             return replace(before, checkpoints=(*kept, entry))
 
         self._update(add, entry.attempt)
@@ -150,9 +165,12 @@ class CheckpointRegistry:
     def finish(self, name: str, attempt: int) -> None:
         """Makes the checkpoint `name` the run's final one: no step came after. Raises `StaleAttempt`."""
 
-        def mark(before: RegistryState) -> RegistryState:
-            marked = tuple(replace(one, final=True) if one.name == name else one for one in before.checkpoints)
-            return replace(before, checkpoints=marked)
+        def marked(one: CheckpointEntry) -> CheckpointEntry:
+            return replace(one, final=True) if one.name == name else one
+
+        def mark(before: RegistryState, tree: PageTree) -> RegistryState:
+            tree.change(lambda ref: ref.may_have(name), marked)
+            return replace(before, checkpoints=tuple(map(marked, before.checkpoints)))
 
         self._update(mark, attempt)
 
@@ -167,9 +185,17 @@ class CheckpointRegistry:
             return []
         folders = {one.folder for one in entries}
 
-        def unname(before: RegistryState) -> RegistryState:
-            going = tuple(Retiring(one) for one in before.checkpoints if one.folder in folders)
-            kept = tuple(one for one in before.checkpoints if one.folder not in folders)
+        def unname(before: RegistryState, tree: PageTree) -> RegistryState:
+            going: list[Retiring] = []
+
+            def left(one: CheckpointEntry) -> CheckpointEntry | None:
+                if one.folder not in folders:
+                    return one
+                going.append(Retiring(one))
+                return None
+
+            tree.change(lambda ref: any(ref.may_have(one.name) for one in entries), left)
+            kept = tuple(one for one in before.checkpoints if left(one) is not None)
             return replace(before, checkpoints=kept, retiring=(*before.retiring, *going)) if going else before
 
         self._update(unname, attempt)
@@ -177,7 +203,7 @@ class CheckpointRegistry:
 
     def settle(self, attempt: int | None = None, clock: Callable[[], float] = time.time) -> list[CheckpointEntry]:
         """Finishes what `retire` began, whoever called it. Returns the entries whose files are gone."""
-        waiting = self.read().retiring
+        waiting = self.state().retiring
         if not waiting:
             return []
         used = {
@@ -186,12 +212,12 @@ class CheckpointRegistry:
             if not one.condemned and live_users(self._store, one.entry.name, clock())
         }
         looked_at = {one.entry.folder for one in waiting}
-        decided = self._update(lambda before: _decided(before, looked_at, used), attempt)
+        decided = self._update(lambda before, tree: _decided(before, tree, looked_at, used), attempt)
         gone = {one.entry.folder: one.entry for one in decided.retiring if one.condemned}
         for folder in gone:
             self._store.delete_folder(folder)
 
-        def forget(before: RegistryState) -> RegistryState:
+        def forget(before: RegistryState, _: PageTree) -> RegistryState:
             return replace(before, retiring=tuple(one for one in before.retiring if one.entry.folder not in gone))
 
         self._update(forget, attempt)
@@ -203,7 +229,8 @@ class CheckpointRegistry:
         What later attempts committed stays named: a new job of the name goes on behind the numbers of the deleted one.
         """
 
-        def drop(before: RegistryState) -> RegistryState:
+        def drop(before: RegistryState, tree: PageTree) -> RegistryState:
+            tree.change(lambda ref: ref.first_attempt < attempt, lambda one: one if one.attempt >= attempt else None)
             return replace(
                 before,
                 checkpoints=tuple(one for one in before.checkpoints if one.attempt >= attempt),
@@ -212,19 +239,74 @@ class CheckpointRegistry:
 
         self._update(drop, attempt)
 
-    def _update(self, decide: Callable[[RegistryState], RegistryState], attempt: int | None) -> RegistryState:
-        """Appends what `decide` makes of the newest state; nothing where it is the same."""
+    def _update(self, decide: Callable[[RegistryState, PageTree], RegistryState], attempt: int | None) -> RegistryState:
+        """Appends what `decide` makes of the newest state and its pages; nothing where both are the same."""
+        edits: list[PageTree] = []
 
         def step(head: Record | None) -> dict[str, Any] | None:
+            # Where another writer was faster, no record names what was written for this one.
+            self._take_away([key for edit in edits for key in edit.written])
+            edits.clear()
             before = RegistryState.from_record(head)
-            after = decide(before)
+            tree = self._tree(before)
+            edits.append(tree)
+            after = _in_pages(decide(before, tree), tree)
             fences = attempt is not None and attempt != before.attempt
             return after.as_record() if fences or after.as_record() != before.as_record() else None
 
-        return RegistryState.from_record(self._log.update(step, attempt))
+        try:
+            record = self._with_pages(lambda: self._log.update(step, attempt))
+        except StaleAttempt:
+            self._take_away([key for edit in edits for key in edit.written])
+            raise
+        self._take_away(edits[-1].replaced)
+        return RegistryState.from_record(record)
+
+    def _with_pages(self, call: Callable[[], T]) -> T:
+        """Calls again where a page was gone because the log has another head by now."""
+        while True:
+            try:
+                return call()
+            except PageMissing as missing:
+                read = self._log.newest_known
+                if self._log.head() == read:
+                    raise DataLoss(
+                        f"{missing}, a page of the checkpoints' registry, is gone",
+                        reason="REGISTRY_DAMAGED",
+                        metadata={"object": str(missing)},
+                    ) from None
+
+    def _view(self, state: RegistryState) -> RegistryView:
+        return RegistryView(state.checkpoints, self._tree(state), state.ranking)
+
+    def _tree(self, state: RegistryState) -> PageTree:
+        return PageTree(self._store, self._pages_folder, state.pages, state.pages_ranking)
+
+    def _take_away(self, pages: Collection[str]) -> None:
+        """Pages that no record names. What is left of them goes with the job."""
+        try:
+            for key in pages:
+                self._store.delete(key)
+        except STORE_OUTAGES as error:
+            logger.warning("old pages of the checkpoints' registry stay until the job is deleted: %s", error.message)
 
 
-def _decided(before: RegistryState, looked_at: Collection[str], used: Collection[str]) -> RegistryState:
+def _in_pages(state: RegistryState, tree: PageTree) -> RegistryState:
+    """With the oldest of `KEPT_ENTRIES + PAGE_ENTRIES` entries moved to a page."""
+    checkpoints = list(state.checkpoints)
+    tree.rank(state.ranking)
+    while len(checkpoints) >= KEPT_ENTRIES + PAGE_ENTRIES:
+        tree.add(checkpoints[:PAGE_ENTRIES])
+        del checkpoints[:PAGE_ENTRIES]
+    return replace(
+        state,
+        checkpoints=tuple(checkpoints),
+        pages=tuple(tree.refs),
+        pages_ranking=state.ranking if tree.refs else DEFAULT_RANKING,
+    )
+
+
+def _decided(before: RegistryState, tree: PageTree, looked_at: Collection[str], used: Collection[str]) -> RegistryState:
     """With those that are used named again, unless somebody else has condemned them; the others are condemned."""
     back = [one for one in before.retiring if one.entry.folder in used and not one.condemned]
     going = [
@@ -232,18 +314,8 @@ def _decided(before: RegistryState, looked_at: Collection[str], used: Collection
         for one in before.retiring
         if one not in back
     ]
-    named = {one.name for one in before.checkpoints}
+    view = RegistryView(before.checkpoints, tree, before.ranking)
     # One that was written again meanwhile has another under its name: the old files stay while they are used.
-    returned = [one.entry for one in back if one.entry.name not in named]
+    returned = [one.entry for one in back if view.find(one.entry.name) is None]
     checkpoints = sorted((*before.checkpoints, *returned), key=lambda one: (one.create_time, one.step))
     return replace(before, checkpoints=tuple(checkpoints if returned else before.checkpoints), retiring=tuple(going))
-
-
-def latest(entries: Sequence[CheckpointEntry]) -> CheckpointEntry | None:
-    """The one furthest on."""
-    return max(entries, key=lambda entry: entry.step, default=None)
-
-
-def best(entries: Sequence[CheckpointEntry], ranking: Ranking = DEFAULT_RANKING) -> CheckpointEntry | None:
-    """The first by `ranking`, of equals the later; without any measured, the one furthest on."""
-    return next(iter(ranking.best_first(entries)), latest(entries))

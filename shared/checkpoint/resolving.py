@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from shared import names
 from shared.checkpoint.format import not_a_model
-from shared.checkpoint.registry import CheckpointEntry, CheckpointRegistry, best, latest
+from shared.checkpoint.pages import RegistryView
+from shared.checkpoint.registry import CheckpointEntry, CheckpointRegistry
 from shared.errors import FailedPrecondition, NotFound, not_found
 from shared.jobs.record import JobState
 from shared.log import ResourceLog
@@ -38,8 +37,9 @@ def resolve_any(store: ObjectStore, field_path: str, name: str) -> CheckpointEnt
     else:
         names.parse(field_path, name, "trainingJobs/{j}")
     job = ResourceLog(store, f"{job_name}/log").head()
-    state = CheckpointRegistry(store, job_name).read()
-    if (job is None and not state.checkpoints) or (job is not None and job.state.get("state") == JobState.DELETED):
+    registry = CheckpointRegistry(store, job_name)
+    is_empty, chosen = registry.look(lambda view: (view.is_empty, _meant(view, name if checkpoint_id else "")))
+    if (job is None and is_empty) or (job is not None and job.state.get("state") == JobState.DELETED):
         raise _missing(job_name, field_path)
     if job is not None and job.state.get("state") == JobState.DELETING:
         raise FailedPrecondition(
@@ -49,7 +49,6 @@ def resolve_any(store: ObjectStore, field_path: str, name: str) -> CheckpointEnt
             fields=[(field_path, "is being deleted")],
         )
     if not checkpoint_id:
-        chosen = best(state.checkpoints, state.ranking)
         if chosen is None:
             raise FailedPrecondition(
                 f"{job_name} has no checkpoint yet; wait for its first",
@@ -57,20 +56,16 @@ def resolve_any(store: ObjectStore, field_path: str, name: str) -> CheckpointEnt
                 metadata={"resource": job_name},
             )
         return chosen
-    entry = find(state.checkpoints, name)
-    if entry is None:
+    if chosen is None:
         raise _missing(name, field_path)
-    return entry
+    return chosen
 
 
-def find(entries: Sequence[CheckpointEntry], name: str) -> CheckpointEntry | None:
-    """The one of that name; `…/checkpoints/final` is the newest of the run's last step."""
-    for entry in entries:
-        if entry.name == name:
-            return entry
-    if name.endswith(f"/{FINAL}"):
-        return latest([entry for entry in entries if entry.final])
-    return None
+def _meant(view: RegistryView, name: str) -> CheckpointEntry | None:
+    """The one of that name, the best where it is empty; `…/checkpoints/final` is the newest of the run's last step."""
+    if not name:
+        return view.best()
+    return view.find(name) or (view.final() if name.endswith(f"/{FINAL}") else None)
 
 
 def _missing(name: str, field_path: str) -> NotFound:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from shared.checkpoint.pages import PAGES
 from shared.checkpoint.registry import CheckpointEntry, CheckpointRegistry
 from shared.checkpoint.resolving import resolve, resolve_any
 from shared.errors import FailedPrecondition, MillraceError
@@ -17,6 +18,9 @@ from shared.storage import ObjectStore
 from shared.user_markers import UserMarker, keep_marker, let_go, live_users, markers, put_marker, unmark
 
 __all__ = ["UserMarker", "keep", "live_users", "markers", "put_marker", "release", "users_of_job", "using"]
+
+# Beside the checkpoints themselves.
+OTHER_FOLDERS = ("log", "data", PAGES)
 
 # A job's best may change while it is being marked; after so many times something else is wrong.
 TRIES = 20
@@ -57,7 +61,8 @@ def keep(store: ObjectStore, name: str, folder: str, kind: str, uid: str, user: 
     """Marks a checkpoint for a user that has it already. Returns whether it is still named."""
     put_marker(store, name, kind, uid, user, is_job=not ends_in, ends_in=ends_in, folder=folder)
     job_name = name.partition("/checkpoints/")[0]
-    return any(entry.folder == folder for entry in CheckpointRegistry(store, job_name).entries())
+    entry = CheckpointRegistry(store, job_name).find(name)
+    return entry is not None and entry.folder == folder
 
 
 def release(store: ObjectStore, checkpoint_name: str, kind: str, uid: str) -> None:
@@ -70,7 +75,7 @@ def users_of_job(store: ObjectStore, job_name: str, now: float) -> dict[str, lis
     root = f"{job_name}/checkpoints"
     found = {}
     for one in store.folders(root):
-        if one not in ("log", "data") and (users := live_users(store, f"{root}/{one}", now)):
+        if one not in OTHER_FOLDERS and (users := live_users(store, f"{root}/{one}", now)):
             found[f"{root}/{one}"] = users
     return found
 

@@ -8,6 +8,7 @@ once a record carries attempt a, no writer of an earlier attempt can append.
 from __future__ import annotations
 
 import json
+import logging
 import time
 import uuid
 from collections.abc import Callable
@@ -15,9 +16,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shared.durable import fields_of
+from shared.errors import STORE_OUTAGES
 from shared.storage import ObjectExists, ObjectMissing, ObjectStore
 
+logger = logging.getLogger(__name__)
+
 State = dict[str, Any]
+
+# The object beside the records of a long log that names one of its last ones.
+HINT = "newest"
+# After so many records it is written again.
+HINT_EVERY = 8
 
 
 class StaleAttempt(Exception):
@@ -36,14 +45,24 @@ class Record:
 
 
 class ResourceLog:
-    """One resource's log below the folder `prefix`. Not shared between threads; open one each."""
+    """One resource's log below the folder `prefix`. Not shared between threads; open one each.
 
-    def __init__(self, store: ObjectStore, prefix: str) -> None:
+    A log that `is_long` also notes, after each `HINT_EVERY` records, which is the newest; so its newest record is found
+    with a bounded number of reads. The note is a hint and no more: it may be behind or missing.
+    """
+
+    def __init__(self, store: ObjectStore, prefix: str, *, is_long: bool = False) -> None:
         self._store = store
         self._prefix = prefix.rstrip("/")
+        self._is_long = is_long
         self._head: Record | None = None
         # The number of the last record whose write was not answered: it may be there or not.
         self._unanswered = 0
+
+    @property
+    def newest_known(self) -> Record | None:
+        """What `head` gave last, or `append` wrote."""
+        return self._head
 
     def read(self, number: int) -> Record | None:
         """The record with that number; None where it has not been written."""
@@ -56,13 +75,19 @@ class ResourceLog:
         """The newest record, None for a resource that never was.
 
         Records are contiguous and never deleted, so it gallops on from the last head seen and then halves the gap:
-        about 2·log2(new records) reads, and one where nothing is new.
+        about 2·log2(new records) reads, and one where nothing is new. In a log that `is_long` it leaps to the hint once
+        there are more new records than hints are apart.
         """
         known = self._head.number if self._head else 0
         step = 1
         best = self._head
+        hints = self._is_long
         while (found := self.read(known + step)) is not None:
             best, known, step = found, found.number, step * 2
+            if hints and step >= HINT_EVERY:
+                hints = False
+                if (hinted := self._hinted(known)) is not None:
+                    best, known, step = hinted, hinted.number, 1
         low, high = known, known + step
         while high - low > 1:
             middle = (low + high) // 2
@@ -95,6 +120,8 @@ class ResourceLog:
             self._unanswered = number
             raise
         self._head = record
+        if self._is_long and number % HINT_EVERY == 0:
+            self._hint(number)
         return record
 
     def update(
@@ -137,6 +164,21 @@ class ResourceLog:
         )
         assert opened is not None
         return opened
+
+    def _hint(self, number: int) -> None:
+        """The record is written already, so what fails here fails nothing."""
+        try:
+            self._store.put(f"{self._prefix}/{HINT}", str(number).encode())
+        except STORE_OUTAGES as error:
+            logger.warning("%s/%s stays behind: %s", self._prefix, HINT, error.message)
+
+    def _hinted(self, known: int) -> Record | None:
+        """The record that the hint names, where that is a later one than `known`."""
+        try:
+            named = self._store.get(f"{self._prefix}/{HINT}")
+        except ObjectMissing:
+            return None
+        return self.read(int(named)) if named.isdigit() and int(named) > known else None
 
     def _key(self, number: int) -> str:
         return f"{self._prefix}/{number:012d}.json"

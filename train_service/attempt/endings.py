@@ -9,7 +9,6 @@ from contextlib import suppress
 from typing import Any
 
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry, load_checkpoint
-from shared.checkpoint.registry import best, latest
 from shared.errors import DataLoss, FailedPrecondition, Internal, MillraceError, Unavailable
 from shared.jobs import AttemptContext, JobRecord, Jobs, JobState
 from shared.jobs.transitions import NO_ROOM, PREEMPTED, RESIZED
@@ -84,13 +83,12 @@ def told(context: AttemptContext, work: Callable[[], dict[str, Any]]) -> dict[st
 def result_of(context: AttemptContext, spec: TrainingSpec, cause: MillraceError | None = None) -> dict[str, Any]:
     """Of an attempt whose ranks have ended: the last and the best checkpoint. Where the run is not done raises what was
     wished of it, else `cause`."""
-    entries = patient(CheckpointRegistry(context.store, context.job.name).entries, "the checkpoints")
-    last, chosen = latest(entries), best(entries, spec.checkpoints.ranking)
+    last, chosen = _last_and_best(context, spec)
     if last is not None and chosen is not None and last.final and _good(context, last):
         return {"checkpoint": last.name, "best_checkpoint": chosen.name}
     patient(lambda: context.raise_if_stopped(fresh=True), "the job's state")
     if cause is not None and cause.specific_reason == RESIZED:
-        _require_progress(context, entries, cause)
+        _require_progress(context, cause)
     raise cause or Internal("the workers ended before the last epoch was saved", reason="RUN_INCOMPLETE")
 
 
@@ -104,15 +102,13 @@ def program_result(
     patient(lambda: context.raise_if_stopped(fresh=True), "the job's state")
     cause = ended_for or coordinator.cause
     if cause is not None and cause.specific_reason == RESIZED:
-        entries = patient(CheckpointRegistry(context.store, context.job.name).entries, "the checkpoints")
-        _require_progress(context, entries, cause)
+        _require_progress(context, cause)
     raise cause or Internal("the workers ended before the training function returned on all", reason="RUN_INCOMPLETE")
 
 
 def script_result(context: AttemptContext, spec: TrainingSpec) -> dict[str, Any]:
     """Of an attempt at a script that has ended: the last and the best checkpoint of all its runs, or none."""
-    entries = patient(CheckpointRegistry(context.store, context.job.name).entries, "the checkpoints")
-    last, chosen = latest(entries), best(entries, spec.checkpoints.ranking)
+    last, chosen = _last_and_best(context, spec)
     return {"checkpoint": last.name if last else "", "best_checkpoint": chosen.name if chosen else ""}
 
 
@@ -154,9 +150,19 @@ def as_last_error(error: MillraceError, before: Mapping[str, Any] | None) -> Mil
     )
 
 
-def _require_progress(context: AttemptContext, entries: Sequence[CheckpointEntry], resized: MillraceError) -> None:
+def _last_and_best(
+    context: AttemptContext, spec: TrainingSpec
+) -> tuple[CheckpointEntry | None, CheckpointEntry | None]:
+    registry = CheckpointRegistry(context.store, context.job.name)
+    return patient(
+        lambda: registry.look(lambda view: (view.newest(), view.best(spec.checkpoints.ranking))), "the checkpoints"
+    )
+
+
+def _require_progress(context: AttemptContext, resized: MillraceError) -> None:
     """A change of size costs a run nothing as long as each attempt gets on; else it could go on changing for ever."""
-    if not any(one.attempt == context.attempt for one in entries):
+    registry = CheckpointRegistry(context.store, context.job.name)
+    if not patient(lambda: registry.look(lambda view: view.has_attempt(context.attempt)), "the checkpoints"):
         raise Internal(f"{resized.message}, but no checkpoint was taken for it", reason="RESIZED_IN_VAIN") from resized
 
 

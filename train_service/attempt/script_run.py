@@ -383,8 +383,8 @@ class ScriptRun:
             "checkpoints": [{"name": one.name, "metrics": one.metrics} for one in entries],
         }
 
-    def _entries(self, job: str = "") -> list[CheckpointEntry]:
-        return CheckpointRegistry(self._store, job or self._context.job.name).entries()
+    def _entries(self) -> list[CheckpointEntry]:
+        return CheckpointRegistry(self._store, self._context.job.name).entries()
 
     def _folder_of(self, name: str) -> str:
         """Where a checkpoint's files are on this node, whose digests hold."""
@@ -392,7 +392,7 @@ class ScriptRun:
         if job not in self._readable:
             what = f"{job} is neither this job nor a trial of its sweeps"
             raise _Refused(FailedPrecondition(f"{name} cannot be read: {what}", reason="KEY_REFUSED"))
-        entry = next((one for one in patient(lambda: self._entries(job), "the checkpoints") if one.name == name), None)
+        entry = patient(lambda: CheckpointRegistry(self._store, job).find(name), "the checkpoints")
         if entry is None:
             raise _Refused(FailedPrecondition(f"{name} was taken away since, by checkpoints.keep_newest"))
         found = described(entry)

@@ -64,11 +64,11 @@ async def import_parts_from_proto(
 
 def imported_to_proto(imported: Imported) -> checkpoint_import_pb2.ImportCheckpointResponse:
     report = report_to_proto(imported.report)
-    if imported.view is None:
+    if imported.view is None or imported.view.newest is None:
         return checkpoint_import_pb2.ImportCheckpointResponse(report=report)
     return checkpoint_import_pb2.ImportCheckpointResponse(
         training_job=job_to_proto(imported.view),
-        checkpoint=checkpoint_to_proto(imported.view.checkpoints[-1]),
+        checkpoint=checkpoint_to_proto(imported.view.newest),
         report=report,
     )
 

@@ -11,7 +11,6 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from millrace.train.v1 import resources_pb2, train_service_pb2
 from shared.checkpoint import CheckpointEntry
-from shared.checkpoint.registry import best, latest
 from shared.grpc_errors import status_proto_from_record
 from shared.jobs import JobRecord, JobState
 from train_service.converters.specs import spec_to_proto
@@ -26,7 +25,6 @@ M = TypeVar("M", bound=Message)
 def job_to_proto(view: JobView) -> resources_pb2.TrainingJob:
     record = view.record
     spec = spec_of_job(record.spec["training"], record.choices)
-    newest, chosen = latest(view.checkpoints), best(view.checkpoints, spec.checkpoints.ranking)
     job = resources_pb2.TrainingJob(
         name=record.name,
         uid=record.uid,
@@ -36,8 +34,8 @@ def job_to_proto(view: JobView) -> resources_pb2.TrainingJob:
         create_time=timestamp(record.create_time),
         update_time=timestamp(record.update_time),
         progress=_known(resources_pb2.Progress, view.progress) if view.progress else None,
-        latest_checkpoint=newest.name if newest else "",
-        best_checkpoint=chosen.name if chosen else "",
+        latest_checkpoint=view.newest.name if view.newest else "",
+        best_checkpoint=view.best.name if view.best else "",
         etag=etag(record),
         failures=record.failures,
         preemptions=record.preemptions,

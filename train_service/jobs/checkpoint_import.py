@@ -273,7 +273,7 @@ class CheckpointImports:
 
     def _commit(self, job: JobRecord, wish: ImportWish, home: _Home, weights: Path) -> None:
         registry = CheckpointRegistry(self._store, job.name)
-        registry.fence(job.attempt, wish.spec.checkpoints.ranking)
+        registry.open_for(job.attempt, wish.spec.checkpoints.ranking)
         folder = f"{registry.data_folder}/{IMPORTED}-a{job.attempt}-{uuid.uuid4().hex}"
         content = CheckpointContent(
             training_job=job.name,

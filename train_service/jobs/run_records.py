@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from shared import names
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry, load_checkpoint
 from shared.checkpoint.program import load_program_checkpoint
-from shared.checkpoint.registry import latest
 from shared.checkpoint.resolving import FINAL
 from shared.dataset_version import VersionReader, load_version
 from shared.dataset_version.manifest import Split
@@ -175,16 +174,17 @@ class RunRecords:
             raise _version_gone(job.name, spec, error) from None
 
     def _checkpoint(self, name: str, checkpoint: str) -> CheckpointEntry | None:
-        entries = CheckpointRegistry(self._store, name).entries()
+        registry = CheckpointRegistry(self._store, name)
         if not checkpoint:
-            return latest(entries)
+            return registry.newest()
         names.parse("checkpoint", checkpoint, f"{PATTERN}/checkpoints/{{c}}")
         if not checkpoint.startswith(f"{name}/"):
             raise invalid_field("checkpoint", checkpoint, f"name one of {name}")
-        for entry in entries:
-            if entry.name == checkpoint or (entry.final and checkpoint == f"{name}/checkpoints/{FINAL}"):
-                return entry
-        raise not_found(checkpoint)
+        is_final = checkpoint == f"{name}/checkpoints/{FINAL}"
+        entry = registry.look(lambda view: view.final() if is_final else view.find(checkpoint))
+        if entry is None:
+            raise not_found(checkpoint)
+        return entry
 
 
 def _check_epoch(name: str, epoch: int, epochs: int) -> None:

@@ -54,12 +54,13 @@ CHECK_WAIT_S = 60.0
 
 @dataclass(frozen=True)
 class JobView:
-    """A job as clients see it: its record, its progress so far, its checkpoints, oldest first, and what its next
-    attempt waits for, if it does."""
+    """A job as clients see it: its record, its progress so far, its newest checkpoint and its best one, and what its
+    next attempt waits for, if it does."""
 
     record: JobRecord
     progress: dict[str, Any]
-    checkpoints: list[CheckpointEntry]
+    newest: CheckpointEntry | None = None
+    best: CheckpointEntry | None = None
     waiting_for: str = ""
 
 
@@ -97,7 +98,7 @@ class TrainingJobs:
             if self._jobs.find(job.name):
                 raise already_exists(job.name)
             self.check_ever_fits(spec)
-            return JobView(job, {}, [])
+            return JobView(job, {})
         with claimed(self._store, TRAIN_KIND, request_id, digest, job.name) as claim:
             first = self._jobs.made_by(request_id, claim.name) if claim.repeated else None
             if first is None:
@@ -233,9 +234,9 @@ class TrainingJobs:
     def checkpoints(self, name: str, page_size: int, page_token: str) -> tuple[list[CheckpointEntry], str]:
         names.parse("parent", name, PATTERN)
         self._jobs.get(name, name)
-        entries = {entry.name: entry for entry in CheckpointRegistry(self._store, name).entries()}
-        chosen, token = paging.page(list(entries), page_size, page_token)
-        return [entries[one] for one in chosen], token
+        size, after = paging.checked_size(page_size), paging.key_of(page_token)
+        chosen, more = CheckpointRegistry(self._store, name).look(lambda view: view.page(after, size))
+        return chosen, paging.token_of(chosen[-1].name) if more else ""
 
     def events(self, name: str, after_sequence: int) -> list[Event]:
         """The next ones that are written, at most `EVENTS_AT_ONCE`."""
@@ -256,8 +257,8 @@ class TrainingJobs:
     def _still_read(self, job: JobRecord) -> TrainingSpec:
         """Its specification, without the checkpoint that it started from once it has one of its own to go on from."""
         spec = TrainingSpec.from_config(job.spec["training"])
-        own = CheckpointRegistry(self._store, job.name).entries()
-        return replace(spec, initial_checkpoint="") if own else spec
+        has_own = not CheckpointRegistry(self._store, job.name).look(lambda view: view.is_empty)
+        return replace(spec, initial_checkpoint="") if has_own else spec
 
     def checked(self, spec: TrainingSpec) -> TrainingSpec:
         """With defaults that depend on the version. Raises what `CreateTrainingJob` says of a spec."""
@@ -324,10 +325,12 @@ class TrainingJobs:
         return self._jobs.made_by(request_id, name) if name else None
 
     def _view(self, record: JobRecord) -> JobView:
-        entries = CheckpointRegistry(self._store, record.name).entries()
+        ranking = TrainingSpec.from_config(record.spec["training"]).checkpoints.ranking
+        registry = CheckpointRegistry(self._store, record.name)
+        newest, chosen = registry.look(lambda view: (view.newest(), view.best(ranking)))
         begins = record.state in (JobState.PENDING, JobState.RECOVERING)
         waiting_for = self._jobs.waiting_for(record.name) if begins else ""
-        return JobView(record, self._jobs.progress(record.name), entries, waiting_for)
+        return JobView(record, self._jobs.progress(record.name), newest, chosen, waiting_for)
 
 
 def _with_lanes_of(job: JobRecord, spec: TrainingSpec) -> TrainingSpec:

@@ -6,6 +6,7 @@ import tracemalloc
 from collections import Counter
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,12 +29,9 @@ def test_every_row_is_counted_as_by_hand(rows: int, spans: list[Span], lanes: in
         if epoch == 1
         for position in range(start, min(stop, rows), step)
     )
-    with_small_blocks = shard_positions.BLOCK_ROWS
-    shard_positions.BLOCK_ROWS = 16
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(shard_positions, "BLOCK_ROWS", 16)
         counts = count_given(spans, order, 1000)
-    finally:
-        shard_positions.BLOCK_ROWS = with_small_blocks
 
     assert counts.missing_row_ids == [1000 + row for row in range(rows) if times[row] == 0]
     assert counts.repeated_row_ids == [1000 + row for row in range(rows) if times[row] > 1]

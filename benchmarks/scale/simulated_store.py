@@ -1,0 +1,148 @@
+"""An object store in memory that counts requests and bytes, and adds up how long a real one would have taken.
+
+Nothing sleeps: `waited_s` grows by `LATENCY_S` a request and by the bytes over `BYTES_PER_S`, as if one request came
+after the other. Requests that the code sends side by side count in full, so `waited_s` is an upper bound.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import pyarrow as pa
+
+from shared.settings import StoreSettings
+from shared.storage import ObjectExists, ObjectMissing, ObjectStore
+from shared.storage.object_store import ObjectInfo
+
+LATENCY_S = 0.015
+BYTES_PER_S = 1e9
+# As S3 lists.
+KEYS_A_LISTING = 1000
+# Bytes of objects that are of zeros alone.
+ZEROS = memoryview(bytes(64 * 1024 * 1024))
+
+
+@functools.lru_cache(maxsize=4)
+def _zeros(size_bytes: int) -> bytes:
+    """Made once: copying a terabyte of them is no cost of the code that reads it."""
+    return bytes(size_bytes)
+
+
+class SimulatedStore(ObjectStore):
+    def __init__(self) -> None:
+        self.settings = StoreSettings(url="file:///simulated")
+        self._objects: dict[str, bytes | int] = {}
+        # Keys in their order, for listings; None once there are others.
+        self._sorted: list[str] | None = []
+        self._lock = threading.Lock()
+        # An object that keys with such an end stand for, whatever comes before.
+        self._aliases: dict[str, bytes] = {}
+        self.requests = 0
+        self.bytes = 0
+
+    @property
+    def waited_s(self) -> float:
+        return self.requests * LATENCY_S + self.bytes / BYTES_PER_S
+
+    def put_zeros(self, key: str, size_bytes: int) -> None:
+        """An object of zeros that takes no memory. Not a request: it is there before the case begins."""
+        self._objects[key] = size_bytes
+        self._sorted = None
+
+    def put_alias(self, ending: str, data: bytes) -> None:
+        """All objects whose key has that ending are `data`. Not a request."""
+        self._aliases[ending] = data
+
+    def copy_folder(self, folder: str, to: str) -> None:
+        """All objects below `folder`, with its name in their bytes replaced, to `to`. Not a request."""
+        for key in [key for key in self._objects if key.startswith(f"{folder}/")]:
+            data = self._objects[key]
+            assert isinstance(data, bytes)
+            self._objects[f"{to}/{key[len(folder) + 1 :]}"] = data.replace(folder.encode(), to.encode())
+        self._sorted = None
+
+    def get(self, key: str) -> bytes:
+        data = self._found(key)
+        self._count(len(data))
+        return _zeros(len(data)) if isinstance(self._objects.get(key), int) else bytes(data)
+
+    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        data = self._found(key)
+        for _, length in ranges:
+            self._count(length)
+        return [data[start : start + length] for start, length in ranges]
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        return bytes(self.get_ranges(key, [(start, length)])[0])
+
+    @contextmanager
+    def local_file(self, key: str) -> Iterator[pa.NativeFile | None]:  # noqa: ARG002 - as `ObjectStore`
+        yield None
+
+    def size(self, key: str) -> int | None:
+        self._count(0)
+        try:
+            return len(self._found(key))
+        except ObjectMissing:
+            return None
+
+    def put(self, key: str, data: bytes | bytearray | memoryview) -> None:
+        self._count(len(data))
+        self._objects[key] = bytes(data)
+        self._sorted = None
+
+    def put_if_absent(self, key: str, data: bytes | bytearray | memoryview) -> None:
+        with self._lock:
+            if key in self._objects:
+                self._count(0)
+                raise ObjectExists(key)
+            self.put(key, data)
+
+    def put_pieces(self, key: str, pieces: Callable[[], Iterator[bytes]]) -> None:
+        self.put(key, b"".join(pieces()))
+
+    def delete(self, key: str) -> None:
+        self._count(0)
+        if self._objects.pop(key, None) is not None:
+            self._sorted = None
+
+    def delete_folder(self, prefix: str) -> None:
+        for info in list(self.list(prefix)):
+            self.delete(info.key)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        for number, key in enumerate(self._below(prefix)):
+            if number % KEYS_A_LISTING == 0:
+                self._count(0)
+            data = self._objects[key]
+            yield ObjectInfo(key, data if isinstance(data, int) else len(data))
+
+    def folders(self, prefix: str) -> Sequence[str]:
+        start = len(prefix.rstrip("/")) + 1
+        found = sorted({key[start:].split("/", 1)[0] for key in self._below(prefix) if "/" in key[start:]})
+        for _ in range(0, max(len(found), 1), KEYS_A_LISTING):
+            self._count(0)
+        return found
+
+    def _below(self, prefix: str) -> Sequence[str]:
+        if self._sorted is None:
+            self._sorted = sorted(self._objects)
+        folder = f"{prefix.rstrip('/')}/" if prefix else ""
+        return self._sorted[bisect_left(self._sorted, folder) : bisect_left(self._sorted, f"{folder}\U0010ffff")]
+
+    def _found(self, key: str) -> memoryview:
+        data = self._objects.get(key)
+        if data is None:
+            data = next((alias for ending, alias in self._aliases.items() if key.endswith(ending)), None)
+        if data is None:
+            self._count(0)
+            raise ObjectMissing(key)
+        return ZEROS[:data] if isinstance(data, int) else memoryview(data)
+
+    def _count(self, size_bytes: int) -> None:
+        self.requests += 1
+        self.bytes += size_bytes

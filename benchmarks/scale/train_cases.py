@@ -1,0 +1,155 @@
+"""Training: the order of rows, coverage, checkpoints, jobs. Simulated: the store; the jobs are copies of one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from benchmarks.scale.measuring import Costs
+from benchmarks.scale.simulated_store import SimulatedStore
+from inference_service.deploy.deployments import Deployments
+from shared.checkpoint import CheckpointEntry, CheckpointRegistry
+from shared.jobs import JobRecord, Jobs
+from shared.jobs.transitions import begin_attempt, succeed
+from shared.model_spec import ModelSpec
+from tests.support.inference_server import deployment
+from train_service.domain.coverage import count_rows
+from train_service.domain.order import Ints, blocks_of, epoch_order
+from train_service.domain.shard_positions import count_given
+from train_service.domain.slices import default_lanes, rank_positions
+from train_service.domain.spec import TrainingSpec
+from train_service.jobs.training_jobs import TrainingJobs
+from train_service.records.reporting import TRAIN_KIND
+
+RANKS = 1000
+ROWS_A_GROUP = 4096
+GLOBAL_BATCH = 64_000
+JOB = "trainingJobs/j"
+
+
+def order(costs: Costs, scale: int) -> None:
+    """An epoch of a million rows at 1x on 1,000 ranks. Nothing is simulated."""
+    rows = 1_000_000 * scale
+    lanes = default_lanes(RANKS)
+    groups = [ROWS_A_GROUP] * (rows // ROWS_A_GROUP) + [rows % ROWS_A_GROUP]
+    with costs.measured("begin_epoch", units=len(groups)):
+        of_epoch = epoch_order(blocks_of(groups, lanes), lanes, 7, 0)
+    with costs.measured("rows_of_a_step_of_a_rank"):
+        mine = rank_positions(0, GLOBAL_BATCH, lanes, 3, RANKS)
+        assert len(of_epoch.rows(mine)) == GLOBAL_BATCH // RANKS
+    # A program's rank takes every 1,000th position; as many as its window has.
+    positions = np.arange(3, min(rows, lanes * of_epoch.window_rows), RANKS, dtype=np.int64)
+    with costs.measured("rows_of_a_window_of_a_rank", units=len(positions)):
+        of_epoch.rows(positions)
+
+
+def coverage(costs: Costs, scale: int) -> None:
+    """A million rows at 1x that were all consumed are counted. Simulated: parts of the record are made as they are
+    asked for, in an order that is shuffled within 2^20 rows."""
+    rows, part_rows = 1_000_000 * scale, 1 << 20
+    shuffled = np.random.default_rng(0).permutation(part_rows)
+
+    def parts() -> Iterator[Ints]:
+        for first in range(0, rows, part_rows):
+            part = first + shuffled
+            yield part[part < rows]
+
+    with costs.measured("coverage", units=rows):
+        assert count_rows(parts(), 0, rows).seen_once == rows
+    lanes = 24
+    groups = [ROWS_A_GROUP] * (rows // ROWS_A_GROUP) + [rows % ROWS_A_GROUP]
+    of_epoch = epoch_order(blocks_of(groups, lanes), lanes, 7, 0)
+    spans = [[0, rank, rows, RANKS] for rank in range(RANKS)]
+    with costs.measured("coverage_of_a_program", units=rows):
+        assert count_given(spans, of_epoch, 0).seen_once == rows
+
+
+def checkpoints(costs: Costs, scale: int) -> None:
+    """A registry of ten checkpoints at 1x. Simulated: no checkpoint has files."""
+    store, entries = SimulatedStore(), 10 * scale
+    registry = CheckpointRegistry(store, JOB)
+    registry.fence(1)
+    with costs.measured("registry_commit", store, units=entries):
+        for step in range(1, entries + 1):
+            registry.commit(_entry(step))
+    for name, ask in (
+        ("registry_newest", lambda view: view.newest()),
+        ("registry_best", lambda view: view.best()),
+        ("registry_page", lambda view: view.page("", 100)),
+    ):
+        with costs.measured(name, store):
+            assert CheckpointRegistry(store, JOB).look(ask)
+    with costs.measured("registry_entries", store, units=entries):
+        assert len(CheckpointRegistry(store, JOB).entries()) == entries
+
+
+def _entry(step: int) -> CheckpointEntry:
+    name = f"{JOB}/checkpoints/step-{step:08d}"
+    return CheckpointEntry(
+        name=name,
+        folder=f"{JOB}/checkpoints/data/step-{step:08d}-a00001-01234567",
+        manifest_sha256="f" * 64,
+        step=step,
+        epoch=step // 100,
+        attempt=1,
+        size_bytes=1_000_000,
+        create_time=1.7e9 + step,
+        metrics={"validation_accuracy": 1 - 1 / step, "validation_loss": 1 / step},
+    )
+
+
+def jobs(costs: Costs, scale: int) -> None:
+    """A hundred jobs at 1x, of which one is live: a page of them, and what a look of the reconciler reads. Simulated:
+    all jobs are copies of two."""
+    store, count = SimulatedStore(), 100 * scale
+    training = TrainingSpec(
+        dataset_version="datasets/d/versions/v",
+        model=ModelSpec(builder="torchvision.resnet18", in_channels=1, num_classes=10),
+        epochs=2,
+        global_batch_size=100,
+    )
+    kept = Jobs(store, TRAIN_KIND)
+
+    def make(name: str) -> None:
+        record = JobRecord(uid=name, name=name, spec={"training": training.as_config()}, create_time=0, update_time=0)
+        kept.create(name, replace(record, uid=name.rsplit("/", 1)[-1]))
+
+    make("trainingJobs/done")
+    kept.transition("trainingJobs/done", lambda job: begin_attempt(job, time.time()), attempt=1)
+    CheckpointRegistry(store, "trainingJobs/done").commit(_entry(1))
+    kept.transition("trainingJobs/done", lambda job: succeed(job, {}, time.time()), attempt=1)
+    for live in kept.live():
+        kept.forget(live)
+    live_jobs = count // 100
+    for number in range(count - live_jobs):
+        store.copy_folder("trainingJobs/done", f"trainingJobs/d{number:06d}")
+    for number in range(live_jobs):
+        make(f"trainingJobs/live{number:06d}")
+    service = TrainingJobs(store)
+    store.folders("trainingJobs")  # sorts the simulated store's keys
+    with costs.measured("job_page", store):
+        assert service.page(100, "")
+    with costs.measured("job_look", store, units=live_jobs):
+        assert len([kept.find(live.folder) for live in kept.live()]) == live_jobs
+
+
+def deployments(costs: Costs, scale: int) -> None:
+    """Ten deployments that were at 1x, and 100 that are at every size: a page, and what a look of the reconciler reads.
+    Simulated: all are copies of two."""
+    store = SimulatedStore()
+    kept = Deployments(store)
+    kept.create(deployment("there"))
+    kept.create(deployment("gone"))
+    kept.wish("deployments/gone", lambda one: one and replace(one, state=one.state.GONE))
+    for number in range(100):
+        store.copy_folder("deployments/there", f"deployments/there{number:04d}")
+    for number in range(10 * scale):
+        store.copy_folder("deployments/gone", f"deployments/gone{number:06d}")
+    store.folders("deployments")
+    with costs.measured("deployment_page", store):
+        kept.page(100, "")
+    with costs.measured("deployment_look", store):
+        assert len(kept.all()[0]) == 101
