@@ -197,7 +197,7 @@ s3: ## the S3 server that tests start: MinIO, or versitygw where MinIO's module 
 # --- Benchmarks ------------------------------------------------------------------------------------------------------
 
 # Ours beside the peers in one run; the last line is one JSON object.
-.PHONY: bench-data bench-train bench-serve bench-scale lock-mlserver
+.PHONY: bench-data bench-train bench-serve bench-scale gpu-check lock-mlserver
 bench-data: install ## rows/s of ingest, transforms and reading, over pyarrow and plain Ray Data
 	$(BIN)/python -m benchmarks.data
 
@@ -209,6 +209,9 @@ bench-train: install ## loader, step, checkpoint and recovery of training, over 
 
 bench-serve: install ## a served model's speed, over the bare model, Ray Serve's gRPC ingress and MLServer
 	MILLRACE_CACHE="$(CACHE)" $(BIN)/python -m benchmarks.serve
+
+gpu-check: install ## what is promised of a GPU, tried on the one here; without one it says so and fails
+	$(BIN)/python -m benchmarks.gpu_check
 
 # MLServer wants other versions than ours, but for torch; the bench makes an environment of this lock.
 lock-mlserver: install

@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +45,7 @@ from train_service.domain.devices import RUN_DEVICE
 from train_service.domain.spec import CPU, GPU, THREADS, TrainingSpec
 from train_service.jobs.program_check import ProgramCheck
 from train_service.jobs.training_jobs import COLLECTION, TrainingJobs
+from train_service.learning.process_group import join_process_group
 from train_service.learning.ranks import Ranks
 from train_service.patience import patient
 from train_service.program.coordinator import ReportCoordinator
@@ -288,8 +288,7 @@ def _joined(spec: TrainingSpec, launch: Launch, kind: str) -> Ranks:
     if cuda:
         torch.cuda.set_device(device)
     if launch.world_size > 1:
-        backend = spec.placement.backend or ("nccl" if cuda else "gloo")
-        dist.init_process_group(backend, timeout=timedelta(seconds=spec.placement.timeout_s))
+        join_process_group(device, spec.placement.backend, spec.placement.timeout_s)
     return Ranks(launch.rank, launch.world_size, device)
 
 

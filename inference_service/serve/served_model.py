@@ -195,4 +195,6 @@ def assigned_device() -> torch.device:
             "install a driver and a torch for it, or deploy with gpus_per_replica=0",
             reason="GPU_CANNOT_BE_USED",
         )
+    # Else torch rounds in convolutions to TF32, and a replica on a GPU would answer otherwise than one on a CPU.
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     return torch.device("cuda", 0)

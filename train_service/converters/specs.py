@@ -14,14 +14,17 @@ from shared.model_spec import NONE, ModelSpec
 from shared.transforms import Pipeline
 from train_service.domain.slices import default_lanes
 from train_service.domain.spec import (
+    BY_LOADER,
     CLASSIFICATION,
     DDP,
+    DETERMINISTIC,
     DROP,
     FLOAT32,
     OWN,
     REPLAY,
     SCRIPT_SUFFIX,
     THREADS,
+    Acceleration,
     CheckpointPolicy,
     EarlyStopping,
     LossSpec,
@@ -56,6 +59,7 @@ FIELDS_OF_SCRIPTS = {
 }
 
 NCCL = "nccl"
+_Acceleration = resources_pb2.Acceleration
 _Policy = resources_pb2.CheckpointPolicy
 _Program = code_bundle_pb2.Program
 
@@ -111,6 +115,7 @@ def spec_from_proto(spec: resources_pb2.TrainingSpec, custom_allowed: Collection
         accumulation_steps=spec.accumulation_steps or 1,
         max_gradient_norm=spec.max_gradient_norm,
         compile=spec.compile,
+        acceleration=_acceleration(spec.acceleration),
         epochs=spec.epochs,
         global_batch_size=spec.global_batch_size,
         seed=spec.seed,
@@ -221,6 +226,12 @@ def spec_to_proto(spec: TrainingSpec) -> resources_pb2.TrainingSpec:
         accumulation_steps=spec.accumulation_steps,
         max_gradient_norm=spec.max_gradient_norm,
         compile=spec.compile,
+        acceleration=_Acceleration(
+            channels_last=spec.acceleration.channels_last,
+            prefetch_batches=spec.acceleration.prefetch_batches,
+            algorithms=f"ALGORITHMS_{spec.acceleration.algorithms}",
+            transform_device=f"TRANSFORM_DEVICE_{spec.acceleration.transform_device}",
+        ),
         epochs=spec.epochs,
         global_batch_size=spec.global_batch_size,
         seed=spec.seed,
@@ -311,6 +322,16 @@ def _stopping(stopping: resources_pb2.EarlyStopping, checkpoints: CheckpointPoli
         maximize=checkpoints.maximize if metric == checkpoints.best_metric else maximizes(metric),
         patience=stopping.patience,
         min_delta=stopping.min_delta,
+    )
+
+
+def _acceleration(given: resources_pb2.Acceleration) -> Acceleration:
+    ahead = given.prefetch_batches if given.HasField("prefetch_batches") else Acceleration.prefetch_batches
+    return Acceleration(
+        channels_last=given.channels_last,
+        prefetch_batches=ahead,
+        algorithms=_name(_Acceleration.Algorithms, given.algorithms, "ALGORITHMS_", DETERMINISTIC),
+        transform_device=_name(_Acceleration.TransformDevice, given.transform_device, "TRANSFORM_DEVICE_", BY_LOADER),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from shared.durable import fields_of
 from train_service.domain.schedule import CONSTANT, COSINE_WITH_WARMUP
-from train_service.domain.spec import BFLOAT16, FLOAT16, FLOAT32
+from train_service.domain.spec import BFLOAT16, FLOAT16, FLOAT32, TF32
 
 GRID, CHOICE, UNIFORM, LOG_UNIFORM, INTEGERS = "grid", "choice", "uniform", "log_uniform", "integers"
 LISTED = (GRID, CHOICE)
@@ -247,7 +247,7 @@ _FIELDS: dict[str, Callable[[Any], str]] = {
     "optimizer.name": _text,
     "optimizer.schedule": _one_of(CONSTANT, COSINE_WITH_WARMUP),
     "optimizer.scheduler": _text,
-    "precision": _one_of(FLOAT32, BFLOAT16, FLOAT16),
+    "precision": _one_of(FLOAT32, BFLOAT16, FLOAT16, TF32),
     "seed": _whole,
     "training_step": _text,
 }

@@ -14,9 +14,13 @@ from shared.model_spec import REGRESSION as REGRESSION
 from train_service.domain.order import WINDOW_ROWS
 from train_service.domain.schedule import CONSTANT
 
-FLOAT32, BFLOAT16, FLOAT16 = "FLOAT32", "BFLOAT16", "FLOAT16"
+FLOAT32, BFLOAT16, FLOAT16, TF32 = "FLOAT32", "BFLOAT16", "FLOAT16", "TF32"
 THREADS, RAY_DATA = "THREADS", "RAY_DATA"
 DDP, FSDP = "DDP", "FSDP"
+# Whether a GPU gives the same bits each time.
+DETERMINISTIC, FASTEST = "DETERMINISTIC", "FASTEST"
+# Who computes the last steps of the transform: the loader, or the worker's device.
+BY_LOADER, BY_DEVICE = "CPU", "WORKER"
 # What workers compute on.
 CPU, GPU = "CPU", "GPU"
 # The name of a loss and an optimizer that a model of a user's own brings itself.
@@ -99,6 +103,17 @@ class Placement:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Acceleration:
+    """How a worker uses its device."""
+
+    channels_last: bool = False
+    # Batches that are copied to a GPU ahead of the step that takes them.
+    prefetch_batches: int = 2
+    algorithms: str = DETERMINISTIC
+    transform_device: str = BY_LOADER
+
+
+@dataclass(frozen=True, kw_only=True)
 class Program:
     """A user's own training function or script. `entry` is `module:function`, or the path of a script in the bundle;
     `config_json` is a JSON object; `hang_after_s` 0: by the median interval."""
@@ -141,6 +156,7 @@ class TrainingSpec:
     accumulation_steps: int = 1
     max_gradient_norm: float = 0.0
     compile: bool = False
+    acceleration: Acceleration = field(default_factory=Acceleration)
     epochs: int
     global_batch_size: int
     seed: int = 0
@@ -196,6 +212,7 @@ class TrainingSpec:
                 "metrics": tuple(config["metrics"]),
                 "optimizer": OptimizerSpec(**fields_of(OptimizerSpec, config["optimizer"])),
                 "placement": Placement(**fields_of(Placement, config["placement"])),
+                "acceleration": Acceleration(**fields_of(Acceleration, config.get("acceleration", {}))),
                 "checkpoints": CheckpointPolicy(**fields_of(CheckpointPolicy, config["checkpoints"])),
                 "early_stopping": EarlyStopping(**fields_of(EarlyStopping, stopping)) if stopping else None,
                 "program": Program(**fields_of(Program, program)) if program else None,

@@ -15,10 +15,14 @@ from train_service.domain.sizing import ACCELERATOR, GRAIN
 from train_service.domain.slices import FEWEST_ROWS_PER_RANK, fewest_rows_of_a_rank, shapes_of_steps, steps_per_epoch
 from train_service.domain.spec import (
     BFLOAT16,
+    BY_DEVICE,
+    BY_LOADER,
     CLASSIFICATION,
     CONTINUE,
     DDP,
+    DETERMINISTIC,
     DROP,
+    FASTEST,
     FLOAT16,
     FLOAT32,
     FSDP,
@@ -27,6 +31,7 @@ from train_service.domain.spec import (
     REGRESSION,
     REPLAY,
     SCRIPT_SUFFIX,
+    TF32,
     THREADS,
     Program,
     TrainingSpec,
@@ -34,12 +39,14 @@ from train_service.domain.spec import (
 
 MAX_WORKERS = 64
 MAX_LANES = 4096
+MAX_PREFETCH_BATCHES = 64
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 MAX_CONFIG_BYTES = 64 * 1024
 MAX_ENTRY_CHARACTERS = 255
 # What only Millrace's own loop reads. With a program they are left unset, and the rules for them do not hold.
 FIELDS_OF_OWN_LOOP = frozenset(
     {
+        "acceleration",
         "accumulation_steps",
         "allow_non_finite",
         "checkpoint_every_steps",
@@ -72,7 +79,7 @@ Rule = tuple[bool, str, object, str]
 def check(spec: TrainingSpec) -> None:
     """Raises `InvalidArgument` naming every field that is out of its bounds."""
     rules = [*_of_the_run(spec), *_of_the_model(spec), *_of_the_optimizer(spec), *_of_checkpoints(spec)]
-    rules += _of_placement(spec)
+    rules += [*_of_placement(spec), *_of_acceleration(spec)]
     if spec.local:
         rules += _of_local_mode(spec)
     if spec.program is not None:
@@ -245,7 +252,7 @@ def _of_the_model(spec: TrainingSpec) -> list[Rule]:
             spec.target_scaling,
             "classes have no scale; leave it out, or use TASK_REGRESSION",
         ),
-        _one_of("precision", spec.precision, (FLOAT32, BFLOAT16, FLOAT16), "PRECISION_"),
+        _one_of("precision", spec.precision, (FLOAT32, BFLOAT16, FLOAT16, TF32), "PRECISION_"),
         (1 <= spec.accumulation_steps <= 1024, "accumulation_steps", spec.accumulation_steps, "use 1 to 1,024"),
         (
             0 <= spec.max_gradient_norm < math.inf,
@@ -352,6 +359,26 @@ def _of_placement(spec: TrainingSpec) -> list[Rule]:
         )
         rules.append((not (remedy := _own_field(name)), path, amount, remedy))
     return rules
+
+
+def _of_acceleration(spec: TrainingSpec) -> list[Rule]:
+    given = spec.acceleration
+    return [
+        (
+            0 <= given.prefetch_batches <= MAX_PREFETCH_BATCHES,
+            "acceleration.prefetch_batches",
+            given.prefetch_batches,
+            f"use 0 to {MAX_PREFETCH_BATCHES}",
+        ),
+        _one_of("acceleration.algorithms", given.algorithms, (DETERMINISTIC, FASTEST), "ALGORITHMS_"),
+        _one_of("acceleration.transform_device", given.transform_device, (BY_LOADER, BY_DEVICE), "TRANSFORM_DEVICE_"),
+        (
+            given.transform_device != BY_DEVICE or spec.ingest == THREADS,
+            "acceleration.transform_device",
+            given.transform_device,
+            "Ray Data's tasks, which INGEST_RAY_DATA asks for, give whole inputs; leave one of both out",
+        ),
+    ]
 
 
 def _own_field(resource: str) -> str:

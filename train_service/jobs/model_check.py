@@ -141,3 +141,6 @@ def check_parallel(spec: TrainingSpec) -> None:
         raise invalid_field("spec.precision", spec.precision, remedy)
     if spec.compile:
         raise invalid_field("spec.compile", spec.compile, "a model of FSDP is not compiled; leave one of them out")
+    if spec.acceleration.channels_last:
+        remedy = "FSDP shards only what lies row by row; leave one of them out"
+        raise invalid_field("spec.acceleration.channels_last", True, remedy)

@@ -18,7 +18,7 @@ from shared.model_spec import TargetScaling
 from shared.models import build_model
 from train_service.domain.early_stopping import should_stop
 from train_service.domain.seeds import noise_seed
-from train_service.domain.spec import BFLOAT16, FLOAT16, FLOAT32, FSDP, TrainingSpec
+from train_service.domain.spec import BFLOAT16, FLOAT16, FSDP, TrainingSpec
 from train_service.learning.evaluation import ROWS_PER_CALL
 from train_service.learning.ranks import Ranks
 from train_service.learning.sharding import put_weights, whole_weights
@@ -135,7 +135,8 @@ class BaseLearner(ABC):
     def _built(self) -> nn.Module:
         """On this rank's device, with the first weights that the seed draws, the same on all ranks."""
         seed_generators(self._spec.seed, self._ranks.device, all_kinds=self._spec.model.is_own)
-        return build_model(self._spec.model, "spec.model").to(self._ranks.device)
+        model = build_model(self._spec.model, "spec.model").to(self._ranks.device)
+        return model.to(memory_format=torch.channels_last) if self._spec.acceleration.channels_last else model
 
     def _seed_step(self, step: int) -> None:
         """All noise of the step depends on where it is, not on what ran before."""
@@ -151,7 +152,7 @@ class BaseLearner(ABC):
         self._stepped = True
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        if self._spec.precision == FLOAT32:
+        if self._spec.precision not in AUTOCAST:
             return nullcontext()
         return torch.autocast(self._ranks.device.type, AUTOCAST[self._spec.precision])
 

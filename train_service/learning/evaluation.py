@@ -13,6 +13,8 @@ from torch import nn
 from shared.model_spec import TargetScaling
 from shared.models.loaded import scale_target, undo_scaling
 from train_service.domain.spec import REGRESSION
+from train_service.learning.device_batches import to_device
+from train_service.learning.device_transform import DeviceTransform
 from train_service.learning.losses import Loss
 from train_service.learning.metrics import Metrics
 from train_service.learning.ranks import Ranks
@@ -39,13 +41,13 @@ class _Preparing:
         self._rows_at_once = 1
 
     def __call__(self, rows: Rows) -> Array:
-        """The model's input of these rows (B, *shape)."""
+        """What `Preprocessing.for_device` makes of these rows."""
         parts = []
         begin, end = 0, len(rows.row_ids)
         while begin < end:
             few = min(end, begin + self._rows_at_once)
             began = time.monotonic()
-            parts.append(self._preprocessing(rows.slice(begin, few)))
+            parts.append(self._preprocessing.for_device(rows.slice(begin, few)))
             self._touched()
             is_quick = time.monotonic() - began < SIGN_EVERY_S
             self._rows_at_once = min(self._rows_at_once * 2, ROWS_PER_CALL) if is_quick else max(1, (few - begin) // 2)
@@ -93,12 +95,12 @@ def validation_batches(
     first, end = (rows * part // ranks.world_size for part in (ranks.rank, ranks.rank + 1))
     most_rows = math.ceil(rows / ranks.world_size)
     calls = math.ceil(most_rows / rows_per_call)
-    prepare = _Preparing(preprocessing, cache.touched)
+    prepare, on_device = _Preparing(preprocessing, cache.touched), DeviceTransform(preprocessing.device_steps)
     for start in range(first, first + calls * rows_per_call, rows_per_call):
         positions = np.arange(start, min(start + rows_per_call, end), dtype=np.int64)
         cache.read_ahead(np.arange(start, min(start + AHEAD_CALLS * rows_per_call, end), dtype=np.int64))
         batch = cache.rows(positions if len(positions) else np.asarray([max(0, min(start, rows) - 1)], np.int64))
-        labels = torch.from_numpy(batch.labels).to(ranks.device)
+        labels = to_device(batch.labels, ranks.device)
         if numbers:
             labels = labels.reshape(len(labels), -1)
-        yield torch.from_numpy(prepare(batch)).to(ranks.device), labels, len(positions) > 0
+        yield on_device(to_device(prepare(batch), ranks.device)), labels, len(positions) > 0

@@ -19,7 +19,9 @@ from train_service.domain.schedule import learning_rate
 from train_service.domain.slices import loss_scale
 from train_service.domain.spec import FLOAT16, FSDP, TrainingSpec
 from train_service.learning.base_learner import BaseLearner, by_compiler, compile_failed
+from train_service.learning.device_settings import full_float32
 from train_service.learning.evaluation import evaluate
+from train_service.learning.host_copy import HostCopy
 from train_service.learning.losses import build_loss
 from train_service.learning.metrics import MOST_SUMS_OF_A_STEP, Metrics
 from train_service.learning.optimizers import build_optimizer, build_scheduler
@@ -92,9 +94,9 @@ class Learner(BaseLearner):
         loss, metrics = 0.0, torch.zeros(self._metrics.width, dtype=torch.float64)
         for number, part in enumerate(parts, start=1):
             with gradients_kept_local(self._wrapped, number < len(parts)):
-                part_loss, outputs = self._backward(batch, part)
+                part_loss, sums = self._backward(batch, part)
             loss += part_loss
-            metrics += self._metrics.sums(undo_scaling(self.target_scaling, outputs), part.labels).cpu()
+            metrics += sums
         self._update(batch.step)
         return [loss, float(len(batch.row_ids)), *metrics.tolist()]
 
@@ -112,16 +114,17 @@ class Learner(BaseLearner):
         # What is measured is what is saved, and rank 0 saves.
         self._ranks.share_buffers(self.model)
         metrics = Metrics(self._spec, self._ranks.device, own=self._own_metrics)
-        loss, measured, rows = evaluate(
-            self.model,
-            self._loss,
-            metrics,
-            cache,
-            preprocessing,
-            self._ranks,
-            self._rows_per_call(),
-            self.target_scaling,
-        )
+        with full_float32():
+            loss, measured, rows = evaluate(
+                self.model,
+                self._loss,
+                metrics,
+                cache,
+                preprocessing,
+                self._ranks,
+                self._rows_per_call(),
+                self.target_scaling,
+            )
         return {"validation_loss": loss, **{f"validation_{name}": one for name, one in measured.items()}}, rows
 
     def state(self, touched: Callable[[], None] = lambda: None) -> dict[str, Any]:
@@ -146,17 +149,28 @@ class Learner(BaseLearner):
             self._skipped_steps = int(state.get("skipped_steps", 0))  # earlier releases did not count them
 
     def _backward(self, batch: Batch, part: Part) -> tuple[float, Tensor]:
-        """Adds the part's gradients. Returns its summed loss, and the model's outputs, both scaled as the target is."""
+        """Adds the part's gradients. Returns its summed loss, scaled as the target is, and the sums of its metrics.
+
+        A GPU gets the backward pass before the host looks at the loss, so that it is not idle meanwhile. With others a
+        rank looks first: their gradients are not to have this one's part."""
         labels = scale_target(self.target_scaling, part.labels)
         with self._autocast():
             loss_sum, outputs = self._training_step(self._wrapped, part.inputs, labels, self._loss)
         outputs = outputs.detach()
-        loss = loss_sum.item()
-        if not math.isfinite(loss):
-            raise diverged(batch, part, self._loss(outputs, labels), loss, self._ranks.rank)
+        sums = self._metrics.sums(undo_scaling(self.target_scaling, outputs), part.labels)
+        found = HostCopy(torch.cat([loss_sum.detach().reshape(1).double(), sums.to(loss_sum.device)]))
+        if self._ranks.world_size > 1:
+            self._check(found.values(), batch, part, outputs, labels)
         scaled = loss_sum * loss_scale(self._ranks.world_size, batch.step_rows)
         self._scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]
-        return loss, outputs
+        loss = self._check(found.values(), batch, part, outputs, labels)
+        return loss, found.values()[1:]
+
+    def _check(self, found: Tensor, batch: Batch, part: Part, outputs: Tensor, labels: Tensor) -> float:
+        loss = float(found[0])
+        if not math.isfinite(loss):
+            raise diverged(batch, part, self._loss(outputs, labels), loss, self._ranks.rank)
+        return loss
 
     def _update(self, step: int) -> None:
         spec = self._spec

@@ -115,7 +115,9 @@ class _Mean:
 
     def sums(self, outputs: Tensor, labels: Tensor) -> Tensor:
         each = self._each(outputs, labels)
-        return torch.stack([each.sum(dtype=torch.float64), torch.tensor(float(len(each)), device=each.device)]).double()
+        # Filled there: a copy from the host would wait for all that the device was asked for.
+        rows = torch.full((), float(len(each)), dtype=torch.float64, device=each.device)
+        return torch.stack([each.sum(dtype=torch.float64), rows])
 
     def value(self, sums: Tensor) -> float:
         total, rows = sums.tolist()

@@ -37,7 +37,9 @@ def build_optimizer(spec: OptimizerSpec, model: nn.Module, *, fused: bool = True
     kwargs = dict(spec.kwargs)
     if fused and spec.name in FUSED and not HOW.intersection(kwargs) and _is_plain(model):
         kwargs["fused"] = True
-    return _optimizer_class(spec.name)(model.parameters(), lr=spec.learning_rate, **kwargs)
+    made = _optimizer_class(spec.name)(model.parameters(), lr=spec.learning_rate, **kwargs)
+    made.register_load_state_dict_post_hook(_lay_out_state)
+    return made
 
 
 def build_scheduler(spec: OptimizerSpec, optimizer: torch.optim.Optimizer, total_steps: int) -> LRScheduler | None:
@@ -108,9 +110,25 @@ def _try_scheduler(spec: OptimizerSpec, dimensions: list[int], total_steps: int)
 
 
 def _is_plain(model: nn.Module) -> bool:
-    """Whether its parameters are what fused kernels take: real numbers, row by row in memory, as a checkpoint gives the
-    optimizer's state back; the kernels of CPUs go through all of them side by side."""
-    return all(one.is_floating_point() and one.is_contiguous() for one in model.parameters())
+    """Whether its parameters are what fused kernels take: real numbers without gaps in memory. The kernels go through a
+    parameter, its gradient and its state side by side, which all lie alike: autograd and `_lay_out_state` see to that.
+    """
+    return all(one.is_floating_point() and _has_no_gaps(one) for one in model.parameters())
+
+
+def _has_no_gaps(tensor: torch.Tensor) -> bool:
+    channels_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    return channels_last or tensor.is_contiguous()
+
+
+@torch.no_grad()
+def _lay_out_state(optimizer: torch.optim.Optimizer) -> None:
+    """A checkpoint gives the state back row by row; that of a parameter which lies otherwise is to lie as it does."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            is_alike = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            if is_alike and value.stride() != parameter.stride():
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _needs_closure(spec: OptimizerSpec, dimensions: list[int]) -> bool:

@@ -113,8 +113,12 @@ class Ranks:
 
     def add(self, values: list[float] | torch.Tensor) -> PendingSum:
         """Starts adding up (n,) over ranks, in float64; the answer may be taken later, and is the same on every rank.
-        A tensor on the ranks' device is given up for it."""
-        tensor = torch.as_tensor(values, dtype=torch.float64, device=self.device)
+        A tensor on the ranks' device is given up for it. Of a rank alone it stays where it is, for a
+        GPU would be waited for."""
+        tensor = torch.as_tensor(values, dtype=torch.float64)
+        if self.world_size > 1 and tensor.device != self.device:
+            host = tensor.pin_memory() if self.device.type == "cuda" else tensor
+            tensor = host.to(self.device, non_blocking=True)
         work = dist.all_reduce(tensor, async_op=True) if self.world_size > 1 else None
         return PendingSum(tensor, work)
 
@@ -125,7 +129,7 @@ class PendingSum:
         self._work = work
 
     def summed(self) -> torch.Tensor:
-        """Waits for it; asked again, it is the same. On the ranks' device."""
+        """Waits for it; asked again, it is the same. On the ranks' device; of a rank alone, where it was."""
         if self._work is not None:
             self._work.wait()
             self._work = None

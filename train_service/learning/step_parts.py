@@ -11,7 +11,8 @@ from torch import Tensor
 
 from shared.errors import FailedPrecondition
 from train_service.domain.slices import parts_of_step
-from train_service.domain.spec import REGRESSION, TrainingSpec
+from train_service.domain.spec import TrainingSpec
+from train_service.learning.device_batches import on_device
 from train_service.loading.loader import Batch
 from train_service.loading.rows import Array
 
@@ -35,17 +36,11 @@ def parts_of(
     count = (
         1 if whole else parts_of_step(batch.step_rows, spec.lanes, world_size, spec.most_ranks, spec.accumulation_steps)
     )
+    inputs, labels = on_device(batch, spec, device)
     rows = len(batch.row_ids)
-    labels = batch.labels
-    if spec.task == REGRESSION:
-        labels = labels.reshape(rows, -1)
     bounds = [rows * number // count for number in range(count + 1)]
     return [
-        Part(
-            torch.from_numpy(batch.inputs[begin:end]).to(device, non_blocking=True),
-            torch.from_numpy(labels[begin:end]).to(device, non_blocking=True),
-            batch.row_ids[begin:end],
-        )
+        Part(inputs[begin:end], labels[begin:end], batch.row_ids[begin:end])
         for begin, end in itertools.pairwise(bounds)
     ]
 

@@ -57,7 +57,9 @@ class Batches:
         spec = self._spec
         return Plan(spec.seed, spec.lanes, spec.global_batch_size, spec.epochs, rank, world_size, spec.window_rows)
 
-    def loader(self, rank: int, world_size: int, touched: Callable[[], None] = lambda: None) -> Loader:
+    def loader(
+        self, rank: int, world_size: int, touched: Callable[[], None] = lambda: None, *, for_device: bool = False
+    ) -> Loader:
         """Of the train split, read by threads of this process."""
         cache = self.cache(self._spec.train_split, touched)
-        return Loader(cache, self.preprocessing, self.plan(rank, world_size))
+        return Loader(cache, self.preprocessing, self.plan(rank, world_size), for_device=for_device)

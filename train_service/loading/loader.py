@@ -38,6 +38,7 @@ NAP_S = 5e-4
 @dataclass(frozen=True)
 class Batch:
     """One rank's share of one step: `inputs` float32 (rows, *shape), `labels` int64 (rows,), `row_ids` int64 (rows,).
+    For a device that does the last steps itself, `inputs` are uint8 images.
 
     `step` counts over all epochs from 0; `step_rows` is the number of rows over all ranks.
     """
@@ -53,10 +54,12 @@ class Batch:
 class Loader:
     """Batches of the train split, any number of times; not shared between threads, since its cache is not."""
 
-    def __init__(self, cache: RowCache, preprocessing: Preprocessing, plan: Plan) -> None:
+    def __init__(self, cache: RowCache, preprocessing: Preprocessing, plan: Plan, *, for_device: bool = False) -> None:
+        """`for_device`: the inputs are what `Preprocessing.for_device` gives."""
         self._cache = cache
         self._preprocessing = preprocessing
         self._plan = plan
+        self._prepare = preprocessing.for_device if for_device else preprocessing
         self._blocks = blocks_of(cache.row_groups, plan.lanes)
         self._rows = sum(cache.row_groups)
         self.steps_per_epoch = steps_per_epoch(self._rows, plan.global_batch)
@@ -145,7 +148,7 @@ class Loader:
         """The model's inputs of each part of `rows`, made at once: a row comes out the same in any company."""
 
         def made(some: Rows) -> Array:
-            return self._preprocessing(some, RowKeys(self._plan.seed, epoch, some.row_ids))
+            return self._prepare(some, RowKeys(self._plan.seed, epoch, some.row_ids))
 
         try:
             whole = made(rows)

@@ -15,9 +15,10 @@ from shared.transforms.pipeline import Walk, needed_columns, sliced
 from shared.transforms.schema import ColumnType
 from shared.transforms.steps.custom import Custom
 from shared.transforms.steps.decoding import image_columns, side_by_side
+from shared.transforms.steps.images import CenterCrop, ColorJitter, RandomCrop, RandomFlip
 from shared.transforms.steps.step import Step
-from shared.transforms.steps.tensors import Concat, Normalize
-from train_service.domain.spec import TrainingSpec
+from shared.transforms.steps.tensors import Concat, Normalize, ToFloat
+from train_service.domain.spec import BY_DEVICE, TrainingSpec
 from train_service.loading.rows import Array, Rows
 
 FIELD = "spec.transform"
@@ -34,6 +35,8 @@ MAKE_FINITE = frozenset(
     }
 )
 LEAST_STD = 1e-6
+# What a worker's device may do of the transform: see `train_service.learning.device_transform`.
+DEVICE_STEPS = (CenterCrop, RandomCrop, RandomFlip, ColorJitter, ToFloat, Normalize)
 # What is NaN or infinite before these steps is so behind them.
 KEEP_NON_FINITE = frozenset({"select", "drop", "fill_nulls", "standardize", "normalize"})
 
@@ -65,6 +68,10 @@ class Preprocessing:
         self._floats = [name for name, one in read.items() if is_float(one)]
         makes_finite = all(_makes_finite(step) for _, step in self._steps)
         self._is_checked = not spec.allow_non_finite and not (makes_finite and not self._floats)
+        # From here on the steps are the device's.
+        self._device_begins = len(self._steps)
+        if spec.acceleration.transform_device == BY_DEVICE:
+            self._device_begins = self._first_of_device(schemas)
         # By whether augmentations act: those of validation have no keys.
         self._split = {True: spec.train_split, False: spec.validation_split}
         # As a checkpoint keeps it: every step names its column.
@@ -94,6 +101,11 @@ class Preprocessing:
         return [name for name in self._floats if name in reaching]
 
     @property
+    def device_steps(self) -> list[tuple[int, Step]]:
+        """Those that `for_device` leaves, with their places in the whole transform."""
+        return self._steps[self._device_begins :]
+
+    @property
     def is_quick(self) -> bool:
         """Whether no step decodes images or calls a function of somebody else's, which take their time."""
         return not self._images and not any(isinstance(step, Custom) for _, step in self._steps)
@@ -109,20 +121,47 @@ class Preprocessing:
             raise self._non_finite(rows, made, self._split[keys is not None])
         return made
 
-    def _prepared(self, rows: Rows, keys: RowKeys | None) -> Array:
+    def for_device(self, rows: Rows, keys: RowKeys | None = None) -> Array:
+        """What the steps but `device_steps` make of these rows, uint8 (B, H, W) or (B, H, W, C); where the device has
+        none, as the call."""
+        if not self.device_steps:
+            return self(rows, keys)
+        return self._prepared(rows, keys, self._device_begins)
+
+    def _first_of_device(self, schemas: Sequence[Schema]) -> int:
+        """Raises `InvalidArgument` where the last steps are none that a device does."""
+        first = len(self._steps)
+        for place, step in reversed(self._steps):
+            before = schemas[place].get(self.input_column)
+            if not isinstance(step, DEVICE_STEPS) or step.column != self.input_column:
+                break
+            if not isinstance(before, TensorType) or None in before.shape:
+                break
+            first -= 1
+        if not any(isinstance(step, ToFloat) for _, step in self._steps[first:]) or self._is_checked:
+            remedy = (
+                "the transform must end with to_float and, after it, normalize with every std at least "
+                f"{LEAST_STD:g}; a worker's device also does {', '.join(one.op for one in DEVICE_STEPS)} before it, on "
+                "images of one size; or leave it out"
+            )
+            raise invalid_field("spec.acceleration.transform_device", BY_DEVICE, remedy)
+        return first
+
+    def _prepared(self, rows: Rows, keys: RowKeys | None, end: int | None = None) -> Array:
+        """What the steps before the one numbered `end` make."""
         if not self._images:
-            return self._made_of(rows, keys)
+            return self._made_of(rows, keys, end)
         images = [rows.batch()[name] for name in self._images]
         parts = []
-        for begin, end in side_by_side(images, len(rows.row_ids)):
-            few_keys = keys and RowKeys(keys.seed, keys.epoch, keys.row_ids[begin:end])
-            parts.append(self._made_of(rows.slice(begin, end), few_keys))
+        for begin, upto in side_by_side(images, len(rows.row_ids)):
+            few_keys = keys and RowKeys(keys.seed, keys.epoch, keys.row_ids[begin:upto])
+            parts.append(self._made_of(rows.slice(begin, upto), few_keys, end))
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _made_of(self, rows: Rows, keys: RowKeys | None) -> Array:
+    def _made_of(self, rows: Rows, keys: RowKeys | None, end: int | None) -> Array:
         try:
             walk = Walk(rows.batch(), keys)
-            for place, step in self._steps:
+            for place, step in self._steps[:end]:
                 walk.through(step, f"{FIELD}.steps[{place}]", place)
         except RowError as error:
             row_id = int(rows.row_ids[error.row])
@@ -133,7 +172,8 @@ class Preprocessing:
                 fields=[(error.path, f"row {row_id}: {error.problem}")],
             ) from error
         # As torch takes it: contiguous, and its own to write to. Most transforms make it so.
-        return np.require(walk.batch[self.input_column], np.float32, ["C", "W"])
+        dtype = np.float32 if end is None else np.uint8
+        return np.require(walk.batch[self.input_column], dtype, ["C", "W"])
 
     def _non_finite(self, rows: Rows, made: Array, split: str) -> InvalidArgument:
         finite = np.isfinite(made).reshape(len(made), -1)

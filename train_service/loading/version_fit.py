@@ -102,6 +102,9 @@ def check_prepared(spec: TrainingSpec, columns: Sequence[Column]) -> TensorSpec:
         made = f"{prepared.dtype} of {prepared.shape}"
         hint = "concat" if dimensions == 1 else "to_float"
         raise invalid_field(FIELD, made, f"must make {wanted}; add steps such as {hint}")
+    if spec.acceleration.channels_last and len(prepared.shape) != 3:
+        remedy = f"the model's input has shape {prepared.shape}, and no channels to put last; leave it out"
+        raise invalid_field("spec.acceleration.channels_last", True, remedy)
     return prepared
 
 

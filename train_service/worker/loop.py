@@ -21,7 +21,9 @@ from train_service.checkpoints.saving import Checkpointing, History, Lineage
 from train_service.domain.spec import FLOAT16, RAY_DATA, TrainingSpec
 from train_service.domain.watchdog import Phase
 from train_service.learning.base_learner import BaseLearner
-from train_service.learning.determinism import compute_deterministically
+from train_service.learning.device_batches import DeviceBatches
+from train_service.learning.device_settings import set_up_device
+from train_service.learning.device_transform import DeviceTransform
 from train_service.learning.learner import Learner
 from train_service.learning.own_step import OwnStepLearner
 from train_service.learning.ranks import Ranks
@@ -69,7 +71,7 @@ def train_loop(config: LoopConfig, ranks: Ranks, node_id: str = "") -> None:
     `node_id` is Ray's, empty where there is none.
     """
     torch.set_num_threads(config.spec.threads_per_worker)
-    compute_deterministically(ranks.device)
+    set_up_device(ranks.device, config.spec)
     # Nobody could notice from outside that the only process of an attempt is held.
     alone = config.spec.local
     with (
@@ -113,6 +115,14 @@ class Run:
         self._learner: BaseLearner = kind(
             self._spec, ranks, self._preprocessing.output, self._loader.steps_per_epoch, self._loader.total_steps
         )
+        steps = self._preprocessing.device_steps
+        self._on_device = DeviceBatches(
+            self._spec,
+            ranks.device,
+            DeviceTransform(steps) if steps else None,
+            # To a CPU nothing is copied; steps that are left to it are computed beside the model's.
+            self._spec.acceleration.prefetch_batches if ranks.device.type == "cuda" or steps else 0,
+        )
         self._gpu = GpuMeter(ranks.device)
         self._validated = False
         # What early stopping goes by.
@@ -150,7 +160,7 @@ class Run:
         self._pulse.total_steps = self._loader.total_steps
         pending: PendingReport | None = None
         stalled_s = saving.stalled_s
-        with contextlib.closing(self._loader.batches(first_step)) as batches:
+        with contextlib.closing(self._on_device.batches(self._loader.batches(first_step))) as batches:
             while True:
                 began = time.monotonic()
                 if (batch := next(batches, None)) is None:
@@ -281,7 +291,7 @@ class Run:
             plan = self._batches.plan(ranks.rank, ranks.world_size)
             run = run_name(self._config, ranks.rank)
             return ClusterLoader(cache, self._preprocessing, plan, spec, self._config.store, run=run)
-        return self._batches.loader(ranks.rank, ranks.world_size, touched)
+        return self._batches.loader(ranks.rank, ranks.world_size, touched, for_device=True)
 
 
 def run_name(config: LoopConfig, rank: int) -> str:

@@ -35,6 +35,8 @@ WITH_DEFAULTS = {
     "epochs": "epochs",
     "batch_size": "global_batch_size",
     "precision": "precision",
+    "algorithms": "acceleration.algorithms",
+    "transform_device": "acceleration.transform_device",
     "parallel": "placement.parallel",
     "ingest": "ingest",
     "workers": "num_workers",
@@ -100,10 +102,24 @@ OPTIONS = (
     click.option("--cosine/--constant", default=True, show_default=True, help="How the learning rate moves."),
     click.option("--epochs", default=3, show_default=True),
     click.option("--batch-size", default=128, show_default=True, help="Rows of a step over all workers."),
-    click.option("--precision", type=click.Choice(["float32", "bfloat16", "float16"]), default="float32"),
+    click.option("--precision", type=click.Choice(["float32", "tf32", "bfloat16", "float16"]), default="float32"),
     click.option("--accumulation-steps", default=0, help="Parts in which a worker computes its rows of a step."),
     click.option("--max-gradient-norm", default=0.0, help="Default: gradients are not clipped."),
     click.option("--compile", is_flag=True, help="Compile the model with torch.compile."),
+    click.option("--channels-last", is_flag=True, help="Lay images out with their channels last: faster on a GPU."),
+    click.option("--prefetch-batches", type=int, help="Copied to the GPU ahead of their steps. Default: 2."),
+    click.option(
+        "--algorithms",
+        type=click.Choice(["deterministic", "fastest"]),
+        default="deterministic",
+        help="Whether a GPU gives the same bits each time.",
+    ),
+    click.option(
+        "--transform-device",
+        type=click.Choice(["cpu", "worker"]),
+        default="cpu",
+        help="Who crops, flips and normalises training images: the loader, or the worker's GPU.",
+    ),
     click.option("--checkpoint-every-steps", default=0, metavar="N", help="Besides that at the end of each epoch."),
     click.option("--checkpoint-every", default=0.0, metavar="SECONDS", help="And when so long has gone by."),
     click.option("--keep-newest", default=0, metavar="N", help="Checkpoints that are kept. Default: all."),
@@ -177,6 +193,7 @@ def spec_of(values: dict[str, Any]) -> resources_pb2.TrainingSpec:
         accumulation_steps=values["accumulation_steps"],
         max_gradient_norm=values["max_gradient_norm"],
         compile=values["compile"],
+        acceleration=_acceleration(values),
         checkpoint_every_steps=values["checkpoint_every_steps"],
         checkpoints=_checkpoints(values),
         early_stopping=_early_stopping(values),
@@ -218,7 +235,7 @@ def given_spec_of(values: dict[str, Any]) -> resources_pb2.TrainingSpec:
             (getattr(spec, outer) if outer else spec).ClearField(inner)
     if not any(was_given(name) for name in ("loss", "loss_arg", "label_smoothing")):
         spec.ClearField("loss")
-    for outer in ("model", "optimizer", "checkpoints", "placement"):
+    for outer in ("model", "optimizer", "checkpoints", "placement", "acceleration"):
         if not getattr(spec, outer).ByteSize():
             spec.ClearField(outer)
     if was_given("patience") and not values["patience"]:
@@ -259,6 +276,15 @@ def _early_stopping(values: dict[str, Any]) -> resources_pb2.EarlyStopping | Non
     if was_given("min_delta"):
         raise click.UsageError("--min-delta needs --patience EPOCHS")
     return None
+
+
+def _acceleration(values: dict[str, Any]) -> resources_pb2.Acceleration:
+    return resources_pb2.Acceleration(
+        channels_last=values["channels_last"],
+        prefetch_batches=values["prefetch_batches"],
+        algorithms=f"ALGORITHMS_{values['algorithms'].upper()}",
+        transform_device=f"TRANSFORM_DEVICE_{values['transform_device'].upper()}",
+    )
 
 
 def _placement(values: dict[str, Any]) -> resources_pb2.Placement:

@@ -184,6 +184,14 @@ def test_pixels_may_be_normalised_by_numbers_of_ones_own() -> None:
         (("--gpus", "1"), Spec(placement=resources_pb2.Placement(gpus_per_worker=1))),
         (("--patience", "0"), Spec(early_stopping=resources_pb2.EarlyStopping())),
         (("--precision", "float32"), Spec(precision=Spec.PRECISION_FLOAT32)),
+        (("--precision", "tf32"), Spec(precision=Spec.PRECISION_TF32)),
+        (("--prefetch-batches", "0"), Spec(acceleration=resources_pb2.Acceleration(prefetch_batches=0))),
+        (("--channels-last",), Spec(acceleration=resources_pb2.Acceleration(channels_last=True))),
+        (("--algorithms", "fastest"), Spec(acceleration=resources_pb2.Acceleration(algorithms="ALGORITHMS_FASTEST"))),
+        (
+            ("--transform-device", "worker"),
+            Spec(acceleration=resources_pb2.Acceleration(transform_device="TRANSFORM_DEVICE_WORKER")),
+        ),
         (("--num-classes", "10"), Spec(model=resources_pb2.Model(num_classes=10))),
     ],
 )

@@ -10,6 +10,7 @@ import torch
 
 from inference_service.serve.served_model import assigned_device
 from shared.errors import FailedPrecondition
+from tests.support.torch_settings import kept_torch_settings
 
 
 def given(monkeypatch: pytest.MonkeyPatch, gpus: list[str], *, usable: bool) -> None:
@@ -27,6 +28,17 @@ def test_without_a_gpu_of_its_own_it_is_on_the_cpu_though_the_node_has_some(monk
 def test_with_one_it_is_there_under_the_only_number_that_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, ["3"], usable=True)
     assert assigned_device() == torch.device("cuda", 0)
+
+
+def test_there_it_computes_in_full_float32_as_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, ["3"], usable=True)
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    with kept_torch_settings():
+        cudnn.allow_tf32 = matmul.allow_tf32 = True
+
+        assigned_device()
+
+        assert (cudnn.allow_tf32, matmul.allow_tf32) == (False, False)
 
 
 def test_one_that_torch_cannot_use_is_no_reason_to_go_on_without(monkeypatch: pytest.MonkeyPatch) -> None:

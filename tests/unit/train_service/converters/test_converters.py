@@ -68,6 +68,12 @@ def whole_spec() -> res.TrainingSpec:
         accumulation_steps=2,
         max_gradient_norm=1.5,
         compile=True,
+        acceleration=res.Acceleration(
+            channels_last=True,
+            prefetch_batches=0,
+            algorithms=res.Acceleration.ALGORITHMS_FASTEST,
+            transform_device=res.Acceleration.TRANSFORM_DEVICE_WORKER,
+        ),
         early_stopping=res.EarlyStopping(metric="validation_loss", patience=3, min_delta=0.01),
         metrics=["mae", "r2"],
         placement=res.Placement(

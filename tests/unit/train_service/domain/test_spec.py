@@ -12,7 +12,15 @@ import pytest
 from shared.errors import InvalidArgument
 from shared.model_spec import ModelSpec
 from tests.support.cpu_time import cpu_at_most
-from train_service.domain.spec import CheckpointPolicy, EarlyStopping, LossSpec, OptimizerSpec, Placement, TrainingSpec
+from train_service.domain.spec import (
+    Acceleration,
+    CheckpointPolicy,
+    EarlyStopping,
+    LossSpec,
+    OptimizerSpec,
+    Placement,
+    TrainingSpec,
+)
 from train_service.domain.spec_rules import check, check_rows
 
 MODEL = ModelSpec(builder="torchvision.resnet18", in_channels=1, num_classes=10)
@@ -72,6 +80,16 @@ OUT_OF_BOUNDS: list[tuple[str, dict[str, Any]]] = [
         ("placement.backend", {"placement": Placement(backend="nccl", gpus_per_worker=value)})
         for value in (0, 0.0001, 0.5)
     ],
+    *[
+        ("acceleration.prefetch_batches", {"acceleration": Acceleration(prefetch_batches=value)})
+        for value in (-1, 65, LOW)
+    ],
+    *[("acceleration.algorithms", {"acceleration": Acceleration(algorithms=value)}) for value in ("", "fastest", "7")],
+    *[
+        ("acceleration.transform_device", {"acceleration": Acceleration(transform_device=value)})
+        for value in ("", "GPU")
+    ],
+    ("acceleration.transform_device", {"acceleration": Acceleration(transform_device="WORKER"), "ingest": "RAY_DATA"}),
     *[("placement.timeout", {"placement": Placement(timeout_s=value)}) for value in (0, -1, 90_000)],
     *[
         (f"placement.resources_per_worker[{name}]", {"placement": Placement(resources_per_worker={name: 2})})

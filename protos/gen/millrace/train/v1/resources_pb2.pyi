@@ -96,7 +96,7 @@ class TrainingJob(_message.Message):
     def __init__(self, name: _Optional[str] = ..., uid: _Optional[str] = ..., spec: _Optional[_Union[TrainingSpec, _Mapping]] = ..., state: _Optional[_Union[TrainingJob.State, str]] = ..., attempt: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., update_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., latest_checkpoint: _Optional[str] = ..., best_checkpoint: _Optional[str] = ..., etag: _Optional[str] = ..., failures: _Optional[int] = ..., preemptions: _Optional[int] = ..., waiting_for: _Optional[str] = ..., device: _Optional[_Union[Device, str]] = ..., sweep: _Optional[str] = ..., sweep_parameters: _Optional[_Mapping[str, _struct_pb2.Value]] = ...) -> None: ...
 
 class TrainingSpec(_message.Message):
-    __slots__ = ("dataset_version", "train_split", "validation_split", "input_column", "label_column", "transform", "model", "optimizer", "epochs", "global_batch_size", "seed", "num_workers", "threads_per_worker", "checkpoint_every_steps", "max_failures", "lanes", "task", "min_workers", "checkpoints", "max_preemptions", "initial_checkpoint", "loss", "precision", "accumulation_steps", "max_gradient_norm", "compile", "early_stopping", "metrics", "placement", "ingest", "training_step", "allow_non_finite", "target_scaling", "program")
+    __slots__ = ("dataset_version", "train_split", "validation_split", "input_column", "label_column", "transform", "model", "optimizer", "epochs", "global_batch_size", "seed", "num_workers", "threads_per_worker", "checkpoint_every_steps", "max_failures", "lanes", "task", "min_workers", "checkpoints", "max_preemptions", "initial_checkpoint", "loss", "precision", "accumulation_steps", "max_gradient_norm", "compile", "early_stopping", "metrics", "placement", "ingest", "training_step", "allow_non_finite", "target_scaling", "program", "acceleration")
     class Task(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         TASK_UNSPECIFIED: _ClassVar[TrainingSpec.Task]
@@ -119,10 +119,12 @@ class TrainingSpec(_message.Message):
         PRECISION_FLOAT32: _ClassVar[TrainingSpec.Precision]
         PRECISION_BFLOAT16: _ClassVar[TrainingSpec.Precision]
         PRECISION_FLOAT16: _ClassVar[TrainingSpec.Precision]
+        PRECISION_TF32: _ClassVar[TrainingSpec.Precision]
     PRECISION_UNSPECIFIED: TrainingSpec.Precision
     PRECISION_FLOAT32: TrainingSpec.Precision
     PRECISION_BFLOAT16: TrainingSpec.Precision
     PRECISION_FLOAT16: TrainingSpec.Precision
+    PRECISION_TF32: TrainingSpec.Precision
     class Ingest(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         INGEST_UNSPECIFIED: _ClassVar[TrainingSpec.Ingest]
@@ -165,6 +167,7 @@ class TrainingSpec(_message.Message):
     ALLOW_NON_FINITE_FIELD_NUMBER: _ClassVar[int]
     TARGET_SCALING_FIELD_NUMBER: _ClassVar[int]
     PROGRAM_FIELD_NUMBER: _ClassVar[int]
+    ACCELERATION_FIELD_NUMBER: _ClassVar[int]
     dataset_version: str
     train_split: str
     validation_split: str
@@ -199,7 +202,36 @@ class TrainingSpec(_message.Message):
     allow_non_finite: bool
     target_scaling: TrainingSpec.TargetScaling
     program: _code_bundle_pb2.Program
-    def __init__(self, dataset_version: _Optional[str] = ..., train_split: _Optional[str] = ..., validation_split: _Optional[str] = ..., input_column: _Optional[str] = ..., label_column: _Optional[str] = ..., transform: _Optional[_Union[_transform_pb2.Transform, _Mapping]] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., epochs: _Optional[int] = ..., global_batch_size: _Optional[int] = ..., seed: _Optional[int] = ..., num_workers: _Optional[int] = ..., threads_per_worker: _Optional[int] = ..., checkpoint_every_steps: _Optional[int] = ..., max_failures: _Optional[int] = ..., lanes: _Optional[int] = ..., task: _Optional[_Union[TrainingSpec.Task, str]] = ..., min_workers: _Optional[int] = ..., checkpoints: _Optional[_Union[CheckpointPolicy, _Mapping]] = ..., max_preemptions: _Optional[int] = ..., initial_checkpoint: _Optional[str] = ..., loss: _Optional[_Union[Loss, _Mapping]] = ..., precision: _Optional[_Union[TrainingSpec.Precision, str]] = ..., accumulation_steps: _Optional[int] = ..., max_gradient_norm: _Optional[float] = ..., compile: _Optional[bool] = ..., early_stopping: _Optional[_Union[EarlyStopping, _Mapping]] = ..., metrics: _Optional[_Iterable[str]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., ingest: _Optional[_Union[TrainingSpec.Ingest, str]] = ..., training_step: _Optional[str] = ..., allow_non_finite: _Optional[bool] = ..., target_scaling: _Optional[_Union[TrainingSpec.TargetScaling, str]] = ..., program: _Optional[_Union[_code_bundle_pb2.Program, _Mapping]] = ...) -> None: ...
+    acceleration: Acceleration
+    def __init__(self, dataset_version: _Optional[str] = ..., train_split: _Optional[str] = ..., validation_split: _Optional[str] = ..., input_column: _Optional[str] = ..., label_column: _Optional[str] = ..., transform: _Optional[_Union[_transform_pb2.Transform, _Mapping]] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., epochs: _Optional[int] = ..., global_batch_size: _Optional[int] = ..., seed: _Optional[int] = ..., num_workers: _Optional[int] = ..., threads_per_worker: _Optional[int] = ..., checkpoint_every_steps: _Optional[int] = ..., max_failures: _Optional[int] = ..., lanes: _Optional[int] = ..., task: _Optional[_Union[TrainingSpec.Task, str]] = ..., min_workers: _Optional[int] = ..., checkpoints: _Optional[_Union[CheckpointPolicy, _Mapping]] = ..., max_preemptions: _Optional[int] = ..., initial_checkpoint: _Optional[str] = ..., loss: _Optional[_Union[Loss, _Mapping]] = ..., precision: _Optional[_Union[TrainingSpec.Precision, str]] = ..., accumulation_steps: _Optional[int] = ..., max_gradient_norm: _Optional[float] = ..., compile: _Optional[bool] = ..., early_stopping: _Optional[_Union[EarlyStopping, _Mapping]] = ..., metrics: _Optional[_Iterable[str]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., ingest: _Optional[_Union[TrainingSpec.Ingest, str]] = ..., training_step: _Optional[str] = ..., allow_non_finite: _Optional[bool] = ..., target_scaling: _Optional[_Union[TrainingSpec.TargetScaling, str]] = ..., program: _Optional[_Union[_code_bundle_pb2.Program, _Mapping]] = ..., acceleration: _Optional[_Union[Acceleration, _Mapping]] = ...) -> None: ...
+
+class Acceleration(_message.Message):
+    __slots__ = ("channels_last", "prefetch_batches", "algorithms", "transform_device")
+    class Algorithms(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        ALGORITHMS_UNSPECIFIED: _ClassVar[Acceleration.Algorithms]
+        ALGORITHMS_DETERMINISTIC: _ClassVar[Acceleration.Algorithms]
+        ALGORITHMS_FASTEST: _ClassVar[Acceleration.Algorithms]
+    ALGORITHMS_UNSPECIFIED: Acceleration.Algorithms
+    ALGORITHMS_DETERMINISTIC: Acceleration.Algorithms
+    ALGORITHMS_FASTEST: Acceleration.Algorithms
+    class TransformDevice(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        TRANSFORM_DEVICE_UNSPECIFIED: _ClassVar[Acceleration.TransformDevice]
+        TRANSFORM_DEVICE_CPU: _ClassVar[Acceleration.TransformDevice]
+        TRANSFORM_DEVICE_WORKER: _ClassVar[Acceleration.TransformDevice]
+    TRANSFORM_DEVICE_UNSPECIFIED: Acceleration.TransformDevice
+    TRANSFORM_DEVICE_CPU: Acceleration.TransformDevice
+    TRANSFORM_DEVICE_WORKER: Acceleration.TransformDevice
+    CHANNELS_LAST_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    ALGORITHMS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFORM_DEVICE_FIELD_NUMBER: _ClassVar[int]
+    channels_last: bool
+    prefetch_batches: int
+    algorithms: Acceleration.Algorithms
+    transform_device: Acceleration.TransformDevice
+    def __init__(self, channels_last: _Optional[bool] = ..., prefetch_batches: _Optional[int] = ..., algorithms: _Optional[_Union[Acceleration.Algorithms, str]] = ..., transform_device: _Optional[_Union[Acceleration.TransformDevice, str]] = ...) -> None: ...
 
 class CheckpointPolicy(_message.Message):
     __slots__ = ("every", "keep_newest", "keep_best", "best_metric", "order")

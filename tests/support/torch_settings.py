@@ -1,0 +1,27 @@
+"""How torch computes in this process, for tests that change it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+from unittest import mock
+
+import torch
+
+
+@contextmanager
+def kept_torch_settings() -> Iterator[None]:
+    """Afterwards they are as before, and so is the environment."""
+    cudnn, memory = torch.backends.cudnn, cast(Any, torch.utils).deterministic
+    matmul = torch.backends.cuda.matmul
+    before = (torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory)
+    flags = (cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32)
+    try:
+        with mock.patch.dict(os.environ):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        memory.fill_uninitialized_memory = before[1]
+        cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = flags
