@@ -425,11 +425,14 @@ def test_a_validation_gives_a_sign_of_life_after_each_row_that_takes_long_to_pre
     monkeypatch.setattr(evaluation, "time", SimpleNamespace(monotonic=lambda: now[0]))
     cache.touched = lambda: signs.append(now[0])
 
+    prepared = preprocessing.for_device
+
     def slow(rows: Rows) -> Array:
         now[0] += row_s * len(rows.row_ids)
-        return preprocessing(rows)
+        return prepared(rows)
 
-    slowly = made.evaluate(cache, slow)  # type: ignore[arg-type]
+    monkeypatch.setattr(preprocessing, "for_device", slow)
+    slowly = made.evaluate(cache, preprocessing)
 
     assert now[0] >= row_s * slowly[1]
     assert max(after - before for before, after in itertools.pairwise(signs)) == row_s
