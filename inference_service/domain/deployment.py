@@ -7,13 +7,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 from inference_service.domain.rollout import RollOut, RollOutState
 from inference_service.domain.signature import Parameters, Signature
-from shared.durable import Durable, as_state, fields_of
+from shared.durable import Durable, as_state, fields_of, stored_as
 from shared.errors import Cancelled, Conflict, MillraceError, invalid_field, invalid_fields, not_found
 
 # --- Version policy ---
@@ -428,7 +428,7 @@ class Deployment(Durable):
     create_time: float
     update_time: float
     error: dict[str, Any] | None = None
-    roll_out: RollOut | None = None
+    roll_out: RollOut | None = field(default=None, metadata=stored_as("roll_out"))
     numbers_used: int = 1
     routes: tuple[HeaderRoute, ...] = ()
     shadow: Shadow | None = None
@@ -462,17 +462,16 @@ class Deployment(Durable):
             for version in record["versions"]
         )
         roll_out, shadow = record.get("roll_out"), record.get("shadow")
-        return Deployment(
-            **{
-                **fields_of(Deployment, record),
-                "spec": Spec.from_record(record["spec"]),
-                "state": State(record["state"]),
-                "versions": versions,
-                "roll_out": RollOut.from_record(roll_out) if roll_out else None,
-                "routes": tuple(HeaderRoute(**fields_of(HeaderRoute, route)) for route in record.get("routes", ())),
-                "shadow": Shadow(**fields_of(Shadow, shadow)) if shadow else None,
-            }
+        read = dict(
+            fields_of(Deployment, record),
+            spec=Spec.from_record(record["spec"]),
+            state=State(record["state"]),
+            versions=versions,
+            roll_out=RollOut.from_record(roll_out) if roll_out else None,
+            routes=tuple(HeaderRoute(**fields_of(HeaderRoute, route)) for route in record.get("routes", ())),
+            shadow=Shadow(**fields_of(Shadow, shadow)) if shadow else None,
         )
+        return Deployment(**read)
 
 
 def with_loaded(deployment: Deployment, loaded: ModelVersion, now_s: float) -> Deployment | None:

@@ -201,8 +201,7 @@ class Supervision:
     def _keep(self, stacks: dict[int, str]) -> None:
         for rank, text in stacks.items():
             key = f"{self._context.folder}/logs/a{self._context.attempt:05d}/r{rank:04d}/{STACKS_CHUNK}"
-            data = text.encode()
-            patient(lambda key=key, data=data: self._context.store.put(key, data), "a stack", STORE_PATIENCE_S)  # type: ignore[misc]
+            patient(partial(self._context.store.put, key, text.encode()), "a stack", STORE_PATIENCE_S)
 
     def _give_up(self, cause: MillraceError) -> None:
         """The workers are gone, or will never come: `fit` should see it, and this process ends where it does not."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from data_service.uploads.record import UploadRecord
 from data_service.uploads.uploads import LiveUploads
 from shared.checkpoint import Ranking
 from shared.checkpoint.registry import CheckpointEntry, CheckpointRegistry
+from shared.durable import Durable, as_state, fields_of, stored_as
 from shared.jobs import AttemptContext, JobRecord, Jobs, JobState
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
@@ -50,6 +51,18 @@ def test_a_field_of_a_later_release_is_read_over_and_written_back_unchanged(
 
     assert json.loads(json.dumps(written)) == {**state, "uid": "v"}
     assert "unknown" not in written
+
+
+@dataclass(frozen=True)
+class Renamed(Durable):
+    rollout: int = field(default=0, metadata=stored_as("roll_out"))
+
+
+def test_a_renamed_field_is_read_and_written_under_the_name_that_records_have() -> None:
+    read = Renamed(**fields_of(Renamed, {"roll_out": 7, "rollout": 8, "colour": 9}))
+
+    assert read.rollout == 7
+    assert as_state(read) == {"roll_out": 7, "rollout": 8, "colour": 9}
 
 
 def test_what_a_later_release_added_within_a_dataset_s_retention_is_written_back_too() -> None:

@@ -47,7 +47,11 @@ store = open_store(StoreSettings(url=sys.argv[1]))
 jobs = Jobs(store, "train")
 context = AttemptContext(store, jobs, sys.argv[2], jobs.get(sys.argv[2], sys.argv[2]))
 spec = replace(SPEC, num_workers=0)
-with Pulses("127.0.0.1") as pulses, Supervision(context, spec, pulses), Pulse(0, pulses.address) as pulse:
+with (
+    Pulses("127.0.0.1") as pulses,
+    Supervision(context, spec, pulses),
+    Pulse(0, pulses.address) as pulse,
+):
     pulse.at(5, Phase.TRAINING)
     train_loop()
 """

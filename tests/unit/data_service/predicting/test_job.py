@@ -155,7 +155,7 @@ def test_a_worker_loads_the_model_once_for_all_of_its_parts(
             loads.append(arguments)
             super().__init__(*arguments)
 
-    def one_worker(context: AttemptContext, folder: str, work: Work, parts: Sequence[Part], **_: object) -> Results:  # noqa: ARG001
+    def one_worker(_context: AttemptContext, _folder: str, work: Work, parts: Sequence[Part], **_: object) -> Results:
         kept = pickle.loads(pickle.dumps(work))
         for part in parts:
             parts_done.append(part)
