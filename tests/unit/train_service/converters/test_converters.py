@@ -216,7 +216,7 @@ REACHED = [state for state in JobState if state not in (JobState.DELETING, JobSt
 
 @pytest.mark.parametrize("state", REACHED)
 def test_every_state_has_a_name_in_the_contract(state: JobState) -> None:
-    job = job_to_proto(JobView(record(state=state, attempt=2, generation=5), {}, []))
+    job = job_to_proto(JobView(record(state=state, attempt=2, generation=5), {}))
 
     assert res.TrainingJob.State.Name(job.state) == f"STATE_{state}"
     assert (job.name, job.uid, job.attempt, job.etag) == ("trainingJobs/a", "u", 2, "5")
@@ -226,18 +226,16 @@ def test_every_state_has_a_name_in_the_contract(state: JobState) -> None:
 
 
 def test_a_job_tells_its_newest_and_its_best_checkpoint() -> None:
-    # By the metric of its own specification.
-    entries = [entry(10, validation_r2=0.9), entry(20, validation_r2=0.7, validation_accuracy=1.0), entry(25)]
+    newest, best = entry(25), entry(10, validation_r2=0.9)
 
-    job = job_to_proto(JobView(record(), {"step": 25, "loss": 0.5}, entries))
+    job = job_to_proto(JobView(record(), {"step": 25, "loss": 0.5}, newest, best))
 
-    assert job.latest_checkpoint == entries[2].name
-    assert job.best_checkpoint == entries[0].name
+    assert (job.latest_checkpoint, job.best_checkpoint) == (newest.name, best.name)
     assert (job.progress.step, job.progress.loss) == (25, 0.5)
 
 
 def test_a_job_tells_what_it_lost_and_what_it_waits_for() -> None:
-    job = job_to_proto(JobView(record(failures=2, preemptions=3), {}, [], "2 workers of 1 CPU"))
+    job = job_to_proto(JobView(record(failures=2, preemptions=3), {}, waiting_for="2 workers of 1 CPU"))
 
     assert (job.failures, job.preemptions, job.waiting_for) == (2, 3, "2 workers of 1 CPU")
 
@@ -245,8 +243,8 @@ def test_a_job_tells_what_it_lost_and_what_it_waits_for() -> None:
 def test_why_a_job_failed_is_told_only_once_it_has() -> None:
     error = Unavailable("gone", reason="WORKERS_LOST", metadata={"ranks": "1"}).as_record()
 
-    assert not job_to_proto(JobView(record(state=JobState.RECOVERING, error=error), {}, [])).HasField("error")
-    failed = job_to_proto(JobView(record(state=JobState.FAILED, error=error), {}, [])).error
+    assert not job_to_proto(JobView(record(state=JobState.RECOVERING, error=error), {})).HasField("error")
+    failed = job_to_proto(JobView(record(state=JobState.FAILED, error=error), {})).error
     assert failed.message == "gone"
     assert failed.details
 
