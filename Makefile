@@ -76,6 +76,7 @@ lint-python: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.check_words
 
 # buf reads what protoc compiled: so the protos of googleapis need not be fetched a second time.
 lint-protos: install $(BUF)

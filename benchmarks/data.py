@@ -24,10 +24,10 @@ from typing import Any
 
 import millrace_client
 from benchmarks import data_client, data_ray
+from benchmarks.cpu_idle import come_to_rest
 from benchmarks.data_memory import PeakMemory
 from benchmarks.data_report import Rates, report
 from benchmarks.data_rows import mnist_folder
-from benchmarks.resting import come_to_rest
 from benchmarks.signals import exit_on_signals
 from shared.settings import StoreSettings
 from shared.storage import open_store

@@ -23,7 +23,7 @@ from train_service.domain.spec import BFLOAT16, TF32, TrainingSpec
 from train_service.jobs.run_records import RunRecords
 from train_service.records.events import Event, EventKind, EventLog
 
-LOOK_EVERY_S = 0.01
+POLL_INTERVAL_S = 0.01
 
 
 # Those that have not been waited for.
@@ -70,12 +70,12 @@ class Place:
             process.wait()
             _running.discard(process)
 
-    def run(self, name: str, arguments: list[str], within_s: float, **more: str) -> None:
+    def run(self, name: str, arguments: list[str], timeout_s: float, **more: str) -> None:
         with self.running(name, arguments, **more) as process:
             try:
-                code = process.wait(within_s)
+                code = process.wait(timeout_s)
             except subprocess.TimeoutExpired:
-                raise CheckFailed(f"{name} was not over after {within_s:g} s: {self.last_lines(name)}") from None
+                raise CheckFailed(f"{name} was not over after {timeout_s:g} s: {self.last_lines(name)}") from None
         if code:
             raise CheckFailed(f"{name} ended with {code}: {self.last_lines(name)}")
 
@@ -94,14 +94,14 @@ def resumed_variants(size: Size) -> dict[str, TrainingSpec]:
     return {"fp32": spec, "tf32": replace(spec, precision=TF32), "bf16": half}
 
 
-def killed_and_resumed(place: Place, variant: str, spec: TrainingSpec, within_s: float, **more: str) -> dict[str, int]:
+def killed_and_resumed(place: Place, variant: str, spec: TrainingSpec, timeout_s: float, **more: str) -> dict[str, int]:
     """A run that nothing disturbs and one that is killed after a checkpoint and run again, one after the other. Returns
     the steps. Raises `CheckFailed` unless both end with the same weights and the same state of the optimizer, bit for
     bit."""
     whole, broken = whole_job(variant), killed_job(variant)
-    place.run(whole, place.command(whole, spec), within_s, **more)
-    killed_at = _killed(place, broken, spec, within_s, more)
-    place.run(broken, place.command(broken, spec), within_s, **more)
+    place.run(whole, place.command(whole, spec), timeout_s, **more)
+    killed_at = _killed(place, broken, spec, timeout_s, more)
+    place.run(broken, place.command(broken, spec), timeout_s, **more)
     resumed_at = int(_starts(place.store, broken)[-1].payload["step"])
     last = _final(place.store, whole).step
     if not 0 < resumed_at < last:
@@ -121,14 +121,14 @@ def killed_job(variant: str) -> str:
     return f"{variant}-killed"
 
 
-def _killed(place: Place, job: str, spec: TrainingSpec, within_s: float, more: Mapping[str, str]) -> int:
+def _killed(place: Place, job: str, spec: TrainingSpec, timeout_s: float, more: Mapping[str, str]) -> int:
     registry = CheckpointRegistry(place.store, f"trainingJobs/{job}")
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + timeout_s
     with place.running(job, place.command(job, spec), **more) as process:
         while not (entries := registry.entries()):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise CheckFailed(f"{job} made no checkpoint: {place.last_lines(job)}")
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_INTERVAL_S)
         process.send_signal(signal.SIGKILL)
     if any(one.final for one in registry.entries()):
         raise CheckFailed(f"{job} was over before it was killed; give it more steps")

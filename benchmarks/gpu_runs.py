@@ -233,11 +233,11 @@ def sampled(device: torch.device) -> Iterator[list[tuple[float, float]]]:
         return
     over = threading.Event()
 
-    def look() -> None:
+    def poll() -> None:
         while not over.wait(SAMPLE_EVERY_S):
             samples.append((time.time(), torch.cuda.utilization(device) / 100))
 
-    thread = threading.Thread(target=look, daemon=True)
+    thread = threading.Thread(target=poll, daemon=True)
     thread.start()
     try:
         yield samples

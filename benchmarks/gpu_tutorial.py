@@ -41,8 +41,8 @@ CONFIG: dict[bool, dict[str, int]] = {True: {"num_epochs": 3, "global_batch_size
 RIGHT_SHARE = 0.95
 # The notebook leaves TF32 on, and its actor gets all rows at once: where two digits are as likely, kernels for another
 # number of rows may tell the other.
-MOST_APART = 3
-WITHIN_S = {True: 200.0, False: 800.0}
+MAX_APART = 3
+TIMEOUT_S = {True: 200.0, False: 800.0}
 ANSWERS = re.compile(r"ANSWERS (\[.*?\])")
 # Between the cell that asks the actor and the one that ends it.
 ASK_ACTOR = f"""
@@ -106,7 +106,7 @@ def _run(stack: TrainStack, head: RayHead, storage: Path, folder: Path, script: 
         spec = mc.program_spec(bundle, "cells.py", config=CONFIG[gpus], num_workers=2, placement=placement)
         job = millrace.train.create_training_job(JOB, spec).name
         _say("the job is created")
-        _kill_trainer(stack, head, job, WITHIN_S[gpus])
+        _kill_trainer(stack, head, job, TIMEOUT_S[gpus])
         ended = _watched(stack, job)
         logs = "".join(one.text for one in millrace.train.stream_logs(job))
     if ended.state != State.STATE_SUCCEEDED:
@@ -120,7 +120,7 @@ def _run(stack: TrainStack, head: RayHead, storage: Path, folder: Path, script: 
     answers = _actors(logs) if gpus else None
     served, lineage = _served(stack, head, folder, entry.name, images, gpus=gpus)
     differ = 0 if answers is None else sum(one != other for one, other in zip(answers, served, strict=True))
-    if differ > MOST_APART:
+    if differ > MAX_APART:
         raise CheckFailed(f"{differ} of {ASKED} served answers are not the actor's")
     right = float(np.mean(np.array(served) == labels))
     said = {
@@ -140,9 +140,9 @@ def _run(stack: TrainStack, head: RayHead, storage: Path, folder: Path, script: 
     return said
 
 
-def _kill_trainer(stack: TrainStack, head: RayHead, job: str, within_s: float) -> None:
+def _kill_trainer(stack: TrainStack, head: RayHead, job: str, timeout_s: float) -> None:
     """A worker of the run, once it has a checkpoint."""
-    stack.client.watch(job, within_s=within_s).until("checkpoint_committed")
+    stack.client.watch(job, timeout_s=timeout_s).until("checkpoint_committed")
     for pid in head.processes(WORKER)[:1]:
         os.kill(pid, signal.SIGKILL)
     _say("a worker is killed")
@@ -201,10 +201,10 @@ def _served(
         millrace.deployments.create_deployment("digits", checkpoint, predictor="serve:Predictor", **fields).wait()
         _say("it is deployed")
         half = len(images) // 2
-        first = _asked(lambda: millrace.inference.infer("digits", {"image": images[:half]}), WITHIN_S[gpus])
+        first = _asked(lambda: millrace.inference.infer("digits", {"image": images[:half]}), TIMEOUT_S[gpus])
         for pid in head.processes(REPLICA)[:1]:
             os.kill(pid, signal.SIGKILL)
-        second = _asked(lambda: millrace.inference.infer("digits", {"image": images[half:]}), WITHIN_S[gpus])
+        second = _asked(lambda: millrace.inference.infer("digits", {"image": images[half:]}), TIMEOUT_S[gpus])
         for answer in (first, second):
             if answer.lineage.checkpoint != checkpoint or not answer.lineage.code_bundle:
                 raise CheckFailed(f"an answer's lineage is {answer.lineage}, and not that of {checkpoint}")
@@ -214,9 +214,9 @@ def _served(
     return digits.tolist(), lineage
 
 
-def _asked(ask: Callable[[], Any], within_s: float) -> Any:
+def _asked(ask: Callable[[], Any], timeout_s: float) -> Any:
     """The answer, asked for again while the replica is on its way back."""
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + timeout_s
     while True:
         with suppress(MillraceError):
             return ask()

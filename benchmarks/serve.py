@@ -28,7 +28,7 @@ from benchmarks.serve_place import MAX_BATCH, Place, mlserver, our_place, ray_se
 from benchmarks.serve_profile import profile
 from benchmarks.serve_report import report, spread
 from benchmarks.serve_statistics import ServiceStatistics
-from benchmarks.serve_swaps import KILLS, ROLL_OUTS, swaps
+from benchmarks.serve_swaps import KILLS, ROLLOUTS, swaps
 from benchmarks.signals import exit_on_signals
 from inference_service.domain.batch_policy import buckets
 from millrace_client.load import LATE, OK, Measured
@@ -52,7 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bench-serve")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each turn")
-    parser.add_argument("--roll-outs", type=int, default=ROLL_OUTS, help="of the part swaps")
+    parser.add_argument("--rollouts", type=int, default=ROLLOUTS, help="of the part swaps")
     parser.add_argument("--kills", type=int, default=KILLS, help="of the part swaps")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     given = parser.parse_args()
@@ -73,7 +73,7 @@ def main() -> None:
         if "peers" in given.only:
             figures |= _peers(place, given.repeats, given.seconds)
         if "swaps" in given.only:
-            figures |= swaps(place, given.roll_outs, given.kills)
+            figures |= swaps(place, given.rollouts, given.kills)
     print(json.dumps(report(figures, {"repeats": given.repeats, "seconds": given.seconds, "in_flight": IN_FLIGHT})))
 
 

@@ -19,7 +19,7 @@ from millrace_client.load import Measured
 from tests.support.waiting import wait_until
 
 # Of all kills, of one replica's replacement, and of load on both between two kills.
-WITHIN_S, REPLACED_WITHIN_S, BETWEEN_S = 600.0, 120.0, 2.0
+TIMEOUT_S, REPLACED_TIMEOUT_S, BETWEEN_S = 600.0, 120.0, 2.0
 REPLICA = "ray::ServeReplica"
 
 
@@ -28,7 +28,7 @@ def kills(place: Place, count: int, replicas: int) -> Measured:
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn, initializer=_connect, initargs=(place.head.address,)) as watcher:
         try:
-            return place.asked_meanwhile(lambda: _kill_each(place, watcher, count, replicas), WITHIN_S)
+            return place.asked_meanwhile(lambda: _kill_each(place, watcher, count, replicas), TIMEOUT_S)
         finally:
             watcher.submit(ray.shutdown).result()
 
@@ -52,7 +52,7 @@ def _wait_until_replaced(place: Place, watcher: ProcessPoolExecutor, replicas: i
         pids = place.head.processes(REPLICA)
         return len(pids) == replicas and victim not in pids and watcher.submit(_running).result() == replicas
 
-    wait_until(replaced, f"{replicas} replicas", REPLACED_WITHIN_S, interval_s=0.25)
+    wait_until(replaced, f"{replicas} replicas", REPLACED_TIMEOUT_S, interval_s=0.25)
 
 
 def _connect(address: str) -> None:

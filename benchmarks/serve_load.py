@@ -48,11 +48,11 @@ def opened_counting_cpu(
     return measured, time.process_time() - began_s
 
 
-def closed_until(address: str, in_flight: int, deadline_s: float, stop: Path, within_s: float) -> Measured:
+def closed_until(address: str, in_flight: int, deadline_s: float, stop: Path, timeout_s: float) -> Measured:
     """Until there is a file `stop`, which is looked for every second."""
     began_s = time.perf_counter()
     outcomes: list[Outcome] = []
-    while not stop.exists() and time.perf_counter() < began_s + within_s:
+    while not stop.exists() and time.perf_counter() < began_s + timeout_s:
         outcomes += closed_loop(_plan(address, 1.0, 0.0, deadline_s), in_flight).outcomes
     return Measured(time.perf_counter() - began_s, 1, outcomes)
 

@@ -26,7 +26,7 @@ MODEL = "digits"
 MAX_BATCH = 32
 # Tried for the bench's load: a batch waits so long for more requests.
 BATCH_WAITS_S = (0.002, 0.02)
-INSTALL_WITHIN_S, START_WITHIN_S, STOP_WITHIN_S = 900.0, 120.0, 20.0
+INSTALL_TIMEOUT_S, START_TIMEOUT_S, STOP_TIMEOUT_S = 900.0, 120.0, 20.0
 HOST = "127.0.0.1"
 
 
@@ -38,9 +38,9 @@ def environment() -> Path:
     if not (folder / ".installed").exists():
         shutil.rmtree(folder, ignore_errors=True)
         uv = Path(sys.executable).with_name("uv")
-        subprocess.run([uv, "venv", "-q", "--python", sys.executable, folder], check=True, timeout=INSTALL_WITHIN_S)
+        subprocess.run([uv, "venv", "-q", "--python", sys.executable, folder], check=True, timeout=INSTALL_TIMEOUT_S)
         sync = [uv, "pip", "sync", "-q", "--python", python, "--require-hashes", LOCK]
-        subprocess.run([str(part) for part in sync], check=True, timeout=INSTALL_WITHIN_S)
+        subprocess.run([str(part) for part in sync], check=True, timeout=INSTALL_TIMEOUT_S)
         (folder / ".installed").touch()
     return python
 
@@ -70,7 +70,7 @@ def running(weights: Path, threads: int, batch_wait_s: float) -> Iterator[str]:
         finally:
             process.terminate()
             try:
-                process.wait(STOP_WITHIN_S)
+                process.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -102,7 +102,7 @@ def _write_settings(folder: Path, ports: tuple[int, ...], batch_wait_s: float) -
 
 
 def _wait_until_ready(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    until = time.monotonic() + START_WITHIN_S
+    until = time.monotonic() + START_TIMEOUT_S
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         stub = pb_grpc.GRPCInferenceServiceStub(channel)
         while True:

@@ -24,7 +24,7 @@ from tests.support.ray_head import RayHead, ray_head
 from tests.support.service_process import ServiceProcess, running_service, store_environ
 from tests.support.waiting import wait_until
 
-LOADED_WITHIN_S = 180.0
+LOADED_TIMEOUT_S = 180.0
 THREADS, MAX_BATCH = 1, 32
 # Tickets, not cores: the replicas of a roll-out fit beside those before it.
 RAY_CPUS = 4
@@ -52,18 +52,18 @@ class Serving:
     def in_clients(self, task: Callable[..., Any], *arguments: Any) -> Any:
         return self.clients.submit(task, *arguments).result()
 
-    def asked_meanwhile(self, work: Callable[[], None], within_s: float) -> Measured:
+    def asked_meanwhile(self, work: Callable[[], None], timeout_s: float) -> Measured:
         """What clients that ask without a pause, each request with `SWAP_DEADLINE_S`, are answered while `work` does
         what it does to the deployment."""
         stop = self.folder / f"stop-{uuid.uuid4().hex}"
         load = self.clients.submit(
-            serve_load.closed_until, self.address, SWAP_IN_FLIGHT, SWAP_DEADLINE_S, stop, within_s
+            serve_load.closed_until, self.address, SWAP_IN_FLIGHT, SWAP_DEADLINE_S, stop, timeout_s
         )
         try:
             work()
         finally:
             stop.touch()
-            measured: Measured = load.result(within_s)
+            measured: Measured = load.result(timeout_s)
         return measured
 
     def deploy(self, replicas: int = 1) -> None:
@@ -76,7 +76,7 @@ class Serving:
             operation = client.deployments.create_deployment(
                 MODEL, self.checkpoints[0], num_replicas=replicas, threads_per_replica=THREADS, max_batch_size=MAX_BATCH
             )
-            operation.wait(timeout_s=LOADED_WITHIN_S)
+            operation.wait(timeout_s=LOADED_TIMEOUT_S)
 
 
 @dataclass(frozen=True)
@@ -133,10 +133,10 @@ def ray_serve(weights: Path) -> Iterator[tuple[str, Callable[[float], None]]]:
         ray_head(num_cpus=RAY_CPUS) as head,
         ProcessPoolExecutor(1, mp_context=spawn) as driver,
     ):
-        driver.submit(serve_ray.start, head.address, str(weights), THREADS, port, http_port).result(LOADED_WITHIN_S)
+        driver.submit(serve_ray.start, head.address, str(weights), THREADS, port, http_port).result(LOADED_TIMEOUT_S)
 
         def wait(batch_wait_s: float) -> None:
-            driver.submit(serve_ray.wait, str(weights), THREADS, batch_wait_s).result(LOADED_WITHIN_S)
+            driver.submit(serve_ray.wait, str(weights), THREADS, batch_wait_s).result(LOADED_TIMEOUT_S)
 
         try:
             yield f"{serve_ray.HOST}:{port}", wait

@@ -34,10 +34,10 @@ EVERY_S = 1.0
 # What a process loads and caches in its first requests is no leak.
 WARM_UP_SHARE, MIN_WARM_UP_S = 0.2, 20.0
 # The last quarter's memory over the first one's; allocators move by a few per cent.
-MOST_GROWTH = 1.05
+MAX_GROWTH = 1.05
 # Connections of clients that have gone are closed within this, and all rows have left the queue.
-SETTLED_WITHIN_S = 30.0
-MOST_MORE_FILES = 8
+SETTLED_TIMEOUT_S = 30.0
+MAX_MORE_FILES = 8
 
 
 def main() -> None:
@@ -62,11 +62,11 @@ def _soaked(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
         load = ours.clients.submit(soak, ours.address, seconds, seed)
         held = _watch(load, ours.head, ours.service)
         counted: Counted = load.result()
-        wait_until(lambda: metric(ours.metrics, QUEUED, MODEL) == 0, "an empty queue", SETTLED_WITHIN_S)
+        wait_until(lambda: metric(ours.metrics, QUEUED, MODEL) == 0, "an empty queue", SETTLED_TIMEOUT_S)
         wait_until(
-            lambda: service.open_files() <= files + MOST_MORE_FILES,
+            lambda: service.open_files() <= files + MAX_MORE_FILES,
             f"no more than {files} open files and sockets",
-            SETTLED_WITHIN_S,
+            SETTLED_TIMEOUT_S,
         )
         return _report(seconds, counted, held, (files, service.open_files()))
 
@@ -95,7 +95,7 @@ def _report(seconds: float, counted: Counted, held: dict[str, Held], files: tupl
     ]
     wrong += [f"no request of kind {kind} was sent" for kind in EXPECTED if not counted.get(kind)]
     wrong += [
-        f"the memory of {name} grew {one.ratio:.3f} times" for name, one in held.items() if one.ratio > MOST_GROWTH
+        f"the memory of {name} grew {one.ratio:.3f} times" for name, one in held.items() if one.ratio > MAX_GROWTH
     ]
     return {
         "minutes": round(seconds / 60, 2),
@@ -103,7 +103,7 @@ def _report(seconds: float, counted: Counted, held: dict[str, Held], files: tupl
         "requests_in_all": sum(sum(statuses.values()) for statuses in counted.values()),
         "memory_ratio": {name: round(one.ratio, 4) for name, one in held.items()},
         "memory_mib": {name: [round(one.first_mib, 1), round(one.last_mib, 1)] for name, one in held.items()},
-        "memory_bar": f"at most {MOST_GROWTH}: the last quarter's over the first one's, after the warm-up",
+        "memory_bar": f"at most {MAX_GROWTH}: the last quarter's over the first one's, after the warm-up",
         "open_files": {"before": files[0], "after": files[1]},
         "wrong": wrong,
     }

@@ -30,7 +30,7 @@ LEFT = "LEFT"
 OPTIONS = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
 # A good request has all the time that it may need beside the others.
-PATIENT_S = 30.0
+MIN_TIME_LEFT_S = 30.0
 IN_A_STREAM = 16
 STREAMS_LEFT, ASKING_OF_THEM = 1000, 100
 OVERSIZED_BYTES = 65 * 2**20
@@ -83,11 +83,13 @@ async def _channel(address: str) -> AsyncIterator[aio.Channel]:
 
 
 async def _unary(_: str, channel: aio.Channel, random_: random.Random) -> list[str]:
-    return [await _status(_stub(channel).ModelInfer(_good(random_), timeout=PATIENT_S))]
+    return [await _status(_stub(channel).ModelInfer(_good(random_), timeout=MIN_TIME_LEFT_S))]
 
 
 async def _stream(_: str, channel: aio.Channel, random_: random.Random) -> list[str]:
-    stream = _stub(channel).ModelStreamInfer(iter([_good(random_) for _ in range(IN_A_STREAM)]), timeout=PATIENT_S)
+    stream = _stub(channel).ModelStreamInfer(
+        iter([_good(random_) for _ in range(IN_A_STREAM)]), timeout=MIN_TIME_LEFT_S
+    )
     seen: list[str] = []
 
     async def take() -> None:
@@ -104,15 +106,15 @@ async def _malformed(_: str, channel: aio.Channel, random_: random.Random) -> li
         bad = mutated(_good(random_), NAMES, OUTPUTS, random_).SerializeToString()
     else:
         bad = flipped(_good(random_).SerializeToString(), random_)
-    return [await _status(_raw(channel)(bad, timeout=PATIENT_S))]
+    return [await _status(_raw(channel)(bad, timeout=MIN_TIME_LEFT_S))]
 
 
 async def _cancelled(_: str, channel: aio.Channel, random_: random.Random) -> list[str]:
     call: Any
     if random_.random() < 0.5:
-        call = _stub(channel).ModelInfer(_good(random_), timeout=PATIENT_S)
+        call = _stub(channel).ModelInfer(_good(random_), timeout=MIN_TIME_LEFT_S)
     else:
-        call = _stub(channel).ModelStreamInfer(timeout=PATIENT_S)
+        call = _stub(channel).ModelStreamInfer(timeout=MIN_TIME_LEFT_S)
         await call.write(_good(random_))
     await asyncio.sleep(random_.uniform(0.0, 0.05))
     call.cancel()
@@ -125,12 +127,12 @@ async def _late(_: str, channel: aio.Channel, random_: random.Random) -> list[st
 
 
 async def _oversized(_: str, channel: aio.Channel, __: random.Random) -> list[str]:
-    return [await _status(_raw(channel)(b"\0" * OVERSIZED_BYTES, timeout=PATIENT_S))]
+    return [await _status(_raw(channel)(b"\0" * OVERSIZED_BYTES, timeout=MIN_TIME_LEFT_S))]
 
 
 async def _flood(_: str, channel: aio.Channel, random_: random.Random) -> list[str]:
     metadata = tuple((f"x-{number}", "y" * 1000) for number in range(200))
-    return [await _status(_stub(channel).ModelInfer(_good(random_), timeout=PATIENT_S, metadata=metadata))]
+    return [await _status(_stub(channel).ModelInfer(_good(random_), timeout=MIN_TIME_LEFT_S, metadata=metadata))]
 
 
 async def _left(address: str, _: aio.Channel, random_: random.Random) -> list[str]:

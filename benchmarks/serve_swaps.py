@@ -8,38 +8,38 @@ from typing import Any
 import millrace_client
 from benchmarks.serve_kills import kills
 from benchmarks.serve_load import MODEL
-from benchmarks.serve_place import LOADED_WITHIN_S, Place
+from benchmarks.serve_place import LOADED_TIMEOUT_S, Place
 from millrace_client.load import OK, Measured
 
-REPLICAS, ROLL_OUTS, KILLS = 2, 20, 10
+REPLICAS, ROLLOUTS, KILLS = 2, 20, 10
 # Percent of the traffic, and seconds of it.
 STEPS = ((50, 1.0), (100, 1.0))
-ROLL_OUTS_WITHIN_S = 3000.0
+ROLLOUTS_TIMEOUT_S = 3000.0
 
 
-def swaps(place: Place, roll_outs: int = ROLL_OUTS, killed: int = KILLS) -> dict[str, Any]:
+def swaps(place: Place, rollouts: int = ROLLOUTS, killed: int = KILLS) -> dict[str, Any]:
     """`swap_errors` are all requests, of both parts, that were not answered in time."""
     place.deploy(replicas=REPLICAS)
-    moved = place.asked_meanwhile(lambda: _roll_out_each(place, roll_outs), ROLL_OUTS_WITHIN_S)
-    print(f"{roll_outs} roll-outs: {moved.as_dict()}", flush=True)
+    moved = place.asked_meanwhile(lambda: _rollout_each(place, rollouts), ROLLOUTS_TIMEOUT_S)
+    print(f"{rollouts} roll-outs: {moved.as_dict()}", flush=True)
     hit = kills(place, killed, REPLICAS)
     print(f"{killed} killed replicas: {hit.as_dict()}", flush=True)
     return {
         "swap_errors": _errors(moved) + _errors(hit),
-        "roll_outs": roll_outs,
+        "roll_outs": rollouts,
         "kills": killed,
-        **_told("roll_out", moved),
-        **_told("kill", hit),
+        **_figures("roll_out", moved),
+        **_figures("kill", hit),
     }
 
 
-def _roll_out_each(place: Place, count: int) -> None:
+def _rollout_each(place: Place, count: int) -> None:
     """From one checkpoint to the other and back. `wait` raises where one of them is rolled back."""
     with millrace_client.connect(inference=place.address) as client:
         for number in range(count):
             checkpoint = place.checkpoints[(number + 1) % len(place.checkpoints)]
-            operation = client.deployments.roll_out(f"deployments/{MODEL}", checkpoint, steps=STEPS)
-            operation.wait(timeout_s=LOADED_WITHIN_S)
+            operation = client.deployments.rollout(f"deployments/{MODEL}", checkpoint, steps=STEPS)
+            operation.wait(timeout_s=LOADED_TIMEOUT_S)
             print(f"roll-out {number + 1} of {count} is done", flush=True)
 
 
@@ -47,7 +47,7 @@ def _errors(measured: Measured) -> int:
     return sum(count for status, count in Counter(measured.statuses).items() if status != OK)
 
 
-def _told(part: str, measured: Measured) -> dict[str, Any]:
+def _figures(part: str, measured: Measured) -> dict[str, Any]:
     return {
         f"{part}_errors": _errors(measured),
         f"{part}_statuses": measured.statuses,

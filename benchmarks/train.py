@@ -25,8 +25,8 @@ import torch
 from torchvision import datasets
 
 from benchmarks import train_loader, train_recovery, train_steps
+from benchmarks.cpu_idle import come_to_rest
 from benchmarks.data_rows import mnist_arrays, mnist_folder
-from benchmarks.resting import come_to_rest
 from benchmarks.signals import exit_on_signals
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store

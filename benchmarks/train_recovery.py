@@ -33,7 +33,7 @@ WORKERS, CHECKPOINT_EVERY = 2, 10
 STRIKE_AFTER_S = 45.0
 AT_REST_FOR_S, AT_REST_CPU_S = 15.0, 0.5
 STEPS = 100_000
-WITHIN_S = 300.0
+TIMEOUT_S = 300.0
 
 
 def ours(place: WitnessedStack) -> dict[str, float]:
@@ -78,14 +78,14 @@ def _recovery(witness: Path, head: RayHead) -> tuple[float, float]:
     """Waits for the steps of new processes, strikes in the middle of them, and waits for new processes again. When it
     struck, and when the first of these took its first step."""
     before = set(witness.iterdir())
-    wait_until(lambda: _first_step(witness, before) > 0, "the first step", WITHIN_S)
+    wait_until(lambda: _first_step(witness, before) > 0, "the first step", TIMEOUT_S)
     time.sleep(STRIKE_AFTER_S)
     while _cpu_s_of_idle(head, AT_REST_FOR_S) > AT_REST_CPU_S:
         pass
     before = set(witness.iterdir())
     struck = time.time()
     os.kill(max(head.processes(WORKER)), signal.SIGKILL)
-    wait_until(lambda: _first_step(witness, before) > 0, "the first step after the blow", WITHIN_S)
+    wait_until(lambda: _first_step(witness, before) > 0, "the first step after the blow", TIMEOUT_S)
     return struck, _first_step(witness, before)
 
 
@@ -95,7 +95,7 @@ def _first_step(witness: Path, before: set[Path]) -> float:
     return min((json.loads(text.splitlines()[0])["time"] for text in texts if "\n" in text), default=0.0)
 
 
-def _cpu_s_of_idle(head: RayHead, within_s: float) -> float:
+def _cpu_s_of_idle(head: RayHead, timeout_s: float) -> float:
     """Seconds of a processor that the processes which wait for work take for themselves."""
 
     def ticks() -> int:
@@ -108,7 +108,7 @@ def _cpu_s_of_idle(head: RayHead, within_s: float) -> float:
 
     idle = head.processes("ray::IDLE")
     before = ticks()
-    time.sleep(within_s)
+    time.sleep(timeout_s)
     return (ticks() - before) / os.sysconf("SC_CLK_TCK")
 
 

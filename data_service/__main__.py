@@ -23,7 +23,7 @@ from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import MillraceError
 from shared.grpc_server import BearerToken, bearer_token, serve
 from shared.jobs import Jobs
-from shared.jobs.supervisor import Nudge, supervise
+from shared.jobs.supervisor import WakeSignal, supervise
 from shared.operations import OperationsServicer
 from shared.own_code import OwnCode, own_code
 from shared.settings import SettingsError
@@ -44,7 +44,7 @@ async def run(settings: DataSettings, store: ObjectStore, token: BearerToken | N
     datasets = Datasets(store)
     uploads = Uploads(store, datasets, presigner(settings.service.store))
     versions = Versions(store, jobs, datasets)
-    nudge = Nudge()
+    wake = WakeSignal()
     version_jobs = VersionJobs(
         store,
         jobs,
@@ -52,7 +52,7 @@ async def run(settings: DataSettings, store: ObjectStore, token: BearerToken | N
         versions,
         import_roots=settings.import_roots,
         custom_allowed=settings.custom_transforms,
-        nudge=nudge,
+        wake=wake,
         own_code=callers_code,
     )
     operations = VersionOperations(store, jobs, versions)
@@ -72,7 +72,7 @@ async def run(settings: DataSettings, store: ObjectStore, token: BearerToken | N
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(sweep_periodically(sweeper.sweep, settings.sweep_interval_s, stop))
         if settings.service.ray_address:
-            tasks.create_task(supervise(RECONCILER, stop, nudge))
+            tasks.create_task(supervise(RECONCILER, stop, wake))
         else:
             logger.warning("RAY_ADDRESS is not set: versions wait to be made until the service is started with one")
         try:

@@ -13,7 +13,7 @@ from data_service.datasets import SERVICE, Datasets
 from data_service.domain.dataset import Committed, outlived
 from data_service.operation_pointers import operation_id, operations_before, withdraw_if_without_job, withdraw_operation
 from shared import names
-from shared.dataset_version.version import IMPORT_KIND, NAME_PATTERN, committed_version, live_users, markers
+from shared.dataset_version.version import IMPORT_KIND, NAME_PATTERN, committed_version, live_references, markers
 from shared.errors import DataLoss, FailedPrecondition, NotFound, ResourceExhausted, Unavailable, not_found
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.deletion import condemned, remove_objects, undone, while_deleting
@@ -70,10 +70,10 @@ class Deletions:
 
     def _finish(self, job: JobRecord) -> None:
         if job.deleted_from is not None:
-            users = live_users(self._store, job.name, self._clock())
-            job = while_deleting(self._jobs, job, undone if users else condemned)
+            references = live_references(self._store, job.name, self._clock())
+            job = while_deleting(self._jobs, job, undone if references else condemned)
             if _is_undone(job):
-                raise _in_use(job, users)
+                raise _in_use(job, references)
         self._remove_files(job)
         withdraw_operation(self._store, job)
         while_deleting(self._jobs, job, lambda newest: confirm_delete(newest, self._clock()))
@@ -102,12 +102,12 @@ def _is_undone(job: JobRecord) -> bool:
     return job.state in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
 
 
-def _in_use(job: JobRecord, users: list[str]) -> FailedPrecondition:
-    shown = ", ".join(users) or "somebody"
+def _in_use(job: JobRecord, references: list[str]) -> FailedPrecondition:
+    shown = ", ".join(references) or "somebody"
     return FailedPrecondition(
         f"{job.name} is in use by {shown}; delete it once that has ended",
         reason="VERSION_IN_USE",
-        metadata={"resource": job.name, "users": ",".join(users)},
+        metadata={"resource": job.name, "users": ",".join(references)},
     )
 
 
@@ -163,26 +163,28 @@ class Sweeper:
 
     def sweep(self) -> None:
         """One pass. What goes wrong with one resource is logged and leaves the others be; raises `Unavailable`."""
-        self._apart("request claims", self._sweep_claims)
-        self._apart("operations", self._sweep_operations)
-        self._apart("uploads", lambda: self._sweep_uploads(self._clock()))
-        self._apart("torn objects", lambda: self._store.delete_unfinished("datasets", self._clock() - LEFT_FOR_S))
+        self._run_isolated("request claims", self._sweep_claims)
+        self._run_isolated("operations", self._sweep_operations)
+        self._run_isolated("uploads", lambda: self._sweep_uploads(self._clock()))
+        self._run_isolated(
+            "torn objects", lambda: self._store.delete_unfinished("datasets", self._clock() - LEFT_FOR_S)
+        )
         seen = 0
         for dataset in sorted(self._store.folders("datasets")):
             if dataset <= self._after:
                 continue
             name = f"datasets/{dataset}"
             versions = [f"{name}/versions/{one}" for one in self._store.folders(f"{name}/versions")]
-            self._apart(name, partial(self._sweep_dataset, name, versions))
+            self._run_isolated(name, partial(self._sweep_dataset, name, versions))
             for version in versions:
-                self._apart(version, partial(self._sweep_version, version))
+                self._run_isolated(version, partial(self._sweep_version, version))
             seen += len(versions)
             if seen >= VERSIONS_A_PASS:
                 self._after = dataset
                 return
         self._after = ""
 
-    def _apart(self, what: str, step: Callable[[], object]) -> None:
+    def _run_isolated(self, what: str, step: Callable[[], object]) -> None:
         try:
             step()
         except Unavailable:
@@ -227,10 +229,10 @@ class Sweeper:
         active = {job.name: job for job in jobs if _is_active(job)}
         committed = [Committed(job.name, job.update_time) for job in active.values()]
         for version in outlived(dataset.retention, committed, self._clock()):
-            if not live_users(self._store, version, self._clock()):
+            if not live_references(self._store, version, self._clock()):
                 logger.info("%s has outlived the retention of its dataset", version)
                 # This one alone: another of its name would be the newest.
-                self._apart(version, partial(self._deletions.delete, version, uid=active[version].uid))
+                self._run_isolated(version, partial(self._deletions.delete, version, uid=active[version].uid))
 
     def _sweep_deleted_dataset(self, name: str, uid: str, jobs: Sequence[JobRecord]) -> None:
         """What was made while the dataset was being deleted, and whose maker had no time to take it back, brings the
@@ -241,15 +243,15 @@ class Sweeper:
         if any(job.state is JobState.CANCELLING for job in jobs):
             return  # its maker has taken it back; should the cancel come too late, it is ACTIVE at a later pass
         for job in jobs:
-            self._apart(job.name, partial(self._deletions.delete, job.name, uid=job.uid))
+            self._run_isolated(job.name, partial(self._deletions.delete, job.name, uid=job.uid))
         self._delete_uploads(name, uid)
 
     def _sweep_version(self, name: str) -> None:
         # In this order: whatever is listed here was written before the log said what it says below.
         attempts = [f"{name}/data/{one}" for one in self._store.folders(f"{name}/data")]
-        users = markers(self._store, name)
+        references = markers(self._store, name)
         job = self._jobs.newest(name)
-        for marker in users:
+        for marker in references:
             if not marker.counts(self._store, self._clock()):
                 self._store.delete(marker.key)
         if job is None or not job.state.final:

@@ -64,10 +64,10 @@ def preview(reader: VersionReader, rows_per_split: int) -> Preview:
     return Preview(_arrow_ipc(tables), _sheet(tables, names))
 
 
-def _first_rows(reader: VersionReader, split: str, rows: int, most_bytes: int) -> pa.Table:
+def _first_rows(reader: VersionReader, split: str, rows: int, max_bytes: int) -> pa.Table:
     """In one chunk; at least one row where the split has one."""
     pieces: list[pa.Table] = []
-    missing, left_bytes = rows, most_bytes
+    missing, left_bytes = rows, max_bytes
     for group in reader.row_groups_from(split, 0):
         wanted = reader.read(group).slice(0, missing)
         piece = _fitting(wanted, left_bytes, at_least=0 if pieces else 1)
@@ -81,9 +81,9 @@ def _first_rows(reader: VersionReader, split: str, rows: int, most_bytes: int) -
     return pa.concat_tables(pieces).combine_chunks() if pieces else reader.select(None).empty_table()
 
 
-def _fitting(table: pa.Table, most_bytes: int, *, at_least: int) -> pa.Table:
-    """The first rows of at most `most_bytes`."""
-    fitting = bisect_right(range(1, table.num_rows + 1), most_bytes, key=lambda rows: table.slice(0, rows).nbytes)
+def _fitting(table: pa.Table, max_bytes: int, *, at_least: int) -> pa.Table:
+    """The first rows of at most `max_bytes`."""
+    fitting = bisect_right(range(1, table.num_rows + 1), max_bytes, key=lambda rows: table.slice(0, rows).nbytes)
     return table.slice(0, max(fitting, min(at_least, table.num_rows)))
 
 
@@ -94,10 +94,10 @@ def _arrow_ipc(tables: Mapping[str, pa.Table]) -> bytes:
     schema = _fitting_schema(labelled[0].schema)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, schema) as stream:
-        room = (ARROW_BYTES - END_BYTES - schema.serialize().size) // len(labelled)
+        capacity = (ARROW_BYTES - END_BYTES - schema.serialize().size) // len(labelled)
         for table in labelled:
             for batch in table.select(range(len(schema))).to_batches():
-                fitting = _fitting_message(batch, room)
+                fitting = _fitting_message(batch, capacity)
                 # One of no rows takes as many bytes for each column as one of some.
                 if fitting.num_rows:
                     stream.write_batch(fitting)
@@ -116,13 +116,13 @@ def _fitting_schema(schema: pa.Schema) -> pa.Schema:
     return pa.schema([schema.field(place) for place in range(fitting)])
 
 
-def _fitting_message(batch: pa.RecordBatch, most_bytes: int) -> pa.RecordBatch:
-    """The first rows that make a message of at most `most_bytes`, or none."""
+def _fitting_message(batch: pa.RecordBatch, max_bytes: int) -> pa.RecordBatch:
+    """The first rows that make a message of at most `max_bytes`, or none."""
 
     def size_bytes(rows: int) -> int:
         return int(pa.ipc.get_record_batch_size(batch.slice(0, rows)))
 
-    return batch.slice(0, bisect_right(range(1, batch.num_rows + 1), most_bytes, key=size_bytes))
+    return batch.slice(0, bisect_right(range(1, batch.num_rows + 1), max_bytes, key=size_bytes))
 
 
 def _sheet(tables: Mapping[str, pa.Table], value_names: Mapping[str, Sequence[str]]) -> bytes:

@@ -140,17 +140,17 @@ def _arrow_message(batch: pa.RecordBatch) -> list[memoryview]:
         return list(sink.parts)
 
 
-def _cut(parts: list[memoryview], most_bytes: int) -> Iterator[list[memoryview]]:
-    """The same bytes in lists of at most `most_bytes` each."""
+def _cut(parts: list[memoryview], max_bytes: int) -> Iterator[list[memoryview]]:
+    """The same bytes in lists of at most `max_bytes` each."""
     taken: list[memoryview] = []
-    room = most_bytes
+    capacity = max_bytes
     for part in parts:
         left = part
-        while len(left) > room:
-            yield [*taken, left[:room]]
-            taken, left, room = [], left[room:], most_bytes
+        while len(left) > capacity:
+            yield [*taken, left[:capacity]]
+            taken, left, capacity = [], left[capacity:], max_bytes
         taken.append(left)
-        room -= len(left)
+        capacity -= len(left)
     yield taken
 
 

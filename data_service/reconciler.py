@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from data_service.settings import data_settings
-from data_service.transforms.parallel import lacks
+from data_service.transforms.parallel import missing_capacity
 from shared.dataset_version.version import IMPORT_KIND
 from shared.jobs.reconciler import JobKind, run_reconciler
 from shared.telemetry import configure_logging
@@ -17,8 +17,10 @@ PREPARE = "data_service.pipeline:prepare"
 def main() -> None:
     settings = data_settings(os.environ)
     configure_logging("data-reconciler", settings.service.log_level)
-    prepare = PREPARE if settings.spare_attempt else ""
-    run_reconciler(settings.service, JobKind(name=IMPORT_KIND, entry=ENTRY, prepare=prepare, lacks=lacks))
+    prepare = PREPARE if settings.standby_attempt else ""
+    run_reconciler(
+        settings.service, JobKind(name=IMPORT_KIND, entry=ENTRY, prepare=prepare, missing_capacity=missing_capacity)
+    )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from shared.own_code import allowed_functions
-from shared.settings import ServiceSettings, SettingsError, service_settings, spare_attempt
+from shared.settings import ServiceSettings, SettingsError, service_settings, standby_attempt
 
 DEFAULT_LISTEN = "127.0.0.1:50051"
 DEFAULT_SWEEP_INTERVAL_S = 300.0
@@ -24,7 +24,7 @@ class DataSettings:
     # How often what nobody needs any more is looked for and removed.
     sweep_interval_s: float = DEFAULT_SWEEP_INTERVAL_S
     # Whether an idle process waits for the next import or transform, to save it the start.
-    spare_attempt: bool = True
+    standby_attempt: bool = True
 
 
 def data_settings(environ: Mapping[str, str]) -> DataSettings:
@@ -38,7 +38,7 @@ def data_settings(environ: Mapping[str, str]) -> DataSettings:
         import_roots=roots,
         custom_transforms=allowed_functions(environ),
         sweep_interval_s=_interval(environ.get("MILLRACE_SWEEP_INTERVAL_S", "")),
-        spare_attempt=spare_attempt(environ),
+        standby_attempt=standby_attempt(environ),
     )
 
 

@@ -24,7 +24,7 @@ from shared.requests import OUTCOME_UNKNOWN
 from shared.storage import ObjectStore
 
 # Whoever claims makes the job at once. A claim without one for so long was left by a process that died in between.
-JOB_APPEARS_WITHIN_S = 60.0
+JOB_APPEARS_TIMEOUT_S = 60.0
 # A job that was deleted has left its tombstone: it is not still to come.
 GIVE_FREE = (JobState.FAILED, JobState.CANCELLED, JobState.DELETING, JobState.DELETED)
 FREE: State = {"version": "", "uid": ""}
@@ -82,5 +82,5 @@ def _holds(jobs: Jobs, claim: Record) -> bool:
         return False
     job = jobs.newest_of(claim.state["version"], claim.state["uid"])
     if job is None:
-        return time.time() - claim.time < JOB_APPEARS_WITHIN_S
+        return time.time() - claim.time < JOB_APPEARS_TIMEOUT_S
     return job.state not in GIVE_FREE

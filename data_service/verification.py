@@ -19,7 +19,7 @@ from shared.storage import ObjectMissing, ObjectStore
 # So much is in memory at a time, besides one decoded row group.
 READ_BYTES = 4 * 1024 * 1024
 # A message at least so often.
-TELL_EVERY_BYTES = 16 * 1024 * 1024
+REPORT_EVERY_BYTES = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def verify(store: ObjectStore, version: DatasetVersion) -> Generator[Verified, N
     manifest = version.manifest
     state = Verified(files_total=1 + len(manifest.files) + len(manifest.attachments))
     yield state
-    told_bytes = 0
+    reported_bytes = 0
     for steps in _files(store, version):
         for step in steps:
             if step.damage:
@@ -68,9 +68,9 @@ def verify(store: ObjectStore, version: DatasetVersion) -> Generator[Verified, N
                 rows_checked=state.rows_checked + step.rows_checked,
                 damages=[step.damage] if step.damage else [],
             )
-            if step.damage or state.bytes_checked - told_bytes >= TELL_EVERY_BYTES:
+            if step.damage or state.bytes_checked - reported_bytes >= REPORT_EVERY_BYTES:
                 yield state
-                told_bytes = state.bytes_checked
+                reported_bytes = state.bytes_checked
         state = replace(state, files_checked=state.files_checked + 1, damages=[])
         yield state
 

@@ -26,7 +26,7 @@ from data_service.transforms.checking import check_predict, check_transform, fou
 from data_service.uploads.record import using as using_upload
 from data_service.versions import ActiveVersion, Versions
 from shared import names
-from shared.checkpoint import users as checkpoint_users
+from shared.checkpoint import references as checkpoint_references
 from shared.dataset_version.version import IMPORT_KIND, using
 from shared.errors import (
     STORE_OUTAGES,
@@ -51,12 +51,12 @@ from shared.storage import ObjectStore
 NUMBERED_ID = re.compile(r"v([1-9][0-9]{0,8})")
 LAST_NUMBER = 999_999_999
 # So often in a row others may take the id that was free.
-MOST_TURNS = 100
+MAX_TURNS = 100
 
 
 class VersionJobs:
     """`import_roots` are the folders below which file:// sources may lie, `custom_allowed` the functions that custom
-    steps may name; `nudge` is called when a job was made. `own_code` says whether models of users' own code may
+    steps may name; `wake` is called when a job was made. `own_code` says whether models of users' own code may
     predict; None: they may not."""
 
     def __init__(
@@ -68,11 +68,11 @@ class VersionJobs:
         *,
         import_roots: Sequence[PurePosixPath],
         custom_allowed: Collection[str],
-        nudge: Callable[[], None] = lambda: None,
+        wake: Callable[[], None] = lambda: None,
         own_code: OwnCode | None = None,
     ) -> None:
         self._own_code = own_code or OwnCode()
-        self._nudge = nudge
+        self._wake = wake
         self._store = store
         self._jobs = jobs
         self._datasets = datasets
@@ -187,13 +187,13 @@ class VersionJobs:
             return job(name)
         made = self._claim_and_create(job, parent, version_id, request_id, body_sha256)
         self._keep_unless_dataset_is_gone(dataset, made)
-        self._nudge()
+        self._wake()
         return made
 
     def _claim_and_create(
         self, make: Callable[[str], JobRecord], parent: str, version_id: str, request_id: str, body_sha256: str
     ) -> JobRecord:
-        for turn in range(1, MOST_TURNS + 1):
+        for turn in range(1, MAX_TURNS + 1):
             name = f"{parent}/versions/{version_id or self._next_id(parent)}"
             with claimed(self._store, SERVICE, request_id, body_sha256, name, turn) as claim:
                 if claim.repeated and not version_id and self._is_anothers(request_id, claim.name):
@@ -205,7 +205,7 @@ class VersionJobs:
                         raise
                     # Another job took the free id in between.
         raise Conflict(
-            f"version_id: other jobs took each of the {MOST_TURNS} ids that were free in {parent}; choose an id",
+            f"version_id: other jobs took each of the {MAX_TURNS} ids that were free in {parent}; choose an id",
             reason="NO_FREE_ID",
             metadata={"resource": parent},
         )
@@ -315,7 +315,7 @@ def referring(store: ObjectStore, job: JobRecord) -> Iterator[None]:
 
 @contextmanager
 def _using_checkpoint(store: ObjectStore, checkpoint: CheckpointRef, job: JobRecord) -> Iterator[None]:
-    with checkpoint_users.using(store, "checkpoint", checkpoint.name, IMPORT_KIND, job.uid, job.name) as entry:
+    with checkpoint_references.using(store, "checkpoint", checkpoint.name, IMPORT_KIND, job.uid, job.name) as entry:
         if entry.folder != checkpoint.folder:
             raise FailedPrecondition(
                 f"checkpoint: {checkpoint.name} was written again just now; ask again",

@@ -22,14 +22,14 @@ from inference import grpc_service_pb2, grpc_service_pb2_grpc
 from inference_service.deploy.capacity import Cluster
 from inference_service.deploy.deployments import DeploymentManager, DeploymentOperations, Deployments
 from inference_service.deploy.reconciler import Reconciler
-from inference_service.deploy.rollout_driver import RollOuts
-from inference_service.deploy.rollout_manager import RollOutManager
+from inference_service.deploy.rollout_driver import Rollouts
+from inference_service.deploy.rollout_manager import RolloutManager
 from inference_service.deploy.servicer import DeploymentServicer
 from inference_service.domain.deployment import Deployment
-from inference_service.frontend import Front, LoadReports, SiblingReports, StoreCheck, give_back_large_buffers
-from inference_service.frontends import REFUSED, parent_gone, run_fronts
+from inference_service.frontend import LoadReporter, PeerReports, RayConnection, StoreCheck, give_back_large_buffers
+from inference_service.frontends import REFUSED, parent_gone, run_frontends
 from inference_service.metrics import metrics_served
-from inference_service.peers import Siblings
+from inference_service.peers import Peers
 from inference_service.serve.infer import Dispatcher, Inference
 from inference_service.serve.models import Models
 from inference_service.serve.ray_serve import ServeApplications
@@ -38,7 +38,7 @@ from inference_service.serve.servicer import OpenInferenceServicer
 from inference_service.settings import InferenceSettings, metrics_of, settings_from
 from millrace.inference.v1 import deployment_service_pb2, deployment_service_pb2_grpc
 from shared.errors import MillraceError
-from shared.grpc_server import BearerToken, Door, Health, bearer_token, serve
+from shared.grpc_server import BearerToken, Health, LoadShedder, bearer_token, serve
 from shared.operations import OperationsServicer
 from shared.own_code import own_code
 from shared.settings import SettingsError
@@ -50,14 +50,14 @@ from shared.tracing import configure_tracing, tracing
 logger = logging.getLogger("inference_service")
 
 # Of these, more may come than can be read.
-BEHIND_DOOR = ("/inference.GRPCInferenceService/ModelInfer",)
+SHED_METHODS = ("/inference.GRPCInferenceService/ModelInfer",)
 # Twice the rows that a model's queue has room for by default: calls of one row each can fill it. Bytes of requests have
-# a bound of their own, `HeldBytes`.
+# a bound of their own, `InFlightBytes`.
 MAX_CALLS = 8192
 
 
 async def run(
-    settings: InferenceSettings, store: ObjectStore, check: StoreCheck, siblings: Siblings, token: BearerToken | None
+    settings: InferenceSettings, store: ObjectStore, check: StoreCheck, peers: Peers, token: BearerToken | None
 ) -> int:
     """Serves until told to stop. Returns the process's exit status."""
     deployments = Deployments(store)
@@ -66,22 +66,22 @@ async def run(
     models, health, stop = Models(), Health(), asyncio.Event()
     dispatcher = Dispatcher(models)
     cluster = Cluster(settings.cluster_max)
-    reconciler = Reconciler(deployments, applications, models, cluster, settings, siblings)
-    front = Front(settings, applications, reconciler, models, health, stop)
+    reconciler = Reconciler(deployments, applications, models, cluster, settings, peers)
+    ray_connection = RayConnection(settings, applications, reconciler, models, health, stop)
 
     def changed(deployment: Deployment) -> None:
         models.put(deployment)
-        reconciler.nudge()
+        reconciler.wake()
 
-    roll_outs = RollOuts(store, deployments, models, settings, changed, siblings)
-    statistics = SummedStatistics(models, siblings)
-    reports = SiblingReports(siblings, reconciler, models, statistics, front.ready)
+    rollouts = Rollouts(store, deployments, models, settings, changed, peers)
+    statistics = SummedStatistics(models, peers)
+    reports = PeerReports(peers, reconciler, models, statistics, ray_connection.ready)
 
     def register(server: aio.Server) -> Sequence[str]:
         manager = DeploymentManager(store, deployments, operations, cluster, settings.own_code)
-        wishes = RollOutManager(store, deployments, operations, cluster, settings.own_code)
+        requests = RolloutManager(store, deployments, operations, cluster, settings.own_code)
         deployment_service_pb2_grpc.add_DeploymentServiceServicer_to_server(
-            DeploymentServicer(manager, wishes, changed, models.replicas), server
+            DeploymentServicer(manager, requests, changed, models.replicas), server
         )
         grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
             OpenInferenceServicer(
@@ -110,28 +110,30 @@ async def run(
     await health.set(False)  # until Ray is joined
     with metrics_served(settings.metrics_listen, models):
         async with asyncio.TaskGroup() as tasks:
-            background = [tasks.create_task(part.run()) for part in (front, LoadReports(applications, models), reports)]
-            if siblings.leads:
-                background.append(tasks.create_task(roll_outs.run()))
+            background = [
+                tasks.create_task(part.run()) for part in (ray_connection, LoadReporter(applications, models), reports)
+            ]
+            if peers.is_leader:
+                background.append(tasks.create_task(rollouts.run()))
             if not check.passed:
                 background.append(tasks.create_task(finish_check()))
-            if siblings.are_there:
+            if peers.are_there:
                 background.append(tasks.create_task(_stop_without_parent(stop)))
             if await _first_of(reports.turn_to_listen(), stop.wait()):
                 await serve(
                     settings.service.listen,
                     register,
                     health=health,
-                    ready=front.ready.is_set(),
+                    ready=ray_connection.ready.is_set(),
                     stop=stop,
-                    shared_port=siblings.are_there,
-                    door=Door(BEHIND_DOOR, dispatcher.turned_away),
+                    shared_port=peers.are_there,
+                    load_shedder=LoadShedder(SHED_METHODS, dispatcher.turned_away),
                     max_calls=MAX_CALLS,
                     token=token,
                 )
             for task in background:
                 task.cancel()
-    return REFUSED if refused else front.exit_status
+    return REFUSED if refused else ray_connection.exit_status
 
 
 async def _stop_without_parent(stop: asyncio.Event) -> None:
@@ -161,22 +163,22 @@ def main() -> None:
         configure_logging("inference", settings.service.log_level)
         check = StoreCheck(settings.service.store)
         check.begin()
-        if settings.fronts > 1 and len(sys.argv) == 1:
+        if settings.frontends > 1 and len(sys.argv) == 1:
             listen = settings.service.listen
-            _end(asyncio.run(run_fronts("inference_service", listen, settings.fronts, settings.metrics_listen)))
+            _end(asyncio.run(run_frontends("inference_service", listen, settings.frontends, settings.metrics_listen)))
         configure_tracing("inference", os.environ)
         give_back_large_buffers()
         store = open_store(settings.service.store)
-        siblings = Siblings()
+        peers = Peers()
         if len(sys.argv) > 1:
             number, folder = sys.argv[1:]
-            siblings = Siblings(Path(folder), int(number))
+            peers = Peers(Path(folder), int(number))
             settings = replace(settings, metrics_listen=metrics_of(settings.metrics_listen, int(number)))
         # What is loaded by now stays: the collector need not look through it while requests are answered.
         gc.collect()
         gc.freeze()
         # Not asyncio.run, which would wait for threads that wait for a Ray that is gone.
-        status = asyncio.new_event_loop().run_until_complete(run(settings, store, check, siblings, token))
+        status = asyncio.new_event_loop().run_until_complete(run(settings, store, check, peers, token))
     except (SettingsError, StoreRefused, MillraceError) as error:
         print(f"inference_service: {error}", file=sys.stderr)
         sys.exit(REFUSED)

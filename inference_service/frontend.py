@@ -16,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from inference_service.deploy.reconciler import RayLost, Reconciler
 from inference_service.domain.deployment import LIVE, Deployment, application_name
-from inference_service.domain.rollout import RollOutState
+from inference_service.domain.rollout import RolloutState
 from inference_service.domain.statistics import Counts
-from inference_service.peers import LOOK_EVERY_S, Siblings, Told
+from inference_service.peers import POLL_INTERVAL_S, Peers, PeerState
 from inference_service.serve.models import Models
 from inference_service.serve.ray_serve import ServeApplications, to_serve_thread
 from inference_service.serve.repository import SummedStatistics
@@ -41,14 +41,14 @@ logger = logging.getLogger(__name__)
 # Until Ray is reached, Get and List answer from the store and health says NOT_SERVING.
 
 EXIT_RAY_LOST = 75  # EX_TEMPFAIL of sysexits.h
-LOOK_FOR_RAY_EVERY_S = 0.5
-CONNECT_WITHIN_S = 60.0
+RAY_POLL_INTERVAL_S = 0.5
+CONNECT_TIMEOUT_S = 60.0
 # Not asyncio's connections: they resolve a host name in the event loop's threads. These may all wait for the store, and
 # Ray would seem to be gone.
 WATCHING = ThreadPoolExecutor(4, thread_name_prefix="watching-ray")
 
 
-class Front:
+class RayConnection:
     """`exit_status` is the process's, once `run` has ended; `ready` is set once it has seen what there is to serve."""
 
     def __init__(
@@ -89,9 +89,9 @@ class Front:
         while True:
             if await _listens(self._address):
                 break
-            await asyncio.sleep(LOOK_FOR_RAY_EVERY_S)
+            await asyncio.sleep(RAY_POLL_INTERVAL_S)
         try:
-            async with asyncio.timeout(CONNECT_WITHIN_S):
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await to_serve_thread(self._applications.connect, self._address)
         except Exception as error:  # Ray's client raises half a dozen kinds here
             raise RayLost(f"joining failed: {error!r}") from error
@@ -107,7 +107,7 @@ class Front:
         while time.monotonic() - seen_at < self._gone_after_s:
             if await _listens(self._address):
                 seen_at = time.monotonic()
-            await asyncio.sleep(LOOK_FOR_RAY_EVERY_S)
+            await asyncio.sleep(RAY_POLL_INTERVAL_S)
         raise RayLost(f"nothing listens there for {self._gone_after_s:.0f} s")
 
     async def _serving(self) -> None:
@@ -119,10 +119,10 @@ async def _listens(address: str) -> bool:
     host, _, port = address.rpartition(":")
 
     def connect() -> None:
-        socket.create_connection((host, int(port)), LOOK_FOR_RAY_EVERY_S).close()
+        socket.create_connection((host, int(port)), RAY_POLL_INTERVAL_S).close()
 
     try:
-        async with asyncio.timeout(LOOK_FOR_RAY_EVERY_S):
+        async with asyncio.timeout(RAY_POLL_INTERVAL_S):
             await asyncio.get_running_loop().run_in_executor(WATCHING, connect)
     except (OSError, TimeoutError):
         return False
@@ -136,63 +136,63 @@ async def _listens(address: str) -> bool:
 STATISTICS_EVERY_S = 1.0
 
 
-class SiblingReports:
+class PeerReports:
     """Lives on the event loop of `models`. `ready` is set once this process answers."""
 
     def __init__(
         self,
-        siblings: Siblings,
+        peers: Peers,
         reconciler: Reconciler,
         models: Models,
         statistics: SummedStatistics,
         ready: asyncio.Event,
     ) -> None:
-        self._siblings = siblings
+        self._peers = peers
         self._ready = ready
         self._reconciler = reconciler
         self._models = models
         self._statistics = statistics
         self._statistics_at = -STATISTICS_EVERY_S
         self._listens = False
-        self._is_mute = False
+        self._cannot_touch = False
         self._news: dict[int, tuple[int, list[str], list[str]]] = {}
         reconciler.on_going(self._exchange)
 
     async def run(self) -> None:
         """Until cancelled; returns at once where there are no others. What they have written or loaded is seen soon."""
-        while self._siblings.are_there:
+        while self._peers.are_there:
             self._exchange()
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
     async def turn_to_listen(self) -> None:
         """Returns when this process may open the port, and tells the others that it does."""
-        while not self._siblings.may_listen(self._ready.is_set(), self._reconciler.holds()):  # noqa: ASYNC110 - files tell nobody
-            await asyncio.sleep(LOOK_EVERY_S)
+        while not self._peers.may_listen(self._ready.is_set(), self._reconciler.holds()):  # noqa: ASYNC110 - files tell nobody
+            await asyncio.sleep(POLL_INTERVAL_S)
         self._listens = True
         self._exchange()
 
     def _exchange(self) -> None:
         """A folder that is full or cannot be written or read must not end what is served: it is tried again."""
-        self._siblings.beat()
+        self._peers.heartbeat()
         try:
             self._tell()
-            before, self._news = self._news, self._siblings.news()
+            before, self._news = self._news, self._peers.news()
             if time.monotonic() - self._statistics_at >= STATISTICS_EVERY_S:
                 self._statistics.leave()
                 self._statistics_at = time.monotonic()
         except OSError as error:
-            if not self._is_mute:
+            if not self._cannot_touch:
                 logger.error("the front processes do not hear of each other: %s; see to the folder's disk", error)
-            self._is_mute = True
+            self._cannot_touch = True
             return
-        self._is_mute = False
+        self._cannot_touch = False
         if self._news != before:
-            self._reconciler.nudge()
+            self._reconciler.wake()
 
     def _tell(self) -> None:
         counts = {name: one for deployment in self._models.deployments() for name, one in self._counts(deployment)}
-        self._siblings.tell(
-            Told(
+        self._peers.tell(
+            PeerState(
                 pid=os.getpid(),
                 listens=self._listens,
                 ready=self._ready.is_set(),
@@ -205,16 +205,16 @@ class SiblingReports:
 
     def _counts(self, deployment: Deployment) -> list[tuple[str, Counts]]:
         """Of the versions that limits compare, as long as they do."""
-        roll_out = deployment.roll_out
-        if roll_out is None or roll_out.state is not RollOutState.SHIFTING:
+        rollout = deployment.rollout
+        if rollout is None or rollout.state is not RolloutState.SHIFTING:
             return []
         return [
             (
                 application_name(deployment, version),
-                self._models.statistics(deployment, version).recent.counts(time.time(), roll_out.plan.limits.window_s),
+                self._models.statistics(deployment, version).recent.counts(time.time(), rollout.plan.limits.window_s),
             )
             for version in deployment.versions
-            if version.number in (roll_out.version, roll_out.main)
+            if version.number in (rollout.version, rollout.main)
         ]
 
 
@@ -226,13 +226,13 @@ class SiblingReports:
 REPORT_EVERY_S = 2.0
 
 
-class LoadReports:
+class LoadReporter:
     """Lives on the event loop of `models`."""
 
     def __init__(self, applications: ServeApplications, models: Models) -> None:
         self._applications = applications
         self._models = models
-        self._front = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._frontend = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._under_way: set[str] = set()
 
     async def run(self) -> None:
@@ -256,7 +256,7 @@ class LoadReports:
         try:
             batcher = self._models.find_batcher(name)
             if batcher is not None:
-                await self._applications.tell_load(name, self._front, batcher.load())
+                await self._applications.report_load(name, self._frontend, batcher.load())
         except Exception as error:  # Ray's half a dozen kinds; the next report is as good
             logger.warning("the replicas of %s do not hear what there is for them to do: %r", name, error)
         finally:
@@ -272,7 +272,7 @@ class LoadReports:
 
 
 # Longer than a healthy store takes; a silent one is given up by its client only after half a minute.
-CHECKED_WITHIN_S = 10.0
+CHECKED_TIMEOUT_S = 10.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 
 
@@ -282,14 +282,14 @@ class StoreCheck:
         self.passed = False
 
     def begin(self) -> None:
-        """Checks once, and returns after `CHECKED_WITHIN_S` seconds at the latest. Raises `StoreRefused`."""
+        """Checks once, and returns after `CHECKED_TIMEOUT_S` seconds at the latest. Raises `StoreRefused`."""
         # Of its own, and not waited for at the end: the store may be silent for longer than that.
         thread = ThreadPoolExecutor(1, thread_name_prefix="store-check")
         try:
-            thread.submit(self._check).result(CHECKED_WITHIN_S)
+            thread.submit(self._check).result(CHECKED_TIMEOUT_S)
             self.passed = True
         except TimeoutError:
-            self._warn(f"{self._settings.url} has not answered within {CHECKED_WITHIN_S:.0f} s")
+            self._warn(f"{self._settings.url} has not answered within {CHECKED_TIMEOUT_S:.0f} s")
         except STORE_OUTAGES as error:
             self._warn(error.message)
         finally:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from inference_service.peers import beat_of
+from inference_service.peers import heartbeat_of
 from inference_service.settings import metrics_of
 from shared.jobs.supervisor import ChildRefused, supervise
 from shared.settings import SettingsError
@@ -28,19 +28,21 @@ logger = logging.getLogger(__name__)
 
 
 # A front that is told to stop answers what it has, for 5 s at most, and leaves Ray.
-STOP_WITHIN_S = 12.0
+STOP_TIMEOUT_S = 12.0
 # The exit status of a process whose settings cannot be had.
 REFUSED = 2
 
 
-async def run_fronts(module: str, listen: str, fronts: int, metrics_listen: str = "") -> int:
+async def run_frontends(module: str, listen: str, frontends: int, metrics_listen: str = "") -> int:
     """Runs `python -m module NUMBER FOLDER` for each number until SIGTERM or SIGINT. Returns the exit status: 0, or
     `REFUSED` where one of them ends with that when it is first started.
 
     Raises `SettingsError` where one of the ports cannot be had: if another service has the one that they share, the
     kernel would share out the calls among both.
     """
-    _check_free(listen, [metrics_of(metrics_listen, front) for front in range(fronts)] if metrics_listen else [])
+    _check_free(
+        listen, [metrics_of(metrics_listen, frontend) for frontend in range(frontends)] if metrics_listen else []
+    )
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -48,17 +50,17 @@ async def run_fronts(module: str, listen: str, fronts: int, metrics_listen: str 
     folder = _folder()
     status = 0
 
-    async def keep(front: int) -> None:
+    async def keep(frontend: int) -> None:
         nonlocal status
-        arguments = (str(front), str(folder))
+        arguments = (str(frontend), str(folder))
         try:
             await supervise(
                 module,
                 stop,
                 arguments=arguments,
-                stop_within_s=STOP_WITHIN_S,
+                stop_within_s=STOP_TIMEOUT_S,
                 refusal=REFUSED,
-                hangs=lambda pid: hangs(folder, front, pid),
+                hangs=lambda pid: hangs(folder, frontend, pid),
             )
         except ChildRefused:  # it has said why
             status = REFUSED
@@ -66,8 +68,8 @@ async def run_fronts(module: str, listen: str, fronts: int, metrics_listen: str 
 
     try:
         async with asyncio.TaskGroup() as tasks:
-            for front in range(fronts):
-                tasks.create_task(keep(front))
+            for frontend in range(frontends):
+                tasks.create_task(keep(frontend))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return status
@@ -113,21 +115,23 @@ async def parent_gone() -> None:
 # --- Signs of life ---
 # Whether a front process hangs, by the signs of life that it gives several times a second.
 
-LOOK_EVERY_S = 5.0
+POLL_INTERVAL_S = 5.0
 # In a row. They are counted, not timed: who was stopped with its parent has its time once both go on.
-SILENT_LOOKS = 12
+UNRESPONSIVE_POLLS = 12
 
 
 async def hangs(folder: Path, number: int, pid: int) -> None:
     """Returns once the front of this number has given no sign of life for a minute, having given one before. A folder
     in which no file can be touched, read-only by now, says nothing of those who try."""
-    beat_before, silent = None, 0
-    while silent < SILENT_LOOKS:
-        await asyncio.sleep(LOOK_EVERY_S)
-        beat_at = _touched_at(beat_of(folder, number, pid))
+    heartbeat_before, unresponsive = None, 0
+    while unresponsive < UNRESPONSIVE_POLLS:
+        await asyncio.sleep(POLL_INTERVAL_S)
+        heartbeat_at = _touched_at(heartbeat_of(folder, number, pid))
         can_touch = _touch(folder / "parent")
-        silent = silent + 1 if can_touch and beat_at is not None and beat_at == beat_before else 0
-        beat_before = beat_at
+        unresponsive = (
+            unresponsive + 1 if can_touch and heartbeat_at is not None and heartbeat_at == heartbeat_before else 0
+        )
+        heartbeat_before = heartbeat_at
 
 
 def _touched_at(path: Path) -> int | None:

@@ -21,13 +21,13 @@ from inference_service.domain.statistics import Counts
 
 logger = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 0.25
+POLL_INTERVAL_S = 0.25
 # One that lives, and has told nothing for so long, hangs or cannot write: what it told last may be true no more.
-SILENT_AFTER_S = 5.0
+UNRESPONSIVE_AFTER_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class PeerState:
     """By one process: whether it listens on the port, whether it is ready to answer, the applications that it may send
     batches to, those that it is taking out of Serve, how many logs it has written, and its own requests of versions
     that a roll-out is about, by application."""
@@ -41,16 +41,16 @@ class Told:
     counts: Mapping[str, Counts] = field(default_factory=dict)
 
     @staticmethod
-    def from_json(text: str) -> Told:
+    def from_json(text: str) -> PeerState:
         found: dict[str, Any] = json.loads(text)
         counts = {
             name: Counts(one["answered"], one["faults"], {int(place): count for place, count in one["took"].items()})
             for name, one in found.pop("counts").items()
         }
-        return Told(**found, counts=counts)
+        return PeerState(**found, counts=counts)
 
 
-class Siblings:
+class Peers:
     """Without a `folder` there are none. `number` counts from 0."""
 
     def __init__(self, folder: Path | None = None, number: int = 0) -> None:
@@ -58,7 +58,7 @@ class Siblings:
         self._number = number
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         return self._number == 0
 
     @property
@@ -66,19 +66,19 @@ class Siblings:
         """Whether there may be any."""
         return self._folder is not None
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """The sign of life that the parent process looks for. It raises nothing, and but for the first it needs neither
         a descriptor nor room on the disk: who lacks these, and answers, does not hang."""
         if self._folder is None:
             return
-        own = beat_of(self._folder, self._number, os.getpid())
+        own = heartbeat_of(self._folder, self._number, os.getpid())
         with suppress(OSError):
             if not own.exists():
                 for before in self._folder.glob(f"{self._number}.*.beat"):
                     before.unlink(missing_ok=True)
             own.touch()
 
-    def tell(self, told: Told) -> None:
+    def tell(self, told: PeerState) -> None:
         """Replaces what this process told before; who reads meanwhile reads one or the other."""
         self._write("json", json.dumps(asdict(told)).encode())
 
@@ -99,8 +99,8 @@ class Siblings:
         """Of each other process that tells."""
         return [
             told.counts[application]
-            for told_at, told in self._others()
-            if application in told.counts and _is_recent(told_at)
+            for reported_at, told in self._others()
+            if application in told.counts and _is_recent(reported_at)
         ]
 
     def may_listen(self, ready: bool, holds: Iterable[str]) -> bool:
@@ -108,40 +108,40 @@ class Siblings:
         answered as well as by those that have it. So while nobody has, the first does, to say that the service starts;
         the others once all are ready, and it reaches whatever those reach that still tell."""
         listening = [(at, told) for at, told in self._others() if told.listens]
-        if self.leads and not listening:
+        if self.is_leader and not listening:
             return True
         own = set(holds)
         return ready and all(told.ready and own.issuperset(told.holds) for at, told in listening if _is_recent(at))
 
-    def all_hold(self, application: str, silent_s: float) -> bool:
+    def all_hold(self, application: str, unresponsive_s: float) -> bool:
         """Whether every other process that has the port can send batches there; one that has told nothing for
-        `silent_s` does not count."""
+        `unresponsive_s` does not count."""
         return all(
             application in told.holds
-            for told_at, told in self._others()
-            if told.listens and time.time() - told_at < silent_s
+            for reported_at, told in self._others()
+            if told.listens and time.time() - reported_at < unresponsive_s
         )
 
     def going(self) -> set[str]:
         """The applications that another process is taking out of Serve. It has read a log that did not want them, and
         waits until nobody sends batches there: so nobody may, though the log should want them again by now."""
-        return {name for told_at, told in self._others() if _is_recent(told_at) for name in told.going}
+        return {name for reported_at, told in self._others() if _is_recent(reported_at) for name in told.going}
 
     def news(self) -> dict[int, tuple[int, list[str], list[str]]]:
         """How many logs each other process has written, what it holds and what it is taking out, by pid."""
         return {told.pid: (told.written, told.holds, told.going) for _, told in self._others()}
 
-    async def let_go(self, application: str, since_s: float, silent_s: float) -> None:
+    async def let_go(self, application: str, since_s: float, unresponsive_s: float) -> None:
         """Returns once no other process sends batches there any more, as each has told after `since_s`, in seconds
         since the epoch: what it told before this process said that the application goes, it may have taken over since.
-        One that has told nothing for `silent_s` is not waited for."""
+        One that has told nothing for `unresponsive_s` is not waited for."""
         while any(  # noqa: ASYNC110 - files tell nobody
-            (told_at <= since_s or application in told.holds) and time.time() - told_at < silent_s
-            for told_at, told in self._others()
+            (reported_at <= since_s or application in told.holds) and time.time() - reported_at < unresponsive_s
+            for reported_at, told in self._others()
         ):
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
-    def _others(self) -> Iterator[tuple[float, Told]]:
+    def _others(self) -> Iterator[tuple[float, PeerState]]:
         """What those that live told last, and when, in seconds since the epoch."""
         if self._folder is None:
             return
@@ -149,9 +149,9 @@ class Siblings:
             if path == self._path(self._number):
                 continue
             with suppress(FileNotFoundError):
-                told_at, told = path.stat().st_mtime, Told.from_json(path.read_text())
+                reported_at, told = path.stat().st_mtime, PeerState.from_json(path.read_text())
                 if _lives(told.pid):
-                    yield told_at, told
+                    yield reported_at, told
 
     def _write(self, name: str, data: bytes) -> None:
         if self._folder is not None:
@@ -165,13 +165,13 @@ class Siblings:
         return self._folder / f"{number}.json"
 
 
-def beat_of(folder: Path, number: int, pid: int) -> Path:
+def heartbeat_of(folder: Path, number: int, pid: int) -> Path:
     """The empty file that the front process of this number and pid touches as long as it goes on."""
     return folder / f"{number}.{pid}.beat"
 
 
-def _is_recent(told_at: float) -> bool:
-    return time.time() - told_at < SILENT_AFTER_S
+def _is_recent(reported_at: float) -> bool:
+    return time.time() - reported_at < UNRESPONSIVE_AFTER_S
 
 
 def _lives(pid: int) -> bool:

@@ -10,7 +10,7 @@ from shared.settings import ServiceSettings, SettingsError, is_on, largest_clust
 from shared.tracing import tracing_environ
 
 DEFAULT_LISTEN = "127.0.0.1:50053"
-MAX_FRONTS = 64
+MAX_FRONTENDS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class InferenceSettings:
     # several fronts each has its own, on the ports from this one on.
     metrics_listen: str = ""
     # How many processes answer on the service's port.
-    fronts: int = 1
+    frontends: int = 1
     # Whether batches go to the replicas on this machine over sockets of theirs, or all through Ray Serve's handle.
     replica_sockets: bool = False
     # What the cluster has at most, when it has grown; None: what it has now is all that is known.
@@ -30,13 +30,13 @@ class InferenceSettings:
     # Ray is given up, and this process with it, after so many seconds in which its head's port is closed,
     ray_gone_after_s: float = 5.0
     # or in which it listens and does not answer: a busy machine must not look like a dead one.
-    ray_silent_after_s: float = 60.0
+    ray_unresponsive_after_s: float = 60.0
     # A version that goes answers what it has first, and gives that up after so many seconds in which it answered none.
-    drain_silent_after_s: float = 60.0
+    drain_unresponsive_after_s: float = 60.0
     # How long a version that gets no traffic any more stays, so that every serving process has read of it, in seconds.
     retired_for_s: float = 6.0
     # How long the replicas of a roll-out's version may take to start, and to be compared, in seconds.
-    roll_out_loads_within_s: float = 600.0
+    rollout_load_timeout_s: float = 600.0
     # OpenTelemetry's variables, which replicas get, too; none where no spans are exported.
     tracing: Mapping[str, str] = field(default_factory=dict, repr=False)
     # Whether replicas run users' own code.
@@ -51,28 +51,28 @@ def settings_from(environ: Mapping[str, str]) -> InferenceSettings:
         raise SettingsError(f"RAY_ADDRESS={service.ray_address!r}: use host:port of a running Ray head")
     return InferenceSettings(
         service=service,
-        metrics_listen=_metrics_listen(environ, _fronts(environ)),
-        fronts=_fronts(environ),
+        metrics_listen=_metrics_listen(environ, _frontends(environ)),
+        frontends=_frontends(environ),
         cluster_max=largest_cluster(environ),
         replica_sockets=is_on(environ, "MILLRACE_REPLICA_SOCKETS", default=True),
         tracing=tracing_environ(environ),
     )
 
 
-def metrics_of(listen: str, front: int) -> str:
+def metrics_of(listen: str, frontend: int) -> str:
     """Where a front's own metrics are."""
     host, _, port = listen.rpartition(":")
-    return f"{host}:{int(port) + front}" if listen else ""
+    return f"{host}:{int(port) + frontend}" if listen else ""
 
 
-def _fronts(environ: Mapping[str, str]) -> int:
-    text = environ.get("MILLRACE_FRONTS") or "1"
-    if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= MAX_FRONTS):
-        raise SettingsError(f"MILLRACE_FRONTS={text!r}: use 1 to {MAX_FRONTS} processes")
+def _frontends(environ: Mapping[str, str]) -> int:
+    text = environ.get("MILLRACE_FRONTENDS") or "1"
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= MAX_FRONTENDS):
+        raise SettingsError(f"MILLRACE_FRONTENDS={text!r}: use 1 to {MAX_FRONTENDS} processes")
     return int(text)
 
 
-def _metrics_listen(environ: Mapping[str, str], fronts: int) -> str:
+def _metrics_listen(environ: Mapping[str, str], frontends: int) -> str:
     listen = environ.get("MILLRACE_METRICS_LISTEN", "")
     host, _, port = listen.rpartition(":")
     whole_host = host and (":" in host) == (host.startswith("[") and host.endswith("]"))
@@ -81,6 +81,6 @@ def _metrics_listen(environ: Mapping[str, str], fronts: int) -> str:
             f"MILLRACE_METRICS_LISTEN={listen!r}: use host:port or [IPv6 address]:port, e.g. 127.0.0.1:9400 or "
             "[::1]:9400, or leave it out for no metrics"
         )
-    if listen and int(port) + fronts - 1 > 65535:
-        raise SettingsError(f"MILLRACE_METRICS_LISTEN={listen!r}: leave ports above it for {fronts} fronts")
+    if listen and int(port) + frontends - 1 > 65535:
+        raise SettingsError(f"MILLRACE_METRICS_LISTEN={listen!r}: leave ports above it for {frontends} fronts")
     return listen

@@ -5,7 +5,7 @@ A bundle is what `shared.code_packing` packs. It lies at `codeBundles/{sha256}/`
     bundle.tar      the packed bytes
     bundle.json     what is told of it; written last, so a bundle is there once this is
     deleting.json   while it is being deleted
-    users/          markers of the jobs that name it (`shared.user_markers`)
+    users/          markers of the jobs that name it (`shared.reference_markers`)
 
 For the services:
 
@@ -58,9 +58,9 @@ from shared.errors import (
     not_found,
 )
 from shared.jobs import JobState
+from shared.reference_markers import keep_marker, let_go, live_references, markers, put_marker, unmark
 from shared.requests import OUTCOME_UNKNOWN
 from shared.storage import ObjectExists, ObjectMissing, ObjectStore
-from shared.user_markers import keep_marker, let_go, live_users, markers, put_marker, unmark
 
 logger = logging.getLogger(__name__)
 
@@ -68,13 +68,13 @@ COLLECTION = "codeBundles"
 PATTERN = "codeBundles/{sha256}"
 SHA256 = re.compile(r"[0-9a-f]{64}")
 # A deletion that was begun is over within this time, or whoever began it is dead.
-DELETED_WITHIN_S = 60.0
+DELETED_TIMEOUT_S = 60.0
 LEFT_OVER_AFTER_S = 24 * 3600.0
 # How often a bundle is stored again that was deleted at the same time.
 TRIES = 3
 # Another process of the node unpacks at most 64 MiB meanwhile.
-UNPACKED_WITHIN_S = 300.0
-LOOK_AT_LOCK_EVERY_S = 0.05
+UNPACKED_TIMEOUT_S = 300.0
+LOCK_POLL_INTERVAL_S = 0.05
 
 
 class Readable(Protocol):
@@ -131,11 +131,11 @@ class CodeBundles:
         """In the order of their names. A page ends early where its bundles declare very many requirements."""
         digests, token = paging.page(self._store.folders(COLLECTION), page_size, page_token)
         records: list[BundleRecord] = []
-        told_bytes = 0
+        reported_bytes = 0
         for digest in filter(SHA256.fullmatch, digests):
             if record := _find(self._store, digest):
-                told_bytes += sum(len(text.encode()) for text in (*record.requirements, *record.modules))
-                if records and told_bytes > paging.PAGE_BYTES:
+                reported_bytes += sum(len(text.encode()) for text in (*record.requirements, *record.modules))
+                if records and reported_bytes > paging.PAGE_BYTES:
                     return records, paging.token_of(records[-1].sha256)
                 records.append(record)
         return records, token
@@ -146,13 +146,13 @@ class CodeBundles:
         sha256 = load_bundle(self._store, "name", name, deleting=True).sha256
         # Said first and looked for users then; a user marks first and looks for this then.
         self._say_deleting(sha256)
-        if users := live_users(self._store, name, time.time()):
+        if references := live_references(self._store, name, time.time()):
             self._store.delete(_key(sha256, "deleting.json"))
-            shown = ", ".join(users[:5]) + (f" and {len(users) - 5} more" if len(users) > 5 else "")
+            shown = ", ".join(references[:5]) + (f" and {len(references) - 5} more" if len(references) > 5 else "")
             raise FailedPrecondition(
                 f"{name} is named by {shown}; delete the jobs first",
                 reason="IN_USE",
-                metadata={"resource": name, "users": str(len(users))},
+                metadata={"resource": name, "users": str(len(references))},
             )
         self._take_away(sha256)
 
@@ -162,7 +162,7 @@ class CodeBundles:
         for sha256 in filter(SHA256.fullmatch, self._store.folders(COLLECTION)):
             began = _deleting_since(self._store, sha256)
             if began is not None:
-                if time.time() - began > DELETED_WITHIN_S:
+                if time.time() - began > DELETED_TIMEOUT_S:
                     self._finish(sha256)
             elif _find(self._store, sha256) is not None:
                 self._drop_dead_markers(sha256)
@@ -192,7 +192,7 @@ class CodeBundles:
         """The bundle that there is, unless its bytes are gone. Raises `Unavailable` while it is being deleted."""
         began = _deleting_since(self._store, sha256)
         if began is not None:
-            if time.time() - began < DELETED_WITHIN_S:
+            if time.time() - began < DELETED_TIMEOUT_S:
                 raise _being_deleted(f"{COLLECTION}/{sha256}")
             self._take_away(sha256)
             return None
@@ -220,7 +220,7 @@ class CodeBundles:
                 if self._store.get(key) == word:
                     return  # a write whose answer was lost, and that was made again
             began = _deleting_since(self._store, sha256)
-            if began is None or time.time() - began < DELETED_WITHIN_S:
+            if began is None or time.time() - began < DELETED_TIMEOUT_S:
                 raise _being_deleted(f"{COLLECTION}/{sha256}") from None
             self._store.put(key, word)
 
@@ -261,23 +261,23 @@ def digest_of(field: str, name: str) -> str:
 
 @contextmanager
 def using_bundle(
-    store: ObjectStore, name: str, kind: str, uid: str, user: str, *, field: str = "spec.program.code_bundle"
+    store: ObjectStore, name: str, kind: str, uid: str, holder: str, *, field: str = "spec.program.code_bundle"
 ) -> Iterator[BundleRecord]:
-    """Marks the bundle, which it gives, while the body makes the job `user`; the marker stays unless that is refused.
+    """Marks the bundle, which it gives, while the body makes the job `holder`; the marker stays unless that is refused.
     `field` is the one of the specification that names it.
 
     As `shared.dataset_version.version.using`, but the mark counts until the job is deleted: one that is over still
     names the bundle, which its checkpoints were made with. Raises what `load_bundle` raises.
     """
     digest_of(field, name)
-    put_marker(store, name, kind, uid, user, is_job=False, ends_in=JobState.DELETED)
+    put_marker(store, name, kind, uid, holder, is_job=False, ends_in=JobState.DELETED)
     try:
         yield load_bundle(store, field, name)
     except MillraceError as error:
         if not isinstance(error, OUTCOME_UNKNOWN):
             let_go(store, name, kind, uid)
         raise
-    keep_marker(store, name, kind, uid, user, is_job=False, ends_in=JobState.DELETED)
+    keep_marker(store, name, kind, uid, holder, is_job=False, ends_in=JobState.DELETED)
 
 
 def release_bundle(store: ObjectStore, name: str, kind: str, uid: str) -> None:
@@ -363,7 +363,7 @@ def _remove(path: Path) -> None:
 @contextmanager
 def _locked(file: Path) -> Iterator[None]:
     """Holds the lock of that file; the system lets it go when its holder dies."""
-    until = time.monotonic() + UNPACKED_WITHIN_S
+    until = time.monotonic() + UNPACKED_TIMEOUT_S
     with file.open("a") as opened:
         while True:
             try:
@@ -372,9 +372,9 @@ def _locked(file: Path) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > until:
                     raise Unavailable(
-                        f"another process has held {file} for {UNPACKED_WITHIN_S:g} s; end it, then try again"
+                        f"another process has held {file} for {UNPACKED_TIMEOUT_S:g} s; end it, then try again"
                     ) from None
-            time.sleep(LOOK_AT_LOCK_EVERY_S)
+            time.sleep(LOCK_POLL_INTERVAL_S)
         yield
 
 

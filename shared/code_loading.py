@@ -41,7 +41,7 @@ def load_code(store: Readable, code_bundle: str, root: Path | None = None) -> Pa
             raise FailedPrecondition(
                 f"this process has loaded {others[0]} and cannot load {code_bundle} besides: their modules could have "
                 "the same names; use another process",
-                reason="OTHER_CODE_LOADED",
+                reason="CODE_MISMATCH",
                 metadata={"resource": code_bundle, "loaded": others[0]},
             )
         root = root or node_folder()

@@ -37,7 +37,7 @@ TABLES_AHEAD = 16
 SHARE_ASKED_EVERY_S = 0.1
 
 # A worker that is ended is gone in a moment; a node that cannot be reached takes longer, until Ray declares it dead.
-TASKS_END_WITHIN_S = 120.0
+TASKS_END_TIMEOUT_S = 120.0
 # An executor that is only just being started cannot be shut down yet.
 END_TRIED_EVERY_S = 0.05
 
@@ -112,7 +112,7 @@ class DatasetStream:
         self._thread.start()
         try:
             while True:
-                _look_every(LOOKED_AT_EVERY_S if time.monotonic() < short_until_s else RAYS_OWN_EVERY_S)
+                _poll_interval(LOOKED_AT_EVERY_S if time.monotonic() < short_until_s else RAYS_OWN_EVERY_S)
                 while_waiting()
                 try:
                     item = self._queue.get(timeout=interval_s)
@@ -124,7 +124,7 @@ class DatasetStream:
                     raise RayFailed from item
                 yield item
         finally:
-            _look_every(RAYS_OWN_EVERY_S)
+            _poll_interval(RAYS_OWN_EVERY_S)
             self._end()
 
     @property
@@ -182,7 +182,7 @@ class DatasetStream:
                 continue
 
 
-def _look_every(seconds: float) -> None:
+def _poll_interval(seconds: float) -> None:
     """In all of this process: how often is no matter for what comes out."""
     streaming_executor_state.WAIT_FOR_TASK_COMPLETION_TIMEOUT_S = seconds
 
@@ -204,7 +204,7 @@ class _Ending:
             if not executor._execution_started or executor._shutdown:
                 return
             executor._shutdown = True  # by which the loop that starts tasks ends
-            executor.join(TASKS_END_WITHIN_S)
+            executor.join(TASKS_END_TIMEOUT_S)
             executor._shutdown = False
             tasks = [
                 task.get_waitable() for operator in executor._topology or () for task in operator.get_active_tasks()
@@ -217,6 +217,6 @@ def _wait_for_end(tasks: Sequence[ObjectRef[Any] | ObjectRefGenerator]) -> None:
     if not tasks:
         return
     ends = [task.completed() if isinstance(task, ObjectRefGenerator) else task for task in tasks]
-    _, running = ray.wait(ends, num_returns=len(ends), timeout=TASKS_END_WITHIN_S, fetch_local=False)
+    _, running = ray.wait(ends, num_returns=len(ends), timeout=TASKS_END_TIMEOUT_S, fetch_local=False)
     if running:
-        logger.warning("%d cancelled tasks have not ended within %.0f s", len(running), TASKS_END_WITHIN_S)
+        logger.warning("%d cancelled tasks have not ended within %.0f s", len(running), TASKS_END_TIMEOUT_S)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 MAX_SHOWN_VALUE = 200
 # Of the fields that one request has wrong; their number is told besides.
-MAX_TOLD_FIELDS = 100
+MAX_REPORTED_FIELDS = 100
 
 
 class MillraceError(Exception):
@@ -173,10 +173,10 @@ def invalid_fields(problems: Iterable[tuple[str, object, str]]) -> InvalidArgume
     described = []
     count = 0
     for count, (field, value, remedy) in enumerate(problems, 1):
-        if count <= MAX_TOLD_FIELDS:
+        if count <= MAX_REPORTED_FIELDS:
             described.append((field, f"{shown(value)}: {remedy}"))
     # In front, for what is long is cut at its end.
-    number = f"{count} fields are wrong, the first {MAX_TOLD_FIELDS} are " if count > MAX_TOLD_FIELDS else ""
+    number = f"{count} fields are wrong, the first {MAX_REPORTED_FIELDS} are " if count > MAX_REPORTED_FIELDS else ""
     return InvalidArgument(
         number + "; ".join(f"{field}: {text}" for field, text in described),
         reason="INVALID_FIELD",

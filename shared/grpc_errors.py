@@ -108,10 +108,10 @@ def _cut(text: str, limit: int, *, percent_encoded: bool = False) -> str:
     """At most `limit` bytes of the text, on the wire."""
     if len(text) < limit - 9 and text.isascii() and text.isprintable() and "%" not in text:
         return text  # a byte each
-    room = limit - 9  # for the ellipsis
+    capacity = limit - 9  # for the ellipsis
     for index, character in enumerate(text):
         plain = " " <= character <= "~" and character != "%"
-        room -= 1 if plain else len(character.encode()) * (3 if percent_encoded else 1)
-        if room < 0:
+        capacity -= 1 if plain else len(character.encode()) * (3 if percent_encoded else 1)
+        if capacity < 0:
             return text[:index] + "…"
     return text

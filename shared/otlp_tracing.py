@@ -54,15 +54,15 @@ class OtlpTracing(tracing.Tracing):
     def describe(self, **attributes: str | int) -> None:
         trace.get_current_span().set_attributes(_named(attributes))
 
-    def waiting(self, rows: int) -> tracing.Waiting | None:
+    def waiting(self, rows: int) -> tracing.QueueSpan | None:
         asking = trace.get_current_span()
         if not asking.is_recording():
             return None
-        return _Waiting(asking, self._tracer.start_span("queue", attributes=_named({"rows": rows})))
+        return _QueueSpan(asking, self._tracer.start_span("queue", attributes=_named({"rows": rows})))
 
     @contextmanager
-    def batch(self, served: Iterable[tracing.Waiting | None], rows: int) -> Iterator[None]:
-        asking = [one.asking for one in served if isinstance(one, _Waiting)]
+    def batch(self, served: Iterable[tracing.QueueSpan | None], rows: int) -> Iterator[None]:
+        asking = [one.asking for one in served if isinstance(one, _QueueSpan)]
         if not asking:  # whatever is the present span here, it is none of theirs
             with use_span(INVALID_SPAN):
                 yield
@@ -98,11 +98,11 @@ class OtlpTracing(tracing.Tracing):
             began_ns += round(took_s * 1e9)
             span.end(began_ns)
 
-    def close(self, within_s: float = tracing.EXPORT_WITHIN_S) -> None:
+    def close(self, timeout_s: float = tracing.EXPORT_TIMEOUT_S) -> None:
         # In a thread, since the exporter's own bounds are of each attempt and not of all.
         closing = threading.Thread(target=self._provider.shutdown, name="spans", daemon=True)
         closing.start()
-        closing.join(within_s)
+        closing.join(timeout_s)
 
 
 @contextmanager
@@ -134,7 +134,7 @@ class _Call:
         otel_context.detach(self._token)
 
 
-class _Waiting:
+class _QueueSpan:
     """`asking` is the span that waits for an answer."""
 
     def __init__(self, asking: Span, span: Span) -> None:

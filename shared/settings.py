@@ -95,9 +95,9 @@ def service_settings(environ: Mapping[str, str], default_listen: str) -> Service
     )
 
 
-def spare_attempt(environ: Mapping[str, str]) -> bool:
-    """Reads MILLRACE_SPARE_ATTEMPT: whether an idle process waits for the next attempt, to save it the start."""
-    return is_on(environ, "MILLRACE_SPARE_ATTEMPT", default=True)
+def standby_attempt(environ: Mapping[str, str]) -> bool:
+    """Reads MILLRACE_STANDBY_ATTEMPT: whether an idle process waits for the next attempt, to save it the start."""
+    return is_on(environ, "MILLRACE_STANDBY_ATTEMPT", default=True)
 
 
 def warm_workers(environ: Mapping[str, str]) -> bool:

@@ -107,13 +107,13 @@ WRITE_BYTES = 4096
 # Between two looks while lines come: a thread that woke for each of them would take time from those who log.
 PAUSE_S = 0.01
 # How long the end of a process waits for a reader that stands still.
-FLUSH_WITHIN_S = 2.0
+FLUSH_TIMEOUT_S = 2.0
 
 
 class BackgroundHandler(logging.Handler):
     """Lines keep the order in which they were logged. `flush`, which `logging.shutdown` calls at the end of a process,
-    waits until they are written, for `FLUSH_WITHIN_S` seconds at the most. In a forked child, which has no such thread,
-    lines are written at once."""
+    waits until they are written, for `FLUSH_TIMEOUT_S` seconds at the most. In a forked child, which has no such
+    thread, lines are written at once."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class BackgroundHandler(logging.Handler):
         return self._file
 
     def write_to(self, descriptor: int) -> None:
-        """Lines from here on go there; those that wait are written first, within `FLUSH_WITHIN_S` seconds."""
+        """Lines from here on go there; those that wait are written first, within `FLUSH_TIMEOUT_S` seconds."""
         self.flush()
         self._file = descriptor
 
@@ -162,7 +162,7 @@ class BackgroundHandler(logging.Handler):
 
     def flush(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: not self._waiting_bytes, FLUSH_WITHIN_S)
+            self._changed.wait_for(lambda: not self._waiting_bytes, FLUSH_TIMEOUT_S)
 
     def _run(self) -> None:
         while True:
@@ -173,11 +173,11 @@ class BackgroundHandler(logging.Handler):
             self._write(lines)
             with self._changed:
                 self._waiting_bytes -= sum(map(len, lines))
-                self._tell_of_dropped()
+                self._report_dropped()
                 self._changed.notify_all()
             time.sleep(PAUSE_S)
 
-    def _tell_of_dropped(self) -> None:
+    def _report_dropped(self) -> None:
         if self._dropped:
             message = "%d log lines were dropped: those before them were not read in time"
             record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, message, (self._dropped,), None)

@@ -15,7 +15,7 @@ from shared.settings import SettingsError
 
 PREFIX = "OTEL_"
 # What a process that ends may wait for its last spans.
-EXPORT_WITHIN_S = 2.0
+EXPORT_TIMEOUT_S = 2.0
 PROTOCOL = "http/protobuf"
 
 Headers = Mapping[str, str]
@@ -32,7 +32,7 @@ class Call(Protocol):
         """`status` is gRPC's, by its name."""
 
 
-class Waiting(Protocol):
+class QueueSpan(Protocol):
     """Of rows that wait for a batch."""
 
     def end(self) -> None: ...
@@ -55,11 +55,11 @@ class Tracing:
     def describe(self, **attributes: str | int) -> None:
         """Says more about the present span."""
 
-    def waiting(self, rows: int) -> Waiting | None:
+    def waiting(self, rows: int) -> QueueSpan | None:
         """Begins the span of so many rows of the present one in a queue."""
         return None
 
-    def batch(self, served: Iterable[Waiting | None], rows: int) -> AbstractContextManager[object]:
+    def batch(self, served: Iterable[QueueSpan | None], rows: int) -> AbstractContextManager[object]:
         """One span for many: a part of the first one's, with a link to each that it serves, and from each."""
         return _NOTHING
 
@@ -74,7 +74,7 @@ class Tracing:
     def parts(self, began_ns: int, **seconds: float) -> None:
         """Parts of the present span that followed one another from `began_ns`, since the epoch."""
 
-    def close(self, within_s: float = EXPORT_WITHIN_S) -> None:
+    def close(self, timeout_s: float = EXPORT_TIMEOUT_S) -> None:
         """Exports what is left, as far as there is time."""
 
 

@@ -142,7 +142,7 @@ def value_shown(value: pa.Scalar) -> str:
 # --- Half floats ---
 
 # Half floats have 11 binary digits, and none smaller than 2**-24.
-DIGITS, LEAST_EXPONENT = 11, -14
+DIGITS, MIN_EXPONENT = 11, -14
 
 
 def halves_of_texts(texts: pa.Array) -> pa.Array:
@@ -162,7 +162,7 @@ def halves_of_texts(texts: pa.Array) -> pa.Array:
 def _in_the_middle(values: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Whether it takes one binary digit more than a half float has, and that digit is 1."""
     finite = np.where(np.abs(values) < 2.0**16, values, 0.0)
-    exponents = np.maximum(np.frexp(finite)[1] - 1, LEAST_EXPONENT)
+    exponents = np.maximum(np.frexp(finite)[1] - 1, MIN_EXPONENT)
     units = np.ldexp(finite, DIGITS - exponents)
     middle: NDArray[np.bool_] = np.abs(units) % 2 == 1
     return middle

@@ -14,7 +14,7 @@ from hypothesis import settings
 
 from shared.settings import StoreSettings
 from shared.storage.opening import ensure_bucket
-from tests.support.blows import fault_table
+from tests.support.faults import fault_table
 from tests.support.needs import Missing
 from tests.support.node_client import installed_packages
 from tests.support.s3_server import NoS3Server, S3Program, S3Server, find_program, name_under_test, running

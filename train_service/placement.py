@@ -90,39 +90,42 @@ def devices_of(spec: TrainingSpec, run: str, nodes: Sequence[Node]) -> tuple[str
 def size_now(
     spec: TrainingSpec,
     device: str,
-    beside: Callable[[], int] = lambda: 0,
+    concurrent_ingests: Callable[[], int] = lambda: 0,
     own: Mapping[str, Resources] | None = None,
     more_than: int = 0,
 ) -> Size:
-    """The most workers on `device` for which there is room, 0 where not even the fewest fit. `beside` tells for how
-    many other jobs Ray Data prepares rows; it is asked only where there is room for more than `more_than` without them.
-    `own` is what the caller's workers hold, by node id: they would make room for others."""
+    """The most workers on `device` for which there is room, 0 where not even the fewest fit. `concurrent_ingests` tells
+    for how many other jobs Ray Data prepares rows; it is asked only where there is room for more than `more_than`
+    without them. `own` is what the caller's workers hold, by node id: they would make room for others."""
     nodes = usable_nodes()
     bundle = bundle_of(spec, device)
     free = [_with_own(node, (own or {}).get(node.node_id, {})) for node in nodes]
 
     def fits(ingests: int) -> int:
         left = besides_ingest(free, ingests)
-        return workers_that_fit(left, bundle, spec.placement.strategy, spec.fewest_workers, spec.num_workers)
+        return workers_that_fit(left, bundle, spec.placement.strategy, spec.effective_min_workers, spec.num_workers)
 
     # Of a job with workers, tasks may run just now.
     begun, begins = (_ingests(spec), 0) if own else (0, _ingests(spec))
     workers = fits(begins + _not_running(begun))
-    if workers > more_than and (others := beside()):
+    if workers > more_than and (others := concurrent_ingests()):
         workers = fits(begins + _not_running(begun + others))
     return Size(workers, bundle)
 
 
 def lacking(
-    spec: TrainingSpec, device: str, beside: Callable[[], int] = lambda: 0, nodes: Sequence[Node] | None = None
+    spec: TrainingSpec,
+    device: str,
+    concurrent_ingests: Callable[[], int] = lambda: 0,
+    nodes: Sequence[Node] | None = None,
 ) -> str:
-    """What the cluster lacks for the fewest workers of a run on `device`; empty where they fit. `beside` as for
-    `size_now`; `nodes` where the caller has just asked for the `usable_nodes`."""
+    """What the cluster lacks for the fewest workers of a run on `device`; empty where they fit. `concurrent_ingests` as
+    for `size_now`; `nodes` where the caller has just asked for the `usable_nodes`."""
     if spec.local:
         return ""
     nodes = usable_nodes() if nodes is None else nodes
     missing = _missing(spec, device, nodes, _ingests(spec))
-    if not missing and (others := beside()):
+    if not missing and (others := concurrent_ingests()):
         missing = _missing(spec, device, nodes, _ingests(spec) + others, others - _not_running(others))
     return missing
 
@@ -133,7 +136,7 @@ def _missing(spec: TrainingSpec, device: str, nodes: Sequence[Node], ingests: in
     bundle = bundle_of(spec, device)
     free = besides_ingest([node.free for node in nodes], ingests - running)
     total = besides_ingest([node.total for node in nodes], ingests)
-    strategy, fewest = spec.placement.strategy, spec.fewest_workers
+    strategy, fewest = spec.placement.strategy, spec.effective_min_workers
     if workers_that_fit(free, bundle, strategy, fewest, spec.num_workers):
         return ""
     missing = what_is_missing(free, total, bundle, strategy, fewest)

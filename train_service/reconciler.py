@@ -12,11 +12,11 @@ from shared.jobs import JobRecord, JobState
 from shared.jobs.reconciler import JobKind, run_reconciler
 from shared.log import StaleAttempt
 from shared.own_code import TRUSTED, VARIABLE, OwnCode, own_code
-from shared.settings import service_settings, spare_attempt
+from shared.settings import service_settings, standby_attempt
 from shared.storage import ObjectStore, open_store
 from shared.telemetry import configure_logging
-from train_service.attempt.endings import tell_lost
-from train_service.attempt.ingest_room import IngestRoom
+from train_service.attempt.ingest_reservation import IngestReservation
+from train_service.attempt.outcomes import report_lost
 from train_service.domain.devices import RUN_DEVICE, attempt_device, with_devices
 from train_service.domain.script_settings import spec_of_job
 from train_service.domain.spec import CPU, GPU, RAY_DATA, TrainingSpec
@@ -30,8 +30,8 @@ ENTRY = "train_service.attempt.trainer:run"
 PREPARE = "train_service.attempt.trainer:prepare"
 SWEEP_ENTRY = "train_service.sweeps.attempt:run"
 # An attempt that has ended gives its room back within moments; who begins before gets fewer workers than there are.
-SETTLED_WITHIN_S = 5.0
-CLUSTER_LOOK_EVERY_S = 5.0
+SETTLED_TIMEOUT_S = 5.0
+CLUSTER_POLL_INTERVAL_S = 5.0
 # A node that restarts, or is silent for a moment, is no reason to change to CPUs, which costs two restarts.
 FALLBACK_AFTER_S = 15.0
 
@@ -65,7 +65,7 @@ class OwnCodeGate:
                 log.append(job.attempt, EventKind.WARNING, {"text": text}, f"own-code-{job.attempt}")
 
 
-def lacks(room: IngestRoom, gate: OwnCodeGate, job: JobRecord) -> str:
+def missing_capacity(reservation: IngestReservation, gate: OwnCodeGate, job: JobRecord) -> str:
     """What the cluster lacks for the fewest workers that the job may go on with."""
     spec = spec_of_job(job.spec["training"], job.choices)
     if refusal := gate.refusal(job, spec):
@@ -78,13 +78,13 @@ def lacks(room: IngestRoom, gate: OwnCodeGate, job: JobRecord) -> str:
     if leaves_gpus and time.time() - job.update_time < FALLBACK_AFTER_S:
         missing = lacking(spec, run, nodes=nodes)
         return f"{missing}; it goes on on CPUs once they were gone for {FALLBACK_AFTER_S:g} s"
-    if missing := lacking(spec, device, partial(room.beside, job.name), nodes):
+    if missing := lacking(spec, device, partial(reservation.concurrent_ingests, job.name), nodes):
         return missing + _why_gpus(spec, job, device)
-    ended_now = job.state is JobState.RECOVERING and time.time() - job.update_time < SETTLED_WITHIN_S
+    ended_now = job.state is JobState.RECOVERING and time.time() - job.update_time < SETTLED_TIMEOUT_S
     if ended_now and is_settling(spec, device):
         return "the workers of the last attempt to end"
     if spec.ingest == RAY_DATA:
-        room.begins(job.name)  # for those that are looked at behind it
+        reservation.begins(job.name)  # for those that are looked at behind it
     return ""
 
 
@@ -113,7 +113,7 @@ class ClusterWatch:
 
     def __call__(self, store: ObjectStore) -> None:
         if time.monotonic() >= self._next:
-            self._next = time.monotonic() + CLUSTER_LOOK_EVERY_S
+            self._next = time.monotonic() + CLUSTER_POLL_INTERVAL_S
             self._memory = self._memory or ClusterMemory(store)
             self._memory.note(totals())
             self._memory.note_use(cluster_use())
@@ -123,21 +123,21 @@ def training(store: ObjectStore, prepare: str = "", own_code: OwnCode | None = N
     """Training jobs in that store, which are looked at one after the other. Attempts at programs begin only where
     `own_code` trusts callers' code; None: it does not."""
     gate = OwnCodeGate(store, own_code or OwnCode())
-    room, watch = IngestRoom(store), ClusterWatch()
+    reservation, watch = IngestReservation(store), ClusterWatch()
 
-    def looks(store: ObjectStore) -> None:
-        room.look()
+    def polls(store: ObjectStore) -> None:
+        reservation.poll()
         watch(store)
 
     return JobKind(
         name=TRAIN_KIND,
         entry=ENTRY,
         prepare=prepare,
-        lacks=partial(lacks, room, gate),
+        missing_capacity=partial(missing_capacity, reservation, gate),
         choose=choose,
-        lost=tell_lost,
-        spare_beside_work=True,
-        looks=looks,
+        lost=report_lost,
+        standby_during_work=True,
+        polls=polls,
     )
 
 
@@ -146,7 +146,7 @@ def main() -> None:
     configure_logging("train-reconciler", settings.log_level)
     # The service that started this process has refused `trusted` where strangers could reach it.
     callers_code = own_code(os.environ, settings.listen, has_token=True)
-    kind = training(open_store(settings.store), PREPARE if spare_attempt(os.environ) else "", callers_code)
+    kind = training(open_store(settings.store), PREPARE if standby_attempt(os.environ) else "", callers_code)
     run_reconciler(settings, kind, JobKind(name=SWEEP_KIND, entry=SWEEP_ENTRY, ended=end_trials))
 
 

@@ -38,8 +38,8 @@ from shared.own_code import OwnCode, allowed_functions
 from shared.settings import SettingsError, StoreSettings, store_settings
 from shared.storage import ObjectStore, open_store
 from shared.telemetry import configure_logging, flush_logs
-from train_service.attempt.endings import program_result, result_of, tell_device, told
-from train_service.attempt.pulses import Pulses
+from train_service.attempt.heartbeats import HeartbeatServer
+from train_service.attempt.outcomes import program_result, report_device, result_of, told
 from train_service.converters.specs import spec_from_proto
 from train_service.domain.devices import RUN_DEVICE
 from train_service.domain.spec import CPU, GPU, THREADS, TrainingSpec
@@ -47,11 +47,11 @@ from train_service.jobs.program_check import ProgramCheck
 from train_service.jobs.training_jobs import COLLECTION, TrainingJobs
 from train_service.learning.process_group import join_process_group
 from train_service.learning.ranks import Ranks
-from train_service.patience import patient
 from train_service.program.coordinator import ReportCoordinator
 from train_service.program.signing import handling
 from train_service.records.events import EventPrinter
 from train_service.records.reporting import TRAIN_KIND, Reporter
+from train_service.store_retry import retry_on_outage
 from train_service.worker.loop import LoopConfig, train_loop
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def _run(ranks: Ranks, store: StoreSettings, job_id: str, spec: TrainingSpec) ->
     if config is not None:
         loop = config
         _attempt(job, open_store(store), lambda context: _trained_loop(context, loop, ranks))
-    return _told_end(Jobs(open_store(store), TRAIN_KIND), job.name)
+    return _report_end(Jobs(open_store(store), TRAIN_KIND), job.name)
 
 
 def _run_program(ranks: Ranks, launch: Launch, settings: StoreSettings, job_id: str, spec: TrainingSpec) -> int:
@@ -161,9 +161,9 @@ def _run_program(ranks: Ranks, launch: Launch, settings: StoreSettings, job_id: 
                 stop_reason=lambda: reporter.stop_reason,
             )
             handle = stack.enter_context(handling(store, job.name, job.attempt, spec, coordinator))
-            pulses = stack.enter_context(Pulses(launch.host, handle))
+            heartbeats = stack.enter_context(HeartbeatServer(launch.host, handle))
             config = ProgramConfig(
-                store_url=settings.url, job_name=job.name, attempt=job.attempt, spec=spec, pulse=pulses.address
+                store_url=settings.url, job_name=job.name, attempt=job.attempt, spec=spec, heartbeat=heartbeats.address
             )
         config, code = ranks.share((config, code))
         if ranks.rank:
@@ -171,9 +171,9 @@ def _run_program(ranks: Ranks, launch: Launch, settings: StoreSettings, job_id: 
         if job is None:
             return int(code)
         if config is not None:
-            own, at_meeting = config, (reporter, coordinator, pulses)
+            own, at_meeting = config, (reporter, coordinator, heartbeats)
             _attempt(job, store, lambda context: _trained(context, own, ranks, launch, *at_meeting))
-        return _told_end(Jobs(open_store(settings), TRAIN_KIND), job.name)
+        return _report_end(Jobs(open_store(settings), TRAIN_KIND), job.name)
 
 
 def _trained(
@@ -183,13 +183,13 @@ def _trained(
     launch: Launch,
     reporter: Reporter,
     coordinator: ReportCoordinator,
-    pulses: Pulses,
+    heartbeats: HeartbeatServer,
 ) -> dict[str, Any]:
     """What rank 0 does of an attempt at a program."""
     with reporter, coordinator:
         try:
             _train_rank(config, ranks, launch)
-            while pulses.at_work():
+            while heartbeats.at_work():
                 time.sleep(0.1)  # another rank is behind; torchrun ends this one where that fails
         except KeyboardInterrupt:
             if coordinator.cause is not None:
@@ -237,7 +237,7 @@ def _follow(
 
     store = open_store(settings)
     run_attempt(lambda context: told(context, failed), store, TRAIN_KIND, config.job_name, config.attempt)
-    return _told_end(Jobs(store, TRAIN_KIND), config.job_name)
+    return _report_end(Jobs(store, TRAIN_KIND), config.job_name)
 
 
 def _trained_loop(context: AttemptContext, config: LoopConfig, ranks: Ranks) -> dict[str, Any]:
@@ -250,11 +250,11 @@ def _trained_loop(context: AttemptContext, config: LoopConfig, ranks: Ranks) -> 
 
 def _attempt(job: JobRecord, store: ObjectStore, trained: Callable[[AttemptContext], dict[str, Any]]) -> None:
     def work(context: AttemptContext) -> dict[str, Any]:
-        def told_trained() -> dict[str, Any]:
-            patient(lambda: tell_device(store, context.job), "the change of the device")
+        def report_trained() -> dict[str, Any]:
+            retry_on_outage(lambda: report_device(store, context.job), "the change of the device")
             return trained(context)
 
-        return told(context, told_trained)
+        return told(context, report_trained)
 
     # torchrun ends the ranks with it when one of them fails.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -263,7 +263,7 @@ def _attempt(job: JobRecord, store: ObjectStore, trained: Callable[[AttemptConte
         run_attempt(work, store, TRAIN_KIND, job.name, job.attempt)
 
 
-def _told_end(jobs: Jobs, name: str) -> int:
+def _report_end(jobs: Jobs, name: str) -> int:
     job = jobs.get(name, name)
     result = f", best {job.result['best_checkpoint']}" if job.result else ""
     error = f": {job.error['message']}" if job.error else ""
@@ -301,7 +301,7 @@ def _device_of_run(store: StoreSettings, job_id: str) -> str:
 
 def _device(spec: TrainingSpec, launch: Launch, of_run: str) -> str:
     """GPU or CPU, for an attempt at a run that is on `of_run`. Raises `FailedPrecondition`."""
-    if launch.world_size > spec.most_ranks:
+    if launch.world_size > spec.max_ranks:
         raise FailedPrecondition(
             f"spec.num_workers is {spec.num_workers} and there are {launch.world_size} ranks; start fewer, or raise it"
         )

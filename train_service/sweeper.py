@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable
 
 from shared.checkpoint import CheckpointRegistry
-from shared.checkpoint.users import OTHER_FOLDERS
+from shared.checkpoint.references import OTHER_FOLDERS
 from shared.errors import FailedPrecondition, Unavailable
 from shared.jobs import JobRecord, Jobs, JobState
+from shared.reference_markers import markers
 from shared.storage import ObjectStore
-from shared.user_markers import markers
-from train_service.jobs.lifecycle import Deletions
+from train_service.jobs.deletion import Deletions
 from train_service.records.reporting import TRAIN_KIND
 
 logger = logging.getLogger(__name__)

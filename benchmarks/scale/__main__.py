@@ -29,9 +29,9 @@ from benchmarks.scale.measuring import Costs
 SIZES = (1, 10, 100, 1000)
 MEMORY_BYTES = 6 * 1024**3
 TIME_S = 240.0
-LOOK_EVERY_S = 0.2
+POLL_INTERVAL_S = 0.2
 # Below this a processor's time is not worth a ratio: it says how the clock ticks.
-LEAST_S = 0.002
+MIN_S = 0.002
 
 Case = Callable[[Costs, int], None]
 
@@ -95,7 +95,7 @@ def _wait_within_limits(child: subprocess.Popen[bytes]) -> str:
     until = time.monotonic() + TIME_S
     while True:
         try:
-            child.wait(LOOK_EVERY_S)
+            child.wait(POLL_INTERVAL_S)
             return ""
         except subprocess.TimeoutExpired:
             problem = f"more than {TIME_S:.0f} s" if time.monotonic() > until else ""
@@ -115,7 +115,7 @@ def _rss_bytes(pid: int) -> int:
 
 
 def _unit_cost(cost: dict[str, Any]) -> float:
-    return float(max(cost["per_unit_s"], LEAST_S / cost["units"]))
+    return float(max(cost["per_unit_s"], MIN_S / cost["units"]))
 
 
 def main() -> None:

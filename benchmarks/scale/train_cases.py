@@ -81,7 +81,7 @@ def checkpoints(costs: Costs, scale: int) -> None:
         ("registry_page", lambda view: view.page("", 100)),
     ):
         with costs.measured(name, store):
-            assert CheckpointRegistry(store, JOB).look(ask)
+            assert CheckpointRegistry(store, JOB).poll(ask)
     with costs.measured("registry_entries", store, units=entries):
         assert len(CheckpointRegistry(store, JOB).entries()) == entries
 
@@ -143,7 +143,7 @@ def deployments(costs: Costs, scale: int) -> None:
     kept = Deployments(store)
     kept.create(deployment("there"))
     kept.create(deployment("gone"))
-    kept.wish("deployments/gone", lambda one: one and replace(one, state=one.state.GONE))
+    kept.request("deployments/gone", lambda one: one and replace(one, state=one.state.GONE))
     for number in range(100):
         store.copy_folder("deployments/there", f"deployments/there{number:04d}")
     for number in range(10 * scale):

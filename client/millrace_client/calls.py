@@ -1,7 +1,7 @@
 """How every RPC is called: a channel per service, a deadline, a request id, and errors of one family.
 
-`Patience` is how long a client waits for a server that is away, as while it restarts; `every_page` makes lists without
-pages.
+`RetryBudget` is how long a client waits for a server that is away, as while it restarts; `every_page` makes lists
+without pages.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def new_request_id() -> str:
 # --- Waiting for a server that is away ---
 
 # For so long without any progress a server may be away, before it is given up.
-PATIENCE_S = 120.0
+OUTAGE_TIMEOUT_S = 120.0
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
 
@@ -248,9 +248,9 @@ class Backoff:
         return pause_s * random.uniform(0.5, 1.0)
 
 
-class Patience:
+class RetryBudget:
     """Pauses between tries, the longer the longer nothing goes on, for at most `allowed_s` without progress, by default
-    `PATIENCE_S`."""
+    `OUTAGE_TIMEOUT_S`."""
 
     def __init__(self, allowed_s: float | None = None) -> None:
         self._allowed_s = allowed_s
@@ -274,7 +274,7 @@ class Patience:
 
     def pause_after(self, error: MillraceError, at_most_s: float = LONGEST_PAUSE_S) -> None:
         """Raises it where another try cannot help, or there was no progress for too long."""
-        allowed_s = PATIENCE_S if self._allowed_s is None else self._allowed_s
+        allowed_s = OUTAGE_TIMEOUT_S if self._allowed_s is None else self._allowed_s
         if not _may_pass(error) or time.monotonic() - self._progressed_at > allowed_s:
             raise error
         time.sleep(min(self._backoff.next_s(), at_most_s))

@@ -21,7 +21,7 @@ from typing import Any
 
 from millrace.train.v1 import checkpoint_import_pb2, resources_pb2
 from millrace.train.v1 import train_service_pb2 as pb
-from millrace_client.calls import DEFAULT_TIMEOUT_S, Caller, Patience, new_request_id
+from millrace_client.calls import DEFAULT_TIMEOUT_S, Caller, RetryBudget, new_request_id
 from millrace_client.errors import DataLoss, MillraceError
 
 # --- Downloads ---
@@ -75,18 +75,18 @@ class _Download:
     def run(self) -> resources_pb2.Checkpoint:
         # Nobody may be there at all; once the service has answered, it has longer to come back.
         allowed_s = self._caller.reconnect_for_s
-        patience = Patience(DEFAULT_TIMEOUT_S if allowed_s is None else allowed_s)
+        retry_budget = RetryBudget(DEFAULT_TIMEOUT_S if allowed_s is None else allowed_s)
         while True:
             try:
-                is_over = self._call(patience)
+                is_over = self._call(retry_budget)
             except MillraceError as error:
-                patience.pause_after(error)
+                retry_budget.pause_after(error)
                 continue
             if is_over:
                 assert self._checkpoint is not None
                 return self._checkpoint
 
-    def _call(self, patience: Patience) -> bool:
+    def _call(self, retry_budget: RetryBudget) -> bool:
         """One call, from the first file that is missing on. False where another has to go on."""
         if self._listed and self._listed.keys() == self._done.keys():
             return self._is_there_already() or self._put_in_place()
@@ -96,14 +96,14 @@ class _Download:
             if first is None or not first.HasField("header"):
                 raise DataLoss("the service did not begin with a header: is it one that knows GetCheckpoint?")
             if self._checkpoint is None:
-                patience.allow()
+                retry_budget.allow()
                 self._begin(first.header)
                 if self._request.path:  # a part of it is here already
                     return False
             file: _File | None = None
             with self._writing() as writing:
                 for response in responses:
-                    patience.progressed()
+                    retry_budget.progressed()
                     if response.WhichOneof("content") == "file":
                         self._finish(file, writing)
                         file = _file_of(response.file)

@@ -17,7 +17,7 @@ __all__ = ["NotABundle", "bundle_name", "push"]
 
 CHUNK_BYTES = 1024 * 1024
 # The most that a bundle has is 64 MiB, which the service checks and writes to the store.
-PUSHED_WITHIN_S = 300.0
+PUSHED_TIMEOUT_S = 300.0
 
 
 def push(caller: Caller, stub: Any, source: str | os.PathLike[str]) -> code_bundle_pb2.CodeBundle:
@@ -34,7 +34,7 @@ def push(caller: Caller, stub: Any, source: str | os.PathLike[str]) -> code_bund
             yield from _chunks(file)
 
         # The same bytes again make no second bundle, so the call may be made again.
-        return caller.send(stub.CreateCodeBundle, requests, code_bundle_pb2.CodeBundle, timeout_s=PUSHED_WITHIN_S)
+        return caller.send(stub.CreateCodeBundle, requests, code_bundle_pb2.CodeBundle, timeout_s=PUSHED_TIMEOUT_S)
 
 
 def bundle_name(source: str | os.PathLike[str]) -> str:

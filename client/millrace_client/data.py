@@ -253,7 +253,7 @@ def _tensors(column: Any) -> npt.NDArray[np.uint8]:
 # --- Making versions ---
 
 
-class MakingCalls(DataCalls):
+class VersionCalls(DataCalls):
     def import_version(
         self,
         dataset: str,
@@ -400,7 +400,7 @@ class MakingCalls(DataCalls):
 DELETE_TIMEOUT_S = 300.0
 
 
-class DataClient(DatasetCalls, UploadCalls, MakingCalls):
+class DataClient(DatasetCalls, UploadCalls, VersionCalls):
     """Names: `datasets/{d}` and `datasets/{d}/versions/{v}`."""
 
     def __init__(self, caller: Caller) -> None:

@@ -14,7 +14,7 @@ from google.protobuf.field_mask_pb2 import FieldMask
 
 from millrace.inference.v1 import deployment_service_pb2 as pb
 from millrace.inference.v1 import deployment_service_pb2_grpc
-from millrace.inference.v1 import roll_out_pb2 as pb_roll_out
+from millrace.inference.v1 import rollout_pb2 as pb_rollout
 from millrace_client.calls import Caller, every_page, new_request_id
 from millrace_client.operations import Operation
 
@@ -52,7 +52,7 @@ class DeploymentClient:
         request = pb.ListDeploymentsRequest()
         return every_page(self._caller, self._stub.ListDeployments, request, "deployments")
 
-    def roll_out(
+    def rollout(
         self,
         name: str,
         checkpoint: str,
@@ -77,7 +77,7 @@ class DeploymentClient:
         To `compare`, before any traffic moves, name rows that both versions answer, (dataset version, split), and the
         share of them with equal labels or by how much outputs may differ.
         """
-        limits = pb_roll_out.RollOutLimits(
+        limits = pb_rollout.RolloutLimits(
             max_error_share=max_error_share, max_p99_ratio=max_p99_ratio, min_requests=min_requests
         )
         if max_p99_s is not None:
@@ -86,22 +86,22 @@ class DeploymentClient:
             limits.window.CopyFrom(duration(window_s))
         comparison = None
         if compare is not None:
-            comparison = pb_roll_out.Comparison(
+            comparison = pb_rollout.Comparison(
                 dataset_version=compare[0],
                 split=compare[1],
                 min_agreement=min_agreement,
                 max_difference=max_difference,
             )
-        spec = pb_roll_out.RollOutSpec(
+        spec = pb_rollout.RolloutSpec(
             checkpoint=checkpoint,
-            steps=[pb_roll_out.RollOutStep(percent=percent, interval=duration(wait_s)) for percent, wait_s in steps],
+            steps=[pb_rollout.RolloutStep(percent=percent, interval=duration(wait_s)) for percent, wait_s in steps],
             limits=limits,
             allow_new_signature=allow_new_signature,
             comparison=comparison,
         )
-        request = pb.RollOutRequest(name=name, spec=spec, etag=etag, request_id=new_request_id())
-        operation = self._caller.unary(self._stub.RollOut, request, operations_pb2.Operation)
-        return Operation(self._caller, operation, pb.Deployment, pb.RollOutMetadata)
+        request = pb.RolloutRequest(name=name, spec=spec, etag=etag, request_id=new_request_id())
+        operation = self._caller.unary(self._stub.Rollout, request, operations_pb2.Operation)
+        return Operation(self._caller, operation, pb.Deployment, pb.RolloutMetadata)
 
     def update_traffic(
         self,
@@ -125,7 +125,7 @@ class DeploymentClient:
             shadow=pb.Shadow(version=shadow[0], percent=shadow[1]) if shadow else None,
         )
         spec = pb.DeploymentSpec(version_policy=version_policy)
-        wishes = {
+        changes = {
             "traffic.weights": weights,
             "traffic.routes": routes,
             "traffic.shadow": shadow,
@@ -133,7 +133,7 @@ class DeploymentClient:
         }
         request = pb.UpdateDeploymentRequest(
             deployment=pb.Deployment(name=name, etag=etag, traffic=traffic, spec=spec),
-            update_mask=FieldMask(paths=[path for path, wish in wishes.items() if wish is not None]),
+            update_mask=FieldMask(paths=[path for path, change in changes.items() if change is not None]),
         )
         return self._caller.unary(self._stub.UpdateDeployment, request, pb.Deployment)
 
@@ -141,10 +141,10 @@ class DeploymentClient:
         """Its state now, and whenever it is another, until it is gone; closing the iterator ends the call."""
         return self._caller.stream(self._stub.WatchDeployment, pb.WatchDeploymentRequest(name=name))
 
-    def roll_back(self, name: str, *, etag: str = "") -> pb.Deployment:
+    def rollback(self, name: str, *, etag: str = "") -> pb.Deployment:
         """Gives the traffic back to the versions that had it before the newest roll-out, at once."""
-        request = pb.RollBackRequest(name=name, etag=etag)
-        return self._caller.unary(self._stub.RollBack, request, pb.Deployment)
+        request = pb.RollbackRequest(name=name, etag=etag)
+        return self._caller.unary(self._stub.Rollback, request, pb.Deployment)
 
     def delete_deployment(self, name: str, *, etag: str = "") -> None:
         """Takes it out of service; requests in flight are answered first. With an `etag`: only if that is the present

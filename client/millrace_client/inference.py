@@ -106,16 +106,16 @@ class InferenceClient:
         """
         if in_flight < 1:
             raise ValueError(f"in_flight is {in_flight}: let at least one request be on its way")
-        room = threading.BoundedSemaphore(in_flight)
+        slots = threading.BoundedSemaphore(in_flight)
         waiting: deque[_InFlight] = deque()
         try:
             for inputs in requests:
                 request = infer_request(model, inputs, request_id=new_request_id(), **options)
                 if len(waiting) == ANSWERS_HELD * in_flight:
                     yield self._settle(waiting.popleft(), timeout_s)
-                room.acquire()
+                slots.acquire()
                 waiting.append(
-                    _InFlight(self._stub.ModelInfer, request, self._caller.headers(request.id), timeout_s, room)
+                    _InFlight(self._stub.ModelInfer, request, self._caller.headers(request.id), timeout_s, slots)
                 )
                 while waiting and waiting[0].done():
                     yield self._settle(waiting.popleft(), timeout_s)
@@ -204,12 +204,12 @@ class _InFlight:
         request: pb.ModelInferRequest,
         headers: Headers,
         timeout_s: float,
-        room: threading.BoundedSemaphore,
+        slots: threading.BoundedSemaphore,
     ) -> None:
         # None once it is answered: nobody sends it again.
         self.request: pb.ModelInferRequest | None = request
         self._request_id = request.id
-        self._room = room
+        self._slots = slots
         self._started = self._ended = time.perf_counter()
         self._arrived = threading.Event()
         self._call = method.future(request, timeout=timeout_s, metadata=headers)
@@ -220,7 +220,7 @@ class _InFlight:
         if self._call.code() is grpc.StatusCode.OK:
             self.request = None
         self._arrived.set()
-        self._room.release()
+        self._slots.release()
 
     def done(self) -> bool:
         return self._arrived.is_set()

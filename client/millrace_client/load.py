@@ -35,7 +35,7 @@ from millrace_client.rows.typed import BadInput, Tensor, dtype_of, typed
 
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
 # Beyond a call's own deadline, for gRPC to say that it has passed.
-END_WITHIN_S = 10.0
+END_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Plan:
     deadline_s: float = 5.0
     metadata: Sequence[tuple[str, str]] = ()
     # For a connection; a server that is there takes milliseconds.
-    ready_within_s: float = 10.0
+    ready_timeout_s: float = 10.0
 
 
 def closed_loop(plan: Plan, in_flight: int) -> Measured:
@@ -117,7 +117,7 @@ class _Calls:
 
     def __enter__(self) -> _Calls:
         try:
-            grpc.channel_ready_future(self._channel).result(timeout=self._plan.ready_within_s)
+            grpc.channel_ready_future(self._channel).result(timeout=self._plan.ready_timeout_s)
         except grpc.FutureTimeoutError:
             self._channel.close()
             raise TimeoutError(f"nobody answers at {self._plan.address}") from None
@@ -145,12 +145,12 @@ class _Calls:
         call = self._infer.future(request, timeout=timeout_s, metadata=self._plan.metadata)
         call.add_done_callback(partial(self._ended, due_s, sent_s, deadline_s, then))
 
-    def wait(self, ended: threading.Semaphore, count: int, within_s: float) -> None:
-        until_s = time.perf_counter() + within_s + self._plan.deadline_s + END_WITHIN_S
+    def wait(self, ended: threading.Semaphore, count: int, timeout_s: float) -> None:
+        until_s = time.perf_counter() + timeout_s + self._plan.deadline_s + END_TIMEOUT_S
         for number in range(count):
             if not ended.acquire(timeout=max(until_s - time.perf_counter(), 0.0)):
                 raise TimeoutError(
-                    f"{count - number} of {count} calls do not end, {END_WITHIN_S:.0f} s after their time"
+                    f"{count - number} of {count} calls do not end, {END_TIMEOUT_S:.0f} s after their time"
                 )
 
     def measured(self) -> Measured:
@@ -326,8 +326,8 @@ def _arrays(path: Path, inputs: Sequence[Tensor]) -> Rows:
 def _columns(path: Path, inputs: Sequence[Tensor]) -> Rows:
     import pyarrow.parquet as pq
 
-    from millrace_client.rows.asking import INT96_UNIT
     from millrace_client.rows.columns import Place, values_of_column
+    from millrace_client.rows.request_builder import INT96_UNIT
 
     with pq.ParquetFile(path, coerce_int96_timestamp_unit=INT96_UNIT) as file:
         given = [tensor for tensor in inputs if tensor.name in file.schema_arrow.names]

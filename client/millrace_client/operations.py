@@ -11,11 +11,11 @@ from google.protobuf import empty_pb2
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
-from millrace_client.calls import Caller, Patience
+from millrace_client.calls import Caller, RetryBudget
 from millrace_client.errors import DeadlineExceeded, MillraceError, from_status
 
 # How long one WaitOperation may hang, so that progress is seen in between.
-LOOK_EVERY_S = 1.0
+POLL_INTERVAL_S = 1.0
 
 Result = TypeVar("Result", bound=Message)
 
@@ -72,7 +72,7 @@ class Operation(Generic[Result]):
         A server may be away for a while, as when it restarts: the operation outlives it.
         """
         until = time.monotonic() + timeout_s
-        patience = Patience()
+        retry_budget = RetryBudget()
         while not self.done:
             left_s = until - time.monotonic()
             if left_s <= 0:
@@ -81,16 +81,16 @@ class Operation(Generic[Result]):
                     remedy="it still goes on; wait for it again, or cancel it",
                 )
             hang = Duration()
-            hang.FromNanoseconds(int(min(left_s, LOOK_EVERY_S) * 1e9))
+            hang.FromNanoseconds(int(min(left_s, POLL_INTERVAL_S) * 1e9))
             request = operations_pb2.WaitOperationRequest(name=self.name, timeout=hang)
             try:
                 self.proto = self._caller.unary(
                     self._stub.WaitOperation, request, operations_pb2.Operation, reconnect_for_s=0.0
                 )
             except MillraceError as error:
-                patience.pause_after(error, at_most_s=left_s)
+                retry_budget.pause_after(error, at_most_s=left_s)
                 continue
-            patience.progressed()
+            retry_budget.progressed()
             if on_progress is not None:
                 on_progress(self)
         if self.proto.HasField("error"):

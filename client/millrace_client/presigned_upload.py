@@ -16,7 +16,7 @@ from urllib.request import Request, urlopen
 
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1 import resources_pb2
-from millrace_client.calls import FIRST_PAUSE_S, LONGEST_PAUSE_S, PATIENCE_S, Caller, Patience, new_request_id
+from millrace_client.calls import FIRST_PAUSE_S, LONGEST_PAUSE_S, OUTAGE_TIMEOUT_S, Caller, RetryBudget, new_request_id
 from millrace_client.errors import FailedPrecondition, NotFound, Unavailable
 from millrace_client.uploads import SILENCE_S, OnProgress, commit, telling_how_to_resume
 
@@ -119,7 +119,7 @@ class _Sending:
                 why = str(error)
             now = time.monotonic()
             # Time for another try, however long one takes.
-            until = until or now + PATIENCE_S + (now - began)
+            until = until or now + OUTAGE_TIMEOUT_S + (now - began)
             if now > until or self._over.wait(pause_s):
                 raise Unavailable(f"the store does not take the part at {part.offset}: {why}")
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -127,7 +127,7 @@ class _Sending:
             self._renew()
 
     def _renew(self) -> None:
-        renewed = Patience().calling(self._start)
+        renewed = RetryBudget().calling(self._start)
         if renewed.create_time != self._upload.create_time:
             raise NotFound(f"{self.name} was aborted meanwhile", metadata={"resource": self.name})
         if renewed.state == resources_pb2.Upload.STATE_COMMITTED:

@@ -53,11 +53,11 @@ SWEEP_OVER = frozenset(
         sweep_pb2.Sweep.STATE_DELETING,
     }
 )
-LOOK_AT_SWEEP_EVERY_S = 2.0
+SWEEP_POLL_INTERVAL_S = 2.0
 # Each listed value and each end of a range is checked with a model.
-CHECKED_WITHIN_S = 120.0
+CHECKED_TIMEOUT_S = 120.0
 # The module of a program is imported once before its job is made.
-IMPORTED_WITHIN_S = 240.0
+IMPORTED_TIMEOUT_S = 240.0
 # The most that one answer holds.
 POINTS_AT_ONCE = 10_000
 BEYOND_ANY_EVENT = 2**63 - 1
@@ -82,7 +82,7 @@ class TrainClient:
             request_id=new_request_id(),
             validate_only=validate_only,
         )
-        timeout_s = IMPORTED_WITHIN_S if spec.HasField("program") else None
+        timeout_s = IMPORTED_TIMEOUT_S if spec.HasField("program") else None
         return self._caller.unary(self._stub.CreateTrainingJob, request, resources_pb2.TrainingJob, timeout_s=timeout_s)
 
     def suggest_training_spec(
@@ -342,7 +342,7 @@ class TrainClient:
         request = pb.CreateSweepRequest(
             sweep_id=sweep_id, spec=spec, request_id=new_request_id(), validate_only=validate_only
         )
-        return self._caller.unary(self._stub.CreateSweep, request, sweep_pb2.Sweep, timeout_s=CHECKED_WITHIN_S)
+        return self._caller.unary(self._stub.CreateSweep, request, sweep_pb2.Sweep, timeout_s=CHECKED_TIMEOUT_S)
 
     def get_sweep(self, name: str) -> sweep_pb2.Sweep:
         """With its trials, and the best of them so far."""
@@ -386,7 +386,7 @@ class TrainClient:
                     yield sweep
                 if sweep.state in SWEEP_OVER:
                     return
-            time.sleep(LOOK_AT_SWEEP_EVERY_S)
+            time.sleep(SWEEP_POLL_INTERVAL_S)
 
     def wait_sweep(self, name: str, *, reconnect_for_s: float = 120.0) -> sweep_pb2.Sweep:
         """Waits until it is over, and returns it, however it ended."""
@@ -399,7 +399,7 @@ class TrainClient:
 
 Making = Operation[data_pb2.DatasetVersion]
 Ask = Callable[[str, resources_pb2.TrainingSpec | None], suggestion_pb2.SuggestTrainingSpecResponse]
-DONE_WITHIN_S = 3600.0
+DONE_TIMEOUT_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -450,7 +450,7 @@ def prepared_suggestion(
     ask: Ask,
     data: DataClient,
     first: Suggestion,
-    wait: Callable[[Making], data_pb2.DatasetVersion] = lambda operation: operation.wait(DONE_WITHIN_S),
+    wait: Callable[[Making], data_pb2.DatasetVersion] = lambda operation: operation.wait(DONE_TIMEOUT_S),
 ) -> Suggestion:
     """What the rules say of the version that `first.preparation` makes, with the choices of both answers."""
     if first.preparation is None:

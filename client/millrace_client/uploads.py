@@ -27,7 +27,7 @@ from google.protobuf import empty_pb2
 
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1 import data_service_pb2_grpc, resources_pb2
-from millrace_client.calls import MAX_MESSAGE_BYTES, Caller, Patience, new_request_id
+from millrace_client.calls import MAX_MESSAGE_BYTES, Caller, RetryBudget, new_request_id
 from millrace_client.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -114,12 +114,12 @@ def _send(sending: _Sending, pieces: Iterator[bytes]) -> resources_pb2.Upload:
 def commit(caller: Caller, stub: Any, name: str, size_bytes: int, sha256: str) -> resources_pb2.Upload:
     """Fixes the bytes, however long the server takes to read them: it is called again while `hashed_size` grows.
 
-    Raises what the server refuses, `Unavailable` where it stays away for `PATIENCE_S`, and `DeadlineExceeded` where it
-    answers but gets no further for `COMMIT_STALLED_S`.
+    Raises what the server refuses, `Unavailable` where it stays away for `OUTAGE_TIMEOUT_S`, and `DeadlineExceeded`
+    where it answers but gets no further for `COMMIT_STALLED_S`.
     """
     request = pb.CommitUploadRequest(name=name, size_bytes=size_bytes, sha256=sha256)
     looking = pb.GetUploadRequest(name=name)
-    patience = Patience()
+    retry_budget = RetryBudget()
     hashed_size, moved_at = 0, time.monotonic()
     while True:
         called_at = time.monotonic()
@@ -130,12 +130,12 @@ def commit(caller: Caller, stub: Any, name: str, size_bytes: int, sha256: str) -
         except MillraceError as error:
             failed = error
         if time.monotonic() - called_at > REACHED_S:
-            patience.progressed()
-        patience.pause_after(failed)
-        upload = patience.calling(
+            retry_budget.progressed()
+        retry_budget.pause_after(failed)
+        upload = retry_budget.calling(
             lambda: caller.unary(stub.GetUpload, looking, resources_pb2.Upload, reconnect_for_s=0.0)
         )
-        patience.progressed()
+        retry_budget.progressed()
         if upload.hashed_size > hashed_size:
             moved_at = time.monotonic()
         elif time.monotonic() - moved_at > COMMIT_STALLED_S:
@@ -154,7 +154,7 @@ class _Sending:
         self._kept: deque[pb.UploadChunksRequest] = deque()
         self._stream: ChunkStream | None = None
         self._acknowledged = 0
-        self._patience = Patience()
+        self._retry_budget = RetryBudget()
 
     def run(self, pieces: Iterator[bytes]) -> tuple[int, str]:
         """Sends all, and returns its size and SHA-256 once it is durable."""
@@ -206,7 +206,7 @@ class _Sending:
     def _reopen(self, error: MillraceError) -> None:
         """Goes on in a new call from what the server has, where another try can help; else raises the error."""
         self.close()
-        self._patience.pause_after(error)
+        self._retry_budget.pause_after(error)
         self._take(self._get().acknowledged_size)
         for chunk in self._kept:
             self._opened().send(chunk)
@@ -220,14 +220,14 @@ class _Sending:
         if acknowledged <= self._acknowledged:
             return
         self._acknowledged = acknowledged
-        self._patience.progressed()
+        self._retry_budget.progressed()
         while self._kept and self._kept[0].offset + len(self._kept[0].data) <= acknowledged:
             self._kept.popleft()
         self._on_acknowledged(acknowledged)
 
     def _get(self) -> resources_pb2.Upload:
         request = pb.GetUploadRequest(name=self.name)
-        return self._patience.calling(
+        return self._retry_budget.calling(
             lambda: self.caller.unary(self.stub.GetUpload, request, resources_pb2.Upload, reconnect_for_s=0.0)
         )
 
@@ -316,9 +316,9 @@ def _from_pieces(pieces: Iterable[bytes | memoryview], chunk_bytes: int) -> Iter
             continue
         left = memoryview(piece).cast("B")
         while left:
-            room = chunk_bytes - len(gathered)
-            gathered += left[:room]
-            left = left[room:]
+            space = chunk_bytes - len(gathered)
+            gathered += left[:space]
+            left = left[space:]
             if len(gathered) == chunk_bytes:
                 yield bytes(gathered)
                 gathered.clear()

@@ -108,11 +108,11 @@ def _sentence(result: CheckResult) -> str:
     match result.check.condition:
         case RowCount(split, least, most):
             wanted = f"{split or 'the version'} needs {least:,} rows" + (f" to {most:,}" if most else " or more")
-        case ClassBalance(least_share, most_share):
-            upper = f" and at most {most_share:g}" if most_share else ""
-            wanted = f"each value of {result.check.column} needs a share of at least {least_share:g}{upper}"
-        case Drift(most_psi):
-            wanted = f"{result.check.column} may drift from its parent by a psi of {most_psi:g} at most"
+        case ClassBalance(min_share, max_share):
+            upper = f" and at most {max_share:g}" if max_share else ""
+            wanted = f"each value of {result.check.column} needs a share of at least {min_share:g}{upper}"
+        case Drift(max_psi):
+            wanted = f"{result.check.column} may drift from its parent by a psi of {max_psi:g} at most"
         case _:
             raise TypeError(f"{result.check.condition.kind} is a check of rows")
     return f"{wanted}; found {result.observed}"
@@ -129,7 +129,7 @@ def _sentence(result: CheckResult) -> str:
 
 DECILES = np.arange(1, 10) / 10
 # An empty bin counts as this share; its logarithm would be infinite.
-LEAST_SHARE = 1e-4
+MIN_SHARE = 1e-4
 
 Counts = Mapping[Any, int]
 
@@ -303,7 +303,7 @@ def _psi(expected: Sequence[float], found: Sequence[float]) -> float:
     total = 0.0
     for e, a in zip(expected, found, strict=True):
         if e or a:
-            e, a = max(e, LEAST_SHARE), max(a, LEAST_SHARE)
+            e, a = max(e, MIN_SHARE), max(a, MIN_SHARE)
             total += (a - e) * math.log(a / e)
     return total
 

@@ -418,13 +418,13 @@ def _is_leaf(reader: CompactReader) -> bool:
     return children == 0
 
 
-def _row_group(reader: CompactReader, most_chunks: int) -> RowGroupFooter:
+def _row_group(reader: CompactReader, max_chunks: int) -> RowGroupFooter:
     total_bytes, columns = 0, []
     for field, kind in reader.fields():
         if field == 1:
             for _ in reader.structs(kind):
                 columns.append(_chunk(reader))
-                if len(columns) > most_chunks:
+                if len(columns) > max_chunks:
                     raise FooterError(
                         f"its row groups have more than {MAX_CHUNKS} columns together; write larger row groups"
                     )
@@ -479,12 +479,12 @@ class ThriftError(ValueError):
 
 class CompactReader:
     """Reads one struct from the first byte on. A parser that keeps what it meets takes memory for each struct and each
-    element of a list, so at most `most_values` of them are read. Raises `IndexError` at the end of the bytes, and
+    element of a list, so at most `max_values` of them are read. Raises `IndexError` at the end of the bytes, and
     `ThriftError`."""
 
-    def __init__(self, data: bytes, most_values: int = 1_000_000) -> None:
+    def __init__(self, data: bytes, max_values: int = 1_000_000) -> None:
         self._data = data
-        self._values_left = most_values
+        self._values_left = max_values
         self.position = 0
 
     def fields(self) -> Iterator[tuple[int, int]]:

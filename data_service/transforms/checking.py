@@ -78,7 +78,7 @@ def output_schema(pipeline: Pipeline, given: Schema) -> pa.Schema:
     """
     pipeline.output(given, FIELD)
     try:
-        return arrow_schema(_with_learnt_lengths(pipeline, given))
+        return arrow_schema(_with_fitted_lengths(pipeline, given))
     except ValueError as error:
         raise InvalidArgument(
             f"{FIELD}: {error}", reason="INVALID_FIELD", metadata={"field": FIELD}, fields=[(FIELD, str(error))]
@@ -102,7 +102,7 @@ def _refuse_augmentations(pipeline: Pipeline) -> None:
             )
 
 
-def _with_learnt_lengths(pipeline: Pipeline, given: Schema) -> Schema:
+def _with_fitted_lengths(pipeline: Pipeline, given: Schema) -> Schema:
     """The output as if each one_hot_encode that has still to learn had found one category."""
     stand_ins = [
         replace(step, categories=("0",)) if isinstance(step, OneHotEncode) and not step.fitted else step
@@ -124,7 +124,7 @@ KEEP_VALUES = ("select", "drop", "filter")
 class Preparation:
     """From rows of a version to the model's `input_column`, float32 (B, *shape). `reads` are the version's columns that
     it takes, `images` those of them whose images it decodes, and `floats` those that hold floats, whose NaN are read as
-    `nans` says. `looked_through` is whether the input may have a NaN or an infinity. Picklable."""
+    `nans` says. `is_complete` is whether the input may have a NaN or an infinity. Picklable."""
 
     steps: Pipeline
     reads: list[str]
@@ -132,7 +132,7 @@ class Preparation:
     input_column: str
     nans: NanReading
     floats: list[str]
-    looked_through: bool
+    is_complete: bool
 
 
 def preparation(content: CheckpointContent, source: Manifest, source_name: str) -> Preparation:
@@ -157,7 +157,7 @@ def preparation(content: CheckpointContent, source: Manifest, source_name: str) 
         content.input_column,
         nans=nan_reading(content, steps.steps, given, gone=chain[:begin]),
         floats=float_columns(given),
-        looked_through=may_be_non_finite(given, images),
+        is_complete=may_be_non_finite(given, images),
     )
 
 
@@ -185,7 +185,7 @@ def _prepared_otherwise(step: Step, source_name: str) -> FailedPrecondition:
     return FailedPrecondition(
         f"source: the rows of {source_name} went through {step.op}, and those of the checkpoint did not at that "
         "place, or with other values learnt; name a version of raw rows, or the one that it was trained on",
-        reason="PREPARED_OTHERWISE",
+        reason="PREPROCESSING_MISMATCH",
         metadata={"resource": source_name, "step": step.op},
         fields=[("source", f"{step.op} is not the checkpoint's")],
     )

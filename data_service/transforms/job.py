@@ -32,8 +32,8 @@ from data_service.transforms.work import (
     CountPart,
     FindKeys,
     FitPart,
-    Maker,
     RowSource,
+    RowTransformer,
     WritePart,
     Written,
     batch_rows,
@@ -131,17 +131,17 @@ class _Transform:
             if self._divider is None:
                 parts = [part for part in parts if part.split == self._spec.fit_split]
             fitter, untaught = self._pipeline.fitter(self._given), self._pipeline.fitter(self._given)
-            columns = self._columns_to_learn(fitter)
+            columns = self._columns_to_fit(fitter)
             work = FitPart(self._rows(self._reader.select(columns)), untaught, self._spec.fit_split, columns)
             with closing(self._pass("FITTING", work, parts)) as results:
                 for _, taught in results:
                     fitter.merge(taught)
             self._pipeline = fitter.fitted()
 
-    def _columns_to_learn(self, fitter: Fitter) -> list[str]:
+    def _columns_to_fit(self, fitter: Fitter) -> list[str]:
         """Those of the source that it takes to bring the steps that learn now their columns."""
         needed: set[str] = set()
-        for index in fitter.learns:
+        for index in fitter.fitting_steps:
             before = self._pipeline.with_steps(self._pipeline.steps[:index])
             needed.update(before.reads(self._pipeline.steps[index].reads, self._given))
         return [name for name in self._given if name in needed]
@@ -179,15 +179,15 @@ class _Transform:
         found.refuse(lambda row_id: f"row {row_id} of {self._source.name}")
         return counts
 
-    def _judging(self, schema: pa.Schema, checks: RowChecks) -> Maker:
+    def _judging(self, schema: pa.Schema, checks: RowChecks) -> RowTransformer:
         """Makes only what checks of rows look at."""
         columns = {check.column for check in checks.checks if check.is_of_rows}
         return self._maker(schema, columns)
 
-    def _maker(self, schema: pa.Schema, columns: set[str] | None) -> Maker:
+    def _maker(self, schema: pa.Schema, columns: set[str] | None) -> RowTransformer:
         chain = Chain.towards(self._pipeline, self._given, columns)
         made = pa.schema([field for field in schema if columns is None or field.name in columns])
-        return Maker(self._rows(made), chain, made)
+        return RowTransformer(self._rows(made), chain, made)
 
     def _rows(self, made: pa.Schema) -> RowSource:
         limit = batch_rows(self._pipeline, self._reader.schema, made)

@@ -82,7 +82,7 @@ MAX_RETRIES = 1
 # Less than any record has, so that each goes on its way as soon as it is made, and none waits for more of its task.
 RECORD_BYTES = 16
 # Of a task that is lost, so many parts are done again.
-MOST_PARTS_A_TASK = 8
+MAX_PARTS_A_TASK = 8
 TASKS_A_CPU = 4
 SINGLE_A_CPU = 2
 # At work, and with Ray already.
@@ -175,7 +175,7 @@ def grouped(parts: Sequence[Part], cpus: int) -> list[list[Part]]:
     Groups are smaller where there are few parts for each CPU, and the last ones have one part, so that no CPU idles
     for long at the end."""
     cpus = max(cpus, 1)
-    size = max(1, min(MOST_PARTS_A_TASK, len(parts) // (TASKS_A_CPU * cpus)))
+    size = max(1, min(MAX_PARTS_A_TASK, len(parts) // (TASKS_A_CPU * cpus)))
     together = max(0, len(parts) - SINGLE_A_CPU * cpus) // size * size
     groups = [list(parts[first : first + size]) for first in range(0, together, size)]
     return [*groups, *([part] for part in parts[together:])]
@@ -197,7 +197,7 @@ def _dataset(task: PartsTask, groups: Sequence[Sequence[Part]], pool: Pool | Non
             fn_constructor_args=(task,),
             # Those for which there is no room yet wait, and the others work meanwhile.
             compute=ray.data.ActorPoolStrategy(
-                size=min(len(groups), pool.most or _room(pool)), max_tasks_in_flight_per_actor=1
+                size=min(len(groups), pool.most or _capacity(pool)), max_tasks_in_flight_per_actor=1
             ),
             num_cpus=pool.cpus,
             num_gpus=pool.gpus or None,
@@ -207,7 +207,7 @@ def _dataset(task: PartsTask, groups: Sequence[Sequence[Part]], pool: Pool | Non
         )
 
 
-def _room(pool: Pool) -> int:
+def _capacity(pool: Pool) -> int:
     """How many of its processes the nodes could hold if they were empty; 1 where none could."""
     import ray
 
@@ -366,7 +366,7 @@ WARM_WORKERS = WarmWorkers(
     kept_for_s=900,
 )
 # Each holds about 200 MiB.
-MOST = 4
+MAX = 4
 
 
 class Waiting:
@@ -392,7 +392,7 @@ class Waiting:
             return
         try:
             # Ray may be told of more CPUs than there are, and a start wants a real one.
-            start(min(self._taken, MOST, os.cpu_count() or 1))
+            start(min(self._taken, MAX, os.cpu_count() or 1))
         except Exception:
             logger.warning("no processes wait for the next transform", exc_info=True)
 
@@ -404,7 +404,7 @@ def start(count: int) -> None:
     """Starts at most so many, one after the other on each node that has a CPU for them."""
     nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     cpus = {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in nodes}
-    rounds = ([node_id for node_id in cpus if cpus[node_id] > number] for number in range(MOST))
+    rounds = ([node_id for node_id in cpus if cpus[node_id] > number] for number in range(MAX))
     WARM_WORKERS.start(Counter(islice(chain.from_iterable(rounds), count)))
 
 
@@ -425,7 +425,7 @@ class Progress:
         self._context = context
         self._phase = ""
         self._rows_done = self._rows_total = 0
-        self._began_at = self._told_at = 0.0
+        self._began_at = self._reported_at = 0.0
 
     def begin(self, phase: str, rows: int) -> None:
         """A pass over so many rows begins."""
@@ -438,16 +438,16 @@ class Progress:
 
     def add(self, rows: int) -> None:
         self._rows_done += rows
-        if time.monotonic() - self._told_at > INTERVAL_S:
+        if time.monotonic() - self._reported_at > INTERVAL_S:
             self.tell()
 
     def tell(self) -> None:
-        self._told_at = time.monotonic()
+        self._reported_at = time.monotonic()
         self._context.report(
             phase=self._phase,
             rows_done=self._rows_done,
             rows_total=self._rows_total,
-            rows_per_second=self._rows_done / max(self._told_at - self._began_at, 1e-3),
+            rows_per_second=self._rows_done / max(self._reported_at - self._began_at, 1e-3),
         )
 
 
@@ -455,7 +455,7 @@ class Progress:
 # Whether the cluster has a node on which a worker of a prediction could ever be started.
 
 
-def lacks(job: JobRecord) -> str:
+def missing_capacity(job: JobRecord) -> str:
     """What the cluster lacks for one worker of a prediction; empty for any other job. Busy nodes count: a worker waits
     for its place on them."""
     if "predict" not in job.spec:

@@ -45,10 +45,8 @@ class Part:
         return sum(group.row_count for group in self.groups)
 
 
-def plan_parts(
-    reader: VersionReader, output: pa.Schema, splits: Sequence[str] = (), least_bytes: int = 0
-) -> list[Part]:
-    """`output` has the columns that the work makes; `splits` empty: all. `least_bytes` are those that make a part worth
+def plan_parts(reader: VersionReader, output: pa.Schema, splits: Sequence[str] = (), min_bytes: int = 0) -> list[Part]:
+    """`output` has the columns that the work makes; `splits` empty: all. `min_bytes` are those that make a part worth
     its start, 0 those of a transform."""
     widths = _work_bytes_per_row(reader, output)
     manifest = reader.version.manifest
@@ -58,20 +56,20 @@ def plan_parts(
         for file, width in zip(manifest.files, widths, strict=True)
         if not splits or file.split in splits
     )
-    most_bytes = min(MAX_PART_BYTES, max(least_bytes or MIN_PART_BYTES, total_bytes // WANTED_PARTS))
+    max_bytes = min(MAX_PART_BYTES, max(min_bytes or MIN_PART_BYTES, total_bytes // WANTED_PARTS))
     parts: list[Part] = []
     for split in wanted:
-        for groups in _packed(reader.row_groups(split.name), widths, most_bytes):
+        for groups in _packed(reader.row_groups(split.name), widths, max_bytes):
             parts.append(Part(len(parts), split.name, groups))
     return parts
 
 
-def _packed(groups: Sequence[RowGroup], widths: Sequence[int], most_bytes: int) -> Iterator[tuple[RowGroup, ...]]:
+def _packed(groups: Sequence[RowGroup], widths: Sequence[int], max_bytes: int) -> Iterator[tuple[RowGroup, ...]]:
     packed: list[RowGroup] = []
     size_bytes = 0
     for group in groups:
         group_bytes = group.row_count * widths[group.file_index]
-        if packed and size_bytes + group_bytes > most_bytes:
+        if packed and size_bytes + group_bytes > max_bytes:
             yield tuple(packed)
             packed, size_bytes = [], 0
         packed.append(group)

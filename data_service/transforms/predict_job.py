@@ -31,7 +31,7 @@ from shared.errors import InvalidArgument
 from shared.jobs import AttemptContext
 
 # A model takes far longer over a row than a step does, so that smaller parts are worth their start.
-LEAST_PART_BYTES = 1024 * 1024
+MIN_PART_BYTES = 1024 * 1024
 # What is tried of a part at a time where rows are only counted.
 COUNTED_ROWS = 256
 
@@ -77,7 +77,7 @@ class _Predict:
 
     def run(self) -> dict[str, Any]:
         splits = [self._spec.split] if self._spec.split else []
-        parts = plan_parts(self._reader, self._schema, splits, LEAST_PART_BYTES)
+        parts = plan_parts(self._reader, self._schema, splits, MIN_PART_BYTES)
         counts = self._counts(parts)
         there = [split for split in self._source.manifest.splits if not splits or split.name in splits]
         ranges, parts = lay_out(None, there, parts, counts)

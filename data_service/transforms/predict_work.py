@@ -16,7 +16,7 @@ from data_service.domain.bad_rows import excerpt
 from data_service.domain.predict_spec import CheckpointRef, Workers
 from data_service.transforms.checking import CHAIN, Array, PredictionColumns, Preparation
 from data_service.transforms.plan import Part
-from data_service.transforms.work import LeftOut, Made, RowSource, SplitRows, ended_in_time
+from data_service.transforms.work import LeftOut, RowSource, SplitRows, TransformedRows, ended_in_time
 from shared.checkpoint import load_checkpoint
 from shared.checkpoint.format import WEIGHTS
 from shared.checkpoint.missing_values import BadRow
@@ -52,15 +52,15 @@ class Preparer:
     quarantines: bool
     schema: pa.Schema = pa.schema([])  # noqa: RUF009 (it is immutable)
 
-    def rows(self, part: Part) -> Iterator[Made]:
+    def rows(self, part: Part) -> Iterator[TransformedRows]:
         for one in self.prepared(part):
-            yield Made(part.split, pa.table({}), one.rows.row_ids, one.left_out)
+            yield TransformedRows(part.split, pa.table({}), one.rows.row_ids, one.left_out)
 
     def prepared(self, part: Part) -> Iterator[PreparedRows]:
         columns = [*self.kept, *(name for name in self.preparation.reads if name not in self.kept)]
         for rows in self.source.divided(part, columns):
             try:
-                made = [few.worked(self._prepare) for few in rows.few_pixels(self.preparation.images)]
+                made = [few.apply_to_rows(self._prepare) for few in rows.few_pixels(self.preparation.images)]
             except InvalidArgument:
                 if not self.quarantines:
                     raise
@@ -76,7 +76,7 @@ class Preparer:
         read = nans.nulls_for_nans({name: batch[name] for name in preparation.reads})
         with ended_in_time(steps.steps):
             made: Array = steps(read)[preparation.input_column]
-        if not preparation.looked_through:
+        if not preparation.is_complete:
             return made, {}
         bad = nans.bad_rows(made, preparation.reads, lambda: {name: read[name] for name in preparation.floats})
         if bad and not self.quarantines:
@@ -141,16 +141,18 @@ class Predictor:
     def source(self) -> RowSource:
         return self.preparer.source
 
-    def rows(self, part: Part) -> Iterator[Made]:
+    def rows(self, part: Part) -> Iterator[TransformedRows]:
         run = self._model
         _set_threads(self.workers.cpus)
         for one in self.preparer.prepared(part):
             table = one.rows.table.select(self.preparer.kept)
             if table.num_rows:
                 outputs = _fitting(run, one.prepared)
-                yield Made(part.split, self._with_predictions(table, outputs), one.rows.row_ids, one.left_out)
+                yield TransformedRows(
+                    part.split, self._with_predictions(table, outputs), one.rows.row_ids, one.left_out
+                )
             else:
-                yield Made(part.split, self.schema.empty_table(), one.rows.row_ids, one.left_out)
+                yield TransformedRows(part.split, self.schema.empty_table(), one.rows.row_ids, one.left_out)
 
     def _with_predictions(self, table: pa.Table, outputs: Sequence[NDArray[np.generic]]) -> pa.Table:
         return pa.Table.from_arrays([*table.columns, *self.predictions.arrays(outputs)], schema=self.schema)

@@ -35,7 +35,7 @@ from shared.errors import InvalidArgument
 from shared.settings import StoreSettings
 from shared.storage import open_store
 from shared.transforms.batch import Batch, batch_of, table_of
-from shared.transforms.pipeline import Fitter, Pipeline, Sliced, Walk, needed_columns, sliced
+from shared.transforms.pipeline import BatchContext, Fitter, Pipeline, Sliced, needed_columns, sliced
 from shared.transforms.schema import RowError, Schema
 from shared.transforms.steps.decoding import DecodeImage, side_by_side
 from shared.transforms.steps.step import Step
@@ -58,13 +58,13 @@ class FitPart:
     def __call__(self, part: Part) -> Fitter:
         fitter = copy.deepcopy(self.fitter)
 
-        def learn(batch: Batch) -> None:
+        def fit(batch: Batch) -> None:
             with ended_in_time(fitter.applies):
                 fitter.update(batch)
 
         for rows in self.source.divided(part, self.columns):
             if rows.split == self.fit_split:
-                rows.worked(learn)
+                rows.apply_to_rows(fit)
         return fitter
 
 
@@ -78,7 +78,7 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
-class Made:
+class TransformedRows:
     """Rows of one split after the steps. `row_ids` are those that they have in the source."""
 
     split: str
@@ -95,32 +95,32 @@ class RowMaker(Protocol):
     @property
     def schema(self) -> pa.Schema: ...
 
-    def rows(self, part: Part) -> Iterator[Made]:
+    def rows(self, part: Part) -> Iterator[TransformedRows]:
         """In the order of their ids. Raises as `RowSource.divided`, and `InvalidArgument` naming a row."""
 
 
 @dataclass(frozen=True)
-class Maker:
+class RowTransformer:
     """A `RowMaker`, of the rows that filters leave."""
 
     source: RowSource
     chain: Chain
     schema: pa.Schema
 
-    def rows(self, part: Part) -> Iterator[Made]:
+    def rows(self, part: Part) -> Iterator[TransformedRows]:
         for rows in self.source.divided(part, self.chain.reads):
-            batch, left = rows.worked(self.chain.apply)
+            batch, left = rows.apply_to_rows(self.chain.apply)
             row_ids = rows.row_ids if left is None else rows.row_ids[left]
             # Counting may need no column at all.
             table = table_of(batch, self.schema) if len(self.schema) else pa.table({})
-            yield Made(rows.split, table, row_ids)
+            yield TransformedRows(rows.split, table, row_ids)
 
 
 @dataclass(frozen=True)
 class FindKeys:
     """For checks of uniqueness, the keys of the rows that pass all others."""
 
-    maker: Maker
+    maker: RowTransformer
     checks: RowChecks
 
     def __call__(self, part: Part) -> UniqueKeys:
@@ -205,7 +205,7 @@ class _Writing:
         self._statistics: dict[str, SplitStatistics] = {}
         self._rows: Counter[str] = Counter()
 
-    def add(self, made: Made) -> None:
+    def add(self, made: TransformedRows) -> None:
         name = self._work.maker.source.version.name
         for one in made.left_out:
             self._bad_rows.add(name, f"row {one.row_id}", one.reason, one.excerpt)
@@ -223,7 +223,7 @@ class _Writing:
         files = [file for writer in self._writers.values() for file in writer.close()]
         return Written(self._rows, files, self._statistics, self._checks, self._bad_rows.part())
 
-    def _passing(self, made: Made) -> pa.Table:
+    def _passing(self, made: TransformedRows) -> pa.Table:
         verdict = self._work.checks.apply(made.table, made.row_ids, self._work.repeats)
         self._checks.add(verdict)
         keep = verdict.keep
@@ -267,7 +267,7 @@ UNEQUAL_GROUPS = DEFAULT_BATCH_ROWS // DEFAULT_GROUP_ROWS
 # Decoded images may be large until they are resized: few at a time, and fewer where they claim too many pixels.
 DECODED_BATCH_ROWS = 16
 # A batch that fails sooner is searched for the row at fault.
-SEARCH_WITHIN_S = 1.0
+SEARCH_TIMEOUT_S = 1.0
 
 T = TypeVar("T")
 
@@ -291,7 +291,7 @@ class SplitRows:
     table: pa.Table
     row_ids: NDArray[np.int64]
 
-    def worked(self, work: Callable[[Batch], T]) -> T:
+    def apply_to_rows(self, work: Callable[[Batch], T]) -> T:
         """What `work`, steps that work row by row, makes of the rows; raises as steps do, but names row ids."""
         started = time.monotonic()
         try:
@@ -301,7 +301,7 @@ class SplitRows:
             raise _told(error.path, f"row {row_id}: {error.problem}", {"row_id": row_id}) from error
         except InvalidArgument as error:
             # A custom function says only that it failed. What is slow to fail would be slow to search.
-            searched = time.monotonic() - started < SEARCH_WITHIN_S
+            searched = time.monotonic() - started < SEARCH_TIMEOUT_S
             rows = self._smallest_refused(work) if searched else self
             raise rows._named(error) from error
 
@@ -394,14 +394,14 @@ class RowSource:
     ) -> Iterator[list[RowGroup]]:
         """As many groups as are read at a time, at least one: a read costs the same few milliseconds, however little it
         brings, so it brings several batches where rows are wider after the work than before."""
-        most_groups = UNEQUAL_GROUPS if row_bytes(reader.select(columns)) is None else MAX_BATCH_ROWS
+        max_groups = UNEQUAL_GROUPS if row_bytes(reader.select(columns)) is None else MAX_BATCH_ROWS
         sizes = GroupSizes(reader, columns)
         packed: list[RowGroup] = []
         size_bytes = 0
         for group in groups:
             group_bytes = sizes.told(group)
             size_bytes += group_bytes
-            if packed and (len(packed) == most_groups or size_bytes > READ_BYTES):
+            if packed and (len(packed) == max_groups or size_bytes > READ_BYTES):
                 yield packed
                 packed, size_bytes = [], group_bytes
             packed.append(group)
@@ -433,7 +433,7 @@ def ended_in_time(steps: Iterable[Step]) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-class _Walk(Walk):
+class _BatchContext(BatchContext):
     @property
     def left(self) -> NDArray[np.intp] | None:
         return self._origin
@@ -459,7 +459,7 @@ class Chain:
 
     def apply(self, batch: Batch) -> tuple[Batch, NDArray[np.intp] | None]:
         """The rows that are left, and their indices in `batch`, None where all are. Raises as `Pipeline` does."""
-        walk = _Walk(batch)
+        walk = _BatchContext(batch)
         with ended_in_time(step for _, step in self.steps):
             for place, step in self.steps:
                 walk.through(step, f"{self.field}.steps[{place}]", place)

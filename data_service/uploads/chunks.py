@@ -37,7 +37,7 @@ class Block:
 
 
 @dataclass
-class Chain:
+class ChunkChain:
     """The chunks that follow one another without a gap from byte 0 on: an upload's bytes as far as they are there."""
 
     prefix: str
@@ -77,17 +77,17 @@ class Chain:
             )
 
 
-def chain_of(prefix: str, sizes: Iterable[tuple[int, int]]) -> Chain:
+def chain_of(prefix: str, sizes: Iterable[tuple[int, int]]) -> ChunkChain:
     """`sizes` are (offset, bytes) of the objects there are, in any order; those after a gap, or within another chunk,
     are left out."""
     there = dict(sizes)
-    chain = Chain(prefix)
+    chain = ChunkChain(prefix)
     while size_bytes := there.get(chain.end, 0):
         chain.extend(size_bytes)
     return chain
 
 
-def stored_chain(store: ObjectStore, prefix: str) -> Chain:
+def stored_chain(store: ObjectStore, prefix: str) -> ChunkChain:
     return chain_of(prefix, ((int(info.key.rsplit("/", 1)[-1]), info.size_bytes) for info in store.list(prefix)))
 
 
@@ -259,7 +259,7 @@ class KeptDigests:
             self._kept.pop(uid, None)
 
 
-def catch_up(store: ObjectStore, chain: Chain, digest: RunningDigest, end: int) -> None:
+def catch_up(store: ObjectStore, chain: ChunkChain, digest: RunningDigest, end: int) -> None:
     """Reads the bytes up to `end` that the digest has not seen. Raises `DataLoss` where some are missing."""
     for block in chain.between(digest.end, end):
         digest.update(read_block(store, block))
@@ -267,7 +267,7 @@ def catch_up(store: ObjectStore, chain: Chain, digest: RunningDigest, end: int) 
 
 def digest_of(
     store: ObjectStore,
-    chain: Chain,
+    chain: ChunkChain,
     kept: KeptDigests,
     uid: str,
     objects: str = "",

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, BinaryIO, cast
 
-from data_service.uploads.chunks import BLOCK_BYTES, Block, BlocksAhead, Chain, PassingDigest, stored_chain
+from data_service.uploads.chunks import BLOCK_BYTES, Block, BlocksAhead, ChunkChain, PassingDigest, stored_chain
 from data_service.uploads.record import UploadRecord, UploadState, get_upload, log_of
 from shared.errors import DataLoss, FailedPrecondition
 from shared.storage import ObjectStore
@@ -35,7 +35,7 @@ class PinnedBlocks:
             return self._known.get((block.key, block.start)) == now
         return self._known.setdefault((block.key, block.start), now) == now
 
-    def fit(self, chain: Chain) -> bool:
+    def fit(self, chain: ChunkChain) -> bool:
         """Whether all pinned blocks lie in the chain as they did."""
         there = {(block.key, block.start): block.length for block in chain.blocks}
         return all(there.get(place) == length for place, (length, _) in self._known.items())
@@ -48,7 +48,7 @@ class PinnedBlocks:
 # --- Reader ---
 # An upload as a seekable file. One that is still open is followed: reads wait for bytes that have yet to come.
 
-PATIENCE_S = 600.0
+OUTAGE_TIMEOUT_S = 600.0
 FIRST_POLL_S = 0.02
 LONGEST_POLL_S = 0.5
 BUFFER_BYTES = 256 * 1024
@@ -58,7 +58,7 @@ def open_upload(
     store: ObjectStore,
     name: str,
     *,
-    patience_s: float = PATIENCE_S,
+    outage_timeout_s: float = OUTAGE_TIMEOUT_S,
     on_wait: Callable[[], None] = lambda: None,
     field: str = "name",
     pins: PinnedBlocks | None = None,
@@ -73,9 +73,9 @@ def open_upload(
     they were before, or it is `DataLoss`: so it is for all files that share `pins`, once one of them was verified.
 
     Raises `InvalidArgument` naming `field` and `NotFound`; reads raise `FailedPrecondition` where the upload was
-    aborted or no byte came for `patience_s`, and `DataLoss` where bytes are missing or are not those committed.
+    aborted or no byte came for `outage_timeout_s`, and `DataLoss` where bytes are missing or are not those committed.
     """
-    raw = _UploadFile(store, get_upload(store, name, field), patience_s, on_wait, pins or PinnedBlocks())
+    raw = _UploadFile(store, get_upload(store, name, field), outage_timeout_s, on_wait, pins or PinnedBlocks())
     return cast(BinaryIO, io.BufferedReader(raw, BUFFER_BYTES))
 
 
@@ -98,14 +98,14 @@ class _UploadFile(io.RawIOBase):
         self,
         store: ObjectStore,
         upload: UploadRecord,
-        patience_s: float,
+        outage_timeout_s: float,
         on_wait: Callable[[], None],
         pins: PinnedBlocks,
     ) -> None:
         self._store = store
         self._log = log_of(store, upload.name)
         self._upload = upload
-        self._patience_s = patience_s
+        self._outage_timeout_s = outage_timeout_s
         self._on_wait = on_wait
         self._pins = pins
         self._chain = stored_chain(store, upload.chunks_prefix)
@@ -207,21 +207,21 @@ class _UploadFile(io.RawIOBase):
         return offset < self._upload.size_bytes
 
     def _wait_until(self, happened: Callable[[], bool]) -> None:
-        give_up_at = time.monotonic() + self._patience_s
+        give_up_at = time.monotonic() + self._outage_timeout_s
         pause_s = FIRST_POLL_S
         while not happened():
             self._on_wait()
             end = self._chain.end
-            self._look()
+            self._poll()
             if self._chain.end > end:
-                give_up_at, pause_s = time.monotonic() + self._patience_s, FIRST_POLL_S
+                give_up_at, pause_s = time.monotonic() + self._outage_timeout_s, FIRST_POLL_S
             elif not happened():
                 if time.monotonic() > give_up_at:
-                    raise _abandoned(self._upload.name, f"no byte came for {self._patience_s:.0f} s")
+                    raise _abandoned(self._upload.name, f"no byte came for {self._outage_timeout_s:.0f} s")
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_POLL_S)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Takes in what came since the last look: chunks, and the commit."""
         grown = False
         while size_bytes := self._store.size(self._chain.key(self._chain.end)):

@@ -21,7 +21,7 @@ WRITES_IN_FLIGHT = 4
 UNSAID_BYTES = 16 * 1024 * 1024
 UNSAID_S = 0.25
 # How often a call looks whether its upload was committed or aborted meanwhile.
-LOOK_EVERY_S = 2.0
+POLL_INTERVAL_S = 2.0
 # A digest that is this far behind is left to the commit.
 CATCH_UP_BYTES = 64 * 1024 * 1024
 
@@ -153,7 +153,7 @@ class _Call:
             if self._hashing:
                 await self._hashing
             await asyncio.to_thread(self._reconcile, chunk)
-        if time.monotonic() - self._looked_at > LOOK_EVERY_S:
+        if time.monotonic() - self._looked_at > POLL_INTERVAL_S:
             await asyncio.to_thread(_open_upload, self._store, self._upload.name, self._upload.uid)
             self._looked_at = time.monotonic()
 
@@ -212,7 +212,7 @@ class _Call:
         return Conflict(
             f"{self._upload.name} has other bytes at byte {offset}: another client writes to it; use an upload of your "
             "own, or abort this one and send it again",
-            reason="OTHER_BYTES",
+            reason="CHUNK_MISMATCH",
             metadata={"resource": self._upload.name, "offset": str(offset)},
         )
 
@@ -232,7 +232,7 @@ class _Call:
         if chunk.offset > self._fed_to:
             raise OutOfRange(
                 f"the chunk begins at byte {chunk.offset}, but the next byte is {self._fed_to}; go on from there",
-                reason="GAP",
+                reason="OFFSET_GAP",
                 metadata={"resource": self._upload.name, "next_offset": str(self._fed_to)},
             )
 

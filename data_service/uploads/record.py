@@ -205,9 +205,9 @@ def unmark(store: ObjectStore, name: str, kind: str, uid: str) -> None:
     store.delete(_key(name, kind, uid))
 
 
-def live_users(store: ObjectStore, name: str) -> list[str]:
+def live_references(store: ObjectStore, name: str) -> list[str]:
     """The names of what is being made from the upload at present. Markers that have had their time are removed."""
-    users = []
+    references = []
     for info in store.list(f"{name}/users"):
         kind, _, uid = info.key.rsplit("/", 1)[-1].removesuffix(".json").rpartition("-")
         try:
@@ -221,10 +221,10 @@ def live_users(store: ObjectStore, name: str) -> list[str]:
         else:
             is_live = time.time() - marker["marked_at"] < JOB_IS_COMING_S
         if is_live:
-            users.append(marker["folder"])
+            references.append(marker["folder"])
         else:
             store.delete(info.key)
-    return sorted(users)
+    return sorted(references)
 
 
 def _let_go(store: ObjectStore, name: str, kind: str, uid: str, folder: str) -> None:

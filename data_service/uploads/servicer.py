@@ -14,7 +14,7 @@ from grpc import aio
 
 from data_service.uploads.receiving import Chunk
 from data_service.uploads.record import Upload, UploadState
-from data_service.uploads.uploads import Part, PresignedPut, Uploads
+from data_service.uploads.uploads import PresignedPut, UploadPart, Uploads
 from millrace.data.v1 import data_service_pb2, data_service_pb2_grpc, resources_pb2
 from shared.requests import body_digest
 from shared.streaming import UPLOADS, Slot, Slots
@@ -98,7 +98,7 @@ def _presigned_put(request: data_service_pb2.StartUploadRequest) -> PresignedPut
     return PresignedPut(request.presigned.size_bytes, request.presigned.part_size_bytes)
 
 
-def _part_message(part: Part) -> resources_pb2.PresignedPart:
+def _part_message(part: UploadPart) -> resources_pb2.PresignedPart:
     return resources_pb2.PresignedPart(url=part.url, offset=part.offset, size_bytes=part.size_bytes)
 
 

@@ -26,7 +26,7 @@ from data_service.uploads.record import (
     find_upload,
     get_upload,
     has_expired,
-    live_users,
+    live_references,
     log_of,
     may_end,
     transition,
@@ -64,11 +64,11 @@ class Uploads:
         self._presigner = presigner
         self._digests = KeptDigests()
         self._live = LiveUploads(store)
-        self._endings = Endings(store)
+        self._finisher = UploadFinisher(store)
 
     def start(
         self, parent: str, upload_id: str, *, request_id: str, body_sha256: str, presigned: PresignedPut | None = None
-    ) -> tuple[Upload, list[Part]]:
+    ) -> tuple[Upload, list[UploadPart]]:
         """The parts are empty unless `presigned` is given; asked for again with the same id, they have new URLs, or are
         empty once the upload is committed.
 
@@ -95,7 +95,7 @@ class Uploads:
         assert self._presigner is not None or not ranges
         key = chain_of(record.chunks_prefix, ()).key
         parts = [
-            Part(one.offset, one.size_bytes, self._presigner.put_url(key(one.offset)) if self._presigner else "")
+            UploadPart(one.offset, one.size_bytes, self._presigner.put_url(key(one.offset)) if self._presigner else "")
             for one in ranges
         ]
         return as_it_is(self._store, record), parts
@@ -142,7 +142,7 @@ class Uploads:
             raise FailedPrecondition(
                 f"{name} was committed with {committed.size_bytes} bytes of SHA-256 {committed.sha256}; import that, "
                 "or start another upload",
-                reason="COMMITTED_OTHERWISE",
+                reason="COMMIT_MISMATCH",
                 metadata={"resource": name},
             )
         self._digests.forget(upload.uid)
@@ -151,19 +151,19 @@ class Uploads:
     def abort(self, name: str) -> None:
         """Takes the upload away, with its bytes. Raises `InvalidArgument`, `NotFound`, and `FailedPrecondition` while
         an import reads it."""
-        self._digests.forget(self._endings.abort(name).uid)
+        self._digests.forget(self._finisher.abort(name).uid)
 
     def check_unused(self, dataset: str, dataset_uid: str) -> None:
-        """See `Endings.check_unused`."""
-        self._endings.check_unused(dataset, dataset_uid)
+        """See `UploadFinisher.check_unused`."""
+        self._finisher.check_unused(dataset, dataset_uid)
 
     def abort_all(self, dataset: str, dataset_uid: str) -> None:
-        """See `Endings.abort_all`."""
-        self._endings.abort_all(dataset, dataset_uid)
+        """See `UploadFinisher.abort_all`."""
+        self._finisher.abort_all(dataset, dataset_uid)
 
     def sweep(self, now: float) -> list[str]:
-        """See `Endings.sweep`."""
-        return self._endings.sweep(now)
+        """See `UploadFinisher.sweep`."""
+        return self._finisher.sweep(now)
 
     def _keep_unless_dataset_is_gone(self, dataset: Dataset, record: UploadRecord) -> None:
         """A deletion of the dataset is recorded before it looks for uploads; a start does it in reverse.
@@ -174,7 +174,7 @@ class Uploads:
             self._datasets.check_still_there(dataset.name, dataset.uid)
         except NotFound:
             with suppress(FailedPrecondition, NotFound):  # read already, so that it expires; or taken away just now
-                self._endings.abort(record.name, record.uid)
+                self._finisher.abort(record.name, record.uid)
             raise
 
     def _create(self, name: str, request_id: str, presigned: bool, dataset_uid: str) -> UploadRecord:
@@ -209,7 +209,7 @@ class Uploads:
             raise FailedPrecondition(
                 f"{upload.name} has {chain.end} bytes, not {size_bytes}; "
                 + ("send the rest first" if chain.end < size_bytes else "commit the size that was sent, or abort it"),
-                reason="OTHER_SIZE",
+                reason="SIZE_MISMATCH",
                 metadata={"resource": upload.name, "acknowledged_size": str(chain.end)},
             )
         objects = ""
@@ -225,7 +225,7 @@ class Uploads:
             raise DataLoss(
                 f"the bytes of {upload.name} have the SHA-256 {digest.sha256.hexdigest()}, not {sha256}; abort the "
                 "upload and send it again",
-                reason="OTHER_SHA256",
+                reason="DIGEST_MISMATCH",
                 metadata={"resource": upload.name},
             )
 
@@ -250,7 +250,7 @@ class PresignedPut:
 
 
 @dataclass(frozen=True)
-class Part:
+class UploadPart:
     """`size_bytes` from `offset` on, to be put to `url`."""
 
     offset: int
@@ -258,13 +258,13 @@ class Part:
     url: str = ""
 
 
-def parts_of(wanted: PresignedPut) -> list[Part]:
+def parts_of(wanted: PresignedPut) -> list[UploadPart]:
     """All of one size but the last, and without their URLs. Raises `InvalidArgument`."""
     if wanted.size_bytes < 1:
         raise invalid_field("presigned.size_bytes", wanted.size_bytes, "name the size of all parts together, 1 or more")
     if wanted.size_bytes > MAX_PARTS * MAX_PART_BYTES and not wanted.part_size_bytes:
         raise invalid_field("presigned.size_bytes", wanted.size_bytes, f"use at most {MAX_PARTS * MAX_PART_BYTES}")
-    part_size = wanted.part_size_bytes or max(DEFAULT_PART_BYTES, _least_part_bytes(wanted.size_bytes))
+    part_size = wanted.part_size_bytes or max(DEFAULT_PART_BYTES, _min_part_bytes(wanted.size_bytes))
     if not MIN_PART_BYTES <= part_size <= MAX_PART_BYTES:
         raise invalid_field(
             "presigned.part_size_bytes", part_size, f"use 0, or {MIN_PART_BYTES} to {MAX_PART_BYTES} bytes"
@@ -274,11 +274,12 @@ def parts_of(wanted: PresignedPut) -> list[Part]:
             "presigned.part_size_bytes", part_size, f"{wanted.size_bytes} bytes must make at most {MAX_PARTS} parts"
         )
     return [
-        Part(offset, min(part_size, wanted.size_bytes - offset)) for offset in range(0, wanted.size_bytes, part_size)
+        UploadPart(offset, min(part_size, wanted.size_bytes - offset))
+        for offset in range(0, wanted.size_bytes, part_size)
     ]
 
 
-def _least_part_bytes(size_bytes: int) -> int:
+def _min_part_bytes(size_bytes: int) -> int:
     """In whole MiB, of a part of at most `MAX_PARTS`."""
     return -(-size_bytes // (MAX_PARTS * _MEBIBYTE)) * _MEBIBYTE
 
@@ -299,7 +300,7 @@ UPLOAD_IS_COMING_S = 3600.0
 LATE_WRITES_S = VALID_FOR.total_seconds() + 600.0
 
 
-class Endings:
+class UploadFinisher:
     """All methods block. `sweep` is not for several threads."""
 
     def __init__(self, store: ObjectStore) -> None:
@@ -322,16 +323,16 @@ class Endings:
             return newest if newest.ending or not _is_same(newest, upload) else replace(newest, ending=ending)
 
         begun = transition(self._store, name, begin)
-        users = live_users(self._store, name) if _is_same(begun, upload) else []
+        references = live_references(self._store, name) if _is_same(begun, upload) else []
 
         def settle(newest: UploadRecord) -> UploadRecord:
             # Others may have settled this ending, and have begun another, for which the look at users came too early.
             if not _is_same(newest, upload) or newest.ending != begun.ending:
                 return newest
-            return replace(newest, ending="") if users else newest.gone(time.time())
+            return replace(newest, ending="") if references else newest.gone(time.time())
 
         if _is_same(transition(self._store, name, settle), upload):
-            raise _in_use(name, users[0] if users else "an import")
+            raise _in_use(name, references[0] if references else "an import")
         self._store.delete_folder(upload.chunks_prefix)
         if live := self._live.find(upload.uid, name):
             self._live.set_gone(live, time.time())
@@ -340,8 +341,8 @@ class Endings:
     def check_unused(self, dataset: str, dataset_uid: str) -> None:
         """Of the dataset `datasets/{d}` with that uid. Raises `FailedPrecondition` naming one that an import reads."""
         for upload in self._of(dataset, dataset_uid):
-            if users := live_users(self._store, upload.name):
-                raise _in_use(upload.name, users[0])
+            if references := live_references(self._store, upload.name):
+                raise _in_use(upload.name, references[0])
 
     def abort_all(self, dataset: str, dataset_uid: str) -> None:
         """Of the dataset `datasets/{d}` with that uid, and of no later one of its name. Those that imports read

@@ -20,7 +20,7 @@ TOLERANCE = 1e-6
 
 
 # While a roll-out is under way, the new one beside the old.
-VERSIONS_OF_A_ROLL_OUT = 2
+VERSIONS_OF_A_ROLLOUT = 2
 
 
 def check_fits(spec: Spec, nodes: Sequence[Resources], versions: int = 1) -> None:
@@ -84,7 +84,9 @@ def _told(need: Resources) -> str:
 def _never(field: str, why: str) -> FailedPrecondition:
     remedy = "ask for less; of a cluster that grows, its operator sets MILLRACE_CLUSTER_MAX"
     return FailedPrecondition(
-        f"{field}: this can never be placed: {why}; {remedy}", reason="NEVER_FITS", fields=[(field, f"{why}; {remedy}")]
+        f"{field}: this can never be placed: {why}; {remedy}",
+        reason="NEVER_SCHEDULABLE",
+        fields=[(field, f"{why}; {remedy}")],
     )
 
 

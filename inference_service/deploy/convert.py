@@ -34,17 +34,17 @@ from inference_service.domain.rollout import (
     DEFAULT_WINDOW_S,
     MAX_STEPS,
     Comparison,
-    Plan,
-    RollOut,
-    RollOutLimits,
-    RollOutWish,
-    Step,
+    Rollout,
+    RolloutChange,
+    RolloutLimits,
+    RolloutPlan,
+    RolloutStep,
     check_plan,
 )
 from inference_service.serve.models import find_version
 from millrace.common.v1 import lineage_pb2
 from millrace.inference.v1 import deployment_service_pb2 as pb
-from millrace.inference.v1 import roll_out_pb2
+from millrace.inference.v1 import rollout_pb2
 from shared import names
 from shared.durable import known_of
 from shared.errors import check_count, invalid_field
@@ -100,7 +100,7 @@ def deployment_to_proto(
         update_time=timestamp(deployment.update_time),
         etag=deployment.etag,
         versions=[_version_to_proto(deployment, one, replicas(deployment, one)) for one in deployment.versions],
-        roll_out=roll_out_to_proto(deployment.roll_out) if deployment.roll_out else None,
+        rollout=rollout_to_proto(deployment.rollout) if deployment.rollout else None,
         traffic=traffic_to_proto(deployment),
     )
     if deployment.error is not None:
@@ -140,9 +140,9 @@ def _version_to_proto(deployment: Deployment, version: ModelVersion, replicas: i
     )
 
 
-def roll_out_metadata_to_proto(deployment: Deployment) -> pb.RollOutMetadata:
-    assert deployment.roll_out is not None
-    return pb.RollOutMetadata(deployment=deployment.name, roll_out=roll_out_to_proto(deployment.roll_out))
+def rollout_metadata_to_proto(deployment: Deployment) -> pb.RolloutMetadata:
+    assert deployment.rollout is not None
+    return pb.RolloutMetadata(deployment=deployment.name, rollout=rollout_to_proto(deployment.rollout))
 
 
 def metadata_to_proto(deployment: Deployment) -> pb.DeploymentMetadata:
@@ -234,18 +234,18 @@ def traffic_to_proto(deployment: Deployment) -> pb.Traffic:
 # Between the messages of a roll-out, of the version policy, and plain values.
 
 
-def roll_out_wish_from_proto(request: pb.RollOutRequest) -> RollOutWish:
+def rollout_change_from_proto(request: pb.RolloutRequest) -> RolloutChange:
     """Raises `InvalidArgument` for the spec's fields."""
     if not request.HasField("spec"):
         raise invalid_field("spec", None, "say at least which checkpoint to roll out")
     check_count("spec.steps", request.spec.steps, MAX_STEPS)
     spec, limits = request.spec, request.spec.limits
-    return RollOutWish(
+    return RolloutChange(
         name=request.name,
         plan=check_plan(
             checkpoint=spec.checkpoint,
-            steps=[Step(step.percent, seconds_of(step.interval)) for step in spec.steps],
-            limits=RollOutLimits(
+            steps=[RolloutStep(step.percent, seconds_of(step.interval)) for step in spec.steps],
+            limits=RolloutLimits(
                 max_error_share=limits.max_error_share if limits.HasField("max_error_share") else None,
                 max_p99_s=seconds_of(limits.max_p99_latency) if limits.HasField("max_p99_latency") else None,
                 max_p99_ratio=limits.max_p99_ratio or None,
@@ -262,28 +262,28 @@ def roll_out_wish_from_proto(request: pb.RollOutRequest) -> RollOutWish:
     )
 
 
-def roll_out_to_proto(roll_out: RollOut) -> roll_out_pb2.RollOut:
-    message = roll_out_pb2.RollOut(
-        state=getattr(roll_out_pb2.RollOut, f"STATE_{roll_out.state}"),
-        version=roll_out.version,
-        operation=roll_out.operation,
-        spec=_plan_to_proto(roll_out.plan),
-        step=roll_out.step,
-        create_time=timestamp(roll_out.create_time),
+def rollout_to_proto(rollout: Rollout) -> rollout_pb2.Rollout:
+    message = rollout_pb2.Rollout(
+        state=getattr(rollout_pb2.Rollout, f"STATE_{rollout.state}"),
+        version=rollout.version,
+        operation=rollout.operation,
+        spec=_plan_to_proto(rollout.plan),
+        step=rollout.step,
+        create_time=timestamp(rollout.create_time),
     )
-    if roll_out.step_time:
-        message.step_time.CopyFrom(timestamp(roll_out.step_time))
-    if roll_out.end_time:
-        message.end_time.CopyFrom(timestamp(roll_out.end_time))
-    if roll_out.compared is not None:
-        seen = roll_out.compared
-        message.compared.CopyFrom(roll_out_pb2.Compared(**known_of(seen)))
-    if roll_out.error is not None:
-        message.error.CopyFrom(status_proto_from_record(roll_out.error))
+    if rollout.step_time:
+        message.step_time.CopyFrom(timestamp(rollout.step_time))
+    if rollout.end_time:
+        message.end_time.CopyFrom(timestamp(rollout.end_time))
+    if rollout.compared is not None:
+        seen = rollout.compared
+        message.compared.CopyFrom(rollout_pb2.Compared(**known_of(seen)))
+    if rollout.error is not None:
+        message.error.CopyFrom(status_proto_from_record(rollout.error))
     return message
 
 
-def _comparison_from_proto(given: roll_out_pb2.Comparison) -> Comparison:
+def _comparison_from_proto(given: rollout_pb2.Comparison) -> Comparison:
     names.parse("spec.comparison.dataset_version", given.dataset_version, "datasets/{d}/versions/{v}")
     return Comparison(
         dataset_version=given.dataset_version,
@@ -323,12 +323,12 @@ def timestamp(seconds: float) -> Timestamp:
     return stamp
 
 
-def _plan_to_proto(plan: Plan) -> roll_out_pb2.RollOutSpec:
+def _plan_to_proto(plan: RolloutPlan) -> rollout_pb2.RolloutSpec:
     limits = plan.limits
-    message = roll_out_pb2.RollOutSpec(
+    message = rollout_pb2.RolloutSpec(
         checkpoint=plan.checkpoint,
-        steps=[roll_out_pb2.RollOutStep(percent=one.percent, interval=_duration(one.interval_s)) for one in plan.steps],
-        limits=roll_out_pb2.RollOutLimits(
+        steps=[rollout_pb2.RolloutStep(percent=one.percent, interval=_duration(one.interval_s)) for one in plan.steps],
+        limits=rollout_pb2.RolloutLimits(
             max_error_share=limits.max_error_share,
             max_p99_ratio=limits.max_p99_ratio,
             min_requests=limits.min_requests,
@@ -339,7 +339,7 @@ def _plan_to_proto(plan: Plan) -> roll_out_pb2.RollOutSpec:
     if limits.max_p99_s is not None:
         message.limits.max_p99_latency.CopyFrom(_duration(limits.max_p99_s))
     if plan.comparison is not None:
-        message.comparison.CopyFrom(roll_out_pb2.Comparison(**known_of(plan.comparison)))
+        message.comparison.CopyFrom(rollout_pb2.Comparison(**known_of(plan.comparison)))
     return message
 
 

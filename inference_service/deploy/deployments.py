@@ -15,7 +15,7 @@ from dataclasses import replace
 from google.longrunning import operations_pb2
 
 from inference_service.deploy.capacity import Cluster
-from inference_service.deploy.convert import deployment_to_proto, metadata_to_proto, roll_out_metadata_to_proto
+from inference_service.deploy.convert import deployment_to_proto, metadata_to_proto, rollout_metadata_to_proto
 from inference_service.domain.deployment import (
     FIRST_VERSION,
     Creation,
@@ -29,8 +29,8 @@ from inference_service.domain.deployment import (
 from inference_service.domain.rollout_transitions import with_traffic_back
 from shared import names, paging
 from shared.checkpoint import CheckpointEntry, resolve_any
-from shared.checkpoint import users as checkpoint_users
-from shared.checkpoint.users import release, using
+from shared.checkpoint import references as checkpoint_references
+from shared.checkpoint.references import release, using
 from shared.dataset_version.version import mark_used, unmark
 from shared.errors import (
     Cancelled,
@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 DEPLOYMENTS = "deployments"
 # Of the markers at dataset versions and checkpoints.
-USER_KIND = "deployment"
+REFERENCE_KIND = "deployment"
 
 Step = Callable[[Deployment], Deployment | None]
 
@@ -156,9 +156,9 @@ class Deployments:
 
     def delete(self, name: str, etag: str, now_s: float) -> Deployment:
         """Writes the wish. Raises `NotFound` and `Conflict`."""
-        return self.wish(name, lambda before: with_deletion(before, name, etag, now_s))
+        return self.request(name, lambda before: with_deletion(before, name, etag, now_s))
 
-    def wish(self, name: str, decide: Callable[[Deployment | None], Deployment | None]) -> Deployment:
+    def request(self, name: str, decide: Callable[[Deployment | None], Deployment | None]) -> Deployment:
         """Appends what `decide` makes of the newest state, and returns what is then the newest. Raises what it raises;
         where there is no such deployment, that must be something."""
 
@@ -184,13 +184,13 @@ class Deployments:
         newest = _deployment(name, self._log(name).update(decide))
         return newest if newest is not None and newest.uid == uid else None
 
-    def roll_out_made_by(self, name: str, request_id: str) -> Deployment | None:
+    def rollout_made_by(self, name: str, request_id: str) -> Deployment | None:
         """The last known state of the deployment while the roll-out that this request began was its newest."""
-        return self._newest(name, lambda one: one.roll_out is not None and one.roll_out.request_id == request_id)
+        return self._newest(name, lambda one: one.rollout is not None and one.rollout.request_id == request_id)
 
-    def roll_out(self, name: str, roll_out_uid: str) -> Deployment | None:
+    def rollout(self, name: str, rollout_uid: str) -> Deployment | None:
         """The same, by the roll-out's uid."""
-        return self._newest(name, lambda one: one.roll_out is not None and one.roll_out.uid == roll_out_uid)
+        return self._newest(name, lambda one: one.rollout is not None and one.rollout.uid == rollout_uid)
 
     def mark_datasets(self, deployment: Deployment, versions: Iterable[ModelVersion]) -> None:
         """Keeps the dataset versions that these loaded versions' models come from, until `release`.
@@ -199,7 +199,7 @@ class Deployments:
         """
         for name in _dataset_versions(versions):
             try:
-                mark_used(self._store, name, USER_KIND, deployment.uid, deployment.name, is_job=False)
+                mark_used(self._store, name, REFERENCE_KIND, deployment.uid, deployment.name, is_job=False)
             except (DataLoss, FailedPrecondition, InvalidArgument, NotFound) as error:
                 logger.warning("%s: its dataset version cannot be kept: %s", deployment.name, error.message)
 
@@ -207,11 +207,11 @@ class Deployments:
         """Keeps the checkpoints of these versions until `release`; whoever wished for them has marked them
         already, unless the deployment is older than these marks."""
         for version in versions:
-            named = checkpoint_users.keep(
+            named = checkpoint_references.keep(
                 self._store,
                 version.checkpoint,
                 version.folder,
-                USER_KIND,
+                REFERENCE_KIND,
                 deployment.uid,
                 deployment.name,
                 ends_in=State.GONE,
@@ -225,9 +225,9 @@ class Deployments:
         going = {version.number for version in versions}
         others = [version for version in deployment.versions if version.number not in going]
         for name in {*_dataset_versions(versions)} - {*_dataset_versions(others)}:
-            unmark(self._store, name, USER_KIND, deployment.uid)
+            unmark(self._store, name, REFERENCE_KIND, deployment.uid)
         for name in {version.checkpoint for version in versions} - {version.checkpoint for version in others}:
-            checkpoint_users.release(self._store, name, USER_KIND, deployment.uid)
+            checkpoint_references.release(self._store, name, REFERENCE_KIND, deployment.uid)
 
     def _log(self, name: str) -> ResourceLog:
         return _Log(self._store, name)
@@ -343,11 +343,11 @@ class DeploymentManager:
         """Its state at each call, None once it is gone. Raises `InvalidArgument` and `NotFound`."""
         first, newest = self.get(name), self._deployments.follow(name)
 
-        def look() -> Deployment | None:
+        def poll() -> Deployment | None:
             found = newest()
             return found if found is not None and found.uid == first.uid and found.state is not State.GONE else None
 
-        return look
+        return poll
 
     def page(self, size: int, token: str) -> tuple[list[Deployment], str]:
         """Raises `InvalidArgument`."""
@@ -358,7 +358,9 @@ class DeploymentManager:
         uid = new_uid()
         # Its mark keeps the checkpoint from the first moment on; should this process die, it counts until it is plain
         # that no deployment of this uid comes.
-        marked = using(self._store, FIELD, spec.checkpoint, USER_KIND, uid, name, ends_in=State.GONE, of_programs=True)
+        marked = using(
+            self._store, FIELD, spec.checkpoint, REFERENCE_KIND, uid, name, ends_in=State.GONE, of_programs=True
+        )
         with marked as entry:
             check_predictor(spec, entry)
             check_code(self._own_code, entry)
@@ -367,7 +369,7 @@ class DeploymentManager:
             self._operations.record(deployment)
             made = self._deployments.create(deployment)
         if made.uid != uid:  # the same request, sent twice at once, was faster
-            release(self._store, entry.name, USER_KIND, uid)
+            release(self._store, entry.name, REFERENCE_KIND, uid)
         return made
 
 
@@ -421,15 +423,15 @@ def _new(name: str, uid: str, request_id: str, spec: Spec, entry: CheckpointEntr
 OPERATIONS = "operations"
 # These tell this service's operations from those of the others in the same folder.
 PREFIX = "deploy-"
-ROLL_OUT_PREFIX = "rollout-"
+ROLLOUT_PREFIX = "rollout-"
 
 
 def operation_name(uid: str) -> str:
     return f"{OPERATIONS}/{PREFIX}{uid}"
 
 
-def roll_out_operation_name(uid: str) -> str:
-    return f"{OPERATIONS}/{ROLL_OUT_PREFIX}{uid}"
+def rollout_operation_name(uid: str) -> str:
+    return f"{OPERATIONS}/{ROLLOUT_PREFIX}{uid}"
 
 
 class DeploymentOperations:
@@ -443,23 +445,23 @@ class DeploymentOperations:
         """Makes the operation findable, also after its deployment is gone. Writing it again changes nothing."""
         self._point(deployment.operation, deployment)
 
-    def record_roll_out(self, operation: str, deployment: Deployment) -> None:
+    def record_rollout(self, operation: str, deployment: Deployment) -> None:
         """The same for the operation of a roll-out."""
         self._point(operation, deployment)
 
     def get(self, name: str, *, brief: bool = False) -> operations_pb2.Operation:  # noqa: ARG002
         """The same in lists: nothing of it is long."""
-        if name.startswith(f"{OPERATIONS}/{ROLL_OUT_PREFIX}"):
-            return roll_out_operation_of(self._rolled_out(name))
+        if name.startswith(f"{OPERATIONS}/{ROLLOUT_PREFIX}"):
+            return rollout_operation_of(self._rolled_out(name))
         return operation_of(self._deployment(name))
 
     def list_ids(self) -> list[str]:
-        return [one for one in self._store.folders(OPERATIONS) if one.startswith((PREFIX, ROLL_OUT_PREFIX))]
+        return [one for one in self._store.folders(OPERATIONS) if one.startswith((PREFIX, ROLLOUT_PREFIX))]
 
     def cancel(self, name: str) -> None:
         """Deletes the deployment if it is still loading, or rolls back; afterwards there is nothing left to cancel."""
-        if name.startswith(f"{OPERATIONS}/{ROLL_OUT_PREFIX}"):
-            self._cancel_roll_out(name)
+        if name.startswith(f"{OPERATIONS}/{ROLLOUT_PREFIX}"):
+            self._cancel_rollout(name)
             return
         deployment = self._deployment(name)
 
@@ -468,17 +470,17 @@ class DeploymentOperations:
 
         self._deployments.transition(deployment.name, deployment.uid, delete_if_loading)
 
-    def _cancel_roll_out(self, name: str) -> None:
+    def _cancel_rollout(self, name: str) -> None:
         deployment = self._rolled_out(name)
-        roll_out = deployment.roll_out
-        assert roll_out is not None
-        error = Cancelled(f"the roll-out of version {roll_out.version} was cancelled", reason="ROLLED_BACK")
+        rollout = deployment.rollout
+        assert rollout is not None
+        error = Cancelled(f"the roll-out of version {rollout.version} was cancelled", reason="ROLLED_BACK")
 
-        def roll_back(newest: Deployment) -> Deployment | None:
-            after = with_traffic_back(newest, roll_out.uid, error, time.time())
+        def rollback(newest: Deployment) -> Deployment | None:
+            after = with_traffic_back(newest, rollout.uid, error, time.time())
             return replace(after, generation=after.generation + 1) if after is not None else None
 
-        self._deployments.transition(deployment.name, deployment.uid, roll_back)
+        self._deployments.transition(deployment.name, deployment.uid, rollback)
 
     def _point(self, operation: str, deployment: Deployment) -> None:
         pointer = {"deployment": deployment.name, "uid": deployment.uid}
@@ -493,8 +495,8 @@ class DeploymentOperations:
 
     def _rolled_out(self, name: str) -> Deployment:
         """The last known state of the deployment with this roll-out in it."""
-        uid = name.removeprefix(f"{OPERATIONS}/{ROLL_OUT_PREFIX}")
-        deployment = self._deployments.roll_out(self._pointer(name)["deployment"], uid)
+        uid = name.removeprefix(f"{OPERATIONS}/{ROLLOUT_PREFIX}")
+        deployment = self._deployments.rollout(self._pointer(name)["deployment"], uid)
         if deployment is None:  # it was refused after the pointer was written
             raise not_found(name)
         return deployment
@@ -527,14 +529,14 @@ def operation_of(deployment: Deployment) -> operations_pb2.Operation:
     return operation
 
 
-def roll_out_operation_of(deployment: Deployment) -> operations_pb2.Operation:
+def rollout_operation_of(deployment: Deployment) -> operations_pb2.Operation:
     """The operation of the deployment's newest roll-out."""
-    roll_out = deployment.roll_out
-    assert roll_out is not None
-    operation = operations_pb2.Operation(name=roll_out.operation, done=not roll_out.under_way)
-    operation.metadata.Pack(roll_out_metadata_to_proto(deployment))
-    if roll_out.error is not None:
-        operation.error.CopyFrom(status_proto(error_from_record(roll_out.error)))
+    rollout = deployment.rollout
+    assert rollout is not None
+    operation = operations_pb2.Operation(name=rollout.operation, done=not rollout.under_way)
+    operation.metadata.Pack(rollout_metadata_to_proto(deployment))
+    if rollout.error is not None:
+        operation.error.CopyFrom(status_proto(error_from_record(rollout.error)))
     elif operation.done:
         operation.response.Pack(deployment_to_proto(deployment))
     return operation
@@ -548,9 +550,9 @@ def checked_operation(deployment: Deployment) -> operations_pb2.Operation:
     return operation
 
 
-def checked_roll_out_operation(deployment: Deployment) -> operations_pb2.Operation:
+def checked_rollout_operation(deployment: Deployment) -> operations_pb2.Operation:
     """The same for a roll-out."""
     operation = operations_pb2.Operation(done=True)
-    operation.metadata.Pack(roll_out_metadata_to_proto(deployment))
+    operation.metadata.Pack(rollout_metadata_to_proto(deployment))
     operation.response.Pack(deployment_to_proto(deployment))
     return operation

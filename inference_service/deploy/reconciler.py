@@ -24,10 +24,10 @@ from inference_service.domain.deployment import (
     with_removal,
 )
 from inference_service.domain.rollout_transitions import with_version_failed, with_version_loaded
-from inference_service.peers import Siblings
+from inference_service.peers import Peers
 from inference_service.serve.batcher import BATCHES_PER_REPLICA, Batcher
 from inference_service.serve.models import Models, find_version
-from inference_service.serve.ray_serve import Application, ServeApplications, ServeSilent, answered, call_serve
+from inference_service.serve.ray_serve import Application, ServeApplications, ServeUnresponsive, answered, call_serve
 from inference_service.serve.replica import Loaded, ReplicaSpec
 from inference_service.settings import InferenceSettings
 from shared.errors import STORE_OUTAGES, DataLoss, FailedPrecondition, MillraceError
@@ -58,17 +58,17 @@ class Reconciler:
         models: Models,
         cluster: Cluster,
         settings: InferenceSettings,
-        siblings: Siblings,
+        peers: Peers,
     ) -> None:
         self._deployments = deployments
         self._applications = applications
         self._models = models
         self._cluster = cluster
         self._settings = settings
-        self._siblings = siblings
-        self._loading = Loading(deployments, applications, models, cluster, settings, siblings)
-        self._removing = Removing(deployments, applications, models, settings, siblings, self.nudge)
-        self._marking = Marking(deployments)
+        self._peers = peers
+        self._loading = ModelLoader(deployments, applications, models, cluster, settings, peers)
+        self._unloader = ModelUnloader(deployments, applications, models, settings, peers, self.wake)
+        self._reference_keeper = ReferenceKeeper(deployments)
         self._changed = asyncio.Event()
         # The deployments whose logs could not be read the last time.
         self._unreadable: set[str] = set()
@@ -78,17 +78,17 @@ class Reconciler:
 
     def holds(self) -> list[str]:
         """The applications that this process may still send a batch to."""
-        return [*self._models.attached(), *self._removing.draining]
+        return [*self._models.attached(), *self._unloader.draining]
 
     def going(self) -> list[str]:
         """The applications that this process is taking out of Serve, and that no other may send a batch to."""
-        return list(self._removing.going)
+        return list(self._unloader.going)
 
     def on_going(self, tell: Callable[[], None]) -> None:
         """Has `tell` called whenever there is one more that is `going`."""
-        self._removing.on_going = tell
+        self._unloader.on_going = tell
 
-    def nudge(self) -> None:
+    def wake(self) -> None:
         """Something changed: look now."""
         self._changed.set()
 
@@ -106,16 +106,16 @@ class Reconciler:
                     first = False
                 # Last: what is served is served whether or not it can be marked. Whoever wished for a version has
                 # marked its checkpoint already.
-                if self._siblings.leads:
-                    await self._marking.mark(self._models.deployments())
+                if self._peers.is_leader:
+                    await self._reference_keeper.mark(self._models.deployments())
             # The store, which does not answer or is full: Ray, which was asked before, has nothing to do with it, and
             # what is served goes on being served.
             except MillraceError as error:
                 logger.warning("%s; trying again", error.message)
                 well_at = time.monotonic()
-            except ServeSilent as error:
+            except ServeUnresponsive as error:
                 logger.warning("Ray Serve does not answer: %s", str(error).partition("\\n")[0])
-                if time.monotonic() - well_at > self._settings.ray_silent_after_s:
+                if time.monotonic() - well_at > self._settings.ray_unresponsive_after_s:
                     raise RayLost(f"Ray Serve has not answered for long: {error}") from error
             # A fault of ours: a new process would have it, too.
             except Exception:
@@ -143,11 +143,11 @@ class Reconciler:
         }
         self._take_away(running.keys() - wanted.keys(), deployments, unreadable)
         self._loading.forget_all_but(wanted)
-        going = self._siblings.going()
+        going = self._peers.going()
         for name in going.intersection(wanted, self._models.attached()):
-            self._removing.retire(name)
+            self._unloader.retire(name)
         for name, (deployment, version) in wanted.items():
-            if name in going or name in self._removing.under_way:  # it was unloaded, and is wanted again
+            if name in going or name in self._unloader.under_way:  # it was unloaded, and is wanted again
                 continue
             await self._step(name, deployment, version, running.get(name))
         await self._keep(deployments)
@@ -170,12 +170,12 @@ class Reconciler:
 
     async def _keep(self, deployments: list[Deployment]) -> None:
         """Has Ray keep what the logs say, where that is new."""
-        if not self._siblings.leads or deployments == self._kept:
+        if not self._peers.is_leader or deployments == self._kept:
             return
         try:
             await call_serve(lambda: self._applications.keep(_to_json(deployments)))
             self._kept = deployments
-        except ServeSilent as error:
+        except ServeUnresponsive as error:
             logger.warning("Ray does not keep what is deployed, for starts without the store: %s", error)
 
     async def _read_logs(self) -> Collection[str] | None:
@@ -192,7 +192,7 @@ class Reconciler:
                 raise
             return None
         self._has_read = True
-        self._tell_of_unreadable(unreadable)
+        self._report_unreadable(unreadable)
         # One that can no longer be read is served as it was when it could.
         self._models.replace([*read, *(one for one in self._models.deployments() if one.name in unreadable)])
         return unreadable
@@ -211,7 +211,7 @@ class Reconciler:
         self._models.replace(kept)
         return True
 
-    def _tell_of_unreadable(self, unreadable: Mapping[str, DataLoss]) -> None:
+    def _report_unreadable(self, unreadable: Mapping[str, DataLoss]) -> None:
         for name in unreadable.keys() - self._unreadable:
             logger.error("%s; until then no application is deleted that may be its own", unreadable[name].message)
         for name in self._unreadable - unreadable.keys():
@@ -224,14 +224,14 @@ class Reconciler:
         going: set[str] = set()
         for deployment in deployments:
             if deployment.state is State.DELETING:
-                self._removing.remove(deployment)
+                self._unloader.remove(deployment)
                 going.update(application_name(deployment, version) for version in deployment.versions)
         unnamed = unwanted - going
         if unreadable:  # whose applications may be among them
             known = {one.uid for one in deployments if one.name not in unreadable}
             unnamed = {name for name in unnamed if uid_of(name) in known}
         for name in unnamed:
-            self._removing.retire(name)
+            self._unloader.retire(name)
 
     async def _pause(self) -> None:
         try:
@@ -250,11 +250,11 @@ def _to_json(deployments: list[Deployment]) -> bytes:
 
 
 # A version that was READY before and does not start now is tried again so often.
-AGAIN_AFTER_S = 15.0
+RETRY_DELAY_S = 15.0
 
 
 @dataclass(eq=False)
-class Loading:
+class ModelLoader:
     """Lives on the event loop of `models`. Of several front processes only the first asks Serve for applications and
     writes the logs; the others attach to what there is."""
 
@@ -263,7 +263,7 @@ class Loading:
     models: Models
     cluster: Cluster
     settings: InferenceSettings
-    siblings: Siblings
+    peers: Peers
     # What the replicas of those that requests are sent to have said of themselves.
     _loaded: dict[str, Loaded] = field(default_factory=dict, init=False)
     _not_before: dict[str, float] = field(default_factory=dict, init=False)
@@ -293,7 +293,7 @@ class Loading:
         if version.retired_at is not None or time.monotonic() < self._not_before.get(name, 0.0):
             return
         self.models.detach(name)
-        if not self.siblings.leads:
+        if not self.peers.is_leader:
             return
         logger.info("%s: starting version %s as %s", deployment.name, version.number, name)
         spec = ReplicaSpec(
@@ -333,7 +333,7 @@ class Loading:
         except (DataLoss, FailedPrecondition) as error:
             await self._fail(name, deployment, version, error)
             return False
-        if name in self.siblings.going():  # meanwhile: it waits for those that hold it, and would not see this one
+        if name in self.peers.going():  # meanwhile: it waits for those that hold it, and would not see this one
             return False
         spec = deployment.spec
         limits = Limits(
@@ -349,7 +349,7 @@ class Loading:
 
     def _may_say_loaded(self, name: str) -> bool:
         """From then on requests come, to any of the fronts."""
-        return self.siblings.leads and self.siblings.all_hold(name, self.settings.drain_silent_after_s)
+        return self.peers.is_leader and self.peers.all_hold(name, self.settings.drain_unresponsive_after_s)
 
     async def _say_loaded(self, name: str, deployment: Deployment, version: ModelVersion) -> None:
         newest = await asyncio.to_thread(
@@ -364,7 +364,7 @@ class Loading:
 
         Serve itself has given up by then: an application of which no replica ever started never gets another.
         """
-        if not self.siblings.leads:
+        if not self.peers.is_leader:
             self._close_batcher(name)
             self.applications.forget(name)
             return
@@ -377,7 +377,7 @@ class Loading:
         )
         if newest is not None:
             self.models.put(newest)
-        self._not_before[name] = time.monotonic() + AGAIN_AFTER_S
+        self._not_before[name] = time.monotonic() + RETRY_DELAY_S
         self._close_batcher(name)
         await call_serve(self.applications.delete, name)
 
@@ -403,8 +403,8 @@ def _loaded(version: ModelVersion, loaded: Loaded) -> Callable[[Deployment], Dep
 # Takes versions out of Ray Serve once what is in flight is answered, and ends the logs of deployments that go.
 
 
-class Removing:
-    """Lives on the event loop of `models`. `nudge` is called when something is gone, `on_going` when an application
+class ModelUnloader:
+    """Lives on the event loop of `models`. `wake` is called when something is gone, `on_going` when an application
     begins to go. Of several front processes only the first takes away; the others let go."""
 
     def __init__(
@@ -413,15 +413,15 @@ class Removing:
         applications: ServeApplications,
         models: Models,
         settings: InferenceSettings,
-        siblings: Siblings,
-        nudge: Callable[[], None],
+        peers: Peers,
+        wake: Callable[[], None],
     ) -> None:
         self._deployments = deployments
         self._applications = applications
         self._models = models
-        self._silent_after_s = settings.drain_silent_after_s
-        self._siblings = siblings
-        self._nudge = nudge
+        self._unresponsive_after_s = settings.drain_unresponsive_after_s
+        self._peers = peers
+        self._wake = wake
         self.on_going: Callable[[], None] = lambda: None
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by uid, and applications that no log names by theirs
         self._draining: set[str] = set()
@@ -452,7 +452,7 @@ class Removing:
         """Begins to take an application out of Serve that no log wants, or, where another process does so, to let go of
         it; unless that is under way."""
         if name not in self._tasks:
-            if self._siblings.leads:
+            if self._peers.is_leader:
                 logger.info("deleting application %s, which no log wants", name)
             self._tasks[name] = asyncio.create_task(self._retire(name))
 
@@ -463,7 +463,7 @@ class Removing:
             logger.warning("application %s is not gone yet: %s", name, error)
         finally:
             del self._tasks[name]
-        self._nudge()
+        self._wake()
 
     async def _remove(self, deployment: Deployment) -> None:
         """Answers what is in flight, then takes all its versions out of Serve and ends its log."""
@@ -473,7 +473,7 @@ class Removing:
                 if name in self._tasks:  # it was unloaded, and has not answered all that it has
                     await asyncio.wait({self._tasks[name]})
                 await self._take_out(name)
-            if not self._siblings.leads:
+            if not self._peers.is_leader:
                 return
             # Before its log ends, or nobody would come back to do it.
             await asyncio.to_thread(self._deployments.release, deployment, deployment.versions)
@@ -486,7 +486,7 @@ class Removing:
             if gone is not None:
                 self._models.put(gone)
             logger.info("%s is gone", deployment.name)
-            self._nudge()
+            self._wake()
         except Exception as error:
             logger.warning("%s is not gone yet: %s", deployment.name, error)
         finally:
@@ -494,7 +494,7 @@ class Removing:
 
     async def _take_out(self, name: str) -> None:
         """Answers what is in flight, then takes the application out of Serve."""
-        if not self._siblings.leads:
+        if not self._peers.is_leader:
             await self._drain(name)
             self._applications.forget(name)
             return
@@ -502,9 +502,9 @@ class Removing:
         try:
             # At once: who has not heard of it may take the application over, and so counts as holding it.
             self.on_going()
-            told_s = time.time()
+            reported_s = time.time()
             await self._drain(name)
-            await self._siblings.let_go(name, told_s, self._silent_after_s)
+            await self._peers.let_go(name, reported_s, self._unresponsive_after_s)
             await call_serve(self._applications.delete, name)
         finally:
             self._going.discard(name)
@@ -514,7 +514,7 @@ class Removing:
         try:
             batcher = self._models.detach(name)
             if batcher is not None:
-                await batcher.drain(self._silent_after_s)
+                await batcher.drain(self._unresponsive_after_s)
         finally:
             self._draining.discard(name)
 
@@ -523,7 +523,7 @@ class Removing:
 # Marks what the versions that are served come from as used, so that nobody deletes it meanwhile.
 
 
-class Marking:
+class ReferenceKeeper:
     """Remembers what this process has marked: the store is asked once for each version."""
 
     def __init__(self, deployments: Deployments) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from inference_service.deploy.deployments import Deployments, Step
 from inference_service.domain.batch_policy import pieces
 from inference_service.domain.deployment import Deployment, ModelVersion, State, application_name
-from inference_service.domain.rollout import Compared, Comparison, Difference, RollOut, RollOutState, falls_short
+from inference_service.domain.rollout import Compared, Comparison, Difference, Rollout, RolloutState, falls_short
 from inference_service.domain.rollout_transitions import (
     with_compared,
     with_next_step,
@@ -21,7 +21,7 @@ from inference_service.domain.rollout_transitions import (
 from inference_service.domain.signature import PREPARED, RAW, Rows, Signature, TensorSpec
 from inference_service.domain.statistics import Seen, passed_limit
 from inference_service.domain.tensors import Array
-from inference_service.peers import Siblings
+from inference_service.peers import Peers
 from inference_service.serve.models import Models, find_version
 from inference_service.serve.preprocessing import tensor_of_column, values_of_column
 from inference_service.settings import InferenceSettings
@@ -50,10 +50,10 @@ logger = logging.getLogger(__name__)
 # does; of the front processes of one service only the first tries.
 
 
-LOOK_EVERY_S = 0.2
+POLL_INTERVAL_S = 0.2
 
 
-class RollOuts:
+class Rollouts:
     """Lives on the event loop of `models`. `changed` is told each deployment whose log was written."""
 
     def __init__(
@@ -63,15 +63,15 @@ class RollOuts:
         models: Models,
         settings: InferenceSettings,
         changed: Callable[[Deployment], None],
-        siblings: Siblings,
+        peers: Peers,
     ) -> None:
         self._store = store
         self._deployments = deployments
         self._models = models
         self._settings = settings
         self._changed = changed
-        self._siblings = siblings
-        self._watching = Watching()
+        self._peers = peers
+        self._watching = PhaseTimer()
         self._comparing: dict[str, asyncio.Task[None]] = {}  # by uid
 
     async def run(self) -> None:
@@ -80,115 +80,113 @@ class RollOuts:
             for deployment in self._models.deployments():
                 if deployment.state is State.READY:
                     try:
-                        await self.look(deployment)
+                        await self.poll(deployment)
                     except Exception as error:  # one that cannot be helped now must not hold up the others
                         logger.warning("%s: %r; trying again", deployment.name, error)
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
-    async def look(self, deployment: Deployment) -> None:
+    async def poll(self, deployment: Deployment) -> None:
         """One look at a READY deployment, and what follows from it."""
         due_s = time.time() - self._settings.retired_for_s
         going = [one for one in deployment.versions if one.retired_at is not None and one.retired_at < due_s]
         if going:
             await self._let_go(deployment, going)
-        roll_out = deployment.roll_out
-        if roll_out is None:
+        rollout = deployment.rollout
+        if rollout is None:
             return
-        if not roll_out.under_way:
-            self._watching.forget(roll_out.uid)
+        if not rollout.under_way:
+            self._watching.forget(rollout.uid)
             return
-        if roll_out.state is not RollOutState.SHIFTING:
-            await self._prepare(deployment, roll_out)
+        if rollout.state is not RolloutState.SHIFTING:
+            await self._prepare(deployment, rollout)
             return
-        within_s = self._settings.roll_out_loads_within_s
-        answers = self._answers(deployment, roll_out)
+        timeout_s = self._settings.rollout_load_timeout_s
+        answers = self._answers(deployment, rollout)
         # One look in one situation: silence ends a step's time, and an answer the silence.
-        lasts_s = self._watching.lasts_s(roll_out.uid, roll_out.step if answers else SILENT)
-        passed = self._passed_limit(deployment, roll_out)
+        lasts_s = self._watching.lasts_s(rollout.uid, rollout.step if answers else UNRESPONSIVE)
+        passed = self._passed_limit(deployment, rollout)
         if passed:
             error = FailedPrecondition(
-                f"version {roll_out.version} of {deployment.name}: {passed}",
-                reason="ROLL_OUT_LIMIT",
-                metadata={"resource": deployment.name, "model_version": roll_out.version},
+                f"version {rollout.version} of {deployment.name}: {passed}",
+                reason="ROLLOUT_LIMIT_EXCEEDED",
+                metadata={"resource": deployment.name, "model_version": rollout.version},
             )
-            await self._back(deployment, roll_out, error)
+            await self._back(deployment, rollout, error)
         elif not answers:
-            if lasts_s >= within_s:
-                await self._back(deployment, roll_out, _late(deployment, roll_out, within_s))
-        elif lasts_s >= roll_out.present.interval_s and self._has_replicas(deployment, roll_out):
-            await self._write(
-                deployment, lambda before: with_next_step(before, roll_out.uid, roll_out.step, time.time())
-            )
+            if lasts_s >= timeout_s:
+                await self._back(deployment, rollout, _late(deployment, rollout, timeout_s))
+        elif lasts_s >= rollout.present.interval_s and self._has_replicas(deployment, rollout):
+            await self._write(deployment, lambda before: with_next_step(before, rollout.uid, rollout.step, time.time()))
 
-    async def _prepare(self, deployment: Deployment, roll_out: RollOut) -> None:
+    async def _prepare(self, deployment: Deployment, rollout: Rollout) -> None:
         """Before any traffic moves: gives up what takes too long, and compares what is to be compared."""
-        within_s = self._settings.roll_out_loads_within_s
-        if self._watching.lasts_s(roll_out.uid, PREPARING) >= within_s:
-            await self._back(deployment, roll_out, _late(deployment, roll_out, within_s))
+        timeout_s = self._settings.rollout_load_timeout_s
+        if self._watching.lasts_s(rollout.uid, PREPARING) >= timeout_s:
+            await self._back(deployment, rollout, _late(deployment, rollout, timeout_s))
         elif (
-            roll_out.state is RollOutState.COMPARING
-            and roll_out.uid not in self._comparing
-            and all(self._models.answers(deployment, version) for version in _compared_versions(deployment, roll_out))
+            rollout.state is RolloutState.COMPARING
+            and rollout.uid not in self._comparing
+            and all(self._models.answers(deployment, version) for version in _compared_versions(deployment, rollout))
         ):
-            task = asyncio.create_task(self._compare(deployment, roll_out))
-            self._comparing[roll_out.uid] = task
-            task.add_done_callback(lambda _: self._comparing.pop(roll_out.uid))
+            task = asyncio.create_task(self._compare(deployment, rollout))
+            self._comparing[rollout.uid] = task
+            task.add_done_callback(lambda _: self._comparing.pop(rollout.uid))
 
-    async def _compare(self, deployment: Deployment, roll_out: RollOut) -> None:
-        wanted = roll_out.plan.comparison
+    async def _compare(self, deployment: Deployment, rollout: Rollout) -> None:
+        wanted = rollout.plan.comparison
         assert wanted is not None
         try:
             seen = await compared(
-                self._store, self._models, deployment, _compared_versions(deployment, roll_out), wanted
+                self._store, self._models, deployment, _compared_versions(deployment, rollout), wanted
             )
         except (Unavailable, ResourceExhausted, DeadlineExceeded) as error:
             logger.warning("%s is not compared yet: %s; trying again", deployment.name, error.message)
             return
         except MillraceError as error:
-            await self._back(deployment, roll_out, error)
+            await self._back(deployment, rollout, error)
             return
         except Exception as unexpected:
-            await self._back(deployment, roll_out, hidden(unexpected, logger, f"{deployment.name} is not compared"))
+            await self._back(deployment, rollout, hidden(unexpected, logger, f"{deployment.name} is not compared"))
             return
         short = falls_short(wanted, seen)
         if short:
             unlike = FailedPrecondition(
-                f"version {roll_out.version} of {deployment.name}: {short}",
-                reason="ROLL_OUT_UNLIKE",
-                metadata={"resource": deployment.name, "model_version": roll_out.version},
+                f"version {rollout.version} of {deployment.name}: {short}",
+                reason="ROLLOUT_COMPARISON_FAILED",
+                metadata={"resource": deployment.name, "model_version": rollout.version},
             )
-            await self._write(deployment, lambda before: with_unlike(before, roll_out.uid, seen, unlike, time.time()))
+            await self._write(deployment, lambda before: with_unlike(before, rollout.uid, seen, unlike, time.time()))
         else:
-            await self._write(deployment, lambda before: with_compared(before, roll_out.uid, seen, time.time()))
+            await self._write(deployment, lambda before: with_compared(before, rollout.uid, seen, time.time()))
 
-    def _passed_limit(self, deployment: Deployment, roll_out: RollOut) -> str:
-        limits = roll_out.plan.limits
+    def _passed_limit(self, deployment: Deployment, rollout: Rollout) -> str:
+        limits = rollout.plan.limits
         return passed_limit(
             limits,
-            self._seen(deployment, roll_out.version, limits.window_s),
-            self._seen(deployment, roll_out.main, limits.window_s),
+            self._seen(deployment, rollout.version, limits.window_s),
+            self._seen(deployment, rollout.main, limits.window_s),
         )
 
     def _seen(self, deployment: Deployment, number: str, window_s: float) -> Seen:
         for version in deployment.versions:
             if version.number == number:
                 own = self._models.statistics(deployment, version).recent.counts(time.time(), window_s)
-                return sum(self._siblings.counts(application_name(deployment, version)), own).seen()
+                return sum(self._peers.counts(application_name(deployment, version)), own).seen()
         return Seen(0, 0, 0.0)
 
-    def _answers(self, deployment: Deployment, roll_out: RollOut) -> bool:
+    def _answers(self, deployment: Deployment, rollout: Rollout) -> bool:
         """Whether the new version does, be it that it has had no replica for a moment."""
-        version = find_version(deployment, roll_out.version)
+        version = find_version(deployment, rollout.version)
         return version is not None and self._models.answers(deployment, version)
 
-    def _has_replicas(self, deployment: Deployment, roll_out: RollOut) -> bool:
+    def _has_replicas(self, deployment: Deployment, rollout: Rollout) -> bool:
         """Whether the new version has any at this moment: without, no step is taken, which may be the last one."""
-        version = find_version(deployment, roll_out.version)
+        version = find_version(deployment, rollout.version)
         return version is not None and self._models.replicas(deployment, version) != 0
 
-    async def _back(self, deployment: Deployment, roll_out: RollOut, error: MillraceError) -> None:
+    async def _back(self, deployment: Deployment, rollout: Rollout, error: MillraceError) -> None:
         logger.error("%s is rolled back: %s", deployment.name, error.message)
-        await self._write(deployment, lambda before: with_traffic_back(before, roll_out.uid, error, time.time()))
+        await self._write(deployment, lambda before: with_traffic_back(before, rollout.uid, error, time.time()))
 
     async def _let_go(self, deployment: Deployment, going: Sequence[ModelVersion]) -> None:
         """All that are due at once: of two with the same checkpoint, each would keep the other's mark."""
@@ -209,14 +207,14 @@ class RollOuts:
             self._changed(newest)
 
 
-def _late(deployment: Deployment, roll_out: RollOut, within_s: float) -> DeadlineExceeded:
-    how = "without replicas" if roll_out.state is RollOutState.SHIFTING else f"still {roll_out.state}"
-    remedy, reason = "see that Ray has CPUs for it beside the old one", "ROLL_OUT_NOT_LOADED"
-    if roll_out.state is RollOutState.COMPARING:
+def _late(deployment: Deployment, rollout: Rollout, timeout_s: float) -> DeadlineExceeded:
+    how = "without replicas" if rollout.state is RolloutState.SHIFTING else f"still {rollout.state}"
+    remedy, reason = "see that Ray has CPUs for it beside the old one", "ROLLOUT_NOT_LOADED"
+    if rollout.state is RolloutState.COMPARING:
         remedy = "both must answer the held rows while no request waits: give it more replicas, or compare fewer rows"
-        reason = "ROLL_OUT_NOT_COMPARED"
+        reason = "ROLLOUT_NOT_COMPARED"
     return DeadlineExceeded(
-        f"version {roll_out.version} of {deployment.name} is {how} after {within_s:.0f} s; {remedy}", reason=reason
+        f"version {rollout.version} of {deployment.name} is {how} after {timeout_s:.0f} s; {remedy}", reason=reason
     )
 
 
@@ -228,10 +226,10 @@ def _sharing(newest: Deployment, going: Sequence[ModelVersion], field: str) -> l
     return [one for one in stay if getattr(one, field) in shared]
 
 
-def _compared_versions(deployment: Deployment, roll_out: RollOut) -> tuple[ModelVersion, ModelVersion]:
+def _compared_versions(deployment: Deployment, rollout: Rollout) -> tuple[ModelVersion, ModelVersion]:
     """The old one and the new one."""
     by_number = {version.number: version for version in deployment.versions}
-    return by_number[roll_out.main], by_number[roll_out.version]
+    return by_number[rollout.main], by_number[rollout.version]
 
 
 # --- Watching ---
@@ -239,10 +237,10 @@ def _compared_versions(deployment: Deployment, roll_out: RollOut) -> tuple[Model
 
 # What a roll-out waits for before any traffic moves, and when its version has lost its replicas; otherwise its step.
 PREPARING = "PREPARING"
-SILENT = "SILENT"
+UNRESPONSIVE = "SILENT"
 
 
-class Watching:
+class PhaseTimer:
     """Begins anew with each process, and each time that the situation is another than at the last look."""
 
     def __init__(self) -> None:
@@ -274,11 +272,13 @@ async def compared(
 ) -> Compared:
     """How the old and the new one of `versions` differ on the held rows that are `wanted`.
 
-    Raises as `held_rows` and `Models.try_out`, and `FailedPrecondition` where both refuse every row.
+    Raises as `holdout_rows` and `Models.try_out`, and `FailedPrecondition` where both refuse every row.
     """
     signature = versions[0].signature
     assert signature is not None
-    rows = await asyncio.to_thread(held_rows, store, wanted.dataset_version, wanted.split, wanted.max_rows, signature)
+    rows = await asyncio.to_thread(
+        holdout_rows, store, wanted.dataset_version, wanted.split, wanted.max_rows, signature
+    )
     comparing = _Comparing(models, deployment, versions, signature)
     for start, stop in pieces(len(rows), min(deployment.spec.max_batch_size, deployment.spec.max_queued_rows)):
         await comparing.add(rows.slice(start, stop))
@@ -336,7 +336,7 @@ class _Comparing:
 # Rows of a dataset version, in the form in which a model takes them.
 
 
-def held_rows(store: ObjectStore, version: str, split: str, most: int, signature: Signature) -> Rows:
+def holdout_rows(store: ObjectStore, version: str, split: str, most: int, signature: Signature) -> Rows:
     """The first `most` rows of the split, raw where the version has the columns that raw rows are made of, else the
     model's input itself, of a version that was transformed.
 

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from inference_service.deploy.capacity import VERSIONS_OF_A_ROLL_OUT, Cluster
+from inference_service.deploy.capacity import VERSIONS_OF_A_ROLLOUT, Cluster
 from inference_service.deploy.deployments import (
     FIELD,
     SERVICE,
@@ -14,21 +14,21 @@ from inference_service.deploy.deployments import (
     Deployments,
     check_code,
     new_uid,
-    roll_out_operation_name,
+    rollout_operation_name,
     version_of,
 )
 from inference_service.domain.deployment import Deployment, ModelVersion, State, TrafficChange, checked
-from inference_service.domain.rollout import RollOut, RollOutState, RollOutWish
+from inference_service.domain.rollout import Rollout, RolloutChange, RolloutState
 from inference_service.domain.rollout_transitions import (
     begun,
     check_can_begin,
     next_number,
     with_change,
-    with_roll_back,
+    with_rollback,
 )
 from shared import names
 from shared.checkpoint import CheckpointEntry, resolve_any
-from shared.checkpoint.users import release, using
+from shared.checkpoint.references import release, using
 from shared.errors import Conflict, MillraceError
 from shared.own_code import OwnCode
 from shared.requests import claimed
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 MARK_KIND = "rollout"
 
 
-class RollOutManager:
+class RolloutManager:
     """Blocking; safe to call from several threads."""
 
     def __init__(
@@ -58,73 +58,80 @@ class RollOutManager:
         self._operations = operations
         self._cluster = cluster
 
-    def begin(self, wish: RollOutWish) -> Deployment:
+    def begin(self, request: RolloutChange) -> Deployment:
         """The deployment with the durable roll-out, LOADING; for a `request_id` seen before, what its first call made.
 
         Raises `InvalidArgument`, `NotFound`, `FailedPrecondition` (the cluster could never hold both versions, say),
         `Conflict` (the etag) and `AlreadyExists` (the `request_id` was used with another body).
         """
-        names.parse("name", wish.name, "deployments/{m}")
-        request_id = names.check_request_id("request_id", wish.request_id)
-        if wish.validate_only:
-            there = _checked(self._deployments.find(wish.name), wish)
-            self._cluster.check_fits(there.spec, VERSIONS_OF_A_ROLL_OUT)
-            entry = resolve_any(self._store, FIELD, wish.plan.checkpoint)
+        names.parse("name", request.name, "deployments/{m}")
+        request_id = names.check_request_id("request_id", request.request_id)
+        if request.validate_only:
+            there = _checked(self._deployments.find(request.name), request)
+            self._cluster.check_fits(there.spec, VERSIONS_OF_A_ROLLOUT)
+            entry = resolve_any(self._store, FIELD, request.plan.checkpoint)
             check_code(self._own_code, entry)
-            return _begun(there, wish, request_id, new_uid(), entry)
-        with claimed(self._store, SERVICE, request_id, wish.digest, wish.name) as claim:
-            if claim.repeated and (made := self._deployments.roll_out_made_by(wish.name, request_id)):
+            return _begun(there, request, request_id, new_uid(), entry)
+        with claimed(self._store, SERVICE, request_id, request.digest, request.name) as claim:
+            if claim.repeated and (made := self._deployments.rollout_made_by(request.name, request_id)):
                 return made
-            return self._begin(wish, request_id)
+            return self._begin(request, request_id)
 
     def back(self, name: str, etag: str) -> Deployment:
         """Raises `InvalidArgument`, `NotFound`, `FailedPrecondition` and `Conflict`."""
         names.parse("name", name, "deployments/{m}")
-        made = self._deployments.wish(name, lambda before: with_roll_back(before, name, etag, time.time()))
+        made = self._deployments.request(name, lambda before: with_rollback(before, name, etag, time.time()))
         self._mark(made, [version for version in made.versions if version.weight])
         return made
 
     def change(self, name: str, change: TrafficChange, etag: str) -> Deployment:
         """Raises `InvalidArgument`, `NotFound`, `FailedPrecondition` and `Conflict`."""
         names.parse("deployment.name", name, "deployments/{m}")
-        made = self._deployments.wish(name, lambda before: with_change(before, name, change, etag, time.time()))
+        made = self._deployments.request(name, lambda before: with_change(before, name, change, etag, time.time()))
         if change.policy is not None:
             self._mark(made, [version for version in made.versions if version.retired_at is None])
         return made
 
-    def _begin(self, wish: RollOutWish, request_id: str) -> Deployment:
-        before = self._deployments.find(wish.name)
+    def _begin(self, request: RolloutChange, request_id: str) -> Deployment:
+        before = self._deployments.find(request.name)
         if before is not None and _made_by(before, request_id):
             return before
-        there, uid = _checked(before, wish), new_uid()
-        self._cluster.check_fits(there.spec, VERSIONS_OF_A_ROLL_OUT)
+        there, uid = _checked(before, request), new_uid()
+        self._cluster.check_fits(there.spec, VERSIONS_OF_A_ROLLOUT)
 
         def decide(found: Deployment | None) -> Deployment | None:
             if found is not None and _made_by(found, request_id):
                 return None  # the same request, sent twice at once, was faster
-            newest = _checked(found, wish)
+            newest = _checked(found, request)
             if newest.uid != there.uid:
-                raise Conflict(f"{wish.name} was deleted and created anew meanwhile; read it again")
-            return _begun(newest, wish, request_id, uid, entry)
+                raise Conflict(f"{request.name} was deleted and created anew meanwhile; read it again")
+            return _begun(newest, request, request_id, uid, entry)
 
         # A mark of its own keeps the checkpoint meanwhile: the deployment's may be there already, of another version,
         # and must not go if this is refused. Should this process die, it counts for ten minutes.
         marked = using(
-            self._store, FIELD, wish.plan.checkpoint, MARK_KIND, uid, wish.name, ends_in=State.GONE, of_programs=True
+            self._store,
+            FIELD,
+            request.plan.checkpoint,
+            MARK_KIND,
+            uid,
+            request.name,
+            ends_in=State.GONE,
+            of_programs=True,
         )
         with marked as entry:
             check_code(self._own_code, entry)
             # The pointer first: an operation that was answered must be found, whatever dies in between.
-            self._operations.record_roll_out(roll_out_operation_name(uid), there)
-            made = self._deployments.wish(wish.name, decide)
+            self._operations.record_rollout(rollout_operation_name(uid), there)
+            made = self._deployments.request(request.name, decide)
         self._keep(made, uid, entry)
         return made
 
     def _keep(self, made: Deployment, uid: str, entry: CheckpointEntry) -> None:
         """Marks the checkpoint as the deployment's, and takes the roll-out's own mark away."""
         try:
-            if made.roll_out is not None and made.roll_out.uid == uid:
-                new = [version for version in made.versions if version.number == made.roll_out.version]
+            if made.rollout is not None and made.rollout.uid == uid:
+                new = [version for version in made.versions if version.number == made.rollout.version]
                 self._deployments.keep_checkpoints(made, new)
             release(self._store, entry.name, MARK_KIND, uid)
         except MillraceError as error:  # the roll-out is made, and the reconciler keeps it, too
@@ -140,27 +147,27 @@ class RollOutManager:
             logger.warning("%s: the marks are left to the reconciler: %s", made.name, error.message)
 
 
-def _checked(deployment: Deployment | None, wish: RollOutWish) -> Deployment:
-    there = checked(deployment, wish.name, wish.etag)
+def _checked(deployment: Deployment | None, request: RolloutChange) -> Deployment:
+    there = checked(deployment, request.name, request.etag)
     check_can_begin(there)
     return there
 
 
 def _made_by(deployment: Deployment, request_id: str) -> bool:
-    return bool(request_id) and deployment.roll_out is not None and deployment.roll_out.request_id == request_id
+    return bool(request_id) and deployment.rollout is not None and deployment.rollout.request_id == request_id
 
 
-def _begun(there: Deployment, wish: RollOutWish, request_id: str, uid: str, entry: CheckpointEntry) -> Deployment:
+def _begun(there: Deployment, request: RolloutChange, request_id: str, uid: str, entry: CheckpointEntry) -> Deployment:
     now_s = time.time()
     version = version_of(entry, next_number(there))
-    roll_out = RollOut(
+    rollout = Rollout(
         uid=uid,
         request_id=request_id,
-        operation=roll_out_operation_name(uid),
-        plan=wish.plan,
-        state=RollOutState.LOADING,
+        operation=rollout_operation_name(uid),
+        plan=request.plan,
+        state=RolloutState.LOADING,
         version=version.number,
         before={},
         create_time=now_s,
     )
-    return begun(there, version, roll_out, now_s)
+    return begun(there, version, rollout, now_s)

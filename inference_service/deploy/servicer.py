@@ -13,21 +13,21 @@ from inference_service.deploy.convert import (
     change_from_proto,
     creation_from_proto,
     deployment_to_proto,
-    roll_out_wish_from_proto,
+    rollout_change_from_proto,
 )
 from inference_service.deploy.deployments import (
     DeploymentManager,
     checked_operation,
-    checked_roll_out_operation,
+    checked_rollout_operation,
     operation_of,
-    roll_out_operation_of,
+    rollout_operation_of,
 )
-from inference_service.deploy.rollout_manager import RollOutManager
+from inference_service.deploy.rollout_manager import RolloutManager
 from inference_service.domain.deployment import Deployment, ModelVersion
 from millrace.inference.v1 import deployment_service_pb2 as pb
 from millrace.inference.v1 import deployment_service_pb2_grpc as pb_grpc
 
-LOOK_EVERY_S = 0.5
+POLL_INTERVAL_S = 0.5
 
 Context = aio.ServicerContext[Any, Any]
 
@@ -39,12 +39,12 @@ class DeploymentServicer(pb_grpc.DeploymentServiceServicer):
     def __init__(
         self,
         manager: DeploymentManager,
-        roll_outs: RollOutManager,
+        rollouts: RolloutManager,
         changed: Callable[[Deployment], None],
         replicas: Callable[[Deployment, ModelVersion], int | None],
     ) -> None:
         self._manager = manager
-        self._roll_outs = roll_outs
+        self._rollouts = rollouts
         self._changed = changed
         self._replicas = replicas
 
@@ -61,14 +61,14 @@ class DeploymentServicer(pb_grpc.DeploymentServiceServicer):
     async def WatchDeployment(
         self, request: pb.WatchDeploymentRequest, context: Context
     ) -> AsyncIterator[pb.Deployment]:
-        look = await asyncio.to_thread(self._manager.follow, request.name)
+        poll = await asyncio.to_thread(self._manager.follow, request.name)
         told = None
-        while (now := await asyncio.to_thread(look)) is not None:
+        while (now := await asyncio.to_thread(poll)) is not None:
             message = self._told(now)
             if message != told:
                 told = message
                 yield message
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
     async def ListDeployments(self, request: pb.ListDeploymentsRequest, context: Context) -> pb.ListDeploymentsResponse:
         found, token = await asyncio.to_thread(self._manager.page, request.page_size, request.page_token)
@@ -80,22 +80,22 @@ class DeploymentServicer(pb_grpc.DeploymentServiceServicer):
         self._changed(await asyncio.to_thread(self._manager.delete, request.name, request.etag))
         return pb.DeleteDeploymentResponse()
 
-    async def RollOut(self, request: pb.RollOutRequest, context: Context) -> operations_pb2.Operation:
-        deployment = await asyncio.to_thread(self._roll_outs.begin, roll_out_wish_from_proto(request))
+    async def Rollout(self, request: pb.RolloutRequest, context: Context) -> operations_pb2.Operation:
+        deployment = await asyncio.to_thread(self._rollouts.begin, rollout_change_from_proto(request))
         if request.validate_only:
-            return checked_roll_out_operation(deployment)
+            return checked_rollout_operation(deployment)
         # Of a request that is repeated after its roll-out ended, this is history.
-        if deployment.roll_out is not None and deployment.roll_out.under_way:
+        if deployment.rollout is not None and deployment.rollout.under_way:
             self._changed(deployment)
-        return roll_out_operation_of(deployment)
+        return rollout_operation_of(deployment)
 
     async def UpdateDeployment(self, request: pb.UpdateDeploymentRequest, context: Context) -> pb.Deployment:
-        deployment = await asyncio.to_thread(self._roll_outs.change, *change_from_proto(request))
+        deployment = await asyncio.to_thread(self._rollouts.change, *change_from_proto(request))
         self._changed(deployment)
         return self._told(deployment)
 
-    async def RollBack(self, request: pb.RollBackRequest, context: Context) -> pb.Deployment:
-        deployment = await asyncio.to_thread(self._roll_outs.back, request.name, request.etag)
+    async def Rollback(self, request: pb.RollbackRequest, context: Context) -> pb.Deployment:
+        deployment = await asyncio.to_thread(self._rollouts.back, request.name, request.etag)
         self._changed(deployment)
         return self._told(deployment)
 

@@ -82,7 +82,7 @@ class BatchTimes:
         self._way_s: float | None = None
         self._deviation = FIRST_DEVIATION  # relative to what was expected
 
-    def learn(self, rows: int, seconds: float, computed_s: float | None = None) -> None:
+    def observe(self, rows: int, seconds: float, computed_s: float | None = None) -> None:
         """Of a batch that was back after `seconds`, of which the model computed for `computed_s`: by default all."""
         key = bucket(rows)
         computed_s = seconds if computed_s is None else min(computed_s, seconds)
@@ -96,8 +96,8 @@ class BatchTimes:
         weight = WEIGHT if deviation > self._deviation else CALMING_WEIGHT
         self._deviation += weight * (deviation - self._deviation)
         # The largest size has no larger one to put it right: one hiccup must not make it look too slow to be tried.
-        most_s = before_s * (1 + MAX_DEVIATION)
-        self._way_s += WEIGHT * (min(way_s, most_s) - self._way_s)
+        max_s = before_s * (1 + MAX_DEVIATION)
+        self._way_s += WEIGHT * (min(way_s, max_s) - self._way_s)
         expected_s = self._shape_s[key] * self._pace
         if expected_s:
             change = min(computed_s / expected_s - 1, MAX_DEVIATION)
@@ -242,7 +242,7 @@ def decide(
     limits: Limits,
     due_s: float = 0.0,
     full_due_s: float = 0.0,
-    company: int = 0,
+    min_rows_to_send: int = 0,
     bound_s: float = 0.0,
 ) -> Decision:
     """What to do now with the queue: rows of one form, the most urgent first and the older of two that are as urgent.
@@ -250,8 +250,9 @@ def decide(
     A batch that is sent now is expected to be answered at `ends_s`. `due_s` is when one should be on its way, so that
     it arrives as a replica becomes free, and `full_due_s` the same of a full one. It gathers until then, however long
     its rows have waited: in front of a busy replica nobody looks at deadlines again, nor would more urgent rows pass
-    it. `company` are the rows that an idle replica's batch waits for, `max_delay_s` at most, and no longer than leaves
-    `bound_s` to each of its rows. It looks no further than one batch, so its cost does not grow with the queue.
+    it. `min_rows_to_send` are the rows that an idle replica's batch waits for, `max_delay_s` at most, and no longer
+    than leaves `bound_s` to each of its rows. It looks no further than one batch, so its cost does not grow with the
+    queue.
     """
     if in_flight >= limits.max_in_flight:
         return Decision()
@@ -281,7 +282,7 @@ def decide(
     if in_flight >= limits.at_work:
         at_s = full_due_s if full else max(delayed_s, due_s)
     else:
-        at_s = now_s if full or rows >= company else min(delayed_s, earliest_s - bound_s)
+        at_s = now_s if full or rows >= min_rows_to_send else min(delayed_s, earliest_s - bound_s)
     if batch and at_s > now_s:
         return Decision(tuple(late), {}, at_s)
     return Decision(tuple(late), batch, None)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from inference_service.domain.rollout import RollOut, RollOutState
+from inference_service.domain.rollout import Rollout, RolloutState
 from inference_service.domain.signature import Parameters, Signature
 from shared.durable import Durable, as_state, fields_of, stored_as
 from shared.errors import Cancelled, Conflict, MillraceError, invalid_field, invalid_fields, not_found
@@ -428,7 +428,7 @@ class Deployment(Durable):
     create_time: float
     update_time: float
     error: dict[str, Any] | None = None
-    roll_out: RollOut | None = field(default=None, metadata=stored_as("roll_out"))
+    rollout: Rollout | None = field(default=None, metadata=stored_as("roll_out"))
     numbers_used: int = 1
     routes: tuple[HeaderRoute, ...] = ()
     shadow: Shadow | None = None
@@ -461,13 +461,13 @@ class Deployment(Durable):
             )
             for version in record["versions"]
         )
-        roll_out, shadow = record.get("roll_out"), record.get("shadow")
+        rollout, shadow = record.get("roll_out"), record.get("shadow")
         read = dict(
             fields_of(Deployment, record),
             spec=Spec.from_record(record["spec"]),
             state=State(record["state"]),
             versions=versions,
-            roll_out=RollOut.from_record(roll_out) if roll_out else None,
+            rollout=Rollout.from_record(rollout) if rollout else None,
             routes=tuple(HeaderRoute(**fields_of(HeaderRoute, route)) for route in record.get("routes", ())),
             shadow=Shadow(**fields_of(Shadow, shadow)) if shadow else None,
         )
@@ -499,14 +499,14 @@ def with_deletion(deployment: Deployment | None, name: str, etag: str, now_s: fl
 
 def deleting(deployment: Deployment, now_s: float) -> Deployment:
     """After the wish to delete it, which ends a roll-out as well."""
-    roll_out = deployment.roll_out
-    if roll_out is not None and roll_out.under_way:
+    rollout = deployment.rollout
+    if rollout is not None and rollout.under_way:
         error = Cancelled(f"{deployment.name} was deleted before the roll-out was done", reason="DELETED")
-        roll_out = roll_out.ended(RollOutState.ROLLED_BACK, now_s, error)
+        rollout = rollout.ended(RolloutState.ROLLED_BACK, now_s, error)
     return replace(
         deployment,
         state=State.DELETING,
-        roll_out=roll_out,
+        rollout=rollout,
         generation=deployment.generation + 1,
         update_time=now_s,
     )

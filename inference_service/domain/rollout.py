@@ -35,7 +35,7 @@ DEFAULT_ROWS = 256
 #  LOADING ──▶ COMPARING ──▶ SHIFTING ──▶ SUCCEEDED ──▶ UNDONE
 #     ├────────────┼────────────▲ │
 #     └────────────┴──────────────┴──▶ ROLLED_BACK       COMPARING only where that is wished
-class RollOutState(StrEnum):
+class RolloutState(StrEnum):
     LOADING = "LOADING"
     COMPARING = "COMPARING"
     SHIFTING = "SHIFTING"
@@ -44,22 +44,22 @@ class RollOutState(StrEnum):
     UNDONE = "UNDONE"
 
 
-UNDER_WAY = frozenset({RollOutState.LOADING, RollOutState.COMPARING, RollOutState.SHIFTING})
+UNDER_WAY = frozenset({RolloutState.LOADING, RolloutState.COMPARING, RolloutState.SHIFTING})
 
 
 @dataclass(frozen=True)
-class Step(Durable):
+class RolloutStep(Durable):
     """For `interval_s` the new version has `percent` of the requests that name no version."""
 
     percent: int
     interval_s: float
 
 
-DEFAULT_STEPS = tuple(Step(percent, 60.0) for percent in (5, 25, 50, 100))
+DEFAULT_STEPS = tuple(RolloutStep(percent, 60.0) for percent in (5, 25, 50, 100))
 
 
 @dataclass(frozen=True, kw_only=True)
-class RollOutLimits(Durable):
+class RolloutLimits(Durable):
     """None is no limit. They hold once there are `min_requests` in the last `window_s`; the ratio is to the old one."""
 
     max_error_share: float | None = None
@@ -94,26 +94,26 @@ class Compared(Durable):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(Durable):
+class RolloutPlan(Durable):
     """`checkpoint` is as the client named it, a job or a checkpoint; everything else has its default filled in."""
 
     checkpoint: str
-    steps: tuple[Step, ...] = DEFAULT_STEPS
-    limits: RollOutLimits = RollOutLimits()
+    steps: tuple[RolloutStep, ...] = DEFAULT_STEPS
+    limits: RolloutLimits = RolloutLimits()
     allow_new_signature: bool = False
     comparison: Comparison | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class RollOut(Durable):
+class Rollout(Durable):
     """`before` are the weights by number to go back to; `step` is the place of the present one, or of the last. Times
     are seconds since the epoch, 0 for what has not happened."""
 
     uid: str
     request_id: str
     operation: str
-    plan: Plan
-    state: RollOutState
+    plan: RolloutPlan
+    state: RolloutState
     version: str
     before: Mapping[str, int]
     create_time: float
@@ -133,35 +133,35 @@ class RollOut(Durable):
         return max(self.before, key=lambda number: self.before[number])
 
     @property
-    def present(self) -> Step:
+    def present(self) -> RolloutStep:
         return self.plan.steps[self.step]
 
-    def ended(self, state: RollOutState, now_s: float, error: MillraceError | None = None) -> RollOut:
+    def ended(self, state: RolloutState, now_s: float, error: MillraceError | None = None) -> Rollout:
         return replace(self, state=state, end_time=now_s, error=error.as_record() if error else None)
 
     @staticmethod
-    def from_record(record: Mapping[str, Any]) -> RollOut:
+    def from_record(record: Mapping[str, Any]) -> Rollout:
         plan = dict(record["plan"])
-        plan["steps"] = tuple(Step(**fields_of(Step, step)) for step in plan["steps"])
-        plan["limits"] = RollOutLimits(**fields_of(RollOutLimits, plan["limits"]))
+        plan["steps"] = tuple(RolloutStep(**fields_of(RolloutStep, step)) for step in plan["steps"])
+        plan["limits"] = RolloutLimits(**fields_of(RolloutLimits, plan["limits"]))
         comparison, compared = plan.get("comparison"), record.get("compared")
         plan["comparison"] = Comparison(**fields_of(Comparison, comparison)) if comparison else None
-        return RollOut(
+        return Rollout(
             **{
-                **fields_of(RollOut, record),
-                "plan": Plan(**fields_of(Plan, plan)),
-                "state": RollOutState(record["state"]),
+                **fields_of(Rollout, record),
+                "plan": RolloutPlan(**fields_of(RolloutPlan, plan)),
+                "state": RolloutState(record["state"]),
                 "compared": Compared(**fields_of(Compared, compared)) if compared else None,
             }
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class RollOutWish:
+class RolloutChange:
     """A checked request to roll out. `digest` is that of the request's body without its `request_id`."""
 
     name: str
-    plan: Plan
+    plan: RolloutPlan
     etag: str
     request_id: str
     digest: str
@@ -171,11 +171,11 @@ class RollOutWish:
 def check_plan(
     *,
     checkpoint: str,
-    steps: Sequence[Step],
-    limits: RollOutLimits,
+    steps: Sequence[RolloutStep],
+    limits: RolloutLimits,
     allow_new_signature: bool = False,
     comparison: Comparison | None = None,
-) -> Plan:
+) -> RolloutPlan:
     """The plan with its defaults, or `InvalidArgument` naming every field that is out of range."""
     problems: list[tuple[str, object, str]] = []
     if len(steps) > MAX_STEPS:
@@ -207,7 +207,7 @@ def check_plan(
         )
     if problems:
         raise invalid_fields(problems)
-    return Plan(
+    return RolloutPlan(
         checkpoint=checkpoint,
         steps=tuple(steps) or DEFAULT_STEPS,
         limits=limits,

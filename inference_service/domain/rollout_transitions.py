@@ -15,7 +15,7 @@ from inference_service.domain.deployment import (
     with_failure,
     with_loaded,
 )
-from inference_service.domain.rollout import Compared, RollOut, RollOutState
+from inference_service.domain.rollout import Compared, Rollout, RolloutState
 from inference_service.domain.signature import Signature
 from shared.errors import Cancelled, FailedPrecondition, MillraceError, invalid_fields
 
@@ -39,12 +39,12 @@ def check_can_begin(deployment: Deployment, what: str = "a roll-out can begin") 
             reason="DEPLOYMENT_NOT_READY",
             metadata={"resource": deployment.name, "state": str(deployment.state)},
         )
-    if deployment.roll_out is not None and deployment.roll_out.under_way:
+    if deployment.rollout is not None and deployment.rollout.under_way:
         raise FailedPrecondition(
-            f"{deployment.name} is rolling out version {deployment.roll_out.version}; wait for "
-            f"{deployment.roll_out.operation}, or call RollBack",
-            reason="ROLL_OUT_UNDER_WAY",
-            metadata={"resource": deployment.name, "operation": deployment.roll_out.operation},
+            f"{deployment.name} is rolling out version {deployment.rollout.version}; wait for "
+            f"{deployment.rollout.operation}, or call Rollback",
+            reason="ROLLOUT_IN_PROGRESS",
+            metadata={"resource": deployment.name, "operation": deployment.rollout.operation},
         )
 
 
@@ -52,8 +52,8 @@ def next_number(deployment: Deployment) -> str:
     return str(deployment.numbers_used + 1)
 
 
-def begun(deployment: Deployment, version: ModelVersion, roll_out: RollOut, now_s: float) -> Deployment:
-    """After the wish to roll `version` out, which has the next number; `roll_out.before` becomes what is now.
+def begun(deployment: Deployment, version: ModelVersion, rollout: Rollout, now_s: float) -> Deployment:
+    """After the wish to roll `version` out, which has the next number; `rollout.before` becomes what is now.
 
     Raises as `check_can_begin`.
     """
@@ -61,7 +61,7 @@ def begun(deployment: Deployment, version: ModelVersion, roll_out: RollOut, now_
     return replace(
         deployment,
         versions=(*deployment.versions, replace(version, weight=0)),
-        roll_out=replace(roll_out, before=_weights(deployment.versions)),
+        rollout=replace(rollout, before=_weights(deployment.versions)),
         numbers_used=int(version.number),
         generation=deployment.generation + 1,
         update_time=now_s,
@@ -72,30 +72,30 @@ def with_version_loaded(deployment: Deployment, loaded: ModelVersion, now_s: flo
     """After a version was loaded, its signature known: the first makes the deployment READY, that of a roll-out gets
     the share of the first step, unless it is to be compared before; or, where clients of the old one could not use it,
     it ends the roll-out."""
-    roll_out = deployment.roll_out
-    if roll_out is None or roll_out.version != loaded.number or roll_out.state is not RollOutState.LOADING:
+    rollout = deployment.rollout
+    if rollout is None or rollout.version != loaded.number or rollout.state is not RolloutState.LOADING:
         return with_loaded(deployment, loaded, now_s)
     known = _changed(deployment, {loaded.number: loaded}, now_s)
-    old = next((one.signature for one in deployment.versions if roll_out.before.get(one.number)), None)
-    if not roll_out.plan.allow_new_signature and old is not None and not _serves_alike(old, loaded.signature):
+    old = next((one.signature for one in deployment.versions if rollout.before.get(one.number)), None)
+    if not rollout.plan.allow_new_signature and old is not None and not _serves_alike(old, loaded.signature):
         error = FailedPrecondition(
             f"version {loaded.number} of {deployment.name} does not take and give what the old one does: "
             f"{_told(loaded.signature)} instead of {_told(old)}; to roll it out all the same set allow_new_signature",
             reason="NEW_SIGNATURE",
             metadata={"resource": deployment.name, "model_version": loaded.number},
         )
-        return with_traffic_back(known, roll_out.uid, error, now_s)
-    if roll_out.plan.comparison is not None:
-        return replace(known, roll_out=replace(roll_out, state=RollOutState.COMPARING))
-    return _shifted(known, _first_step(roll_out, now_s), now_s)
+        return with_traffic_back(known, rollout.uid, error, now_s)
+    if rollout.plan.comparison is not None:
+        return replace(known, rollout=replace(rollout, state=RolloutState.COMPARING))
+    return _shifted(known, _first_step(rollout, now_s), now_s)
 
 
 def with_compared(deployment: Deployment, uid: str, compared: Compared, now_s: float) -> Deployment | None:
     """After that roll-out's version was found to be enough like the old one: at the first step."""
-    roll_out = deployment.roll_out
-    if roll_out is None or (roll_out.uid, roll_out.state) != (uid, RollOutState.COMPARING):
+    rollout = deployment.rollout
+    if rollout is None or (rollout.uid, rollout.state) != (uid, RolloutState.COMPARING):
         return None
-    return _shifted(deployment, replace(_first_step(roll_out, now_s), compared=compared), now_s)
+    return _shifted(deployment, replace(_first_step(rollout, now_s), compared=compared), now_s)
 
 
 def with_unlike(
@@ -103,60 +103,60 @@ def with_unlike(
 ) -> Deployment | None:
     """After it was found to be too unlike: rolled back."""
     after = with_traffic_back(deployment, uid, error, now_s)
-    if after is None or after.roll_out is None:
+    if after is None or after.rollout is None:
         return None
-    return replace(after, roll_out=replace(after.roll_out, compared=compared))
+    return replace(after, rollout=replace(after.rollout, compared=compared))
 
 
 def with_version_failed(deployment: Deployment, number: str, error: MillraceError, now_s: float) -> Deployment | None:
     """After a version could not be loaded for good: the first fails the deployment, that of a roll-out ends the
     roll-out. Any other was loaded before, and is tried again."""
-    roll_out = deployment.roll_out
-    if roll_out is not None and roll_out.version == number and roll_out.under_way:
-        return with_traffic_back(deployment, roll_out.uid, error, now_s)
+    rollout = deployment.rollout
+    if rollout is not None and rollout.version == number and rollout.under_way:
+        return with_traffic_back(deployment, rollout.uid, error, now_s)
     return with_failure(deployment, error, now_s)
 
 
 def with_next_step(deployment: Deployment, uid: str, step: int, now_s: float) -> Deployment | None:
     """After `step` of that roll-out was long enough: at the next, or, after the last, done."""
-    roll_out = deployment.roll_out
-    if roll_out is None or (roll_out.uid, roll_out.state, roll_out.step) != (uid, RollOutState.SHIFTING, step):
+    rollout = deployment.rollout
+    if rollout is None or (rollout.uid, rollout.state, rollout.step) != (uid, RolloutState.SHIFTING, step):
         return None
-    if step + 1 < len(roll_out.plan.steps):
-        return _shifted(deployment, replace(roll_out, step=step + 1, step_time=now_s), now_s)
-    after = replace(deployment, roll_out=roll_out.ended(RollOutState.SUCCEEDED, now_s), update_time=now_s)
+    if step + 1 < len(rollout.plan.steps):
+        return _shifted(deployment, replace(rollout, step=step + 1, step_time=now_s), now_s)
+    after = replace(deployment, rollout=rollout.ended(RolloutState.SUCCEEDED, now_s), update_time=now_s)
     return with_policy_applied(after, now_s)
 
 
 def with_traffic_back(deployment: Deployment, uid: str, error: MillraceError, now_s: float) -> Deployment | None:
     """After something ended that roll-out: the old versions have their traffic back, and the new one goes."""
-    roll_out = deployment.roll_out
-    if deployment.state is not State.READY or roll_out is None or roll_out.uid != uid or not roll_out.under_way:
+    rollout = deployment.rollout
+    if deployment.state is not State.READY or rollout is None or rollout.uid != uid or not rollout.under_way:
         return None
-    return _undone(deployment, roll_out, RollOutState.ROLLED_BACK, now_s, error)
+    return _undone(deployment, rollout, RolloutState.ROLLED_BACK, now_s, error)
 
 
-def with_roll_back(deployment: Deployment | None, name: str, etag: str, now_s: float) -> Deployment | None:
+def with_rollback(deployment: Deployment | None, name: str, etag: str, now_s: float) -> Deployment | None:
     """After a client's wish to go back to what was before the newest roll-out; None if that is so already.
 
     Raises `NotFound`, `Conflict` and `FailedPrecondition` (there is nothing to go back to, or not any more).
     """
     there = checked(deployment, name, etag)
-    roll_out = there.roll_out
-    if there.state is not State.READY or roll_out is None:
+    rollout = there.rollout
+    if there.state is not State.READY or rollout is None:
         raise FailedPrecondition(
             f"{name} is {there.state}" if there.state is not State.READY else f"{name} had no roll-out yet",
             reason="NOTHING_TO_ROLL_BACK",
             metadata={"resource": name},
         )
-    if roll_out.state in (RollOutState.ROLLED_BACK, RollOutState.UNDONE):
+    if rollout.state in (RolloutState.ROLLED_BACK, RolloutState.UNDONE):
         return None
-    wished = replace(there, generation=there.generation + 1)
-    if roll_out.under_way:
-        error = Cancelled(f"the roll-out of version {roll_out.version} was rolled back by wish", reason="ROLLED_BACK")
-        return _undone(wished, roll_out, RollOutState.ROLLED_BACK, now_s, error)
+    requested = replace(there, generation=there.generation + 1)
+    if rollout.under_way:
+        error = Cancelled(f"the roll-out of version {rollout.version} was rolled back by wish", reason="ROLLED_BACK")
+        return _undone(requested, rollout, RolloutState.ROLLED_BACK, now_s, error)
     there_still = {version.number for version in there.versions}
-    missing = [number for number, weight in roll_out.before.items() if weight and number not in there_still]
+    missing = [number for number, weight in rollout.before.items() if weight and number not in there_still]
     if missing:
         raise FailedPrecondition(
             f"{name}: version {', '.join(missing)} is no longer loaded; roll its checkpoint out again, and let the "
@@ -165,16 +165,16 @@ def with_roll_back(deployment: Deployment | None, name: str, etag: str, now_s: f
             metadata={"resource": name, "model_version": missing[0]},
         )
     # One that has retired is answered by every process until the log does not name it any more.
-    back = {one.number: replace(one, retired_at=None) for one in there.versions if roll_out.before.get(one.number)}
-    return _undone(_changed(wished, back, now_s), roll_out, RollOutState.UNDONE, now_s, None)
+    back = {one.number: replace(one, retired_at=None) for one in there.versions if rollout.before.get(one.number)}
+    return _undone(_changed(requested, back, now_s), rollout, RolloutState.UNDONE, now_s, None)
 
 
 def with_policy_applied(deployment: Deployment, now_s: float) -> Deployment:
     """Retires what has no traffic, is in no roll-out and is not kept by the version policy."""
     there = [version.number for version in deployment.versions if version.retired_at is None]
     kept = {*deployment.spec.version_policy.keeps(there)}
-    if deployment.roll_out is not None and deployment.roll_out.under_way:
-        kept |= {deployment.roll_out.version, *deployment.roll_out.before}
+    if deployment.rollout is not None and deployment.rollout.under_way:
+        kept |= {deployment.rollout.version, *deployment.rollout.before}
     going = {
         version.number: replace(version, retired_at=now_s)
         for version in deployment.versions
@@ -235,35 +235,35 @@ def with_retired_gone(deployment: Deployment, numbers: Collection[str], now_s: f
 def _kept_again(deployment: Deployment, now_s: float) -> Deployment:
     """With the old versions that its policy keeps, though the end of the newest roll-out has retired them: a policy
     that was wished for with that may come later than its end."""
-    roll_out = deployment.roll_out
-    if roll_out is None or roll_out.state is not RollOutState.SUCCEEDED:
+    rollout = deployment.rollout
+    if rollout is None or rollout.state is not RolloutState.SUCCEEDED:
         return deployment
-    there = [one.number for one in deployment.versions if one.retired_at is None or one.number in roll_out.before]
+    there = [one.number for one in deployment.versions if one.retired_at is None or one.number in rollout.before]
     kept = deployment.spec.version_policy.keeps(there)
     back = {one.number: replace(one, retired_at=None) for one in deployment.versions if one.number in kept}
     return _changed(deployment, back, now_s)
 
 
-def _first_step(roll_out: RollOut, now_s: float) -> RollOut:
-    return replace(roll_out, state=RollOutState.SHIFTING, step=0, step_time=now_s)
+def _first_step(rollout: Rollout, now_s: float) -> Rollout:
+    return replace(rollout, state=RolloutState.SHIFTING, step=0, step_time=now_s)
 
 
-def _shifted(deployment: Deployment, roll_out: RollOut, now_s: float) -> Deployment:
+def _shifted(deployment: Deployment, rollout: Rollout, now_s: float) -> Deployment:
     """With the traffic of the roll-out's present step."""
-    percent = roll_out.present.percent
-    weights = {**shares(roll_out.before, ALL_TRAFFIC - percent), roll_out.version: percent}
-    return replace(_weighed(deployment, weights, now_s), roll_out=roll_out)
+    percent = rollout.present.percent
+    weights = {**shares(rollout.before, ALL_TRAFFIC - percent), rollout.version: percent}
+    return replace(_weighed(deployment, weights, now_s), rollout=rollout)
 
 
 def _undone(
-    deployment: Deployment, roll_out: RollOut, state: RollOutState, now_s: float, error: MillraceError | None
+    deployment: Deployment, rollout: Rollout, state: RolloutState, now_s: float, error: MillraceError | None
 ) -> Deployment:
-    after = _weighed(deployment, roll_out.before, now_s)
-    after = replace(after, roll_out=roll_out.ended(state, now_s, error))
+    after = _weighed(deployment, rollout.before, now_s)
+    after = replace(after, rollout=rollout.ended(state, now_s, error))
     going = {
         version.number: replace(version, retired_at=now_s)
         for version in after.versions
-        if version.number == roll_out.version
+        if version.number == rollout.version
     }
     return with_policy_applied(_changed(after, going, now_s), now_s)
 

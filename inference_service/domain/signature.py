@@ -204,7 +204,7 @@ class Signature:
         return (*self.outputs, TensorSpec(LABEL_NAME, "BYTES", (FREE,), class_names=names))
 
     @cached_property
-    def most_inputs(self) -> int:
+    def max_inputs(self) -> int:
         """Of the tensors of a request: raw rows with all flags of their nulls, or the prepared input."""
         return max(len(self.raw) + len(self.null_flags), 1)
 
@@ -354,12 +354,12 @@ def outputs_wanted(signature: Signature, requested: Sequence[str]) -> tuple[Tens
     return tuple(known[name] for name in requested)
 
 
-def check_answer_fits(wanted: Sequence[TensorSpec], rows: int, most_bytes: int) -> None:
+def check_answer_fits(wanted: Sequence[TensorSpec], rows: int, max_bytes: int) -> None:
     """Raises `InvalidArgument` where these outputs of so many rows have more bytes than an answer may."""
     row_bytes = sum(spec.row_bytes for spec in wanted)
-    if rows * row_bytes > most_bytes:
-        fewer = f"send at most {most_bytes // row_bytes} rows, or " if row_bytes <= most_bytes else ""
-        remedy = f"an answer may have {most_bytes}; {fewer}ask for fewer outputs"
+    if rows * row_bytes > max_bytes:
+        fewer = f"send at most {max_bytes // row_bytes} rows, or " if row_bytes <= max_bytes else ""
+        remedy = f"an answer may have {max_bytes}; {fewer}ask for fewer outputs"
         raise invalid_field("outputs", f"{rows * row_bytes} bytes for {rows} rows", remedy)
 
 
@@ -377,7 +377,7 @@ SHARED_MEMORY = "shared_memory_region"
 
 
 @dataclass(frozen=True)
-class Wishes:
+class RequestOptions:
     """`timeout_s`: in which it must be answered; None: no such wish."""
 
     priority: int = DEFAULT_PRIORITY
@@ -392,11 +392,11 @@ class RequestedOutput:
     top: int = 0
 
 
-def wishes_of(parameters: Parameters) -> Wishes:
+def request_options_of(parameters: Parameters) -> RequestOptions:
     """Raises `InvalidArgument` naming the parameter."""
     priority = _count("parameters", parameters, "priority", "use 1, the most urgent, to 10; 0 is the default")
     timeout_us = _count("parameters", parameters, "timeout", "use microseconds; 0 is no timeout")
-    return Wishes(
+    return RequestOptions(
         priority if 1 <= priority <= PRIORITY_LEVELS else DEFAULT_PRIORITY,
         timeout_us / 1e6 if timeout_us else None,
     )

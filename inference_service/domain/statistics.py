@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from inference_service.domain.rollout import MAX_WINDOW_S, RollOutLimits
+from inference_service.domain.rollout import MAX_WINDOW_S, RolloutLimits
 
 # --- The last minutes ---
 # The requests of the last minutes of one model version: how many, how many failed, how long they took.
@@ -117,7 +117,7 @@ def _p99_s(took: Mapping[int, int]) -> float:
     return 0.0
 
 
-def passed_limit(limits: RollOutLimits, new: Seen, old: Seen) -> str:
+def passed_limit(limits: RolloutLimits, new: Seen, old: Seen) -> str:
     """Which of the limits the new version has passed, in words; empty: none."""
     if new.requests < limits.min_requests:
         return ""
@@ -125,8 +125,8 @@ def passed_limit(limits: RollOutLimits, new: Seen, old: Seen) -> str:
     if limits.max_error_share is not None and share > limits.max_error_share:
         return f"{share:.1%} of its last {new.requests} requests failed, at most {limits.max_error_share:.1%} may"
     if limits.max_p99_s is not None and new.p99_s > limits.max_p99_s:
-        took_ms, most_ms = new.p99_s * 1000, limits.max_p99_s * 1000
-        return f"1 % of its requests took {took_ms:.4g} ms or longer, at most {most_ms:.4g} ms may"
+        took_ms, max_ms = new.p99_s * 1000, limits.max_p99_s * 1000
+        return f"1 % of its requests took {took_ms:.4g} ms or longer, at most {max_ms:.4g} ms may"
     if limits.max_p99_ratio and old.requests >= limits.min_requests and old.p99_s:
         ratio = new.p99_s / old.p99_s
         if ratio > limits.max_p99_ratio:
@@ -219,14 +219,14 @@ class Statistics:
         now_s: float,
         total_s: float,
         limit_s: float | None = None,
-        least_s: float = 0.0,
+        min_s: float = 0.0,
         had_part: bool = True,
     ) -> None:
-        """A request that ended with another status, by its name. `limit_s` is the time that it had, `least_s` what any
+        """A request that ended with another status, by its name. `limit_s` is the time that it had, `min_s` what any
         version needs: one that had less is late by its own fault. Where the version `had_part` not, having no replicas
         yet, or this process no memory, that says nothing about how it answers."""
         self._ended(status, total_s)
-        in_vain = status == LATE and limit_s is not None and limit_s < least_s
+        in_vain = status == LATE and limit_s is not None and limit_s < min_s
         if had_part and not in_vain:
             self.recent.failed(now_s, status, max(total_s, limit_s or 0.0))
 

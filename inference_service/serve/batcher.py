@@ -29,8 +29,8 @@ from inference_service.domain.signature import DEFAULT_PRIORITY, PRIORITY_LEVELS
 from inference_service.domain.statistics import Statistics
 from inference_service.domain.tensors import Array
 from shared.errors import DeadlineExceeded, MillraceError, ResourceExhausted
-from shared.grpc_server.door import Decaying
-from shared.tracing import Waiting as WaitingSpan
+from shared.grpc_server.load_shedder import Decaying
+from shared.tracing import QueueSpan as WaitingSpan
 from shared.tracing import tracing
 
 # --- Batcher ---
@@ -44,7 +44,7 @@ BATCHES_PER_REPLICA = 2  # one at work, one on its way: the replica never waits 
 # A batch is sent so long before its replica is expected to be free: the way there takes some of it, and estimates are
 # wrong by the rest. One that is full gains nothing by waiting, so it is there also where the one before is earlier than
 # expected by so many mean deviations.
-LEAD_S, FULL_LEAD_DEVIATIONS = 0.003, 2.0
+SEND_AHEAD_S, FULL_LEAD_DEVIATIONS = 0.003, 2.0
 # Rows are admitted where they would be in time also if everything took so many mean deviations longer than expected.
 ADMIT_DEVIATIONS = 2.0
 # Where more requests arrive than the replicas can compute, others take the place of whoever is refused now, so a long
@@ -78,7 +78,7 @@ class Batcher:
         self._closed: str | None = None
         # Rows that arrived in requests no larger than a batch: larger ones take what these leave.
         self._offered, self._idle_s = Decaying(LOAD_S), self._loop.time()
-        self._apart: Batcher | None = None
+        self._background: Batcher | None = None
 
     @property
     def queued_rows(self) -> int:
@@ -115,7 +115,7 @@ class Batcher:
             self._queue.let_go(entry)
             del entry  # see `PriorityQueue.let_go`
             self._load.add(-len(rows), self._loop.time())
-        self._answering.learn(1, self._loop.time() - back_s)
+        self._answering.observe(1, self._loop.time() - back_s)
         return Outputs(arrays, input_s=input_s, infer_s=infer_s)
 
     def admit(
@@ -140,14 +140,14 @@ class Batcher:
         while self._queue:
             await self._queue.emptied.wait()
 
-    def apart(self) -> Batcher:
+    def background(self) -> Batcher:
         """One before the same model for rows that are no requests: with a queue of its own, so that they share no batch
         with any, and counted nowhere. It closes with this one."""
-        if self._apart is None:
-            self._apart = Batcher(self._model, self._limits, self._times, Statistics())
+        if self._background is None:
+            self._background = Batcher(self._model, self._limits, self._times, Statistics())
             if self._closed is not None:
-                self._apart.close(self._closed)
-        return self._apart
+                self._background.close(self._closed)
+        return self._background
 
     def scale(self, replicas: int) -> None:
         """The model has so many replicas now. While it has none, one batch at a time finds out when it has again."""
@@ -157,8 +157,8 @@ class Batcher:
         more = limits.max_in_flight > self._limits.max_in_flight
         self._limits = limits
         self._in_flight.scale(limits.at_work)
-        if self._apart is not None:
-            self._apart.scale(replicas)
+        if self._background is not None:
+            self._background.scale(replicas)
         if more:
             self._pump()
 
@@ -171,14 +171,14 @@ class Batcher:
         """What it had to do since this was last asked."""
         return self._load.read(self._loop.time())
 
-    async def drain(self, silent_s: float) -> None:
+    async def drain(self, unresponsive_s: float) -> None:
         """Takes no more rows and returns when all that it has are answered, however long that takes; gives up what is
-        left after `silent_s` in which nothing was."""
+        left after `unresponsive_s` in which nothing was."""
         self.close("the model is being taken out of service")
-        if self._apart is not None:
-            await self._apart.drain(0.0)
+        if self._background is not None:
+            await self._background.drain(0.0)
         while work := self._work():
-            answered, _ = await asyncio.wait(work, timeout=silent_s, return_when=asyncio.FIRST_COMPLETED)
+            answered, _ = await asyncio.wait(work, timeout=unresponsive_s, return_when=asyncio.FIRST_COMPLETED)
             if not answered:
                 break
         left = list(self._queue)
@@ -190,8 +190,8 @@ class Batcher:
     def close(self, why: str) -> None:
         """Refuses rows that come from now on."""
         self._closed = self._in_flight.why_given_up = why
-        if self._apart is not None:
-            self._apart.close(why)
+        if self._background is not None:
+            self._background.close(why)
 
     def _admit(
         self, rows: int, form: str, deadline_s: float, priority: int, now_s: float, *, again: bool = False
@@ -268,11 +268,11 @@ class Batcher:
                 ends_s=self._ends_s(queued_rows, now_s, free_s, 0.0),
                 bound_s=self._ends_s(queued_rows, now_s, now_s, ADMIT_DEVIATIONS) - now_s,
                 limits=self._limits,
-                due_s=free_s - LEAD_S,
-                full_due_s=free_s - LEAD_S - (self._times.at_most_s(full_s, FULL_LEAD_DEVIATIONS) - full_s),
+                due_s=free_s - SEND_AHEAD_S,
+                full_due_s=free_s - SEND_AHEAD_S - (self._times.at_most_s(full_s, FULL_LEAD_DEVIATIONS) - full_s),
                 # Where the last batch had many rows, the first of the next ones does not go alone: as many come again,
                 # most often, and one row costs a model a quarter of what 32 do.
-                company=self._in_flight.last_rows // 2,
+                min_rows_to_send=self._in_flight.last_rows // 2,
             )
             positions = {*decision.late, *decision.batch}
             if not positions:
@@ -400,7 +400,7 @@ class InFlight:
             if not outputs.sent_again:
                 # Its wait for the one before is that one's time; it says nothing of how long this one took.
                 begun_s = started_s if batch.begun_s is None else max(started_s, batch.begun_s)
-                self._times.learn(len(rows), back_s - begun_s, outputs.input_s + outputs.infer_s)
+                self._times.observe(len(rows), back_s - begun_s, outputs.input_s + outputs.infer_s)
             stop = 0
             for entry in entries:
                 start, stop = stop, stop + entry.waiting.rows

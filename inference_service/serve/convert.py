@@ -54,7 +54,7 @@ LINEAGE = (
 def check_tensor_counts(request: pb.ModelInferRequest, signature: Signature | None) -> None:
     """Raises `InvalidArgument` for far more tensors than the model takes and gives: each costs time to look at, so this
     comes before any of that. Of a few too many, a later look says which is wrong."""
-    inputs, outputs = (0, 0) if signature is None else (signature.most_inputs, len(signature.offered))
+    inputs, outputs = (0, 0) if signature is None else (signature.max_inputs, len(signature.offered))
     remedy = f"the model takes at most {inputs} tensors"
     check_count("inputs", request.inputs, inputs + TOO_MANY_TENSORS, remedy)
     check_count("raw_input_contents", request.raw_input_contents, inputs + TOO_MANY_TENSORS, remedy)

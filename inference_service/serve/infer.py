@@ -23,15 +23,15 @@ from inference_service.domain.signature import (
     LABEL_NAME,
     PRIORITY_LEVELS,
     RequestedOutput,
+    RequestOptions,
     Rows,
     TensorSpec,
-    Wishes,
     check_answer_fits,
     check_classifiable,
     count_rows,
     outputs_wanted,
+    request_options_of,
     rows_of,
-    wishes_of,
 )
 from inference_service.domain.statistics import LATE, OK, Statistics
 from inference_service.domain.tensors import WireTensor
@@ -115,15 +115,15 @@ class Inference:
             tracing().describe(**which)
             had_part = version.signature is not None and self._models.answers(deployment, version)
             check_tensor_counts(request, version.signature)
-            wishes = wishes_of(parameters_from_proto(request.parameters))
+            requests = request_options_of(parameters_from_proto(request.parameters))
             inputs, requested = inputs_from_proto(request), outputs_from_proto(request)
-            limit_s = _limit(wishes, remaining_s)
+            limit_s = _limit(requests, remaining_s)
             decoding = None
             if elements := many_elements(inputs):
                 # Numbers are of 64 bits while they are decoded.
                 decoding = Decoding(partial(_decoded, request), max(8 * elements, message_bytes()))
             inferring = self._dispatcher.infer(
-                deployment, version, inputs, requested, limit_s, wishes.priority, decoding
+                deployment, version, inputs, requested, limit_s, requests.priority, decoding
             )
             del inputs  # as in `Dispatcher.infer`
             if limit_s == remaining_s and ends_itself:
@@ -160,7 +160,7 @@ class Inference:
                     now_s=time.time(),
                     total_s=time.perf_counter() - began_s,
                     limit_s=limit_s,
-                    least_s=self._models.least_s(late, _rows_of(request)) if late is not None else 0.0,
+                    min_s=self._models.min_s(late, _rows_of(request)) if late is not None else 0.0,
                     had_part=had_part,
                 )
 
@@ -224,8 +224,8 @@ def _rows_of(request: pb.ModelInferRequest) -> int:
     return request.inputs[0].shape[0] if request.inputs and request.inputs[0].shape else 1
 
 
-def _limit(wishes: Wishes, remaining_s: float | None) -> float | None:
-    return min((one for one in (remaining_s, wishes.timeout_s) if one is not None), default=None)
+def _limit(requests: RequestOptions, remaining_s: float | None) -> float | None:
+    return min((one for one in (remaining_s, requests.timeout_s) if one is not None), default=None)
 
 
 async def _ended_within(limit_s: float | None, inferring: Awaitable[Answer]) -> Answer:
@@ -259,9 +259,9 @@ class Decoding:
 class Dispatcher:
     """Lives on the event loop of `models`. `held` bounds the requests of all of them together."""
 
-    def __init__(self, models: Models, held: HeldBytes | None = None) -> None:
+    def __init__(self, models: Models, held: InFlightBytes | None = None) -> None:
         self._models = models
-        self._held = held or HeldBytes()
+        self._held = held or InFlightBytes()
         self._shadowing = Shadowing(self._held)
 
     async def infer(
@@ -365,7 +365,7 @@ def _unclassified(wanted: Sequence[TensorSpec], requested: Sequence[RequestedOut
 
 
 AT_ONCE = 16
-WITHIN_S = 10.0
+TIMEOUT_S = 10.0
 SHED = "SHED"
 
 
@@ -373,7 +373,7 @@ class Shadowing:
     """Lives on one event loop. At most `AT_ONCE` copies are worked on; each costs its request only the making of a
     task."""
 
-    def __init__(self, held: HeldBytes) -> None:
+    def __init__(self, held: InFlightBytes) -> None:
         self._held = held
         self._copies: set[asyncio.Task[None]] = set()
 
@@ -382,14 +382,14 @@ class Shadowing:
         anything waits for a model, so that a machine that is busy with real requests does not get busier, and where
         they would leave these less than half of the bytes. `version`, its number, and `statistics` are the
         shadow's."""
-        waits = shadow is None or real.queued_rows or shadow.queued_rows or shadow.apart().queued_rows
+        waits = shadow is None or real.queued_rows or shadow.queued_rows or shadow.background().queued_rows
         size_bytes = rows.size_bytes
         many = len(self._copies) >= AT_ONCE or not self._held.would_leave_half(size_bytes)
         if shadow is None or waits or many:
             statistics.shadow_ended(SHED)
             return
         self._held.take(size_bytes)
-        task = asyncio.create_task(_send(rows, version, shadow.apart(), statistics))
+        task = asyncio.create_task(_send(rows, version, shadow.background(), statistics))
         self._copies.add(task)
         task.add_done_callback(self._copies.discard)
         task.add_done_callback(lambda _: self._held.give_back(size_bytes))
@@ -399,7 +399,7 @@ async def _send(rows: Rows, version: str, shadow: Batcher, statistics: Statistic
     identify(model_version=version)  # a task has the ids of who made it: here, of the real version
     status = OK
     try:
-        await shadow.submit(rows, WITHIN_S, PRIORITY_LEVELS)
+        await shadow.submit(rows, TIMEOUT_S, PRIORITY_LEVELS)
     except MillraceError as error:
         status = status_code(error).name
     except Exception as unexpected:
@@ -414,7 +414,7 @@ async def _send(rows: Rows, version: str, shadow: Batcher, statistics: Statistic
 # 200 gigabytes.
 
 # Sixteen of the largest messages. Each takes two to three times as much memory, since its message waits with its rows.
-MAX_HELD_BYTES = 2**30
+MAX_IN_FLIGHT_BYTES = 2**30
 RETRY_AFTER_S = 0.2
 
 
@@ -422,10 +422,10 @@ class MemoryFull(ResourceExhausted):
     """What is held is of all models: it says nothing of the one that was asked."""
 
 
-class HeldBytes:
+class InFlightBytes:
     """Lives on one event loop."""
 
-    def __init__(self, most: int = MAX_HELD_BYTES) -> None:
+    def __init__(self, most: int = MAX_IN_FLIGHT_BYTES) -> None:
         self._most = most
         self._held = 0
 

@@ -27,7 +27,7 @@ from shared.errors import FailedPrecondition, NotFound, Unavailable, invalid_fie
 LOST_AFTER_S = 3.0
 
 
-class Absences:
+class LossDetector:
     """`lost` is as of the last reading. Times are seconds on one clock."""
 
     def __init__(self, lost_after_s: float = LOST_AFTER_S) -> None:
@@ -83,7 +83,7 @@ class Models:
         self._batchers: dict[str, Batcher] = {}
         self._statistics: dict[str, Statistics] = {}
         self._replicas: Mapping[str, int] | None = None
-        self._absences = Absences(lost_after_s)
+        self._loss_detector = LossDetector(lost_after_s)
         self._changed = asyncio.Event()
         self.unchosen = Statistics()
         self.written = 0
@@ -109,7 +109,7 @@ class Models:
         counted as none, and sent once no request waits for the version. Raises as `batcher` and `Batcher.submit`."""
         batcher = self.batcher(deployment, version)
         await batcher.emptied()
-        return (await batcher.apart().submit(rows, None, PRIORITY_LEVELS)).arrays
+        return (await batcher.background().submit(rows, None, PRIORITY_LEVELS)).arrays
 
     def signature(self, model_name: str, model_version: str) -> tuple[Deployment, ModelVersion, Signature]:
         """What a model takes and gives. Raises `NotFound`, and `Unavailable` while it is not READY."""
@@ -175,7 +175,7 @@ class Models:
     def answers(self, deployment: Deployment, version: ModelVersion) -> bool:
         """Whether a request that names this version is answered now; for a moment, it may have no replica."""
         name = application_name(deployment, version)
-        return deployment.state is State.READY and name in self._batchers and name not in self._absences.lost
+        return deployment.state is State.READY and name in self._batchers and name not in self._loss_detector.lost
 
     def is_ready(self, model_name: str, model_version: str) -> bool:
         """Whether a request that names this would be answered. Raises `InvalidArgument` for an empty name."""
@@ -219,7 +219,7 @@ class Models:
         self._replicas = replicas
         for name, batcher in self._batchers.items():
             batcher.scale(replicas.get(name, 0))
-        self._absences.read(self._batchers, replicas, time.monotonic())
+        self._loss_detector.read(self._batchers, replicas, time.monotonic())
         self._tell()
 
     def replicas(self, deployment: Deployment, version: ModelVersion) -> int | None:
@@ -242,7 +242,7 @@ class Models:
             )
         return batcher
 
-    def least_s(self, deployment: Deployment, rows: int) -> float:
+    def min_s(self, deployment: Deployment, rows: int) -> float:
         """What so many rows take the fastest of its versions at the least; 0 where one is not known yet."""
         attached = (self._batchers.get(application_name(deployment, version)) for version in deployment.versions)
         return min((batcher.computing_s(rows) for batcher in attached if batcher), default=0.0)
@@ -334,8 +334,8 @@ def weighed_answering(
     deployment: Deployment, answers: Callable[[ModelVersion], bool]
 ) -> list[tuple[ModelVersion, int]]:
     """The versions that answer requests which name none now, with their weights; empty where there is none."""
-    roll_out = deployment.roll_out
-    before = roll_out.before if roll_out is not None and roll_out.under_way else {}
+    rollout = deployment.rollout
+    before = rollout.before if rollout is not None and rollout.under_way else {}
     for weights in ({version.number: version.weight for version in deployment.versions}, before):
         found = [(version, weight) for version, weight in _weighed(deployment, weights) if answers(version)]
         if found:

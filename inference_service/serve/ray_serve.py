@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 
 NAMESPACE = "millrace"
-ANSWER_WITHIN_S = 10.0
+ANSWER_TIMEOUT_S = 10.0
 CONSTRUCTOR_RETRIES = 3
 RUNNING = ReplicaState.RUNNING
 # More than several fronts send, copies for a shadow included, so that Serve never queues.
@@ -186,12 +186,12 @@ class ServeApplications:
         # are woken by each event of any of them, those of our own server too: it cost a seventh of the front's time.
         if not handle.is_initialized:  # Serve keeps those that it has made
             handle._init(_run_router_in_separate_loop=False)  # type: ignore[no-untyped-call]
-        async with asyncio.timeout(ANSWER_WITHIN_S):
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
             with suppress(RayTaskError):  # unlike this call, the one to all does not wait until the handle knows of any
                 await handle.describe.remote()
         # In a thread: there each replica has its time, and one that hangs is one exception among the answers.
         asked = handle.broadcast("describe")
-        answers = await to_serve_thread(asked.results, timeout_s=ANSWER_WITHIN_S, return_exceptions=True)
+        answers = await to_serve_thread(asked.results, timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True)
         loaded = [one for one in answers if isinstance(one, Loaded)]
         if len(loaded) < replicas:
             failures = [_cause(one) for one in answers if isinstance(one, Exception)]
@@ -205,11 +205,11 @@ class ServeApplications:
         model = self._models[name] = ServeModel(handle, local)
         return model, loaded[0]
 
-    async def tell_load(self, name: str, front: str, load: Load) -> None:
+    async def report_load(self, name: str, frontend: str, load: Load) -> None:
         """Tells all replicas of a described application what this front has for them to do."""
         model = self._models.get(name)
         if model is not None:
-            await model.tell_load(front, load)
+            await model.report_load(frontend, load)
 
 
 class ServeModel:
@@ -224,10 +224,10 @@ class ServeModel:
         """So many run now; any thread may say so."""
         self._local.replicas = replicas
 
-    async def tell_load(self, front: str, load: Load) -> None:
+    async def report_load(self, frontend: str, load: Load) -> None:
         """Raises what one of them raises, or why it was not reached; the others have been told."""
-        told = self._handle.broadcast("tell_load", front, load)
-        for answer in await told.results_async(timeout_s=ANSWER_WITHIN_S, return_exceptions=True):
+        told = self._handle.broadcast("report_load", frontend, load)
+        for answer in await told.results_async(timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True):
             if isinstance(answer, Exception):
                 raise answer
 
@@ -297,7 +297,7 @@ def _cause(error: Exception) -> Exception:
 # Calls of Ray Serve, none of which is waited for longer than a healthy Serve would take.
 
 # Longer than any healthy answer of Serve's controller; deploying waits for it to have taken note.
-SERVE_WITHIN_S = 30.0
+SERVE_TIMEOUT_S = 30.0
 # Threads of their own: those of the event loop wait for the store, which may be silent, and a Serve that had to wait
 # for them would be taken for one that does not answer.
 SERVE_THREADS = ThreadPoolExecutor(16, thread_name_prefix="serve")
@@ -306,7 +306,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
-class ServeSilent(Exception):
+class ServeUnresponsive(Exception):
     """Ray Serve did not answer this time, or answered with an error of its own."""
 
 
@@ -322,12 +322,12 @@ async def to_serve_thread(call: Callable[P, T], *arguments: P.args, **options: P
 
 
 async def answered(call: Awaitable[T]) -> T:
-    """What Serve answers; raises `ServeSilent` rather than wait for a Ray that is gone, for whatever Ray raises, and a
-    `MillraceError` as it is: replicas raise them, too."""
+    """What Serve answers; raises `ServeUnresponsive` rather than wait for a Ray that is gone, for whatever Ray raises,
+    and a `MillraceError` as it is: replicas raise them, too."""
     try:
-        async with asyncio.timeout(SERVE_WITHIN_S):
+        async with asyncio.timeout(SERVE_TIMEOUT_S):
             return await call
     except MillraceError:
         raise
     except Exception as error:
-        raise ServeSilent(repr(error)) from error
+        raise ServeUnresponsive(repr(error)) from error

@@ -22,7 +22,7 @@ from inference_service.domain.batch_policy import Load
 from inference_service.domain.signature import Outputs, Rows, Signature
 from inference_service.serve.autoscaling import REFUSED, ROWS
 from inference_service.serve.cpu_priority import raise_priority
-from inference_service.serve.sockets import Door, listen
+from inference_service.serve.sockets import LoadShedder, listen
 from shared.checkpoint import CheckpointContent, load_checkpoint
 from shared.checkpoint.format import PROGRAM_CHECKPOINT, WEIGHTS
 from shared.checkpoint.node_copy import node_copy
@@ -48,11 +48,11 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-STORE_PATIENCE_S = 120.0
+STORE_OUTAGE_TIMEOUT_S = 120.0
 STORE_RETRY_S = 2.0
 # When Serve stops a replica: within the 5 s after which it kills it.
-TAKE_LEAVE_WITHIN_S = 4.0
-EXPORT_WITHIN_S = 0.5
+TAKE_LEAVE_TIMEOUT_S = 4.0
+EXPORT_TIMEOUT_S = 0.5
 # A batch that makes no progress for so long never will. What its custom functions may take by their own limits counts
 # besides the rest, for which it has ten times what the model's largest batch took when it was loaded.
 HANGS_AFTER_S = 90.0
@@ -99,14 +99,14 @@ class ModelReplica:
     """
 
     def __init__(self, spec: ReplicaSpec, sockets: Path | None = None, *_of_earlier_releases: object) -> None:
-        self._door: Door | None = None
+        self._load_shedder: LoadShedder | None = None
         # One thread: torch works on one batch while the event loop unpacks the next. Threads of torch's own are set
         # inside it, since OpenMP keeps their number per calling thread.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
         self._model: ServedModel | ServedPredictor | None = None
         self._loaded: Loaded | None = None
         self._failure: MillraceError | None = None
-        self._loads = ToldLoads()
+        self._loads = LoadAggregator()
         self._watch = HangWatch()
         _log()
         # Before the model's thread starts, which inherits it.
@@ -119,14 +119,14 @@ class ModelReplica:
         except MillraceError as error:
             self._failure = error
         if self._loaded is not None and sockets is not None:
-            self._door = listen(sockets, self._thread, self._compute)
-            self._loaded = replace(self._loaded, sockets=sockets if self._door is not None else None)
+            self._load_shedder = listen(sockets, self._thread, self._compute)
+            self._loaded = replace(self._loaded, sockets=sockets if self._load_shedder is not None else None)
 
     def __del__(self) -> None:
         """Serve calls it when it stops the replica, and knows nothing of what comes over the socket."""
-        if self._door is not None:
-            self._door.close(TAKE_LEAVE_WITHIN_S)
-        tracing().close(EXPORT_WITHIN_S)
+        if self._load_shedder is not None:
+            self._load_shedder.close(TAKE_LEAVE_TIMEOUT_S)
+        tracing().close(EXPORT_TIMEOUT_S)
 
     async def describe(self) -> Loaded:
         """Raises `DataLoss` or `FailedPrecondition` when the checkpoint cannot be served."""
@@ -151,9 +151,9 @@ class ModelReplica:
         rest_s = max(BESIDES_CUSTOM_S, TIMES_THE_LARGEST * largest_s)
         return max(HANGS_AFTER_S, self._model.custom_s + rest_s)
 
-    async def tell_load(self, front: str, load: Load) -> None:
+    async def report_load(self, frontend: str, load: Load) -> None:
         """What this front has for all replicas of this version together."""
-        self._loads.tell(front, load)
+        self._loads.tell(frontend, load)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Asked by Ray Serve, where the version scales."""
@@ -203,7 +203,7 @@ def _trace(variables: Mapping[str, str]) -> None:
 def _load(spec: ReplicaSpec) -> tuple[Any, Loaded]:
     # Before torch is imported, which takes seconds: a damaged checkpoint is told at once.
     try:
-        content, weights = _patiently(lambda: _read(spec))
+        content, weights = _retry_on_outage(lambda: _read(spec))
     except FailedPrecondition as error:
         if error.specific_reason != PROGRAM_CHECKPOINT:
             raise
@@ -231,10 +231,10 @@ def _load_predictor(spec: ReplicaSpec) -> tuple[Any, Loaded]:
     from inference_service.serve.served_predictor import ServedPredictor
 
     own_code, store = OwnCode(is_trusted=spec.own_code), open_store(spec.store)
-    content = _patiently(lambda: load_program_checkpoint(store, spec.folder, spec.manifest_sha256))
+    content = _retry_on_outage(lambda: load_program_checkpoint(store, spec.folder, spec.manifest_sha256))
     own_code.require_own_code(f"{content.training_job} is served by code of {content.code_bundle}: ")
-    _patiently(lambda: load_code(store, content.code_bundle))
-    files = _patiently(lambda: node_copy(store, spec.folder, spec.manifest_sha256))
+    _retry_on_outage(lambda: load_code(store, content.code_bundle))
+    files = _retry_on_outage(lambda: node_copy(store, spec.folder, spec.manifest_sha256))
     import torch
 
     torch.set_num_threads(spec.threads)
@@ -256,9 +256,9 @@ def _read(spec: ReplicaSpec) -> tuple[CheckpointContent, bytes]:
     return checkpoint.content, checkpoint.read(WEIGHTS)
 
 
-def _patiently(read: Callable[[], T]) -> T:
+def _retry_on_outage(read: Callable[[], T]) -> T:
     """Waits for a store that does not answer: Serve tries a replica only a few times, and then never again."""
-    give_up_at = time.monotonic() + STORE_PATIENCE_S
+    give_up_at = time.monotonic() + STORE_OUTAGE_TIMEOUT_S
     while True:
         try:
             return read()
@@ -309,18 +309,18 @@ class HangWatch:
 # What the fronts have told a replica that they have for its model to do, for Ray Serve's controller.
 
 # A front that has told nothing for so long has gone, or has nothing to do with this model any more.
-FORGOTTEN_AFTER_S = 15.0
+LOAD_TTL_S = 15.0
 
 
-class ToldLoads:
+class LoadAggregator:
     """`clock` gives seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._loads: dict[str, tuple[Load, float]] = {}  # by front
 
-    def tell(self, front: str, load: Load) -> None:
-        self._loads = {**self._present(), front: (load, self._clock())}
+    def tell(self, frontend: str, load: Load) -> None:
+        self._loads = {**self._present(), frontend: (load, self._clock())}
 
     def in_all(self) -> dict[str, float]:
         """Of all fronts together; empty before the first has told anything."""
@@ -330,5 +330,5 @@ class ToldLoads:
         return {ROWS: sum(load.rows for load in present), REFUSED: float(sum(load.refused for load in present))}
 
     def _present(self) -> dict[str, tuple[Load, float]]:
-        since_s = self._clock() - FORGOTTEN_AFTER_S
-        return {front: (load, at_s) for front, (load, at_s) in self._loads.items() if at_s >= since_s}
+        since_s = self._clock() - LOAD_TTL_S
+        return {frontend: (load, at_s) for frontend, (load, at_s) in self._loads.items() if at_s >= since_s}

@@ -24,7 +24,7 @@ from inference_service.domain.deployment import (
 from inference_service.domain.rollout_transitions import check_can_begin
 from inference_service.domain.signature import DEFAULT_PRIORITY, PRIORITY_LEVELS, Signature, TensorSpec
 from inference_service.domain.statistics import OK, Histogram, Statistics
-from inference_service.peers import Siblings
+from inference_service.peers import Peers
 from inference_service.serve.convert import PLATFORM
 from inference_service.serve.models import Listed, Models
 from shared.errors import NotFound, not_found
@@ -45,16 +45,18 @@ class ModelRepository:
     def unload(self, model_name: str) -> Deployment:
         """Changes nothing where it is unloaded. Raises `InvalidArgument` (no name), `NotFound` and `FailedPrecondition`
         (it is not READY, or a roll-out is under way)."""
-        return self._wish(model_name, with_unloaded)
+        return self._request(model_name, with_unloaded)
 
     def load(self, model_name: str) -> Deployment:
         """Changes nothing unless it is unloaded. Raises `InvalidArgument` (no name) and `NotFound`."""
-        return self._wish(model_name, with_loaded_again)
+        return self._request(model_name, with_loaded_again)
 
-    def _wish(self, model_name: str, step: Callable[[Deployment | None, str, float], Deployment | None]) -> Deployment:
+    def _request(
+        self, model_name: str, step: Callable[[Deployment | None, str, float], Deployment | None]
+    ) -> Deployment:
         name = f"deployments/{_id_of(model_name)}"
         try:
-            return self._deployments.wish(name, lambda before: step(before, name, time.time()))
+            return self._deployments.request(name, lambda before: step(before, name, time.time()))
         except NotFound:
             raise _unknown(model_name) from None
 
@@ -257,9 +259,9 @@ FILE = "statistics"
 class SummedStatistics:
     """This process's as they are, those of the others as they left them last."""
 
-    def __init__(self, models: Models, siblings: Siblings) -> None:
+    def __init__(self, models: Models, peers: Peers) -> None:
         self._models = models
-        self._siblings = siblings
+        self._peers = peers
         # By application: what it left of it, and by how many requests and batches that was.
         self._left: dict[str, pb.ModelStatistics] = {}
         # None before the first time: what lies there then is by the process before this one.
@@ -279,7 +281,7 @@ class SummedStatistics:
             self._left[application].name = application
         self._left = {application: self._left[application] for application in now}
         own = pb.ModelStatisticsResponse(model_stats=self._left.values())
-        self._siblings.leave(FILE, own.SerializeToString())
+        self._peers.leave(FILE, own.SerializeToString())
         self._counted = counted
 
     def of(self, model_name: str, model_version: str) -> list[pb.ModelStatistics]:
@@ -287,7 +289,7 @@ class SummedStatistics:
         found = self._models.listed_of(model_name, model_version)
         others = [
             {one.name: one for one in pb.ModelStatisticsResponse.FromString(data).model_stats}
-            for data in self._siblings.left(FILE)
+            for data in self._peers.left(FILE)
         ]
         return [self._sum(listed, (there.get(_application(listed)) for there in others)) for listed in found]
 

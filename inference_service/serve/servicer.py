@@ -35,7 +35,7 @@ UNLOAD_DEPENDENTS = "unload_dependents"
 STREAM_REQUESTS_AT_ONCE = 64
 # One request may have as many; while those that are worked on have, no other is read.
 STREAM_BYTES_AT_ONCE = MAX_MESSAGE_BYTES
-STREAM_REQUEST_WITHIN_S = 60.0
+STREAM_REQUEST_TIMEOUT_S = 60.0
 
 
 class OpenInferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
@@ -83,8 +83,8 @@ class OpenInferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
     ) -> AsyncIterator[pb.ModelStreamInferResponse]:
         async def answer(request: pb.ModelInferRequest) -> pb.ModelStreamInferResponse:
             left_s = context.time_remaining()
-            within_s = STREAM_REQUEST_WITHIN_S if left_s is None else min(left_s, STREAM_REQUEST_WITHIN_S)
-            return await self._inference.streamed(request, within_s, context.invocation_metadata)
+            timeout_s = STREAM_REQUEST_TIMEOUT_S if left_s is None else min(left_s, STREAM_REQUEST_TIMEOUT_S)
+            return await self._inference.streamed(request, timeout_s, context.invocation_metadata)
 
         answered = in_order(
             request_iterator,
@@ -92,7 +92,7 @@ class OpenInferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
             most=STREAM_REQUESTS_AT_ONCE,
             size_bytes=lambda _: message_bytes(),
             answer_bytes=pb.ModelStreamInferResponse.ByteSize,
-            most_bytes=STREAM_BYTES_AT_ONCE,
+            max_bytes=STREAM_BYTES_AT_ONCE,
         )
         async with aclosing(answered) as answers:
             async for one in answers:
@@ -152,10 +152,10 @@ async def in_order(
     most: int,
     size_bytes: Callable[[Asked], int] = lambda _: 0,
     answer_bytes: Callable[[Answered], int] = lambda _: 0,
-    most_bytes: float = math.inf,
+    max_bytes: float = math.inf,
 ) -> AsyncGenerator[Answered, None]:
     """The answers in the order of the requests, at most `most` of which are worked on, or wait to be taken, at a time,
-    and none is read while these have `most_bytes`: so a client that takes no answers is not read any further.
+    and none is read while these have `max_bytes`: so a client that takes no answers is not read any further.
     `size_bytes` is asked for a request as soon as it was read, by whoever read it, and `answer_bytes` for its answer:
     the larger of both counts until it is taken.
 
@@ -164,29 +164,29 @@ async def in_order(
     """
     waiting: asyncio.Queue[asyncio.Task[tuple[Answered, int]] | None] = asyncio.Queue()
     working: set[asyncio.Task[tuple[Answered, int]]] = set()
-    held = held_bytes = 0
+    held = in_flight_bytes = 0
     taken = asyncio.Event()
 
     async def work(request: Asked, size: int) -> tuple[Answered, int]:
-        nonlocal held_bytes
+        nonlocal in_flight_bytes
         answered = await answer(request)
         larger = max(size, answer_bytes(answered))
-        held_bytes += larger - size
+        in_flight_bytes += larger - size
         return answered, larger
 
     async def read() -> None:
-        nonlocal held, held_bytes
+        nonlocal held, in_flight_bytes
         try:
             async for request in requests:
                 size = size_bytes(request)
-                held, held_bytes = held + 1, held_bytes + size
+                held, in_flight_bytes = held + 1, in_flight_bytes + size
                 task = asyncio.create_task(work(request, size))
                 working.add(task)
                 task.add_done_callback(working.discard)
                 waiting.put_nowait(task)
                 # Whoever waits, here and below, keeps nothing meanwhile: a stream may be idle for hours.
                 del request, task
-                while held >= most or held_bytes >= most_bytes:
+                while held >= most or in_flight_bytes >= max_bytes:
                     taken.clear()
                     await taken.wait()
         finally:
@@ -199,7 +199,7 @@ async def in_order(
             del task
             yield answered
             del answered
-            held, held_bytes = held - 1, held_bytes - size
+            held, in_flight_bytes = held - 1, in_flight_bytes - size
             taken.set()
         await reader
     finally:

@@ -157,10 +157,10 @@ SETTLED_NS = 50_000_000
 # A replica that has owed an answer for so long may hang; Serve finds out.
 OWED_S = 5.0
 # A replica that died is started again within this, most often on the same machine; meanwhile those left do the work.
-STARTS_WITHIN_S = 60.0
+STARTS_TIMEOUT_S = 60.0
 # After a socket that could not be connected to, or whose connection broke: a process that is being killed may lose its
 # connections before its listening socket, and would take the batch again that it has just lost.
-LOOK_AGAIN_S = 1.0
+RETRY_DELAY_S = 1.0
 
 
 class ReplicaLost(Exception):
@@ -175,7 +175,7 @@ class LocalReplicas:
     def __init__(self, folder: Path | None, replicas: int = 1, name: str = "") -> None:
         self._folder = folder
         self._name = name
-        self._told_that_some_are_elsewhere = False
+        self._reported_that_some_are_elsewhere = False
         self.replicas = replicas
         self._all_here_s = -math.inf  # when they were, last
         # When the folder had last changed as it was looked through to its end.
@@ -193,18 +193,18 @@ class LocalReplicas:
         now_s = time.monotonic()
         if len(self._connections) >= max(self.replicas, 1):
             self._all_here_s = now_s
-        if now_s - self._all_here_s > STARTS_WITHIN_S and not busy_too:
-            self._tell_that_some_are_elsewhere()
+        if now_s - self._all_here_s > STARTS_TIMEOUT_S and not busy_too:
+            self._report_that_some_are_elsewhere()
             return None
         usable = (one for one in self._connections.values() if one.takes_batches(now_s))
         found = min(usable, key=lambda one: one.in_flight, default=None)
         return found if found is not None and (busy_too or found.in_flight < BATCHES_EACH) else None
 
-    def _tell_that_some_are_elsewhere(self) -> None:
+    def _report_that_some_are_elsewhere(self) -> None:
         """Once: else serving would be slow in silence."""
-        if self._folder is None or not self.replicas or self._told_that_some_are_elsewhere:
+        if self._folder is None or not self.replicas or self._reported_that_some_are_elsewhere:
             return
-        self._told_that_some_are_elsewhere = True
+        self._reported_that_some_are_elsewhere = True
         logger.warning(
             "%s: the sockets of %d of %d replicas are here, in %s; batches go through Serve's handle, which takes "
             "several times as long. That is as it must be where replicas are on other machines; on this one, they must "
@@ -220,7 +220,7 @@ class LocalReplicas:
         lost = [path for path, one in self._connections.items() if one.is_lost]
         for path in lost:
             del self._connections[path]
-            self._broken_s[path] = time.monotonic() + LOOK_AGAIN_S
+            self._broken_s[path] = time.monotonic() + RETRY_DELAY_S
             self._seen_ns = None  # its replica may live
         if self._folder is None:
             return
@@ -241,7 +241,7 @@ class LocalReplicas:
                 elif path not in self._connections:
                     complete &= await self._connect(path)
             self._seen_ns = changed_ns if settled and complete else None
-            self._not_before_s = -math.inf if complete else time.monotonic() + LOOK_AGAIN_S
+            self._not_before_s = -math.inf if complete else time.monotonic() + RETRY_DELAY_S
 
     async def _connect(self, path: Path) -> bool:
         """False where it may succeed later."""
@@ -390,14 +390,14 @@ class _FrontendConnection(asyncio.Protocol):
 # Of one front: answers that wait to be sent, which are more than the batches that it has on their way here.
 MAX_UNSENT = 16
 # A front that reads nothing for so long has stopped.
-SEND_WITHIN_S = 5.0
+SEND_TIMEOUT_S = 5.0
 # After an error of the listener, such as too many open files.
-ACCEPT_AGAIN_S = 0.1
+ACCEPT_RETRY_DELAY_S = 0.1
 # Another replica that stops may take the empty folder away between two of our steps.
 TRIES = 5
 
 
-def listen(folder: Path, thread: ThreadPoolExecutor, forward: Callable[[Rows], Outputs]) -> Door | None:
+def listen(folder: Path, thread: ThreadPoolExecutor, forward: Callable[[Rows], Outputs]) -> LoadShedder | None:
     """From now on answers calls over a socket in `folder` with `forward`, run in `thread`, until it is closed. Where
     the folder cannot be had for this user alone, it does not, and Ray's calls remain."""
     try:
@@ -407,7 +407,7 @@ def listen(folder: Path, thread: ThreadPoolExecutor, forward: Callable[[Rows], O
     except OSError as error:
         logger.warning("no socket of its own for this replica, only Ray's calls: %s", error)
         return None
-    return Door(listener, path, thread, forward)
+    return LoadShedder(listener, path, thread, forward)
 
 
 def _opened(folder: Path, tries: int) -> tuple[socket.socket, Path]:
@@ -426,7 +426,7 @@ def _opened(folder: Path, tries: int) -> tuple[socket.socket, Path]:
     return _opened(folder, tries - 1)
 
 
-class Door:
+class LoadShedder:
     """A replica's listening socket, and the fronts that came in."""
 
     def __init__(
@@ -441,9 +441,9 @@ class Door:
         self._closed = threading.Event()
         threading.Thread(target=self._accept, name="socket", daemon=True).start()
 
-    def close(self, within_s: float) -> None:
+    def close(self, timeout_s: float) -> None:
         """Lets nobody in any more, asks the fronts to send nothing more, and returns when they have what they asked for
-        and have gone, or after `within_s`. To be called from another thread than the model's; once is enough."""
+        and have gone, or after `timeout_s`. To be called from another thread than the model's; once is enough."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -459,10 +459,10 @@ class Door:
             connections = list(self._connections)
         for one in connections:
             one.say_closing()
-        until_s = time.monotonic() + within_s
+        until_s = time.monotonic() + timeout_s
         for one in connections:
             if not one.ended.wait(max(until_s - time.monotonic(), 0.0)):
-                logger.warning("a front did not take leave in %.1f s", within_s)
+                logger.warning("a front did not take leave in %.1f s", timeout_s)
                 one.shut()
 
     def _accept(self) -> None:
@@ -470,7 +470,7 @@ class Door:
             try:
                 connection, _ = self._listener.accept()
             except OSError as error:
-                if self._closed.wait(ACCEPT_AGAIN_S):
+                if self._closed.wait(ACCEPT_RETRY_DELAY_S):
                     return
                 logger.warning("a front cannot come in; trying again: %s", error)
                 continue
@@ -497,9 +497,9 @@ class _ReplicaConnection:
         self, connection: socket.socket, thread: ThreadPoolExecutor, forward: Callable[[Rows], Outputs]
     ) -> None:
         self._socket = connection
-        seconds = int(SEND_WITHIN_S)
+        seconds = int(SEND_TIMEOUT_S)
         connection.setsockopt(
-            socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", seconds, int((SEND_WITHIN_S - seconds) * 1e6))
+            socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", seconds, int((SEND_TIMEOUT_S - seconds) * 1e6))
         )
         self._thread = thread
         self._forward = forward

@@ -3,8 +3,8 @@
 A checkpoint that is to go is first no longer named (it is `retiring`). Then its users are looked for: who left a marker
 before keeps it, and it is named again. Where there is none the log says that it is condemned, from which there is no
 way back; only then do its files go, and at last the log forgets it. Whoever wishes to use one leaves a marker first and
-looks then whether it is named (`shared.checkpoint.users`), so one of both sees the other. Each step can be done again
-by anybody, so what a process leaves half-way the next one finishes.
+looks then whether it is named (`shared.checkpoint.references`), so one of both sees the other. Each step can be done
+again by anybody, so what a process leaves half-way the next one finishes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from shared.checkpoint.ranking import DEFAULT_RANKING, Ranking
 from shared.durable import Durable, as_state, fields_of, known_of
 from shared.errors import STORE_OUTAGES, DataLoss
 from shared.log import Record, ResourceLog, StaleAttempt
+from shared.reference_markers import live_references as live_references
 from shared.storage import ObjectStore
-from shared.user_markers import live_users as live_users
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class CheckpointRegistry:
         self._pages_folder = f"{job_name}/checkpoints/{PAGES}"
         self.data_folder = data_folder_of(job_name)
 
-    def look(self, ask: Callable[[RegistryView], T]) -> T:
+    def poll(self, ask: Callable[[RegistryView], T]) -> T:
         """What `ask` finds in the newest state; it is called again where others write meanwhile. Raises `DataLoss`
         where a page is lost."""
         return self._with_pages(lambda: ask(self._view(RegistryState.from_record(self._log.head()))))
@@ -124,14 +124,14 @@ class CheckpointRegistry:
 
     def newest(self) -> CheckpointEntry | None:
         """The one furthest on."""
-        return self.look(RegistryView.newest)
+        return self.poll(RegistryView.newest)
 
     def best(self, ranking: Ranking | None = None) -> CheckpointEntry | None:
         """By `ranking`, or else the job's own; of equals the later; where none was measured, the one furthest on."""
-        return self.look(lambda view: view.best(ranking))
+        return self.poll(lambda view: view.best(ranking))
 
     def find(self, name: str) -> CheckpointEntry | None:
-        return self.look(lambda view: view.find(name))
+        return self.poll(lambda view: view.find(name))
 
     def fence(self, attempt: int, ranking: Ranking | None = None) -> list[CheckpointEntry]:
         """As `open_for`. Returns all entries."""
@@ -209,7 +209,7 @@ class CheckpointRegistry:
         used = {
             one.entry.folder
             for one in waiting
-            if not one.condemned and live_users(self._store, one.entry.name, clock())
+            if not one.condemned and live_references(self._store, one.entry.name, clock())
         }
         looked_at = {one.entry.folder for one in waiting}
         decided = self._update(lambda before, tree: _decided(before, tree, looked_at, used), attempt)

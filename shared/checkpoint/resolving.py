@@ -38,7 +38,7 @@ def resolve_any(store: ObjectStore, field_path: str, name: str) -> CheckpointEnt
         names.parse(field_path, name, "trainingJobs/{j}")
     job = ResourceLog(store, f"{job_name}/log").head()
     registry = CheckpointRegistry(store, job_name)
-    is_empty, chosen = registry.look(lambda view: (view.is_empty, _meant(view, name if checkpoint_id else "")))
+    is_empty, chosen = registry.poll(lambda view: (view.is_empty, _meant(view, name if checkpoint_id else "")))
     if (job is None and is_empty) or (job is not None and job.state.get("state") == JobState.DELETED):
         raise _missing(job_name, field_path)
     if job is not None and job.state.get("state") == JobState.DELETING:

@@ -134,7 +134,7 @@ class VersionReader:
         known = self._footers.get(key)
         if known is not None:
             return known
-        with self._told_if_gone(file):
+        with self._reporting_if_gone(file):
             (data,) = self._get_ranges(file, [(file.size_bytes - file.footer_bytes, file.footer_bytes)])
         if sha256_hex(data) != file.footer_sha256:
             raise _lost(self.version, file, "does not have the footer that its manifest names")
@@ -150,7 +150,7 @@ class VersionReader:
         indices = [group.group_index for group in groups]
         footer = self.footer(file_index)
         ranges = wanted_ranges({one: footer.row_group(one) for one in indices}, columns)
-        with self._told_if_gone(file), self._store.local_file(self._key(file)) as local:
+        with self._reporting_if_gone(file), self._store.local_file(self._key(file)) as local:
             try:
                 parquet = _open(self._fetched(file, ranges) if local is None else self._checked(file, local), footer)
                 stored = parquet.read_row_groups(indices, columns=columns, use_threads=False)
@@ -183,7 +183,7 @@ class VersionReader:
             raise _lost(self.version, file, OF_ANOTHER_SIZE) from None
 
     @contextmanager
-    def _told_if_gone(self, file: DataFile) -> Iterator[None]:
+    def _reporting_if_gone(self, file: DataFile) -> Iterator[None]:
         try:
             yield
         except ObjectMissing:
@@ -229,7 +229,7 @@ def _lost(version: DatasetVersion, file: DataFile, why: str) -> DataLoss:
 # --- Footers ---
 
 # Of all footers together, parsed.
-MOST_BYTES = 256 * 1024 * 1024
+MAX_BYTES = 256 * 1024 * 1024
 # Measured: parsed, a footer takes 9 to 10 times its bytes, 27 MiB for a file of 100 columns of doubles.
 PARSED = 10
 
@@ -237,8 +237,8 @@ PARSED = 10
 class Footers:
     """Thread-safe; several readers may share one. Least recently used footers leave first, the last one stays."""
 
-    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._kept: OrderedDict[Hashable, tuple[pq.FileMetaData, int]] = OrderedDict()
         self._kept_bytes = 0
@@ -260,7 +260,7 @@ class Footers:
                 return
             self._kept[key] = footer, footer_bytes * PARSED
             self._kept_bytes += footer_bytes * PARSED
-            while self._kept_bytes > self._most_bytes and len(self._kept) > 1:
+            while self._kept_bytes > self._max_bytes and len(self._kept) > 1:
                 _, (_, left_bytes) = self._kept.popitem(last=False)
                 self._kept_bytes -= left_bytes
 

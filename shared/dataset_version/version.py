@@ -17,11 +17,11 @@ from shared import names
 from shared.dataset_version.manifest import REPORT, Column, Manifest, Split, sha256_hex
 from shared.errors import DataLoss, FailedPrecondition, MillraceError, NotFound, invalid_field, not_found
 from shared.jobs import JobRecord, Jobs, JobState
+from shared.reference_markers import ReferenceMarker, keep_marker, let_go, live_references, markers, put_marker, unmark
 from shared.requests import OUTCOME_UNKNOWN
 from shared.storage import ObjectMissing, ObjectStore
-from shared.user_markers import UserMarker, keep_marker, let_go, live_users, markers, put_marker, unmark
 
-__all__ = ["UserMarker", "live_users", "mark_used", "markers", "unmark", "using"]
+__all__ = ["ReferenceMarker", "live_references", "mark_used", "markers", "unmark", "using"]
 
 
 # --- Version ---

@@ -69,14 +69,14 @@ def raw_bytes(stored: pa.Table) -> int:
     return total
 
 
-def _unequal(sizes: NDArray[np.int64], most_rows: int, *, to_end: bool) -> list[int]:
+def _unequal(sizes: NDArray[np.int64], max_rows: int, *, to_end: bool) -> list[int]:
     ends = np.cumsum(sizes)
     groups: list[int] = []
     begin, before = 0, 0
     while begin < len(sizes):
         fitting = int(np.searchsorted(ends, before + MAX_UNEQUAL_GROUP_BYTES, side="right"))
-        end = max(begin + 1, min(fitting, begin + most_rows))
-        full = end - begin == most_rows or ends[end - 1] - before >= MAX_UNEQUAL_GROUP_BYTES
+        end = max(begin + 1, min(fitting, begin + max_rows))
+        full = end - begin == max_rows or ends[end - 1] - before >= MAX_UNEQUAL_GROUP_BYTES
         if end == len(sizes) and not (full or to_end):
             break
         groups.append(end - begin)

@@ -35,7 +35,7 @@ from grpc import aio
 from shared.errors import DeadlineExceeded, InvalidArgument, MillraceError, Unimplemented, invalid_field
 from shared.grpc_errors import details_and_status, status_code
 from shared.grpc_server.deadlines import is_deadline
-from shared.grpc_server.door import Door
+from shared.grpc_server.load_shedder import LoadShedder
 from shared.telemetry import hidden, identity, log_outcome
 from shared.tracing import tracing
 
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 REQUEST_ID, STATUS = "x-request-id", "grpc-status-details-bin"
 DEFAULT_DEADLINE_S = 60.0
 # A client that does not take a message of its stream for so long has gone, or might as well have.
-SEND_WITHIN_S = 300.0
+SEND_TIMEOUT_S = 300.0
 
 # By which what is asked says that it has no time for it.
 REFUSALS = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED)
@@ -74,9 +74,9 @@ class CallInterceptor:
     It is none of grpc's own interceptors: see `Registering`.
     """
 
-    def __init__(self, default_deadline_s: float = DEFAULT_DEADLINE_S, door: Door | None = None) -> None:
+    def __init__(self, default_deadline_s: float = DEFAULT_DEADLINE_S, load_shedder: LoadShedder | None = None) -> None:
         self._default_deadline_s = default_deadline_s
-        self._door = door
+        self._load_shedder = load_shedder
 
     def around(self, server: aio.Server) -> aio.Server:
         """What to add servicers to, and for nothing else, so that their calls are intercepted."""
@@ -94,9 +94,9 @@ class CallInterceptor:
             )
             return make(stream, deserializer, serializer)
         unary = self._unary(handler.stream_unary or handler.unary_unary, method)
-        if self._door is not None and method in self._door.methods and handler.unary_unary is not None:
+        if self._load_shedder is not None and method in self._load_shedder.methods and handler.unary_unary is not None:
             # As a stream of one message, which is not read before it is asked for; on the wire it is the same.
-            return grpc.stream_unary_rpc_method_handler(_behind(self._door, unary), deserializer, serializer)
+            return grpc.stream_unary_rpc_method_handler(_behind(self._load_shedder, unary), deserializer, serializer)
         make = (
             grpc.stream_unary_rpc_method_handler if handler.request_streaming else (grpc.unary_unary_rpc_method_handler)
         )
@@ -155,13 +155,15 @@ class _Limited:
         return getattr(self._context, name)
 
 
-def _behind(door: Door, unary: Callable[[Any, Context], Awaitable[Any]]) -> Callable[[Any, Context], Awaitable[Any]]:
+def _behind(
+    load_shedder: LoadShedder, unary: Callable[[Any, Context], Awaitable[Any]]
+) -> Callable[[Any, Context], Awaitable[Any]]:
     async def call(_: Any, context: Context) -> Any:
-        if door.turns_away(context.time_remaining()):
+        if load_shedder.turns_away(context.time_remaining()):
             context.set_code(grpc.StatusCode.RESOURCE_EXHAUSTED)
-            context.set_details(door.details)
+            context.set_details(load_shedder.details)
             request_id = request_id_of(dict(context.invocation_metadata() or ()).get(REQUEST_ID))
-            context.set_trailing_metadata(((REQUEST_ID, request_id), (STATUS, door.status)))
+            context.set_trailing_metadata(((REQUEST_ID, request_id), (STATUS, load_shedder.status)))
             return None
         in_vain = False
         started, remaining_s = time.perf_counter(), context.time_remaining()
@@ -178,7 +180,7 @@ def _behind(door: Door, unary: Callable[[Any, Context], Awaitable[Any]]) -> Call
             in_vain = is_deadline(remaining_s, time.perf_counter() - started)
             raise
         finally:
-            door.ended(in_vain=in_vain)
+            load_shedder.ended(in_vain=in_vain)
 
     return call
 
@@ -193,10 +195,10 @@ def _bare(aborted: aio.AbortError) -> aio.AbortError:
 async def _send(context: Context, response: Any) -> None:
     """Raises `DeadlineExceeded` where the client takes nothing: what the stream holds would be held for ever."""
     try:
-        async with asyncio.timeout(SEND_WITHIN_S):
+        async with asyncio.timeout(SEND_TIMEOUT_S):
             await context.write(response)
     except TimeoutError:
-        raise DeadlineExceeded(f"the client took no message for {SEND_WITHIN_S:.0f} s") from None
+        raise DeadlineExceeded(f"the client took no message for {SEND_TIMEOUT_S:.0f} s") from None
 
 
 @asynccontextmanager

@@ -29,7 +29,6 @@ from grpc_reflection.v1alpha._async import ReflectionServicer
 from shared.errors import InvalidArgument, ResourceExhausted
 from shared.grpc_errors import details_and_status
 from shared.grpc_server.bearer_token import BearerToken, TokenCheck
-from shared.grpc_server.door import Door
 from shared.grpc_server.interceptor import (
     DEFAULT_DEADLINE_S,
     REQUEST_ID,
@@ -39,6 +38,7 @@ from shared.grpc_server.interceptor import (
     Registering,
     request_id_of,
 )
+from shared.grpc_server.load_shedder import LoadShedder
 
 # --- Server ---
 
@@ -60,7 +60,7 @@ GRACE_S = 5.0
 # A client whose machine or network is gone says nothing: it is asked so often, and given up when it does not answer.
 # Otherwise its streams would be held for hours.
 KEEPALIVE_EVERY_S = 60.0
-KEEPALIVE_WITHIN_S = 60.0
+KEEPALIVE_TIMEOUT_S = 60.0
 
 
 class Health:
@@ -87,7 +87,7 @@ async def serve(
     grace_s: float = GRACE_S,
     default_deadline_s: float = DEFAULT_DEADLINE_S,
     shared_port: bool = False,
-    door: Door | None = None,
+    load_shedder: LoadShedder | None = None,
     max_calls: int = MAX_CALLS,
     token: BearerToken | None = None,
 ) -> None:
@@ -110,7 +110,7 @@ async def serve(
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ("grpc.keepalive_time_ms", round(KEEPALIVE_EVERY_S * 1000)),
             # Not grpc.keepalive_timeout_ms: a peer whose kernel still acknowledges is given up by this one alone.
-            ("grpc.http2.ping_timeout_ms", round(KEEPALIVE_WITHIN_S * 1000)),
+            ("grpc.http2.ping_timeout_ms", round(KEEPALIVE_TIMEOUT_S * 1000)),
             ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
             ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
             # Two services by mistake on one port would each get half of the calls.
@@ -121,15 +121,15 @@ async def serve(
         # First of all handlers: those behind it are not asked about a call without the token.
         server.add_generic_rpc_handlers([TokenCheck(token)])
     limited = CallLimit(max_calls).around(server)
-    names = list(register(CallInterceptor(default_deadline_s, door).around(limited)))
+    names = list(register(CallInterceptor(default_deadline_s, load_shedder).around(limited)))
     # Health and reflection come from grpc itself and keep their own manners.
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, cast(aio.Server, Registering(server, _limit_alone)))
     reflected = ReflectionServicer((*names, "grpc.health.v1.Health", reflection.SERVICE_NAME))
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, limited)  # type: ignore[no-untyped-call]
     server.add_insecure_port(listen)
     watching = None
-    if door is not None:
-        server.add_generic_rpc_handlers([door.handler()])
+    if load_shedder is not None:
+        server.add_generic_rpc_handlers([load_shedder.handler()])
         # Of this process alone, also where others have the same port.
         own = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     # Said before the first call can come: grpc's own servicer begins with SERVING.
@@ -137,8 +137,8 @@ async def serve(
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, stop.set)
     await server.start()
-    if door is not None:
-        watching = loop.create_task(door.watch(own, token.metadata if token is not None else ()))
+    if load_shedder is not None:
+        watching = loop.create_task(load_shedder.watch(own, token.metadata if token is not None else ()))
     logger.info("serving on %s", listen)
     await stop.wait()
     logger.info("stopping: draining calls for at most %.0f s", grace_s)

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 NAMESPACE = "millrace"
 # Whoever starts an actor calls it from then on. If it dies, nobody would ever call again.
-CALL_WITHIN_S = 60.0
+CALL_TIMEOUT_S = 60.0
 # An actor that asks for no CPU may be put on any node; a service's own, labelled so, comes and goes with the service.
 NOT_BESIDE_A_SERVICE = {"millrace.role": "!service"}
 
@@ -34,7 +34,7 @@ class AttemptActor:
         self._unclaimed = self._countdown()
 
     def _countdown(self) -> threading.Timer:
-        timer = threading.Timer(CALL_WITHIN_S, os._exit, args=(1,))
+        timer = threading.Timer(CALL_TIMEOUT_S, os._exit, args=(1,))
         timer.daemon = True
         timer.start()
         return timer

@@ -29,8 +29,8 @@ from shared.telemetry import hidden, identity
 
 logger = logging.getLogger(__name__)
 
-WISH_INTERVAL_S = 1.0
-COMMIT_PATIENCE_S = 300.0
+REQUEST_POLL_INTERVAL_S = 1.0
+COMMIT_TIMEOUT_S = 300.0
 COMMIT_RETRY_S = 1.0
 # Errors that another attempt may not meet. Of a job that a client wishes to end, `Cancelled` is the end itself.
 TRANSIENT = (Unavailable, ResourceExhausted, DeadlineExceeded, Internal, Cancelled)
@@ -120,7 +120,7 @@ class AttemptContext:
             do()
 
     @contextmanager
-    def watching_wishes(self) -> Iterator[None]:
+    def watching_requests(self) -> Iterator[None]:
         """Reads the log once a second while the body runs."""
         thread = threading.Thread(target=self._watch, name="wishes", daemon=True)
         thread.start()
@@ -131,7 +131,7 @@ class AttemptContext:
             thread.join()
 
     def _watch(self) -> None:
-        while not self._ended.wait(WISH_INTERVAL_S):
+        while not self._ended.wait(REQUEST_POLL_INTERVAL_S):
             try:
                 self._newest = self.newest()
             except StaleAttempt:
@@ -156,7 +156,7 @@ def run_attempt(entry: Entry, store: ObjectStore, kind: str, folder: str, attemp
     context = AttemptContext(store, jobs, folder, job)
     with identity(job=job.name, attempt=str(attempt)):
         try:
-            with context.watching_wishes():
+            with context.watching_requests():
                 result = entry(context)
             _conclude(jobs, folder, job, lambda newest: succeed(newest, result, time.time()))
         except StaleAttempt:
@@ -182,7 +182,7 @@ def _lose(newest: JobRecord, cause: MillraceError) -> JobRecord:
 
 def _conclude(jobs: Jobs, folder: str, job: JobRecord, decide: Callable[[JobRecord], JobRecord]) -> None:
     """Writes the end of `job`'s attempt into the log; an outage of the store is waited out, for the work is done."""
-    give_up_at = time.monotonic() + COMMIT_PATIENCE_S
+    give_up_at = time.monotonic() + COMMIT_TIMEOUT_S
 
     def unless_over(newest: JobRecord) -> JobRecord:
         over = newest.uid != job.uid or newest.attempt != job.attempt or newest.state.final

@@ -17,7 +17,7 @@ from shared.jobs.transitions import undo_delete
 from shared.storage import ObjectStore
 
 # So many objects are deleted between two looks at the log.
-KEYS_BETWEEN_LOOKS = 32
+KEYS_BETWEEN_POLLS = 32
 
 
 def while_deleting(jobs: Jobs, job: JobRecord, decide: Callable[[JobRecord], JobRecord]) -> JobRecord:
@@ -36,11 +36,11 @@ def remove_objects(store: ObjectStore, jobs: Jobs, job: JobRecord, keys: Sequenc
     The log is read again as it goes on: where another process has finished the deletion, a new job of the name may have
     made objects of the same keys. Returns whether all of them are gone.
     """
-    for start in range(0, max(1, len(keys)), KEYS_BETWEEN_LOOKS):
+    for start in range(0, max(1, len(keys)), KEYS_BETWEEN_POLLS):
         now = jobs.newest(job.name)
         if now is None or now.uid != job.uid or now.state is not job.state:
             return False
-        for key in keys[start : start + KEYS_BETWEEN_LOOKS]:
+        for key in keys[start : start + KEYS_BETWEEN_POLLS]:
             store.delete(key)
     return True
 

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray._private import state as ray_state
 
-ANSWERS_WITHIN_S = 2.0
+ANSWERS_TIMEOUT_S = 2.0
 AT_ONCE = 32
 
 
@@ -22,7 +22,7 @@ def draining_nodes() -> set[str]:
 
 
 def staying_nodes() -> list[dict[str, Any]]:
-    """As `ray.nodes()` tells them. Blocks for `ANSWERS_WITHIN_S` where one is silent."""
+    """As `ray.nodes()` tells them. Blocks for `ANSWERS_TIMEOUT_S` where one is silent."""
     draining = draining_nodes()
     nodes = [
         node
@@ -44,7 +44,7 @@ def node_of(actor: ray.actor.ActorHandle[Any]) -> str:
 
 def _answers(node: dict[str, Any]) -> bool:
     try:
-        with socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), ANSWERS_WITHIN_S):
+        with socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), ANSWERS_TIMEOUT_S):
             return True
     except OSError:
         return False

@@ -21,7 +21,7 @@ from shared.errors import STORE_OUTAGES, Unavailable
 from shared.jobs.actor import NAMESPACE, find_actor, new_actor_name, start_actor
 from shared.jobs.record import JobRecord, JobState
 from shared.jobs.registry import Jobs, LiveJob
-from shared.jobs.spare import Spare
+from shared.jobs.standby import Standby
 from shared.jobs.transitions import PREEMPTED, begin_attempt, confirm_cancel, confirm_suspend, lose_attempt
 from shared.log import StaleAttempt
 from shared.settings import ServiceSettings
@@ -35,7 +35,7 @@ INTERVAL_S = 1.0
 ORPHAN_AFTER_S = 300.0
 # So many looks in a row must find no actor before an attempt is taken for lost: another reconciler, which overlaps with
 # this one, may be about to start it.
-LOOKS_BEFORE_LOST = 2
+POLLS_BEFORE_LOST = 2
 # So often an actor that cannot be started is tried; then its attempt is lost, as if it had begun.
 STARTS_BEFORE_LOST = 5
 # What an attempt takes to start, and a little more.
@@ -46,24 +46,24 @@ REST_BESIDE_WORK_S = 20.0
 class JobKind:
     """`entry` is `module:function`, the jobs' entry function, importable on Ray's nodes. With `prepare`, a function
     named likewise, an actor that has called it waits for the next attempt; it holds a process's memory, and no
-    processor. `lacks` tells what the cluster lacks for a job's next attempt, and no attempt begins until that is
-    nothing. `choose` gives the `choices` of the job that is about to begin an attempt, which the log keeps with its
-    beginning. `lost` is told of each attempt whose process is gone, at least once, before its job is; where it
+    processor. `missing_capacity` tells what the cluster lacks for a job's next attempt, and no attempt begins until
+    that is nothing. `choose` gives the `choices` of the job that is about to begin an attempt, which the log keeps with
+    its beginning. `lost` is told of each attempt whose process is gone, at least once, before its job is; where it
     knows better why that was, it takes the note of a node that leaves away. `ended` is told
     of each job that is final, at least once, whoever wrote its end; where it raises, again at the next look. With
-    `spare_beside_work` the prepared actor is there while an attempt is at work, too: for jobs that run long and should
-    resume soon. `looks` is called before each look at the jobs.
+    `standby_during_work` the prepared actor is there while an attempt is at work, too: for jobs that run long and
+    should resume soon. `polls` is called before each look at the jobs.
     """
 
     name: str
     entry: str
     prepare: str = ""
-    lacks: Callable[[JobRecord], str] = lambda _: ""
+    missing_capacity: Callable[[JobRecord], str] = lambda _: ""
     choose: Callable[[JobRecord], dict[str, Any]] = lambda job: job.choices
     lost: Callable[[ObjectStore, JobRecord], None] = lambda _, __: None
     ended: Callable[[ObjectStore, JobRecord], None] = lambda _, __: None
-    spare_beside_work: bool = False
-    looks: Callable[[ObjectStore], None] = lambda _: None
+    standby_during_work: bool = False
+    polls: Callable[[ObjectStore], None] = lambda _: None
 
 
 @dataclass
@@ -82,8 +82,8 @@ class Reconciler:
         self._settings = settings.store
         self._kind = kind
         self._jobs = Jobs(self._store, kind.name)
-        rest_s = REST_BESIDE_WORK_S if kind.spare_beside_work else 0.0
-        self._spare = Spare(kind.name, kind.prepare, rest_s) if kind.prepare else None
+        rest_s = REST_BESIDE_WORK_S if kind.standby_during_work else 0.0
+        self._standby = Standby(kind.name, kind.prepare, rest_s) if kind.prepare else None
         # By uid: when a marker without its job was first seen, and how often an attempt had no actor.
         self._orphans: dict[str, float] = {}
         self._missing: Counter[str] = Counter()
@@ -95,7 +95,7 @@ class Reconciler:
     def reconcile(self) -> None:
         """One look at every live job. Should two reconcilers overlap, the log decides who starts an attempt."""
         at_work = False
-        self._look()
+        self._poll()
         for live in self._jobs.live():
             try:
                 at_work |= self._reconcile(live)
@@ -105,14 +105,14 @@ class Reconciler:
                 raise  # which holds for every job
             except Exception:
                 logger.exception("%s cannot be reconciled; the others go on", live.folder)
-        if self._spare is not None:
+        if self._standby is not None:
             # An attempt that is at work has more need of the processors, unless a restart is to be short.
-            self._spare.hold(replace=not at_work or self._kind.spare_beside_work)
+            self._standby.hold(replace=not at_work or self._kind.standby_during_work)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """What the kind does at each look. The jobs are looked at all the same where that fails."""
         try:
-            self._kind.looks(self._store)
+            self._kind.polls(self._store)
         except STORE_OUTAGES as error:
             logger.warning("%s", error.message)
         except Exception:
@@ -144,13 +144,13 @@ class Reconciler:
             self._missing.pop(live.uid, None)
         else:
             self._missing[live.uid] += 1
-            if self._missing[live.uid] >= LOOKS_BEFORE_LOST:
+            if self._missing[live.uid] >= POLLS_BEFORE_LOST:
                 self._lost(live, job)
         return True
 
     def _waits(self, live: LiveJob, job: JobRecord) -> bool:
         """Whether the cluster lacks what the next attempt needs; if so clients are told."""
-        what = self._kind.lacks(job)
+        what = self._kind.missing_capacity(job)
         if what != self._waiting.get(live.uid):  # unknown at first: an earlier reconciler may have told something
             self._jobs.wait_for(live.folder, what)
             self._waiting[live.uid] = what
@@ -168,8 +168,8 @@ class Reconciler:
         if zombie := find_actor(job.actor):
             ray.kill(zombie)
         self._missing.pop(live.uid, None)
-        spare = self._spare.take() if self._spare else None
-        name = spare[0] if spare else new_actor_name(self._kind.name)
+        standby = self._standby.take() if self._standby else None
+        name = standby[0] if standby else new_actor_name(self._kind.name)
         start = _Start(name)
         choices = self._kind.choose(job)
         begun: JobRecord | None = None
@@ -230,7 +230,7 @@ def run_reconciler(settings: ServiceSettings, *kinds: JobKind) -> None:
 
     Raises `ConnectionError` where Ray is not there: whoever supervises starts it again.
     """
-    nudged = end_with_parent()
+    woken = end_with_parent()
     ray.init(address=settings.ray_address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
     reconcilers = [Reconciler(settings, kind) for kind in kinds]
     logger.info("reconciling %s jobs on Ray at %s", ", ".join(kind.name for kind in kinds), settings.ray_address)
@@ -242,8 +242,8 @@ def run_reconciler(settings: ServiceSettings, *kinds: JobKind) -> None:
                 reconciler.reconcile()
             except STORE_OUTAGES as error:
                 logger.warning("%s", error.message)
-        nudged.wait(INTERVAL_S)
-        nudged.clear()
+        woken.wait(INTERVAL_S)
+        woken.clear()
 
 
 def _require_cluster_of(node_id: str) -> None:
@@ -259,14 +259,14 @@ def end_with_parent() -> threading.Event:
 
     Returns the event that it sets when it nudges us: there is something to do now.
     """
-    nudged = threading.Event()
+    woken = threading.Event()
 
     def wait() -> None:
         # Not sys.stdin, whose lock this thread would hold while the interpreter ends, which aborts it.
         while os.read(0, 1024):
-            nudged.set()
+            woken.set()
         flush_logs()
         os._exit(0)
 
     threading.Thread(target=wait, name="parent", daemon=True).start()
-    return nudged
+    return woken

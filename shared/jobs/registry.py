@@ -127,11 +127,11 @@ class Jobs:
 
         Raises `NotFound`, and `Conflict` when `etag` is given and not the present generation.
         """
-        return self._wish(folder, name, etag, request_cancel, uid)
+        return self._request(folder, name, etag, request_cancel, uid)
 
     def suspend(self, folder: str, name: str, etag: str = "") -> JobRecord:
         """As `cancel`. Raises `FailedPrecondition` for a job that is over, or is being ended."""
-        return self._wish(folder, name, etag, request_suspend)
+        return self._request(folder, name, etag, request_suspend)
 
     def resume(self, folder: str, name: str, etag: str = "") -> JobRecord:
         """As `cancel`. Raises `FailedPrecondition` for a job that succeeded, or is being ended."""
@@ -147,19 +147,19 @@ class Jobs:
                 marked = read.unattended and newest.generation == read.generation
                 return newest if newest.unattended and not marked else request_resume(newest, now)
 
-            after = self._wish(folder, name, etag, unless_unmarked)
+            after = self._request(folder, name, etag, unless_unmarked)
             if not after.state.final:
                 return after
 
-    def _wish(
-        self, folder: str, name: str, etag: str, wish: Callable[[JobRecord, float], JobRecord], uid: str = ""
+    def _request(
+        self, folder: str, name: str, etag: str, request: Callable[[JobRecord, float], JobRecord], uid: str = ""
     ) -> JobRecord:
         def decide(job: JobRecord) -> JobRecord:
             if uid and job.uid != uid:
                 raise not_found(name, "it was deleted, and made anew")
             check_etag(job, etag)
             try:
-                return wish(job, time.time())
+                return request(job, time.time())
             except ValueError as error:
                 raise FailedPrecondition(
                     f"{error}; wait, or ask for something else", reason="WRONG_STATE", metadata={"resource": name}

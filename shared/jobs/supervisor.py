@@ -16,16 +16,16 @@ FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 5.0
 # A child that lived so long was well: the next delay is the first one again.
 WELL_AFTER_S = 30.0
-STOP_WITHIN_S = 5.0
+STOP_TIMEOUT_S = 5.0
 # One that waits for a disk that does not answer does not die before that does.
-KILLED_WITHIN_S = 5.0
+KILLED_TIMEOUT_S = 5.0
 
 
 class ChildRefused(Exception):
     """It ended with the status that says that it cannot be run as it is set up."""
 
 
-class Nudge:
+class WakeSignal:
     """Tells the supervised child that there is something to do, so that it need not wait for its next look. From any
     thread; a child that is not there misses it, and looks at everything when it comes."""
 
@@ -48,15 +48,15 @@ class Nudge:
 async def supervise(
     module: str,
     stop: asyncio.Event,
-    nudge: Nudge | None = None,
+    wake: WakeSignal | None = None,
     *,
     arguments: Sequence[str] = (),
-    stop_within_s: float = STOP_WITHIN_S,
+    stop_within_s: float = STOP_TIMEOUT_S,
     refusal: int | None = None,
     hangs: Callable[[int], Coroutine[Any, Any, None]] | None = None,
 ) -> None:
     """Runs `python -m module` with `arguments` until `stop`, then has it killed after `stop_within_s`. The child reads
-    its standard input: a byte is a `nudge`, and its end tells that we are gone. `hangs(pid)` returns once it hangs: it
+    its standard input: a byte is a `wake`, and its end tells that we are gone. `hangs(pid)` returns once it hangs: it
     is killed then, to be started again.
 
     Raises `ChildRefused` where the first one ends with the status `refusal`: another would, too. One that ran and comes
@@ -67,8 +67,8 @@ async def supervise(
     while not stop.is_set():
         started = time.monotonic()
         child = await asyncio.create_subprocess_exec(sys.executable, "-m", module, *arguments, stdin=PIPE)
-        if nudge is not None:
-            nudge.aim_at(child)
+        if wake is not None:
+            wake.aim_at(child)
         ended = asyncio.create_task(child.wait())
         stopped = asyncio.create_task(stop.wait())
         hung = asyncio.create_task(_never() if hangs is None else hangs(child.pid))
@@ -79,8 +79,8 @@ async def supervise(
             await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         hung.cancel()
-        if nudge is not None:
-            nudge.aim_at(None)
+        if wake is not None:
+            wake.aim_at(None)
         if stop.is_set():
             await _end(child, stop_within_s)
             ended.cancel()
@@ -102,20 +102,20 @@ async def _never() -> None:
     await asyncio.Event().wait()
 
 
-async def _end(child: Process, within_s: float) -> None:
+async def _end(child: Process, timeout_s: float) -> None:
     if child.returncode is not None:
         return
     child.terminate()
-    if await _ends(child, within_s):
+    if await _ends(child, timeout_s):
         return
     child.kill()
-    if not await _ends(child, KILLED_WITHIN_S):
+    if not await _ends(child, KILLED_TIMEOUT_S):
         logger.error("process %d was killed, and does not die: the kernel keeps it in a call; left behind", child.pid)
 
 
-async def _ends(child: Process, within_s: float) -> bool:
+async def _ends(child: Process, timeout_s: float) -> bool:
     try:
-        async with asyncio.timeout(within_s):
+        async with asyncio.timeout(timeout_s):
             await child.wait()
     except TimeoutError:
         return False

@@ -11,8 +11,8 @@ from shared.jobs.record import LIVE, JobRecord, JobState
 
 # Reasons for which an attempt ends though it was well: they are no failures. Its node is taken away, which has a budget
 # of its own; it makes way for one of another size, having got on; it found no room, and waits for some ever longer.
-PREEMPTED, RESIZED, NO_ROOM = "PREEMPTED", "RESIZED", "NO_ROOM"
-MOST_WAIT_S = 60.0
+PREEMPTED, RESIZED, INSUFFICIENT_RESOURCES = "PREEMPTED", "RESIZED", "INSUFFICIENT_RESOURCES"
+MAX_WAIT_S = 60.0
 
 
 def begin_attempt(job: JobRecord, now: float, actor: str = "", choices: Mapping[str, Any] | None = None) -> JobRecord:
@@ -59,8 +59,8 @@ def lose_attempt(job: JobRecord, cause: MillraceError, now: float) -> JobRecord:
     _expect(job, JobState.RUNNING)
     reason, waits, told = cause.specific_reason, job.waits, cause.as_record()
     job = replace(job, waits=0, update_time=now)
-    if reason == NO_ROOM:
-        told["retry_after_s"] = min(MOST_WAIT_S, 2.0 ** min(waits, 10))
+    if reason == INSUFFICIENT_RESOURCES:
+        told["retry_after_s"] = min(MAX_WAIT_S, 2.0 ** min(waits, 10))
         return replace(job, state=JobState.RECOVERING, waits=waits + 1, error=told)
     if reason == RESIZED:
         return replace(job, state=JobState.RECOVERING, error=told)

@@ -24,7 +24,7 @@ from shared import settings
 
 logger = logging.getLogger(__name__)
 
-TOLD_WITHIN_S = 5.0
+REPORT_TIMEOUT_S = 5.0
 _MODULES = "MILLRACE_WARM_MODULES"
 # What Ray imports in each process before the first argument that it unpacks there: most of a second.
 _OF_FIRST_ARGUMENT = ("ray._common.pydantic_compat", "starlette.datastructures")
@@ -89,7 +89,7 @@ class WarmWorkers:
         with init_grpc_channel(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}") as channel:
             stub = node_manager_pb2_grpc.NodeManagerServiceStub(channel)  # type: ignore[no-untyped-call]
             try:
-                stub.PrestartWorkers(request, timeout=TOLD_WITHIN_S)
+                stub.PrestartWorkers(request, timeout=REPORT_TIMEOUT_S)
             except grpc.RpcError as error:
                 logger.warning("no processes of node %s wait for the next attempt: %s", node["NodeID"], error)
                 return

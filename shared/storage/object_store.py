@@ -36,10 +36,10 @@ FULL_SIGNS = (
 
 # Reasons of `Unavailable`: another write is in the way; the store says nothing, or what it said was lost.
 CONFLICT = "STORE_CONFLICT"
-SILENT = "STORE_UNAVAILABLE"
+UNRESPONSIVE = "STORE_UNAVAILABLE"
 # For how long a write that failed so is tried again, with what pauses.
-AGAIN_FOR_S = 10.0
-AGAIN_PAUSE_S = 0.1
+RETRY_TIMEOUT_S = 10.0
+RETRY_DELAY_S = 0.1
 
 # A local directory's file for an object that is being written; no object can have such a key.
 TORN_NAME = re.compile(r".+#\d+")
@@ -239,16 +239,16 @@ def _written(key: str, write: Callable[[], object]) -> None:
     """Calls `write`, and for some time again where the library does not try again by itself: a conditional PUT whose
     connection broke, and what the server refuses with 409 Conflict, since something else was being done at that key or,
     where keys are paths, to its folder."""
-    until = time.monotonic() + AGAIN_FOR_S
+    until = time.monotonic() + RETRY_TIMEOUT_S
     while True:
         try:
             with _errors(key):
                 write()
             return
         except Unavailable as error:
-            if error.specific_reason not in (CONFLICT, SILENT) or time.monotonic() > until:
+            if error.specific_reason not in (CONFLICT, UNRESPONSIVE) or time.monotonic() > until:
                 raise
-        time.sleep(AGAIN_PAUSE_S)
+        time.sleep(RETRY_DELAY_S)
 
 
 def _is_conflict(error: exceptions.AlreadyExistsError) -> bool:
@@ -278,7 +278,7 @@ def _errors(key: str) -> Iterator[None]:
             raise refused_by_store(refusal) from error
         if isinstance(error, (exceptions.NotFoundError, FileNotFoundError)):
             raise ObjectMissing(key) from None
-        raise silent_store(key) from error
+        raise unresponsive_store(key) from error
 
 
 def store_is_full(key: str) -> ResourceExhausted:
@@ -296,9 +296,9 @@ def refused_by_store(refusal: str) -> Unavailable:
     return Unavailable(f"the object store cannot be used: {refusal}", reason="STORE_REFUSED", retry_after_s=30.0)
 
 
-def silent_store(key: str) -> Unavailable:
+def unresponsive_store(key: str) -> Unavailable:
     return Unavailable(
-        "the object store does not answer; try again", reason=SILENT, metadata={"object": key}, retry_after_s=1.0
+        "the object store does not answer; try again", reason=UNRESPONSIVE, metadata={"object": key}, retry_after_s=1.0
     )
 
 

@@ -24,8 +24,8 @@ from shared.storage.object_store import (
     ObjectStore,
     is_full_sign,
     refused_by_store,
-    silent_store,
     store_is_full,
+    unresponsive_store,
     upload_is_gone,
 )
 from shared.storage.opening import S3_ENDPOINT, minio_client
@@ -144,10 +144,10 @@ class MultipartUploads:
             if is_full_sign(f"<Code>{error.code}"):
                 raise store_is_full(key) from error
             if error.code in ("InternalError", "SlowDown", "ServiceUnavailable"):
-                raise silent_store(key) from error
+                raise unresponsive_store(key) from error
             raise refused_by_store(f"{error.code} for {key}: {error.message}") from error
         except (MinioException, urllib3.exceptions.HTTPError) as error:
-            raise silent_store(key) from error
+            raise unresponsive_store(key) from error
 
 
 def abort_uploads(settings: StoreSettings, prefix: str, before: float) -> None:
@@ -170,7 +170,7 @@ def abort_uploads(settings: StoreSettings, prefix: str, before: float) -> None:
     except MinioException as error:
         logger.info("what killed writers left below %s/%s stays: %s", parts.netloc, folder, error)
     except urllib3.exceptions.HTTPError as error:
-        raise silent_store(prefix) from error
+        raise unresponsive_store(prefix) from error
 
 
 def _abort(client: Minio, bucket: str, key: str, upload_id: str) -> None:

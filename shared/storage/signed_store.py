@@ -32,12 +32,12 @@ import urllib3
 
 from shared.errors import DataLoss, MillraceError, Unavailable, error_from_record
 from shared.storage.object_store import (
-    SILENT,
+    UNRESPONSIVE,
     ObjectMissing,
     is_full_sign,
     refused_by_store,
-    silent_store,
     store_is_full,
+    unresponsive_store,
     upload_is_gone,
 )
 from shared.storage.opening import CONNECT_TIMEOUT, SILENCE_TIMEOUT
@@ -57,11 +57,11 @@ RETRY_FOR_S = 10.0
 RETRY_PART_FOR_S = 60.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
 # A server may take long to answer once it has all bytes of a write.
-WRITTEN_WITHIN_S = 30.0
+WRITTEN_TIMEOUT_S = 30.0
 # How long an answer of who signs is waited for: somewhat longer than they wait for the store.
-SIGNED_WITHIN_S = 15.0
-COMPLETED_WITHIN_S = 330.0
-MOST_ADDRESSES = 50_000
+SIGNED_TIMEOUT_S = 15.0
+COMPLETED_TIMEOUT_S = 330.0
+MAX_ADDRESSES = 50_000
 CODE = re.compile(rb"<Code>(\w+)</Code>")
 
 
@@ -89,7 +89,7 @@ class SignedStore:
         self._addresses: OrderedDict[tuple[str, str], _Address] = OrderedDict()
         self._http = urllib3.PoolManager(num_pools=4, maxsize=2 * SENDERS)
         self._senders = ThreadPoolExecutor(SENDERS, thread_name_prefix="signed store")
-        self._room = threading.Semaphore(PARTS_HELD)
+        self._capacity = threading.Semaphore(PARTS_HELD)
 
     def get(self, key: str) -> bytes:
         return self._get(key, {})
@@ -157,9 +157,9 @@ class SignedStore:
         sent: list[Future[str]] = []
 
         def begin(part: list[bytes]) -> None:
-            self._room.acquire()
+            self._capacity.acquire()
             if failed := next((one for one in sent if one.done() and one.exception()), None):
-                self._room.release()
+                self._capacity.release()
                 failed.result()
             upload.size_bytes += sum(map(len, part))
             sent.append(self._senders.submit(self._send_part, upload, len(sent) + 1, part))
@@ -180,10 +180,10 @@ class SignedStore:
         until = time.monotonic() + RETRY_PART_FOR_S
         while True:
             try:
-                self._asked(body, COMPLETED_WITHIN_S)
+                self._asked(body, COMPLETED_TIMEOUT_S)
                 return
             except Unavailable as error:
-                if error.specific_reason != SILENT or time.monotonic() > until:
+                if error.specific_reason != UNRESPONSIVE or time.monotonic() > until:
                     raise
             time.sleep(LONGEST_PAUSE_S)
 
@@ -195,14 +195,14 @@ class SignedStore:
                     upload.note(self._asked({"kind": "sign_parts", **upload.named, "first": number}))
                     url = upload.url_of(number)
                 if url is None:
-                    raise silent_store(upload.key)
+                    raise unresponsive_store(upload.key)
                 return url
 
         try:
             answer = self._send(upload.key, "PUT", address, part, retry_for_s=RETRY_PART_FOR_S)
             return answer.headers["ETag"]
         finally:
-            self._room.release()
+            self._capacity.release()
 
     def _send(
         self,
@@ -222,7 +222,7 @@ class SignedStore:
             try:
                 answer = self._once(method, address(is_anew), pieces, headers)
             except urllib3.exceptions.HTTPError as error:
-                problem: Exception = silent_store(key)
+                problem: Exception = unresponsive_store(key)
                 problem.__cause__ = error
             else:
                 if answer.status in (200, 206):
@@ -231,7 +231,7 @@ class SignedStore:
                     is_anew = True  # it may have expired, or name what a server that was restarted does not know
                     continue
                 problem = _problem(key, method, answer)
-            is_outage = isinstance(problem, Unavailable) and problem.specific_reason == SILENT
+            is_outage = isinstance(problem, Unavailable) and problem.specific_reason == UNRESPONSIVE
             if not is_outage or time.monotonic() + pause_s > until:
                 raise problem
             time.sleep(pause_s)
@@ -248,7 +248,7 @@ class SignedStore:
         body: Any = None
         if pieces is not None:
             named["Content-Length"] = str(sum(map(len, pieces)))
-            body, read_s = self._slices(pieces), WRITTEN_WITHIN_S
+            body, read_s = self._slices(pieces), WRITTEN_TIMEOUT_S
         timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT.total_seconds(), read=read_s)
         return self._http.request(
             method, url, body=body, headers=named, timeout=timeout, retries=False, redirect=False, decode_content=False
@@ -274,17 +274,17 @@ class SignedStore:
         with self._lock:
             for other, url in answer["addresses"].items():
                 self._addresses[method, other] = _Address(url, good_until)
-            while len(self._addresses) > MOST_ADDRESSES:
+            while len(self._addresses) > MAX_ADDRESSES:
                 self._addresses.popitem(last=False)
         return str(answer["addresses"][key])
 
-    def _asked(self, body: dict[str, Any], within_s: float = SIGNED_WITHIN_S) -> dict[str, Any]:
+    def _asked(self, body: dict[str, Any], timeout_s: float = SIGNED_TIMEOUT_S) -> dict[str, Any]:
         """The answer of who signs. Raises what they refuse it for, and `Unavailable` where they do not answer."""
         try:
-            answer = self._ask(body, within_s)
+            answer = self._ask(body, timeout_s)
         except (TimeoutError, ConnectionError) as error:
             raise Unavailable(
-                f"no signer answers requests to the store: {error}", reason=SILENT, retry_after_s=1.0
+                f"no signer answers requests to the store: {error}", reason=UNRESPONSIVE, retry_after_s=1.0
             ) from error
         if "error" in answer:
             raise error_from_record(answer["error"])
@@ -350,7 +350,7 @@ def _problem(key: str, method: str, answer: urllib3.BaseHTTPResponse) -> Excepti
     if code == "NoSuchUpload":
         return upload_is_gone(key)
     if status >= 500 or status in (409, 429):
-        return silent_store(key)
+        return unresponsive_store(key)
     return refused_by_store(
         f"it refuses {method} of {key} by a signed address ({code}); see that the clocks of the store and of Ray's "
         "nodes agree, that nothing between them changes Host or the query, and that the services' keys may do that"

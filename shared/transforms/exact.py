@@ -20,8 +20,8 @@ from shared.transforms.schema import StepError
 # --- Mean and deviation ---
 
 # numpy.frexp gives exponents from -1073 on.
-LEAST_EXPONENT = -1073
-UNIT_BITS = 53 - LEAST_EXPONENT
+MIN_EXPONENT = -1073
+UNIT_BITS = 53 - MIN_EXPONENT
 _HALF_BITS = 27
 _LOW_WORD = np.int64(0xFFFFFFFF)
 
@@ -45,7 +45,7 @@ class ExactMoments:
         exponent = exponent[order]
         mantissa = np.ldexp(fraction[order], 53).astype(np.int64)
         starts = np.flatnonzero(np.r_[True, exponent[1:] != exponent[:-1]])
-        shifts = (exponent[starts] - LEAST_EXPONENT).tolist()
+        shifts = (exponent[starts] - MIN_EXPONENT).tolist()
         high = np.abs(mantissa) >> _HALF_BITS
         low = np.abs(mantissa) & ((1 << _HALF_BITS) - 1)
         sums = zip(

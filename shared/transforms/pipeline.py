@@ -1,9 +1,9 @@
 """A pipeline: the steps of one `millrace.common.v1.Transform`, applied in order to batches of rows.
 
-`build_step` makes a step of its message. A `Walk` is a batch on its way through the steps, with what tells which of the
-rows given at first are left. `sliced` is the part of a chain that some columns depend on: a walk backward over what
-each step reads. A `Fitter` lets steps learn from training rows: exactly, so the same to the last bit however the rows
-are ordered and cut.
+`build_step` makes a step of its message. A `BatchContext` is a batch on its way through the steps, with what tells
+which of the rows given at first are left. `sliced` is the part of a chain that some columns depend on: a walk backward
+over what each step reads. A `Fitter` lets steps learn from training rows: exactly, so the same to the last bit however
+the rows are ordered and cut.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from shared.transforms.steps.images import (
     Resize,
 )
 from shared.transforms.steps.scaling import Bucketize, MinMaxScale, Standardize
-from shared.transforms.steps.step import Learner, Names, Step
+from shared.transforms.steps.step import FitAccumulator, Names, Step
 from shared.transforms.steps.tensors import Concat, Normalize, ToFloat
 from shared.transforms.steps.tokenizing import Tokenize
 
@@ -145,10 +145,10 @@ class Pipeline:
         With `keys`, those of the batch's rows, augmentations act: training. Without: evaluation, serving, preparation.
         Raises `RowError` for a row that a step cannot work on, and `InvalidArgument` for a step that did not learn.
         """
-        walk = Walk(batch, keys)
+        context = BatchContext(batch, keys)
         for place, step in enumerate(self.steps):
-            walk.through(step, f"{self._field}.steps[{place}]", place)
-        return walk.batch
+            context.through(step, f"{self._field}.steps[{place}]", place)
+        return context.batch
 
     def fitter(self, given: Schema) -> Fitter:
         """Learns, from the training rows of `given`, every unfitted step that one pass can teach: those whose column
@@ -300,7 +300,7 @@ def build_step(
 # --- Walk ---
 
 
-class Walk:
+class BatchContext:
     """`keys` are those of the batch's rows in training, else None."""
 
     def __init__(self, batch: Batch, keys: RowKeys | None = None) -> None:
@@ -320,10 +320,10 @@ class Walk:
                 keys = self._keys.at(place) if self._keys is not None and step.augments else None
                 self.batch = step.apply(self.batch, keys)
 
-    def teach(self, learner: Learner, column: str, path: str) -> None:
+    def teach(self, accumulator: FitAccumulator, column: str, path: str) -> None:
         """Raises as `through` does."""
         with self._named(path):
-            learner.update(self.batch[column])
+            accumulator.update(self.batch[column])
 
     def _keep(self, kept: NDArray[np.bool_]) -> None:
         if kept.all():
@@ -402,18 +402,18 @@ class Fitter:
         taps = {
             index: step.reads[0]
             for index, step in enumerate(steps)
-            if not step.fitted and _learnable(steps, schemas, index)
+            if not step.fitted and _can_be_fitted(steps, schemas, index)
         }
         # Before a step is applied, its learner, if any, sees the column.
-        self._learners: dict[int, tuple[str, Learner]] = {
-            index: (column, steps[index].learner(schemas[index][column])) for index, column in taps.items()
+        self._accumulators: dict[int, tuple[str, FitAccumulator]] = {
+            index: (column, steps[index].accumulator(schemas[index][column])) for index, column in taps.items()
         }
         self._steps = _steps_towards(taps, steps, schemas)
 
     @property
-    def learns(self) -> list[int]:
+    def fitting_steps(self) -> list[int]:
         """The indices of the steps that this pass teaches."""
-        return list(self._learners)
+        return list(self._accumulators)
 
     @property
     def applies(self) -> list[Step]:
@@ -422,30 +422,32 @@ class Fitter:
 
     def update(self, batch: Batch) -> None:
         """Learns from training rows. Raises as `Pipeline.__call__` does."""
-        walk = Walk(batch)
+        context = BatchContext(batch)
         for index in range(len(self._pipeline.steps)):
-            if index in self._learners:
-                column, learner = self._learners[index]
-                walk.teach(learner, column, self._path(index))
+            if index in self._accumulators:
+                column, accumulator = self._accumulators[index]
+                context.teach(accumulator, column, self._path(index))
             for step in self._steps.get(index, []):
-                walk.through(step, self._path(index), index)
+                context.through(step, self._path(index), index)
 
     def merge(self, other: Fitter) -> None:
         """Takes in what `other`, a fitter of the same pipeline, has seen. Raises `InvalidArgument` as `update` does."""
-        if self.learns != other.learns:
-            raise ValueError(f"a fitter of the steps {other.learns} cannot be merged into one of {self.learns}")
-        for index, (_, learner) in self._learners.items():
+        if self.fitting_steps != other.fitting_steps:
+            raise ValueError(
+                f"a fitter of the steps {other.fitting_steps} cannot be merged into one of {self.fitting_steps}"
+            )
+        for index, (_, accumulator) in self._accumulators.items():
             try:
-                learner.merge(other._learners[index][1])
+                accumulator.merge(other._accumulators[index][1])
             except StepError as error:
                 raise step_error(self._path(index), error) from None
 
     def fitted(self) -> Pipeline:
         """The pipeline with what was learnt. Raises `InvalidArgument` for a step that saw too little."""
         steps = list(self._pipeline.steps)
-        for index, (_, learner) in self._learners.items():
+        for index, (_, accumulator) in self._accumulators.items():
             try:
-                steps[index] = learner.learnt()
+                steps[index] = accumulator.fitted_step()
             except StepError as error:
                 raise step_error(self._path(index), error) from None
         return self._pipeline.with_steps(steps)
@@ -454,7 +456,7 @@ class Fitter:
         return f"{self._field}.steps[{index}]"
 
 
-def _learnable(steps: Sequence[Step], schemas: Sequence[Schema], index: int) -> bool:
+def _can_be_fitted(steps: Sequence[Step], schemas: Sequence[Schema], index: int) -> bool:
     before = steps[:index]
     needed = needed_columns(before, schemas, frozenset(steps[index].reads))
     return all(step.fitted for _, step in sliced(before, schemas, needed))

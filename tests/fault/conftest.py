@@ -9,18 +9,18 @@ import pytest
 
 from shared.settings import StoreSettings
 from shared.storage.opening import ensure_bucket
-from tests.support.blows import Blows
 from tests.support.data_place import Gate, data_place
 from tests.support.data_strikes import Struck
+from tests.support.faults import Faults
 from tests.support.killable_s3 import killable_s3
 from tests.support.ray_head import NONE_WARM, RayHead, ray_head
 from tests.support.s3_server import S3Program
 
 
 @pytest.fixture
-def blows(record_property: Callable[[str, object], None]) -> Blows:
+def faults(record_property: Callable[[str, object], None]) -> Faults:
     """What a test strikes, for the table at the end."""
-    return Blows(record_property)
+    return Faults(record_property)
 
 
 @pytest.fixture(scope="package")
@@ -43,12 +43,12 @@ def scenes() -> dict[str, Struck]:
 
 
 @pytest.fixture
-def scene(request: pytest.FixtureRequest, scenes: dict[str, Struck], blows: Blows) -> Iterator[Struck]:
+def scene(request: pytest.FixtureRequest, scenes: dict[str, Struck], faults: Faults) -> Iterator[Struck]:
     """What the test file's own `scene_of` makes of a place on the kind of store that the parameter names."""
     store = request.param
     if store not in scenes:
         scenes[store] = request.module.scene_of(request.getfixturevalue(f"struck_on_{store}"))
-    with scenes[store].counted_in(blows):
+    with scenes[store].counted_in(faults):
         yield scenes[store]
 
 

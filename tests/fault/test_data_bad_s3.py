@@ -19,9 +19,9 @@ import millrace_client
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1.resources_pb2 import Upload
 from shared.storage.opening import ensure_bucket
-from tests.support.blows import Blows
 from tests.support.chunk_sender import chunks, commit, send
 from tests.support.data_place import DataPlace, data_place, digits_stream, normalising
+from tests.support.faults import Faults
 from tests.support.ray_head import RayHead
 from tests.support.refusals import refused
 from tests.support.s3_fault_proxy import (
@@ -33,14 +33,14 @@ from tests.support.s3_fault_proxy import (
     fault_proxy,
     full,
     resetting,
-    silent,
     slow,
+    unresponsive,
 )
 from tests.support.s3_server import S3Server
 from tests.support.stores import S3
 
 ROWS = 4_000
-SILENT_S = 8.0
+UNRESPONSIVE_S = 8.0
 chaos = pytest.mark.chaos
 
 
@@ -88,7 +88,7 @@ FAULTS = [
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_bad_way_to_the_store_changes_nothing(
-    scene: Scene, fault: Fault, blows: Blows, request: pytest.FixtureRequest
+    scene: Scene, fault: Fault, faults: Faults, request: pytest.FixtureRequest
 ) -> None:
     place, proxy = scene.place, scene.proxy
     proxy.fault = fault
@@ -97,7 +97,7 @@ def test_a_bad_way_to_the_store_changes_nothing(
         imported = place.ended(place.start_import(upload.name))
         transformed = place.ended(place.start_transform(scene.source, normalising()))
         assert proxy.struck >= 3
-        blows.add(f"requests to S3: {request.node.callspec.id}", "upload, import, transform", S3, proxy.struck)
+        faults.add(f"requests to S3: {request.node.callspec.id}", "upload, import, transform", S3, proxy.struck)
     finally:
         proxy.fault = NONE
     place.assert_made_once(imported, scene.imported)
@@ -113,7 +113,7 @@ def test_a_bad_way_to_the_store_changes_nothing(
     ],
 )
 def test_sources_on_s3_are_read_by_a_bad_way_too(
-    scene: Scene, fault: Fault, blows: Blows, request: pytest.FixtureRequest
+    scene: Scene, fault: Fault, faults: Faults, request: pytest.FixtureRequest
 ) -> None:
     place, proxy = scene.place, scene.proxy
     sources = sources_on_s3(place)
@@ -122,7 +122,7 @@ def test_sources_on_s3_are_read_by_a_bad_way_too(
     try:
         imported = place.ended(place.start_import_of(*sources))
         assert proxy.struck >= 3
-        blows.add(f"requests to S3: {request.node.callspec.id}", "import from s3://", S3, proxy.struck)
+        faults.add(f"requests to S3: {request.node.callspec.id}", "import from s3://", S3, proxy.struck)
     finally:
         proxy.fault = NONE
     place.assert_made_once(imported, wanted)
@@ -143,13 +143,13 @@ def sources_on_s3(place: DataPlace) -> list[pb.ImportSource]:
 
 
 @chaos
-def test_a_store_that_falls_silent_is_waited_for(scene: Scene, blows: Blows) -> None:
+def test_a_store_that_falls_silent_is_waited_for(scene: Scene, faults: Faults) -> None:
     place, proxy = scene.place, scene.proxy
     upload = place.start_upload()
     send(place.client.data, upload, scene.data, 0, len(scene.data) // 2)
     started = place.start_import(upload)
-    proxy.fault = silent()
-    well_again = threading.Timer(SILENT_S, setattr, (proxy, "fault", NONE))
+    proxy.fault = unresponsive()
+    well_again = threading.Timer(UNRESPONSIVE_S, setattr, (proxy, "fault", NONE))
     well_again.start()
     try:
         acknowledged = place.acknowledged(upload)
@@ -157,12 +157,12 @@ def test_a_store_that_falls_silent_is_waited_for(scene: Scene, blows: Blows) -> 
         commit(place.client.data, upload, scene.data)
     finally:
         well_again.join()
-    blows.add(f"S3 silent for {SILENT_S:g} s", "upload, import", S3)
+    faults.add(f"S3 silent for {UNRESPONSIVE_S:g} s", "upload, import", S3)
     place.assert_made_once(place.ended(started), scene.imported)
 
 
 @chaos
-def test_a_full_bucket_refuses_chunks_and_takes_them_later(scene: Scene, blows: Blows) -> None:
+def test_a_full_bucket_refuses_chunks_and_takes_them_later(scene: Scene, faults: Faults) -> None:
     place, proxy = scene.place, scene.proxy
     upload, half = place.start_upload(), len(scene.data) // 2
     acknowledged = send(place.client.data, upload, scene.data, 0, half)
@@ -174,7 +174,7 @@ def test_a_full_bucket_refuses_chunks_and_takes_them_later(scene: Scene, blows: 
         proxy.fault = NONE
     assert refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert refusal.reason == "STORE_FULL"
-    blows.add("full bucket", "upload", S3)
+    faults.add("full bucket", "upload", S3)
     assert place.acknowledged(upload) == acknowledged
     send(place.client.data, upload, scene.data, acknowledged, len(scene.data))
     commit(place.client.data, upload, scene.data)

@@ -14,9 +14,9 @@ from shared.dataset_version.version import IMPORT_KIND
 from shared.jobs import Jobs
 from shared.settings import StoreSettings
 from shared.storage.opening import ensure_bucket
-from tests.support.blows import Blows
 from tests.support.chunk_sender import chunks, commit, send
 from tests.support.data_place import DataPlace, data_place, digits_stream, normalising
+from tests.support.faults import Faults
 from tests.support.killable_s3 import killable_s3
 from tests.support.ray_head import RayHead
 from tests.support.refusals import refused
@@ -27,7 +27,7 @@ from tests.support.waiting import wait_until
 
 DISK_MIB = 48
 ROWS = 8_000
-ROOM_FOR_LOGS = 1_000_000
+CAPACITY_FOR_LOGS = 1_000_000
 
 
 @pytest.fixture
@@ -55,23 +55,23 @@ def store(request: pytest.FixtureRequest) -> str:
     return STORES[request.node.callspec.params["place"]]
 
 
-def fill(disk: Path, room: int) -> Path:
-    """Leaves `room` bytes free; deleting the file that is returned frees the rest."""
+def fill(disk: Path, capacity: int) -> Path:
+    """Leaves `capacity` bytes free; deleting the file that is returned frees the rest."""
     filler = disk / "filler"
     free = os.statvfs(disk)
     with filler.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_bsize - room)
+        os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_bsize - capacity)
     return filler
 
 
 def test_chunks_that_do_not_fit_are_refused_and_taken_once_there_is_room(
-    disk: Path, place: DataPlace, store: str, blows: Blows
+    disk: Path, place: DataPlace, store: str, faults: Faults
 ) -> None:
     data = digits_stream(ROWS)
     upload = place.start_upload()
     acknowledged = send(place.client.data, upload, data, 0, len(data) // 2)
-    filler = fill(disk, ROOM_FOR_LOGS)
-    blows.add("full disk", "upload", store)
+    filler = fill(disk, CAPACITY_FOR_LOGS)
+    faults.add("full disk", "upload", store)
     refusal = refused(lambda: place.client.data.UploadChunks(chunks(upload, data, acknowledged, len(data)), timeout=60))
     assert refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert refusal.reason == "STORE_FULL"
@@ -84,13 +84,13 @@ def test_chunks_that_do_not_fit_are_refused_and_taken_once_there_is_room(
 
 
 @pytest.mark.chaos  # the second attempt comes half a minute after the first
-def test_an_import_goes_on_once_there_is_room(disk: Path, place: DataPlace, store: str, blows: Blows) -> None:
+def test_an_import_goes_on_once_there_is_room(disk: Path, place: DataPlace, store: str, faults: Faults) -> None:
     data = digits_stream(ROWS)
     upload = place.start_upload()
     send(place.client.data, upload, data, 0, len(data))
     commit(place.client.data, upload, data)
-    filler = fill(disk, ROOM_FOR_LOGS)
-    blows.add("full disk", "import", store)
+    filler = fill(disk, CAPACITY_FOR_LOGS)
+    faults.add("full disk", "import", store)
     started = place.start_import(upload)
     version = place.version_of(started)
     jobs = Jobs(place.store, IMPORT_KIND)
@@ -102,14 +102,14 @@ def test_an_import_goes_on_once_there_is_room(disk: Path, place: DataPlace, stor
 
 
 @pytest.mark.chaos  # likewise
-def test_a_transform_goes_on_once_there_is_room(disk: Path, place: DataPlace, store: str, blows: Blows) -> None:
+def test_a_transform_goes_on_once_there_is_room(disk: Path, place: DataPlace, store: str, faults: Faults) -> None:
     data = digits_stream(ROWS // 2)  # floats take four times the room, and are made twice
     upload = place.start_upload()
     send(place.client.data, upload, data, 0, len(data))
     commit(place.client.data, upload, data)
     source = place.imported(upload).name
-    filler = fill(disk, ROOM_FOR_LOGS)
-    blows.add("full disk", "transform", store)
+    filler = fill(disk, CAPACITY_FOR_LOGS)
+    faults.add("full disk", "transform", store)
     started = place.start_transform(source, normalising())
     version = place.version_of(started)
     jobs = Jobs(place.store, IMPORT_KIND)

@@ -12,12 +12,12 @@ from functools import cached_property
 
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1.resources_pb2 import DatasetVersion, Upload
-from shared.jobs.actor import CALL_WITHIN_S
+from shared.jobs.actor import CALL_TIMEOUT_S
 from tests.integration.data_service.client import metadata_of
-from tests.support.blows import Blows
 from tests.support.chunk_sender import CHUNK_BYTES, Sending, commit, send
 from tests.support.data_place import digits_stream, normalising
 from tests.support.data_strikes import Struck, cases, strike, uploaded
+from tests.support.faults import Faults
 from tests.support.stores import STORES
 from tests.support.waiting import wait_until
 from tests.support.waiting_client import waiting
@@ -68,7 +68,7 @@ def attempts_after(stage: str, victim: str) -> tuple[int, ...]:
 
 
 @cases({"half sent": "client", "all sent": "client"}, quick=["half sent-client-file"])
-def test_an_upload_outlives_its_client(scene: Scene, stage: str, victim: str, blows: Blows) -> None:
+def test_an_upload_outlives_its_client(scene: Scene, stage: str, victim: str, faults: Faults) -> None:
     assert victim == "client"
     place, size = scene.place, len(scene.data) if stage == "all sent" else HALF
     upload = place.start_upload()
@@ -83,7 +83,7 @@ def test_an_upload_outlives_its_client(scene: Scene, stage: str, victim: str, bl
         while int(sender.stdout.readline()) < whole:
             pass
         sender.kill()
-    blows.add("SIGKILL client", f"upload, {stage}", STORES[scene.store])
+    faults.add("SIGKILL client", f"upload, {stage}", STORES[scene.store])
     assert place.acknowledged(upload) == whole
     left = place.client.data.GetUpload(pb.GetUploadRequest(name=upload), timeout=60)
     assert left.state == Upload.STATE_OPEN, "a client that went away commits nothing"
@@ -171,7 +171,7 @@ def test_an_import_finishes_once(scene: Scene, stage: str, victim: str) -> None:
 
 
 @cases({"reading": "client"}, quick=[])
-def test_an_import_outlives_the_client_that_waits_for_it(scene: Scene, stage: str, victim: str, blows: Blows) -> None:
+def test_an_import_outlives_the_client_that_waits_for_it(scene: Scene, stage: str, victim: str, faults: Faults) -> None:
     assert victim == "client"
     place, data = scene.place, scene.place.client.data
     place.at_rest()
@@ -181,7 +181,7 @@ def test_an_import_outlives_the_client_that_waits_for_it(scene: Scene, stage: st
     with waiting(place.service.address, request) as (started, client):
         wait_until(lambda: metadata_of(place.operation(started.name)).rows_read > 0, "the first rows")
         client.kill()
-    blows.add("SIGKILL client", f"import, {stage}", STORES[scene.store])
+    faults.add("SIGKILL client", f"import, {stage}", STORES[scene.store])
     place.assert_invisible(place.version_of(started))
     send(data, upload, scene.data, HALF, len(scene.data))
     commit(data, upload, scene.data)
@@ -214,8 +214,8 @@ def test_a_transform_finishes_once(scene: Scene, stage: str, victim: str) -> Non
     version = place.version_of(started)
     if stage == "starting":
         strike(scene, victim, f"transform, {stage}")()
-    # A service that died as it started the attempt leaves an actor that waits `CALL_WITHIN_S` for its call.
-    wait_until(lambda: bool(gate.waiting()), "a worker at work", CALL_WITHIN_S + 120)
+    # A service that died as it started the attempt leaves an actor that waits `CALL_TIMEOUT_S` for its call.
+    wait_until(lambda: bool(gate.waiting()), "a worker at work", CALL_TIMEOUT_S + 120)
     place.assert_invisible(version)
     if stage == "working":
         strike(scene, victim, f"transform, {stage}")()
@@ -244,7 +244,9 @@ def test_a_transform_finishes_once(scene: Scene, stage: str, victim: str) -> Non
 
 
 @cases({"working": "client"}, quick=[])
-def test_a_transform_outlives_the_client_that_waits_for_it(scene: Scene, stage: str, victim: str, blows: Blows) -> None:
+def test_a_transform_outlives_the_client_that_waits_for_it(
+    scene: Scene, stage: str, victim: str, faults: Faults
+) -> None:
     assert victim == "client"
     place, gate, wanted = scene.place, scene.gate, scene.transformed
     place.at_rest()
@@ -255,7 +257,7 @@ def test_a_transform_outlives_the_client_that_waits_for_it(scene: Scene, stage: 
     ):
         wait_until(lambda: bool(gate.waiting()), "a worker at work", 120)
         client.kill()
-    blows.add("SIGKILL client", f"transform, {stage}", STORES[scene.store])
+    faults.add("SIGKILL client", f"transform, {stage}", STORES[scene.store])
     place.assert_invisible(place.version_of(started))
     gate.open()
     place.assert_made_once(place.ended(started), wanted.manifest_sha256)

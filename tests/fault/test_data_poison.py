@@ -11,10 +11,10 @@ import pytest
 from google.rpc import code_pb2
 
 from millrace.data.v1.resources_pb2 import DatasetVersion
-from tests.support.blows import Blows
 from tests.support.chunk_sender import commit, send
 from tests.support.custom_functions import POISON
 from tests.support.data_place import DataPlace, data_place, normalising
+from tests.support.faults import Faults
 from tests.support.ray_head import RayHead
 from tests.support.refusals import refusal_of
 from tests.support.stores import KINDS, STORES, new_store
@@ -61,11 +61,11 @@ def scene(
     ids=["raising", "hanging", "crashing"],
 )
 def test_a_poisonous_function_fails_its_job_alone(
-    scene: Scene, blows: Blows, function: str, code: int, said: list[str]
+    scene: Scene, faults: Faults, function: str, code: int, said: list[str]
 ) -> None:
     place = scene.place
     started = place.start_transform(scene.source, normalising(function, timeout_s=TIMEOUT_S, images=False))
-    blows.add(f"{function} function", "transform", scene.store)
+    faults.add(f"{function} function", "transform", scene.store)
     done = place.ended(started)
     refusal = refusal_of(done.error)
     assert done.error.code == code, done.error

@@ -10,8 +10,8 @@ import pytest
 from shared.model_spec import ModelSpec
 from shared.settings import StoreSettings
 from tests.integration.data_service.client import imported
-from tests.support.blows import Blows
 from tests.support.data_place import DataPlace, data_place
+from tests.support.faults import Faults
 from tests.support.predicting import CHECKPOINT, images, write
 from tests.support.ray_head import RayHead
 from tests.support.transforming import SOURCE, commit_tables
@@ -20,7 +20,7 @@ from tests.support.waiting import wait_until
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
 ROWS = 8_000
-WITHIN_S = 300.0
+TIMEOUT_S = 300.0
 # Ray Data's actors while they have a part.
 WORKER = "ray::MapWorker(FlatMap(PoolWorker)).submit"
 STEPS = [
@@ -48,8 +48,8 @@ def place(data_head: RayHead, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield place
 
 
-def test_a_prediction_outlives_its_worker_its_attempt_and_its_service(place: DataPlace, blows: Blows) -> None:
-    undisturbed = imported(place.ended(place.start_prediction(SOURCE, CHECKPOINT), WITHIN_S))
+def test_a_prediction_outlives_its_worker_its_attempt_and_its_service(place: DataPlace, faults: Faults) -> None:
+    undisturbed = imported(place.ended(place.start_prediction(SOURCE, CHECKPOINT), TIMEOUT_S))
     assert len(undisturbed.files) > 6, "several parts"
 
     started = place.start_prediction(SOURCE, CHECKPOINT)
@@ -57,7 +57,7 @@ def test_a_prediction_outlives_its_worker_its_attempt_and_its_service(place: Dat
 
     def half_way(attempt: int, files: int) -> None:
         """Waits until that attempt has written so many files, and is at work on another."""
-        wait_until(lambda: _files_of(place, version, attempt) >= files, f"attempt {attempt} to write", WITHIN_S)
+        wait_until(lambda: _files_of(place, version, attempt) >= files, f"attempt {attempt} to write", TIMEOUT_S)
         place.assert_invisible(version)
 
     half_way(1, 2)
@@ -68,10 +68,10 @@ def test_a_prediction_outlives_its_worker_its_attempt_and_its_service(place: Dat
     place.strike_service()
     place.service.start()
 
-    done = place.ended(started, WITHIN_S)
+    done = place.ended(started, TIMEOUT_S)
     made = place.assert_made_once(done, undisturbed.manifest_sha256)
     assert place.struck == 3
-    blows.add("SIGKILL Ray worker, attempt, service", "prediction", "file", place.struck)
+    faults.add("SIGKILL Ray worker, attempt, service", "prediction", "file", place.struck)
     assert made.prediction == undisturbed.prediction
     assert [split.row_count for split in made.splits] == [ROWS - 2000, 2000]
 

@@ -21,7 +21,7 @@ from shared.jobs import JobRecord, Jobs, JobState
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.integration.data_service.client import DataClient, idx, imported, metadata_of
-from tests.support.blows import Blows
+from tests.support.faults import Faults
 from tests.support.ports import free_ports
 from tests.support.ray_head import RayHead, ray_head
 from tests.support.service_process import ServiceProcess, running_service, store_environ
@@ -54,7 +54,7 @@ class Running:
 
     def wait_until_rows_are_read(self, started: operations_pb2.Operation) -> str:
         """Returns the version's name, in the middle of its import."""
-        wait_until(lambda: metadata_of(self.operation(started.name)).rows_read > 0, "the first rows", within_s=120)
+        wait_until(lambda: metadata_of(self.operation(started.name)).rows_read > 0, "the first rows", timeout_s=120)
         return str(metadata_of(started).version)
 
     def job(self, version: str) -> JobRecord:
@@ -111,12 +111,12 @@ def running(settings: StoreSettings, data_head: RayHead, tmp_path: Path) -> Iter
         yield running_import_service(stack, settings, tmp_path, data_head.address)
 
 
-def test_imports_outlive_the_service(running: Running, store: str, blows: Blows) -> None:
+def test_imports_outlive_the_service(running: Running, store: str, faults: Faults) -> None:
     under_way = running.start_import()
     version = running.wait_until_rows_are_read(under_way)
     not_begun = running.start_import()
     running.service.kill()
-    blows.add("SIGKILL service", "import, of two imports", store)
+    faults.add("SIGKILL service", "import, of two imports", store)
     assert running.job(version).state is JobState.RUNNING
     running.service.start()
     for started in (under_way, not_begun):
@@ -127,13 +127,13 @@ def test_imports_outlive_the_service(running: Running, store: str, blows: Blows)
 
 
 def test_an_import_outlives_the_process_of_its_attempt(
-    running: Running, data_head: RayHead, store: str, blows: Blows
+    running: Running, data_head: RayHead, store: str, faults: Faults
 ) -> None:
     started = running.start_import()
     version = running.wait_until_rows_are_read(started)
     (actor,) = data_head.processes("ray::AttemptActor.run")
     os.kill(actor, signal.SIGKILL)
-    blows.add("SIGKILL attempt", "import, many rows", store)
+    faults.add("SIGKILL attempt", "import, many rows", store)
     done = running.client.wait(started)
     assert metadata_of(done).attempt == 2
     assert running.job(version).failures == 1
@@ -163,11 +163,11 @@ def cut_off_from_ray(
     return running, started
 
 
-def test_without_ray_the_api_answers(settings: StoreSettings, tmp_path: Path, store: str, blows: Blows) -> None:
+def test_without_ray_the_api_answers(settings: StoreSettings, tmp_path: Path, store: str, faults: Faults) -> None:
     (port,) = free_ports(1)
     with ExitStack() as stack:
         running, started = cut_off_from_ray(stack, settings, tmp_path, port)
-        blows.add("SIGKILL Ray head", "import", store)
+        faults.add("SIGKILL Ray head", "import", store)
         version, dataset = metadata_of(started).version, str(running.request.parent)
         found = running.client.data.GetVersion(pb.GetVersionRequest(name=version), timeout=60)
         assert found.state == DatasetVersion.STATE_CREATING
@@ -178,13 +178,13 @@ def test_without_ray_the_api_answers(settings: StoreSettings, tmp_path: Path, st
 
 
 @pytest.mark.timeout(600)  # two heads start in it, and Ray's client takes its time to give one up
-def test_an_import_outlives_the_ray_head(settings: StoreSettings, tmp_path: Path, store: str, blows: Blows) -> None:
+def test_an_import_outlives_the_ray_head(settings: StoreSettings, tmp_path: Path, store: str, faults: Faults) -> None:
     (port,) = free_ports(1)
     with ExitStack() as stack:
         running, started = cut_off_from_ray(stack, settings, tmp_path, port)
-        blows.add("SIGKILL Ray head", "import", store)
+        faults.add("SIGKILL Ray head", "import", store)
         version = metadata_of(started).version
         stack.enter_context(ray_head(num_cpus=2, port=port))
-        done = running.client.wait(started, within_s=240)
+        done = running.client.wait(started, timeout_s=240)
         assert metadata_of(done).attempt >= 2
         running.assert_committed_once(version)

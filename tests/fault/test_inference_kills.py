@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from millrace.inference.v1 import deployment_service_pb2 as pb
-from millrace.inference.v1 import roll_out_pb2
+from millrace.inference.v1 import rollout_pb2
 from shared.settings import StoreSettings
 from shared.storage import open_store
 from tests.integration.inference_service.checkpoints import write
@@ -33,7 +33,7 @@ from tests.integration.inference_service.client import (
     outputs,
 )
 from tests.support.asking import Load, kill_a_replica_under_load
-from tests.support.blows import Blows
+from tests.support.faults import Faults
 from tests.support.ray_head import RayHead, ray_head
 from tests.support.service_process import ServiceProcess
 
@@ -52,9 +52,9 @@ EXIT_RAY_LOST = 75
 class Process(ServiceProcess):
     """A service whose end can be waited for."""
 
-    def exit_status(self, within_s: float) -> int:
+    def exit_status(self, timeout_s: float) -> int:
         assert self._process is not None
-        return self._process.wait(within_s)
+        return self._process.wait(timeout_s)
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def ask(client: Client) -> str:
 
 
 def is_shifting(client: Client) -> bool:
-    return client.get("deployments/digits").roll_out.state == roll_out_pb2.RollOut.STATE_SHIFTING
+    return client.get("deployments/digits").rollout.state == rollout_pb2.Rollout.STATE_SHIFTING
 
 
 def running_replicas(head: RayHead) -> set[int]:
@@ -142,20 +142,20 @@ def running_replicas(head: RayHead) -> set[int]:
 
 
 def test_a_replica_killed_under_load_costs_no_client_an_answer_where_batches_go_through_serves_handle(
-    head: RayHead, service: Process, client: Client, blows: Blows
+    head: RayHead, service: Process, client: Client, faults: Faults
 ) -> None:
     assert service.stop() == 0
     service.start(MILLRACE_REPLICA_SOCKETS="0")
     wait_until_served(client)
     kill_a_replica_under_load(lambda: ask(client), CLIENTS, lambda: set(head.processes(REPLICA)))
-    blows.add("SIGKILL replica", "under load", "file")
+    faults.add("SIGKILL replica", "under load", "file")
     assert service.stop() == 0
     service.start()
     wait_until_served(client)
 
 
 def test_serves_controller_killed_under_load_costs_no_client_an_answer_and_knows_all_that_is_deployed_again(
-    head: RayHead, client: Client, blows: Blows
+    head: RayHead, client: Client, faults: Faults
 ) -> None:
     # One that it was still starting is replaced by the next controller.
     eventually(lambda: running_replicas(head) == set(head.processes(REPLICA)), 180, "both replicas run")
@@ -165,7 +165,7 @@ def test_serves_controller_killed_under_load_costs_no_client_an_answer_and_knows
     with Load(lambda: ask(client), CLIENTS) as load:
         load.wait_for(50)
         os.kill(controller, signal.SIGKILL)
-        blows.add("SIGKILL Serve's controller", "under load", "file")
+        faults.add("SIGKILL Serve's controller", "under load", "file")
         load.wait_for(50)
         eventually(lambda: set(head.processes(CONTROLLER)) - {controller}, 180, "another controller is started")
         eventually(lambda: running_replicas(head) == replicas, 180, "it has found the replicas")
@@ -174,28 +174,28 @@ def test_serves_controller_killed_under_load_costs_no_client_an_answer_and_knows
     assert set(head.processes(REPLICA)) == replicas
     assert durable(client.get("deployments/digits")) == before
 
-    spec = roll_out_pb2.RollOutSpec(checkpoint="trainingJobs/digits/checkpoints/c2", steps=[{"percent": 100}])
-    asked = pb.RollOutRequest(name="deployments/digits", spec=spec)
-    done = client.wait(client.deployments.RollOut(asked, timeout=60))
+    spec = rollout_pb2.RolloutSpec(checkpoint="trainingJobs/digits/checkpoints/c2", steps=[{"percent": 100}])
+    asked = pb.RolloutRequest(name="deployments/digits", spec=spec)
+    done = client.wait(client.deployments.Rollout(asked, timeout=60))
     assert done.HasField("response"), done.error
     assert {ask(client) for _ in range(10)} == {"2"}
     eventually(lambda: len(head.processes(REPLICA)) == 2, 180, "the replicas of version 1 are gone")
     assert not replicas & set(head.processes(REPLICA))
 
 
-def test_all_of_ray_killed_half_way_through_a_roll_out_ends_the_service_and_a_new_head_serves_the_same(
-    head: RayHead, service: Process, client: Client, blows: Blows
+def test_all_of_ray_killed_half_way_through_a_rollout_ends_the_service_and_a_new_head_serves_the_same(
+    head: RayHead, service: Process, client: Client, faults: Faults
 ) -> None:
     expected = wait_until_served(client)
-    spec = roll_out_pb2.RollOutSpec(checkpoint="trainingJobs/digits/checkpoints/c2")
+    spec = rollout_pb2.RolloutSpec(checkpoint="trainingJobs/digits/checkpoints/c2")
     spec.steps.add(percent=50).interval.seconds = 3600
     spec.steps.add(percent=100)
-    client.deployments.RollOut(pb.RollOutRequest(name="deployments/digits", spec=spec), timeout=60)
+    client.deployments.Rollout(pb.RolloutRequest(name="deployments/digits", spec=spec), timeout=60)
     eventually(lambda: is_shifting(client), 180, "the new version has half of the traffic")
     before = durable(client.get("deployments/digits"))
     head.kill()
-    blows.add("SIGKILL Ray head", "roll-out", "file")
-    assert service.exit_status(within_s=90) == EXIT_RAY_LOST
+    faults.add("SIGKILL Ray head", "roll-out", "file")
+    assert service.exit_status(timeout_s=90) == EXIT_RAY_LOST
     with supervised(service):
         eventually(lambda: _answers(client), 180, "Get is answered without Ray")
         assert durable(client.get("deployments/digits")) == before

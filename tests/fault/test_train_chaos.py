@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from shared.storage.opening import ensure_bucket
-from tests.support.blows import Blows
+from tests.support.faults import Faults
 from tests.support.killable_s3 import KillableS3, killable_s3
 from tests.support.numbered_rows import ROWS, STEPS_PER_EPOCH
 from tests.support.ray_head import ray_head
@@ -45,7 +45,7 @@ PAUSES_S = (3.0, 12.0)
 AWAY_S = (2.0, 6.0)
 EPOCHS, WORKERS = 60, 2
 FINAL = {State.STATE_SUCCEEDED, State.STATE_FAILED, State.STATE_CANCELLED}
-DONE_WITHIN_S = 900.0
+DONE_TIMEOUT_S = 900.0
 
 
 def seed() -> int:
@@ -127,15 +127,15 @@ class Chaos:
         self._place.head = self._stop.enter_context(ray_head(num_cpus=4, port=port))
         return "SIGKILL all of Ray, and a new head"
 
-    def _strike(self, title: str, blow: signal.Signals) -> str:
+    def _strike(self, title: str, fault: signal.Signals) -> str:
         pids = self._place.head.processes(title)
-        if pids and _signal(self._chance.choice(sorted(pids)), blow):
-            return f"{blow.name} {title}"
+        if pids and _signal(self._chance.choice(sorted(pids)), fault):
+            return f"{fault.name} {title}"
         return ""
 
 
 def test_two_minutes_of_strikes_lose_and_repeat_no_row_and_change_no_bit(
-    s3_program: S3Program, tmp_path: Path, blows: Blows
+    s3_program: S3Program, tmp_path: Path, faults: Faults
 ) -> None:
     chance = random.Random(seed())
     with killable_s3(s3_program, tmp_path / "s3") as s3, ExitStack() as stop:
@@ -147,14 +147,14 @@ def test_two_minutes_of_strikes_lose_and_repeat_no_row_and_change_no_bit(
         client.watch(job.name).until("checkpoint_committed")
         strikes = _strike_for(CHAOS_S, Chaos(place, s3, stop, chance), chance)
         for kind, count in Counter(_kind(struck) for struck in strikes).items():
-            blows.add(kind, "training", f"s3-{s3.name}", count)
+            faults.add(kind, "training", f"s3-{s3.name}", count)
         assert client.get(job.name).state not in FINAL, "the run was done before all the strikes: give it more epochs"
-        watch = client.watch(job.name, within_s=DONE_WITHIN_S)
+        watch = client.watch(job.name, timeout_s=DONE_TIMEOUT_S)
         watch.rest()
         assert watch.jobs[-1].state == State.STATE_SUCCEEDED, watch.jobs[-1]
 
         calm = client.create(spec)
-        wait_until(lambda: client.get(calm.name).state in FINAL, "the undisturbed run", DONE_WITHIN_S)
+        wait_until(lambda: client.get(calm.name).state in FINAL, "the undisturbed run", DONE_TIMEOUT_S)
         proof = Proof(
             workers=WORKERS,
             strikes=strikes,

@@ -16,7 +16,7 @@ import pytest
 from millrace.train.v1 import resources_pb2 as res
 from millrace.train.v1 import train_service_pb2 as pb
 from shared.settings import StoreSettings
-from tests.support.blows import Blows
+from tests.support.faults import Faults
 from tests.support.numbered_rows import ROWS, STEPS_PER_EPOCH, numbered_digits
 from tests.support.ray_head import ray_head, ray_node
 from tests.support.training import VALIDATION_ROWS, State, Watch, train_stack
@@ -71,7 +71,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         spec = witnessed_spec(epochs=EPOCHS, workers=3, checkpoint_every_steps=10)
         spec.min_workers = 1
         job = stack.client.create(spec)
-        watch = stack.client.watch(job.name, within_s=1700)
+        watch = stack.client.watch(job.name, timeout_s=1700)
         watch.until("progress")
 
         second = nodes.enter_context(ray_node(head, "second"))
@@ -105,15 +105,17 @@ def test_it_grows_when_a_node_comes_without_losing_a_step_and_without_a_failure(
     assert max(one.progress.step for one in run.of("progress", 1)) <= last.step
 
 
-def test_it_shrinks_when_a_node_dies_which_is_a_failure(run: Run, blows: Blows) -> None:
-    blows.add("SIGKILL node", "training", "file")
+def test_it_shrinks_when_a_node_dies_which_is_a_failure(run: Run, faults: Faults) -> None:
+    faults.add("SIGKILL node", "training", "file")
     assert run.ended(2).cause == pb.AttemptEnded.CAUSE_FAILURE
     assert run.started(3).num_workers == 1
     assert run.job.failures == 1
 
 
-def test_a_node_that_is_taken_away_costs_no_step_and_counts_against_a_budget_of_its_own(run: Run, blows: Blows) -> None:
-    blows.add("node drained", "training", "file")
+def test_a_node_that_is_taken_away_costs_no_step_and_counts_against_a_budget_of_its_own(
+    run: Run, faults: Faults
+) -> None:
+    faults.add("node drained", "training", "file")
     assert run.started(4).num_workers == 3
     assert run.ended(4).cause == pb.AttemptEnded.CAUSE_PREEMPTED
     # Two of the three were on that node.

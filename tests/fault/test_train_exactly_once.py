@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shared.settings import StoreSettings
-from tests.support.blows import Blows
+from tests.support.faults import Faults
 from tests.support.numbered_rows import BATCH, ROWS, numbered_digits
 from tests.support.versions import commit_version
 from tests.support.witnessed import WitnessedStack, killed_beside_undisturbed, witnessed_stack
@@ -32,10 +32,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WitnessedStack]:
 
 @pytest.mark.parametrize(("workers", "kills", "epochs"), [(2, 10, 12), (3, 3, 5)])
 def test_kills_lose_and_repeat_no_row_and_change_no_bit(
-    place: WitnessedStack, blows: Blows, workers: int, kills: int, epochs: int
+    place: WitnessedStack, faults: Faults, workers: int, kills: int, epochs: int
 ) -> None:
     proof = killed_beside_undisturbed(place, workers=workers, kills=kills, epochs=epochs, seed=SEED)
-    blows.add("SIGKILL worker", f"training on {workers} workers", "file", len(proof.strikes))
+    faults.add("SIGKILL worker", f"training on {workers} workers", "file", len(proof.strikes))
     proof.publish(f"exactly-once-{workers}-workers", seed=SEED)
 
     assert (proof.disturbed.missing_rows, proof.disturbed.repeated_rows) == (0, 0)
@@ -48,7 +48,7 @@ def test_kills_lose_and_repeat_no_row_and_change_no_bit(
 
 
 def test_kills_lose_and_repeat_no_row_where_neither_steps_nor_ranks_share_rows_evenly(
-    place: WitnessedStack, blows: Blows
+    place: WitnessedStack, faults: Faults
 ) -> None:
     workers, kills, epochs = 3, 2, 3
     assert UNEVEN_ROWS % BATCH
@@ -62,7 +62,7 @@ def test_kills_lose_and_repeat_no_row_where_neither_steps_nor_ranks_share_rows_e
         changes={"dataset_version": UNEVEN},
         row_count=UNEVEN_ROWS,
     )
-    blows.add("SIGKILL worker", f"training on {workers} workers, uneven steps", "file", len(proof.strikes))
+    faults.add("SIGKILL worker", f"training on {workers} workers, uneven steps", "file", len(proof.strikes))
     proof.publish("exactly-once-uneven", seed=SEED)
 
     for account in (proof.disturbed, proof.undisturbed):

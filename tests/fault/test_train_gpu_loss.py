@@ -14,7 +14,7 @@ import pytest
 
 from millrace.train.v1 import resources_pb2 as res
 from shared.settings import StoreSettings
-from tests.support.blows import Blows
+from tests.support.faults import Faults
 from tests.support.ray_head import ray_head, ray_node
 from tests.support.training import State, digits_spec, train_stack
 from tests.support.waiting import wait_until
@@ -54,7 +54,7 @@ def long_spec(fallback: bool) -> res.TrainingSpec:
 
 
 def test_a_run_whose_gpus_are_lost_waits_for_them_or_goes_on_on_cpus_as_its_specification_says(
-    tmp_path: Path, blows: Blows, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "first").mkdir()
     (tmp_path / "first" / "sitecustomize.py").write_text(NO_REAL_GPUS)
@@ -67,12 +67,12 @@ def test_a_run_whose_gpus_are_lost_waits_for_them_or_goes_on_on_cpus_as_its_spec
     ):
         gpus = nodes.enter_context(ray_node(head, "gpus", num_cpus=2, num_gpus=2))
         staying, moving = (stack.client.create(long_spec(fallback)) for fallback in (False, True))
-        watches = [stack.client.watch(job.name, within_s=1100) for job in (staying, moving)]
+        watches = [stack.client.watch(job.name, timeout_s=1100) for job in (staying, moving)]
         for watch in watches:
             watch.until("checkpoint_committed")
         assert [stack.client.get(job.name).device for job in (staying, moving)] == [res.DEVICE_GPU] * 2
         gpus.kill()
-        blows.add("SIGKILL node", "training", "file")
+        faults.add("SIGKILL node", "training", "file")
 
         moved = watches[1].until("device_changed").device_changed
         assert (moved.before, moved.device) == (res.DEVICE_GPU, res.DEVICE_CPU)

@@ -21,12 +21,12 @@ from millrace.common.v1 import transform_pb2
 from millrace.train.v1 import resources_pb2 as res
 from shared.settings import StoreSettings
 from tests.support import custom_functions
-from tests.support.blows import Blows
 from tests.support.data_place import Gate
+from tests.support.faults import Faults
 from tests.support.numbered_rows import ROWS, STEPS_PER_EPOCH, lone_processes
 from tests.support.waiting import wait_until
 from tests.support.witnessed import (
-    BATCHES_WITHIN_S,
+    BATCHES_TIMEOUT_S,
     Account,
     WitnessedStack,
     account_of,
@@ -50,7 +50,7 @@ ATTEMPT, PREPARES = "ray::AttemptActor.run", "ray::MapBatches(prepare:"
 # Actors that Ray Data keeps beside its streams, which are threads of the workers.
 RAY_DATAS_OWN = ("ray::_StatsActor", "ray::_AutoscalingCoordinatorActor")
 SLOW = f"{custom_functions.MODULE}:slow"
-STRUCK_WITHIN_S = 120.0
+STRUCK_TIMEOUT_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +72,12 @@ def place(gate: Gate, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Witn
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_workers_lose_and_repeat_no_row_and_change_no_bit(
-    place: WitnessedStack, blows: Blows, kind: str
+    place: WitnessedStack, faults: Faults, kind: str
 ) -> None:
     proof = killed_beside_undisturbed(
         place, workers=WORKERS, kills=KILLS, epochs=EPOCHS, seed=SEED, changes=KINDS[kind]
     )
-    blows.add("SIGKILL worker", f"training, {kind}", "file", len(proof.strikes))
+    faults.add("SIGKILL worker", f"training, {kind}", "file", len(proof.strikes))
     proof.publish(f"kills-{kind.replace(' ', '-')}", seed=SEED)
 
     assert_the_same(proof.disturbed, proof.undisturbed, EPOCHS)
@@ -92,7 +92,7 @@ def assert_the_same(struck: Account, calm: Account, epochs: int) -> None:
 
 
 def test_killed_tasks_that_prepare_rows_lose_and_repeat_no_row_and_end_no_attempt(
-    place: WitnessedStack, gate: Gate, blows: Blows
+    place: WitnessedStack, gate: Gate, faults: Faults
 ) -> None:
     client = place.stack.client
     spec = witnessed_spec(epochs=EPOCHS, workers=WORKERS, ingest=res.TrainingSpec.INGEST_RAY_DATA)
@@ -103,9 +103,9 @@ def test_killed_tasks_that_prepare_rows_lose_and_repeat_no_row_and_end_no_attemp
         client.watch(job.name).until("attempt_started")
         for _ in range(3):
             # The first ones import for seconds, later ones take half a second each.
-            blows.add("SIGKILL preparing tasks", "training, rows by Ray Data", "file", kill(place, PREPARES))
+            faults.add("SIGKILL preparing tasks", "training, rows by Ray Data", "file", kill(place, PREPARES))
         for helper in RAY_DATAS_OWN:
-            blows.add(f"SIGKILL {helper}", "training, rows by Ray Data", "file", kill(place, helper))
+            faults.add(f"SIGKILL {helper}", "training, rows by Ray Data", "file", kill(place, helper))
     client.finished(job.name)
     calm = client.create(spec)
     client.finished(calm.name)
@@ -116,16 +116,16 @@ def test_killed_tasks_that_prepare_rows_lose_and_repeat_no_row_and_end_no_attemp
 
 
 def test_in_local_mode_the_killed_process_of_an_attempt_loses_and_repeats_no_row(
-    place: WitnessedStack, blows: Blows
+    place: WitnessedStack, faults: Faults
 ) -> None:
     client, spec, before = place.stack.client, witnessed_spec(epochs=EPOCHS, workers=0), files(place)
     job = client.create(spec)
-    watch = client.watch(job.name, within_s=900)
+    watch = client.watch(job.name, timeout_s=900)
     for attempt in range(1, KILLS + 1):
         watch.until("attempt_started", lambda event, attempt=attempt: event.attempt == attempt)  # type: ignore[misc]
         enough = place.batches() + 7 * attempt
-        wait_until(lambda enough=enough: place.batches() >= enough, "some batches", BATCHES_WITHIN_S)  # type: ignore[misc]
-        blows.add("SIGKILL attempt", "training, local mode", "file", kill(place, ATTEMPT))
+        wait_until(lambda enough=enough: place.batches() >= enough, "some batches", BATCHES_TIMEOUT_S)  # type: ignore[misc]
+        faults.add("SIGKILL attempt", "training, local mode", "file", kill(place, ATTEMPT))
     watch.rest()
     struck = lone_processes(place.witness, before)
     before = files(place)
@@ -153,5 +153,5 @@ def kill(place: WitnessedStack, title: str) -> int:
                 struck.append(pid)
         return bool(struck)
 
-    wait_until(strike, f"a process {title}", STRUCK_WITHIN_S, interval_s=0.01)
+    wait_until(strike, f"a process {title}", STRUCK_TIMEOUT_S, interval_s=0.01)
     return len(struck)

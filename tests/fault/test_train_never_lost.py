@@ -19,7 +19,7 @@ from millrace.train.v1 import train_service_pb2 as pb
 from shared.checkpoint import load_checkpoint, resolve
 from shared.settings import StoreSettings
 from shared.storage.opening import ensure_bucket
-from tests.support.blows import Blows
+from tests.support.faults import Faults
 from tests.support.killable_s3 import killable_s3
 from tests.support.ray_head import RayHead, ray_head
 from tests.support.s3_fault_proxy import NONE, S3FaultProxy, fault_proxy, slow
@@ -31,7 +31,7 @@ WORKER, ATTEMPT = "ray::RayTrainWorker", "ray::AttemptActor.run"
 STORE_AWAY_S = 20.0
 # Of a checkpoint's files the weights have 1.4 MB and the optimizer's state twice as much.
 UPLOAD_BYTES_PER_S, HALF_SENT_BYTES = 1_000_000, 500_000
-DONE_WITHIN_S = 600.0
+DONE_TIMEOUT_S = 600.0
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.chaos]
 
@@ -46,7 +46,7 @@ class Place:
 
     def job(self, **changes: object) -> res.TrainingJob:
         """The one before has left nothing behind, so that what is found is this one's."""
-        wait_until(lambda: not self.workers(), "earlier workers to end", within_s=120)
+        wait_until(lambda: not self.workers(), "earlier workers to end", timeout_s=120)
         return self.stack.client.create(digits_spec(**{"epochs": 8, "checkpoint_every_steps": 5, **changes}))
 
 
@@ -63,15 +63,15 @@ def kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def test_after_a_loss_processes_that_waited_are_the_workers(place: Place, blows: Blows) -> None:
+def test_after_a_loss_processes_that_waited_are_the_workers(place: Place, faults: Faults) -> None:
     client = place.stack.client
     job = place.job(epochs=2000)
     watch = client.watch(job.name)
     watch.until("progress")
-    wait_until(lambda: len(warm_processes(place.head)) == 2, "processes that wait", within_s=180)
+    wait_until(lambda: len(warm_processes(place.head)) == 2, "processes that wait", timeout_s=180)
     waiting = warm_processes(place.head)
     kill(max(place.workers()))
-    blows.add("SIGKILL worker", "training, others wait", "file")
+    faults.add("SIGKILL worker", "training, others wait", "file")
     watch.until("attempt_started", lambda event: event.attempt == 2)
 
     assert set(place.workers()) == waiting
@@ -89,13 +89,13 @@ def warm_processes(head: RayHead) -> set[int]:
     return found
 
 
-def test_a_worker_killed_while_it_starts(place: Place, blows: Blows) -> None:
+def test_a_worker_killed_while_it_starts(place: Place, faults: Faults) -> None:
     job = place.job()
-    watch = place.stack.client.watch(job.name, within_s=DONE_WITHIN_S)
+    watch = place.stack.client.watch(job.name, timeout_s=DONE_TIMEOUT_S)
     watch.until_state(State.STATE_RUNNING)
-    wait_until(lambda: bool(place.workers()), "a worker to start", within_s=180)
+    wait_until(lambda: bool(place.workers()), "a worker to start", timeout_s=180)
     kill(place.workers()[0])
-    blows.add("SIGKILL worker", "start of training", "file")
+    faults.add("SIGKILL worker", "start of training", "file")
     watch.rest()
 
     assert (watch.jobs[-1].state, watch.jobs[-1].failures) == (State.STATE_SUCCEEDED, 1), watch.ends()
@@ -104,14 +104,14 @@ def test_a_worker_killed_while_it_starts(place: Place, blows: Blows) -> None:
     assert [event.attempt for event in watch.events] == sorted(event.attempt for event in watch.events)
 
 
-def test_a_worker_killed_at_work(place: Place, blows: Blows) -> None:
+def test_a_worker_killed_at_work(place: Place, faults: Faults) -> None:
     job = place.job()
-    watch = place.stack.client.watch(job.name, within_s=DONE_WITHIN_S)
+    watch = place.stack.client.watch(job.name, timeout_s=DONE_TIMEOUT_S)
     watch.until("checkpoint_committed")
     watch.until("progress")
     killed_at = time.time()
     kill(max(place.workers()))
-    blows.add("SIGKILL worker", "training", "file")
+    faults.add("SIGKILL worker", "training", "file")
     again = watch.until("attempt_started", lambda event: event.attempt == 2)
     first = watch.until("progress", lambda event: event.attempt == 2)
     watch.rest()
@@ -131,14 +131,14 @@ def test_a_worker_killed_at_work(place: Place, blows: Blows) -> None:
     assert len(ended.attempt_ended.ranks) >= 1
 
 
-def test_the_attempts_own_process_killed_with_the_controller_in_it(place: Place, blows: Blows) -> None:
+def test_the_attempts_own_process_killed_with_the_controller_in_it(place: Place, faults: Faults) -> None:
     job = place.job()
-    watch = place.stack.client.watch(job.name, within_s=DONE_WITHIN_S)
+    watch = place.stack.client.watch(job.name, timeout_s=DONE_TIMEOUT_S)
     watch.until("checkpoint_committed")
     before = set(place.workers())
     for pid in place.head.processes(ATTEMPT):
         kill(pid)
-        blows.add("SIGKILL attempt", "training", "file")
+        faults.add("SIGKILL attempt", "training", "file")
     wait_until(lambda: not before & set(place.workers()), "its workers to end with it")
     watch.rest()
 
@@ -147,21 +147,21 @@ def test_the_attempts_own_process_killed_with_the_controller_in_it(place: Place,
     assert kinds.index((1, "attempt_ended")) == kinds.index((2, "attempt_started")) - 1
 
 
-def test_the_service_killed(place: Place, blows: Blows) -> None:
+def test_the_service_killed(place: Place, faults: Faults) -> None:
     job = place.job()
-    before = place.stack.client.watch(job.name, within_s=DONE_WITHIN_S)
+    before = place.stack.client.watch(job.name, timeout_s=DONE_TIMEOUT_S)
     before.until("progress")
     place.stack.service.kill()
-    blows.add("SIGKILL service", "training", "file")
+    faults.add("SIGKILL service", "training", "file")
     place.stack.service.start()
-    watch = place.stack.client.watch(job.name, within_s=DONE_WITHIN_S)
+    watch = place.stack.client.watch(job.name, timeout_s=DONE_TIMEOUT_S)
     watch.rest()
 
     assert (watch.jobs[-1].state, watch.jobs[-1].attempt) == (State.STATE_SUCCEEDED, 1)
 
 
 def test_the_store_away_for_twenty_seconds_in_the_middle_of_an_upload(
-    s3_program: S3Program, place: Place, tmp_path: Path, blows: Blows
+    s3_program: S3Program, place: Place, tmp_path: Path, faults: Faults
 ) -> None:
     """Training stalls, and does not fail; the checkpoint whose bytes were cut off is whole in the end."""
     with killable_s3(s3_program, tmp_path / "s3") as s3:
@@ -172,18 +172,18 @@ def test_the_store_away_for_twenty_seconds_in_the_middle_of_an_upload(
             train_stack(proxy.settings(settings), place.head.address, tmp_path) as stack,
         ):
             job = stack.client.create(digits_spec(epochs=12, checkpoint_every_steps=1))
-            watch = stack.client.watch(job.name, within_s=DONE_WITHIN_S)
+            watch = stack.client.watch(job.name, timeout_s=DONE_TIMEOUT_S)
             watch.until("checkpoint_committed")
             proxy.fault = slow(UPLOAD_BYTES_PER_S)
-            wait_until(lambda: half_sent(proxy), "an upload to be half done", within_s=60, interval_s=0.01)
+            wait_until(lambda: half_sent(proxy), "an upload to be half done", timeout_s=60, interval_s=0.01)
             cut = half_sent(proxy)
             back = s3.kill_for(STORE_AWAY_S)
             wait_until(lambda: cut in proxy.broken, "the upload to break off")
             proxy.fault = NONE
             back.join()
-            blows.add("SIGKILL S3 server", "training, a checkpoint half uploaded", f"s3-{s3.name}")
+            faults.add("SIGKILL S3 server", "training, a checkpoint half uploaded", f"s3-{s3.name}")
             done = finished(stack.client, job.name)
-            again = stack.client.watch(job.name, within_s=240)
+            again = stack.client.watch(job.name, timeout_s=240)
             again.rest()
             kept = stack.client.checkpoints(job.name)
             for one in kept:
@@ -206,7 +206,7 @@ def half_sent(proxy: S3FaultProxy) -> str:
 
 def finished(client: TrainClient, name: str) -> res.TrainingJob:
     """As `TrainClient.finished`, but patient with a service whose store has just come back."""
-    until = time.monotonic() + DONE_WITHIN_S
+    until = time.monotonic() + DONE_TIMEOUT_S
     while True:
         try:
             return client.finished(name)

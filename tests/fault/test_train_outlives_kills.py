@@ -13,7 +13,7 @@ import pytest
 from millrace.train.v1 import resources_pb2 as res
 from millrace.train.v1 import train_service_pb2 as pb
 from shared.settings import StoreSettings
-from tests.support.blows import Blows
+from tests.support.faults import Faults
 from tests.support.ray_head import ray_head
 from tests.support.training import State, TrainClient, Watch, digits_spec, train_stack
 
@@ -37,12 +37,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     settings = StoreSettings(url=(folder / "store").as_uri())
     with ray_head(num_cpus=4) as head, train_stack(settings, head.address, folder) as stack:
         job = stack.client.create(digits_spec(epochs=EPOCHS, checkpoint_every_steps=7))
-        before = stack.client.watch(job.name, within_s=800)
+        before = stack.client.watch(job.name, timeout_s=800)
         before.until("progress")
         stack.service.kill()
         stack.service.start()
 
-        watch = stack.client.watch(job.name, within_s=800)
+        watch = stack.client.watch(job.name, timeout_s=800)
         watch.until("checkpoint_committed")
         watch.until("checkpoint_committed")
         os.kill(max(head.processes("ray::RayTrainWorker")), signal.SIGKILL)
@@ -54,9 +54,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         yield Run(stack.client, stack.client.get(job.name), watch, newest)
 
 
-def test_a_run_whose_service_and_worker_were_killed_succeeds_once(run: Run, blows: Blows) -> None:
+def test_a_run_whose_service_and_worker_were_killed_succeeds_once(run: Run, faults: Faults) -> None:
     for victim in ("service", "worker", "Ray head, after the end"):
-        blows.add(f"SIGKILL {victim}", "training", "file")
+        faults.add(f"SIGKILL {victim}", "training", "file")
     assert run.job.state == State.STATE_SUCCEEDED
     assert run.job.attempt == 2  # the service's death is no business of the attempt
     assert [job.state for job in run.watch.jobs].count(State.STATE_SUCCEEDED) == 1

@@ -21,7 +21,7 @@ from shared.checkpoint.format import WEIGHTS
 from shared.jobs import Jobs, JobState
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
-from tests.support.blows import Blows
+from tests.support.faults import Faults
 from tests.support.numbered_rows import (
     LANES,
     ROWS,
@@ -46,8 +46,8 @@ EPOCHS, RANKS = 12, 2
 # Among so many neither the lanes nor the steps of so many rows are even.
 MANY_RANKS, UNEVEN_ROWS, FEW_EPOCHS = 5, 613, 4
 # Of all ranks together, since the attempt began: in the middle of an epoch, some steps behind a checkpoint.
-BATCHES_BEFORE_A_BLOW = 31
-STARTED_WITHIN_S, ENDS_WITHIN_S = 180.0, 240.0
+BATCHES_BEFORE_A_FAULT = 31
+STARTED_TIMEOUT_S, ENDS_TIMEOUT_S = 180.0, 240.0
 TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--local-addr=127.0.0.1", "--nproc-per-node"]
 LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 
@@ -76,9 +76,9 @@ class Runs:
 
         def trained() -> bool:
             calls = processes_of(self.witness, job).get(attempt, [])
-            return sum(map(len, calls)) >= BATCHES_BEFORE_A_BLOW
+            return sum(map(len, calls)) >= BATCHES_BEFORE_A_FAULT
 
-        wait_until(trained, f"attempt {attempt} to train", STARTED_WITHIN_S, interval_s=0.05)
+        wait_until(trained, f"attempt {attempt} to train", STARTED_TIMEOUT_S, interval_s=0.05)
 
     def begun(self, name: str) -> list[Begun]:
         told = [event for event in EventLog(self.store, name).after(0) if event.kind is EventKind.ATTEMPT_STARTED]
@@ -125,7 +125,7 @@ def ranks_of(torchrun: subprocess.Popen[bytes]) -> list[int]:
 
 
 def test_whatever_is_killed_the_same_command_goes_on_without_a_lost_or_repeated_row(
-    tmp_path: Path, blows: Blows
+    tmp_path: Path, faults: Faults
 ) -> None:
     runs = runs_of(tmp_path, ranks=RANKS, row_count=ROWS, epochs=EPOCHS)
     job, name = "struck", "trainingJobs/struck"
@@ -133,26 +133,26 @@ def test_whatever_is_killed_the_same_command_goes_on_without_a_lost_or_repeated_
         one = runs.start(job, 1)
         runs.at_work(job, 1)
         kill(ranks_of(one)[1])
-        assert one.wait(ENDS_WITHIN_S) != 0
-        blows.add("SIGKILL rank", "training under torchrun", "file")
+        assert one.wait(ENDS_TIMEOUT_S) != 0
+        faults.add("SIGKILL rank", "training under torchrun", "file")
 
         two = runs.start(job, 2)
         runs.at_work(job, 2)
         for pid in [two.pid, *ranks_of(two)]:
             kill(pid)
         two.wait()
-        blows.add("SIGKILL torchrun and its ranks", "training under torchrun", "file")
+        faults.add("SIGKILL torchrun and its ranks", "training under torchrun", "file")
 
         three = runs.start(job, 3)
         runs.at_work(job, 3)
         orphans = ranks_of(three)
         kill(three.pid)
         three.wait()
-        blows.add("SIGKILL torchrun alone", "training under torchrun", "file")
+        faults.add("SIGKILL torchrun alone", "training under torchrun", "file")
         # Its ranks may still be at work: the next attempt overtakes them.
-        assert runs.start(job, 4).wait(ENDS_WITHIN_S) == 0
-        wait_until(lambda: not any(map(alive, orphans)), "the ranks of the third attempt to end", ENDS_WITHIN_S)
-        assert runs.start("calm", 1).wait(ENDS_WITHIN_S) == 0
+        assert runs.start(job, 4).wait(ENDS_TIMEOUT_S) == 0
+        wait_until(lambda: not any(map(alive, orphans)), "the ranks of the third attempt to end", ENDS_TIMEOUT_S)
+        assert runs.start("calm", 1).wait(ENDS_TIMEOUT_S) == 0
 
     done, begun = Jobs(runs.store, TRAIN_KIND).get(name, name), runs.begun(name)
     assert (done.state, done.attempt) == (JobState.SUCCEEDED, 4)
@@ -164,17 +164,17 @@ def test_whatever_is_killed_the_same_command_goes_on_without_a_lost_or_repeated_
     assert runs.weights(name) == runs.weights("trainingJobs/calm")
 
 
-def test_a_killed_rank_of_five_whose_slices_differ_loses_and_repeats_no_row(tmp_path: Path, blows: Blows) -> None:
+def test_a_killed_rank_of_five_whose_slices_differ_loses_and_repeats_no_row(tmp_path: Path, faults: Faults) -> None:
     runs = runs_of(tmp_path, ranks=MANY_RANKS, row_count=UNEVEN_ROWS, epochs=FEW_EPOCHS)
     job, name = "struck", "trainingJobs/struck"
     with witness_environment(tmp_path / "witnessed"):
         one = runs.start(job, 1)
         runs.at_work(job, 1)
         kill(ranks_of(one)[3])
-        assert one.wait(ENDS_WITHIN_S) != 0
-        blows.add("SIGKILL rank", f"training on {MANY_RANKS} ranks under torchrun", "file")
-        assert runs.start(job, 2).wait(ENDS_WITHIN_S) == 0
-        assert runs.start("calm", 1).wait(ENDS_WITHIN_S) == 0
+        assert one.wait(ENDS_TIMEOUT_S) != 0
+        faults.add("SIGKILL rank", f"training on {MANY_RANKS} ranks under torchrun", "file")
+        assert runs.start(job, 2).wait(ENDS_TIMEOUT_S) == 0
+        assert runs.start("calm", 1).wait(ENDS_TIMEOUT_S) == 0
 
     first, second = runs.begun(name)
     assert (first.workers, second.workers) == (MANY_RANKS, MANY_RANKS)

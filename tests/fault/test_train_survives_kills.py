@@ -21,7 +21,7 @@ from millrace.train.v1 import resources_pb2 as res
 from millrace.train.v1 import train_service_pb2 as pb
 from shared.checkpoint import resolve
 from shared.settings import StoreSettings
-from tests.support.blows import Blows
+from tests.support.faults import Faults
 from tests.support.ray_head import RayHead, ray_head
 from tests.support.training import State, TrainStack, Watch, digits_spec, train_stack
 from tests.support.waiting import wait_until
@@ -63,7 +63,7 @@ class Struck:
     # When the worker was, in seconds since the epoch.
     killed_at: float = 0.0
     damaged: str = ""
-    told_without_ray: list[res.TrainingJob] = field(default_factory=list)
+    reported_without_ray: list[res.TrainingJob] = field(default_factory=list)
     seen_without_ray: int = 0
 
     def started(self, attempt: int) -> pb.TrainingEvent:
@@ -102,7 +102,7 @@ def struck(site: Site, undisturbed: Struck) -> Struck:
     """The same run: a worker killed, then the attempt's own process and the newest checkpoint damaged, then Ray."""
     client = site.stack.client
     job = client.create(undisturbed.job.spec)
-    run = Struck(job, client.watch(job.name, within_s=1700))
+    run = Struck(job, client.watch(job.name, timeout_s=1700))
 
     until_checkpoints(run, attempt=1)
     run.killed_at = time.time()
@@ -123,7 +123,7 @@ def struck(site: Site, undisturbed: Struck) -> Struck:
     site.head.kill()
     run.kept.append(client.checkpoints(job.name))
     listed = client.rpc.ListTrainingJobs(pb.ListTrainingJobsRequest(), timeout=60).training_jobs
-    run.told_without_ray = [client.get(job.name), *listed]
+    run.reported_without_ray = [client.get(job.name), *listed]
     again = client.watch(job.name)
     again.until("checkpoint_committed", lambda event: event.attempt == 3)
     run.seen_without_ray = len(again.events)
@@ -161,11 +161,11 @@ def test_a_run_goes_on_while_its_service_is_dead_and_succeeds_once(site: Site, u
     assert [event.sequence for event in events] == list(range(1, len(events) + 1))
 
 
-def test_a_run_that_was_struck_succeeds_once_and_counts_each_blow_once(
-    site: Site, struck: Struck, blows: Blows
+def test_a_run_that_was_struck_succeeds_once_and_counts_each_fault_once(
+    site: Site, struck: Struck, faults: Faults
 ) -> None:
-    for blow in ("SIGKILL worker", "SIGKILL attempt", "damage to the newest checkpoint", "SIGKILL Ray head"):
-        blows.add(blow, "training", "file")
+    for fault in ("SIGKILL worker", "SIGKILL attempt", "damage to the newest checkpoint", "SIGKILL Ray head"):
+        faults.add(fault, "training", "file")
     assert struck.job.state == State.STATE_SUCCEEDED, struck.job
     assert struck.job.attempt == 4
     assert states_in_log(site, struck.job.name) == [
@@ -201,9 +201,9 @@ def test_a_damaged_newest_checkpoint_is_skipped_with_a_warning(struck: Struck) -
 
 
 def test_without_ray_a_job_can_still_be_read_listed_and_watched(undisturbed: Struck, struck: Struck) -> None:
-    assert struck.told_without_ray[0].name == struck.job.name
-    assert struck.told_without_ray[0].state in (State.STATE_RUNNING, State.STATE_RECOVERING)
-    assert {job.name for job in struck.told_without_ray[1:]} == {undisturbed.job.name, struck.job.name}
+    assert struck.reported_without_ray[0].name == struck.job.name
+    assert struck.reported_without_ray[0].state in (State.STATE_RUNNING, State.STATE_RECOVERING)
+    assert {job.name for job in struck.reported_without_ray[1:]} == {undisturbed.job.name, struck.job.name}
     assert struck.seen_without_ray > 0
 
 

@@ -11,7 +11,7 @@ import pytest
 from millrace.train.v1 import sweep_pb2 as sw
 from shared.settings import StoreSettings
 from tests.support import sweeps
-from tests.support.blows import Blows
+from tests.support.faults import Faults
 from tests.support.ray_head import ray_head
 from tests.support.sweeps import grid, sweep_spec
 from tests.support.training import State, TrainClient, digits_spec, train_stack
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 ATTEMPT, FOLLOWER = "ray::AttemptActor.run", "ray::ImplicitFunc"
 
 
-def test_a_sweep_whose_process_is_killed_goes_on_with_the_trials_that_there_are(tmp_path: Path, blows: Blows) -> None:
+def test_a_sweep_whose_process_is_killed_goes_on_with_the_trials_that_there_are(tmp_path: Path, faults: Faults) -> None:
     settings = StoreSettings(url=(tmp_path / "store").as_uri())
     with ray_head(num_cpus=2) as head, train_stack(settings, head.address, tmp_path) as stack:
         client = stack.client
@@ -34,14 +34,14 @@ def test_a_sweep_whose_process_is_killed_goes_on_with_the_trials_that_there_are(
         )
         made = sweeps.create(client, spec)
         # The trials' own processes come later.
-        wait_until(lambda: head.processes(ATTEMPT), "the sweep's process", within_s=120)
+        wait_until(lambda: head.processes(ATTEMPT), "the sweep's process", timeout_s=120)
         (attempt,) = head.processes(ATTEMPT)
         client.watch(_made_trial(client, made.name)).until("validated")
         before = sweeps.get(client, made.name)
         uids = {trial.training_job: client.get(trial.training_job).uid for trial in before.trials if trial.state}
 
         os.kill(attempt, signal.SIGKILL)
-        blows.add("SIGKILL attempt", "sweep", "file")
+        faults.add("SIGKILL attempt", "sweep", "file")
         ended = sweeps.finished(client, made.name)
 
         assert uids
@@ -61,11 +61,11 @@ def test_a_sweep_whose_process_is_killed_goes_on_with_the_trials_that_there_are(
 
 def _made_trial(client: TrainClient, name: str) -> str:
     """The first trial that has a job."""
-    wait_until(lambda: sweeps.get(client, name).trials[0].state, "a trial", within_s=120, interval_s=0.2)
+    wait_until(lambda: sweeps.get(client, name).trials[0].state, "a trial", timeout_s=120, interval_s=0.2)
     return sweeps.get(client, name).trials[0].training_job
 
 
-def test_a_sweep_whose_follower_is_killed_goes_on_in_the_same_attempt(tmp_path: Path, blows: Blows) -> None:
+def test_a_sweep_whose_follower_is_killed_goes_on_in_the_same_attempt(tmp_path: Path, faults: Faults) -> None:
     settings = StoreSettings(url=(tmp_path / "store").as_uri())
     with ray_head(num_cpus=2) as head, train_stack(settings, head.address, tmp_path) as stack:
         client = stack.client
@@ -77,11 +77,11 @@ def test_a_sweep_whose_follower_is_killed_goes_on_in_the_same_attempt(tmp_path: 
         )
         made = sweeps.create(client, spec)
         client.watch(_made_trial(client, made.name)).until("validated")
-        wait_until(lambda: head.processes(FOLLOWER), "a follower", within_s=120)
+        wait_until(lambda: head.processes(FOLLOWER), "a follower", timeout_s=120)
 
         for follower in head.processes(FOLLOWER):
             os.kill(follower, signal.SIGKILL)
-            blows.add("SIGKILL follower", "sweep", "file")
+            faults.add("SIGKILL follower", "sweep", "file")
         ended = sweeps.finished(client, made.name)
 
         assert (ended.state, ended.attempt) == (sweeps.State.STATE_SUCCEEDED, 1), ended.error

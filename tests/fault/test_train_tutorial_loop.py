@@ -59,7 +59,7 @@ def test_each_epoch_is_trained_once_over_three_kills(store_settings: StoreSettin
             num_workers=2,
         )
         job = millrace.train.create_training_job("tutorial", spec)
-        watch = stack.client.watch(job.name, within_s=800)
+        watch = stack.client.watch(job.name, timeout_s=800)
         strikes = [(WORKER, min), (WORKER, max), (ATTEMPT, max)]
         for number, (kind, choose) in enumerate(strikes, start=1):
             _committed(watch, number)

@@ -37,18 +37,18 @@ class Load:
         for thread in self._threads:
             thread.join()
 
-    def wait_for(self, more: int, within_s: float = 120) -> Counter[str]:
+    def wait_for(self, more: int, timeout_s: float = 120) -> Counter[str]:
         """Returns after so many more answers, with those."""
         before = self.answers.copy()
         wanted = before.total() + more
-        wait_until(lambda: self.answers.total() >= wanted or self.errors, f"{more} more answers", within_s)
+        wait_until(lambda: self.answers.total() >= wanted or self.errors, f"{more} more answers", timeout_s)
         return self.answers - before
 
-    def wait_for_those_under_way(self, within_s: float = 120) -> None:
+    def wait_for_those_under_way(self, timeout_s: float = 120) -> None:
         """Returns once no call is under way any more that is now."""
         before = self._ended.copy()
         wait_until(
-            lambda: all(map(operator.gt, self._ended, before)) or self.errors, "what had been asked before", within_s
+            lambda: all(map(operator.gt, self._ended, before)) or self.errors, "what had been asked before", timeout_s
         )
 
     def assert_all_answered(self) -> None:

@@ -21,7 +21,7 @@ from millrace.data.v1 import data_service_pb2_grpc
 from millrace.data.v1.resources_pb2 import Upload
 
 CHUNK_BYTES = 256 * 1024
-WITHIN_S = 90.0
+TIMEOUT_S = 90.0
 # What a broken connection, a killed service or a silent store look like.
 MAY_PASS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
@@ -39,20 +39,20 @@ def chunks(name: str, data: bytes, begin: int, end: int, pause_s: float = 0.0) -
 def send(stub: Any, name: str, data: bytes, begin: int, end: int) -> int:
     """In one call; returns the last acknowledged size."""
     acknowledged = begin
-    for answer in stub.UploadChunks(chunks(name, data, begin, end), timeout=WITHIN_S):
+    for answer in stub.UploadChunks(chunks(name, data, begin, end), timeout=TIMEOUT_S):
         acknowledged = answer.acknowledged_size
     return acknowledged
 
 
 def commit(stub: Any, name: str, data: bytes) -> Upload:
     request = pb.CommitUploadRequest(name=name, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
-    committed: Upload = patiently(lambda: stub.CommitUpload(request, timeout=60))
+    committed: Upload = retry_on_outage(lambda: stub.CommitUpload(request, timeout=60))
     return committed
 
 
-def patiently(call: Any) -> Any:
+def retry_on_outage(call: Any) -> Any:
     """Again while the service or its store is away."""
-    until = time.monotonic() + WITHIN_S
+    until = time.monotonic() + TIMEOUT_S
     while True:
         try:
             return call()
@@ -80,13 +80,13 @@ class Sending(threading.Thread):
     def run(self) -> None:
         try:
             while self.acknowledged < len(self._data):
-                patiently(self._send_rest)
+                retry_on_outage(self._send_rest)
         except BaseException as error:
             self._error = error
 
     def finish(self) -> None:
         """Raises what it ended with."""
-        self.join(2 * WITHIN_S)
+        self.join(2 * TIMEOUT_S)
         if self._error:
             raise self._error
         assert not self.is_alive(), "the upload does not end"
@@ -97,7 +97,7 @@ class Sending(threading.Thread):
             self.forgotten.append((self.acknowledged, durable))
         rest = chunks(self._name, self._data, durable, len(self._data), self._pause_s)
         try:
-            for answer in self._stub.UploadChunks(rest, timeout=WITHIN_S):
+            for answer in self._stub.UploadChunks(rest, timeout=TIMEOUT_S):
                 self.acknowledged = answer.acknowledged_size
         except grpc.RpcError:
             self.breaks += 1

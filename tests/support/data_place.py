@@ -27,16 +27,16 @@ from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.integration.data_service.client import DataClient, imported
 from tests.support import custom_functions
-from tests.support.chunk_sender import patiently
+from tests.support.chunk_sender import retry_on_outage
 from tests.support.process_states import stop_process
 from tests.support.ray_head import RayHead
 from tests.support.refusals import refused
 from tests.support.service_process import ServiceProcess, running_service, store_environ
 from tests.support.waiting import wait_until
 
-DONE_WITHIN_S = 400.0
+DONE_TIMEOUT_S = 400.0
 # An idle attempt actor's title, which that of one at work begins with.
-SPARE, AT_WORK = "ray::AttemptActor", "ray::AttemptActor.run"
+STANDBY, AT_WORK = "ray::AttemptActor", "ray::AttemptActor.run"
 # Tasks of a transform, while they have rows.
 WORKER = "ray::FlatMap(PartsTask)"
 FUNCTIONS = ("gated", "slow", "raising", "hanging", "crashing")
@@ -133,11 +133,11 @@ class DataPlace:
 
     def start_upload(self) -> str:
         request = pb.StartUploadRequest(parent=self.dataset, request_id=str(uuid.uuid4()))
-        return str(patiently(lambda: self.client.data.StartUpload(request, timeout=60)).name)
+        return str(retry_on_outage(lambda: self.client.data.StartUpload(request, timeout=60)).name)
 
     def acknowledged(self, upload: str) -> int:
         request = pb.GetUploadRequest(name=upload)
-        return int(patiently(lambda: self.client.data.GetUpload(request, timeout=60)).acknowledged_size)
+        return int(retry_on_outage(lambda: self.client.data.GetUpload(request, timeout=60)).acknowledged_size)
 
     def import_request(self, *sources: pb.ImportSource) -> pb.ImportVersionRequest:
         return pb.ImportVersionRequest(parent=self.dataset, sources=sources, request_id=str(uuid.uuid4()))
@@ -147,7 +147,7 @@ class DataPlace:
 
     def start_import_of(self, *sources: pb.ImportSource) -> operations_pb2.Operation:
         request = self.import_request(*sources)
-        return patiently(lambda: self.client.data.ImportVersion(request, timeout=60))
+        return retry_on_outage(lambda: self.client.data.ImportVersion(request, timeout=60))
 
     def transform_request(
         self, source: str, transform: transform_pb2.Transform, **fields: Any
@@ -160,21 +160,21 @@ class DataPlace:
         self, source: str, transform: transform_pb2.Transform, **fields: Any
     ) -> operations_pb2.Operation:
         request = self.transform_request(source, transform, **fields)
-        return patiently(lambda: self.client.data.TransformVersion(request, timeout=60))
+        return retry_on_outage(lambda: self.client.data.TransformVersion(request, timeout=60))
 
     def start_prediction(self, source: str, checkpoint: str, **fields: Any) -> operations_pb2.Operation:
         request = pb.PredictVersionRequest(
             parent=self.dataset, source=source, checkpoint=checkpoint, request_id=str(uuid.uuid4()), **fields
         )
-        return patiently(lambda: self.client.data.PredictVersion(request, timeout=60))
+        return retry_on_outage(lambda: self.client.data.PredictVersion(request, timeout=60))
 
     def operation(self, name: str) -> operations_pb2.Operation:
         request = operations_pb2.GetOperationRequest(name=name)
-        return patiently(lambda: self.client.operations.GetOperation(request, timeout=60))
+        return retry_on_outage(lambda: self.client.operations.GetOperation(request, timeout=60))
 
-    def ended(self, started: operations_pb2.Operation, within_s: float = DONE_WITHIN_S) -> operations_pb2.Operation:
+    def ended(self, started: operations_pb2.Operation, timeout_s: float = DONE_TIMEOUT_S) -> operations_pb2.Operation:
         """The operation once it is done, whatever is killed meanwhile."""
-        until = time.monotonic() + within_s
+        until = time.monotonic() + timeout_s
         while not (operation := self.operation(started.name)).done:
             assert time.monotonic() < until, f"{operation}\n{self.said()}"
             time.sleep(0.1)
@@ -208,7 +208,7 @@ class DataPlace:
 
     def get(self, version: str) -> DatasetVersion:
         request = pb.GetVersionRequest(name=version)
-        found: DatasetVersion = patiently(lambda: self.client.data.GetVersion(request, timeout=60))
+        found: DatasetVersion = retry_on_outage(lambda: self.client.data.GetVersion(request, timeout=60))
         return found
 
     def assert_made_once(self, done: operations_pb2.Operation, digest: str) -> DatasetVersion:
@@ -251,7 +251,7 @@ class DataPlace:
 
     def spares(self) -> list[int]:
         """The ids of the processes that wait for the next attempt."""
-        return sorted(set(self.head.processes(SPARE)) - set(self.head.processes(AT_WORK)))
+        return sorted(set(self.head.processes(STANDBY)) - set(self.head.processes(AT_WORK)))
 
     @contextmanager
     def halted(self) -> Iterator[None]:

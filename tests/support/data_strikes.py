@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.support.blows import Blows
 from tests.support.chunk_sender import commit, send
 from tests.support.data_place import DataPlace, Gate
+from tests.support.faults import Faults
 from tests.support.killable_s3 import KillableS3
 from tests.support.stores import STORES
 from tests.support.waiting import wait_until
@@ -26,19 +26,19 @@ class Struck:
     gate: Gate
     store: str
     s3: KillableS3 | None = None
-    blows: Blows | None = None
+    faults: Faults | None = None
 
     @property
     def count(self) -> int:
         return self.place.struck + (self.s3.kills if self.s3 else 0)
 
     @contextmanager
-    def counted_in(self, blows: Blows) -> Iterator[None]:
-        self.blows = blows
+    def counted_in(self, faults: Faults) -> Iterator[None]:
+        self.faults = faults
         try:
             yield
         finally:
-            self.blows = None
+            self.faults = None
             self.gate.open()  # what a failed test left at work would be in the next one's way
 
 
@@ -72,7 +72,7 @@ def strike_worker(struck: Struck) -> Recover:
     return lambda: None
 
 
-def strike_spare(struck: Struck) -> Recover:
+def strike_standby(struck: Struck) -> Recover:
     """The process that waits for the next attempt; if there are several, as after a service's death, all."""
     wait_until(lambda: bool(struck.place.spares()), "a spare")
     struck.place.strike_pids(struck.place.spares())
@@ -88,7 +88,7 @@ STRIKES: Mapping[str, Callable[[Struck], Recover]] = {
     "service": strike_service,
     "actor": strike_actor,
     "worker": strike_worker,
-    "spare": strike_spare,
+    "spare": strike_standby,
     "s3": strike_s3,
 }
 NAMES = {"actor": "attempt", "worker": "Ray worker", "spare": "waiting attempts", "s3": "S3 server"}
@@ -99,8 +99,8 @@ def strike(struck: Struck, victim: str, stage: str) -> Recover:
     before = struck.count
     recover = STRIKES[victim](struck)
     assert struck.count > before
-    if struck.blows:
-        struck.blows.add(f"SIGKILL {NAMES.get(victim, victim)}", stage, STORES[struck.store], struck.count - before)
+    if struck.faults:
+        struck.faults.add(f"SIGKILL {NAMES.get(victim, victim)}", stage, STORES[struck.store], struck.count - before)
     return recover
 
 

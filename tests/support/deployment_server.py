@@ -11,7 +11,7 @@ from grpc import aio
 
 from inference_service.deploy.capacity import Cluster
 from inference_service.deploy.deployments import DeploymentManager, DeploymentOperations, Deployments
-from inference_service.deploy.rollout_manager import RollOutManager
+from inference_service.deploy.rollout_manager import RolloutManager
 from inference_service.deploy.servicer import DeploymentServicer
 from inference_service.domain.deployment import Deployment
 from millrace.inference.v1 import deployment_service_pb2_grpc as pb_grpc
@@ -36,8 +36,8 @@ def commanded(store: ObjectStore, *arguments: str, answer: str | None = None) ->
     deployments = Deployments(store)
     operations, cluster = DeploymentOperations(store, deployments), Cluster(None)
     manager = DeploymentManager(store, deployments, operations, cluster)
-    roll_outs = RollOutManager(store, deployments, operations, cluster)
-    servicer = DeploymentServicer(manager, roll_outs, lambda _deployment: None, lambda *_: REPLICAS)
+    rollouts = RolloutManager(store, deployments, operations, cluster)
+    servicer = DeploymentServicer(manager, rollouts, lambda _deployment: None, lambda *_: REPLICAS)
 
     def register(server: aio.Server) -> list[str]:
         pb_grpc.add_DeploymentServiceServicer_to_server(servicer, server)

@@ -104,12 +104,12 @@ class Doubling(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
         self._lock = threading.Lock()
         self._now = 0
         self._refused: set[str] = set()
-        self.most_in_flight = 0
+        self.max_in_flight = 0
 
     def ModelInfer(self, request: grpc_service_pb2.ModelInferRequest, context: grpc.ServicerContext) -> Any:
         with self._lock:
             self._now += 1
-            self.most_in_flight = max(self.most_in_flight, self._now)
+            self.max_in_flight = max(self.max_in_flight, self._now)
         try:
             return self._answer(request, context)
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from millrace_client.stack.plan import Part, Plan
+from millrace_client.stack.plan import PlannedProcess, StackPlan
 from tests.support.ports import free_ports
 
 NAMES = ("ray", "data", "train", "inference")
@@ -37,11 +37,11 @@ REFUSE = "import sys; sys.exit('MILLRACE_STORE: use file:///folder')"
 CODE = {"ray": LISTEN, "data": SERVE, "train": SERVE, "inference": SERVE}
 
 
-def fake_plan(home: Path, *, failing: str = "") -> Plan:
+def fake_plan(home: Path, *, failing: str = "") -> StackPlan:
     """Ray is a bare listener, each service answers its health; the one named `failing` ends at once."""
     ports = free_ports(len(NAMES))
     parts = tuple(
-        Part(
+        PlannedProcess(
             name=name,
             command=(
                 sys.executable,
@@ -58,7 +58,7 @@ def fake_plan(home: Path, *, failing: str = "") -> Plan:
     )
     ray_folder = home / "ray"
     ray_folder.mkdir(parents=True)
-    return Plan(
+    return StackPlan(
         home=home,
         parts=parts,
         addresses={part.name: part.address for part in parts[1:]},

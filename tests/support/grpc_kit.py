@@ -124,7 +124,7 @@ async def running(register: Callable[[aio.Server], list[str]], **options: Any) -
 
 
 @dataclass
-class Told:
+class CallError:
     """What a failed call told its client."""
 
     code: grpc.StatusCode
@@ -135,12 +135,12 @@ class Told:
     retry_after_s: float | None = None
 
 
-async def told(call: Awaitable[Any]) -> Told:
+async def told(call: Awaitable[Any]) -> CallError:
     """The error that the call ends with."""
     with pytest.raises(aio.AioRpcError) as raised:
         await call
     error = raised.value
-    answer = Told(error.code(), error.details() or "", dict(error.trailing_metadata()))
+    answer = CallError(error.code(), error.details() or "", dict(error.trailing_metadata()))
     status = from_call(cast(grpc.Call, error))
     for detail in status.details if status else ():
         if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):

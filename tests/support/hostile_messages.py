@@ -33,7 +33,7 @@ NAMES = (
     *("(a+)+$", "(?=a)", "[", "os:system", "utf-8", "rot13", "0" * 64, "00000000-0000-4000-8000-000000000000", "uid"),
 )
 NUMBERS = (0.0, -0.0, 0.5, -1.0, 1e308, 5e-324, float("nan"), float("inf"), float("-inf"))
-_MOST_NESTED = 5
+_MAX_NESTED = 5
 _KIND = FieldDescriptor
 
 
@@ -70,7 +70,7 @@ def hostile(message: Message, random_: random.Random, nesting: int = 0, *, flood
             setattr(message, field.name, _scalar(field, random_))
         else:
             getattr(message, field.name).SetInParent()
-            if nesting < _MOST_NESTED:
+            if nesting < _MAX_NESTED:
                 hostile(getattr(message, field.name), random_, nesting + 1, flood=flood)
     return message
 

@@ -19,9 +19,9 @@ from inference_service.deploy.deployments import Deployments
 from inference_service.domain.batch_policy import BatchTimes, Limits
 from inference_service.domain.deployment import Deployment, ModelVersion, State, application_name, check_spec
 from inference_service.domain.signature import Outputs, Rows, Signature, TensorSpec
-from inference_service.peers import Siblings
+from inference_service.peers import Peers
 from inference_service.serve.batcher import Batcher
-from inference_service.serve.infer import Dispatcher, HeldBytes, Inference
+from inference_service.serve.infer import Dispatcher, Inference, InFlightBytes
 from inference_service.serve.models import Models
 from inference_service.serve.repository import ModelRepository, SummedStatistics
 from inference_service.serve.servicer import OpenInferenceServicer
@@ -120,8 +120,8 @@ async def inference_server(
     one: Deployment | None = None,
     model: Any = None,
     default_deadline_s: float = DEFAULT_DEADLINE_S,
-    held: HeldBytes | None = None,
-    siblings: Siblings | None = None,
+    held: InFlightBytes | None = None,
+    peers: Peers | None = None,
     token: BearerToken | None = None,
     **limits: Any,
 ) -> AsyncIterator[Server]:
@@ -132,7 +132,7 @@ async def inference_server(
     with tempfile.TemporaryDirectory() as folder:
         deployments = Deployments(open_store(StoreSettings(url=Path(folder).as_uri())))
         inference = Inference(models, Dispatcher(models, held))
-        statistics = SummedStatistics(models, siblings or Siblings())
+        statistics = SummedStatistics(models, peers or Peers())
         servicer = OpenInferenceServicer(models, inference, ModelRepository(deployments), statistics, models.put)
 
         def register(server: aio.Server) -> list[str]:
@@ -148,13 +148,13 @@ def served(
     scenario: Callable[[Server], Awaitable[None]],
     one: Deployment | None = None,
     *,
-    within_s: float = 240.0,
+    timeout_s: float = 240.0,
     **options: Any,
 ) -> None:
     """Runs the scenario against a fresh server."""
 
     async def main() -> None:
-        async with asyncio.timeout(within_s), inference_server(one, **options) as server:
+        async with asyncio.timeout(timeout_s), inference_server(one, **options) as server:
             await scenario(server)
 
     asyncio.run(main())
@@ -167,11 +167,11 @@ def ask(*firsts: int, model: str = "m", **fields: Any) -> oip.ModelInferRequest:
     return oip.ModelInferRequest(model_name=model, inputs=[tensor], raw_input_contents=[values.tobytes()], **fields)
 
 
-async def until(holds: Callable[[], bool], what: str, within_s: float = 120.0) -> None:
+async def until(holds: Callable[[], bool], what: str, timeout_s: float = 120.0) -> None:
     """Returns once `holds()`, without holding up the event loop."""
     try:
-        async with asyncio.timeout(within_s):
+        async with asyncio.timeout(timeout_s):
             while not holds():  # noqa: ASYNC110 - what is waited for tells nobody
                 await asyncio.sleep(0.005)
     except TimeoutError:
-        raise AssertionError(f"waited {within_s:g} s for {what}") from None
+        raise AssertionError(f"waited {timeout_s:g} s for {what}") from None

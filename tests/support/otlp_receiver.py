@@ -73,10 +73,10 @@ class OtlpReceiver:
         with self._lock:
             return [one for one in self._seen if trace in ("", one.trace)]
 
-    def wait_for(self, trace: str, *names: str, within_s: float = 120.0) -> dict[str, Seen]:
+    def wait_for(self, trace: str, *names: str, timeout_s: float = 120.0) -> dict[str, Seen]:
         """The spans of a trace by name, once those names are all there."""
         wait_until(
-            lambda: {*names} <= {one.name for one in self.spans(trace)}, f"spans {names} of trace {trace}", within_s
+            lambda: {*names} <= {one.name for one in self.spans(trace)}, f"spans {names} of trace {trace}", timeout_s
         )
         return {one.name: one for one in self.spans(trace)}
 

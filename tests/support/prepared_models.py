@@ -54,7 +54,7 @@ STEPS: dict[str, list[dict[str, Any]]] = {
 }
 INPUT = {"rows": "x", "photos": "photo"}
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP")
-MOST_ROWS = 12
+MAX_ROWS = 12
 
 
 class Prepared:
@@ -95,7 +95,7 @@ def any_rows(random_: random.Random) -> oip.ModelInferRequest:
     """For one of both: all values are good, or all but one or two, or few are. What one of them alone does shows only
     where no other is refused."""
     name = random_.choice(("rows", "rows", "photos"))
-    specs, rows = prepared()[name].raw, random_.randint(1, MOST_ROWS)
+    specs, rows = prepared()[name].raw, random_.randint(1, MAX_ROWS)
     cells = [(spec.name, row) for spec in specs for row in range(rows)]
     bad = {*random_.choices(cells, k=random_.choice((0, 1, 1, 2, 2 * len(cells))))}
     request = oip.ModelInferRequest(model_name=name)

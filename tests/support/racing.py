@@ -17,7 +17,7 @@ from shared.storage import ObjectExists, ObjectStore, open_store
 T = TypeVar("T")
 
 RACERS = 4
-TOGETHER_WITHIN_S = 60.0
+TOGETHER_TIMEOUT_S = 60.0
 
 _barrier: Barrier | None = None
 _open = cache(open_store)
@@ -52,7 +52,7 @@ def _start(barrier: Barrier) -> None:
 def _together(task: Callable[..., T], *arguments: Any) -> T:
     assert _barrier is not None
     # Which also keeps one process from taking two of the tasks.
-    _barrier.wait(TOGETHER_WITHIN_S)
+    _barrier.wait(TOGETHER_TIMEOUT_S)
     return task(*arguments)
 
 

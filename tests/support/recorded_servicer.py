@@ -110,7 +110,7 @@ class RecordedRun(train_service_pb2_grpc.TrainServiceServicer):
         self._repeated = repeated
         self._breaks = breaks
         self._pause_s = pause_s
-        self.wishes: list[Any] = []
+        self.requests: list[Any] = []
 
     def GetTrainingJob(self, request: Any, context: grpc.ServicerContext) -> Job:
         return job(self._state, self._task)
@@ -182,15 +182,15 @@ class RecordedRun(train_service_pb2_grpc.TrainServiceServicer):
                 abort(context, status(grpc.StatusCode.UNAVAILABLE, "going away"))
 
     def SuspendTrainingJob(self, request: Any, context: grpc.ServicerContext) -> Job:
-        self.wishes.append(request)
+        self.requests.append(request)
         return job(Job.STATE_SUSPENDING)
 
     def ResumeTrainingJob(self, request: Any, context: grpc.ServicerContext) -> Job:
-        self.wishes.append(request)
+        self.requests.append(request)
         return job(Job.STATE_RECOVERING)
 
     def DeleteTrainingJob(self, request: Any, context: grpc.ServicerContext) -> Job:
-        self.wishes.append(request)
+        self.requests.append(request)
         return job(Job.STATE_DELETING)
 
 

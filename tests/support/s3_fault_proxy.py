@@ -37,7 +37,7 @@ class Fault:
     reset: str = ""
     reset_after_bytes: int = 0
     # Takes the request and says nothing, until the fault is changed.
-    is_silent: bool = False
+    is_unresponsive: bool = False
     # Which requests it befalls: of these methods (empty: all), the n-th since the fault was set (0: each), or a share.
     methods: frozenset[str] = field(default_factory=frozenset)
     nth: int = 0
@@ -71,8 +71,8 @@ def resetting(
     return Fault(reset=of, reset_after_bytes=after_bytes, share=share, nth=nth, methods=methods)
 
 
-def silent() -> Fault:
-    return Fault(is_silent=True)
+def unresponsive() -> Fault:
+    return Fault(is_unresponsive=True)
 
 
 class S3FaultProxy:
@@ -131,7 +131,7 @@ class S3FaultProxy:
     async def _request(self, head: Head, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Returns whether the connection can take another request."""
         fault = self._befalls(head.method)
-        if fault.is_silent:
+        if fault.is_unresponsive:
             await self._hold(reader)
             _abort(writer)
             return False

@@ -39,22 +39,22 @@ class Sweeping(train_service_pb2_grpc.TrainServiceServicer):
     def __init__(
         self, final: Any = Sweep.STATE_SUCCEEDED, best: str = "trainingJobs/s-001", deleted: int | None = None
     ) -> None:
-        self.wishes: list[Any] = []
+        self.requests: list[Any] = []
         self._final = final
         self._best = best
         # The number of a trial that was deleted by hand.
         self._deleted = deleted
-        self._looks = 0
+        self._polls = 0
 
     def CreateSweep(self, request: Any, context: grpc.ServicerContext) -> Sweep:
-        self.wishes.append(request)
+        self.requests.append(request)
         return answer(f"sweeps/{request.sweep_id}", Sweep.STATE_PENDING, "")
 
     def GetSweep(self, request: Any, context: grpc.ServicerContext) -> Sweep:
-        self._looks += 1
-        if self._looks == 2:
+        self._polls += 1
+        if self._polls == 2:
             abort(context, status(grpc.StatusCode.UNAVAILABLE, "away for a moment"))
-        sweep = answer(request.name, self._final if self._looks > 2 else Sweep.STATE_RUNNING, self._best)
+        sweep = answer(request.name, self._final if self._polls > 2 else Sweep.STATE_RUNNING, self._best)
         if self._deleted is not None:
             sweep.trials[self._deleted].deleted = True
         return sweep
@@ -65,9 +65,9 @@ class Sweeping(train_service_pb2_grpc.TrainServiceServicer):
         return pb.ListSweepsResponse(sweeps=[one])
 
     def CancelSweep(self, request: Any, context: grpc.ServicerContext) -> Sweep:
-        self.wishes.append(request)
+        self.requests.append(request)
         return answer(request.name, Sweep.STATE_CANCELLING)
 
     def DeleteSweep(self, request: Any, context: grpc.ServicerContext) -> Sweep:
-        self.wishes.append(request)
+        self.requests.append(request)
         return answer(request.name, Sweep.STATE_DELETING)

@@ -10,7 +10,7 @@ from google.protobuf import json_format
 from millrace.train.v1 import resources_pb2 as res
 from millrace.train.v1 import sweep_pb2 as sw
 from millrace.train.v1 import train_service_pb2 as pb
-from tests.support.training import CREATED_WITHIN_S, DONE_WITHIN_S, TrainClient
+from tests.support.training import CREATED_TIMEOUT_S, DONE_TIMEOUT_S, TrainClient
 from tests.support.waiting import wait_until
 
 State = sw.Sweep.State
@@ -31,7 +31,7 @@ def grid(*values: Any) -> dict[str, Any]:
 def create(client: TrainClient, spec: sw.SweepSpec, sweep_id: str = "", **fields: Any) -> sw.Sweep:
     # As of the jobs of tests: see `training.OF_A_TESTS_JOB`.
     request = pb.CreateSweepRequest(sweep_id=sweep_id or f"j{uuid.uuid4().hex[:12]}", spec=spec, **fields)
-    sweep: sw.Sweep = client.rpc.CreateSweep(request, timeout=CREATED_WITHIN_S)
+    sweep: sw.Sweep = client.rpc.CreateSweep(request, timeout=CREATED_TIMEOUT_S)
     return sweep
 
 
@@ -42,5 +42,5 @@ def get(client: TrainClient, name: str) -> sw.Sweep:
 
 def finished(client: TrainClient, name: str) -> sw.Sweep:
     """The sweep once it is final."""
-    wait_until(lambda: get(client, name).state in FINAL, f"the end of {name}", within_s=DONE_WITHIN_S, interval_s=0.5)
+    wait_until(lambda: get(client, name).state in FINAL, f"the end of {name}", timeout_s=DONE_TIMEOUT_S, interval_s=0.5)
     return get(client, name)

@@ -3,7 +3,7 @@
     `python -m tests.support.toy_jobs reconcile`   its reconciler
     `python -m tests.support.toy_jobs serve`       the supervisor of one, as a service is
 
-Both write their pid into the folder TOY_PIDS. With TOY_SPARE a prepared actor waits for the next attempt.
+Both write their pid into the folder TOY_PIDS. With TOY_STANDBY a prepared actor waits for the next attempt.
 """
 
 from __future__ import annotations

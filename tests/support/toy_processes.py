@@ -33,11 +33,11 @@ class Toys:
         self._log = folder / "toys.log"
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, role: str = "reconcile", *, spare: bool = False) -> subprocess.Popen[bytes]:
+    def start(self, role: str = "reconcile", *, standby: bool = False) -> subprocess.Popen[bytes]:
         with self._log.open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "tests.support.toy_jobs", role],
-                env={**self._environ, "TOY_SPARE": "1" if spare else ""},
+                env={**self._environ, "TOY_SPARE": "1" if standby else ""},
                 stdin=subprocess.PIPE,  # closed with us, which ends it
                 stdout=log,
                 stderr=log,

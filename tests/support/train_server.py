@@ -20,7 +20,7 @@ from tests.support.grpc_kit import running
 from train_service.jobs.bundle_intake import BundleIntake
 from train_service.jobs.checkpoint_import import CheckpointImports
 from train_service.jobs.checkpoint_reading import CheckpointReader
-from train_service.jobs.lifecycle import Deletions
+from train_service.jobs.deletion import Deletions
 from train_service.jobs.program_check import ProgramCheck
 from train_service.jobs.run_records import RunRecords
 from train_service.jobs.training_jobs import TrainingJobs

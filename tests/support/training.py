@@ -22,9 +22,9 @@ from tests.support.versions import commit_version, striped_digits
 
 State = res.TrainingJob.State
 # The first check of a model imports torch, which takes long on a busy machine.
-CREATED_WITHIN_S = 400.0
+CREATED_TIMEOUT_S = 400.0
 # Attempts start processes that import torch, on a machine that may be busy with other things.
-DONE_WITHIN_S = 500.0
+DONE_TIMEOUT_S = 500.0
 
 # Of a job whose id `TrainClient.create` chose.
 OF_A_TESTS_JOB = re.compile("trainingJobs/j[0-9a-f]{12}/")
@@ -74,7 +74,7 @@ class TrainClient:
     def create(self, spec: res.TrainingSpec, job_id: str = "", **fields: Any) -> res.TrainingJob:
         job_id = job_id or f"j{uuid.uuid4().hex[:12]}"
         request = pb.CreateTrainingJobRequest(training_job_id=job_id, spec=spec, **fields)
-        job: res.TrainingJob = self.rpc.CreateTrainingJob(request, timeout=CREATED_WITHIN_S)
+        job: res.TrainingJob = self.rpc.CreateTrainingJob(request, timeout=CREATED_TIMEOUT_S)
         return job
 
     def get(self, name: str) -> res.TrainingJob:
@@ -100,9 +100,9 @@ class TrainClient:
         answer = self.rpc.ListCheckpoints(pb.ListCheckpointsRequest(parent=name), timeout=60)
         return list(answer.checkpoints)
 
-    def watch(self, name: str, after_sequence: int = 0, within_s: float = DONE_WITHIN_S) -> Watch:
+    def watch(self, name: str, after_sequence: int = 0, timeout_s: float = DONE_TIMEOUT_S) -> Watch:
         request = pb.WatchTrainingJobRequest(name=name, after_sequence=after_sequence)
-        return Watch(self.rpc.WatchTrainingJob(request, timeout=within_s))
+        return Watch(self.rpc.WatchTrainingJob(request, timeout=timeout_s))
 
     def finished(self, name: str) -> res.TrainingJob:
         """The job once it is final."""

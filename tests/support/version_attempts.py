@@ -18,7 +18,7 @@ from tests.support.ray_head import RayHead
 from tests.support.service_process import store_environ
 from tests.support.waiting import wait_until
 
-WITHIN_S = 240.0
+TIMEOUT_S = 240.0
 # The data service's own reconciler, which looks oftener, for nobody nudges it.
 RECONCILER = """
 from data_service.reconciler import main
@@ -61,8 +61,8 @@ def running_reconciler(settings: StoreSettings, head: RayHead, log: Path) -> Ite
         process.communicate()
 
 
-def over(jobs: Jobs, name: str, within_s: float = WITHIN_S) -> JobRecord:
-    wait_until(lambda: jobs.get(name, name).state.final, f"{name} to end: {jobs.get(name, name)}", within_s)
+def over(jobs: Jobs, name: str, timeout_s: float = TIMEOUT_S) -> JobRecord:
+    wait_until(lambda: jobs.get(name, name).state.final, f"{name} to end: {jobs.get(name, name)}", timeout_s)
     return jobs.get(name, name)
 
 
@@ -73,7 +73,7 @@ def await_worker(jobs: Jobs, name: str, signs: Path) -> None:
         assert not jobs.get(name, name).state.final, jobs.get(name, name).error
         return any(signs.glob("working-*"))
 
-    wait_until(begun, "a worker to begin", WITHIN_S)
+    wait_until(begun, "a worker to begin", TIMEOUT_S)
 
 
 def pid_of(sign: Path) -> int:

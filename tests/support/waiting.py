@@ -8,10 +8,12 @@ from collections.abc import Callable
 INTERVAL_S = 0.02
 
 
-def wait_until(holds: Callable[[], object], what: str, within_s: float = 120.0, interval_s: float = INTERVAL_S) -> None:
+def wait_until(
+    holds: Callable[[], object], what: str, timeout_s: float = 120.0, interval_s: float = INTERVAL_S
+) -> None:
     """Returns once `holds()`; fails the test, naming `what`, if it does not in time."""
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + timeout_s
     while not holds():
         if time.monotonic() > deadline:
-            raise AssertionError(f"waited {within_s:g} s for {what}")
+            raise AssertionError(f"waited {timeout_s:g} s for {what}")
         time.sleep(interval_s)

@@ -41,9 +41,9 @@ from tests.support.waiting import wait_until
 
 VERSION = "datasets/numbered/versions/v1"
 WORKER = "ray::RayTrainWorker"
-ATTEMPT_WITHIN_S = 2000.0
+ATTEMPT_TIMEOUT_S = 2000.0
 # The first batch may wait for a compilation.
-BATCHES_WITHIN_S = 600.0
+BATCHES_TIMEOUT_S = 600.0
 
 
 @dataclass
@@ -195,8 +195,8 @@ def killed_beside_undisturbed(
     job = client.create(spec)
     with contextlib.ExitStack() as failed:
         failed.callback(client.cancel, job.name)  # it would take its workers from the next test, and be struck for it
-        strikes = _kill_workers(place, client.watch(job.name, within_s=ATTEMPT_WITHIN_S), workers, kills, seed)
-        client.watch(job.name, within_s=ATTEMPT_WITHIN_S).rest()
+        strikes = _kill_workers(place, client.watch(job.name, timeout_s=ATTEMPT_TIMEOUT_S), workers, kills, seed)
+        client.watch(job.name, timeout_s=ATTEMPT_TIMEOUT_S).rest()
         failed.pop_all()
     calm = client.create(spec)
     client.finished(calm.name)
@@ -215,7 +215,7 @@ def _kill_workers(place: WitnessedStack, watch: Watch, workers: int, kills: int,
         watch.until("attempt_started", lambda event, attempt=attempt: event.attempt == attempt)  # type: ignore[misc]
         # Somewhere within what is left, counted from here: seeded, and different each time.
         enough = place.batches() + workers * (1 + chance.randrange(7))
-        wait_until(lambda enough=enough: place.batches() >= enough, "some batches", BATCHES_WITHIN_S)  # type: ignore[misc]
+        wait_until(lambda enough=enough: place.batches() >= enough, "some batches", BATCHES_TIMEOUT_S)  # type: ignore[misc]
         os.kill(chance.choice(sorted(place.head.processes(WORKER))), signal.SIGKILL)
         strikes.append(f"a worker of attempt {attempt}")
     watch.cancel()

@@ -25,7 +25,7 @@ PAGES = sorted(page for page in DOCS.rglob("*.md") if CONTRACTS not in page.pare
 OUTSIDE = [README, *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "deploy/README.md"))]
 # Of these pages all Python is run, as the client's user would; others have parts of a module.
 RUN = [README, DOCS / "tutorial.md", DOCS / "how-to" / "tables.md"]
-MOST_LINES_OF_THE_README = 149
+MAX_LINES_OF_THE_README = 149
 # Files and folders of the repository that a text names, as `train_service/worker/loop.py`.
 NAMED_PATH = re.compile(
     r"`((?:data_service|train_service|inference_service|shared|client|tests|benchmarks|deploy|protos/millrace)/[\w./-]*)`"
@@ -63,7 +63,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README.read_text().splitlines()) <= MOST_LINES_OF_THE_README
+    assert len(README.read_text().splitlines()) <= MAX_LINES_OF_THE_README
 
 
 def test_the_navigation_has_each_page_once() -> None:

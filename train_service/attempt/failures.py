@@ -10,8 +10,8 @@ from typing import Any
 from ray.train import TrainingFailedError
 
 from shared.errors import MillraceError, Unavailable, error_from_record
-from shared.jobs.transitions import NO_ROOM, RESIZED
-from train_service.attempt.ray_run import room_was_taken
+from shared.jobs.transitions import INSUFFICIENT_RESOURCES, RESIZED
+from train_service.attempt.ray_run import capacity_was_taken
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class Failure:
 
     own: dict[str, Any] | None
     ranks: str
-    no_room: bool
+    lacks_resources: bool
     text: str
 
     @classmethod
@@ -32,13 +32,15 @@ class Failure:
         return cls(
             own=known.as_record() if known is not None else None,
             ranks=",".join(str(rank) for rank, _ in failures),
-            no_room=room_was_taken(error),
+            lacks_resources=capacity_was_taken(error),
             text=str(error),
         )
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Failure:
-        return cls(own=message["own"], ranks=message["ranks"], no_room=message["no_room"], text=message["text"])
+        return cls(
+            own=message["own"], ranks=message["ranks"], lacks_resources=message["lacks_resources"], text=message["text"]
+        )
 
     def cause(self, ended_for: MillraceError | None) -> MillraceError:
         """What a worker raised, else what we ended the attempt for, else that the workers were lost.
@@ -49,8 +51,8 @@ class Failure:
             return error_from_record(self.own)
         if ended_for is not None and ended_for.specific_reason != RESIZED:
             return ended_for
-        if self.no_room:
-            return Unavailable("room was taken while the workers started", reason=NO_ROOM)
+        if self.lacks_resources:
+            return Unavailable("room was taken while the workers started", reason=INSUFFICIENT_RESOURCES)
         logger.warning("attempt lost: %s", self.text)
         return Unavailable(
             f"the workers were lost{self.ranks and f'; first on rank {self.ranks}'}",

@@ -11,15 +11,15 @@ from pathlib import Path
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from train_service.attempt.pulses import Heard
+from train_service.attempt.heartbeats import RankHeartbeat
 
 logger = logging.getLogger(__name__)
 
-WITHIN_S = 20.0
+TIMEOUT_S = 20.0
 NODE_ID_LABEL = "ray.io/node-id"
 
 
-def end_hard(ranks: list[Heard]) -> dict[int, str]:
+def end_hard(ranks: list[RankHeartbeat]) -> dict[int, str]:
     """SIGKILLs the ranks' processes, stopped ones too. Returns what each had left in its stacks file, by rank."""
     own_node = ray.get_runtime_context().get_node_id()
     found = {one.rank: _end(one.pid, one.stacks_file) for one in ranks if one.node_id == own_node}
@@ -31,7 +31,7 @@ def end_hard(ranks: list[Heard]) -> dict[int, str]:
     }
     for rank, call in calls.items():
         try:
-            found[rank] = ray.get(call, timeout=WITHIN_S)
+            found[rank] = ray.get(call, timeout=TIMEOUT_S)
         except (RayError, GetTimeoutError) as error:
             logger.warning("rank %d on node %s cannot be reached: %s", rank, elsewhere[rank].node_id, error)
     return {rank: text for rank, text in found.items() if text}

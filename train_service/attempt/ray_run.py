@@ -40,7 +40,7 @@ WARM_WORKERS = WarmWorkers(("train_service.worker.loop", "torchvision", "torch._
 # How often it looks after its workers; Ray's own 2 s are a tenth of a restart.
 POLL_EVERY_S = 0.25
 # The room was there a moment ago: whoever has it now keeps it for longer than that.
-ROOM_WITHIN_S = 20.0
+CAPACITY_TIMEOUT_S = 20.0
 # Of this process alone: nothing beside the workers, how long these may take to leave their group, and no advice on
 # blocking calls.
 OF_THE_ATTEMPT = {
@@ -116,7 +116,7 @@ class RayRun(TorchTrainer):
 class _Group(WorkerGroup):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._worker_group_start_timeout_s = ROOM_WITHIN_S
+        self._worker_group_start_timeout_s = CAPACITY_TIMEOUT_S
 
     @staticmethod
     def _get_worker_runtime_env(custom_runtime_env: Any) -> Any:
@@ -134,7 +134,7 @@ def environment_of_workers(config: LoopConfig | ProgramConfig) -> dict[str, Any]
     return WARM_WORKERS.runtime_env if config.attempt > 1 else None
 
 
-def room_was_taken(error: BaseException | None) -> bool:
+def capacity_was_taken(error: BaseException | None) -> bool:
     """Whether that is why the workers did not start."""
     while error is not None:
         if isinstance(error, WorkerGroupStartupTimeoutError):

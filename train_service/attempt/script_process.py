@@ -169,7 +169,7 @@ class ScriptDriver:
             with _plain_log_paused():  # the rank's log has Millrace's records already
                 run_program(config, 0, 1, "", local)
         except MillraceError as error:
-            failure = Failure(own=error.as_record(), ranks="0", no_room=False, text=error.message)
+            failure = Failure(own=error.as_record(), ranks="0", lacks_resources=False, text=error.message)
             self._channel.ask({"kind": "failed", "failure": asdict(failure)})
 
     def _asked(self, trainer: Any) -> Asked:

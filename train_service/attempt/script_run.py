@@ -35,14 +35,13 @@ from shared.checkpoint import CheckpointEntry, CheckpointRegistry
 from shared.code_bundle import unpack_on_node
 from shared.errors import FailedPrecondition, Internal, InvalidArgument, MillraceError, error_from_record
 from shared.jobs import AttemptContext
-from train_service.attempt.endings import as_last_error, program_error, script_result
 from train_service.attempt.failures import Failure
+from train_service.attempt.outcomes import as_last_error, program_error, script_result
 from train_service.attempt.script_sweep import ScriptSweep
 from train_service.attempt.trainer import ProgramAtWork, began_before, program_at_work, size_of_attempt
 from train_service.domain.devices import ATTEMPT_DEVICE, RUN_DEVICE
 from train_service.domain.script_settings import BUDGETS, SCRIPT
 from train_service.domain.spec import RAY_DATA, Program, TrainingSpec
-from train_service.patience import patient
 from train_service.placement import Size, devices_of, usable_nodes
 from train_service.program.attempt_folder import AttemptFolder
 from train_service.program.coordinator import described
@@ -54,16 +53,17 @@ from train_service.program.script_channel import Channel, ChannelClosed
 from train_service.program.signing import hide_memory
 from train_service.records.events import EventKind
 from train_service.records.reporting import Reporter
+from train_service.store_retry import retry_on_outage
 
 logger = logging.getLogger(__name__)
 
 CHILD = "train_service.attempt.script_process"
 # In the folder of the attempt, beside those of ranks.
 DRIVER = -1
-LOOK_EVERY_S = 0.5
+POLL_INTERVAL_S = 0.5
 # A script that has said that it is over leaves the cluster within so long, or is killed.
-ENDS_WITHIN_S = 20.0
-OUTPUT_ENDS_WITHIN_S = 5.0
+ENDS_TIMEOUT_S = 20.0
+OUTPUT_ENDS_TIMEOUT_S = 5.0
 # Of what a script calls, in one attempt.
 MAX_WARNINGS = 100
 # More than the bound of a rank's log allows.
@@ -120,10 +120,10 @@ class ScriptRun:
             self._reporter = stack.enter_context(Reporter(self._store, job, self._context.attempt))
             folder = stack.enter_context(AttemptFolder(url, job, self._context.attempt, DRIVER).entered())
             self._copies = NodeCopies(self._store, folder.path / COPIES, keeps_all=True)
-            self._known = {one.number: one for one in patient(self._fits.read, "the runs of the script")}
+            self._known = {one.number: one for one in retry_on_outage(self._fits.read, "the runs of the script")}
             self._begun_before = {one.number for one in self._known.values() if one.done is None}
             digest = self._program.code_bundle.rpartition("/")[2]
-            code = patient(lambda: unpack_on_node(self._store, digest, folder.code), "the code of the script")
+            code = retry_on_outage(lambda: unpack_on_node(self._store, digest, folder.code), "the code of the script")
             process, channel = self._start(str(folder.run), stack)
             channel.send(
                 {
@@ -170,7 +170,7 @@ class ScriptRun:
             target=forward_lines, args=(process.stdout.fileno(), self._add_lines), name="script-output", daemon=True
         )
         reader.start()
-        stack.callback(reader.join, OUTPUT_ENDS_WITHIN_S)
+        stack.callback(reader.join, OUTPUT_ENDS_TIMEOUT_S)
         stack.callback(_end, process)
         return process, Channel(own)
 
@@ -178,7 +178,7 @@ class ScriptRun:
         """Until the script has ended. Raises what it raised, and what a run of it ended for."""
         while True:
             try:
-                question = channel.receive(LOOK_EVERY_S)
+                question = channel.receive(POLL_INTERVAL_S)
             except ChannelClosed:
                 raise self._gone(process) from None
             if question is None:
@@ -228,7 +228,7 @@ class ScriptRun:
     def _fit(self, call: FitCall, asked: Asked, datasets: list[str]) -> dict[str, Any]:
         if self._at_work is not None:
             text = f"{call.line}: fit() is called while another one is at work; call one after the other"
-            raise _Refused(FailedPrecondition(text, reason="TWO_FITS"))
+            raise _Refused(FailedPrecondition(text, reason="CONCURRENT_FITS"))
         fit = matching(list(self._known.values()), call, self._met)
         fit = fit or Fit(number=len(self._known) + 1, call=call)
         self._met.add(fit.number)
@@ -241,8 +241,8 @@ class ScriptRun:
             None if spec.local else size_of_attempt(self._context, replace(spec, ingest=RAY_DATA) if datasets else spec)
         )
         use_gpu = size is not None and size.use_gpu
-        fit = self._tell_overrides(fit, overridden(asked, spec, use_gpu=use_gpu), call.line)
-        patient(lambda: self._fits.begin(fit), "a run of the script")
+        fit = self._report_overrides(fit, overridden(asked, spec, use_gpu=use_gpu), call.line)
+        retry_on_outage(lambda: self._fits.begin(fit), "a run of the script")
         self._known[fit.number] = fit
         before = max((one.done.report for one in self._known.values() if one.done and one is not fit), default=0)
         self._call, self._number = call, fit.number
@@ -277,8 +277,8 @@ class ScriptRun:
             fit = replace(fit, device=device)
             chosen |= {RUN_DEVICE: device, ATTEMPT_DEVICE: device}
         budgets = {name: taken[name] for name in BUDGETS if name in taken}
-        patient(lambda: context.choose(chosen, budgets), "what the script asks for")
-        patient(lambda: self._fits.begin(fit), "a run of the script")
+        retry_on_outage(lambda: context.choose(chosen, budgets), "what the script asks for")
+        retry_on_outage(lambda: self._fits.begin(fit), "a run of the script")
         self._known[fit.number] = fit
         self._fit_spec = spec
         return fit, spec
@@ -310,7 +310,7 @@ class ScriptRun:
         given = pickle.dumps((config, size))
         return {"run": base64.b64encode(given).decode()}
 
-    def _tell_overrides(self, fit: Fit, sentences: list[str], line: str) -> Fit:
+    def _report_overrides(self, fit: Fit, sentences: list[str], line: str) -> Fit:
         new = [one for one in sentences if one not in fit.reported_overrides]
         for sentence in new:
             self._warn(f"{line}: {sentence}")
@@ -339,7 +339,7 @@ class ScriptRun:
             metrics=metrics or (newest.metrics if newest else {}),
         )
         fit = replace(self._known[self._number], done=done)
-        patient(lambda: self._fits.finish(fit.number, done), "the end of a run of the script")
+        retry_on_outage(lambda: self._fits.finish(fit.number, done), "the end of a run of the script")
         self._known[fit.number] = fit
         return {"result": self._result(fit)}
 
@@ -348,8 +348,8 @@ class ScriptRun:
         run = self._at_work
         assert run is not None
         self._close()
-        patient(lambda: self._context.raise_if_stopped(fresh=True), "the job's state")
-        error = program_error(run.coordinator, run.pulses, failure.cause(run.supervision.cause))
+        retry_on_outage(lambda: self._context.raise_if_stopped(fresh=True), "the job's state")
+        error = program_error(run.coordinator, run.heartbeats, failure.cause(run.supervision.cause))
         return as_last_error(error, self._context.job.error if run.coordinator.reported == 0 else None)
 
     def _gone(self, process: subprocess.Popen[bytes]) -> MillraceError:
@@ -358,9 +358,9 @@ class ScriptRun:
         self._close()
         if run is not None and (known := run.coordinator.cause or run.supervision.cause) is not None:
             return known
-        patient(lambda: self._context.raise_if_stopped(fresh=True), "the job's state")
+        retry_on_outage(lambda: self._context.raise_if_stopped(fresh=True), "the job's state")
         with suppress(subprocess.TimeoutExpired):
-            process.wait(ENDS_WITHIN_S)
+            process.wait(ENDS_TIMEOUT_S)
         code = process.returncode
         how = "" if code is None else f" by {signal.Signals(-code).name}" if code < 0 else f" with exit code {code}"
         return Internal(
@@ -375,7 +375,7 @@ class ScriptRun:
     def _result(self, fit: Fit) -> dict[str, Any]:
         """What `ray.train.Result` is made of."""
         assert fit.done is not None
-        entries = [one for one in patient(self._entries, "the checkpoints") if one.fit == fit.number]
+        entries = [one for one in retry_on_outage(self._entries, "the checkpoints") if one.fit == fit.number]
         return {
             "name": fit.call.name,
             "path": self._context.job.name,
@@ -392,7 +392,7 @@ class ScriptRun:
         if job not in self._readable:
             what = f"{job} is neither this job nor a trial of its sweeps"
             raise _Refused(FailedPrecondition(f"{name} cannot be read: {what}", reason="KEY_REFUSED"))
-        entry = patient(lambda: CheckpointRegistry(self._store, job).find(name), "the checkpoints")
+        entry = retry_on_outage(lambda: CheckpointRegistry(self._store, job).find(name), "the checkpoints")
         if entry is None:
             raise _Refused(FailedPrecondition(f"{name} was taken away since, by checkpoints.keep_newest"))
         found = described(entry)
@@ -403,12 +403,12 @@ class ScriptRun:
             raise _Refused(damaged) from damaged
 
     def _wait_for_end(self, process: subprocess.Popen[bytes]) -> None:
-        deadline = time.monotonic() + ENDS_WITHIN_S
+        deadline = time.monotonic() + ENDS_TIMEOUT_S
         while process.poll() is None and time.monotonic() < deadline:
             self._context.raise_if_stopped()
             time.sleep(0.05)
         if process.poll() is None:
-            logger.warning("the script's process has not ended within %g s and is killed", ENDS_WITHIN_S)
+            logger.warning("the script's process has not ended within %g s and is killed", ENDS_TIMEOUT_S)
 
     def _warn(self, text: str) -> None:
         logger.warning("%s", text)

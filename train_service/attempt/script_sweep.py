@@ -21,12 +21,12 @@ from train_service.domain import sweep
 from train_service.domain.search_space import PROGRAM_CONFIG, Domain
 from train_service.domain.spec import Program, TrainingSpec
 from train_service.domain.sweep import MAX_SWEEP_ID, Asha, SweepSpec
-from train_service.patience import patient
 from train_service.records.reporting import TRAIN_KIND
+from train_service.store_retry import retry_on_outage
 
 SWEEP_KIND = "sweep"
 COLLECTION, TRAINING_JOBS = "sweeps", "trainingJobs"
-LOOK_EVERY_S = 1.0
+POLL_INTERVAL_S = 1.0
 # As of sweeps that clients make: nodes that come and go do not end it.
 MAX_FAILURES = 100
 DEFAULT_CONCURRENT = 4
@@ -70,15 +70,15 @@ class ScriptSweep:
     def ended(self, spec: SweepSpec) -> dict[str, Any]:
         """Makes it where it was not made, and waits for its end. `trials`: of each `name`, `config`, `error` and its
         `checkpoints`, oldest first. Raises what it failed for, and ends it where the job is cancelled."""
-        record = patient(lambda: self._made(spec), "the sweep of the script")
+        record = retry_on_outage(lambda: self._made(spec), "the sweep of the script")
         try:
             while not record.state.final:
-                time.sleep(LOOK_EVERY_S)
+                time.sleep(POLL_INTERVAL_S)
                 self._context.raise_if_stopped()
-                record = patient(lambda: self._jobs.get(self.name, self.name), "the sweep of the script")
+                record = retry_on_outage(lambda: self._jobs.get(self.name, self.name), "the sweep of the script")
         except Cancelled:
             if not self._context.is_suspending:
-                patient(lambda: self._jobs.cancel(self.name, self.name), "the end of the sweep")
+                retry_on_outage(lambda: self._jobs.cancel(self.name, self.name), "the end of the sweep")
             raise
         if record.state is not JobState.SUCCEEDED:
             raise self._failed(record)
@@ -109,8 +109,8 @@ class ScriptSweep:
 
     def _trial(self, spec: SweepSpec, number: int) -> dict[str, Any]:
         store, name = self._context.store, f"{TRAINING_JOBS}/{sweep.trial_id(self._id, number)}"
-        job = patient(lambda: Jobs(store, TRAIN_KIND).find(name), "a trial")
-        entries = patient(CheckpointRegistry(store, name).entries, "a trial's checkpoints")
+        job = retry_on_outage(lambda: Jobs(store, TRAIN_KIND).find(name), "a trial")
+        entries = retry_on_outage(CheckpointRegistry(store, name).entries, "a trial's checkpoints")
         training = spec.training_of(spec.parameters_of(number))
         assert training.program is not None
         return {

@@ -20,42 +20,42 @@ from shared.jobs import AttemptContext, warm_workers
 from shared.jobs.nodes import draining_nodes
 from shared.jobs.transitions import PREEMPTED, RESIZED
 from shared.telemetry import flush_logs
-from train_service.attempt.endings import HUNG, tell_end, tell_error
-from train_service.attempt.ingest_room import ingest_beside
+from train_service.attempt.heartbeats import HeartbeatServer, RankHeartbeat
+from train_service.attempt.ingest_reservation import count_concurrent_ingests
 from train_service.attempt.node_access import end_hard
-from train_service.attempt.pulses import Heard, Pulses
+from train_service.attempt.outcomes import HUNG, report_error, report_outcome
 from train_service.attempt.ray_run import WARM_WORKERS
 from train_service.domain.devices import RUN_DEVICE
 from train_service.domain.sizing import Resources
-from train_service.domain.slices import most_rows_of_a_rank
+from train_service.domain.slices import max_rows_of_a_rank
 from train_service.domain.spec import CPU, GPU, TrainingSpec
-from train_service.domain.watchdog import culprits, hung, limit_s, line_in_bundle, silent_ranks
-from train_service.patience import patient
+from train_service.domain.watchdog import culprits, hung, limit_s, line_in_bundle, unresponsive_ranks
 from train_service.placement import Size, size_now
 from train_service.program.coordinator import ReportCoordinator
 from train_service.records.logs import STACKS_CHUNK
 from train_service.records.reporting import GO_ON, PREEMPT, RESIZE
+from train_service.store_retry import retry_on_outage
 
 logger = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 1.0
-GROWTH_LOOK_EVERY_S = 3.0
+POLL_INTERVAL_S = 1.0
+GROWTH_POLL_INTERVAL_S = 3.0
 # Room must have been there for so long: nodes that come one after another should cost one restart, not several.
-ROOM_STABLE_S = 10.0
+CAPACITY_STABLE_S = 10.0
 # A restart takes about as long; with less left to do, more workers do not pay.
 WORTH_A_RESTART_S = 30.0
 # Warm workers are started after so long, so that the start of this attempt is over, where so much is left to do that a
 # loss is likely enough.
 WARM_AFTER_S = 10.0
 WORTH_WARM_WORKERS_S = 60.0
-STACKS_WITHIN_S = 5.0
+STACKS_TIMEOUT_S = 5.0
 # Workers that did not even reach their loop by then never will.
-START_WITHIN_S = 900.0
+START_TIMEOUT_S = 900.0
 # Ranks that have gone may still write their logs, and Ray ends its run then; should it hang in that, so would the job.
-GONE_WITHIN_S = 90.0
+GONE_TIMEOUT_S = 90.0
 # After its workers were killed, `fit` returns; should it not, this process ends.
-FIT_ENDS_WITHIN_S = 30.0
-STORE_PATIENCE_S = 30.0
+FIT_ENDS_TIMEOUT_S = 30.0
+STORE_OUTAGE_TIMEOUT_S = 30.0
 
 
 class Supervision:
@@ -65,27 +65,27 @@ class Supervision:
         self,
         context: AttemptContext,
         spec: TrainingSpec,
-        pulses: Pulses,
+        heartbeats: HeartbeatServer,
         size: Size | None = None,
         coordinator: ReportCoordinator | None = None,
-        wish: Callable[[int], None] = lambda _: None,
+        request: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`size` is the attempt's; None in local mode. `coordinator` is that of a program. `wish` is called with a
+        """`size` is the attempt's; None in local mode. `coordinator` is that of a program. `request` is called with a
         reason to stop, beside the ranks."""
         self._coordinator = coordinator
-        self._wish = wish
+        self._request = request
         self._stacks_kept = False
         self._context = context
         self._spec = spec
-        self._pulses = pulses
+        self._heartbeats = heartbeats
         self._size = size
         self._workers = size.workers if size else 1
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="supervision", daemon=True)
         self._began = time.monotonic()
         self._gone_since: float | None = None
-        self._looked_for_room = 0.0
-        self._room_since: float | None = None
+        self._capacity_polled_at = 0.0
+        self._capacity_since: float | None = None
         # Trials are many and short; a local attempt has no workers.
         self._may_warm = not spec.local and "trial" not in context.job.spec and warm_workers.wanted()
         self._training_since: float | None = None
@@ -104,51 +104,53 @@ class Supervision:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._ended.wait(LOOK_EVERY_S):
+        while not self._ended.wait(POLL_INTERVAL_S):
             try:
-                self._look()
+                self._poll()
             except (RayError, ConnectionError, OSError) as error:
                 logger.warning("not looked after for a moment: %s", error)
             except Exception:
                 logger.exception("not looked after for a moment")
 
-    def _look(self) -> None:
-        ranks = self._pulses.at_work()
-        if len(self._pulses.heard()) < self._workers and time.monotonic() - self._began > START_WITHIN_S:
-            self._give_up(Unavailable(f"the workers did not start within {START_WITHIN_S:.0f} s", reason="NO_START"))
-        self._look_for_end(ranks)
+    def _poll(self) -> None:
+        ranks = self._heartbeats.at_work()
+        if len(self._heartbeats.heard()) < self._workers and time.monotonic() - self._began > START_TIMEOUT_S:
+            self._give_up(
+                Unavailable(f"the workers did not start within {START_TIMEOUT_S:.0f} s", reason="DID_NOT_START")
+            )
+        self._check_end(ranks)
         if self._coordinator is not None:
-            self._look_at_reports(self._coordinator, ranks)
-        self._look_for_hung(ranks)
+            self._check_reports(self._coordinator, ranks)
+        self._check_hung_ranks(ranks)
         # Again at each look: a rank that starts may not have heard it, and one that has is not disturbed.
         if self._asked:
-            self._wish(self._asked)
-            self._pulses.ask_to_stop(self._asked)
+            self._request(self._asked)
+            self._heartbeats.ask_to_stop(self._asked)
         # Also while it makes way for another size: a node may go before it has.
         if self.cause is None or self.cause.specific_reason == RESIZED:
-            self._look_for_drains(ranks)
+            self._check_drains(ranks)
         if self._leaving and not self._noted:
             self._note_leaving()
         if self.cause is None and self._size is not None and self._may_change(self._size):
-            self._look_for_room(self._size, ranks)
+            self._check_capacity(self._size, ranks)
         if self.cause is None:
             self._keep_warm(ranks)
 
-    def _look_for_end(self, ranks: list[Heard]) -> None:
+    def _check_end(self, ranks: list[RankHeartbeat]) -> None:
         """Gives up where all ranks that were ever heard have gone and `fit` does not return."""
-        if ranks or not self._pulses.heard():
+        if ranks or not self._heartbeats.heard():
             self._gone_since = None
             return
         self._gone_since = self._gone_since or time.monotonic()
-        if time.monotonic() - self._gone_since > GONE_WITHIN_S:
-            text = f"its ranks had gone for {GONE_WITHIN_S:.0f} s, and their run did not end"
-            self._give_up(self.cause or Unavailable(text, reason="RUN_STAYED"))
+        if time.monotonic() - self._gone_since > GONE_TIMEOUT_S:
+            text = f"its ranks had gone for {GONE_TIMEOUT_S:.0f} s, and their run did not end"
+            self._give_up(self.cause or Unavailable(text, reason="RUN_DID_NOT_EXIT"))
 
-    def _look_at_reports(self, coordinator: ReportCoordinator, ranks: list[Heard]) -> None:
+    def _check_reports(self, coordinator: ReportCoordinator, ranks: list[RankHeartbeat]) -> None:
         """Keeps the stacks of all ranks once some are missing at a report, and ends those that were told to stop and
         did not: what they reported is durable."""
         if coordinator.missing and not self._stacks_kept:
-            self._keep(self._pulses.stacks(STACKS_WITHIN_S))
+            self._keep(self._heartbeats.stacks(STACKS_TIMEOUT_S))
         self._stacks_kept = bool(coordinator.missing)
         overdue = set(coordinator.overdue())
         late = [one for one in ranks if one.rank in overdue]
@@ -156,9 +158,9 @@ class Supervision:
             logger.warning("ranks %s did not stop at their report and are killed", sorted(overdue))
             end_hard(late)
 
-    def _look_for_hung(self, ranks: list[Heard]) -> None:
+    def _check_hung_ranks(self, ranks: list[RankHeartbeat]) -> None:
         now = time.monotonic()
-        limit = limit_s(self._pulses.seconds_per_step, self._pulses.first_step_s)
+        limit = limit_s(self._heartbeats.seconds_per_step, self._heartbeats.first_step_s)
         states = [one.state(now) for one in ranks]
         if self._coordinator is not None:
             program = self._spec.program
@@ -170,12 +172,12 @@ class Supervision:
         if not suspects:
             return
         logger.warning("ranks %s stand still for more than %.0f s: %s", suspects, limit, states)
-        silent = silent_ranks(states, limit)
-        stacks = self._pulses.stacks(STACKS_WITHIN_S)
+        unresponsive = unresponsive_ranks(states, limit)
+        stacks = self._heartbeats.stacks(STACKS_TIMEOUT_S)
         if self._spec.program is not None and not self._spec.local:
             # Its file and line are part of the text; a rank whose interpreter is held left them in its file.
             stacks = {**end_hard(ranks), **stacks}
-        standing = culprits(suspects, stacks, silent)
+        standing = culprits(suspects, stacks, unresponsive)
         at = {state.rank: state.step for state in states}
         told = ", ".join(f"rank {rank} at step {at[rank]}{self._line(stacks.get(rank, ''))}" for rank in standing)
         self.cause = Unavailable(
@@ -187,8 +189,10 @@ class Supervision:
             # What a rank whose interpreter is held wrote by itself; it must be read before its process ends.
             stacks = {**end_hard(ranks), **stacks}
         self._keep(stacks)
-        patient(
-            lambda: tell_end(self._context, HUNG, str(self.cause), standing), "the end of an attempt", STORE_PATIENCE_S
+        retry_on_outage(
+            lambda: report_outcome(self._context, HUNG, str(self.cause), standing),
+            "the end of an attempt",
+            STORE_OUTAGE_TIMEOUT_S,
         )
         self._give_up(self.cause)
 
@@ -201,20 +205,22 @@ class Supervision:
     def _keep(self, stacks: dict[int, str]) -> None:
         for rank, text in stacks.items():
             key = f"{self._context.folder}/logs/a{self._context.attempt:05d}/r{rank:04d}/{STACKS_CHUNK}"
-            patient(partial(self._context.store.put, key, text.encode()), "a stack", STORE_PATIENCE_S)
+            retry_on_outage(partial(self._context.store.put, key, text.encode()), "a stack", STORE_OUTAGE_TIMEOUT_S)
 
     def _give_up(self, cause: MillraceError) -> None:
         """The workers are gone, or will never come: `fit` should see it, and this process ends where it does not."""
         self.cause = cause
-        if self._spec.local or not self._ended.wait(FIT_ENDS_WITHIN_S):
+        if self._spec.local or not self._ended.wait(FIT_ENDS_TIMEOUT_S):
             logger.warning("the loop does not end by itself; ending the attempt: %s", cause.message)
             try:
-                patient(lambda: tell_error(self._context, cause), "the end of an attempt", STORE_PATIENCE_S)
+                retry_on_outage(
+                    lambda: report_error(self._context, cause), "the end of an attempt", STORE_OUTAGE_TIMEOUT_S
+                )
             finally:
                 flush_logs()
                 os._exit(1)
 
-    def _look_for_drains(self, ranks: list[Heard]) -> None:
+    def _check_drains(self, ranks: list[RankHeartbeat]) -> None:
         here = {one.node_id: one.rank for one in ranks}
         here.setdefault(ray.get_runtime_context().get_node_id(), -1)
         leaving = draining_nodes() & set(here)
@@ -227,7 +233,7 @@ class Supervision:
             )
             logger.warning("%s: %s", self.cause.message, ", ".join(leaving))
             self._asked = PREEMPT
-            self._pulses.ask_to_stop(PREEMPT)
+            self._heartbeats.ask_to_stop(PREEMPT)
             self._leaving = True
 
     def _note_leaving(self) -> None:
@@ -245,19 +251,19 @@ class Supervision:
         """Whether the run is on CPUs only until its GPUs are back."""
         return own.device == CPU and self._context.job.choices.get(RUN_DEVICE) == GPU
 
-    def _look_for_room(self, own: Size, ranks: list[Heard]) -> None:
+    def _check_capacity(self, own: Size, ranks: list[RankHeartbeat]) -> None:
         now = time.monotonic()
-        if now - self._looked_for_room < GROWTH_LOOK_EVERY_S or len(ranks) < self._workers:
+        if now - self._capacity_polled_at < GROWTH_POLL_INTERVAL_S or len(ranks) < self._workers:
             return
-        self._looked_for_room = now
-        beside = partial(ingest_beside, self._context.store, self._context.job.name)
+        self._capacity_polled_at = now
+        concurrent_ingests = partial(count_concurrent_ingests, self._context.store, self._context.job.name)
         held = own.held(Counter(one.node_id for one in ranks))
-        size = self._better_size(own, held, beside)
+        size = self._better_size(own, held, concurrent_ingests)
         if size is None or not self._pays():
-            self._room_since = None
+            self._capacity_since = None
             return
-        self._room_since = self._room_since or now
-        if now - self._room_since >= ROOM_STABLE_S:
+        self._capacity_since = self._capacity_since or now
+        if now - self._capacity_since >= CAPACITY_STABLE_S:
             moves = size.device != own.device
             self.cause = Unavailable(
                 f"there is room for {size.workers} workers {f'on {GPU}s' if moves else f'instead of {self._workers}'}",
@@ -265,23 +271,25 @@ class Supervision:
             )
             logger.info("%s", self.cause.message)
             self._asked = RESIZE
-            self._pulses.ask_to_stop(RESIZE)
+            self._heartbeats.ask_to_stop(RESIZE)
 
-    def _better_size(self, own: Size, held: Mapping[str, Resources], beside: Callable[[], int]) -> Size | None:
+    def _better_size(
+        self, own: Size, held: Mapping[str, Resources], concurrent_ingests: Callable[[], int]
+    ) -> Size | None:
         """For which there is room: with its GPUs where the run waits for them, else more workers that are faster."""
         if self._waits_for_gpus(own):
-            size = size_now(self._spec, GPU, beside, held)
+            size = size_now(self._spec, GPU, concurrent_ingests, held)
             if size.workers:
                 return size
         if self._workers >= self._spec.num_workers:
             return None
-        size = size_now(self._spec, own.device, beside, held, own.workers)
+        size = size_now(self._spec, own.device, concurrent_ingests, held, own.workers)
         return size if size.workers > own.workers and self._is_faster(size.workers) else None
 
-    def _keep_warm(self, ranks: list[Heard]) -> None:
+    def _keep_warm(self, ranks: list[RankHeartbeat]) -> None:
         """Sees to it that processes wait for the next attempt where the workers of this one are."""
         now = time.monotonic()
-        if not self._may_warm or len(ranks) < self._workers or not self._pulses.seconds_per_step:
+        if not self._may_warm or len(ranks) < self._workers or not self._heartbeats.seconds_per_step:
             return
         self._training_since = self._training_since or now
         if now - self._training_since < WARM_AFTER_S or self._left_s() < WORTH_WARM_WORKERS_S:
@@ -293,7 +301,7 @@ class Supervision:
     def _is_faster(self, workers: int) -> bool:
         """Whether the slowest of so many has less to compute than now: a worker computes whole lanes."""
         now, then = (
-            most_rows_of_a_rank(self._spec.global_batch_size, self._spec.lanes, number)
+            max_rows_of_a_rank(self._spec.global_batch_size, self._spec.lanes, number)
             for number in (self._workers, workers)
         )
         return then < now
@@ -303,8 +311,8 @@ class Supervision:
 
     def _left_s(self) -> float:
         """How long the run will take from here; 0 where that cannot be said."""
-        first = next((one for one in self._pulses.at_work() if one.rank == 0), None)
-        seconds = self._pulses.seconds_per_step
+        first = next((one for one in self._heartbeats.at_work() if one.rank == 0), None)
+        seconds = self._heartbeats.seconds_per_step
         if first is None or not seconds or not first.total_steps:
             return 0.0
         return (first.total_steps - first.step) * median(seconds)

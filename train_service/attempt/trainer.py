@@ -23,36 +23,36 @@ from ray.train import TrainingFailedError
 
 from shared.errors import Cancelled, MillraceError, Unavailable
 from shared.jobs import AttemptContext, JobRecord
-from shared.jobs.transitions import NO_ROOM
+from shared.jobs.transitions import INSUFFICIENT_RESOURCES
 from shared.log import StaleAttempt
 from shared.telemetry import flush_logs
-from train_service.attempt.endings import as_last_error, program_error, program_result, result_of, tell_device, told
 from train_service.attempt.failures import Failure
-from train_service.attempt.ingest_room import ingest_beside
+from train_service.attempt.heartbeats import HeartbeatServer
+from train_service.attempt.ingest_reservation import count_concurrent_ingests
 from train_service.attempt.node_access import end_hard
-from train_service.attempt.pulses import Pulses
+from train_service.attempt.outcomes import as_last_error, program_error, program_result, report_device, result_of, told
 from train_service.attempt.ray_run import RayRun
 from train_service.attempt.supervision import Supervision
 from train_service.domain.devices import attempt_device
 from train_service.domain.spec import Program, TrainingSpec
 from train_service.learning.ranks import Ranks
-from train_service.patience import patient
 from train_service.placement import Size, devices_of, lacking, size_now, usable_nodes
 from train_service.program.coordinator import ReportCoordinator
 from train_service.program.signing import handling
 from train_service.program.worker import ProgramConfig
 from train_service.records.logs import OWN_PROCESS, LogShipper
 from train_service.records.reporting import GO_ON, Reporter
+from train_service.store_retry import retry_on_outage
 from train_service.worker.loop import LoopConfig, train_loop
 
 logger = logging.getLogger(__name__)
 
 # Workers that have begun stop after their next step. Those that wait for resources never would.
-STOP_WITHIN_S = 20.0
+STOP_TIMEOUT_S = 20.0
 # A checkpoint may have to be written first.
-PAUSE_WITHIN_S = 300.0
+PAUSE_TIMEOUT_S = 300.0
 # Room that the last look of the reconciler saw may be given back within moments.
-ROOM_WITHIN_S = 5.0
+CAPACITY_TIMEOUT_S = 5.0
 
 
 def prepare() -> None:
@@ -72,7 +72,7 @@ def _run(
     context: AttemptContext, spec: TrainingSpec, add_lines: Callable[[bytes], None] = lambda _: None
 ) -> dict[str, Any]:
     """`add_lines` takes what a process that the attempt starts prints."""
-    patient(lambda: tell_device(context.store, context.job), "the change of the device")
+    retry_on_outage(lambda: report_device(context.store, context.job), "the change of the device")
     if spec.program is not None and (spec.program.is_script or spec.local):
         from train_service.attempt.script_run import ScriptRun  # whose fits are runs as below
 
@@ -81,17 +81,17 @@ def _run(
     if spec.program is not None:
         return _run_program(context, spec, spec.program)
     size = None if spec.local else size_of_attempt(context, spec)
-    with Pulses(ray.util.get_node_ip_address()) as pulses:  # type: ignore[no-untyped-call]
+    with HeartbeatServer(ray.util.get_node_ip_address()) as heartbeats:  # type: ignore[no-untyped-call]
         config = LoopConfig(
             store=context.store.settings,
             job_name=context.job.name,
             attempt=context.attempt,
             spec=spec,
-            pulse=pulses.address,
+            heartbeat=heartbeats.address,
         )
         with (
-            _ends_when_stopped(context, PAUSE_WITHIN_S, STOP_WITHIN_S),
-            Supervision(context, spec, pulses, size) as supervision,
+            _ends_when_stopped(context, PAUSE_TIMEOUT_S, STOP_TIMEOUT_S),
+            Supervision(context, spec, heartbeats, size) as supervision,
         ):
             if size is None:
                 train_loop(config, Ranks(0, 1, torch.device("cpu")), ray.get_runtime_context().get_node_id())
@@ -107,7 +107,7 @@ def _run_program(context: AttemptContext, spec: TrainingSpec, program: Program) 
         try:
             _fit(run.config, size, context, run.supervision)
         except MillraceError as lost:
-            error = program_error(run.coordinator, run.pulses, lost)
+            error = program_error(run.coordinator, run.heartbeats, lost)
             before = context.job.error if run.coordinator.reported == 0 else None
             raise as_last_error(error, before) from lost
         if run.coordinator.all_returned:
@@ -126,7 +126,7 @@ class ProgramAtWork:
 
     config: ProgramConfig
     coordinator: ReportCoordinator
-    pulses: Pulses
+    heartbeats: HeartbeatServer
     supervision: Supervision
 
     def result(self, context: AttemptContext) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def program_at_work(
 ) -> Iterator[ProgramAtWork]:
     """The attempt's side of a run of Ray Train, while the body has Ray run it; `size` None: of one rank that is no
     worker. The others are as for `ReportCoordinator`."""
-    name, within_s = context.job.name, program.stop_within_s
+    name, timeout_s = context.job.name, program.stop_within_s
     asked = [GO_ON]
     with contextlib.ExitStack() as stack:
         reporter = stack.enter_context(Reporter(context.store, name, context.attempt, lambda: asked[0]))
@@ -165,37 +165,39 @@ def program_at_work(
         )
         host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         handle = stack.enter_context(handling(context.store, name, context.attempt, spec, coordinator))
-        pulses = stack.enter_context(Pulses(host, handle))
+        heartbeats = stack.enter_context(HeartbeatServer(host, handle))
         stack.enter_context(coordinator)
         config = ProgramConfig(
             store_url=context.store.settings.url,
             job_name=name,
             attempt=context.attempt,
             spec=spec,
-            pulse=pulses.address,
+            heartbeat=heartbeats.address,
         )
-        stack.enter_context(_ends_when_stopped(context, within_s, within_s, pulses))
+        stack.enter_context(_ends_when_stopped(context, timeout_s, timeout_s, heartbeats))
 
-        def wish(reason: int) -> None:
+        def request(reason: int) -> None:
             asked[0] = reason
 
-        supervision = Supervision(context, spec, pulses, size, coordinator, wish)
+        supervision = Supervision(context, spec, heartbeats, size, coordinator, request)
         stack.enter_context(supervision)
-        yield ProgramAtWork(config, coordinator, pulses, supervision)
+        yield ProgramAtWork(config, coordinator, heartbeats, supervision)
 
 
 def size_of_attempt(context: AttemptContext, spec: TrainingSpec) -> Size:
     # Of a job that an earlier release began: as at a first attempt.
     device = attempt_device(context.job.choices) or devices_of(spec, "", usable_nodes())[1]
 
-    def beside() -> int:
-        return patient(lambda: ingest_beside(context.store, context.job.name), "the other jobs")
+    def concurrent_ingests() -> int:
+        return retry_on_outage(lambda: count_concurrent_ingests(context.store, context.job.name), "the other jobs")
 
-    give_up_at = time.monotonic() + ROOM_WITHIN_S
-    while not (size := size_now(spec, device, beside)).workers:
+    give_up_at = time.monotonic() + CAPACITY_TIMEOUT_S
+    while not (size := size_now(spec, device, concurrent_ingests)).workers:
         if time.monotonic() > give_up_at:
             # Not a failure: the reconciler waits for room before it begins the next attempt.
-            raise Unavailable(f"room was taken: {lacking(spec, device, beside)}", reason=NO_ROOM)
+            raise Unavailable(
+                f"room was taken: {lacking(spec, device, concurrent_ingests)}", reason=INSUFFICIENT_RESOURCES
+            )
         time.sleep(0.2)
     return size
 
@@ -204,16 +206,17 @@ def _fit(config: LoopConfig | ProgramConfig, size: Size, context: AttemptContext
     try:
         RayRun(config, size).fit()
     except TrainingFailedError as error:
-        patient(lambda: context.raise_if_stopped(fresh=True), "the job's state")
+        retry_on_outage(lambda: context.raise_if_stopped(fresh=True), "the job's state")
         raise Failure.of(error).cause(supervision.cause) from error
 
 
 @contextmanager
 def _ends_when_stopped(
-    context: AttemptContext, pause_within_s: float, stop_within_s: float, pulses: Pulses | None = None
+    context: AttemptContext, pause_timeout_s: float, stop_within_s: float, heartbeats: HeartbeatServer | None = None
 ) -> Iterator[None]:
     """Ends this process, and with it its workers, should they not stop by themselves when a client or a later attempt
-    wishes it: `fit` cannot be interrupted while its workers start. The ranks that `pulses` hears are killed first."""
+    wishes it: `fit` cannot be interrupted while its workers start. The ranks that `heartbeats` hears are killed
+    first."""
     done = threading.Event()
 
     def watch() -> None:
@@ -224,10 +227,10 @@ def _ends_when_stopped(
             except (Cancelled, StaleAttempt) as stop:
                 asked_at = asked_at or time.monotonic()
                 pausing = isinstance(stop, Cancelled) and context.is_suspending
-                if time.monotonic() - asked_at > (pause_within_s if pausing else stop_within_s):
+                if time.monotonic() - asked_at > (pause_timeout_s if pausing else stop_within_s):
                     logger.warning("the workers did not stop in time; ending the attempt")
-                    if pulses is not None:
-                        end_hard(pulses.at_work())
+                    if heartbeats is not None:
+                        end_hard(heartbeats.at_work())
                     flush_logs()
                     os._exit(1)
 

@@ -21,7 +21,7 @@ class CheckpointClock:
         self._now = now
         self._last = now()
         self._told = False
-        self._wished = False
+        self._requested = False
         # The next sum is of a step that was saved.
         self._saved = False
 
@@ -34,15 +34,15 @@ class CheckpointClock:
 
     def heard(self, summed: float) -> None:
         """Takes what the ranks added up to, of each step once and before the next is `taken`."""
-        self._wished = self._wished or (summed > 0 and not self._saved)
+        self._requested = self._requested or (summed > 0 and not self._saved)
         self._saved = False
 
     def due(self, steps_done: int) -> bool:
         """Whether a checkpoint is to be taken after this step, besides those at the ends of epochs."""
-        return self._wished or bool(self._every_steps and steps_done % self._every_steps == 0)
+        return self._requested or bool(self._every_steps and steps_done % self._every_steps == 0)
 
     def taken(self) -> None:
         """One was taken after the step whose sum is heard next, whatever for: the seconds count anew."""
         self._last = self._now()
-        self._told = self._wished = False
+        self._told = self._requested = False
         self._saved = True

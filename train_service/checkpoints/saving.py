@@ -25,10 +25,10 @@ from train_service.learning.ranks import Ranks
 from train_service.loading.loader import Batch
 from train_service.loading.preprocessing import Preprocessing
 from train_service.loading.version_fit import class_names, ingested_columns
-from train_service.patience import patient, store_call
 from train_service.records.events import EventKind
 from train_service.records.metrics_log import MetricsLog
 from train_service.records.reporting import Reporter
+from train_service.store_retry import retry_on_outage, store_call
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class Checkpointing:
                 self._begin_from(self._lineage.spec.initial_checkpoint)
             return 0, []
         entry = CheckpointEntry.from_state(chosen)
-        restored = patient(lambda: self._restored(entry), "the checkpoint to resume from")
+        restored = retry_on_outage(lambda: self._restored(entry), "the checkpoint to resume from")
         history = restored.state.pop("history")
         self._learner.load(restored.weights, restored.state)
         self._learner.target_scaling = restored.content.target_scaling
@@ -166,7 +166,7 @@ class Checkpointing:
         def told(entry: CheckpointEntry) -> None:
             reporter.tell(EventKind.CHECKPOINT_COMMITTED, **entry.as_state())
 
-        entry = patient(newest, "the newest checkpoint")
+        entry = retry_on_outage(newest, "the newest checkpoint")
         self._writer = CheckpointWriter(
             self._store,
             self._registry,
@@ -186,10 +186,14 @@ class Checkpointing:
         return entry
 
     def _begin_from(self, name: str) -> None:
-        entry, fit = patient(lambda: load_initial(self._store, name, self._learner.model), "the initial checkpoint")
+        entry, fit = retry_on_outage(
+            lambda: load_initial(self._store, name, self._learner.model), "the initial checkpoint"
+        )
         self._initial = (entry.name, entry.manifest_sha256)
         if self._lineage.spec.target_scaling == STANDARD:
-            kept = patient(lambda: kept_scaling(self._store, entry, self._lineage.spec.model), "the initial checkpoint")
+            kept = retry_on_outage(
+                lambda: kept_scaling(self._store, entry, self._lineage.spec.model), "the initial checkpoint"
+            )
             self._learner.target_scaling = kept
             if kept is None and self._reporter is not None:
                 text = f"{entry.name} has no scaling of this target: it is learnt anew, and the last layer must follow"

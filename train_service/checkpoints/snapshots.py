@@ -15,19 +15,19 @@ import torch
 
 from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegistry, load_checkpoint, write_checkpoint
 from shared.checkpoint.format import OPTIMIZER, OTHER_FORMAT, WEIGHTS
-from shared.checkpoint.users import live_users
+from shared.checkpoint.references import live_references
 from shared.errors import DataLoss
 from shared.storage import ObjectStore
 from train_service.checkpoints.tensor_files import NEST, TensorFile, put_together, take_apart
 from train_service.domain.retention import Saved, outlived
 from train_service.domain.spec import CheckpointPolicy
-from train_service.patience import patient, store_call
+from train_service.store_retry import retry_on_outage, store_call
 
 logger = logging.getLogger(__name__)
 
 
 # A write that took longer than this is told: the store was away, or is slow.
-TOLD_AFTER_S = 5.0
+REPORTED_AFTER_S = 5.0
 
 T = TypeVar("T")
 
@@ -110,11 +110,11 @@ class CheckpointWriter:
             self._pool.shutdown(wait=True)
 
     def _write(self, describe: Callable[[], CheckpointContent], files: dict[str, memoryview], final: bool) -> None:
-        content = self._patiently(describe)
+        content = self._retry_on_outage(describe)
         checkpoint_id = f"step-{content.step:08d}"
         # A fresh folder each: a stale attempt may be writing the same step.
         folder = f"{self._registry.data_folder}/{checkpoint_id}-a{self._attempt:05d}-{uuid.uuid4().hex[:8]}"
-        digest, size_bytes = self._patiently(lambda: write_checkpoint(self._store, folder, content, files))
+        digest, size_bytes = self._retry_on_outage(lambda: write_checkpoint(self._store, folder, content, files))
         entry = CheckpointEntry(
             name=f"{content.training_job}/checkpoints/{checkpoint_id}",
             folder=folder,
@@ -129,16 +129,16 @@ class CheckpointWriter:
             code_bundle=content.model.code_bundle,
             model_entry=content.model.entry,
         )
-        self._patiently(lambda: self._registry.commit(entry))
+        self._retry_on_outage(lambda: self._registry.commit(entry))
         self._told(entry)
         if self._policy is not None and self._policy.keep_newest:
             policy = self._policy
-            self._patiently(lambda: retain(self._store, self._registry, policy, self._attempt, self._damaged))
+            self._retry_on_outage(lambda: retain(self._store, self._registry, policy, self._attempt, self._damaged))
 
-    def _patiently(self, call: Callable[[], T]) -> T:
+    def _retry_on_outage(self, call: Callable[[], T]) -> T:
         began = time.monotonic()
-        answer = patient(call, "a checkpoint")
-        if (waited_s := time.monotonic() - began) > TOLD_AFTER_S:
+        answer = retry_on_outage(call, "a checkpoint")
+        if (waited_s := time.monotonic() - began) > REPORTED_AFTER_S:
             self._warn(f"a checkpoint took {waited_s:.0f} s to reach the object store")
         return answer
 
@@ -164,7 +164,7 @@ def retain(
     }
     going = outlived(list(saved.values()), policy.keep_newest, policy.keep_best, state.ranking)
     # Only those that would go are asked for their users.
-    used = {name for name in going if live_users(store, name, time.time())}
+    used = {name for name in going if live_references(store, name, time.time())}
     return registry.retire([one for one in state.checkpoints if one.name in going and one.name not in used], attempt)
 
 

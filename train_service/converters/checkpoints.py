@@ -16,7 +16,7 @@ from shared.requests import body_digest
 from shared.transforms.schema import arrow_type_of
 from train_service.converters.jobs import checkpoint_to_proto, job_to_proto
 from train_service.converters.specs import spec_from_proto
-from train_service.jobs.checkpoint_import import Imported, ImportWish, SentFile
+from train_service.jobs.checkpoint_import import CheckpointImportRequest, Imported, SentFile
 from train_service.jobs.checkpoint_reading import CheckpointListing, FileBegin, Part
 
 # --- Checkpoints ---
@@ -54,10 +54,10 @@ MAX_RULE = 1_000
 
 async def import_parts_from_proto(
     requests: AsyncIterator[Any], custom_allowed: Collection[str]
-) -> AsyncIterator[ImportWish | bytes]:
+) -> AsyncIterator[CheckpointImportRequest | bytes]:
     async for request in requests:
         if request.WhichOneof("content") == "header":
-            yield _wish(request.header, custom_allowed)
+            yield _request(request.header, custom_allowed)
         else:
             yield request.chunk
 
@@ -101,7 +101,7 @@ def report_to_proto(report: Mapping[str, Any]) -> checkpoint_import_pb2.ImportRe
     )
 
 
-def _wish(header: Any, custom_allowed: Collection[str]) -> ImportWish:
+def _request(header: Any, custom_allowed: Collection[str]) -> CheckpointImportRequest:
     asked = header.spec
     if asked.model.code_bundle or asked.model.entry:
         remedy = "weights are imported for a builder; leave code_bundle and entry out"
@@ -116,7 +116,7 @@ def _wish(header: Any, custom_allowed: Collection[str]) -> ImportWish:
         model=asked.model if asked.HasField("model") else None,
         allow_non_finite=asked.allow_non_finite,
     )
-    return ImportWish(
+    return CheckpointImportRequest(
         job_id=header.training_job_id,
         spec=spec_from_proto(training, custom_allowed),
         given=given,

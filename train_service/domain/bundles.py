@@ -20,7 +20,7 @@ def device_of_run(spec: TrainingSpec, totals: Sequence[Resources]) -> str:
     if spec.local or gpus == 0:
         return CPU
     if gpus is None and spec.placement.backend != "nccl":
-        return GPU if sum(node.get("GPU", 0.0) for node in totals) >= spec.fewest_workers else CPU
+        return GPU if sum(node.get("GPU", 0.0) for node in totals) >= spec.effective_min_workers else CPU
     return GPU
 
 
@@ -80,7 +80,7 @@ def beyond(spec: TrainingSpec, most: Mapping[str, float]) -> list[str]:
     if spec.local:
         return []
     bundle = first_bundle(spec, [])
-    over = [name for name, need in bundle.items() if name in most and spec.fewest_workers * need > most[name]]
+    over = [name for name, need in bundle.items() if name in most and spec.effective_min_workers * need > most[name]]
     alone = [name for name in over if bundle[name] > most[name]]
     return [_field(spec, name) for name in alone] or ([_workers(spec)] if over else [])
 
@@ -95,7 +95,7 @@ def _first_device(spec: TrainingSpec, nodes: Sequence[Resources]) -> str:
 
 
 def _could_hold(spec: TrainingSpec, device: str, nodes: Sequence[Resources]) -> bool:
-    fewest = spec.fewest_workers
+    fewest = spec.effective_min_workers
     bundle = {name: need for name, need in bundle_of(spec, device).items() if lasts(name)}
     left = besides_ingest(nodes, int(spec.ingest == RAY_DATA))
     return workers_that_fit(left, bundle, spec.placement.strategy, fewest, fewest) > 0

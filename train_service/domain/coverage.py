@@ -18,7 +18,7 @@ BLOCK_ROWS = 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counts:
+class CoverageCounts:
     """Each row counts once. `skipped` rows were in a step that changed no weight and in no other, `missing` ones were
     never read, `repeated` ones consumed twice or more; of each the lowest ids are listed."""
 
@@ -38,7 +38,7 @@ def count_rows(
     row_count: int,
     max_listed: int = MAX_LISTED,
     skipped_parts: Iterable[Ints] = (),
-) -> Counts:
+) -> CoverageCounts:
     """Counts the row ids of all `parts` for a split that owns the ids [first, first + row_count). Takes three bits a
     row, and what one part at a time takes. `skipped_parts` are those of skipped steps, looked at after `parts`.
 
@@ -61,7 +61,7 @@ def count_rows(
         tally.add("repeated", begin, repeated.block(begin))
         tally.add("skipped", begin, skipped_here)
     count, listed = tally.count, tally.listed
-    return Counts(
+    return CoverageCounts(
         row_count=row_count,
         seen_once=row_count - count["missing"] - count["repeated"] - count["skipped"],
         missing=count["missing"],

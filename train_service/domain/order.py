@@ -26,7 +26,7 @@ BLOCKS_PER_LANE = 4
 WINDOW_ROWS = 1024
 # Of the open windows of all lanes together: rows that are large are shuffled within fewer.
 WINDOWS_BYTES = 256 * 1024 * 1024
-FEWEST_WINDOW_ROWS = 16
+MIN_WINDOW_ROWS = 16
 
 # What a permutation is for; part of its key.
 BLOCKS, WINDOW = 0, 1
@@ -72,7 +72,7 @@ def blocks_of(row_groups: Sequence[int], lanes: int) -> Ints:
 
 def window_rows(row_bytes: int, lanes: int) -> int:
     """How many rows a lane's window has; `row_bytes` is what one takes in memory, and part of what fixes the order."""
-    return min(WINDOW_ROWS, max(FEWEST_WINDOW_ROWS, WINDOWS_BYTES // (max(row_bytes, 1) * lanes)))
+    return min(WINDOW_ROWS, max(MIN_WINDOW_ROWS, WINDOWS_BYTES // (max(row_bytes, 1) * lanes)))
 
 
 @dataclass(frozen=True)

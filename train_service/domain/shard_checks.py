@@ -14,7 +14,7 @@ from shared.errors import InvalidArgument, shown
 from train_service.domain.shard_positions import Pass, place_before
 
 # An epoch is an int32 of the contract.
-MOST_EPOCHS = 2**31 - 1
+MAX_EPOCHS = 2**31 - 1
 WRONG_POSITION = "WRONG_SHARD_POSITION"
 
 
@@ -62,8 +62,8 @@ class _ShardCheck:
             epoch, start, stop, step = span
             if step != self._world_size:
                 raise _wrong(self._rank, path, span, f"must have the step {self._world_size}, one for each worker")
-            if not 0 <= epoch <= MOST_EPOCHS:
-                raise _wrong(self._rank, path, span, f"must have an epoch from 0 to {MOST_EPOCHS}")
+            if not 0 <= epoch <= MAX_EPOCHS:
+                raise _wrong(self._rank, path, span, f"must have an epoch from 0 to {MAX_EPOCHS}")
             if not (0 <= start < stop and (stop - start) % step == 0 and stop - step < self._row_count):
                 raise _wrong(
                     self._rank, path, span, f"must be positions from 0 to below {self._row_count}, whole steps apart"
@@ -76,9 +76,9 @@ class _ShardCheck:
             raise _wrong(self._rank, path, place, "must be 3 whole numbers: epoch, base, taken")
         assert isinstance(place, list)
         epoch, base, taken = place
-        if not (0 <= epoch <= MOST_EPOCHS and 0 <= base <= self._row_count):
+        if not (0 <= epoch <= MAX_EPOCHS and 0 <= base <= self._row_count):
             raise _wrong(
-                self._rank, path, place, f"must have an epoch from 0 to {MOST_EPOCHS} and a base from 0 to the "
+                self._rank, path, place, f"must have an epoch from 0 to {MAX_EPOCHS} and a base from 0 to the "
                 f"{self._row_count} rows of the split"
             )  # fmt: skip
         way = Pass(self._row_count, base, self._world_size, self._keeps_remainder)

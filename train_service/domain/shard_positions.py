@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from train_service.domain.coverage import BLOCK_ROWS, MAX_LISTED, Counts
+from train_service.domain.coverage import BLOCK_ROWS, MAX_LISTED, CoverageCounts
 from train_service.domain.order import EpochOrder, Ints
 from train_service.domain.spec import TrainingSpec
 
@@ -254,7 +254,7 @@ def times_given(spans: Iterable[Span], begin: int, end: int) -> NDArray[np.uint8
     return times
 
 
-def count_given(spans: Iterable[Span], order: EpochOrder, first_row_id: int) -> Counts:
+def count_given(spans: Iterable[Span], order: EpochOrder, first_row_id: int) -> CoverageCounts:
     """How often each row was given in the epoch of `order`.
 
     A block of positions is looked at after another, whole windows of all lanes each, so that each window is worked out
@@ -274,7 +274,7 @@ def count_given(spans: Iterable[Span], order: EpochOrder, first_row_id: int) -> 
                 count[often] += len(positions)
                 found = np.concatenate([lowest[often], order.rows(positions)])
                 lowest[often] = np.sort(found)[:MAX_LISTED]
-    return Counts(
+    return CoverageCounts(
         row_count=order.row_count,
         seen_once=order.row_count - count[0] - count[OFTEN],
         missing=count[0],

@@ -18,14 +18,14 @@ def workers_that_fit(free: Sequence[Resources], bundle: Resources, strategy: str
 
     `free` is what each node has left, by name; `bundle` what a worker asks for, above 0 each. No worker spans nodes.
     """
-    rooms = [_room(node, bundle) for node in free]
+    rooms = [_capacity(node, bundle) for node in free]
     if strategy == STRICT_PACK:
-        room = max(rooms, default=0)
+        capacity = max(rooms, default=0)
     elif strategy == STRICT_SPREAD:
-        room = sum(1 for one in rooms if one > 0)
+        capacity = sum(1 for one in rooms if one > 0)
     else:
-        room = sum(rooms)
-    number = min(room, most)
+        capacity = sum(rooms)
+    number = min(capacity, most)
     return number if number >= fewest else 0
 
 
@@ -47,7 +47,7 @@ def what_is_missing(
     return text
 
 
-def _room(node: Resources, bundle: Resources) -> int:
+def _capacity(node: Resources, bundle: Resources) -> int:
     return min(math.floor((node.get(name, 0.0) + GRAIN / 2) / need) for name, need in bundle.items())
 
 

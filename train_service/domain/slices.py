@@ -15,13 +15,13 @@ import numpy as np
 from train_service.domain.order import WINDOW_ROWS, Ints
 
 # BatchNorm refuses a single row whose feature map is 1x1.
-FEWEST_ROWS_PER_RANK = 2
+MIN_ROWS_PER_RANK = 2
 # Even among 1, 2, 3, 4, 6, 8 and 12 ranks.
-FEWEST_LANES = 24
+MIN_LANES = 24
 
 
 @dataclass(frozen=True)
-class Plan:
+class SlicePlan:
     """What fixes the batches. `global_batch` is G; rank and world size are those of this attempt."""
 
     seed: int
@@ -33,15 +33,15 @@ class Plan:
     window_rows: int = WINDOW_ROWS
 
 
-def default_lanes(most_workers: int) -> int:
+def default_lanes(max_workers: int) -> int:
     """L where a specification does not say: the first multiple of its most workers from 24 up, and two for each at
     least.
 
     So all of them together share a step evenly, and on fewer none has half as much again as the mean. More would be
     more even still; but each takes a window in memory, and row groups of its own.
     """
-    workers = max(most_workers, 1)
-    return workers * max(2, -(-FEWEST_LANES // workers))
+    workers = max(max_workers, 1)
+    return workers * max(2, -(-MIN_LANES // workers))
 
 
 def steps_per_epoch(rows: int, global_batch: int) -> int:
@@ -87,32 +87,32 @@ def shapes_of_steps(rows: int, steps: int, lanes: int) -> list[tuple[int, Ints]]
     return shapes
 
 
-def fewest_rows_of_a_rank(shapes: Sequence[tuple[int, Ints]], lanes: int, world_size: int) -> int:
+def min_rows_of_a_rank(shapes: Sequence[tuple[int, Ints]], lanes: int, world_size: int) -> int:
     """The smallest slice that any rank gets in any step of an epoch whose steps have these `shapes`."""
     own = _own_lanes(lanes, world_size)
     return int(min(_slices(own, length, begins, lanes).min() for length, begins in shapes))
 
 
-def most_rows_of_a_rank(step_rows: int, lanes: int, world_size: int) -> int:
+def max_rows_of_a_rank(step_rows: int, lanes: int, world_size: int) -> int:
     """The largest slice that any rank gets of a step of `step_rows` rows, at whichever lane that begins: all others
     wait for that rank. At 24 lanes it is the same on 12 ranks as on 23."""
     return int(_slices(_own_lanes(lanes, world_size), step_rows, np.arange(lanes), lanes).max())
 
 
 @functools.lru_cache(maxsize=64)
-def parts_of_step(step_rows: int, lanes: int, world_size: int, most_workers: int, accumulation_steps: int) -> int:
+def parts_of_step(step_rows: int, lanes: int, world_size: int, max_workers: int, accumulation_steps: int) -> int:
     """In how many parts each of `world_size` ranks computes its slice of a step of `step_rows` rows.
 
-    As many as the specification says, on `most_workers` ranks; on fewer, whose slices are larger, so many that no part
+    As many as the specification says, on `max_workers` ranks; on fewer, whose slices are larger, so many that no part
     has more rows than one may have there. But where rows are so few that a part of the smallest slice would be below
-    `FEWEST_ROWS_PER_RANK`, fewer.
+    `MIN_ROWS_PER_RANK`, fewer.
     """
-    if world_size >= most_workers:
+    if world_size >= max_workers:
         return accumulation_steps
     ours = _slices(_own_lanes(lanes, world_size), step_rows, np.arange(lanes), lanes)
-    most_rows_of_a_part = -(-most_rows_of_a_rank(step_rows, lanes, most_workers) // accumulation_steps)
-    wanted = -(-int(ours.max()) // most_rows_of_a_part)
-    return max(accumulation_steps, min(wanted, int(ours.min()) // FEWEST_ROWS_PER_RANK))
+    max_rows_of_a_part = -(-max_rows_of_a_rank(step_rows, lanes, max_workers) // accumulation_steps)
+    wanted = -(-int(ours.max()) // max_rows_of_a_part)
+    return max(accumulation_steps, min(wanted, int(ours.min()) // MIN_ROWS_PER_RANK))
 
 
 def _own_lanes(lanes: int, world_size: int) -> Ints:

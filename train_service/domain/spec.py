@@ -191,11 +191,11 @@ class TrainingSpec:
         return self.num_workers == 0
 
     @property
-    def most_ranks(self) -> int:
+    def max_ranks(self) -> int:
         return max(self.num_workers, 1)
 
     @property
-    def fewest_workers(self) -> int:
+    def effective_min_workers(self) -> int:
         return self.min_workers or self.num_workers
 
     def as_config(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from shared.errors import invalid_fields
 from shared.model_spec import NONE, STANDARD
 from train_service.domain.schedule import CONSTANT, COSINE_WITH_WARMUP
 from train_service.domain.sizing import ACCELERATOR, GRAIN
-from train_service.domain.slices import FEWEST_ROWS_PER_RANK, fewest_rows_of_a_rank, shapes_of_steps, steps_per_epoch
+from train_service.domain.slices import MIN_ROWS_PER_RANK, min_rows_of_a_rank, shapes_of_steps, steps_per_epoch
 from train_service.domain.spec import (
     BFLOAT16,
     BY_DEVICE,
@@ -103,12 +103,12 @@ def check_rows(spec: TrainingSpec, rows: int) -> None:
     if spec.global_batch_size > rows:
         raise invalid_fields([(path, spec.global_batch_size, f"the split has {rows} rows; use at most as many")])
     shapes = shapes_of_steps(rows, steps_per_epoch(rows, spec.global_batch_size), spec.lanes)
-    for world_size in range(1, spec.most_ranks + 1):
-        fewest = fewest_rows_of_a_rank(shapes, spec.lanes, world_size)
-        if fewest < FEWEST_ROWS_PER_RANK * spec.accumulation_steps:
+    for world_size in range(1, spec.max_ranks + 1):
+        fewest = min_rows_of_a_rank(shapes, spec.lanes, world_size)
+        if fewest < MIN_ROWS_PER_RANK * spec.accumulation_steps:
             remedy = (
                 f"with {world_size} workers and {spec.lanes} lanes a worker would get {fewest} rows in a step, and "
-                f"needs {FEWEST_ROWS_PER_RANK * spec.accumulation_steps}; use a larger batch, or fewer workers or "
+                f"needs {MIN_ROWS_PER_RANK * spec.accumulation_steps}; use a larger batch, or fewer workers or "
                 "accumulation_steps"
             )
             raise invalid_fields([(path, spec.global_batch_size, remedy)])
@@ -186,7 +186,7 @@ def _of_the_run(spec: TrainingSpec) -> list[Rule]:
         (0 <= spec.max_failures <= 1000, "max_failures", spec.max_failures, "use 0 to 1,000"),
         (0 <= spec.max_preemptions <= 100_000, "max_preemptions", spec.max_preemptions, "use 0 to 100,000"),
         (
-            min(spec.most_ranks, MAX_WORKERS) <= spec.lanes <= MAX_LANES,
+            min(spec.max_ranks, MAX_WORKERS) <= spec.lanes <= MAX_LANES,
             "lanes",
             spec.lanes,
             f"use num_workers to {MAX_LANES}",

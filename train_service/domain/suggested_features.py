@@ -22,11 +22,11 @@ from train_service.domain.version_facts import (
 )
 
 ID_NAMES = ("id", "uuid", "guid", "index", "key", "row", "rowid", "row_id")
-MOST_CATEGORIES = 50
+MAX_CATEGORIES = 50
 # Of one transform; as shared.transforms counts them.
-MOST_STEPS = 256
+MAX_STEPS = 256
 # A learnt median counts every different value.
-MOST_DISTINCT_OF_MEDIAN = 4_000_000
+MAX_DISTINCT_OF_MEDIAN = 4_000_000
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def feature_steps(
             continue
         feature = _feature(one)
         if not feature.left_out and len(steps) + len(feature.steps) > most:
-            feature = _Feature(left_out=f"a transform has at most {MOST_STEPS} steps; prepare more of them by hand")
+            feature = _Feature(left_out=f"a transform has at most {MAX_STEPS} steps; prepare more of them by hand")
         if feature.left_out:
             left_out.setdefault(feature.left_out, []).append(one.name)
         else:
@@ -94,8 +94,8 @@ def _feature(one: ColumnFacts) -> _Feature:
         return _Feature(left_out="nearly each row has its own value, as identifiers and free texts do")
     if one.kind == INTEGER and there >= 20 and one.distinct == there and (sequence or an_id):
         return _Feature(left_out="nearly each row has its own value, as identifiers and free texts do")
-    if one.kind == TEXT and one.distinct > MOST_CATEGORIES:
-        return _Feature(left_out=f"it has more than {MOST_CATEGORIES} categories")
+    if one.kind == TEXT and one.distinct > MAX_CATEGORIES:
+        return _Feature(left_out=f"it has more than {MAX_CATEGORIES} categories")
     if one.kind == TEXT or (one.kind == BOOLEAN and one.nulls):
         encoded = {"column": column, "one_hot_encode": {"unknown": "UNKNOWN_VALUE_ENCODE"}}
         return _Feature((encoded,), "Categories become one-hot vectors; a null or an unseen one is all zeros.")
@@ -108,7 +108,7 @@ def _feature(one: ColumnFacts) -> _Feature:
 
 def _scaled(one: ColumnFacts) -> _Feature:
     scale = {"column": one.name, "standardize": {}}
-    if one.nulls and one.distinct > MOST_DISTINCT_OF_MEDIAN:
+    if one.nulls and one.distinct > MAX_DISTINCT_OF_MEDIAN:
         if one.kind == INTEGER:
             return _Feature(left_out="it has nulls, and too many different integers to learn a median of")
         fill: dict[str, Any] = {"column": one.name, "fill_nulls": {"statistic": "STATISTIC_MEAN"}}

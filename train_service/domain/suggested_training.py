@@ -8,9 +8,9 @@ from typing import Any
 
 from shared.errors import invalid_field
 from train_service.domain.slices import (
-    FEWEST_ROWS_PER_RANK,
+    MIN_ROWS_PER_RANK,
     default_lanes,
-    fewest_rows_of_a_rank,
+    min_rows_of_a_rank,
     shapes_of_steps,
     steps_per_epoch,
 )
@@ -164,7 +164,7 @@ def _batch_size(spec: Mapping[str, Any], rows: int) -> int:
     size = min(int(by_rows(BATCH_BY_ROWS, rows)), rows)
     workers = max(int(spec.get("num_workers", 1)), 1)
     lanes = int(spec.get("lanes", 0)) or default_lanes(workers)
-    least = FEWEST_ROWS_PER_RANK * int(spec.get("accumulation_steps", 1))
+    least = MIN_ROWS_PER_RANK * int(spec.get("accumulation_steps", 1))
     while size < rows and not _each_has_rows(rows, size, lanes, workers, least):
         size = min(2 * size, rows)
     return size
@@ -172,7 +172,7 @@ def _batch_size(spec: Mapping[str, Any], rows: int) -> int:
 
 def _each_has_rows(rows: int, size: int, lanes: int, workers: int, least: int) -> bool:
     shapes = shapes_of_steps(rows, steps_per_epoch(rows, size), lanes)
-    return all(fewest_rows_of_a_rank(shapes, lanes, world) >= least for world in range(1, workers + 1))
+    return all(min_rows_of_a_rank(shapes, lanes, world) >= least for world in range(1, workers + 1))
 
 
 def by_rows(table: Sequence[tuple[float, Any]], count: int) -> Any:

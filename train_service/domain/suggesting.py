@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shared.errors import FailedPrecondition, invalid_field
-from train_service.domain.slices import FEWEST_ROWS_PER_RANK
+from train_service.domain.slices import MIN_ROWS_PER_RANK
 from train_service.domain.spec import CLASSIFICATION, REGRESSION
-from train_service.domain.suggested_features import MOST_STEPS, feature_steps
+from train_service.domain.suggested_features import MAX_STEPS, feature_steps
 from train_service.domain.suggested_training import (
     check_input,
     choose_model,
@@ -48,11 +48,11 @@ IMAGE_NAMES = ("image", "images", "img", "picture", "photo", "pixels")
 FEATURES = "features"
 VALIDATION_NAMES = ("validation", "val", "valid", "dev", "eval")
 # More different integers than that are a quantity, and more different texts say too little each.
-MOST_CLASSES_OF_INTEGERS = 20
-MOST_CLASSES = 10_000
+MAX_CLASSES_OF_INTEGERS = 20
+MAX_CLASSES = 10_000
 # Larger versions are not copied for a validation split alone.
-MOST_BYTES_TO_DIVIDE = 10 * 2**30
-FEWEST_ROWS_TO_DIVIDE = 10
+MAX_BYTES_TO_DIVIDE = 10 * 2**30
+MIN_ROWS_TO_DIVIDE = 10
 SPLIT_SEED = 17
 
 
@@ -78,10 +78,10 @@ def suggest(
     steps = _label_steps(made, label, task)
     columns: list[str] = []
     if source is None and "transform" not in given:
-        more, columns = feature_steps(made, version, label, MOST_STEPS - len(steps) - 1)
+        more, columns = feature_steps(made, version, label, MAX_STEPS - len(steps) - 1)
         steps += more
     # As if all rows without a label were among them.
-    rows = max(version.splits[_source_split(version, made)] - label.nulls - label.nans, FEWEST_ROWS_PER_RANK)
+    rows = max(version.splits[_source_split(version, made)] - label.nulls - label.nans, MIN_ROWS_PER_RANK)
     rows = round(rows * shares["train"] / sum(shares.values())) if shares else rows
     if steps or shares:
         steps += [{"concat": {"columns": columns, "into": FEATURES}}] if columns else []
@@ -133,7 +133,7 @@ def _choose_splits(made: Suggestion, version: VersionFacts) -> dict[str, float]:
         remedy = f"{version.name} has {names_shown(splits)}; set it to one of them"
         raise invalid_field("spec.train_split", "", remedy)
     train = spec.get("train_split") or ("train" if "train" in splits else next(iter(splits)))
-    if splits[train] < FEWEST_ROWS_PER_RANK:
+    if splits[train] < MIN_ROWS_PER_RANK:
         raise invalid_field("spec.train_split", train, f"it has {splits[train]} rows; use at least 2")
     if "validation_split" in spec:
         made.choose("train_split", train, _why_train(train, splits))
@@ -152,8 +152,8 @@ def _choose_splits(made: Suggestion, version: VersionFacts) -> dict[str, float]:
         made.choose("train_split", train, _why_train(train, splits))
         made.choose("validation_split", other, reason)
         return {}
-    if splits[train] < FEWEST_ROWS_TO_DIVIDE or version.size_bytes > MOST_BYTES_TO_DIVIDE:
-        few = splits[train] < FEWEST_ROWS_TO_DIVIDE
+    if splits[train] < MIN_ROWS_TO_DIVIDE or version.size_bytes > MAX_BYTES_TO_DIVIDE:
+        few = splits[train] < MIN_ROWS_TO_DIVIDE
         why = (
             f"{splits[train]} rows are too few to divide" if few else "the version is over 10 GiB, and would be copied"
         )
@@ -239,7 +239,7 @@ def _find_label(made: Suggestion, version: VersionFacts, source: ColumnFacts | N
 
 
 def _may_be_classes(one: ColumnFacts) -> bool:
-    few = 2 <= one.distinct <= MOST_CLASSES_OF_INTEGERS and one.rows >= 2 * one.distinct
+    few = 2 <= one.distinct <= MAX_CLASSES_OF_INTEGERS and one.rows >= 2 * one.distinct
     return one.kind in (TEXT, BOOLEAN, INTEGER) and few
 
 
@@ -268,10 +268,10 @@ def _choose_task(made: Suggestion, label: ColumnFacts) -> str:
     task, why = CLASSIFICATION, f"{label.name!r} has {max(label.distinct, len(label.value_names))} different values."
     if label.kind == TENSOR:
         task, why = REGRESSION, f"{label.name!r} is a vector of numbers."
-    elif label.kind == NUMBER and not (label.whole and label.distinct <= MOST_CLASSES_OF_INTEGERS):
+    elif label.kind == NUMBER and not (label.whole and label.distinct <= MAX_CLASSES_OF_INTEGERS):
         task, why = REGRESSION, f"{label.name!r} is a number of many values, a quantity."
     elif label.kind == INTEGER and not label.value_names and not _counts_from_0(label):
-        few = label.distinct <= MOST_CLASSES_OF_INTEGERS
+        few = label.distinct <= MAX_CLASSES_OF_INTEGERS
         task, why = (task, why) if few else (REGRESSION, f"{label.name!r} has {label.distinct:,} different numbers.")
     made.choose("task", f"TASK_{task}", why)
     return task
@@ -312,9 +312,9 @@ def _label_steps(made: Suggestion, label: ColumnFacts, task: str) -> list[dict[s
         raise invalid_field(
             path, label.name, "it has one value in all rows, and there is nothing to tell; choose another"
         )
-    if classes > MOST_CLASSES:
+    if classes > MAX_CLASSES:
         remedy = (
-            f"it has about {label.distinct:,} different values; use at most {MOST_CLASSES:,} classes, or another task"
+            f"it has about {label.distinct:,} different values; use at most {MAX_CLASSES:,} classes, or another task"
         )
         raise invalid_field(path, label.name, remedy)
     if label.kind == INTEGER and (label.value_names or (label.least == 0 and label.most == label.distinct - 1)):

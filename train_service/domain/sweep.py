@@ -67,7 +67,7 @@ class SweepSpec:
         return self.base.as_config()
 
     @property
-    def most_epochs(self) -> int:
+    def max_epochs(self) -> int:
         """Of any trial."""
         space = {path: one for path, one in self.parameters.items() if path == "epochs"}
         return max(self.training_of(one).epochs for one in search_space.probes(space, self.seed))

@@ -13,8 +13,8 @@ NUMBER, INTEGER, BOOLEAN, TEXT, BYTES, TIME, TENSOR, OTHER = (
     *("number", "integer", "boolean", "text", "bytes", "time", "tensor", "other"),
 )
 # Statistics keep so many values of a column.
-MOST_VALUES = 100
-MOST_NAMES_SHOWN = 8
+MAX_VALUES = 100
+MAX_NAMES_SHOWN = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +76,6 @@ class VersionFacts:
 
 def names_shown(names: Sequence[str] | Mapping[str, Any]) -> str:
     """The first of them, and how many more there are."""
-    shown = list(names)[:MOST_NAMES_SHOWN]
+    shown = list(names)[:MAX_NAMES_SHOWN]
     more = len(names) - len(shown)
     return ", ".join(shown) + (f" and {more:,} more" if more else "")

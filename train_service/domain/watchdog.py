@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-FEWEST_SECONDS = 30.0
+MIN_SECONDS = 30.0
 MEDIAN_STEPS = 10.0
 # A rank that starts may stand still for so long: what it compiles takes minutes, never half an hour.
 STARTING_SECONDS = 1800.0
@@ -36,13 +36,13 @@ class Phase(enum.StrEnum):
 
 @dataclass(frozen=True)
 class RankState:
-    """`still_s`: since it last got on, by its own word; `silent_s`: since it last said anything at all."""
+    """`still_s`: since it last got on, by its own word; `unresponsive_s`: since it last said anything at all."""
 
     rank: int
     step: int
     phase: Phase
     still_s: float
-    silent_s: float
+    unresponsive_s: float
     # The thread that trains waits for a call of the store, which may not answer.
     waits_for_store: bool = False
 
@@ -50,12 +50,16 @@ class RankState:
 def limit_s(seconds_per_step: Sequence[float], first_step_s: float = 0.0) -> float:
     """How long a rank may stand still: the larger of 30 s and ten median steps. While only the first step was timed, it
     stands for the others: none takes longer."""
-    return max(FEWEST_SECONDS, MEDIAN_STEPS * median(seconds_per_step or [first_step_s]))
+    return max(MIN_SECONDS, MEDIAN_STEPS * median(seconds_per_step or [first_step_s]))
 
 
-def silent_ranks(ranks: Sequence[RankState], limit: float) -> list[int]:
+def unresponsive_ranks(ranks: Sequence[RankState], limit: float) -> list[int]:
     """Those whose process says nothing any more. One that starts may keep the interpreter to itself for longer."""
-    return [one.rank for one in ranks if one.silent_s > limit * (STARTING_FACTOR if one.phase is Phase.STARTING else 1)]
+    return [
+        one.rank
+        for one in ranks
+        if one.unresponsive_s > limit * (STARTING_FACTOR if one.phase is Phase.STARTING else 1)
+    ]
 
 
 def hung(ranks: Sequence[RankState], limit: float) -> list[int]:
@@ -66,16 +70,16 @@ def hung(ranks: Sequence[RankState], limit: float) -> list[int]:
     more patience; a checkpoint has none of its own: whoever gathers or copies one gets on with each tensor, and who
     waits for its upload is in a call of the store, which gives up by itself.
     """
-    silent = silent_ranks(ranks, limit)
-    if silent or not ranks:
-        return silent
-    if any(one.waits_for_store or one.still_s <= _patience_s(one, limit) for one in ranks):
+    unresponsive = unresponsive_ranks(ranks, limit)
+    if unresponsive or not ranks:
+        return unresponsive
+    if any(one.waits_for_store or one.still_s <= _outage_timeout_s(one, limit) for one in ranks):
         return []
     lowest = min(one.step for one in ranks)
     return [one.rank for one in ranks if one.step == lowest]
 
 
-def _patience_s(one: RankState, limit: float) -> float:
+def _outage_timeout_s(one: RankState, limit: float) -> float:
     return max(STARTING_SECONDS, limit) if one.phase is Phase.STARTING else limit
 
 
@@ -98,8 +102,8 @@ def line_in_bundle(stacks: str, bundle_sha256: str) -> str:
     return ""
 
 
-def culprits(suspects: Sequence[int], stacks: dict[int, str], silent: Sequence[int]) -> list[int]:
+def culprits(suspects: Sequence[int], stacks: dict[int, str], unresponsive: Sequence[int]) -> list[int]:
     """Which of the suspects hold up the others: who is silent, else who does not wait for anybody, else all."""
-    if silent:
-        return list(silent)
+    if unresponsive:
+        return list(unresponsive)
     return [rank for rank in suspects if rank in stacks and not waits_for_others(stacks[rank])] or list(suspects)

@@ -41,8 +41,8 @@ from shared.requests import claimed, claimed_before, uid_of
 from shared.storage import ObjectStore
 from train_service.domain import spec_rules
 from train_service.domain.spec import TrainingSpec
+from train_service.jobs.deletion import Deletions
 from train_service.jobs.guarded_child import Limits, ask_in_child
-from train_service.jobs.lifecycle import Deletions
 from train_service.jobs.training_jobs import COLLECTION, JobView, TrainingJobs
 from train_service.loading.preprocessing import Preprocessing
 from train_service.loading.version_fit import check_prepared, class_names, ingested_columns
@@ -74,7 +74,7 @@ class SentFile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImportWish:
+class CheckpointImportRequest:
     """What the first message asks for. `spec` is that of the checkpoint's job; `given` the column of an input tensor,
     None where `spec.dataset_version` has the columns; `names` is `NameMap` as plain values."""
 
@@ -126,23 +126,23 @@ class CheckpointImports:
         self._spool = spool
         self._limits = limits
 
-    async def receive(self, parts: AsyncIterator[ImportWish | bytes]) -> Imported:
+    async def receive(self, parts: AsyncIterator[CheckpointImportRequest | bytes]) -> Imported:
         """Holds one chunk in memory at a time. Raises what `ImportCheckpoint` says; whatever it raises, and where the
         caller goes away, no checkpoint is made and the spooled files go."""
-        wish = await anext(parts, None)
-        if not isinstance(wish, ImportWish):
+        request = await anext(parts, None)
+        if not isinstance(request, CheckpointImportRequest):
             raise invalid_field("header", None, "send it first, then the chunks")
-        if first := await asyncio.to_thread(self._first_answer, wish):
+        if first := await asyncio.to_thread(self._first_answer, request):
             return first
-        home = await asyncio.to_thread(self._checked, wish)
+        home = await asyncio.to_thread(self._checked, request)
         with tempfile.TemporaryDirectory(
             prefix="millrace-import-", dir=self._spool, ignore_cleanup_errors=True
         ) as made:
             folder = Path(made)
-            _check_room(folder, wish.files)
+            _check_capacity(folder, request.files)
             (folder / "files").mkdir()
-            await _spool_files(wish.files, parts, folder / "files")
-            return await asyncio.to_thread(self._finish, wish, home, folder)
+            await _spool_files(request.files, parts, folder / "files")
+            return await asyncio.to_thread(self._finish, request, home, folder)
 
     @contextmanager
     def _spooling(self) -> Iterator[Path]:
@@ -158,12 +158,12 @@ class CheckpointImports:
             raise not_found(name, "it was trained, not imported")
         return imported
 
-    def _first_answer(self, wish: ImportWish) -> Imported | None:
-        names.check_id("training_job_id", wish.job_id)
-        request_id = names.check_request_id("request_id", wish.request_id)
-        if wish.validate_only:
+    def _first_answer(self, request: CheckpointImportRequest) -> Imported | None:
+        names.check_id("training_job_id", request.job_id)
+        request_id = names.check_request_id("request_id", request.request_id)
+        if request.validate_only:
             return None
-        name = claimed_before(self._store, TRAIN_KIND, request_id, wish.digest)
+        name = claimed_before(self._store, TRAIN_KIND, request_id, request.digest)
         job = self._jobs.made_by(request_id, name) if name else None
         return self._answer(job) if job else None
 
@@ -177,45 +177,45 @@ class CheckpointImports:
             )
         return Imported(job.spec["import"]["report"], self._training.get(job.name))
 
-    def _checked(self, wish: ImportWish) -> _Home:
+    def _checked(self, request: CheckpointImportRequest) -> _Home:
         """Before a byte is taken: raises what is wrong with the header."""
-        if not wish.validate_only and self._training.exists(f"{COLLECTION}/{wish.job_id}"):
-            raise already_exists(f"{COLLECTION}/{wish.job_id}")
-        _check_files(wish.files)
-        spec = wish.spec
+        if not request.validate_only and self._training.exists(f"{COLLECTION}/{request.job_id}"):
+            raise already_exists(f"{COLLECTION}/{request.job_id}")
+        _check_files(request.files)
+        spec = request.spec
         # Neither is of an import.
         spec_rules.check(replace(spec, epochs=1, global_batch_size=2))
-        if (wish.given is None) == (not spec.dataset_version):
+        if (request.given is None) == (not spec.dataset_version):
             raise invalid_field("spec.input", spec.dataset_version, "give either input or dataset_version")
         columns: Sequence[Column]
-        if wish.given is not None:
-            columns = [wish.given]
-            home = _Home(columns, [], wish.class_names)
+        if request.given is not None:
+            columns = [request.given]
+            home = _Home(columns, [], request.class_names)
         else:
             names.parse("spec.dataset_version", spec.dataset_version, "datasets/{d}/versions/{v}")
             version = load_version(self._store, spec.dataset_version)
             columns = version.columns
             has_label = any(column.name == spec.label_column for column in columns)
-            named = wish.class_names or (class_names(spec, version) if has_label else ())
+            named = request.class_names or (class_names(spec, version) if has_label else ())
             home = _Home(ingested_columns(version), version.manifest.transforms, named, version.manifest_sha256)
-        if wish.class_names and len(wish.class_names) != spec.model.num_classes:
+        if request.class_names and len(request.class_names) != spec.model.num_classes:
             remedy = f"name all {spec.model.num_classes} classes, or none"
-            raise invalid_field("spec.class_names", f"{len(wish.class_names)} names", remedy)
+            raise invalid_field("spec.class_names", f"{len(request.class_names)} names", remedy)
         self._training.check_outputs(spec, check_prepared(spec, columns))
         transform = Preprocessing(spec, columns).config
         return replace(home, transforms=[*home.transforms, transform])
 
-    def _finish(self, wish: ImportWish, home: _Home, folder: Path) -> Imported:
-        report = self._read(wish, folder)
-        problem = _problem(report, allow_non_finite=wish.spec.allow_non_finite)
+    def _finish(self, request: CheckpointImportRequest, home: _Home, folder: Path) -> Imported:
+        report = self._read(request, folder)
+        problem = _problem(report, allow_non_finite=request.spec.allow_non_finite)
         report["fits"] = problem is None
-        if wish.validate_only:
+        if request.validate_only:
             return Imported(report)
         if problem is not None:
             raise problem
-        job = self._new_job(wish, report)
-        with claimed(self._store, TRAIN_KIND, wish.request_id, wish.digest, job.name) as claim:
-            if claim.repeated and (first := self._jobs.made_by(wish.request_id, claim.name)):
+        job = self._new_job(request, report)
+        with claimed(self._store, TRAIN_KIND, request.request_id, request.digest, job.name) as claim:
+            if claim.repeated and (first := self._jobs.made_by(request.request_id, claim.name)):
                 return self._answer(first)
             made = self._jobs.create(job.name, job)
             # Its number is above those of deleted jobs of this name.
@@ -223,26 +223,26 @@ class CheckpointImports:
                 made.name, lambda newest: begin_attempt(newest, time.time()), attempt=made.attempt + 1
             )
             try:
-                self._commit(job, wish, home, folder / WEIGHTS)
+                self._commit(job, request, home, folder / WEIGHTS)
             except BaseException as error:
                 self._take_back(job, error)
                 raise
         return Imported(report, self._training.get(job.name))
 
-    def _read(self, wish: ImportWish, folder: Path) -> dict[str, Any]:
+    def _read(self, request: CheckpointImportRequest, folder: Path) -> dict[str, Any]:
         work = folder / "work"
         work.mkdir()
         question = {
             "weights": {
                 "files": str(folder / "files"),
-                "names": dict(wish.names),
-                "model": replace(wish.spec.model, task=wish.spec.task).as_config(),
-                "allow_non_finite": wish.spec.allow_non_finite,
+                "names": dict(request.names),
+                "model": replace(request.spec.model, task=request.spec.task).as_config(),
+                "allow_non_finite": request.spec.allow_non_finite,
                 "report": str(work / "report.json"),
                 "output": str(work / WEIGHTS),
             }
         }
-        size_bytes = sum(one.size_bytes for one in wish.files)
+        size_bytes = sum(one.size_bytes for one in request.files)
         limits = self._limits or Limits(
             # Files are mapped, and so count once they are read.
             memory_bytes=BASE_MEMORY_BYTES + 2 * size_bytes,
@@ -252,43 +252,43 @@ class CheckpointImports:
             file_bytes=4 * GIB + 2 * size_bytes,
         )
         if problem := ask_in_child(question, work, limits)["problem"]:
-            raise invalid_field("header.files", wish.files[0].path, problem)
+            raise invalid_field("header.files", request.files[0].path, problem)
         if (work / WEIGHTS).exists():
             (work / WEIGHTS).rename(folder / WEIGHTS)
         report: dict[str, Any] = json.loads(_bounded(work / "report.json"))
         return report
 
-    def _new_job(self, wish: ImportWish, report: Mapping[str, Any]) -> JobRecord:
-        now, name = time.time(), f"{COLLECTION}/{wish.job_id}"
-        imported = {"files": [asdict(one) for one in wish.files], "report": dict(report)}
+    def _new_job(self, request: CheckpointImportRequest, report: Mapping[str, Any]) -> JobRecord:
+        now, name = time.time(), f"{COLLECTION}/{request.job_id}"
+        imported = {"files": [asdict(one) for one in request.files], "report": dict(report)}
         return JobRecord(
-            uid=uid_of(wish.request_id, name),
+            uid=uid_of(request.request_id, name),
             name=name,
-            spec={"training": wish.spec.as_config(), "request_id": wish.request_id, "import": imported},
-            body_sha256=wish.digest,
+            spec={"training": request.spec.as_config(), "request_id": request.request_id, "import": imported},
+            body_sha256=request.digest,
             create_time=now,
             update_time=now,
             runner=RUNNER,
         )
 
-    def _commit(self, job: JobRecord, wish: ImportWish, home: _Home, weights: Path) -> None:
+    def _commit(self, job: JobRecord, request: CheckpointImportRequest, home: _Home, weights: Path) -> None:
         registry = CheckpointRegistry(self._store, job.name)
-        registry.open_for(job.attempt, wish.spec.checkpoints.ranking)
+        registry.open_for(job.attempt, request.spec.checkpoints.ranking)
         folder = f"{registry.data_folder}/{IMPORTED}-a{job.attempt}-{uuid.uuid4().hex}"
         content = CheckpointContent(
             training_job=job.name,
-            dataset_version=wish.spec.dataset_version,
+            dataset_version=request.spec.dataset_version,
             dataset_manifest_sha256=home.manifest_sha256,
             step=0,
             epoch=0,
-            seed=wish.spec.seed,
+            seed=request.spec.seed,
             metrics={},
-            model=replace(wish.spec.model, task=wish.spec.task),
+            model=replace(request.spec.model, task=request.spec.task),
             ingested=home.ingested,
             transforms=home.transforms,
-            input_column=wish.spec.input_column,
+            input_column=request.spec.input_column,
             class_names=home.class_names,
-            imported=[asdict(one) for one in wish.files],
+            imported=[asdict(one) for one in request.files],
         )
         digest, size_bytes = write_weights(self._store, folder, content, weights)
         entry = CheckpointEntry(
@@ -342,7 +342,7 @@ def _check_files(files: Sequence[SentFile]) -> None:
         )
 
 
-def _check_room(folder: Path, files: Sequence[SentFile]) -> None:
+def _check_capacity(folder: Path, files: Sequence[SentFile]) -> None:
     """The files, and what is made of them: of float16 twice as much."""
     needed, free = 3 * sum(one.size_bytes for one in files), shutil.disk_usage(folder).free
     if needed > free:
@@ -354,7 +354,9 @@ def _check_room(folder: Path, files: Sequence[SentFile]) -> None:
         )
 
 
-async def _spool_files(files: Sequence[SentFile], parts: AsyncIterator[ImportWish | bytes], folder: Path) -> None:
+async def _spool_files(
+    files: Sequence[SentFile], parts: AsyncIterator[CheckpointImportRequest | bytes], folder: Path
+) -> None:
     rest = memoryview(b"")
     for one in files:
         place = folder / one.path
@@ -364,7 +366,7 @@ async def _spool_files(files: Sequence[SentFile], parts: AsyncIterator[ImportWis
             while missing:
                 if not rest:
                     part = await anext(parts, b"")
-                    if isinstance(part, ImportWish):
+                    if isinstance(part, CheckpointImportRequest):
                         raise invalid_field("header", part.job_id, "send it once, before the chunks")
                     if len(part) > MAX_CHUNK_BYTES:
                         remedy = f"send at most {MAX_CHUNK_BYTES} bytes in a message"
@@ -379,7 +381,7 @@ async def _spool_files(files: Sequence[SentFile], parts: AsyncIterator[ImportWis
         if digest.hexdigest() != one.sha256:
             remedy = f"the bytes that came have {digest.hexdigest()}; send them again"
             raise invalid_field("header.files", f"{one.path} with SHA-256 {one.sha256}", remedy)
-    beyond: ImportWish | bytes | None = await anext(parts, None)
+    beyond: CheckpointImportRequest | bytes | None = await anext(parts, None)
     if rest or beyond is not None:
         raise invalid_field("header.files", f"{len(files)} files", "more bytes came; send as many as they have")
 

@@ -10,18 +10,18 @@ from dataclasses import dataclass
 
 from shared.checkpoint import CheckpointEntry
 from shared.checkpoint.files import CheckpointFile, files_of, read_file
+from shared.checkpoint.references import keep, release
 from shared.checkpoint.resolving import resolve_any
-from shared.checkpoint.users import keep, release
 from shared.errors import Conflict, FailedPrecondition, OutOfRange, ResourceExhausted, invalid_field
+from shared.reference_markers import REFERENCE_APPEARS_TIMEOUT_S
 from shared.storage import ObjectStore
-from shared.user_markers import USER_APPEARS_WITHIN_S
 
 logger = logging.getLogger(__name__)
 
 KIND = "download"
 # The state that no download ever has: its marker counts by its age alone, and is written anew while it is read.
 NEVER = "ENDED"
-RENEW_EVERY_S = USER_APPEARS_WITHIN_S / 4
+RENEW_EVERY_S = REFERENCE_APPEARS_TIMEOUT_S / 4
 # A job's best may change while it is being marked.
 TRIES = 5
 

@@ -35,7 +35,7 @@ REMEMBERED_S = 24 * 3600.0
 # A set of nodes that stays is written again only so often.
 REFRESHED_S = 600.0
 AS_LATE_S = 3600.0
-MOST_REMEMBERED = 100
+MAX_REMEMBERED = 100
 
 
 class ClusterMemory:
@@ -55,7 +55,7 @@ class ClusterMemory:
         if not seen or (seen == last and now - at < REFRESHED_S):
             return
         lasting = [one for one in self._read() if now - one["seen"] < REMEMBERED_S and one["nodes"] != seen]
-        kept = [*_largest(lasting), {"nodes": seen, "seen": now}][-MOST_REMEMBERED:]
+        kept = [*_largest(lasting), {"nodes": seen, "seen": now}][-MAX_REMEMBERED:]
         self._store.put(KEY, json.dumps({"clusters": kept}).encode())
         self._last = (seen, now)
 
@@ -105,11 +105,11 @@ def check_ever_fits(spec: TrainingSpec, memory: ClusterMemory, most: Mapping[str
         fields, known = beyond(spec, most), f"the cluster never has more than {told(most)}"
         remedy, bundle = "ask for less", first_bundle(spec, [])
     if fields:
-        number = spec.fewest_workers
+        number = spec.effective_min_workers
         wanted = f"{number} worker{'' if number == 1 else 's'} of {told(bundle)} can never be placed"
         raise FailedPrecondition(
             f"{', '.join(fields)}: {wanted}: {known}; {remedy}",
-            reason="NEVER_FITS",
+            reason="NEVER_SCHEDULABLE",
             fields=[(field, f"{known}; {remedy}") for field in fields],
         )
 

@@ -43,7 +43,7 @@ class EntryCheck:
         `ResourceExhausted` where others' checks take too long."""
         self._checked(sha256, entry, None, FIELD)
 
-    def look_at_model(self, sha256: str, entry: str, asked: dict[str, Any]) -> dict[str, Any]:
+    def inspect_model(self, sha256: str, entry: str, asked: dict[str, Any]) -> dict[str, Any]:
         """What `own_model_child` finds of the model that the entry makes; `asked` is its question.
 
         Raises `InvalidArgument` on the field of `spec` that does not work, and `ResourceExhausted` as `check`."""

@@ -31,7 +31,7 @@ CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 1 << 17, 
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 2, 4, 8, 1 << 14, 1 << 18
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 POLL_S = 0.05
-KILLED_WITHIN_S = 10.0
+KILLED_TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 64 * 1024
 MAX_TEXT = 500
 MAX_NAMES = 20
@@ -90,9 +90,9 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
         return {"problem": problem}
     if "model" not in question:
         return {"problem": ""}
-    from train_service.jobs.own_model_child import look_at_model  # imports torch
+    from train_service.jobs.own_model_child import inspect_model  # imports torch
 
-    return look_at_model(question["model"], question["folder"])
+    return inspect_model(question["model"], question["folder"])
 
 
 def look_up(question: dict[str, Any]) -> str:
@@ -272,7 +272,7 @@ def _reap_until(pid: int) -> NoReturn:
 
 def _end_all(pid: int) -> None:
     """Kills every process below us, those that others leave behind included."""
-    until = time.monotonic() + KILLED_WITHIN_S
+    until = time.monotonic() + KILLED_TIMEOUT_S
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)  # all that have not left its group, at one moment
     while time.monotonic() < until:

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shared.checkpoint import users as checkpoint_users
+from shared.checkpoint import references as checkpoint_references
 from shared.code_bundle import release_bundle, using_bundle
 from shared.dataset_version import DatasetVersion
 from shared.dataset_version.version import unmark, using
@@ -31,7 +31,7 @@ def using_inputs(store: ObjectStore, kind: str, job: JobRecord, spec: TrainingSp
             bundle, field = spec.model.code_bundle, "spec.model.code_bundle"
             stack.enter_context(using_bundle(store, bundle, kind, job.uid, job.name, field=field))
         if spec.initial_checkpoint:
-            mark = checkpoint_users.using(store, FIELD, spec.initial_checkpoint, kind, job.uid, job.name)
+            mark = checkpoint_references.using(store, FIELD, spec.initial_checkpoint, kind, job.uid, job.name)
             stack.enter_context(mark)
         yield version
 
@@ -46,4 +46,4 @@ def release_inputs(store: ObjectStore, kind: str, uid: str, training: Mapping[st
     if bundle := training.get("model", {}).get("code_bundle"):
         release_bundle(store, bundle, kind, uid)
     if initial := training.get("initial_checkpoint"):
-        checkpoint_users.release(store, initial, kind, uid)
+        checkpoint_references.release(store, initial, kind, uid)

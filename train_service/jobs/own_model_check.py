@@ -43,7 +43,7 @@ class OwnModelCheck:
             "total_steps": steps_of_run(spec, version),
             "initial": self._initial_shapes(spec),
         }
-        found = self._programs.entries.look_at_model(bundle.sha256, spec.model.entry, asked)
+        found = self._programs.entries.inspect_model(bundle.sha256, spec.model.entry, asked)
         try:
             facts = OwnModelFacts.from_config(found)
         except (TypeError, ValueError, KeyError):

@@ -35,7 +35,7 @@ DEVICES = ("meta", "cpu")
 SOME_STEPS = 100
 
 
-def look_at_model(asked: dict[str, Any], folder: str) -> dict[str, Any]:
+def inspect_model(asked: dict[str, Any], folder: str) -> dict[str, Any]:
     """`problem`, with the `field` that is wrong, or empty with the `facts`: those of `OwnModelFacts`.
 
     `asked` has the plain form of the specification as `spec`, `row_shape` of one row of the model's input, the run's
@@ -77,8 +77,8 @@ def _tried_on(device: str, spec: TrainingSpec, row_shape: tuple[int, ...]) -> _T
         model = build_model(spec.model, "spec.model")
         if not any(one.requires_grad for one in model.parameters()):
             raise invalid_field(FIELD, spec.model.entry, "the model has no parameter that is trained")
-        look = _facts_of_step if is_step(model) else _facts_of_model
-        return _Trial(model, look(model, spec, row_shape))
+        poll = _facts_of_step if is_step(model) else _facts_of_model
+        return _Trial(model, poll(model, spec, row_shape))
 
 
 def _facts_of_model(model: nn.Module, spec: TrainingSpec, row_shape: tuple[int, ...]) -> OwnModelFacts:

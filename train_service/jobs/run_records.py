@@ -16,7 +16,7 @@ from shared.errors import DataLoss, FailedPrecondition, NotFound, OutOfRange, in
 from shared.jobs import JobRecord, Jobs
 from shared.storage import ObjectStore
 from train_service.checkpoints.coverage import read_part, row_ids_of, skipped_of
-from train_service.domain.coverage import Counts, count_rows
+from train_service.domain.coverage import CoverageCounts, count_rows
 from train_service.domain.order import Ints, blocks_of, epoch_order
 from train_service.domain.script_settings import spec_of_job
 from train_service.domain.shard_positions import count_given, is_epoch_done, last_epoch
@@ -38,7 +38,7 @@ class Coverage:
     training_job: str
     epoch: int
     checkpoint: str
-    counts: Counts
+    counts: CoverageCounts
     epoch_done: bool
     # Of the epoch, by the loss scaler.
     skipped_steps: int = 0
@@ -118,7 +118,9 @@ class RunRecords:
         if entry is None or saved is None:
             # It reads its own data, or has not been given a row of this split.
             _check_epoch(name, epoch, 1)
-            nothing = Counts(row_count=0, seen_once=0, missing=0, repeated=0, missing_row_ids=[], repeated_row_ids=[])
+            nothing = CoverageCounts(
+                row_count=0, seen_once=0, missing=0, repeated=0, missing_row_ids=[], repeated_row_ids=[]
+            )
             return Coverage(
                 training_job=name,
                 epoch=epoch,
@@ -181,7 +183,7 @@ class RunRecords:
         if not checkpoint.startswith(f"{name}/"):
             raise invalid_field("checkpoint", checkpoint, f"name one of {name}")
         is_final = checkpoint == f"{name}/checkpoints/{FINAL}"
-        entry = registry.look(lambda view: view.final() if is_final else view.find(checkpoint))
+        entry = registry.poll(lambda view: view.final() if is_final else view.find(checkpoint))
         if entry is None:
             raise not_found(checkpoint)
         return entry

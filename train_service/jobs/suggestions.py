@@ -21,7 +21,7 @@ from shared.transforms.steps.custom_child import functions_in_children
 from train_service.domain import version_facts as known
 from train_service.domain.suggesting import suggest
 from train_service.domain.suggestion import Suggestion
-from train_service.domain.version_facts import MOST_VALUES, ColumnFacts, VersionFacts
+from train_service.domain.version_facts import MAX_VALUES, ColumnFacts, VersionFacts
 from train_service.loading.preprocessing import FIELD
 
 Json = Mapping[str, Any]
@@ -98,7 +98,7 @@ def _values(statistics: Sequence[Json]) -> tuple[Any, ...] | None:
         if not one["distinctIsExact"] or len(values) < int(one["distinctCount"]):
             return None
         found |= {_scalar(each["value"]) for each in values}
-    return tuple(sorted(found)) if statistics and 0 < len(found) <= MOST_VALUES else None
+    return tuple(sorted(found)) if statistics and 0 < len(found) <= MAX_VALUES else None
 
 
 def _scalar(value: Json) -> Any:

@@ -25,16 +25,16 @@ from shared.jobs.transitions import take_up
 from shared.requests import claimed, claimed_before, uid_of
 from shared.storage import ObjectStore
 from shared.transforms import TensorSpec
-from train_service.attempt.endings import tell_lost
+from train_service.attempt.outcomes import report_lost
 from train_service.checkpoints.fine_tuning import FIELD, check_fits, check_name, check_scaling
 from train_service.domain.cluster_use import ClusterUse, kind_of
 from train_service.domain.devices import RUN_DEVICE, with_devices
-from train_service.domain.slices import FEWEST_LANES, default_lanes
+from train_service.domain.slices import MIN_LANES, default_lanes
 from train_service.domain.spec import TrainingSpec
 from train_service.domain.suggestion import Suggestion
 from train_service.jobs.cluster_memory import ClusterMemory, check_ever_fits
+from train_service.jobs.deletion import Deletions
 from train_service.jobs.inputs import using_inputs
-from train_service.jobs.lifecycle import Deletions
 from train_service.jobs.model_check import check_model, check_outputs
 from train_service.jobs.own_model_check import OwnModelCheck
 from train_service.jobs.program_check import ProgramCheck
@@ -140,7 +140,7 @@ class TrainingJobs:
             )
 
         if job.runner and not job.state.final:
-            tell_lost(self._store, job)
+            report_lost(self._store, job)
         with using_inputs(self._store, TRAIN_KIND, job, self._still_read(job)):
             pass  # as in `resume`
         return self._jobs.transition(job.name, begin, attempt=job.attempt + 1)
@@ -235,7 +235,7 @@ class TrainingJobs:
         names.parse("parent", name, PATTERN)
         self._jobs.get(name, name)
         size, after = paging.checked_size(page_size), paging.key_of(page_token)
-        chosen, more = CheckpointRegistry(self._store, name).look(lambda view: view.page(after, size))
+        chosen, more = CheckpointRegistry(self._store, name).poll(lambda view: view.page(after, size))
         return chosen, paging.token_of(chosen[-1].name) if more else ""
 
     def events(self, name: str, after_sequence: int) -> list[Event]:
@@ -257,7 +257,7 @@ class TrainingJobs:
     def _still_read(self, job: JobRecord) -> TrainingSpec:
         """Its specification, without the checkpoint that it started from once it has one of its own to go on from."""
         spec = TrainingSpec.from_config(job.spec["training"])
-        has_own = not CheckpointRegistry(self._store, job.name).look(lambda view: view.is_empty)
+        has_own = not CheckpointRegistry(self._store, job.name).poll(lambda view: view.is_empty)
         return replace(spec, initial_checkpoint="") if has_own else spec
 
     def checked(self, spec: TrainingSpec) -> TrainingSpec:
@@ -327,7 +327,7 @@ class TrainingJobs:
     def _view(self, record: JobRecord) -> JobView:
         ranking = TrainingSpec.from_config(record.spec["training"]).checkpoints.ranking
         registry = CheckpointRegistry(self._store, record.name)
-        newest, chosen = registry.look(lambda view: (view.newest(), view.best(ranking)))
+        newest, chosen = registry.poll(lambda view: (view.newest(), view.best(ranking)))
         begins = record.state in (JobState.PENDING, JobState.RECOVERING)
         waiting_for = self._jobs.waiting_for(record.name) if begins else ""
         return JobView(record, self._jobs.progress(record.name), newest, chosen, waiting_for)
@@ -338,7 +338,7 @@ def _with_lanes_of(job: JobRecord, spec: TrainingSpec) -> TrainingSpec:
     24: its order of rows stays."""
     begun: int = job.spec["training"]["lanes"]
     is_default = spec.lanes == default_lanes(spec.num_workers)
-    return replace(spec, lanes=begun) if is_default and begun == FEWEST_LANES else spec
+    return replace(spec, lanes=begun) if is_default and begun == MIN_LANES else spec
 
 
 def _may_mean(given: str, settled: str) -> bool:

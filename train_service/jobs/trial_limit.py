@@ -13,7 +13,7 @@ from typing import Any
 from torch.overrides import TorchFunctionMode
 
 # Seven times those of torchvision's largest, efficientnet_v2_l; they take some seconds.
-MOST_CALLS = 100_000
+MAX_CALLS = 100_000
 # Where calls are slow: of the processor's time, for a machine that has much else to do says nothing of the model.
 LIMIT_S = 30.0
 # Somebody waits for the answer.
@@ -50,8 +50,8 @@ class TrialLimit(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         self._calls += 1
-        if self._calls > MOST_CALLS:
-            raise TooLarge(f"the model is too large: its layers take more than {MOST_CALLS:,} calls of torch")
+        if self._calls > MAX_CALLS:
+            raise TooLarge(f"the model is too large: its layers take more than {MAX_CALLS:,} calls of torch")
         if time.monotonic() > self._wall_end:
             self.out_of_time = True
             raise OutOfTime

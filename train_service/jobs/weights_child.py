@@ -109,7 +109,7 @@ def _read(asked: Mapping[str, Any]) -> str:
     allowed = _patterns("names.allow_missing", names["allow_missing"])
     report.missing = missing
     report.missing_allowed = [name for name in missing if any(one.fullmatch(name) for one in allowed)]
-    _look_for_non_finite(taken, found, report)
+    _find_non_finite(taken, found, report)
     Path(asked["report"]).write_text(json.dumps(report.as_json()))
     fits = not (len(report.missing) > len(report.missing_allowed) or report.unexpected or report.misfits)
     if fits and report.fitted and (asked["allow_non_finite"] or not report.non_finite):
@@ -157,7 +157,7 @@ def _holds(wanted: torch.dtype, given: torch.dtype) -> bool:
     return given == wanted or (wanted == torch.float32 and given in WIDENED)
 
 
-def _look_for_non_finite(taken: Mapping[str, str], found: Mapping[str, Source], report: Report) -> None:
+def _find_non_finite(taken: Mapping[str, str], found: Mapping[str, Source], report: Report) -> None:
     for name in dict.fromkeys(taken.values()):
         if found[name].dtype.is_floating_point:
             tensor = found[name].read()

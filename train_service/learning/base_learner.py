@@ -145,7 +145,7 @@ class BaseLearner(ABC):
 
     def _rows_per_call(self) -> int:
         """No more than a step computes at once: so much memory there is, and a call takes no longer than a step."""
-        parts = max(self._ranks.world_size, self._spec.most_ranks) * self._spec.accumulation_steps
+        parts = max(self._ranks.world_size, self._spec.max_ranks) * self._spec.accumulation_steps
         return max(1, min(ROWS_PER_CALL, self._spec.global_batch_size // parts))
 
     def _note_update(self) -> None:

@@ -20,7 +20,7 @@ from train_service.domain.spec import REGRESSION, TrainingSpec
 from train_service.learning.device_transform import DeviceTransform
 from train_service.loading.loader import Batch
 from train_service.loading.rows import Array
-from train_service.patience import waiting_for
+from train_service.store_retry import waiting_for
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class DeviceBatches:
 
     def _copied_ahead(self, given: Generator[Batch, None, None]) -> Generator[DeviceBatch, None, None]:
         ready: queue.SimpleQueue[tuple[DeviceBatch, Any] | BaseException | None] = queue.SimpleQueue()
-        room = threading.Semaphore(self._ahead)
+        capacity = threading.Semaphore(self._ahead)
         closed = False
 
         def copy() -> None:
@@ -66,7 +66,7 @@ class DeviceBatches:
                 # The current device and stream are a thread's own.
                 with closing(given), self._on_stream():
                     for batch in given:
-                        room.acquire()
+                        capacity.acquire()
                         if closed:
                             return
                         copied = self._copied(batch)
@@ -88,11 +88,11 @@ class DeviceBatches:
                 batch, copied = item
                 if copied is not None:
                     self._take_over(batch, copied)
-                room.release()
+                capacity.release()
                 yield batch
         finally:
             closed = True
-            room.release()
+            capacity.release()
             thread.join()
 
     def _take_over(self, batch: DeviceBatch, copied: torch.cuda.Event) -> None:

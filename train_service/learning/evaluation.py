@@ -93,8 +93,8 @@ def validation_batches(
     rows = sum(cache.row_groups)
     # Stretches, not strides: a rank reads whole row groups.
     first, end = (rows * part // ranks.world_size for part in (ranks.rank, ranks.rank + 1))
-    most_rows = math.ceil(rows / ranks.world_size)
-    calls = math.ceil(most_rows / rows_per_call)
+    max_rows = math.ceil(rows / ranks.world_size)
+    calls = math.ceil(max_rows / rows_per_call)
     prepare, on_device = _Preparing(preprocessing, cache.touched), DeviceTransform(preprocessing.device_steps)
     for start in range(first, first + calls * rows_per_call, rows_per_call):
         positions = np.arange(start, min(start + rows_per_call, end), dtype=np.int64)

@@ -20,17 +20,17 @@ from train_service.domain.slices import loss_scale
 from train_service.domain.spec import FLOAT16, FSDP, TrainingSpec
 from train_service.learning.base_learner import BaseLearner, by_compiler, compile_failed
 from train_service.learning.device_settings import full_float32
+from train_service.learning.dry_run_step import TrialStep
 from train_service.learning.evaluation import evaluate
 from train_service.learning.host_copy import HostCopy
 from train_service.learning.losses import build_loss
-from train_service.learning.metrics import MOST_SUMS_OF_A_STEP, Metrics
+from train_service.learning.metrics import MAX_SUMS_OF_A_STEP, Metrics
 from train_service.learning.optimizers import build_optimizer, build_scheduler
 from train_service.learning.ranks import Ranks, gradients_kept_local, settle_buckets
 from train_service.learning.sharding import put_optimizer_state, whole_optimizer_state
 from train_service.learning.sharding_units import units_of
-from train_service.learning.step_parts import Part, diverged, parts_of
+from train_service.learning.step_parts import StepPart, diverged, parts_of
 from train_service.learning.training_steps import build_training_step
-from train_service.learning.trial_step import TrialStep
 from train_service.loading.loader import Batch
 from train_service.loading.preprocessing import Preprocessing
 from train_service.loading.row_cache import RowCache
@@ -54,7 +54,7 @@ class Learner(BaseLearner):
         self._loss = build_loss(spec.loss, self.model)
         self._training_step = build_training_step(spec.training_step)
         self._own_metrics = own_method(self.model, "metrics") if spec.model.is_own else None
-        self._metrics = Metrics(spec, ranks.device, most_sums=MOST_SUMS_OF_A_STEP, own=self._own_metrics)
+        self._metrics = Metrics(spec, ranks.device, max_sums=MAX_SUMS_OF_A_STEP, own=self._own_metrics)
         self._optimizer = build_optimizer(spec.optimizer, self.model, fused=_may_be_fused(spec))
         self._scheduler = build_scheduler(spec.optimizer, self._optimizer, total_steps)
         self._optimizer.register_step_post_hook(lambda *_: self._note_update())
@@ -148,7 +148,7 @@ class Learner(BaseLearner):
             self._scaler.load_state_dict(state["scaler"])
             self._skipped_steps = int(state.get("skipped_steps", 0))  # earlier releases did not count them
 
-    def _backward(self, batch: Batch, part: Part) -> tuple[float, Tensor]:
+    def _backward(self, batch: Batch, part: StepPart) -> tuple[float, Tensor]:
         """Adds the part's gradients. Returns its summed loss, scaled as the target is, and the sums of its metrics.
 
         A GPU gets the backward pass before the host looks at the loss, so that it is not idle meanwhile. With others a
@@ -166,7 +166,7 @@ class Learner(BaseLearner):
         loss = self._check(found.values(), batch, part, outputs, labels)
         return loss, found.values()[1:]
 
-    def _check(self, found: Tensor, batch: Batch, part: Part, outputs: Tensor, labels: Tensor) -> float:
+    def _check(self, found: Tensor, batch: Batch, part: StepPart, outputs: Tensor, labels: Tensor) -> float:
         loss = float(found[0])
         if not math.isfinite(loss):
             raise diverged(batch, part, self._loss(outputs, labels), loss, self._ranks.rank)

@@ -24,9 +24,9 @@ TOP = 5
 AUROC_THRESHOLDS = 601
 AUROC_LOGITS = 36.0
 # All metrics of a job together: a rank holds a few copies, 40 MB each.
-MOST_SUMS = 5_000_000
+MAX_SUMS = 5_000_000
 # A training step reduces its sums over ranks; beyond so many a metric is measured in validation alone.
-MOST_SUMS_OF_A_STEP = 100_000
+MAX_SUMS_OF_A_STEP = 100_000
 
 
 class Metric(Protocol):
@@ -48,12 +48,12 @@ class Metrics:
         spec: TrainingSpec,
         device: torch.device,
         *,
-        most_sums: int | None = None,
+        max_sums: int | None = None,
         own: Callable[[Tensor, Tensor], Mapping[str, Tensor]] | None = None,
     ) -> None:
-        """Leaves out those that are wider than `most_sums`. `own` is the `metrics` of a model of a user's own, which
+        """Leaves out those that are wider than `max_sums`. `own` is the `metrics` of a model of a user's own, which
         gives all those that are not among ours. Raises `InvalidArgument` naming `spec.metrics`, also where
-        the others together have more than `MOST_SUMS`."""
+        the others together have more than `MAX_SUMS`."""
         self.task = spec.task
         outputs = spec.model.num_classes
         ours = _OF_CLASSES if spec.task == CLASSIFICATION else _OF_NUMBERS
@@ -61,13 +61,13 @@ class Metrics:
         self._own = _Own(own, theirs) if own is not None and theirs else None
         kinds = {name: _kind(name, spec) for name in measured(spec) if name not in theirs}
         widths = {name: kind.width(outputs) for name, kind in kinds.items()}
-        widths = {name: width for name, width in widths.items() if most_sums is None or width <= most_sums}
+        widths = {name: width for name, width in widths.items() if max_sums is None or width <= max_sums}
         self.width = sum(widths.values())
-        if self.width > MOST_SUMS:
+        if self.width > MAX_SUMS:
             widest = max(widths, key=lambda name: widths[name])
             remedy = (
                 f"for {outputs:,} outputs {', '.join(widths)} add up {self.width:,} numbers, of which {widest} has "
-                f"{widths[widest]:,}, and up to {MOST_SUMS:,} are kept; leave {widest} out"
+                f"{widths[widest]:,}, and up to {MAX_SUMS:,} are kept; leave {widest} out"
             )
             raise invalid_field(FIELD, widest, remedy)
         self._metrics = {name: kinds[name].build(outputs, device) for name in widths}

@@ -27,13 +27,13 @@ from train_service.learning.ranks import Ranks, gradients_kept_local
 from train_service.learning.sharding import put_optimizer_state, whole_optimizer_state
 from train_service.learning.sharding_units import units_of
 from train_service.learning.step_module import EPOCH, STEP, ScheduledRate, StepModule, Trainer, measured_loss, number_of
-from train_service.learning.step_parts import Part, diverged, parts_of
+from train_service.learning.step_parts import StepPart, diverged, parts_of
 from train_service.loading.loader import Batch
 from train_service.loading.preprocessing import Preprocessing
 from train_service.loading.row_cache import RowCache
 
 # Names that a training step may log; each costs two numbers in the sum over ranks that every step has.
-MOST_LOGGED = 64
+MAX_LOGGED = 64
 
 
 class OwnStepLearner(BaseLearner):
@@ -204,7 +204,7 @@ class OwnStepLearner(BaseLearner):
         if index == 0:
             self._step_module.hook("on_train_epoch_start")
 
-    def _parts(self, batch: Batch) -> list[tuple[Part, Any]]:
+    def _parts(self, batch: Batch) -> list[tuple[StepPart, Any]]:
         """Each with what the module is given of it."""
         ranks = self._ranks
         cut = parts_of(batch, self._spec, ranks.world_size, ranks.device, whole=self._step_module.is_manual)
@@ -215,7 +215,7 @@ class OwnStepLearner(BaseLearner):
         given = self._step_module.hook("on_after_batch_transfer", batch, 0)
         return batch if given is None else given
 
-    def _taken(self, batch: Batch, parts: Sequence[tuple[Part, Any]], index: int) -> tuple[float, Any]:
+    def _taken(self, batch: Batch, parts: Sequence[tuple[StepPart, Any]], index: int) -> tuple[float, Any]:
         take = self._manual if self._step_module.is_manual else self._automatic
         try:
             return take(batch, parts, index)
@@ -224,7 +224,7 @@ class OwnStepLearner(BaseLearner):
                 raise
             raise compile_failed(error) from error
 
-    def _automatic(self, batch: Batch, parts: Sequence[tuple[Part, Any]], index: int) -> tuple[float, Any]:
+    def _automatic(self, batch: Batch, parts: Sequence[tuple[StepPart, Any]], index: int) -> tuple[float, Any]:
         """The parts' gradients together, and a step of the one optimizer. Returns the mean loss of this rank's rows,
         and what the last part's step returned."""
         module, spec = self._step_module, self._spec
@@ -255,7 +255,7 @@ class OwnStepLearner(BaseLearner):
         self._skipped_steps += int(self.skipped)
         return total / len(batch.row_ids), outputs
 
-    def _checked(self, loss: Tensor | None, batch: Batch, part: Part) -> Tensor:
+    def _checked(self, loss: Tensor | None, batch: Batch, part: StepPart) -> Tensor:
         if loss is None:
             raise InvalidArgument(
                 "training_step returned no loss: return it, or set automatic_optimization to False and step the "
@@ -267,7 +267,7 @@ class OwnStepLearner(BaseLearner):
             raise diverged(batch, part, loss, value, self._ranks.rank)
         return loss
 
-    def _manual(self, batch: Batch, parts: Sequence[tuple[Part, Any]], index: int) -> tuple[float, Any]:
+    def _manual(self, batch: Batch, parts: Sequence[tuple[StepPart, Any]], index: int) -> tuple[float, Any]:
         """The module steps its optimizers itself. Returns the loss, NaN where it returns none."""
         self._weight = len(batch.row_ids) * loss_scale(self._ranks.world_size, batch.step_rows)
         self._learning_rate = float(self._step_module.optimizers[0].param_groups[0]["lr"])
@@ -325,11 +325,11 @@ class OwnStepLearner(BaseLearner):
         if self._agreed_at != batch.epoch:
             self._agreed_at = batch.epoch
             more = self._ranks.share([name for name in self._unnamed if name not in self._names])
-            self._names += more[: MOST_LOGGED - len(self._names)]
+            self._names += more[: MAX_LOGGED - len(self._names)]
         sums = [loss * len(batch.row_ids), float(len(batch.row_ids))]
         for name in self._names:
             sums += logged.get(name, (0.0, 0.0))
-        return sums + [0.0] * (2 * (MOST_LOGGED - len(self._names)))
+        return sums + [0.0] * (2 * (MAX_LOGGED - len(self._names)))
 
     def _note_update(self) -> None:
         super()._note_update()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from shared.dataset_version import DatasetVersion, VersionReader
 from shared.dataset_version.reader import Footers
 from shared.storage import ObjectStore
-from train_service.domain.slices import Plan
+from train_service.domain.slices import SlicePlan
 from train_service.domain.spec import TrainingSpec
 from train_service.loading.loader import Loader
 from train_service.loading.preprocessing import Preprocessing
@@ -53,9 +53,9 @@ class Batches:
         cache.touched = touched
         return cache
 
-    def plan(self, rank: int, world_size: int) -> Plan:
+    def plan(self, rank: int, world_size: int) -> SlicePlan:
         spec = self._spec
-        return Plan(spec.seed, spec.lanes, spec.global_batch_size, spec.epochs, rank, world_size, spec.window_rows)
+        return SlicePlan(spec.seed, spec.lanes, spec.global_batch_size, spec.epochs, rank, world_size, spec.window_rows)
 
     def loader(
         self, rank: int, world_size: int, touched: Callable[[], None] = lambda: None, *, for_device: bool = False

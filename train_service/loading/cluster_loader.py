@@ -26,7 +26,7 @@ from shared.settings import StoreSettings
 from shared.storage import open_store
 from shared.transforms import RowKeys
 from train_service.domain.order import Ints, blocks_of
-from train_service.domain.slices import Plan, rank_positions, step_bounds
+from train_service.domain.slices import SlicePlan, rank_positions, step_bounds
 from train_service.domain.spec import TrainingSpec
 from train_service.loading.loader import Batch, Loader
 from train_service.loading.preparation import longest_s, prepared
@@ -47,7 +47,7 @@ class Source:
 
     store: StoreSettings
     spec: TrainingSpec
-    plan: Plan
+    plan: SlicePlan
     # Of prepared rows that travel together.
     piece_bytes: int
 
@@ -97,7 +97,7 @@ class ClusterLoader(Loader):
         self,
         cache: RowCache,
         preprocessing: Preprocessing,
-        plan: Plan,
+        plan: SlicePlan,
         spec: TrainingSpec,
         store: StoreSettings,
         piece_bytes: int = PIECE_BYTES,

@@ -18,12 +18,12 @@ import numpy as np
 from shared.errors import InvalidArgument
 from shared.transforms import RowKeys
 from train_service.domain.order import Ints, blocks_of
-from train_service.domain.slices import Plan, rank_positions, step_bounds, steps_per_epoch
+from train_service.domain.slices import SlicePlan, rank_positions, step_bounds, steps_per_epoch
 from train_service.loading.preprocessing import Preprocessing
 from train_service.loading.row_cache import RowCache
 from train_service.loading.rows import Array, Rows
 from train_service.loading.windows import Windows
-from train_service.patience import waiting_for
+from train_service.store_retry import waiting_for
 
 # Of large batches, and at most of small ones.
 BATCHES_AHEAD, SMALL_BATCHES_AHEAD = 4, 16
@@ -54,7 +54,9 @@ class Batch:
 class Loader:
     """Batches of the train split, any number of times; not shared between threads, since its cache is not."""
 
-    def __init__(self, cache: RowCache, preprocessing: Preprocessing, plan: Plan, *, for_device: bool = False) -> None:
+    def __init__(
+        self, cache: RowCache, preprocessing: Preprocessing, plan: SlicePlan, *, for_device: bool = False
+    ) -> None:
         """`for_device`: the inputs are what `Preprocessing.for_device` gives."""
         self._cache = cache
         self._preprocessing = preprocessing
@@ -72,13 +74,13 @@ class Loader:
         The thread that reads ahead ends with the generator: close it where the last batch is not taken.
         """
         ahead: queue.SimpleQueue[Batch | BaseException | None] = queue.SimpleQueue()
-        room = threading.Semaphore(self._batches_ahead())
+        capacity = threading.Semaphore(self._batches_ahead())
         closed = False
 
         def read() -> None:
             try:
                 for batch in self._read(first_step):
-                    room.acquire()
+                    capacity.acquire()
                     if closed:
                         return
                     ahead.put(batch)
@@ -99,11 +101,11 @@ class Loader:
             while (item := taken()) is not None:
                 if isinstance(item, BaseException):
                     raise item
-                room.release()
+                capacity.release()
                 yield item
         finally:
             closed = True
-            room.release()
+            capacity.release()
             thread.join()
 
     def _batch_bytes(self) -> int:

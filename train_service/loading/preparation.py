@@ -16,25 +16,25 @@ from ray.exceptions import RayError
 
 from shared.dataset_stream import DatasetStream
 from shared.errors import Unavailable
-from shared.jobs.transitions import NO_ROOM
+from shared.jobs.transitions import INSUFFICIENT_RESOURCES
 from shared.transforms import Pipeline
 from shared.transforms.steps.custom import DEFAULT_TIMEOUT_S, Custom
 from train_service.domain.bundles import INGEST_CPUS
 from train_service.domain.spec import TrainingSpec
 from train_service.domain.watchdog import STARTING_SECONDS
-from train_service.patience import PATIENCE_S, store_call
 from train_service.placement import usable_nodes
+from train_service.store_retry import OUTAGE_TIMEOUT_S, store_call
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
 # The first tasks import and compile.
-FIRST_WITHIN_S = STARTING_SECONDS
+FIRST_TIMEOUT_S = STARTING_SECONDS
 # A piece of many small rows may take long to prepare, and other work may have the CPUs for a while.
-NEXT_WITHIN_S = PATIENCE_S
+NEXT_TIMEOUT_S = OUTAGE_TIMEOUT_S
 # Ray Data gives what a task makes on in blocks, which need not begin and end as the pieces do.
 PIECES_A_BLOCK = 2
-ASKED_WITHIN_S = 10
+ASKED_TIMEOUT_S = 10
 # What Ray calls it where a task waits for a CPU no longer.
 GIVEN_TO_A_WORKER = "SUBMITTED_TO_WORKER"
 HAS_ITS_CPU = (GIVEN_TO_A_WORKER, "PENDING_ARGS_FETCH", "RUNNING", "RUNNING_IN_RAY_GET", "RUNNING_IN_RAY_WAIT")
@@ -57,7 +57,7 @@ def prepared(
     Raises `Unavailable` where no task gets on, and what the stream raises. Whoever takes the tables may take his time.
     """
     watch = _Watch(stream, touched, longest_s, tasks)
-    with closing(stream.tables(watch.look, POLL_S)) as tables:
+    with closing(stream.tables(watch.poll, POLL_S)) as tables:
         while True:
             with store_call():  # as there: who waits here gives up by himself
                 table = next(tables, None)
@@ -76,25 +76,25 @@ class _Watch:
         self._done = 0
         self._since = time.monotonic()
         self._longest_s = longest_s
-        self._within_s = FIRST_WITHIN_S + longest_s
+        self._timeout_s = FIRST_TIMEOUT_S + longest_s
         self._extended = False
 
     def got_on(self) -> None:
         self._touched()
-        self._since, self._within_s = time.monotonic(), NEXT_WITHIN_S + self._longest_s
+        self._since, self._timeout_s = time.monotonic(), NEXT_TIMEOUT_S + self._longest_s
         self._extended = False
 
-    def look(self) -> None:
+    def poll(self) -> None:
         if (done := self._stream.done) > self._done:
             self._done = done
             self.got_on()
-        elif time.monotonic() - self._since > self._within_s:
+        elif time.monotonic() - self._since > self._timeout_s:
             self._judge()
 
     def _judge(self) -> None:
-        text = f"Ray Data has prepared no row for {self._within_s:.0f} s"
+        text = f"Ray Data has prepared no row for {self._timeout_s:.0f} s"
         if at_work_s := longest_at_work_s(self._tasks):
-            if at_work_s < self._within_s and not self._extended:
+            if at_work_s < self._timeout_s and not self._extended:
                 # It has found its CPU only now. Once is enough: Ray Data begins a task that dies anew without end.
                 self._since, self._extended = time.monotonic() - at_work_s, True
                 return
@@ -102,7 +102,7 @@ class _Watch:
             raise Unavailable(f"{text}: a task stands still", reason="PREPARATION_STALLED")
         if not _has_free_cpu():
             # Not a failure: the next attempt begins once there is room for its tasks, too.
-            raise Unavailable(f"{text}: its tasks found no CPU", reason=NO_ROOM)
+            raise Unavailable(f"{text}: its tasks found no CPU", reason=INSUFFICIENT_RESOURCES)
         raise Unavailable(f"{text}, though a CPU is free: a task stands still", reason="PREPARATION_STALLED")
 
 
@@ -122,7 +122,7 @@ def longest_at_work_s(tasks: str) -> float:
             filters=[("name", "=", tasks), ("state", "!=", "FINISHED"), ("state", "!=", "FAILED")],
             limit=RAY_MAX_LIMIT_FROM_API_SERVER,
             detail=True,
-            timeout=ASKED_WITHIN_S,
+            timeout=ASKED_TIMEOUT_S,
             raise_on_missing_output=False,
         )
     except (RayStateApiException, RayError, OSError, ValueError) as error:  # of the last kind: there is no dashboard

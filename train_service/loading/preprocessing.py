@@ -11,7 +11,7 @@ from shared.dataset_version.manifest import Column
 from shared.errors import InvalidArgument, invalid_field
 from shared.transforms import Pipeline, RowError, RowKeys, Schema, TensorSpec, TensorType, schema_of_columns
 from shared.transforms.batch import Column as BatchColumn
-from shared.transforms.pipeline import Walk, needed_columns, sliced
+from shared.transforms.pipeline import BatchContext, needed_columns, sliced
 from shared.transforms.schema import ColumnType
 from shared.transforms.steps.custom import Custom
 from shared.transforms.steps.decoding import image_columns, side_by_side
@@ -34,7 +34,7 @@ MAKE_FINITE = frozenset(
         *("color_jitter", "tokenize"),
     }
 )
-LEAST_STD = 1e-6
+MIN_STD = 1e-6
 # What a worker's device may do of the transform: see `train_service.learning.device_transform`.
 DEVICE_STEPS = (CenterCrop, RandomCrop, RandomFlip, ColorJitter, ToFloat, Normalize)
 # What is NaN or infinite before these steps is so behind them.
@@ -141,7 +141,7 @@ class Preprocessing:
         if not any(isinstance(step, ToFloat) for _, step in self._steps[first:]) or self._is_checked:
             remedy = (
                 "the transform must end with to_float and, after it, normalize with every std at least "
-                f"{LEAST_STD:g}; a worker's device also does {', '.join(one.op for one in DEVICE_STEPS)} before it, on "
+                f"{MIN_STD:g}; a worker's device also does {', '.join(one.op for one in DEVICE_STEPS)} before it, on "
                 "images of one size; or leave it out"
             )
             raise invalid_field("spec.acceleration.transform_device", BY_DEVICE, remedy)
@@ -160,7 +160,7 @@ class Preprocessing:
 
     def _made_of(self, rows: Rows, keys: RowKeys | None, end: int | None) -> Array:
         try:
-            walk = Walk(rows.batch(), keys)
+            walk = BatchContext(rows.batch(), keys)
             for place, step in self._steps[:end]:
                 walk.through(step, f"{FIELD}.steps[{place}]", place)
         except RowError as error:
@@ -206,7 +206,7 @@ def is_float(one: ColumnType) -> bool:
 
 
 def _makes_finite(step: Step) -> bool:
-    return step.op in MAKE_FINITE or (isinstance(step, Normalize) and min(step.std) >= LEAST_STD)
+    return step.op in MAKE_FINITE or (isinstance(step, Normalize) and min(step.std) >= MIN_STD)
 
 
 def _numbers(column: BatchColumn) -> Array:

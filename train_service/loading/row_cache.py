@@ -17,8 +17,8 @@ from shared.transforms import batch_of
 from train_service.domain.order import Ints
 from train_service.domain.spec import CLASSIFICATION
 from train_service.loading.labels import labels_of
-from train_service.loading.rows import Array, Room, Rows, bytes_of_row
-from train_service.patience import patient, store_call
+from train_service.loading.rows import Array, RowBuffers, Rows, bytes_of_row
+from train_service.store_retry import retry_on_outage, store_call
 
 # Threads that read ahead, and have as many processors: each asks a store far away for several ranges at once.
 READERS = min(4, os.cpu_count() or 1)
@@ -47,7 +47,7 @@ class RowCache:
         """`columns` are those that the job's transform reads; `num_classes` is K for regression; `capacity` in
         bytes. Without a `label_column` rows have no labels: (rows, 0)."""
         self._reader = reader
-        self._groups = patient(lambda: reader.row_groups(split), "the row groups")
+        self._groups = retry_on_outage(lambda: reader.row_groups(split), "the row groups")
         self._columns = list(columns)
         self._label_column = label_column
         self._num_classes = num_classes
@@ -55,7 +55,7 @@ class RowCache:
         self._allow_non_finite = allow_non_finite
         self._capacity = capacity
         self._held: OrderedDict[int, Rows] = OrderedDict()
-        self._held_bytes = 0
+        self._in_flight_bytes = 0
         # Each with its place among those that are read together.
         self._coming: dict[int, tuple[Future[list[Rows]], int]] = {}
         self._readers: ThreadPoolExecutor | None = None
@@ -70,7 +70,7 @@ class RowCache:
     def read_ahead(self, positions: Ints) -> None:
         """Begins to read the row groups that the rows at `positions` need and that are not held, as many as there is
         room for. Each reader has its share of them in one piece: groups are cheap to read together."""
-        numbers = self._room_for(number for number in self._needed(positions) if number not in self._held)
+        numbers = self._capacity_for(number for number in self._needed(positions) if number not in self._held)
         if not numbers:
             return
         if self._readers is None:
@@ -79,7 +79,7 @@ class RowCache:
             reading = self._readers.submit(self._read, [self._groups[number] for number in share])
             self._coming.update({number: (reading, place) for place, number in enumerate(share.tolist())})
 
-    def rows(self, positions: Ints, into: Room | None = None) -> Rows:
+    def rows(self, positions: Ints, into: RowBuffers | None = None) -> Rows:
         """The rows at `positions` (from 0 at the split's beginning), in that order; where they must be copied, their
         tensors lie in `into` until it is used again.
 
@@ -104,7 +104,7 @@ class RowCache:
         groups = self._group_of(positions)
         return sorted(set(groups[np.flatnonzero(np.diff(groups, prepend=-1))].tolist()))
 
-    def _room_for(self, numbers: Iterable[int]) -> list[int]:
+    def _capacity_for(self, numbers: Iterable[int]) -> list[int]:
         """Those that are not on their way, up to the first that would be too much."""
         rows, chosen = sum(self.row_groups[number] for number in self._coming), []
         for number in numbers:
@@ -137,10 +137,10 @@ class RowCache:
         else:
             (read,) = self._read([self._groups[number]])
         self._held[number] = read
-        self._held_bytes += read.size_bytes
+        self._in_flight_bytes += read.size_bytes
         self.bytes_read += read.size_bytes
-        while self._held_bytes > self._capacity and len(self._held) > 1:
-            self._held_bytes -= self._held.popitem(last=False)[1].size_bytes
+        while self._in_flight_bytes > self._capacity and len(self._held) > 1:
+            self._in_flight_bytes -= self._held.popitem(last=False)[1].size_bytes
         return read
 
     def _read(self, groups: Sequence[RowGroup]) -> list[Rows]:
@@ -151,7 +151,7 @@ class RowCache:
     def _read_of_file(self, groups: Sequence[RowGroup]) -> list[Rows]:
         labelled = [self._label_column] if self._label_column else []
         names = list(dict.fromkeys([*self._columns, *labelled, ROW_ID]))
-        table = patient(lambda: self._reader.read_many(groups, names), "row groups")
+        table = retry_on_outage(lambda: self._reader.read_many(groups, names), "row groups")
         row_ids: Ints = table.column(ROW_ID).to_numpy()
         ends = np.cumsum([group.row_count for group in groups]).tolist()
         for group, end in zip(groups, ends, strict=True):

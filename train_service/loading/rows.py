@@ -17,7 +17,7 @@ from train_service.domain.order import Ints
 
 Array = NDArray[Any]
 # Tensors by column that are there to be written over: a large one that is made anew costs more than its copying.
-Room = dict[str, Array]
+RowBuffers = dict[str, Array]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,15 +35,15 @@ class Rows:
     row_ids: Ints
 
     @classmethod
-    def joined(cls, parts: Sequence[Rows], into: Room | None = None) -> Rows:
+    def joined(cls, parts: Sequence[Rows], into: RowBuffers | None = None) -> Rows:
         """The rows of all parts, which have the same columns, one part after the other; with `into`, their tensors in
         its."""
         if len(parts) == 1:
             return parts[0]
         scalars = [part.scalars for part in parts if part.scalars is not None]
-        room = {} if into is None else into
+        buffers = {} if into is None else into
         return cls(
-            {name: _concatenated([part.tensors[name] for part in parts], name, room) for name in parts[0].tensors},
+            {name: _concatenated([part.tensors[name] for part in parts], name, buffers) for name in parts[0].tensors},
             pa.concat_batches(scalars) if scalars else None,
             np.concatenate([part.labels for part in parts]),
             np.concatenate([part.row_ids for part in parts]),
@@ -80,11 +80,11 @@ class Rows:
         return tensors + scalars + self.labels.nbytes + self.row_ids.nbytes
 
 
-def _concatenated(tensors: Sequence[Array], name: str, room: Room) -> Array:
+def _concatenated(tensors: Sequence[Array], name: str, buffers: RowBuffers) -> Array:
     rows = sum(map(len, tensors))
-    if name not in room or len(room[name]) < rows:
-        room[name] = np.empty((rows, *tensors[0].shape[1:]), tensors[0].dtype)
-    return np.concatenate(tensors, out=room[name][:rows])
+    if name not in buffers or len(buffers[name]) < rows:
+        buffers[name] = np.empty((rows, *tensors[0].shape[1:]), tensors[0].dtype)
+    return np.concatenate(tensors, out=buffers[name][:rows])
 
 
 def bytes_of_row(version: DatasetVersion, split: str, columns: Sequence[str]) -> int:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 from train_service.domain.order import Ints, epoch_order
-from train_service.domain.slices import Plan, rank_positions
+from train_service.domain.slices import SlicePlan, rank_positions
 from train_service.loading.row_cache import RowCache
-from train_service.loading.rows import Room, Rows
+from train_service.loading.rows import RowBuffers, Rows
 
 
 class Windows:
     """Positions only ever grow within an epoch, so the lanes of a rank go from window to window together."""
 
-    def __init__(self, cache: RowCache, blocks: Ints, plan: Plan, epoch: int, *, read_ahead: bool = True) -> None:
+    def __init__(self, cache: RowCache, blocks: Ints, plan: SlicePlan, epoch: int, *, read_ahead: bool = True) -> None:
         """`read_ahead`: whoever opens a window will want the next one too."""
         self._cache = cache
         self._read_ahead = read_ahead
@@ -25,7 +25,7 @@ class Windows:
         self._stretches: tuple[int, Ints] = (-1, np.empty(0, np.int64))
         # Of the open window: the rows, lane after lane; the positions that the rank computes; the row of each of these.
         self._rows: Rows | None = None
-        self._room: Room = {}
+        self._buffers: RowBuffers = {}
         self._positions = np.empty(0, np.int64)
         self._places = np.empty(0, np.int64)
 
@@ -47,7 +47,7 @@ class Windows:
                 self._cache.read_ahead(stretches)
                 self._cache.read_ahead(self._rows_of(number + 1))
             self._shuffle(number)
-            self._rows = self._cache.rows(stretches, self._room)
+            self._rows = self._cache.rows(stretches, self._buffers)
             self._number = number
         return self._rows
 

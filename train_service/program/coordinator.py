@@ -40,10 +40,10 @@ from train_service.checkpoints.snapshots import retain
 from train_service.domain.shard_checks import check_shards
 from train_service.domain.shard_positions import merge_reports, shard_identity
 from train_service.domain.spec import KEEP, REPLAY, Program, TrainingSpec
-from train_service.patience import patient
 from train_service.records.events import EventKind
 from train_service.records.metrics_log import MetricsLog
 from train_service.records.reporting import CANCEL, GO_ON, REPORT_INTERVAL_S, STALE
+from train_service.store_retry import retry_on_outage
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ MISSING_NAMED_AFTER_S = 60.0
 # After so long the attempt ends, whatever the missing ranks do meanwhile.
 MISSING_FOR_S = 600.0
 # A rank that was told to stop says within so long that it does; its work is durable by then.
-STOPS_WITHIN_S = 20.0
+STOPS_TIMEOUT_S = 20.0
 FOLDER_NAME = re.compile(r"report-(?P<report>\d{8})-a(?P<attempt>\d{5})-[0-9a-f]+")
 
 Reply = Callable[[dict[str, Any]], None]
@@ -62,7 +62,7 @@ Tell = Callable[[EventKind, dict[str, Any]], None]
 
 
 @dataclass
-class Part:
+class ReportPart:
     """What one rank said of one report."""
 
     rank: int
@@ -74,7 +74,7 @@ class Part:
     optimizer_steps: int
 
     @classmethod
-    def of(cls, rank: int, body: Mapping[str, Any]) -> Part:
+    def of(cls, rank: int, body: Mapping[str, Any]) -> ReportPart:
         files = body.get("files")
         return cls(
             rank=rank,
@@ -88,7 +88,7 @@ class Part:
         )
 
 
-def merged_files(parts: Sequence[Part]) -> tuple[list[ProgramFile], list[ProgramFile], list[str]]:
+def merged_files(parts: Sequence[ReportPart]) -> tuple[list[ProgramFile], list[ProgramFile], list[str]]:
     """Of all ranks' files those that count, those that do not, and the paths under which ranks had different bytes.
 
     Of a path that several ranks reported, the lowest rank's counts. Raises `InvalidArgument` where one rank's file is a
@@ -200,7 +200,7 @@ class ReportCoordinator:
         self._newest: CheckpointEntry | None = None
         # Of the meeting under way: the number of the report, and what those said that have come, each to be answered.
         self._number = 0
-        self._parts: dict[int, Part] = {}
+        self._parts: dict[int, ReportPart] = {}
         self._replies: dict[int, Reply] = {}
         self._met_at = 0.0
         self._named = False
@@ -213,8 +213,8 @@ class ReportCoordinator:
         self._identities: dict[str, dict[str, Any]] | None = None
         self._returned: set[int] = set()
         self._stopped: set[int] = set()
-        self._stop_told_at: float | None = None
-        self._stop_told = GO_ON
+        self._stop_reported_at: float | None = None
+        self._reported_stop = GO_ON
         self._warned_paths: set[str] = set()
         self._progress_at = 0.0
         # Guards what other threads read.
@@ -250,7 +250,7 @@ class ReportCoordinator:
         a report, and nothing failed."""
         with self._lock:
             returned = len(self._returned) == self._world_size
-            return returned and self.cause is None and self._stop_told == GO_ON
+            return returned and self.cause is None and self._reported_stop == GO_ON
 
     @property
     def reported(self) -> int:
@@ -277,14 +277,14 @@ class ReportCoordinator:
     def overdue(self, now: float | None = None) -> list[int]:
         """The ranks that were told to stop in an answer, and have not stopped in time."""
         with self._lock:
-            if self._stop_told_at is None or (now or time.monotonic()) - self._stop_told_at < STOPS_WITHIN_S:
+            if self._stop_reported_at is None or (now or time.monotonic()) - self._stop_reported_at < STOPS_TIMEOUT_S:
                 return []
             return sorted(set(range(self._world_size)) - self._stopped - self._returned)
 
     def result(self) -> dict[str, Any]:
         """The newest checkpoint, which is whole, and the best of those that are not known to be damaged; both empty for
         a program that reported none."""
-        entries = patient(self._registry.entries, "the checkpoints")
+        entries = retry_on_outage(self._registry.entries, "the checkpoints")
         damaged = self._start.damaged if self._start else set()
         chosen = best([entry for entry in entries if entry.folder not in damaged], self._spec.checkpoints.ranking)
         newest = self._newest
@@ -294,7 +294,7 @@ class ReportCoordinator:
         """Once all ranks have returned: the newest checkpoint is the run's final one; without any, that is told."""
         if self._newest is not None:
             name = self._newest.name
-            patient(lambda: self._registry.finish(name, self._attempt), "the final checkpoint")
+            retry_on_outage(lambda: self._registry.finish(name, self._attempt), "the final checkpoint")
         else:
             text = "the program ended without a checkpoint: nothing of it can be resumed, loaded or served"
             self._tell(EventKind.WARNING, {"text": text})
@@ -308,7 +308,7 @@ class ReportCoordinator:
             try:
                 item = self._said.get(timeout=1.0)
             except queue.Empty:
-                self._look_for_missing()
+                self._check_missing()
                 continue
             if item is None:
                 return
@@ -353,8 +353,8 @@ class ReportCoordinator:
                     "ray.train.report(..., checkpoint=...), so that the next attempt goes on from there"
                 )
 
-        patient(choose, "the newest checkpoint")
-        patient(self._sweep, "what earlier attempts left")
+        retry_on_outage(choose, "the newest checkpoint")
+        retry_on_outage(self._sweep, "what earlier attempts left")
         self._metrics = MetricsLog(self._store, self._job_name, self._attempt, start.report)
         self._metrics.__enter__()
         self._newest = start.entry
@@ -396,7 +396,7 @@ class ReportCoordinator:
     def _handle(self, rank: int, body: dict[str, Any], reply: Reply) -> None:
         kind = body["kind"]
         if self._start is None or (self.cause is not None and kind == "report"):
-            cause = self.cause or Internal("the attempt could not begin", reason="NO_START")
+            cause = self.cause or Internal("the attempt could not begin", reason="DID_NOT_START")
             reply({"error": cause.as_record()})
         elif kind == "begin":
             reply({**self._start.as_answer(), "token": self.token})
@@ -421,7 +421,7 @@ class ReportCoordinator:
             with self._lock:
                 self._returned.add(rank)
             reply({})
-            self._look_for_returned()
+            self._check_returned()
         else:
             raise Internal(f"a rank says {kind!r}, which nobody knows", reason="UNKNOWN_REQUEST")
 
@@ -434,7 +434,7 @@ class ReportCoordinator:
             raise Internal(
                 f"rank {rank} reports number {number}, and number {self._number} is due", reason="REPORT_LOST"
             )
-        part = Part.of(rank, body)
+        part = ReportPart.of(rank, body)
         if part.shards:
             self._check_shards(part)
         with self._lock:
@@ -444,7 +444,7 @@ class ReportCoordinator:
             self._replies[rank] = reply
             complete = len(self._parts) == self._world_size
         if not complete:
-            self._look_for_returned()
+            self._check_returned()
             return
         self.is_committing = True
         try:
@@ -452,10 +452,10 @@ class ReportCoordinator:
         finally:
             self.is_committing = False
 
-    def _check_shards(self, part: Part) -> None:
+    def _check_shards(self, part: ReportPart) -> None:
         """Raises `InvalidArgument` for positions that no rank of this run can have."""
         if self._identities is None:
-            self._identities = patient(self._find_identities, "the dataset version")
+            self._identities = retry_on_outage(self._find_identities, "the dataset version")
         keeps = self._program.remainder == KEEP
         shards, size = part.shards, self._world_size
         check_shards(part.rank, shards, self._identities, size, self._positions, keeps_remainder=keeps)
@@ -484,7 +484,7 @@ class ReportCoordinator:
         assert self._metrics is not None
         self._metrics.add(number, first.epoch, {**first.metrics, "optimizer_steps": float(first.optimizer_steps)})
         self._last_metrics = first.metrics
-        self._tell_progress(number, first)
+        self._report_progress(number, first)
         if carried:
             try:
                 self._commit_checkpoint(number, first, *files)
@@ -493,9 +493,9 @@ class ReportCoordinator:
                 if self._newest is None or self._newest.step != number:
                     self._take_away(number)
                 raise
-        wish = self._stop_reason()
+        request = self._stop_reason()
         # Work since the last checkpoint would be done again; of a run that is cancelled nobody waits for it.
-        stop = wish if carried or wish >= CANCEL else GO_ON
+        stop = request if carried or request >= CANCEL else GO_ON
         self._acknowledged = {
             "committed": number,
             "stop": stop,
@@ -517,10 +517,10 @@ class ReportCoordinator:
     def _take_away(self, number: int) -> None:
         """The files of a report that is not committed."""
         folder = self.folder(number)
-        patient(lambda: self._store.delete_folder(folder), "files that are not committed")
+        retry_on_outage(lambda: self._store.delete_folder(folder), "files that are not committed")
 
     def _commit_checkpoint(
-        self, number: int, first: Part, files: list[ProgramFile], dropped: list[ProgramFile], conflicts: list[str]
+        self, number: int, first: ReportPart, files: list[ProgramFile], dropped: list[ProgramFile], conflicts: list[str]
     ) -> None:
         folder = self.folder(number)
         unknown = [path for path in conflicts if path not in self._warned_paths]
@@ -559,7 +559,7 @@ class ReportCoordinator:
             )
             return write_manifest(self._store, folder, content)
 
-        digest, size_bytes = patient(write, "a checkpoint")
+        digest, size_bytes = retry_on_outage(write, "a checkpoint")
         entry = CheckpointEntry(
             name=f"{self._job_name}/checkpoints/report-{number:08d}",
             folder=folder,
@@ -573,17 +573,17 @@ class ReportCoordinator:
             code_bundle=self._program.code_bundle,
             fit=self._fit,
         )
-        patient(lambda: self._registry.commit(entry), "a checkpoint")
+        retry_on_outage(lambda: self._registry.commit(entry), "a checkpoint")
         self._newest = entry
         self._tell(EventKind.CHECKPOINT_COMMITTED, entry.as_state())
         if self._spec.checkpoints.keep_newest:
             damaged = self._start.damaged
-            patient(
+            retry_on_outage(
                 lambda: retain(self._store, self._registry, self._spec.checkpoints, self._attempt, damaged),
                 "old checkpoints",
             )
 
-    def _tell_progress(self, number: int, part: Part) -> None:
+    def _report_progress(self, number: int, part: ReportPart) -> None:
         now = time.monotonic()
         if now - self._progress_at < REPORT_INTERVAL_S:
             return
@@ -595,7 +595,7 @@ class ReportCoordinator:
     def _absent(self) -> list[int]:
         return [rank for rank in range(self._world_size) if rank not in self._parts] if self._parts else []
 
-    def _look_for_returned(self) -> None:
+    def _check_returned(self) -> None:
         """Fails the run where a rank waits in a report for one that has returned: it would wait for ever."""
         with self._lock:
             gone = [rank for rank in self._absent() if rank in self._returned]
@@ -609,7 +609,7 @@ class ReportCoordinator:
                 )
             )
 
-    def _look_for_missing(self) -> None:
+    def _check_missing(self) -> None:
         with self._lock:
             absent, waited_s = self._absent(), time.monotonic() - self._met_at
             newly = bool(absent) and not self._named and waited_s >= self._named_after_s
@@ -635,7 +635,7 @@ class ReportCoordinator:
 
     def _note_stop(self, reason: int) -> None:
         with self._lock:
-            self._stop_told_at, self._stop_told = self._stop_told_at or time.monotonic(), reason
+            self._stop_reported_at, self._reported_stop = self._stop_reported_at or time.monotonic(), reason
 
     def _fail(self, error: MillraceError) -> None:
         self.cause = self.cause or error

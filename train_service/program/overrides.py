@@ -17,8 +17,8 @@ from train_service.domain.spec import GPU, TrainingSpec
 NCCL, GLOO = "nccl", "gloo"
 BACKENDS = (NCCL, GLOO)
 # Ray's -1 is for ever; a job has at most so many.
-MOST_FAILURES = 1000
-MOST_PREEMPTIONS = 100_000
+MAX_FAILURES = 1000
+MAX_PREEMPTIONS = 100_000
 # Ray's own defaults, which say nothing of what a script wants.
 DEFAULT_TIMEOUT_S = 1800.0
 NO_FAILURES = 0
@@ -56,11 +56,11 @@ class Asked:
         return cls(**fields_of(cls, message))
 
     @property
-    def fewest_workers(self) -> int:
+    def effective_min_workers(self) -> int:
         return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[0]
 
     @property
-    def most_workers(self) -> int:
+    def max_workers(self) -> int:
         return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[1]
 
 
@@ -80,21 +80,21 @@ def wanted_of(asked: Asked) -> list[Wanted]:
     the number of workers and `use_gpu`, of which Ray has no other way to say the same."""
     workers = f"ScalingConfig(num_workers={_workers(asked.num_workers)})"
     found = [
-        Wanted(path="num_workers", value=asked.most_workers, theirs=workers),
+        Wanted(path="num_workers", value=asked.max_workers, theirs=workers),
         Wanted(
             path="min_workers",
-            value=max(asked.fewest_workers, 1) if asked.fewest_workers != asked.most_workers else 0,
+            value=max(asked.effective_min_workers, 1) if asked.effective_min_workers != asked.max_workers else 0,
             theirs=workers,
         ),
     ]
-    if asked.most_workers:  # local mode has none of whom more could be asked
+    if asked.max_workers:  # local mode has none of whom more could be asked
         found += _of_workers(asked)
     if asked.max_failures != NO_FAILURES:
-        failures = MOST_FAILURES if asked.max_failures < 0 else min(asked.max_failures, MOST_FAILURES)
+        failures = MAX_FAILURES if asked.max_failures < 0 else min(asked.max_failures, MAX_FAILURES)
         theirs = f"FailureConfig(max_failures={asked.max_failures})"
         found.append(Wanted(path="max_failures", value=failures, theirs=theirs))
     if asked.max_preemption_failures != ANY_PREEMPTIONS:
-        preemptions = min(asked.max_preemption_failures, MOST_PREEMPTIONS)
+        preemptions = min(asked.max_preemption_failures, MAX_PREEMPTIONS)
         theirs = f"FailureConfig(max_preemption_failures={asked.max_preemption_failures})"
         found.append(Wanted(path="max_preemptions", value=preemptions, theirs=theirs))
     return found + _of_checkpoints(asked)

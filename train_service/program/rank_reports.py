@@ -27,8 +27,8 @@ from typing import Any, Protocol
 
 from shared.errors import InvalidArgument, error_from_record, shown
 from shared.storage import key_problem
-from train_service.patience import patient, store_call, waiting_for
 from train_service.records.reporting import GO_ON
+from train_service.store_retry import retry_on_outage, store_call, waiting_for
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +41,9 @@ PIECE_BYTES = 4 * 1024 * 1024
 # Files of a report that are uploaded at the same time.
 UPLOADS = 4
 # Asynchronous reports that may wait, the one that is being delivered included, when another begins.
-MOST_WAITING = 1
+MAX_WAITING = 1
 # A float holds every whole number up to it.
-MOST_EXACT = 2**53
+MAX_EXACT = 2**53
 
 
 class ProgramStopped(BaseException):
@@ -160,7 +160,7 @@ class RankReports:
         has raised, the same at every call."""
         with self._turn():
             # A copy of each report that is under way takes room on the node's disk.
-            self._collect(most=MOST_WAITING if mode == ASYNC else len(self._waiting))
+            self._collect(most=MAX_WAITING if mode == ASYNC else len(self._waiting))
             self._line.tick()
             numbers, epoch = self._numbers(metrics)
             number = self._number + 1
@@ -242,7 +242,7 @@ class RankReports:
 
         def upload(path: str) -> tuple[str, int, str]:
             piecewise = _Pieces(folder / path, self._line.tick)
-            patient(lambda: self._store.put_pieces(f"{prefix}/{path}", piecewise), "a checkpoint")
+            retry_on_outage(lambda: self._store.put_pieces(f"{prefix}/{path}", piecewise), "a checkpoint")
             return path, piecewise.size_bytes, piecewise.sha256
 
         paths = files_of(folder, prefix)
@@ -294,7 +294,7 @@ def as_number(name: str, value: Any) -> float | None:
         raise ValueError(
             f"the metric {name!r} is a torch tensor, no number; use `.item()`, or save it in the checkpoint"
         )
-    if type(value) is int and abs(value) <= MOST_EXACT:
+    if type(value) is int and abs(value) <= MAX_EXACT:
         return value  # a script finds in its result what it reported
     if isinstance(value, (int, float)):
         return float(value)

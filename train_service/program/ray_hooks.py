@@ -112,16 +112,16 @@ class ProgramTrainFnUtils(DistributedTrainFnUtils):
         copies: NodeCopies,
         spool: Path,
         shards: Callable[[], Shards],
-        wish: Callable[[], int],
+        request: Callable[[], int],
         own_datasets: Collection[str] = (),
     ) -> None:
-        """`shards` is called with the first shard that the program asks for; `wish` is the attempt's reason to stop.
+        """`shards` is called with the first shard that the program asks for; `request` is the attempt's reason to stop.
         `own_datasets` are the names of Ray Datasets that a script gave its trainer: Ray deals these out."""
         self._reports = reports
         self._copies = copies
         self._spool = spool
         self._shards = shards
-        self._wish = wish
+        self._request = request
         self._own_datasets = frozenset(own_datasets)
         # Whether the program has asked for its checkpoint: one that has not begins again after each loss.
         self.asked_for_checkpoint = False
@@ -179,7 +179,7 @@ class ProgramTrainFnUtils(DistributedTrainFnUtils):
 
     def get_preemption_info(self) -> PreemptionInfo | None:
         """As rank 0 knows it: every rank must see the same."""
-        leaving = self._wish() == PREEMPT
+        leaving = self._request() == PREEMPT
         info = PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={}) if leaving else None
         found: PreemptionInfo | None = collective_impl.broadcast_from_rank_zero(
             info, caller_method_name="ray.train.get_preemption_info", relaxable=True

@@ -14,7 +14,7 @@ from typing import Any
 from shared.checkpoint.format import Readable
 from shared.checkpoint.program import ProgramFile, load_program_checkpoint, read_pieces
 from shared.errors import DataLoss, Internal
-from train_service.patience import patient
+from train_service.store_retry import retry_on_outage
 
 # Files that are read at the same time.
 DOWNLOADS = 4
@@ -46,7 +46,7 @@ class NodeCopies:
                 unfinished = self._folder / f"{name}.unfinished"
                 shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
                 try:
-                    patient(lambda: self._download(checkpoint, unfinished), "the checkpoint to go on from")
+                    retry_on_outage(lambda: self._download(checkpoint, unfinished), "the checkpoint to go on from")
                 except DataLoss as error:
                     text = f"{checkpoint['name']} was read damaged: {error.message}"
                     raise Internal(text, reason="READ_DAMAGED") from error

@@ -26,7 +26,7 @@ from shared.dataset_version.reader import Footers
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.storage import ObjectStore
 from train_service.domain.order import EpochOrder, Ints, blocks_of, epoch_order
-from train_service.domain.shard_checks import MOST_EPOCHS
+from train_service.domain.shard_checks import MAX_EPOCHS
 from train_service.domain.shard_positions import (
     Pass,
     Place,
@@ -39,10 +39,10 @@ from train_service.domain.shard_positions import (
 from train_service.domain.spec import CONTINUE, KEEP, TrainingSpec
 from train_service.loading.batches import CACHE_BYTES, FOOTER_BYTES
 from train_service.loading.row_cache import RowCache
-from train_service.loading.rows import Room, Rows
-from train_service.patience import patient, waiting_for
+from train_service.loading.rows import RowBuffers, Rows
 from train_service.program.rank_store import RankStore, StoredVersions, Versions
 from train_service.program.ray_data_hooks import IterableFromIterator, default_format, unwrap_finalized
+from train_service.store_retry import retry_on_outage, waiting_for
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class ProgramShards:
         self._world_size = world_size
         self._positions = positions
         self._advanced = advanced
-        self._version = patient(lambda: versions.load(spec.dataset_version), "the dataset version")
+        self._version = retry_on_outage(lambda: versions.load(spec.dataset_version), "the dataset version")
         self._shards: dict[str, VersionShard] = {}
 
     def get(self, name: str, state_dict: Mapping[str, Any] | None = None) -> VersionShard:
@@ -157,7 +157,7 @@ class _SplitRows:
         self._cache.touched = advanced
         self._blocks = blocks_of(self._cache.row_groups, spec.lanes)
         self.row_count = sum(self._cache.row_groups)
-        self._room: Room = {}
+        self._capacity: RowBuffers = {}
 
     @property
     def keeps_remainder(self) -> bool:
@@ -178,7 +178,7 @@ class _SplitRows:
             self._cache.read_ahead(rows)
             if ahead is not None:
                 self._cache.read_ahead(ahead[0])
-            yield _Window(self._cache.rows(rows, self._room), inverse)
+            yield _Window(self._cache.rows(rows, self._capacity), inverse)
 
     def _plan(self, order: EpochOrder, way: Pass, rank: int, begin: int) -> tuple[Ints, Ints, int] | None:
         """Of the window of the rank's row `begin`: the rows that it takes in the order of the files, the place of each
@@ -240,19 +240,19 @@ class VersionShard(ray.data.DataIterator):
                 raise InvalidArgument(
                     f"ray.train.get_dataset_shard: the state_dict has {key} = {state_dict.get(key)!r}, and this job "
                     f"{wanted!r}; load one that this job saved",
-                    reason="OTHER_SHARD_STATE",
+                    reason="SHARD_STATE_MISMATCH",
                 )
         epoch, rows = state_dict.get("epoch"), state_dict.get("rows")
         if not (
             isinstance(epoch, int)
             and isinstance(rows, int)
-            and 0 <= epoch <= MOST_EPOCHS
+            and 0 <= epoch <= MAX_EPOCHS
             and 0 <= rows <= self._rows.row_count
         ):
             raise InvalidArgument(
                 f"ray.train.get_dataset_shard: the state_dict says epoch {epoch!r} and {rows!r} rows of "
                 f"{self._rows.row_count}; load one that this job saved",
-                reason="OTHER_SHARD_STATE",
+                reason="SHARD_STATE_MISMATCH",
             )
         with self._lock:
             self._place, self._is_begun = Place(epoch, rows), False
@@ -425,7 +425,7 @@ class _ReadAhead:
     def __init__(self, items: Iterator[tuple[int, Any]], ahead: int) -> None:
         self._items = items
         self._ready: queue.SimpleQueue[tuple[int, Any] | BaseException | None] = queue.SimpleQueue()
-        self._room = threading.Semaphore(ahead)
+        self._capacity = threading.Semaphore(ahead)
         self._closed = False
         self._thread = threading.Thread(target=self._read, name="shard", daemon=True)
 
@@ -435,7 +435,7 @@ class _ReadAhead:
 
     def __exit__(self, *_: object) -> None:
         self._closed = True
-        self._room.release()
+        self._capacity.release()
         self._thread.join()
 
     def _taken(self) -> Generator[tuple[int, Any], None, None]:
@@ -446,18 +446,18 @@ class _ReadAhead:
                 return
             if isinstance(item, BaseException):
                 raise item
-            self._room.release()
+            self._capacity.release()
             yield item
 
     def _read(self) -> None:
         try:
-            self._room.acquire()
+            self._capacity.acquire()
             while not self._closed:
                 item = next(self._items, None)
                 self._ready.put(item)
                 if item is None:
                     return
-                self._room.acquire()
+                self._capacity.acquire()
         except BaseException as error:  # handed to the program, whose pass it ends
             self._ready.put(error)
 

@@ -34,7 +34,7 @@ from shared.dataset_version.version import MANIFEST, check_not_deleted
 from shared.errors import FailedPrecondition, InvalidArgument, MillraceError, shown
 from shared.storage import ObjectStore, key_problem
 from shared.storage.presigning import VALID_FOR, MultipartUploads, Presigner
-from shared.storage.signed_store import SIGNED_WITHIN_S
+from shared.storage.signed_store import SIGNED_TIMEOUT_S
 from train_service.domain.spec import TrainingSpec
 from train_service.program.coordinator import FOLDER_NAME, Reply, ReportCoordinator
 from train_service.records.logs import rank_folder
@@ -47,7 +47,7 @@ VERSION = "version"
 # the thread that sends would wait for ever.
 FILES_AT_ONCE = 64
 PARTS_AT_ONCE = 16
-MOST_KEYS = 64
+MAX_KEYS = 64
 # An address of a file is signed once for all ranks, and again after so long.
 SIGNED_ANEW_AFTER_S = 600.0
 # Of an answer's addresses each holds for so long at least: with room for a request that begins at the last moment.
@@ -136,7 +136,7 @@ class StoreSigner:
         asked_at: float,
     ) -> None:
         """Begins no upload for a rank that has given up waiting for it: no process would end that upload."""
-        if body["kind"] == BEGIN and time.monotonic() - asked_at > SIGNED_WITHIN_S:
+        if body["kind"] == BEGIN and time.monotonic() - asked_at > SIGNED_TIMEOUT_S:
             return
         reply(_answered(answer, rank, body))
 
@@ -144,8 +144,8 @@ class StoreSigner:
 
     def _sign(self, rank: int, body: dict[str, Any]) -> dict[str, Any]:
         keys = [str(key) for key in body["keys"]]
-        if len(keys) > MOST_KEYS:
-            raise InvalidArgument(f"rank {rank} asks for {len(keys)} addresses at once; ask for at most {MOST_KEYS}")
+        if len(keys) > MAX_KEYS:
+            raise InvalidArgument(f"rank {rank} asks for {len(keys)} addresses at once; ask for at most {MAX_KEYS}")
         if body["method"] == "GET":
             urls = {other: self._get_url(other) for key in keys for other in self._to_read(rank, key)}
         elif body["method"] == "PUT":

@@ -31,7 +31,6 @@ from shared.log import StaleAttempt
 from shared.telemetry import configure_logging, identity
 from train_service.domain.spec import Program, TrainingSpec
 from train_service.domain.watchdog import Phase
-from train_service.patience import patient
 from train_service.program.attempt_folder import AttemptFolder
 from train_service.program.hugging_face_hooks import install_hugging_face
 from train_service.program.process import (
@@ -47,8 +46,9 @@ from train_service.program.rank_store import RankStore, Versions, open_rank_stor
 from train_service.program.ray_hooks import LocalProgramTrainFnUtils, LocalRank, ProgramTrainFnUtils, install
 from train_service.program.restoring import NodeCopies
 from train_service.records.logs import LogShipper
+from train_service.store_retry import retry_on_outage
+from train_service.worker.heartbeat import HeartbeatSender
 from train_service.worker.memory_watch import MemoryLimit, MemoryWatch, NodeMemory
-from train_service.worker.pulse import Pulse
 from train_service.worker.raised import lost_others
 
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ class ProgramConfig:
     job_name: str
     attempt: int
     spec: TrainingSpec
-    # Where the attempt listens to its ranks, see `Pulse`.
-    pulse: str
+    # Where the attempt listens to its ranks, see `HeartbeatSender`.
+    heartbeat: str
     # Of a script: its training function and what that gets, pickled in the script's process. Empty: the entry's.
     function: bytes = b""
     # Of a script: the names of the Ray Datasets that it gave its trainer.
@@ -107,8 +107,8 @@ def run_program(
     with contextlib.ExitStack() as stack:
         stack.enter_context(identity(job=config.job_name, attempt=str(config.attempt), rank=str(rank)))
         # Left last: the end of the log goes into the store by what the attempt signs.
-        pulse = stack.enter_context(Pulse(rank, config.pulse, node_id))
-        store, versions = open_rank_store(config.store_url, pulse)
+        heartbeat = stack.enter_context(HeartbeatSender(rank, config.heartbeat, node_id))
+        store, versions = open_rank_store(config.store_url, heartbeat)
         first, tees = config.first_log_chunk, local is not None and local.tees
         shipper = LogShipper(store, config.job_name, config.attempt, rank, tees=tees, first_chunk=first)
         stack.enter_context(shipper)
@@ -123,17 +123,17 @@ def run_program(
             def leave(error: MillraceError) -> None:
                 """Ends this process at once: what it was about to allocate is not waited for."""
                 with contextlib.suppress(TimeoutError, ConnectionError):  # then the attempt sees that it has gone
-                    pulse.ask({"kind": "failing", "error": error.as_record()}, timeout_s=5.0)
+                    heartbeat.ask({"kind": "failing", "error": error.as_record()}, timeout_s=5.0)
                 shipper.end(5.0)
                 os.kill(os.getpid(), signal.SIGKILL)
 
             digest = config.program.code_bundle.rpartition("/")[2]
             with MemoryWatch(rank, limit, leave, folder.code / digest):
-                _Rank(config, rank, world_size, store, versions, pulse, folder, local).run()
+                _Rank(config, rank, world_size, store, versions, heartbeat, folder, local).run()
         except MillraceError as error:
             # Ray may learn of another rank's end first, which is only a consequence of this one.
             with contextlib.suppress(TimeoutError, ConnectionError):  # then Ray says it
-                pulse.ask({"kind": "failing", "error": error.as_record()}, timeout_s=5.0)
+                heartbeat.ask({"kind": "failing", "error": error.as_record()}, timeout_s=5.0)
             raise
 
 
@@ -158,7 +158,7 @@ class _Rank:
         world_size: int,
         store: RankStore,
         versions: Versions,
-        pulse: Pulse,
+        heartbeat: HeartbeatSender,
         folder: AttemptFolder,
         local: LocalRank | None,
     ) -> None:
@@ -167,19 +167,19 @@ class _Rank:
         self._world_size = world_size
         self._store = store
         self._versions = versions
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._folder = folder
         self._local = local
         self._shards: ProgramShards | None = None
 
     def run(self) -> None:
-        config, pulse = self._config, self._pulse
-        begin = Begin.ask(pulse)
+        config, heartbeat = self._config, self._heartbeat
+        begin = Begin.ask(heartbeat)
         seed_everything(config.spec.seed, begin.report, self._rank)
         steps = OptimizerSteps(begin.optimizer_steps, self._stepped)
         reports = RankReports(
             self._store,
-            pulse,
+            heartbeat,
             self._rank,
             data_folder_of(config.job_name),
             config.attempt,
@@ -188,13 +188,13 @@ class _Rank:
             take_shards=self._take_shards,
             optimizer_steps=lambda: steps.count,
         )
-        copies = NodeCopies(self._store, self._folder.checkpoints, pulse.tick)
+        copies = NodeCopies(self._store, self._folder.checkpoints, heartbeat.tick)
         of_rank = (
             reports,
             copies,
             self._folder.run,
             lambda: self._open_shards(begin),
-            lambda: pulse.wish,
+            lambda: heartbeat.request,
             config.own_datasets,
         )
         if self._local is None:
@@ -205,24 +205,24 @@ class _Rank:
         code = self._unpack()
         sys.path += code_paths(code, config.program)
         sys.dont_write_bytecode = True
-        pulse.at(begin.optimizer_steps, Phase.STARTING)
+        heartbeat.at(begin.optimizer_steps, Phase.STARTING)
         try:
             with exits_announced(lambda status, where: self._announce_exit(status, where, code)):
                 self._call(code)
                 reports.finish()
-            pulse.ask({"kind": "returned"})
+            heartbeat.ask({"kind": "returned"})
         except (Exception, SystemExit, KeyboardInterrupt, ProgramStopped) as error:
             if self._local is not None and isinstance(error, KeyboardInterrupt):
                 raise
             # What the function made of a stop or of a failed report, e.g. an error of its own, only follows from it.
             first = reports.ended or error
             if not isinstance(first, ProgramStopped):
-                named = self._as_told(first, code, reports.number)
+                named = self._as_reported(first, code, reports.number)
                 raise named from (first if named is not first else None)
             if error is not first:
                 logger.warning("the training function raised after it was stopped", exc_info=error)
             logger.info("%s", first)
-            pulse.ask({"kind": "stopped"})
+            heartbeat.ask({"kind": "stopped"})
         finally:
             reports.close()
             steps.remove()
@@ -252,13 +252,13 @@ class _Rank:
             function()
 
     def _stepped(self, count: int) -> None:
-        self._pulse.at(count, Phase.TRAINING)
+        self._heartbeat.at(count, Phase.TRAINING)
 
     def _unpack(self) -> Path:
         from shared.code_bundle import unpack_on_node
 
         digest = self._config.program.code_bundle.rpartition("/")[2]
-        return patient(lambda: unpack_on_node(self._store, digest, self._folder.code), "the code bundle")
+        return retry_on_outage(lambda: unpack_on_node(self._store, digest, self._folder.code), "the code bundle")
 
     def _open_shards(self, begin: Begin) -> ProgramShards:
         """Once: a program that reads its own data does not pay for importing ray.data."""
@@ -271,7 +271,7 @@ class _Rank:
                 self._rank,
                 self._world_size,
                 begin.positions,
-                self._pulse.tick,
+                self._heartbeat.tick,
                 self._versions,
             )
         return self._shards
@@ -286,9 +286,9 @@ class _Rank:
             reason="PROGRAM_EXITED",
             metadata={"ranks": str(self._rank)},
         )
-        self._pulse.ask({"kind": "failing", "error": error.as_record()}, timeout_s=5.0)
+        self._heartbeat.ask({"kind": "failing", "error": error.as_record()}, timeout_s=5.0)
 
-    def _as_told(self, error: BaseException, code: Path, report: int) -> BaseException:
+    def _as_reported(self, error: BaseException, code: Path, report: int) -> BaseException:
         """`error` as one of ours that names its type, the rank, and the line of the program that it comes from."""
         if isinstance(error, StaleAttempt) or (isinstance(error, Exception) and lost_others(error)):
             return error

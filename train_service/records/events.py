@@ -103,7 +103,7 @@ def _event(record: Record) -> Event:
 
 logger = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 0.5
+POLL_INTERVAL_S = 0.5
 
 
 def line_of(event: Event) -> str:
@@ -153,7 +153,7 @@ class EventPrinter:
         over = False
         while not over:
             # Read before the events: what was told before the end is among them.
-            over = self._ended.wait(LOOK_EVERY_S)
+            over = self._ended.wait(POLL_INTERVAL_S)
             try:
                 for event in self._log.after(self._seen):
                     self._seen = event.sequence

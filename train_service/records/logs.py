@@ -42,7 +42,7 @@ MAX_STORED_BYTES = 64 * 1024 * 1024
 # A line is cut there: some programs never end theirs.
 MAX_LINE = 16 * 1024
 # How long the end of a process waits for a store that does not answer.
-END_PATIENCE_S = 30.0
+END_TIMEOUT_S = 30.0
 
 OWN_PROCESS = -1
 
@@ -108,11 +108,11 @@ class LogShipper:
                     setattr(sys, place, tee.target)
         self.end()
 
-    def end(self, within_s: float | None = None) -> None:
+    def end(self, timeout_s: float | None = None) -> None:
         """Waits until all that was said is in the store; where a process ends before its context is left, at most
-        `within_s`."""
+        `timeout_s`."""
         self._ended.set()
-        self._thread.join(within_s)
+        self._thread.join(timeout_s)
 
     def add(self, text: str) -> None:
         """Whole lines, e.g. the stacks of a rank that stands still; a missing end of line is added. It never waits."""
@@ -140,7 +140,7 @@ class LogShipper:
             try:
                 self._ship()
             except STORE_OUTAGES:
-                give_up_at = give_up_at or time.monotonic() + END_PATIENCE_S
+                give_up_at = give_up_at or time.monotonic() + END_TIMEOUT_S
                 if ended:
                     if time.monotonic() > give_up_at:
                         return

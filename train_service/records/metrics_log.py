@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 from shared import paging
 from shared.errors import STORE_OUTAGES, Unavailable, invalid_field
 from shared.storage import ObjectMissing, ObjectStore
-from train_service.patience import store_call
+from train_service.store_retry import store_call
 
 # --- Metrics log ---
 
@@ -36,7 +36,7 @@ FLUSH_EVERY_S = 5.0
 # After an outage, and at the end so often until it is written.
 RETRY_S = 1.0
 # How long the end of a run waits for a store that does not answer.
-END_PATIENCE_S = 300.0
+END_TIMEOUT_S = 300.0
 # Points of a part that is not written again. To encode so many takes some milliseconds, which each checkpoint adds.
 PART_POINTS = 1024
 # The columns of values have this before their metric's name, for a metric may be named as it likes.
@@ -58,7 +58,7 @@ class MetricsLog:
     """Points of one attempt, written by a thread every few seconds. Use as a context: leaving it writes what is left.
 
     Neither an outage of the store nor a full one fails the run: the points wait in memory. An end during an outage of
-    more than `END_PATIENCE_S` loses some, a process that is killed those that were not written: so who commits a
+    more than `END_TIMEOUT_S` loses some, a process that is killed those that were not written: so who commits a
     checkpoint writes before what is in it.
     """
 
@@ -115,7 +115,7 @@ class MetricsLog:
             try:
                 self.write()
             except STORE_OUTAGES as error:
-                give_up_at = give_up_at or time.monotonic() + END_PATIENCE_S
+                give_up_at = give_up_at or time.monotonic() + END_TIMEOUT_S
                 if ended and time.monotonic() > give_up_at:
                     logger.error("%s; %d points of metrics are lost", error.message, len(self._points))
                     return

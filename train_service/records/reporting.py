@@ -16,14 +16,14 @@ from shared.jobs import Jobs, JobState
 from shared.jobs.registry import progress_key
 from shared.log import StaleAttempt
 from shared.storage import ObjectStore
-from train_service.patience import store_call
 from train_service.records.events import EventKind, EventLog
+from train_service.store_retry import store_call
 
 logger = logging.getLogger(__name__)
 
 TRAIN_KIND = "train"
 REPORT_INTERVAL_S = 1.0
-WISH_INTERVAL_S = 1.0
+REQUEST_POLL_INTERVAL_S = 1.0
 
 # Why a run should end early; of several reasons the highest counts.
 GO_ON, RESIZE, PREEMPT, SUSPEND, CANCEL, STALE = range(6)
@@ -37,7 +37,7 @@ class Reporter:
     def __init__(
         self, store: ObjectStore, job_name: str, attempt: int, asked: Callable[[], int] = lambda: GO_ON
     ) -> None:
-        """`asked` is the reason to stop that the attempt itself wishes, e.g. `Pulse.wish`."""
+        """`asked` is the reason to stop that the attempt itself wishes, e.g. `HeartbeatSender.request`."""
         self._asked = asked
         self._store = store
         self._job_name = job_name
@@ -90,9 +90,9 @@ class Reporter:
                 if self._gone:
                     return
                 kind, payload = item
-                _patiently(log.append, self._attempt, kind, payload, uuid.uuid4().hex)
+                _retry_on_outage(log.append, self._attempt, kind, payload, uuid.uuid4().hex)
                 if kind is EventKind.PROGRESS:
-                    _patiently(self._store.put, progress_key(self._job_name), json.dumps(payload).encode())
+                    _retry_on_outage(self._store.put, progress_key(self._job_name), json.dumps(payload).encode())
         except StaleAttempt:
             self._stop_reason = STALE
         except Exception as error:
@@ -101,7 +101,7 @@ class Reporter:
 
     def _watch(self) -> None:
         jobs = Jobs(self._store, TRAIN_KIND)
-        while not self._ended.wait(WISH_INTERVAL_S):
+        while not self._ended.wait(REQUEST_POLL_INTERVAL_S):
             try:
                 job = jobs.find(self._job_name)
             except MillraceError as error:
@@ -122,7 +122,7 @@ class Reporter:
                 self._stop_reason = max(self._stop_reason, SUSPEND)
 
 
-def _patiently(write: Callable[..., None], *arguments: Any) -> None:
+def _retry_on_outage(write: Callable[..., None], *arguments: Any) -> None:
     """Writes as soon as the store answers. What is called must be such that it may be repeated, whether or not the call
     before had an effect."""
     while True:

@@ -20,15 +20,15 @@ from shared.jobs import AttemptContext, JobState
 from shared.jobs.actor import NOT_BESIDE_A_SERVICE
 from shared.log import StaleAttempt
 from train_service.domain.sweep import SweepSpec
-from train_service.patience import patient
+from train_service.store_retry import retry_on_outage
 from train_service.sweeps.follower import EPOCHS, TRIAL, VALUE, Followed, follow
 from train_service.sweeps.trials import Trials, best_of
 
 logger = logging.getLogger(__name__)
 
 # Trials stop after their next step; one that does not is ended by its own attempt soon after.
-ENDED_WITHIN_S = 60.0
-LOOK_EVERY_S = 1.0
+ENDED_TIMEOUT_S = 60.0
+POLL_INTERVAL_S = 1.0
 # Nodes come and go, and a follower that is begun again costs a process's start; one that always fails ends the attempt.
 FOLLOWER_RESTARTS = 100
 # A follower asks for no CPU, which the trainings need; Ray wants a bundle of something. In bytes.
@@ -39,7 +39,7 @@ def run(context: AttemptContext) -> dict[str, Any]:
     """Entry function of a durable job of kind `sweep`. Returns the best trial and its checkpoint."""
     trials = Trials(context.store, context.job)
     try:
-        patient(trials.stop_marked, "trials that were stopped")
+        retry_on_outage(trials.stop_marked, "trials that were stopped")
         _search(context, trials)
         _await_ends(context, trials)
     except (Cancelled, StaleAttempt):
@@ -58,7 +58,7 @@ def _search(context: AttemptContext, trials: Trials) -> None:
     from ray.tune.registry import TRAINABLE_CLASS, _global_registry
     from ray.tune.search import BasicVariantGenerator
 
-    from train_service.sweeps.steering import Steering
+    from train_service.sweeps.tune_bridge import TuneBridge
 
     spec = trials.spec
     followed = [
@@ -94,7 +94,7 @@ def _search(context: AttemptContext, trials: Trials) -> None:
                 name=context.job.uid,
                 storage_path=folder,
                 verbose=0,
-                callbacks=[Steering(context, trials)],
+                callbacks=[TuneBridge(context, trials)],
                 # What it had told is told again; the scheduler has judged it, and does not do so twice.
                 failure_config=tune.FailureConfig(max_failures=FOLLOWER_RESTARTS),
             ),
@@ -136,35 +136,35 @@ def _scheduler(spec: SweepSpec) -> Any:
         time_attr=EPOCHS,
         grace_period=asha.grace_period,
         reduction_factor=asha.reduction_factor,
-        max_t=max(asha.max_t or spec.most_epochs, asha.grace_period),
+        max_t=max(asha.max_t or spec.max_epochs, asha.grace_period),
     )
 
 
 def _await_ends(context: AttemptContext, trials: Trials) -> None:
     while not _all_over(trials):
-        patient(lambda: context.raise_if_stopped(fresh=True), "the sweep's state")
-        time.sleep(LOOK_EVERY_S)
+        retry_on_outage(lambda: context.raise_if_stopped(fresh=True), "the sweep's state")
+        time.sleep(POLL_INTERVAL_S)
 
 
 def _all_over(trials: Trials) -> bool:
-    return patient(lambda: all(trials.is_over(number) for number in trials.numbers), "the trials' states")
+    return retry_on_outage(lambda: all(trials.is_over(number) for number in trials.numbers), "the trials' states")
 
 
 def _end(context: AttemptContext, trials: Trials) -> None:
     """Cancels what runs where a client wishes it, or the sweep has failed; a later attempt's trials are left alone."""
-    newest = patient(context.newest, "the sweep's state")
+    newest = retry_on_outage(context.newest, "the sweep's state")
     ends = (JobState.CANCELLING, JobState.CANCELLED, JobState.FAILED)
     if newest.state not in ends:
         return
-    patient(trials.cancel, "the end of the trials")
-    give_up_at = time.monotonic() + ENDED_WITHIN_S
-    while time.monotonic() < give_up_at and patient(trials.any_at_work, "the end of the trials"):
-        time.sleep(LOOK_EVERY_S)
+    retry_on_outage(trials.cancel, "the end of the trials")
+    give_up_at = time.monotonic() + ENDED_TIMEOUT_S
+    while time.monotonic() < give_up_at and retry_on_outage(trials.any_at_work, "the end of the trials"):
+        time.sleep(POLL_INTERVAL_S)
 
 
 def _result(trials: Trials) -> dict[str, Any]:
     """Raises `FailedPrecondition` where no trial came to anything."""
-    read = patient(trials.read, "the trials")
+    read = retry_on_outage(trials.read, "the trials")
     best = best_of(trials.spec, read)
     if best is None or best.best is None or not any(trial.ended_well for trial in read):
         failed = next((trial.job for trial in read if trial.job and trial.job.error), None)

@@ -16,11 +16,11 @@ from typing import Any
 from shared.jobs import Jobs, JobState
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
-from train_service.patience import patient
 from train_service.records.events import Event, EventKind, EventLog
 from train_service.records.reporting import TRAIN_KIND
+from train_service.store_retry import retry_on_outage
 
-LOOK_EVERY_S = 0.5
+POLL_INTERVAL_S = 0.5
 EVENTS_AT_ONCE = 256
 # In place of a value that is no number: worse than all others, and finite, since the scheduler computes with it.
 WORST = 1e30
@@ -58,12 +58,12 @@ def _validated(store: ObjectStore, trial: Followed) -> Iterator[tuple[int, float
     jobs = Jobs(store, TRAIN_KIND)
     sequence = 0
     while True:
-        job = patient(lambda: jobs.newest_of(trial.name, trial.uid), "the trial's state")
+        job = retry_on_outage(lambda: jobs.newest_of(trial.name, trial.uid), "the trial's state")
         if job is not None:
             if job.state is JobState.DELETED:
                 return  # with its events; those that are there now are another's
             # The state was read before the events: once it is over and none are left, none will come.
-            while events := patient(partial(_next, store, trial.name, sequence), "the trial's events"):
+            while events := retry_on_outage(partial(_next, store, trial.name, sequence), "the trial's events"):
                 for event in events:
                     sequence = event.sequence
                     metrics = event.payload.get("metrics", {})
@@ -73,7 +73,7 @@ def _validated(store: ObjectStore, trial: Followed) -> Iterator[tuple[int, float
                         yield event.payload["epoch"] + 1, _value(trial, event.payload)
             if job.state.final and job.state is not JobState.SUSPENDED:
                 return
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_INTERVAL_S)
 
 
 def _next(store: ObjectStore, name: str, sequence: int) -> list[Event]:

@@ -38,14 +38,14 @@ class SweepServicerPart(train_service_pb2_grpc.TrainServiceServicer):
         self._allowed_in_sweeps = custom_allowed
 
     async def CreateSweep(self, request: Any, context: Context) -> sweep_pb2.Sweep:
-        within_s = context.time_remaining()
-        return await asyncio.to_thread(self._create, request, math.inf if within_s is None else within_s)
+        timeout_s = context.time_remaining()
+        return await asyncio.to_thread(self._create, request, math.inf if timeout_s is None else timeout_s)
 
-    def _create(self, request: Any, within_s: float) -> sweep_pb2.Sweep:
+    def _create(self, request: Any, timeout_s: float) -> sweep_pb2.Sweep:
         """In a thread: a sweep may list many values, and others' calls are answered meanwhile."""
         spec = sweep_spec_from_proto(request.spec, self._allowed_in_sweeps)
         digest = body_digest(request)
-        view = self._sweeps.create(request.sweep_id, spec, request.request_id, digest, request.validate_only, within_s)
+        view = self._sweeps.create(request.sweep_id, spec, request.request_id, digest, request.validate_only, timeout_s)
         return sweep_to_proto(view)
 
     async def GetSweep(self, request: Any, context: Context) -> sweep_pb2.Sweep:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from shared import names, paging
-from shared.checkpoint.users import users_of_job
+from shared.checkpoint.references import references_of_job
 from shared.errors import (
     STORE_OUTAGES,
     AlreadyExists,
@@ -34,8 +34,8 @@ from train_service.domain import search_space, sweep
 from train_service.domain.own_model import settled_base
 from train_service.domain.spec import TrainingSpec
 from train_service.domain.sweep import MAX_SWEEP_ID, SweepSpec
+from train_service.jobs.deletion import Deletions, check_deletable, in_background, in_use
 from train_service.jobs.inputs import release_inputs, using_inputs
-from train_service.jobs.lifecycle import Deletions, check_deletable, in_background, in_use
 from train_service.jobs.training_jobs import COLLECTION as TRAINING_JOBS
 from train_service.jobs.training_jobs import TrainingJobs
 from train_service.sweeps.trials import SWEEP_KIND, Trial, Trials, best_of
@@ -79,11 +79,11 @@ class Sweeps:
         request_id: str,
         digest: str,
         validate_only: bool,
-        within_s: float = math.inf,
+        timeout_s: float = math.inf,
     ) -> SweepView:
         """The sweep is durable when this returns. Raises what the RPC's comment says; `digest` is the body's. Nobody
-        waits for the answer after `within_s`: `DeadlineExceeded` where its trials are not all checked by then."""
-        give_up_at = time.monotonic() + within_s
+        waits for the answer after `timeout_s`: `DeadlineExceeded` where its trials are not all checked by then."""
+        give_up_at = time.monotonic() + timeout_s
         names.check_id("sweep_id", sweep_id)
         if len(sweep_id) > MAX_SWEEP_ID:
             remedy = f"its trials' ids add a number, and may have 63 characters; use at most {MAX_SWEEP_ID}"
@@ -285,7 +285,7 @@ class SweepDeletions:
     def _refusal(self, sweep: JobRecord) -> FailedPrecondition | None:
         """What is against it."""
         trials = Trials(self._store, sweep)
-        users: dict[str, list[str]] = {}
+        references: dict[str, list[str]] = {}
         for number in trials.numbers:
             job = trials.job(number)
             if job is None:
@@ -294,5 +294,5 @@ class SweepDeletions:
                 check_deletable(job, "")
             except FailedPrecondition as error:
                 return error
-            users |= users_of_job(self._store, job.name, self._clock())
-        return in_use(sweep, users) if users else None
+            references |= references_of_job(self._store, job.name, self._clock())
+        return in_use(sweep, references) if references else None

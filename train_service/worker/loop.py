@@ -30,15 +30,15 @@ from train_service.learning.ranks import Ranks
 from train_service.learning.target import fit_target_scaling
 from train_service.loading.batches import Batches
 from train_service.loading.loader import Batch, Loader
-from train_service.patience import patient
 from train_service.records.events import EventKind
 from train_service.records.logs import LogShipper
 from train_service.records.metrics_log import MetricsLog
 from train_service.records.reporting import CANCEL, GO_ON, PAUSES, PREEMPT, RESIZE, STALE, SUSPEND, Reporter
+from train_service.store_retry import retry_on_outage
 from train_service.worker.gpu import GpuMeter
+from train_service.worker.heartbeat import HeartbeatSender
 from train_service.worker.progress import ProgressMeter, StepTaken
-from train_service.worker.pulse import Pulse
-from train_service.worker.raised import as_told
+from train_service.worker.raised import as_reported
 from train_service.worker.step_report import PendingReport
 
 logger = logging.getLogger(__name__)
@@ -60,8 +60,8 @@ class LoopConfig:
     job_name: str
     attempt: int
     spec: TrainingSpec
-    # Where the attempt hears of its ranks, see `Pulse`; empty: nowhere.
-    pulse: str = ""
+    # Where the attempt hears of its ranks, see `HeartbeatSender`; empty: nowhere.
+    heartbeat: str = ""
 
 
 def train_loop(config: LoopConfig, ranks: Ranks, node_id: str = "") -> None:
@@ -77,14 +77,14 @@ def train_loop(config: LoopConfig, ranks: Ranks, node_id: str = "") -> None:
     with (
         identity(job=config.job_name, attempt=str(config.attempt), rank=str(ranks.rank)),
         LogShipper(open_store(config.store), config.job_name, config.attempt, ranks.rank),
-        Pulse(ranks.rank, config.pulse, node_id, ends_if_held=alone) as pulse,
+        HeartbeatSender(ranks.rank, config.heartbeat, node_id, ends_if_held=alone) as heartbeat,
     ):
         try:
-            Run(config, ranks, pulse).run()
+            Run(config, ranks, heartbeat).run()
         except Stopped as stopped:
             logger.info("stopped early: %s", stopped)
         except Exception as error:
-            told = as_told(error, ranks.rank, pulse.step)
+            told = as_reported(error, ranks.rank, heartbeat.step)
             if told is error:
                 raise
             logger.exception("%s", told)
@@ -98,16 +98,18 @@ class Stopped(Exception):
 class Run:
     """One rank's part of one attempt."""
 
-    def __init__(self, config: LoopConfig, ranks: Ranks, pulse: Pulse | None = None) -> None:
+    def __init__(self, config: LoopConfig, ranks: Ranks, heartbeat: HeartbeatSender | None = None) -> None:
         self._config = config
-        self._pulse = pulse or Pulse(ranks.rank)
+        self._heartbeat = heartbeat or HeartbeatSender(ranks.rank)
         self._spec = config.spec
         self._ranks = ranks
         self._store: ObjectStore = open_store(config.store)
         if self._spec.model.is_own:
             # From here on this process can build it.
-            patient(lambda: load_code(self._store, self._spec.model.code_bundle), "the code of the model")
-        self._version = patient(lambda: load_version(self._store, self._spec.dataset_version), "the dataset version")
+            retry_on_outage(lambda: load_code(self._store, self._spec.model.code_bundle), "the code of the model")
+        self._version = retry_on_outage(
+            lambda: load_version(self._store, self._spec.dataset_version), "the dataset version"
+        )
         self._batches = Batches(self._store, self._version, self._spec)
         self._preprocessing = self._batches.preprocessing
         self._loader = self._build_loader()
@@ -133,7 +135,7 @@ class Run:
         with contextlib.ExitStack() as stack:
             reporter = None
             if self._ranks.rank == 0:
-                reporter = Reporter(self._store, config.job_name, config.attempt, lambda: self._pulse.wish)
+                reporter = Reporter(self._store, config.job_name, config.attempt, lambda: self._heartbeat.request)
                 stack.enter_context(reporter)
             # Left first: a checkpoint under way is committed and told however the run ends.
             saving = stack.enter_context(self._checkpointing(reporter))
@@ -148,16 +150,16 @@ class Run:
     def _scale_target(self) -> None:
         """A run that goes on, or that starts from a checkpoint whose target was scaled, has its scaling by now."""
         if self._spec.target_scaling == STANDARD and self._learner.target_scaling is None:
-            labels = self._batches.labels(self._pulse.tick)
+            labels = self._batches.labels(self._heartbeat.tick)
             outputs = self._spec.model.num_classes
             self._learner.target_scaling = fit_target_scaling(labels, outputs, self._ranks)
             logger.info("the target is scaled by %s", self._learner.target_scaling)
 
     def _train(self, first_step: int, saving: Checkpointing, reporter: Reporter | None, log: MetricsLog | None) -> None:
-        self._pulse.at(first_step, Phase.STARTING)
+        self._heartbeat.at(first_step, Phase.STARTING)
         self._learner.prepare()
         meter = ProgressMeter(reporter, log, self._learner.describe, self._loader.total_steps)
-        self._pulse.total_steps = self._loader.total_steps
+        self._heartbeat.total_steps = self._loader.total_steps
         pending: PendingReport | None = None
         stalled_s = saving.stalled_s
         with contextlib.closing(self._on_device.batches(self._loader.batches(first_step))) as batches:
@@ -171,12 +173,12 @@ class Run:
                 stop = GO_ON
                 if pending is not None:
                     report = pending.result()
-                    saving.clock.heard(report.checkpoint_wish)
+                    saving.clock.heard(report.checkpoint_requested)
                     meter.add(report)
                     stop = report.stop_reason
                 # Taken up after the next step, so that no step waits for the sum.
-                wish, reason = (saving.clock.ask(), reporter.stop_reason) if reporter else (0.0, GO_ON)
-                pending = PendingReport(self._ranks, local, waited_s, checkpoint_wish=wish, stop_reason=reason)
+                request, reason = (saving.clock.ask(), reporter.stop_reason) if reporter else (0.0, GO_ON)
+                pending = PendingReport(self._ranks, local, waited_s, checkpoint_requested=request, stop_reason=reason)
                 meter.done(self._taken(batch, saving.stalled_s - stalled_s))
                 stalled_s = saving.stalled_s
                 over = self._after_step(batch, pending, meter, saving, reporter, log, pausing=stop in PAUSES)
@@ -185,10 +187,10 @@ class Run:
                     meter.add(pending.result())
                     saving.wait()
                     raise Stopped(WHY_STOPPED[stop])
-                self._pulse.at(batch.step + 1, Phase.TRAINING)
+                self._heartbeat.at(batch.step + 1, Phase.TRAINING)
                 if over:
                     break
-        self._pulse.at(self._loader.total_steps, Phase.SAVING)
+        self._heartbeat.at(self._loader.total_steps, Phase.SAVING)
         if pending is not None:
             meter.add(pending.result())
         saving.wait()
@@ -217,17 +219,17 @@ class Run:
                 log.add(done, batch.epoch, metrics)
         over = done == self._loader.total_steps or (epoch_done and self._learner.should_stop(self._history))
         if pausing or epoch_done or saving.clock.due(done):
-            self._pulse.at(done, Phase.SAVING)
+            self._heartbeat.at(done, Phase.SAVING)
             # Taken up now, for the step's metrics are to be durable with its weights; the ranks wait here anyway.
             meter.add(pending.result())
             saving.take(done, metrics, self._history, log, final=over)
         return over
 
     def _validate(self, epoch: int, step: int, reporter: Reporter | None) -> dict[str, float]:
-        cache = self._batches.cache(self._spec.validation_split, self._pulse.tick)
+        cache = self._batches.cache(self._spec.validation_split, self._heartbeat.tick)
         # The first one may compile the model for its own shapes.
         starting = self._spec.compile and not self._validated
-        self._pulse.at(step, Phase.STARTING if starting else Phase.TRAINING)
+        self._heartbeat.at(step, Phase.STARTING if starting else Phase.TRAINING)
         self._validated = True
         metrics, rows = self._learner.evaluate(cache, self._preprocessing)
         if self._spec.early_stopping:
@@ -267,12 +269,12 @@ class Run:
             total_steps=self._loader.total_steps,
             nan_counts=self._nan_counts() if self._ranks.rank == 0 else None,  # which writes the checkpoints
         )
-        return Checkpointing(self._store, lineage, self._ranks, self._learner, reporter, self._pulse.tick)
+        return Checkpointing(self._store, lineage, self._ranks, self._learner, reporter, self._heartbeat.tick)
 
     def _nan_counts(self) -> dict[str, int] | None:
         """Of the training split as it was ingested; None where that cannot be read, which is no reason not to train."""
         try:
-            return patient(
+            return retry_on_outage(
                 lambda: ingested_nan_counts(self._store, self._version, self._spec.train_split),
                 "the statistics of the training rows",
             )
@@ -283,7 +285,7 @@ class Run:
     def _build_loader(self) -> Loader:
         spec, ranks = self._spec, self._ranks
         # Rows that are slow to come are no hang while they come.
-        touched = self._pulse.tick
+        touched = self._heartbeat.tick
         if spec.ingest == RAY_DATA:
             from train_service.loading.cluster_loader import ClusterLoader  # ray.data takes seconds to import
 

@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 
 MIB, GIB = 2**20, 2**30
 # A leak of 1 GiB/s passes its limit by 0.25 GiB.
-LOOK_EVERY_S = 0.25
+POLL_INTERVAL_S = 0.25
 # Of a core's time that the thread may take: a look that takes long is followed by a longer pause.
-MOST_OF_A_CORE = 0.004
+MAX_OF_A_CORE = 0.004
 # Ray ends processes from 95 % on.
 NODE_IS_FULL = 0.9
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -135,7 +135,7 @@ class MemoryWatch:
         *,
         memory: ProcessMemory | None = None,
         node: Callable[[], NodeMemory] = NodeMemory.read,
-        look_every_s: float = LOOK_EVERY_S,
+        poll_interval_s: float = POLL_INTERVAL_S,
     ) -> None:
         """`code` is the folder of the program's own files."""
         self._rank = rank
@@ -144,7 +144,7 @@ class MemoryWatch:
         self._code = code
         self._memory = memory or ProcessMemory(os.getpid())
         self._node = node
-        self._look_every_s = look_every_s
+        self._poll_interval_s = poll_interval_s
         self._trains = threading.get_ident()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memory", daemon=True)
@@ -180,7 +180,7 @@ class MemoryWatch:
         return node.used >= NODE_IS_FULL * node.total
 
     def _run(self) -> None:
-        pause_s = self._look_every_s
+        pause_s = self._poll_interval_s
         while not self._ended.wait(pause_s):
             began = time.thread_time()
             try:
@@ -192,7 +192,7 @@ class MemoryWatch:
                 logger.error("%s", error.message)
                 self._leave(error)
                 return
-            pause_s = max(self._look_every_s, (time.thread_time() - began) / MOST_OF_A_CORE)
+            pause_s = max(self._poll_interval_s, (time.thread_time() - began) / MAX_OF_A_CORE)
 
 
 def line_of_frame(frame: FrameType | None, code: Path) -> str:

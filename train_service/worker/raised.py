@@ -13,7 +13,7 @@ from train_service.domain.watchdog import WAITING_FRAMES
 OF_A_LOST_PEER = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "broken pipe", "tcpstore")
 
 
-def as_told(error: Exception, rank: int, step: int) -> Exception:
+def as_reported(error: Exception, rank: int, step: int) -> Exception:
     """`error` as one of ours that names its type, the first line of its message, the rank, how many steps were done,
     and the line of a user's own code. Itself where it is one of ours already, or where the rank only lost others that
     it waited for.

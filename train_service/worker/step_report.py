@@ -15,7 +15,7 @@ class StepReport:
     # As `Learner.step` gives them, of all ranks together.
     sums: list[float]
     # What rank 0 asked for: see `CheckpointClock.ask`, and `Reporter.stop_reason`.
-    checkpoint_wish: float
+    checkpoint_requested: float
     stop_reason: int
     # Seconds; of the rank that waited the longest for its rows, and so of all, for they wait for it in their sums.
     data_wait_s: float
@@ -30,7 +30,7 @@ class PendingReport:
         sums: Sequence[float],
         data_wait_s: float,
         *,
-        checkpoint_wish: float = 0.0,
+        checkpoint_requested: float = 0.0,
         stop_reason: int = 0,
     ) -> None:
         """Starts adding it up; all ranks do so after the same step. The wishes are rank 0's."""
@@ -38,10 +38,10 @@ class PendingReport:
         # A place for each rank's wait, so that the sum has them all.
         waits = [0.0] * ranks.world_size
         waits[ranks.rank] = data_wait_s
-        self._pending: PendingSum = ranks.add([checkpoint_wish, float(stop_reason), *waits, *sums])
+        self._pending: PendingSum = ranks.add([checkpoint_requested, float(stop_reason), *waits, *sums])
 
     def result(self) -> StepReport:
         """Waits for it; asked again, it is the same."""
-        wish, stop, *rest = self._pending.result()
+        request, stop, *rest = self._pending.result()
         waits, sums = rest[: self._world_size], rest[self._world_size :]
-        return StepReport(sums, wish, int(stop), max(waits))
+        return StepReport(sums, request, int(stop), max(waits))

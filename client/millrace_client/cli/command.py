@@ -98,8 +98,8 @@ def _unexpected(error: Exception) -> tuple[list[str], str]:
 def _told(error: errors.MillraceError) -> list[str]:
     """The message, each refused field that it does not name already, the remedy, and what finds it in a log."""
     lines = [error.message]
-    untold = [one for one in error.field_violations if one.description not in error.message]
-    lines += [f"{one.field}: {one.description}" for one in untold]
+    unreported = [one for one in error.field_violations if one.description not in error.message]
+    lines += [f"{one.field}: {one.description}" for one in unreported]
     if error.remedy and error.remedy not in error.message:
         lines.append(f"remedy: {error.remedy}")
     if error.request_id and not isinstance(error, errors.Unavailable):

@@ -12,7 +12,7 @@ import click
 
 from millrace.common.v1.lineage_pb2 import Lineage
 from millrace.inference.v1 import deployment_service_pb2 as pb
-from millrace.inference.v1 import roll_out_pb2
+from millrace.inference.v1 import rollout_pb2
 from millrace_client.cli.command import (
     PlainCommand,
     address_options,
@@ -129,11 +129,11 @@ def _steering(one: pb.Deployment) -> Iterator[str]:
         shadow = one.traffic.shadow
         yield f"version {shadow.version} gets copies of {shadow.percent} % of the requests"
     yield policy_text(one.spec.version_policy)
-    if one.HasField("roll_out"):
-        roll_out = one.roll_out
-        state = roll_out_pb2.RollOut.State.Name(roll_out.state).removeprefix("STATE_").lower().replace("_", " ")
-        why = f": {roll_out.error.message}" if roll_out.HasField("error") else ""
-        yield f"the roll-out of version {roll_out.version} is {state}{why}"
+    if one.HasField("rollout"):
+        rollout = one.rollout
+        state = rollout_pb2.Rollout.State.Name(rollout.state).removeprefix("STATE_").lower().replace("_", " ")
+        why = f": {rollout.error.message}" if rollout.HasField("error") else ""
+        yield f"the roll-out of version {rollout.version} is {state}{why}"
 
 
 def _spec_text(spec: pb.DeploymentSpec) -> str:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from rich.text import Text
 
-    from millrace_client.rows.asking import Request, Row
+    from millrace_client.rows.request_builder import Request, Row
 
 
 # --- Predict ---
@@ -79,8 +79,14 @@ def predict(
     a CSV's numbers are none.
     Files that have some of the columns each are put side by side. Rows of files are counted from 1.
     """
-    from millrace_client.rows.asking import asking_of_files, asking_of_version, cut_by_bytes, limited, most_rows
     from millrace_client.rows.columns import column_types
+    from millrace_client.rows.request_builder import (
+        cut_by_bytes,
+        limited,
+        max_rows,
+        requests_of_files,
+        requests_of_version,
+    )
     from millrace_client.rows.typed import BadInput
 
     if bool(files) == bool(dataset):
@@ -91,12 +97,12 @@ def predict(
         try:
             config = _config(millrace.inference, model, version)
             types = column_types(config)
-            together = most_rows(metadata.inputs, min(_batch(config), in_flight))
+            together = max_rows(metadata.inputs, min(_batch(config), in_flight))
             if dataset:
                 most = 100 if limit is None else limit
-                asking = asking_of_version(millrace.data, dataset, split, most, metadata.inputs, types, together)
+                asking = requests_of_version(millrace.data, dataset, split, most, metadata.inputs, types, together)
             else:
-                asking = asking_of_files(files, metadata.inputs, types, together)
+                asking = requests_of_files(files, metadata.inputs, types, together)
             requests = cut_by_bytes(limited(asking.requests, limit or 0))
             started_s = time.perf_counter()
             at_once = max(in_flight // asking.rows, 1)

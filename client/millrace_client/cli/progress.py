@@ -24,7 +24,7 @@ LINE_EVERY_S = 5.0
 # The figures of a step come first; a narrow terminal has no room for a bar beside them.
 WIDTH_FOR_BAR = 110
 # Waiting is told of from this share of the time on.
-LEAST_SHARE = 0.005
+MIN_SHARE = 0.005
 
 
 @dataclass
@@ -144,7 +144,7 @@ class TrainingView:
         if now.total_steps:
             numbers += f"{now.rows_per_second:,.0f} rows/s  {duration_text(now.seconds_left)} left"
         waits = [(now.data_wait_share, "for rows"), (now.checkpoint_stall_share, "for checkpoints")]
-        told = ", ".join(f"{share:.0%} {what}" for share, what in waits if share >= LEAST_SHARE)
+        told = ", ".join(f"{share:.0%} {what}" for share, what in waits if share >= MIN_SHARE)
         if told:
             numbers += f"  waits {told}"
         if now.skipped_steps:

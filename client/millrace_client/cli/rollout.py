@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from millrace.inference.v1 import deployment_service_pb2 as pb
-from millrace.inference.v1 import roll_out_pb2
+from millrace.inference.v1 import rollout_pb2
 from millrace_client.cli.command import (
     MAX_DURATION_S,
     CommandFailed,
@@ -106,7 +106,7 @@ def rollout(
     name = full_name("deployments", deployment)
     limits = {name: values[name] for name in ("max_error_share", "max_p99_ratio", "min_requests", "window_s")}
     with connected(values) as millrace:
-        operation = millrace.deployments.roll_out(
+        operation = millrace.deployments.rollout(
             name,
             full_name("trainingJobs", checkpoint),
             steps=steps,
@@ -126,9 +126,9 @@ def rollout(
     if as_json:
         print_json(made)
     elif no_wait:
-        console().print(f"[bold]{made.name}[/] rolls out version {made.roll_out.version}.")
+        console().print(f"[bold]{made.name}[/] rolls out version {made.rollout.version}.")
     else:
-        console().print(f"[bold]{made.name}[/] answers as version {made.roll_out.version}.")
+        console().print(f"[bold]{made.name}[/] answers as version {made.rollout.version}.")
         print_lineage(made.lineage)
 
 
@@ -140,14 +140,14 @@ def rollout(
 def rollback(deployment: str, etag: str, as_json: bool, **values: Any) -> None:
     """Give the traffic of DEPLOYMENT back to what had it before its newest roll-out, at once."""
     with connected(values) as millrace:
-        now = millrace.deployments.roll_back(full_name("deployments", deployment), etag=etag)
+        now = millrace.deployments.rollback(full_name("deployments", deployment), etag=etag)
     if as_json:
         print_json(now)
     else:
-        state = roll_out_pb2.RollOut.State.Name(now.roll_out.state)
+        state = rollout_pb2.Rollout.State.Name(now.rollout.state)
         console().print(
             f"[bold]{now.name}[/] answers as version {now.lineage.model_version}; "
-            f"the roll-out of version {now.roll_out.version} is {state_text(state)}."
+            f"the roll-out of version {now.rollout.version} is {state_text(state)}."
         )
 
 
@@ -168,12 +168,12 @@ class _Progress:
         self._told = ""
 
     def show(self, operation: Operation[pb.Deployment]) -> None:
-        now = operation.metadata.roll_out
-        if now.state == roll_out_pb2.RollOut.STATE_LOADING:
+        now = operation.metadata.rollout
+        if now.state == rollout_pb2.Rollout.STATE_LOADING:
             line = f"loading version {now.version} beside the one that answers …"
-        elif now.state == roll_out_pb2.RollOut.STATE_COMPARING:
+        elif now.state == rollout_pb2.Rollout.STATE_COMPARING:
             line = f"comparing version {now.version} with the one that answers …"
-        elif now.state == roll_out_pb2.RollOut.STATE_SHIFTING:
+        elif now.state == rollout_pb2.Rollout.STATE_SHIFTING:
             step = now.spec.steps[now.step]
             lasts = duration_text(step.interval.ToMicroseconds() / 1e6)
             line = f"version {now.version} has {step.percent} % of the traffic, for {lasts}"
@@ -187,7 +187,7 @@ class _Progress:
 # --- Deploy ---
 
 
-def _fewest_and_most(_context: click.Context, _option: click.Parameter, value: str | None) -> tuple[int, int] | None:
+def _min_and_max(_context: click.Context, _option: click.Parameter, value: str | None) -> tuple[int, int] | None:
     """The same twice for a plain number."""
     if value is None:
         return None
@@ -203,7 +203,7 @@ def _fewest_and_most(_context: click.Context, _option: click.Parameter, value: s
 @click.argument("checkpoint")
 @click.option(
     "--replicas",
-    callback=_fewest_and_most,
+    callback=_min_and_max,
     metavar="N|MIN..MAX",
     help="So many, or as many as the load asks for, e.g. 1..4. Default: 1.",
 )

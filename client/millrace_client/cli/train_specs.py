@@ -199,7 +199,7 @@ def spec_of(values: dict[str, Any]) -> resources_pb2.TrainingSpec:
         early_stopping=_early_stopping(values),
         placement=_placement(values),
         ingest=f"INGEST_{values['ingest'].upper().replace('-', '_')}",
-        min_workers=_fewest_workers(values),
+        min_workers=_effective_min_workers(values),
         epochs=values["epochs"],
         global_batch_size=values["batch_size"],
         num_workers=values["workers"][1],
@@ -243,7 +243,7 @@ def given_spec_of(values: dict[str, Any]) -> resources_pb2.TrainingSpec:
     return spec
 
 
-def _fewest_workers(values: dict[str, Any]) -> int:
+def _effective_min_workers(values: dict[str, Any]) -> int:
     fewest: int = values["workers"][0]
     if fewest and values["min_workers"]:
         raise click.UsageError("--workers MIN..MAX has the fewest already; leave --min-workers out")

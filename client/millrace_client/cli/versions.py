@@ -98,9 +98,9 @@ def _print_columns(profile: Profile) -> None:
             table.add_row(verbatim(column.name), verbatim(column.type_text))
         console().print(table)
         return
-    has_room = console().width >= WIDE
+    has_space = console().width >= WIDE
     several = len(profile.version.splits) > 1
-    numbers = ("nulls", "min", "mean ± deviation", "max", "distinct") if has_room else ("nulls", "mean", "distinct")
+    numbers = ("nulls", "min", "mean ± deviation", "max", "distinct") if has_space else ("nulls", "mean", "distinct")
     headers = ["column", *(["split"] if several else []), *numbers, "values"]
     table = new_table(*headers, numbers=numbers)
     for one in table.columns:
@@ -137,8 +137,8 @@ def _values(column: Column, part: Part) -> Text:
     if not part.values or part.values[0].row_count == 1:
         return verbatim("–")
     text = ", ".join(f"{cut(value.text, 16)} {value.share}" for value in part.values[:MAX_SHOWN_VALUES])
-    room = MAX_CELL if console().width >= WIDE else NARROW_CELL
-    return verbatim(cut(text + (", …" if len(part.values) > MAX_SHOWN_VALUES else ""), room), "cyan")
+    space = MAX_CELL if console().width >= WIDE else NARROW_CELL
+    return verbatim(cut(text + (", …" if len(part.values) > MAX_SHOWN_VALUES else ""), space), "cyan")
 
 
 def _print_splits(version: resources_pb2.DatasetVersion) -> None:
@@ -189,10 +189,10 @@ def _print_rows(profile: Profile) -> None:
 
     names = list(profile.rows[0])
     shown: list[str] = []
-    room = console().width
+    space = console().width
     for name in names:
-        room -= min(MAX_CELL, max(len(text) for text in (name, *(row[name] for row in profile.rows)))) + _GUTTER
-        if room < 0 and shown:
+        space -= min(MAX_CELL, max(len(text) for text in (name, *(row[name] for row in profile.rows)))) + _GUTTER
+        if space < 0 and shown:
             break
         shown.append(name)
     table = new_table(*(escape(verbatim(name).plain) for name in shown))

@@ -12,7 +12,7 @@ from millrace_client.demo.run import Served
 
 COLUMNS, ROWS = 12, 8
 # At most half of the sheet, so that it shows how the right ones look as well.
-MOST_WRONG = COLUMNS * ROWS // 2
+MAX_WRONG = COLUMNS * ROWS // 2
 INK, MUTED, RIGHT, WRONG, ACCENT = "#1f2933", "#7b8794", "#2f855a", "#c53030", "#2b6cb0"
 
 
@@ -21,7 +21,7 @@ def contact_sheet(served: Served, path: Path) -> None:
     plt = _pyplot()
     wrong = np.flatnonzero(served.predictions != served.labels)
     right = np.flatnonzero(served.predictions == served.labels)
-    chosen = [*wrong[:MOST_WRONG], *right][: COLUMNS * ROWS]
+    chosen = [*wrong[:MAX_WRONG], *right][: COLUMNS * ROWS]
     rows = -(-len(chosen) // COLUMNS)
     figure, axes = plt.subplots(rows, COLUMNS, figsize=(COLUMNS * 1.0, rows * 1.22 + 0.9), squeeze=False)
     figure.suptitle(
@@ -38,7 +38,7 @@ def contact_sheet(served: Served, path: Path) -> None:
         0.02,
         1 - 0.56 / figure.get_figheight(),
         "label → prediction; wrong ones are framed"
-        + (f" ({MOST_WRONG} of {len(wrong)} shown)" if len(wrong) > MOST_WRONG else "")
+        + (f" ({MAX_WRONG} of {len(wrong)} shown)" if len(wrong) > MAX_WRONG else "")
         + f" · {served.lineage.deployment}, version {served.lineage.model_version}",
         color=MUTED,
         fontsize=9,

@@ -206,7 +206,7 @@ WORKERS = 2
 GLOBAL_BATCH_ROWS = 128
 # Enough for 98 % on MNIST: several epochs of a small set, one of the full one.
 ROWS_TO_SEE = 18_000
-MOST_EPOCHS = 15
+MAX_EPOCHS = 15
 
 
 def sources(folder_uri: str, suffix: str) -> list[data_service_pb2.ImportSource]:
@@ -230,7 +230,7 @@ def spec(version: DatasetVersion, epochs: int = 0) -> TrainingSpec:
         num_classes=10,
         transform=[to_float(), normalize(MEAN, STD)],
         optimizer=optimizer("AdamW", 0.002, cosine=True),
-        epochs=epochs or max(1, min(MOST_EPOCHS, round(ROWS_TO_SEE / rows))),
+        epochs=epochs or max(1, min(MAX_EPOCHS, round(ROWS_TO_SEE / rows))),
         global_batch_size=GLOBAL_BATCH_ROWS,
         num_workers=WORKERS,
         threads_per_worker=1,

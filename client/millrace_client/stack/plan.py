@@ -18,7 +18,7 @@ from millrace_client.addresses import VARIABLE as TOKEN_FILE
 # --- Plan ---
 
 # A training job's workers and a served model fit side by side on a machine of two cores; Ray's CPUs are only tickets.
-FEWEST_RAY_CPUS = 4
+MIN_RAY_CPUS = 4
 # What of the environment is the services' alone.
 OF_SERVICES = (TOKEN_FILE, "MILLRACE_S3_ACCESS_KEY", "MILLRACE_S3_SECRET_KEY")
 # The stack is one user's own, on loopback: their code may run on it unless they say otherwise. Other users of the
@@ -39,7 +39,7 @@ class StackOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class PlannedProcess:
     """One child of the supervisor. It is ready when `address` answers: a service by its health, Ray by its port."""
 
     name: str
@@ -52,11 +52,11 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class StackPlan:
     """Parts in the order in which they start; they stop in the reverse order."""
 
     home: Path
-    parts: tuple[Part, ...]
+    parts: tuple[PlannedProcess, ...]
     addresses: Mapping[str, str]
     store: str
     ray_address: str
@@ -65,7 +65,7 @@ class Plan:
     import_roots: tuple[str, ...]
 
 
-def make_plan(home: Path, options: StackOptions, environ: Mapping[str, str] = os.environ) -> Plan:
+def make_plan(home: Path, options: StackOptions, environ: Mapping[str, str] = os.environ) -> StackPlan:
     """Chooses ports and folders. The services get their default ports where these are free."""
     store = options.store or environ.get("MILLRACE_STORE") or (home / "store").as_uri()
     given_roots = environ.get("MILLRACE_IMPORT_ROOTS", "").split(os.pathsep)
@@ -81,7 +81,7 @@ def make_plan(home: Path, options: StackOptions, environ: Mapping[str, str] = os
     token = Path(ray_folder) / "auth-token"
     write_token(token)
     shared = {**environ, **RAY_ENVIRONMENT, "RAY_AUTH_TOKEN_PATH": str(token), "RAY_ADDRESS": ray_address}
-    ray = Part(
+    ray = PlannedProcess(
         name="ray",
         command=ray_command(gcs, client, dashboard, agent, ray_folder, options.ray_cpus),
         # Ray's workers inherit this environment. They call no service, and a service passes the store's keys to a job
@@ -92,7 +92,7 @@ def make_plan(home: Path, options: StackOptions, environ: Mapping[str, str] = os
         grace_s=15.0,
     )
     services = tuple(
-        Part(
+        PlannedProcess(
             name=service,
             # -P: whatever lies in the working directory is no module of ours.
             command=(sys.executable, "-P", "-m", f"{service}_service"),
@@ -109,7 +109,7 @@ def make_plan(home: Path, options: StackOptions, environ: Mapping[str, str] = os
         )
         for service in SERVICES
     )
-    return Plan(
+    return StackPlan(
         home=home,
         parts=(ray, *services),
         addresses={part.name: part.address for part in services},
@@ -167,7 +167,7 @@ def ray_command(gcs: int, client: int, dashboard: int, agent: int, folder: str, 
         f"--dashboard-agent-listen-port={agent}",
         "--min-worker-port=0",
         "--max-worker-port=0",
-        f"--num-cpus={cpus or max(os.cpu_count() or 1, FEWEST_RAY_CPUS)}",
+        f"--num-cpus={cpus or max(os.cpu_count() or 1, MIN_RAY_CPUS)}",
         f"--temp-dir={folder}",
         "--disable-usage-stats",
         "--include-log-monitor=false",

@@ -24,7 +24,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from millrace_client.calls import open_channel
-from millrace_client.stack.plan import Part, Plan, answers
+from millrace_client.stack.plan import PlannedProcess, StackPlan, answers
 from millrace_client.stack.record import (
     READY,
     STARTING,
@@ -40,7 +40,7 @@ from millrace_client.stack.record import (
 
 # --- Supervisor ---
 
-LOOK_EVERY_S = 0.2
+POLL_INTERVAL_S = 0.2
 START_TIMEOUT_S = 180.0
 # A service may lose the race against Ray's own start once or twice; dying more often while starting is a fault,
 # and refusing its settings is one at once.
@@ -74,7 +74,7 @@ class Supervisor:
     With `owns_process` all children of this process are the stack's, and so are their orphans.
     """
 
-    def __init__(self, plan: Plan, say: Callable[[str], None], *, owns_process: bool = False) -> None:
+    def __init__(self, plan: StackPlan, say: Callable[[str], None], *, owns_process: bool = False) -> None:
         self._owns_process = owns_process
         self._plan = plan
         self._say = say
@@ -110,8 +110,8 @@ class Supervisor:
             if not self._stop.is_set():
                 self._save(self._record.with_state(READY))
                 self._say("ready")
-            while not self._stop.wait(LOOK_EVERY_S):
-                self._look()
+            while not self._stop.wait(POLL_INTERVAL_S):
+                self._poll()
                 if self._owns_process:
                     reap_orphans({process.pid for process in self._record.parts.values()})
         finally:
@@ -125,10 +125,10 @@ class Supervisor:
             for child in group:
                 self._start_child(child)
             while not all(child.answering for child in group):
-                self._look()
+                self._poll()
                 for child in group:
                     self._check_start(child, until)
-                if self._stop.wait(LOOK_EVERY_S):
+                if self._stop.wait(POLL_INTERVAL_S):
                     return
 
     def _check_start(self, child: Child, until: float) -> None:
@@ -140,7 +140,7 @@ class Supervisor:
                 f"its log: {child.part.log}"
             )
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """One round: who died, who may start again, who answers now."""
         for child in self._children:
             if child.has_died():
@@ -223,7 +223,7 @@ STEADY_AFTER_S = 60.0
 class Child:
     """Holds at most one process of its part at a time; it leads a session of its own."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: PlannedProcess) -> None:
         self.part = part
         self.failures = 0
         self.answering = False

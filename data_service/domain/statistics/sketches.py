@@ -263,7 +263,7 @@ class Sample:
             self._add_level(level, hashes, rows[np.arange(len(rows)), places])
 
     def merge(self, other: Sample) -> None:
-        self._keep_least(other._levels, other._hashes, other._values)
+        self._keep_min(other._levels, other._hashes, other._values)
 
     @property
     def _is_full(self) -> bool:
@@ -277,9 +277,9 @@ class Sample:
             there = ~np.isnan(values)
             hashes, values = hashes[there], values[there]
         if len(values):
-            self._keep_least(np.full(len(values), level, np.uint16), hashes, values)
+            self._keep_min(np.full(len(values), level, np.uint16), hashes, values)
 
-    def _keep_least(self, levels: npt.NDArray[np.uint16], hashes: Hashes, values: npt.NDArray[Any]) -> None:
+    def _keep_min(self, levels: npt.NDArray[np.uint16], hashes: Hashes, values: npt.NDArray[Any]) -> None:
         levels = np.concatenate([self._levels, levels])
         hashes = np.concatenate([self._hashes, hashes])
         values = np.concatenate([self._values, values.astype(self._values.dtype, copy=False)])

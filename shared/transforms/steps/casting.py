@@ -41,7 +41,7 @@ class Cast(ColumnStep):
     def message(self) -> transform_pb2.Cast:
         return transform_pb2.Cast(arrow_type=str(self.arrow_type))
 
-    def becomes(self, given: ColumnType) -> ColumnType:
+    def output_type(self, given: ColumnType) -> ColumnType:
         source = scalar(given, "cast needs a column of scalars")
         try:
             cast_exactly(pa.array([], source.arrow_type), self.arrow_type)

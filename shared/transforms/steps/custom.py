@@ -96,7 +96,7 @@ class Custom(Step):
         return schema_of(self._announced(schema))
 
     def _announced(self, schema: pa.Schema) -> pa.Schema:
-        return _learnt_in_child(self, schema) if custom_child.is_wanted() else _learnt_here(self, schema)
+        return _infer_schema_in_child(self, schema) if custom_child.is_wanted() else _infer_schema_here(self, schema)
 
     def made_of_none(self, schema: pa.Schema) -> pa.Schema:
         """Calls the function, here, with no rows of these columns. Raises `StepError`."""
@@ -154,13 +154,13 @@ class _TimeIsUp(BaseException):
 
 
 @lru_cache(maxsize=256)
-def _learnt_here(step: Custom, schema: pa.Schema) -> pa.Schema:
+def _infer_schema_here(step: Custom, schema: pa.Schema) -> pa.Schema:
     return step.made_of_none(schema)
 
 
 @lru_cache(maxsize=256)
-def _learnt_in_child(step: Custom, schema: pa.Schema) -> pa.Schema:
-    return custom_child.learn(step.function, schema, step.timeout_s or DEFAULT_TIMEOUT_S)
+def _infer_schema_in_child(step: Custom, schema: pa.Schema) -> pa.Schema:
+    return custom_child.infer_schema(step.function, schema, step.timeout_s or DEFAULT_TIMEOUT_S)
 
 
 @lru_cache(maxsize=256)

@@ -53,7 +53,7 @@ def is_wanted() -> bool:
     return _wanted.get()
 
 
-def learn(function: str, schema: pa.Schema, limit_s: float) -> pa.Schema:
+def infer_schema(function: str, schema: pa.Schema, limit_s: float) -> pa.Schema:
     """What `function` (`module:function`) makes of no rows of these logical columns, within `limit_s` or
     `CALL_LIMIT_S`, whichever is less, and `START_LIMIT_S` to start.
 
@@ -67,12 +67,12 @@ def learn(function: str, schema: pa.Schema, limit_s: float) -> pa.Schema:
             reason="TOO_MANY_CUSTOM_FUNCTIONS",
         )
     try:
-        return _learn(function, schema, limit_s)
+        return _infer_schema(function, schema, limit_s)
     finally:
         _children.release()
 
 
-def _learn(function: str, schema: pa.Schema, limit_s: float) -> pa.Schema:
+def _infer_schema(function: str, schema: pa.Schema, limit_s: float) -> pa.Schema:
     deadline_s = START_LIMIT_S + limit_s
     # Files, not pipes: a process that the function leaves behind would keep a pipe open.
     with tempfile.TemporaryFile() as question, tempfile.TemporaryFile() as answered:

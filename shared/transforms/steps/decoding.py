@@ -57,7 +57,7 @@ class DecodeImage(ColumnStep):
     def _shape(self) -> tuple[int | None, ...]:
         return (None, None, 1 if self.gray else 3)
 
-    def becomes(self, given: ColumnType) -> ColumnType:
+    def output_type(self, given: ColumnType) -> ColumnType:
         column = scalar(given, "decode_image needs a column of bytes")
         if not _is_bytes(column):
             raise StepError(f"decode_image needs a column of bytes, not {column}")
@@ -65,13 +65,13 @@ class DecodeImage(ColumnStep):
 
     def work(self, column: Column, keys: StepKeys | None) -> Column:
         images = []
-        room = self.at_once if len(column) > 1 else None
+        capacity = self.at_once if len(column) > 1 else None
         for row, data in enumerate(column):
             if not data.is_valid:
                 raise RowProblem(row, f"{self.column!r} is null, and holds no image; filter such rows out")
             try:
-                images.append(decoded(data.as_py(), self.gray, room))
-                room = room and max(room - math.prod(images[-1].shape[:2]), 1)
+                images.append(decoded(data.as_py(), self.gray, capacity))
+                capacity = capacity and max(capacity - math.prod(images[-1].shape[:2]), 1)
             except ImageRefused as error:
                 raise RowProblem(row, f"{self.column!r} {error}") from None
         return RaggedImages(tuple(images), self._shape)
@@ -85,9 +85,10 @@ class ImageRefused(ValueError):
     """The text says what is wrong with the image."""
 
 
-def decoded(data: bytes, gray: bool, room: int | None = None) -> Array:
-    """uint8 (H, W, 3), or (H, W, 1) where `gray`. Raises `ImageRefused`, and `TooManyPixels` for more than `room`."""
-    with _opened(data, room) as image:
+def decoded(data: bytes, gray: bool, capacity: int | None = None) -> Array:
+    """uint8 (H, W, 3), or (H, W, 1) where `gray`. Raises `ImageRefused`, and `TooManyPixels` for more than
+    `capacity`."""
+    with _opened(data, capacity) as image:
         pixels = np.asarray(image.convert("L" if gray else "RGB"))
     return pixels[:, :, None] if gray else pixels
 
@@ -141,14 +142,14 @@ def _is_bytes(column: ScalarType) -> bool:
 
 
 @contextmanager
-def _opened(data: bytes, room: int | None = None) -> Iterator[Image.Image]:
+def _opened(data: bytes, capacity: int | None = None) -> Iterator[Image.Image]:
     """The image as it stands upright; what goes wrong with it within, too, is an `ImageRefused`."""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
             if width * height >= PIXEL_LIMIT:
                 raise ImageRefused(f"has {width}×{height} pixels; use fewer than {PIXEL_LIMIT:,}")
-            if room is not None and width * height > room:
+            if capacity is not None and width * height > capacity:
                 raise TooManyPixels
             image.load()
             yield _upright(image)

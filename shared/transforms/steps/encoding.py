@@ -16,7 +16,7 @@ from millrace.common.v1 import transform_pb2
 from shared.transforms.batch import Column, StepKeys
 from shared.transforms.exact import ValueCounts
 from shared.transforms.schema import ColumnType, RowProblem, ScalarType, StepError, TensorType
-from shared.transforms.steps.step import ColumnStep, Learner, scalar
+from shared.transforms.steps.step import ColumnStep, FitAccumulator, scalar
 from shared.value_texts import value_shown
 
 MAX_ORDINAL_CATEGORIES = 100_000
@@ -50,8 +50,8 @@ class _Encode(ColumnStep):
     def fitted(self) -> bool:
         return bool(self.categories)
 
-    def learner(self, given: ColumnType) -> Learner:
-        return _CategoriesLearner(self, scalar(given, "").arrow_type)
+    def accumulator(self, given: ColumnType) -> FitAccumulator:
+        return _CategoriesAccumulator(self, scalar(given, "").arrow_type)
 
     def check(self, given: ColumnType) -> ScalarType:
         """Raises `StepError` unless the column has categories, and these are of its type."""
@@ -107,7 +107,7 @@ class OrdinalEncode(_Encode):
     def message(self) -> transform_pb2.OrdinalEncode:
         return transform_pb2.OrdinalEncode(categories=self.categories, unknown=self.unknown)
 
-    def becomes(self, given: ColumnType) -> ColumnType:
+    def output_type(self, given: ColumnType) -> ColumnType:
         return ScalarType(pa.int64(), self.check(given).nullable)
 
     def work(self, column: Column, keys: StepKeys | None) -> Column:
@@ -125,7 +125,7 @@ class OneHotEncode(_Encode):
     def message(self) -> transform_pb2.OneHotEncode:
         return transform_pb2.OneHotEncode(categories=self.categories, unknown=self.unknown)
 
-    def becomes(self, given: ColumnType) -> ColumnType:
+    def output_type(self, given: ColumnType) -> ColumnType:
         self.check(given)
         return TensorType("float32", (len(self.categories) or None,))
 
@@ -141,7 +141,7 @@ def _typed(categories: tuple[str, ...], arrow_type: pa.DataType) -> pa.Array:
     return pc.cast(pa.array(categories, pa.string()), arrow_type)
 
 
-class _CategoriesLearner:
+class _CategoriesAccumulator:
     def __init__(self, step: _Encode, arrow_type: pa.DataType) -> None:
         self._step = step
         self._counts = ValueCounts(arrow_type, step.limit, step.op)
@@ -149,10 +149,10 @@ class _CategoriesLearner:
     def update(self, column: Column) -> None:
         self._counts.add(column.drop_null())
 
-    def merge(self, other: _CategoriesLearner) -> None:
+    def merge(self, other: _CategoriesAccumulator) -> None:
         self._counts.merge(other._counts)
 
-    def learnt(self) -> _Encode:
+    def fitted_step(self) -> _Encode:
         values, _ = self._counts.ordered()
         if not len(values):
             raise StepError(f"{self._step.column!r} has no value in the training rows to learn categories from")

@@ -18,7 +18,7 @@ from shared.transforms.batch import Column, StepKeys, float64_of
 from shared.transforms.exact import ExactMoments, ValueCounts
 from shared.transforms.schema import ColumnType, RowProblem, ScalarType, StepError
 from shared.transforms.steps.casting import Cast
-from shared.transforms.steps.step import ColumnStep, Learner, scalar
+from shared.transforms.steps.step import ColumnStep, FitAccumulator, scalar
 from shared.transforms.steps.tensors import numeric
 from shared.value_texts import value_of_text, value_text
 
@@ -74,11 +74,11 @@ class FillNulls(ColumnStep):
     def fitted(self) -> bool:
         return self.value is not None
 
-    def learner(self, given: ColumnType) -> Learner:
+    def accumulator(self, given: ColumnType) -> FitAccumulator:
         arrow_type = scalar(given, "fill_nulls needs a column of scalars").arrow_type
-        return _MeanLearner(self) if self.statistic == "mean" else _CountsLearner(self, arrow_type)
+        return _MeanAccumulator(self) if self.statistic == "mean" else _CountsAccumulator(self, arrow_type)
 
-    def becomes(self, given: ColumnType) -> ColumnType:
+    def output_type(self, given: ColumnType) -> ColumnType:
         arrow_type = scalar(given, "fill_nulls needs a column of scalars").arrow_type
         if self.value is not None:
             _as_scalar(self.value, arrow_type)
@@ -121,7 +121,7 @@ def _as_scalar(value: Value, arrow_type: pa.DataType) -> pa.Scalar:
         raise StepError(wanted, "fill_nulls.value") from None
 
 
-class _MeanLearner:
+class _MeanAccumulator:
     def __init__(self, step: FillNulls) -> None:
         self._step = step
         self._moments = ExactMoments()
@@ -131,16 +131,16 @@ class _MeanLearner:
         refuse_non_finite(self._step.column, values)
         self._moments.add(values[valid])
 
-    def merge(self, other: _MeanLearner) -> None:
+    def merge(self, other: _MeanAccumulator) -> None:
         self._moments.merge(other._moments)
 
-    def learnt(self) -> FillNulls:
+    def fitted_step(self) -> FillNulls:
         if not self._moments.count:
             raise StepError(f"{self._step.column!r} has no value in the training rows to learn the mean of")
         return replace(self._step, value=self._moments.mean)
 
 
-class _CountsLearner:
+class _CountsAccumulator:
     def __init__(self, step: FillNulls, arrow_type: pa.DataType) -> None:
         self._step = step
         self._counts = ValueCounts(arrow_type, MAX_DISTINCT, f"fill_nulls with a {step.statistic}")
@@ -150,10 +150,10 @@ class _CountsLearner:
             refuse_nan(self._step.column, *float64_of(column))
         self._counts.add(column.drop_null())
 
-    def merge(self, other: _CountsLearner) -> None:
+    def merge(self, other: _CountsAccumulator) -> None:
         self._counts.merge(other._counts)
 
-    def learnt(self) -> FillNulls:
+    def fitted_step(self) -> FillNulls:
         values, counts = self._counts.ordered()
         if not len(values):
             raise StepError(f"{self._step.column!r} has no value in the training rows to learn the value of")

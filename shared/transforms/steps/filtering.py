@@ -167,7 +167,7 @@ def _with_signed(unsigned: Datum, signed: Datum) -> Datum:
 
 # --- Values ---
 
-_MOST_SIGNED = 2**63 - 1
+_MAX_SIGNED = 2**63 - 1
 
 
 def kind_of(datum: Datum) -> str:
@@ -197,7 +197,7 @@ def plain(datum: Datum) -> Datum:
 
 def constant(value: Any) -> pa.Scalar:
     """Raises `OverflowError` for integers beyond uint64, and what Arrow raises."""
-    return pa.scalar(value, pa.uint64() if isinstance(value, int) and value > _MOST_SIGNED else None)
+    return pa.scalar(value, pa.uint64() if isinstance(value, int) and value > _MAX_SIGNED else None)
 
 
 def add(left: Datum, right: Datum) -> Datum:

@@ -46,7 +46,7 @@ class ImageStep(ColumnStep):
     def on_images(self, images: Array, draws: Draws) -> Array:
         """Works on images of one size, each by itself."""
 
-    def becomes(self, given: ColumnType) -> ColumnType:
+    def output_type(self, given: ColumnType) -> ColumnType:
         if not isinstance(given, TensorType) or given.dtype != "uint8" or len(given.shape) not in (2, 3):
             raise StepError(f"{self.op} needs uint8 images of shape (H, W) or (H, W, C), not {given}")
         return TensorType("uint8", self.shape_of(given.shape))

@@ -18,7 +18,7 @@ from shared.transforms.batch import Column, StepKeys, float64_of
 from shared.transforms.exact import ExactMoments
 from shared.transforms.schema import ColumnType, ScalarType, StepError
 from shared.transforms.steps.filling import refuse_nan, refuse_non_finite
-from shared.transforms.steps.step import ColumnStep, Learner, scalar
+from shared.transforms.steps.step import ColumnStep, FitAccumulator, scalar
 from shared.transforms.steps.tensors import numeric
 
 
@@ -49,10 +49,10 @@ class Standardize(ColumnStep):
     def fitted(self) -> bool:
         return self.mean is not None
 
-    def learner(self, given: ColumnType) -> Learner:
-        return _MomentsLearner(self)
+    def accumulator(self, given: ColumnType) -> FitAccumulator:
+        return _MomentsAccumulator(self)
 
-    def becomes(self, given: ColumnType) -> ColumnType:
+    def output_type(self, given: ColumnType) -> ColumnType:
         return ScalarType(pa.float32(), _numbers(given, self.op).nullable)
 
     def work(self, column: Column, keys: StepKeys | None) -> Column:
@@ -91,10 +91,10 @@ class MinMaxScale(ColumnStep):
     def fitted(self) -> bool:
         return self.min is not None
 
-    def learner(self, given: ColumnType) -> Learner:
-        return _BoundsLearner(self)
+    def accumulator(self, given: ColumnType) -> FitAccumulator:
+        return _BoundsAccumulator(self)
 
-    def becomes(self, given: ColumnType) -> ColumnType:
+    def output_type(self, given: ColumnType) -> ColumnType:
         return ScalarType(pa.float32(), _numbers(given, self.op).nullable)
 
     def work(self, column: Column, keys: StepKeys | None) -> Column:
@@ -133,7 +133,7 @@ class Bucketize(ColumnStep):
     def message(self) -> transform_pb2.Bucketize:
         return transform_pb2.Bucketize(boundaries=self.boundaries)
 
-    def becomes(self, given: ColumnType) -> ColumnType:
+    def output_type(self, given: ColumnType) -> ColumnType:
         return ScalarType(pa.int64(), _numbers(given, self.op).nullable)
 
     def work(self, column: Column, keys: StepKeys | None) -> Column:
@@ -179,7 +179,7 @@ def _scaled(column: pa.Array, scale: Callable[[NDArray[np.float64]], NDArray[np.
     return pa.array(scaled, mask=~valid if column.null_count else None)
 
 
-class _MomentsLearner:
+class _MomentsAccumulator:
     def __init__(self, step: Standardize) -> None:
         self._step = step
         self._moments = ExactMoments()
@@ -189,16 +189,16 @@ class _MomentsLearner:
         refuse_non_finite(self._step.column, values)
         self._moments.add(values[valid])
 
-    def merge(self, other: _MomentsLearner) -> None:
+    def merge(self, other: _MomentsAccumulator) -> None:
         self._moments.merge(other._moments)
 
-    def learnt(self) -> Standardize:
+    def fitted_step(self) -> Standardize:
         if not self._moments.count:
             raise StepError(f"{self._step.column!r} has no value in the training rows to learn from")
         return replace(self._step, mean=self._moments.mean, deviation=self._moments.deviation)
 
 
-class _BoundsLearner:
+class _BoundsAccumulator:
     def __init__(self, step: MinMaxScale) -> None:
         self._step = step
         self._least = math.inf
@@ -211,10 +211,10 @@ class _BoundsLearner:
             seen = values[valid]
             self._take(float(seen.min()), float(seen.max()))
 
-    def merge(self, other: _BoundsLearner) -> None:
+    def merge(self, other: _BoundsAccumulator) -> None:
         self._take(other._least, other._greatest)
 
-    def learnt(self) -> MinMaxScale:
+    def fitted_step(self) -> MinMaxScale:
         if self._least > self._greatest:
             raise StepError(f"{self._step.column!r} has no value in the training rows to learn from")
         return replace(self._step, min=self._least, max=self._greatest)

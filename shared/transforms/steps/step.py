@@ -15,7 +15,7 @@ from shared.transforms.schema import ColumnType, ScalarType, Schema, StepError
 Names = frozenset[str]
 
 
-class Learner(Protocol):
+class FitAccumulator(Protocol):
     """Learns from any number of batches, in any order and cut: the result is the same to the last bit."""
 
     def update(self, column: Column) -> None:
@@ -24,7 +24,7 @@ class Learner(Protocol):
     def merge(self, other: Any) -> None:
         """Takes in what a learner of the same step has seen."""
 
-    def learnt(self) -> Step:
+    def fitted_step(self) -> Step:
         """The step with what it learnt. Raises `StepError` where the rows seen do not suffice."""
 
 
@@ -62,7 +62,7 @@ class Step(ABC):
         """Whether there is nothing to learn, or it was learnt."""
         return True
 
-    def learner(self, given: ColumnType) -> Learner:
+    def accumulator(self, given: ColumnType) -> FitAccumulator:
         """Learns the step from its one column, which is `given`; only of a step that is not fitted."""
         raise NotImplementedError(f"{self.op} learns nothing")
 
@@ -118,7 +118,7 @@ class ColumnStep(Step):
 
     def output(self, given: Schema) -> Schema:
         known(given, [self.column], "column")
-        return {name: self.becomes(one) if name == self.column else one for name, one in given.items()}
+        return {name: self.output_type(one) if name == self.column else one for name, one in given.items()}
 
     def apply(self, batch: Batch, keys: StepKeys | None) -> Batch:
         return {name: self.work(one, keys) if name == self.column else one for name, one in batch.items()}
@@ -130,7 +130,7 @@ class ColumnStep(Step):
         return self if self.column in needed else None
 
     @abstractmethod
-    def becomes(self, given: ColumnType) -> ColumnType:
+    def output_type(self, given: ColumnType) -> ColumnType:
         """The column's type after the step. Raises `StepError`."""
 
     @abstractmethod

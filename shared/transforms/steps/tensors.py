@@ -34,7 +34,7 @@ class ToFloat(ColumnStep):
     def of(cls, message: Any, column: str) -> Self:
         return cls(column)
 
-    def becomes(self, given: ColumnType) -> ColumnType:
+    def output_type(self, given: ColumnType) -> ColumnType:
         if not isinstance(given, TensorType) or given.dtype != "uint8" or len(given.shape) not in (2, 3):
             raise StepError(f"to_float needs uint8 images of shape (H, W) or (H, W, C), not {given}")
         if None in given.shape:
@@ -69,7 +69,7 @@ class Normalize(ColumnStep):
     def message(self) -> transform_pb2.Normalize:
         return transform_pb2.Normalize(mean=self.mean, std=self.std)
 
-    def becomes(self, given: ColumnType) -> ColumnType:
+    def output_type(self, given: ColumnType) -> ColumnType:
         if not isinstance(given, TensorType) or given.dtype != "float32" or len(given.shape) != 3:
             raise StepError(f"normalize needs float32 images of shape (C, H, W), not {given}")
         if len(self.mean) not in (1, given.shape[0]):

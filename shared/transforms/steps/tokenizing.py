@@ -30,7 +30,7 @@ from shared.errors import first_line, shown
 from shared.transforms.batch import Array, Batch, Column, StepKeys
 from shared.transforms.exact import ValueCounts
 from shared.transforms.schema import ColumnType, RowProblem, Schema, StepError, TensorType
-from shared.transforms.steps.step import Learner, Names, Step, first_failing_row, known, scalar
+from shared.transforms.steps.step import FitAccumulator, Names, Step, first_failing_row, known, scalar
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -120,8 +120,8 @@ class Tokenize(Step):
     def fitted(self) -> bool:
         return bool(self.tokenizer)
 
-    def learner(self, given: ColumnType) -> Learner:
-        return _WordsLearner(self)
+    def accumulator(self, given: ColumnType) -> FitAccumulator:
+        return _WordsAccumulator(self)
 
     def output(self, given: Schema) -> Schema:
         known(given, [self.column], "column")
@@ -186,7 +186,7 @@ class Tokenize(Step):
         return texts
 
 
-class _WordsLearner:
+class _WordsAccumulator:
     """Counts the words of texts: exact, so the tokenizer depends on neither the order nor the cut of the rows."""
 
     def __init__(self, step: Tokenize) -> None:
@@ -203,23 +203,23 @@ class _WordsLearner:
                 words = []
         self._counts.add(pa.array(words, pa.string()))
 
-    def merge(self, other: _WordsLearner) -> None:
+    def merge(self, other: _WordsAccumulator) -> None:
         self._counts.merge(other._counts)
 
-    def learnt(self) -> Tokenize:
+    def fitted_step(self) -> Tokenize:
         words, counts = self._counts.ordered()
         if not len(words):
             raise StepError(f"{self._step.column!r} has no word in the training rows to learn tokens from")
-        return replace(self._step, tokenizer=_learnt(words.to_pylist(), counts.tolist(), self._step))
+        return replace(self._step, tokenizer=_fit_tokenizer(words.to_pylist(), counts.tolist(), self._step))
 
 
-def _learnt(words: list[str], counts: list[int], step: Tokenize) -> str:
+def _fit_tokenizer(words: list[str], counts: list[int], step: Tokenize) -> str:
     """The JSON of a tokenizer of byte pairs."""
     from tokenizers import models, pre_tokenizers, processors
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     first = [*SPECIAL, *alphabet]
-    merges = learn_merges(words, counts, step.vocabulary_size - len(first))
+    merges = fit_merges(words, counts, step.vocabulary_size - len(first))
     vocabulary = {token: place for place, token in enumerate(dict.fromkeys([*first, *map("".join, merges)]))}
     tokenizer = _blank(step.lowercase)
     tokenizer.model = models.BPE(vocab=vocabulary, merges=merges)
@@ -334,7 +334,7 @@ Pair = tuple[str, str]
 MIN_COUNT = 2
 
 
-def learn_merges(words: Sequence[str], counts: Sequence[int], limit: int) -> list[Pair]:
+def fit_merges(words: Sequence[str], counts: Sequence[int], limit: int) -> list[Pair]:
     """At most `limit` pairs of symbols, in the order in which they are to be merged; symbols are strings, at first
     single characters. `counts` says how often each of the words, which are distinct, occurs.
 

@@ -11,12 +11,12 @@ import pytest
 from shared.checkpoint import CheckpointRegistry, load_checkpoint
 from shared.settings import StoreSettings
 from shared.storage import open_store, opening
-from tests.support.s3_fault_proxy import NONE, fault_proxy, silent
+from tests.support.s3_fault_proxy import NONE, fault_proxy, unresponsive
 from tests.support.snapshots import JOB, entries, load, save_one, trained
 from tests.support.waiting import wait_until
 from train_service.checkpoints import snapshots
 from train_service.checkpoints.snapshots import CheckpointWriter
-from train_service.patience import waits_for_store
+from train_service.store_retry import waits_for_store
 
 
 @pytest.mark.timed
@@ -26,16 +26,16 @@ def test_a_store_that_is_away_in_mid_upload_is_waited_for_and_the_wait_is_told(
     monkeypatch.setattr(opening, "RETRY_FOR", timedelta(seconds=1))
     monkeypatch.setattr(opening, "SILENCE_TIMEOUT", timedelta(seconds=1))
     monkeypatch.setattr(opening, "REQUEST_TIMEOUT", timedelta(seconds=1))
-    monkeypatch.setattr(snapshots, "TOLD_AFTER_S", 0.5)
+    monkeypatch.setattr(snapshots, "REPORTED_AFTER_S", 0.5)
     warnings: list[str] = []
     model, optimizer = trained(3)
     with fault_proxy(s3_store) as proxy:
         store = open_store(proxy.settings(s3_store))
         registry = CheckpointRegistry(store, JOB)
         with CheckpointWriter(store, registry, 1, lambda _: None, warn=warnings.append) as writer:
-            proxy.fault = silent()
+            proxy.fault = unresponsive()
             save_one(writer, 3, model, optimizer)
-            long_enough = time.monotonic() + 2 * snapshots.TOLD_AFTER_S
+            long_enough = time.monotonic() + 2 * snapshots.REPORTED_AFTER_S
             wait_until(lambda: time.monotonic() > long_enough, "that the writer waits")
             assert not waits_for_store(threading.get_ident())
             assert entries(open_store(s3_store)) == []

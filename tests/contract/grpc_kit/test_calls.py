@@ -17,7 +17,7 @@ from grpc import aio
 from millrace.data.v1 import data_service_pb2, resources_pb2
 from millrace_client.calls import RETRIES
 from shared.errors import ResourceExhausted, Unavailable
-from shared.grpc_server import Door, message_bytes
+from shared.grpc_server import LoadShedder, message_bytes
 from shared.grpc_server.interceptor import request_id_of
 from shared.grpc_server.server import MAX_MESSAGE_BYTES
 from tests.support.garbage import uncollected
@@ -25,8 +25,8 @@ from tests.support.grpc_kit import (
     ECHO,
     GET_DATASET,
     READ_VERSION,
+    CallError,
     Kit,
-    Told,
     everything,
     raising,
     raising_after,
@@ -41,7 +41,7 @@ MALFORMED = [b"\xff\xff\xff\xff", b"\x0a\x20short", b"\x0a\x02\xff\xfe"]
 
 @pytest.mark.parametrize("data", MALFORMED, ids=["wire-type", "truncated", "not-utf8"])
 def test_malformed_bytes_are_an_invalid_argument(data: bytes) -> None:
-    async def scenario(kit: Kit) -> list[Told]:
+    async def scenario(kit: Kit) -> list[CallError]:
         return [
             await told(kit.raw.unary_unary(GET_DATASET)(data)),
             await told(everything(kit.raw.unary_stream(READ_VERSION)(data))),
@@ -54,7 +54,7 @@ def test_malformed_bytes_are_an_invalid_argument(data: bytes) -> None:
 
 
 def test_malformed_bytes_in_the_middle_of_a_stream_are_an_invalid_argument() -> None:
-    async def scenario(kit: Kit) -> Told:
+    async def scenario(kit: Kit) -> CallError:
         async def requests() -> AsyncIterator[bytes]:
             yield data_service_pb2.GetDatasetRequest(name="fine").SerializeToString()
             yield MALFORMED[0]
@@ -118,7 +118,7 @@ def test_a_request_id_with_line_breaks_never_reaches_the_log(caplog: pytest.LogC
 
 
 def test_failed_calls_have_a_request_id_too() -> None:
-    async def scenario(kit: Kit) -> list[Told]:
+    async def scenario(kit: Kit) -> list[CallError]:
         metadata = (("x-request-id", "mine"),)
         return [await told(kit.get(metadata=metadata)), await told(everything(kit.read(metadata=metadata)))]
 
@@ -144,7 +144,7 @@ async def _never(_request: Any, _context: Any) -> Any:
 
 
 def test_a_unary_call_without_a_deadline_gets_the_default_one() -> None:
-    async def scenario(kit: Kit) -> Told:
+    async def scenario(kit: Kit) -> CallError:
         return await told(kit.get())
 
     answer = with_kit(scenario, unary=_never, default_deadline_s=0.2)
@@ -158,7 +158,7 @@ def test_a_callers_own_deadline_holds_instead_of_the_default() -> None:
         await asyncio.sleep(0.4)
         return resources_pb2.Dataset(name=request.name)
 
-    async def scenario(kit: Kit) -> tuple[str, Told]:
+    async def scenario(kit: Kit) -> tuple[str, CallError]:
         answer = await kit.get(timeout=60)
         return answer.name, await told(kit.get(timeout=0.1))
 
@@ -187,7 +187,7 @@ def test_work_for_a_caller_whose_deadline_passed_is_cancelled() -> None:
 
 
 def test_a_message_over_the_limit_is_refused_and_one_below_it_is_not() -> None:
-    async def scenario(kit: Kit) -> tuple[Told, int]:
+    async def scenario(kit: Kit) -> tuple[CallError, int]:
         large = await kit.get("x" * (MAX_MESSAGE_BYTES - 1024))
         return await told(kit.get("x" * (MAX_MESSAGE_BYTES + 1))), len(large.name)
 
@@ -201,7 +201,7 @@ def test_an_answer_over_the_limit_is_an_error_and_not_a_silence() -> None:
     async def huge(_request: Any, _context: Any) -> resources_pb2.Dataset:
         return resources_pb2.Dataset(name="x" * (MAX_MESSAGE_BYTES + 1))
 
-    async def scenario(kit: Kit) -> Told:
+    async def scenario(kit: Kit) -> CallError:
         return await told(kit.get(timeout=60))
 
     assert with_kit(scenario, unary=huge).code is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -354,11 +354,11 @@ def test_what_a_refused_call_sent_waits_for_no_garbage_collector() -> None:
     with uncollected():
         asyncio.run(main())
         messages.clear()
-        asyncio.run(main(door=Door(["/test.Refusing/Unary"], lambda: None)))
+        asyncio.run(main(load_shedder=LoadShedder(["/test.Refusing/Unary"], lambda: None)))
 
 
-@pytest.mark.parametrize("door", [False, True])
-def test_a_call_refused_as_unavailable_is_tried_again_by_clients_that_grpc_retries_for(door: bool) -> None:
+@pytest.mark.parametrize("load_shedder", [False, True])
+def test_a_call_refused_as_unavailable_is_tried_again_by_clients_that_grpc_retries_for(load_shedder: bool) -> None:
     tries: list[bytes] = []
 
     async def busy_twice(request: bytes, _: Any) -> bytes:
@@ -373,7 +373,7 @@ def test_a_call_refused_as_unavailable_is_tried_again_by_clients_that_grpc_retri
         return []
 
     async def main() -> None:
-        options: dict[str, Any] = {"door": Door(["/test.Busy/Unary"], lambda: None)} if door else {}
+        options: dict[str, Any] = {"door": LoadShedder(["/test.Busy/Unary"], lambda: None)} if load_shedder else {}
         of_all = {"methodConfig": [{**RETRIES["methodConfig"][0], "name": [{}]}]}
         async with (
             running(register, **options) as kit,

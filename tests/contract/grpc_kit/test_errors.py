@@ -12,7 +12,7 @@ from millrace.data.v1 import data_service_pb2, resources_pb2
 from shared import errors
 from shared.errors import KINDS, MillraceError, invalid_fields
 from shared.grpc_errors import STATUS
-from tests.support.grpc_kit import Kit, Told, raising, raising_after, told, with_kit
+from tests.support.grpc_kit import CallError, Kit, raising, raising_after, told, with_kit
 
 SECRET = "postgres://admin:hunter2@10.0.0.5/internal"
 
@@ -34,15 +34,15 @@ CODES = {
 }
 
 
-def unary_told(error: Exception) -> Told:
-    async def scenario(kit: Kit) -> Told:
+def unary_error(error: Exception) -> CallError:
+    async def scenario(kit: Kit) -> CallError:
         return await told(kit.get())
 
     return with_kit(scenario, unary=raising(error))
 
 
-def stream_told(error: Exception, after: int = 2) -> Told:
-    async def scenario(kit: Kit) -> Told:
+def stream_error(error: Exception, after: int = 2) -> CallError:
+    async def scenario(kit: Kit) -> CallError:
         call = kit.read()
         for _ in range(after):
             assert (await call.read()).arrow_ipc == b"x"
@@ -65,7 +65,7 @@ def test_every_kind_of_error_arrives_with_its_status_reason_and_metadata() -> No
     async def unary(request: Any, _: Any) -> Any:
         raise made[int(request.name)]
 
-    async def scenario(kit: Kit) -> list[Told]:
+    async def scenario(kit: Kit) -> list[CallError]:
         return [await told(kit.get(str(number))) for number in range(len(made))]
 
     for name, answer in zip(KINDS, with_kit(scenario, unary=unary), strict=True):
@@ -81,13 +81,13 @@ def test_a_kind_of_its_own_takes_the_status_of_its_base() -> None:
     class TooOld(errors.FailedPrecondition):
         reason = "TOO_OLD"
 
-    answer = unary_told(TooOld("the client is too old"))
+    answer = unary_error(TooOld("the client is too old"))
 
     assert (answer.code, answer.info.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "TOO_OLD")
 
 
 def test_each_bad_field_is_a_violation() -> None:
-    answer = unary_told(invalid_fields([("page_size", -1, "use 0 to 1000"), ("name", "Ä", "use a-z")]))
+    answer = unary_error(invalid_fields([("page_size", -1, "use 0 to 1000"), ("name", "Ä", "use a-z")]))
 
     assert answer.code is grpc.StatusCode.INVALID_ARGUMENT
     assert answer.violations == [("page_size", "-1: use 0 to 1000"), ("name", "'Ä': use a-z")]
@@ -95,10 +95,10 @@ def test_each_bad_field_is_a_violation() -> None:
 
 
 def test_when_to_come_again_is_said() -> None:
-    assert unary_told(errors.ResourceExhausted("the queue is full", retry_after_s=0.25)).retry_after_s == 0.25
+    assert unary_error(errors.ResourceExhausted("the queue is full", retry_after_s=0.25)).retry_after_s == 0.25
 
 
-@pytest.mark.parametrize("tell", [unary_told, stream_told], ids=["unary", "stream"])
+@pytest.mark.parametrize("tell", [unary_error, stream_error], ids=["unary", "stream"])
 def test_an_unexpected_exception_shows_a_correlation_id_and_nothing_else(
     tell: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -117,21 +117,21 @@ def test_an_unexpected_exception_shows_a_correlation_id_and_nothing_else(
 
 
 def test_a_timeout_inside_the_domain_is_not_taken_for_the_callers_deadline() -> None:
-    answer = unary_told(TimeoutError(f"connecting to {SECRET}"))
+    answer = unary_error(TimeoutError(f"connecting to {SECRET}"))
 
     assert answer.code is grpc.StatusCode.INTERNAL
     assert "hunter2" not in answer.message
 
 
 def test_an_error_in_a_stream_comes_after_what_was_sent() -> None:
-    answer = stream_told(errors.DataLoss("a block is damaged", metadata={"file": "f1"}))
+    answer = stream_error(errors.DataLoss("a block is damaged", metadata={"file": "f1"}))
 
     assert answer.code is grpc.StatusCode.DATA_LOSS
     assert dict(answer.info.metadata) == {"file": "f1"}
 
 
 def test_an_error_before_the_first_message_of_a_stream_arrives_too() -> None:
-    assert stream_told(errors.NotFound("no such version"), after=0).code is grpc.StatusCode.NOT_FOUND
+    assert stream_error(errors.NotFound("no such version"), after=0).code is grpc.StatusCode.NOT_FOUND
 
 
 HUGE = [
@@ -149,7 +149,7 @@ def test_however_long_an_error_is_it_arrives_with_its_status_and_reason() -> Non
     async def unary(request: Any, _: Any) -> Any:
         raise HUGE[int(request.name)]
 
-    async def scenario(kit: Kit) -> list[Told]:
+    async def scenario(kit: Kit) -> list[CallError]:
         return [await told(kit.get(str(number))) for number in range(len(HUGE))]
 
     for error, answer in zip(HUGE, with_kit(scenario, unary=unary), strict=True):
@@ -177,7 +177,7 @@ def test_the_server_goes_on_after_an_error(error: Exception) -> None:
 
 
 def test_a_method_that_nobody_wrote_is_unimplemented() -> None:
-    async def scenario(kit: Kit) -> list[Told]:
+    async def scenario(kit: Kit) -> list[CallError]:
         unknown = kit.raw.unary_unary("/millrace.data.v1.DataService/NoSuchMethod")
         return [
             await told(kit.data.ListDatasets(data_service_pb2.ListDatasetsRequest())),

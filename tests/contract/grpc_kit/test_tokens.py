@@ -13,9 +13,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from millrace.data.v1 import data_service_pb2, resources_pb2
-from shared.grpc_server import BearerToken, Door
-from shared.grpc_server.door import METHOD
-from tests.support.grpc_kit import ECHO, GET_DATASET, READ_VERSION, Kit, Told, everything, told, with_kit
+from shared.grpc_server import BearerToken, LoadShedder
+from shared.grpc_server.load_shedder import METHOD
+from tests.support.grpc_kit import ECHO, GET_DATASET, READ_VERSION, CallError, Kit, everything, told, with_kit
 from tests.support.inference_server import until
 
 TOKEN = "a-token-of-the-tests"
@@ -107,7 +107,7 @@ def test_calls_of_all_kinds_are_refused_without_it(metadata: Any, reason: str) -
 
     assert touched == []
     for kind, answer in answers.items():
-        assert isinstance(answer, Told), f"{kind}: {answer}"
+        assert isinstance(answer, CallError), f"{kind}: {answer}"
         assert answer.code is grpc.StatusCode.UNAUTHENTICATED, kind
         assert (answer.info.reason, answer.info.domain) == (reason, "millrace"), kind
         assert dict(answer.info.metadata) == {"header": "authorization", "scheme": "Bearer"}
@@ -184,7 +184,7 @@ def test_refused_calls_are_logged_without_what_they_brought(caplog: pytest.LogCa
     assert not any(wrong in line or TOKEN in line for line in lines)
 
 
-class Counting(Door):
+class Counting(LoadShedder):
     """Before GetDataset; counts its own probes that come in."""
 
     def __init__(self) -> None:
@@ -197,12 +197,12 @@ class Counting(Door):
 
 
 def test_a_doors_own_probe_brings_the_token_and_nobody_elses_comes_in_without() -> None:
-    door = Counting()
+    load_shedder = Counting()
 
     async def scenario(kit: Kit) -> None:
         await kit.get(metadata=RIGHT, timeout=60)
-        await until(lambda: door.came_in > 0, "the door's own probe", 10)
+        await until(lambda: load_shedder.came_in > 0, "the door's own probe", 10)
         probe = await told(kit.raw.unary_unary(METHOD)(b"", timeout=60))
         assert probe.code is grpc.StatusCode.UNAUTHENTICATED
 
-    with_kit(scenario, token=BearerToken(TOKEN), door=door)
+    with_kit(scenario, token=BearerToken(TOKEN), load_shedder=load_shedder)

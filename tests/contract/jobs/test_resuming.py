@@ -26,11 +26,11 @@ def test_a_look_between_the_marker_and_the_wish_leaves_the_marker(
     looking = Reconciler(ServiceSettings(listen="127.0.0.1:0", store=file_store), kind)
     looking.reconcile()
     assert jobs.live() == []
-    wish = jobs.transition
+    request = jobs.transition
 
     def look_first(*arguments: Any, **values: Any) -> Any:
         looking.reconcile()
-        return wish(*arguments, **values)
+        return request(*arguments, **values)
 
     monkeypatch.setattr(jobs, "transition", look_first)
     monkeypatch.setattr(reconcilers, "ray", SimpleNamespace(kill=pytest.fail))

@@ -14,7 +14,7 @@ from tests.support.waiting import wait_until
 
 # Little, and nothing that Ray imports by itself.
 MODULE = "wave"
-WITHIN_S = 60.0
+TIMEOUT_S = 60.0
 JOIN = "import ray; ray.init(address={address!r}, log_to_driver=False); "
 START = "from shared.jobs.warm_workers import WarmWorkers; WarmWorkers(({module!r},)).start({counts!r})"
 RUN = """
@@ -27,7 +27,7 @@ print(json.dumps(ray.get(ray.remote(look).options(runtime_env={runtime_env!r}).r
 def test_a_task_gets_the_process_that_waited_for_it(ray: RayHead) -> None:
     (node_id,) = ray.node_ids().values()
     _driver(ray, START, counts={node_id: 1})
-    wait_until(lambda: len(_waiting(ray)) == 1, "a process to wait", WITHIN_S)
+    wait_until(lambda: len(_waiting(ray)) == 1, "a process to wait", TIMEOUT_S)
     (waiting,) = _waiting(ray)
 
     pid, imported, frozen = json.loads(
@@ -42,7 +42,7 @@ def _driver(ray: RayHead, program: str, **names: object) -> str:
     """What it prints; a process of its own, since Ray connects once a process."""
     code = JOIN.format(address=ray.address) + program.format(module=MODULE, **names)
     return subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=WITHIN_S
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=TIMEOUT_S
     ).stdout
 
 

@@ -228,12 +228,12 @@ def test_a_wish_follows_any_attempt_and_fences_none(store: ObjectStore) -> None:
     log = ResourceLog(store, PREFIX)
     log.update(count, attempt=3)
 
-    wish = ResourceLog(store, PREFIX).update(count)
+    request = ResourceLog(store, PREFIX).update(count)
     at_work = log.update(count, attempt=3)
 
-    assert wish is not None
+    assert request is not None
     assert at_work is not None
-    assert (wish.attempt, wish.number) == (3, 2)
+    assert (request.attempt, request.number) == (3, 2)
     assert (at_work.attempt, at_work.number, at_work.state) == (3, 3, {"n": 3})
 
 
@@ -243,10 +243,10 @@ def test_a_wish_that_a_new_attempt_overtakes_is_still_written(store: ObjectStore
     client.update(count, attempt=1)
     interrupted.before = lambda: ResourceLog(store, PREFIX).fence(2, {})
 
-    wish = client.update(count)
+    request = client.update(count)
 
-    assert wish is not None
-    assert (wish.number, wish.attempt, wish.state) == (3, 2, {"n": 2})
+    assert request is not None
+    assert (request.number, request.attempt, request.state) == (3, 2, {"n": 2})
 
 
 def test_fencing_opens_an_empty_log_with_the_initial_state(store: ObjectStore) -> None:

@@ -82,7 +82,7 @@ def test_a_conflict_that_stays_is_an_outage_and_no_object(
     path = tmp_path / "file"
     path.write_bytes(b"value")
     busy.conflicts = 1_000
-    monkeypatch.setattr(object_store, "AGAIN_FOR_S", 0.2)
+    monkeypatch.setattr(object_store, "RETRY_TIMEOUT_S", 0.2)
 
     with pytest.raises(Unavailable) as raised:
         WRITES[write](store_at(busy), path)

@@ -41,7 +41,7 @@ def nobody() -> Iterator[str]:
 
 
 @pytest.fixture
-def silent() -> Iterator[str]:
+def unresponsive() -> Iterator[str]:
     """An endpoint that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         yield f"http://127.0.0.1:{sock.getsockname()[1]}"
@@ -50,8 +50,8 @@ def silent() -> Iterator[str]:
 @pytest.fixture
 def short_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Writes are retried for one second; a test need not wait for all of a service's patience."""
-    assert object_store.AGAIN_FOR_S < SOON_S
-    monkeypatch.setattr(object_store, "AGAIN_FOR_S", 1.0)
+    assert object_store.RETRY_TIMEOUT_S < SOON_S
+    monkeypatch.setattr(object_store, "RETRY_TIMEOUT_S", 1.0)
 
 
 @pytest.mark.usefixtures("short_retries")
@@ -73,7 +73,7 @@ def test_an_unreachable_store_is_unavailable(nobody: str, doing: str, tmp_path: 
 
 
 def test_a_store_that_accepts_and_keeps_silent_is_unavailable(
-    silent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    unresponsive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert SILENCE_TIMEOUT.total_seconds() < SOON_S
     monkeypatch.setattr(opening, "SILENCE_TIMEOUT", timedelta(seconds=1))
@@ -81,7 +81,7 @@ def test_a_store_that_accepts_and_keeps_silent_is_unavailable(
     started = time.monotonic()
 
     with pytest.raises(Unavailable):
-        DOINGS["get"](open_store(replace(SETTINGS, s3_endpoint=silent)), tmp_path)
+        DOINGS["get"](open_store(replace(SETTINGS, s3_endpoint=unresponsive)), tmp_path)
 
     assert time.monotonic() - started < SOON_S
 

@@ -16,11 +16,11 @@ import pytest
 from shared.errors import DataLoss, FailedPrecondition, ResourceExhausted, Unavailable
 from shared.settings import StoreSettings
 from shared.storage import ObjectMissing, ObjectStore, open_store, presigning, signed_store
-from shared.storage.object_store import silent_store
+from shared.storage.object_store import unresponsive_store
 from shared.storage.presigning import MultipartUploads, Presigner
 from shared.storage.signed_store import SignedStore
 from tests.support.peak_memory import growth_here
-from tests.support.s3_fault_proxy import NONE, failing, fault_proxy, full, resetting, silent
+from tests.support.s3_fault_proxy import NONE, failing, fault_proxy, full, resetting, unresponsive
 from tests.support.waiting import wait_until
 
 MIB = 1024 * 1024
@@ -36,7 +36,7 @@ class Signer:
         self.asked: list[str] = []
         self.refusal: FailedPrecondition | None = None
 
-    def __call__(self, body: dict[str, Any], _within_s: float) -> dict[str, Any]:
+    def __call__(self, body: dict[str, Any], _timeout_s: float) -> dict[str, Any]:
         kind, key = body["kind"], body.get("key", "")
         self.asked.append(kind)
         if self.refusal is not None:
@@ -169,7 +169,7 @@ def test_what_the_signer_refuses_is_raised(signed: SignedStore, signer: Signer) 
 
 
 def test_a_signer_that_does_not_answer_is_an_outage() -> None:
-    def absent(_body: dict[str, Any], _within_s: float) -> dict[str, Any]:
+    def absent(_body: dict[str, Any], _timeout_s: float) -> dict[str, Any]:
         raise TimeoutError("no answer")
 
     with pytest.raises(Unavailable, match="no signer answers") as raised:
@@ -230,7 +230,7 @@ def test_an_upload_whose_end_is_not_answered_is_ended_again(
         calls.append(arguments)
         complete(*arguments)
         if len(calls) == 1:
-            raise silent_store("large")  # after the server has done it
+            raise unresponsive_store("large")  # after the server has done it
 
     monkeypatch.setattr(signer.uploads, "complete", fail_at_first)
     signed.put_pieces("large", of_pieces(bytes(40 * MIB)))
@@ -266,11 +266,11 @@ def test_a_store_that_is_silent_for_a_while_is_waited_for(
     s3_store: StoreSettings, plain: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(signed_store, "SILENCE_TIMEOUT", timedelta(seconds=0.3))
-    monkeypatch.setattr(signed_store, "WRITTEN_WITHIN_S", 0.3)
+    monkeypatch.setattr(signed_store, "WRITTEN_TIMEOUT_S", 0.3)
     plain.put("key", b"value")
     with fault_proxy(s3_store) as proxy:
         store = SignedStore(Signer(proxy.settings(s3_store)))
-        proxy.fault = silent()
+        proxy.fault = unresponsive()
 
         def come_back() -> None:
             wait_until(lambda: proxy.requests > 1, "two tries")
@@ -280,7 +280,7 @@ def test_a_store_that_is_silent_for_a_while_is_waited_for(
         back.start()
         assert store.get("key") == b"value"
         back.join()
-        proxy.fault = silent()
+        proxy.fault = unresponsive()
         with pytest.raises(Unavailable, match="does not answer"):
             store.put("key", b"other")
         store.close()

@@ -109,7 +109,7 @@ def test_urls_that_are_no_longer_good_are_asked_for_anew(service: Service, path:
 def test_where_the_store_cannot_be_reached_the_upload_stays_open_for_the_other_way(
     service: Service, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(presigned_upload, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(presigned_upload, "OUTAGE_TIMEOUT_S", 0.2)
     (nobody,) = free_ports(1)
 
     def lead_astray(upload: resources_pb2.Upload) -> None:
@@ -174,7 +174,7 @@ def test_a_part_that_the_store_refuses_is_not_tried_for_ever(
 def test_a_part_that_broke_off_late_is_sent_once_more_however_long_it_takes(
     service: Service, scripted: type[Scripted], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(presigned_upload, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(presigned_upload, "OUTAGE_TIMEOUT_S", 0.3)
     scripted.answers, scripted.takes_s = [None, 429, 200], 1.0
     with pytest.raises(MillraceError):  # what this server was given is in no store
         service.upload(path)

@@ -14,7 +14,7 @@ from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1 import data_service_pb2_grpc
 from millrace.data.v1.resources_pb2 import DatasetVersion
 
-IMPORT_WITHIN_S = 400.0
+IMPORT_TIMEOUT_S = 400.0
 
 
 class DataClient:
@@ -32,9 +32,9 @@ class DataClient:
         call: Callable[..., bytes] = self._channel.unary_unary(f"/millrace.data.v1.DataService/{method}")
         return call(data, timeout=60)
 
-    def wait(self, operation: Any, within_s: float = IMPORT_WITHIN_S) -> Any:
+    def wait(self, operation: Any, timeout_s: float = IMPORT_TIMEOUT_S) -> Any:
         """The operation once it is done; a single wait ends after a minute at most."""
-        until = time.monotonic() + within_s
+        until = time.monotonic() + timeout_s
         while not operation.done:
             assert time.monotonic() < until, operation
             request = operations_pb2.WaitOperationRequest(name=operation.name)

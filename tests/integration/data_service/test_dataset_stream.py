@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.ray_head import RayHead
 
-WITHIN_S = 400.0
+TIMEOUT_S = 400.0
 # Tasks that write on and on, and that no interrupt ends; before the first table has come the stream is left. Tells how
 # it ended, what they had written then, and what a while later. One driver for all, since its start takes longest.
 PROGRAM = """
@@ -84,7 +84,7 @@ CASES = {"at work": "Cancelled", "others wait": "Cancelled", "in a pool": "Cance
 def told(data_ray: RayHead, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, list[str], list[str]]]:
     folder: Path = tmp_path_factory.mktemp("written")
     program = [sys.executable, "-c", PROGRAM, data_ray.address, str(folder), *CASES]
-    ended = subprocess.run(program, capture_output=True, text=True, timeout=WITHIN_S, check=False)
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert ended.returncode == 0, ended.stderr
     found: dict[str, tuple[str, list[str], list[str]]] = json.loads((folder / "told").read_text())
     return found

@@ -25,7 +25,7 @@ from tests.support.stores import S3_IN_CHAOS
 pytestmark = pytest.mark.parametrize("stack", S3_IN_CHAOS, indirect=True)
 
 # The process of an attempt has 200 MiB before it begins.
-MOST_BYTES = 512 * MEBIBYTE
+MAX_BYTES = 512 * MEBIBYTE
 
 # What the operation fails with: reason, and what its message says of the source.
 CASES = {
@@ -130,5 +130,5 @@ def test_a_hostile_source_fails_its_import_at_once_and_says_why(
 
 def test_hostile_sources_take_little_memory(attacked: Attacked) -> None:
     assert attacked.attempts
-    assert max(attacked.attempts.values()) < MOST_BYTES
-    assert max(attacked.service.values()) < MOST_BYTES
+    assert max(attacked.attempts.values()) < MAX_BYTES
+    assert max(attacked.service.values()) < MAX_BYTES

@@ -22,7 +22,7 @@ from tests.support.predicting import PREPARING, TABLE_SCHEMA, TRAINING, create_p
 from tests.support.ray_head import RayHead
 from tests.support.transforming import commit_tables
 from tests.support.version_attempts import (
-    WITHIN_S,
+    TIMEOUT_S,
     Reconciler,
     await_worker,
     over,
@@ -121,7 +121,7 @@ def test_a_worker_killed_in_the_middle_of_its_part_costs_nothing_but_time(
     victim = next(signs.glob("working-*"))
     assert b"PoolWorker" in title_of(victim), title_of(victim)
     os.kill(pid_of(victim), signal.SIGKILL)
-    wait_until(lambda: any(one != victim for one in signs.glob("working-*")), "another worker", WITHIN_S)
+    wait_until(lambda: any(one != victim for one in signs.glob("working-*")), "another worker", TIMEOUT_S)
     (signs / "go").touch()
     done = over(jobs, name)
     assert (done.attempt, done.failures) == (1, 0), done.error
@@ -139,7 +139,7 @@ def test_an_attempt_killed_in_the_middle_is_followed_by_one_that_makes_the_same(
     begun = list(signs.iterdir())
     for pid in data_ray.processes("ray::AttemptActor.run"):
         os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: jobs.get(name, name).attempt == 2, "the second attempt", WITHIN_S)
+    wait_until(lambda: jobs.get(name, name).attempt == 2, "the second attempt", TIMEOUT_S)
     wait_until(lambda: not any(map(_at_work, begun)), "the workers of the first to end")
     (signs / "go").touch()
     done = over(jobs, name)

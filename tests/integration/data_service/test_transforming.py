@@ -19,7 +19,7 @@ from shared.storage import ObjectStore, open_store
 from tests.support.ray_head import RayHead
 from tests.support.stores import S3_IN_CHAOS
 from tests.support.transforming import commit_tables, create_transform, transform_here
-from tests.support.version_attempts import WITHIN_S, Reconciler, await_worker, over, pid_of, title_of
+from tests.support.version_attempts import TIMEOUT_S, Reconciler, await_worker, over, pid_of, title_of
 from tests.support.waiting import wait_until
 
 ROWS = 60_000
@@ -86,14 +86,14 @@ def test_a_transform_outlives_a_worker_within_its_attempt_and_then_the_attempt_a
     killed = set(signs.glob("working-*"))
     for victim in killed:
         os.kill(pid_of(victim), signal.SIGKILL)
-    wait_until(lambda: set(signs.glob("working-*")) - killed, "another worker", WITHIN_S)
+    wait_until(lambda: set(signs.glob("working-*")) - killed, "another worker", TIMEOUT_S)
     going_on = jobs.get(name, name)
     assert (going_on.state, going_on.attempt, going_on.failures) == (JobState.RUNNING, 1, 0), going_on.error
 
     begun = list(signs.iterdir())
     for pid in data_ray.processes("ray::AttemptActor.run"):
         os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: jobs.get(name, name).attempt == 2, "the second attempt", WITHIN_S)
+    wait_until(lambda: jobs.get(name, name).attempt == 2, "the second attempt", TIMEOUT_S)
     wait_until(lambda: not any(map(_alive_on_task, begun)), "the tasks of the first to end")
     (signs / "go").touch()
     done = over(jobs, name)

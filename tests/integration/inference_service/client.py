@@ -20,22 +20,22 @@ from millrace.inference.v1 import deployment_service_pb2_grpc as pb_grpc
 from shared.settings import StoreSettings
 from tests.support.service_process import store_environ
 
-READY_WITHIN_S = 180.0
-LOADED_WITHIN_S = 240.0
+READY_TIMEOUT_S = 180.0
+LOADED_TIMEOUT_S = 240.0
 
 T = TypeVar("T")
 Array = npt.NDArray[Any]
 
 
-def eventually(look: Callable[[], T | None], within_s: float, what: str) -> T:
-    """The first answer of `look` that is not None or False."""
-    until = time.monotonic() + within_s
+def eventually(poll: Callable[[], T | None], timeout_s: float, what: str) -> T:
+    """The first answer of `poll` that is not None or False."""
+    until = time.monotonic() + timeout_s
     while time.monotonic() < until:
-        found = look()
+        found = poll()
         if found is not None and found is not False:
             return found
         time.sleep(0.05)
-    raise AssertionError(f"not within {within_s} s: {what}")
+    raise AssertionError(f"not within {timeout_s} s: {what}")
 
 
 def environment(store: StoreSettings, ray_address: str) -> dict[str, str]:
@@ -80,7 +80,7 @@ class Client:
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     def wait_until_healthy(self) -> None:
-        eventually(self.is_healthy, READY_WITHIN_S, "health is SERVING")
+        eventually(self.is_healthy, READY_TIMEOUT_S, "health is SERVING")
 
     def create(self, deployment_id: str, checkpoint: str, **spec: Any) -> operations_pb2.Operation:
         request_id = spec.pop("request_id", "")
@@ -102,7 +102,7 @@ class Client:
             now = self.operations.WaitOperation(asked, timeout=60)
             return now if now.done else None
 
-        return eventually(done, LOADED_WITHIN_S, f"{operation.name} is done")
+        return eventually(done, LOADED_TIMEOUT_S, f"{operation.name} is done")
 
     def deploy(self, deployment_id: str, checkpoint: str, **spec: Any) -> pb.Deployment:
         operation = self.wait(self.create(deployment_id, checkpoint, **spec))

@@ -16,7 +16,7 @@ from google.protobuf.duration_pb2 import Duration
 from safetensors.torch import save
 
 from millrace.inference.v1 import deployment_service_pb2 as pb
-from millrace.inference.v1 import roll_out_pb2
+from millrace.inference.v1 import rollout_pb2
 from shared.storage import ObjectStore
 from tests.integration.inference_service.checkpoints import make_module, write
 from tests.integration.inference_service.client import Array, Client, eventually, infer_request, outputs
@@ -67,18 +67,18 @@ class Moving:
         assert answer.parameters["checkpoint"].string_param == f"{JOB}/checkpoints/{self.checkpoints[version]}"
         return version
 
-    def roll_out(
+    def rollout(
         self, checkpoint: str, *steps: tuple[int, float], comparison: Any = None, **limits: Any
     ) -> operations_pb2.Operation:
         number = str(len(self.checkpoints) + 1)
         self.checkpoints[number] = checkpoint
-        spec = roll_out_pb2.RollOutSpec(
+        spec = rollout_pb2.RolloutSpec(
             checkpoint=f"{JOB}/checkpoints/{checkpoint}",
-            steps=[roll_out_pb2.RollOutStep(percent=one, interval=seconds(interval_s)) for one, interval_s in steps],
-            limits=roll_out_pb2.RollOutLimits(**limits),
+            steps=[rollout_pb2.RolloutStep(percent=one, interval=seconds(interval_s)) for one, interval_s in steps],
+            limits=rollout_pb2.RolloutLimits(**limits),
             comparison=comparison,
         )
-        return self.client.deployments.RollOut(pb.RollOutRequest(name=self.name, spec=spec), timeout=60)
+        return self.client.deployments.Rollout(pb.RolloutRequest(name=self.name, spec=spec), timeout=60)
 
     def get(self) -> pb.Deployment:
         return self.client.get(self.name)
@@ -88,8 +88,8 @@ class Moving:
 
     def wait_for_step(self, step: int) -> None:
         def there() -> bool:
-            now = self.get().roll_out
-            return now.state == roll_out_pb2.RollOut.STATE_SHIFTING and now.step == step
+            now = self.get().rollout
+            return now.state == rollout_pb2.Rollout.STATE_SHIFTING and now.step == step
 
         eventually(there, 180, f"step {step}")
 

@@ -21,7 +21,7 @@ from shared.settings import StoreSettings
 
 NAME = "asked"
 REPLICAS = 2
-WITHIN_S = 180.0
+TIMEOUT_S = 180.0
 ANSWER = "answer:"  # Ray prints lines of its own
 
 
@@ -49,7 +49,7 @@ def answer(*outcomes: str) -> None:
 
 async def told(applications: ServeApplications, replicas: int, wanted: str = "Loaded") -> str:
     """What the replicas say once that is what is wanted, or what they said last."""
-    until = time.monotonic() + WITHIN_S
+    until = time.monotonic() + TIMEOUT_S
     while (said := await once(applications, replicas)) != wanted and time.monotonic() < until:  # noqa: ASYNC110 - nobody tells
         await asyncio.sleep(0.1)
     return said

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from millrace.inference.v1 import roll_out_pb2
+from millrace.inference.v1 import rollout_pb2
 from millrace_client import connect
 from millrace_client.cli import millrace
 from tests.integration.inference_service.client import eventually
@@ -37,7 +37,7 @@ def test_a_shell_rolls_out_and_back_and_steers_a_canary(stack: Stack) -> None:
         told("rollout", "shell", f"{JOB}/checkpoints/c2", "--keep", "2", "--step", "100:0")
         assert one.ask() == "2"
         assert ready() == {"1", "2"}
-        assert told("rollback", "shell")["roll_out"]["state"] == "STATE_UNDONE"
+        assert told("rollback", "shell")["rollout"]["state"] == "STATE_UNDONE"
         assert one.ask() == "1"
 
         told(
@@ -57,6 +57,6 @@ def test_a_shell_rolls_out_and_back_and_steers_a_canary(stack: Stack) -> None:
         infer = client.inference.infer
         assert infer("shell", {"image": IMAGE}, headers={"x-canary": "yes"}).version == "3"
         assert (infer("shell", {"image": IMAGE}).version, one.ask()) == ("1", "1")
-        rolled_back = told("rollback", "shell")["roll_out"]["state"]
-        assert rolled_back == roll_out_pb2.RollOut.State.Name(roll_out_pb2.RollOut.STATE_ROLLED_BACK)
+        rolled_back = told("rollback", "shell")["rollout"]["state"]
+        assert rolled_back == rollout_pb2.Rollout.State.Name(rollout_pb2.Rollout.STATE_ROLLED_BACK)
         assert infer("shell", {"image": IMAGE}, headers={"x-canary": "yes"}).version == "1"

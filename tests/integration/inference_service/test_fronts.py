@@ -1,6 +1,6 @@
 """Two front processes on one port, without Ray: who starts them, starts them again, and ends them.
 
-What they answer with models, and under load, is in tests/fault/test_inference_fronts.py.
+What they answer with models, and under load, is in tests/fault/test_inference_frontends.py.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import pytest
 from millrace_client import connect, errors
 from shared.settings import StoreSettings
 from tests.integration.inference_service.client import Client, environment, eventually
-from tests.support.fronts_of import fronts_of
+from tests.support.frontends_of import frontends_of
 from tests.support.ports import free_ports
 
-WITHIN_S = 180.0
+TIMEOUT_S = 180.0
 TOKEN = "a-token-of-the-tests"
 
 
@@ -39,7 +39,7 @@ def service(folder: Path, address: str) -> Iterator[subprocess.Popen[bytes]]:
                 **os.environ,
                 **environ,
                 "MILLRACE_LISTEN": address,
-                "MILLRACE_FRONTS": "2",
+                "MILLRACE_FRONTENDS": "2",
                 "MILLRACE_TOKEN_FILE": str(token_file),
             },
             stdin=subprocess.DEVNULL,
@@ -81,7 +81,7 @@ def answers(address: str) -> bool:
 
 def both(process: subprocess.Popen[bytes]) -> dict[int, int]:
     return eventually(
-        lambda: fronts_of(process.pid) if len(fronts_of(process.pid)) == 2 else None, WITHIN_S, "two fronts"
+        lambda: frontends_of(process.pid) if len(frontends_of(process.pid)) == 2 else None, TIMEOUT_S, "two fronts"
     )
 
 
@@ -90,22 +90,22 @@ def gone(pids: dict[int, int]) -> bool:
 
 
 @pytest.mark.timeout(900)
-def test_without_ray_fronts_answer_are_started_again_and_end_with_their_parent(tmp_path: Path, address: str) -> None:
+def test_without_ray_frontends_answer_are_started_again_and_end_with_their_parent(tmp_path: Path, address: str) -> None:
     with service(tmp_path, address) as process:
-        eventually(lambda: answers(address), WITHIN_S, "the first front answers")
+        eventually(lambda: answers(address), TIMEOUT_S, "the first front answers")
         with Client(address) as client:
             assert not client.is_healthy(), "the service says that it starts"
         before = both(process)
         os.kill(before[0], signal.SIGKILL)
-        eventually(lambda: fronts_of(process.pid).get(0) not in (None, before[0]), WITHIN_S, "it is started again")
-        eventually(lambda: answers(address), WITHIN_S, "it answers again")
+        eventually(lambda: frontends_of(process.pid).get(0) not in (None, before[0]), TIMEOUT_S, "it is started again")
+        eventually(lambda: answers(address), TIMEOUT_S, "it answers again")
         after = both(process)
         assert after[1] == before[1]
         process.kill()
         eventually(lambda: gone(after), 180, "no front is left")
     with service(tmp_path, address) as process:
-        eventually(lambda: answers(address), WITHIN_S, "the next service answers on the same port")
-        fronts = both(process)
+        eventually(lambda: answers(address), TIMEOUT_S, "the next service answers on the same port")
+        frontends = both(process)
         process.terminate()
         assert process.wait(30) == 0
-        assert gone(fronts)
+        assert gone(frontends)

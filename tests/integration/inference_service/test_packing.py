@@ -65,7 +65,7 @@ def test_what_no_node_could_hold_is_refused_by_field_and_leaves_nothing(
         deployment_id="large", spec=pb.DeploymentSpec(checkpoint=JOB, **spec), validate_only=validate_only
     )
     refusal = refused(lambda: stack.client.deployments.CreateDeployment(request, timeout=60))
-    assert (refusal.code, refusal.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "NEVER_FITS")
+    assert (refusal.code, refusal.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "NEVER_SCHEDULABLE")
     assert list(refusal.fields) == [field]
     assert "large" not in stack.store.folders("deployments")
 

@@ -153,9 +153,9 @@ def test_a_replica_answers_over_its_socket_until_serve_stops_it(
 
     async def scenario() -> None:
         local = LocalReplicas(folder)
-        door = await local.free()
-        assert door is not None
-        assert len((await door.forward(RAW_ROWS)).arrays[0]) == len(IMAGES)
+        socket_server = await local.free()
+        assert socket_server is not None
+        assert len((await socket_server.forward(RAW_ROWS)).arrays[0]) == len(IMAGES)
         await asyncio.to_thread(one.__del__)  # as Serve does
         assert await local.free() is None
 

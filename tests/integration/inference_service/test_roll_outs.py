@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from millrace.inference.v1 import deployment_service_pb2 as pb
-from millrace.inference.v1 import roll_out_pb2
+from millrace.inference.v1 import rollout_pb2
 from shared.checkpoint.format import WEIGHTS
 from shared.settings import StoreSettings
 from tests.integration.inference_service.checkpoints import write
@@ -41,18 +41,18 @@ def logits(stack: Stack) -> dict[str, Array]:
     return write_versions(stack.store)
 
 
-def test_a_roll_out_and_a_roll_back_under_load_lose_and_wrongly_answer_nothing(
+def test_a_rollout_and_a_rollback_under_load_lose_and_wrongly_answer_nothing(
     stack: Stack, logits: dict[str, Array]
 ) -> None:
     with moving(stack.client, "moving", logits) as one, Load(one.ask, CLIENTS, PAUSE_S) as load:
         assert load.wait_for(20).keys() == {"1"}
-        operation = one.roll_out("c2", (20, 0.4), (60, 0.4), (100, 0.2))
+        operation = one.rollout("c2", (20, 0.4), (60, 0.4), (100, 0.2))
         assert one.get().versions[1].state == pb.ModelVersion.STATE_LOADING
         done = stack.client.wait(operation)
-        metadata, after = pb.RollOutMetadata(), pb.Deployment()
+        metadata, after = pb.RolloutMetadata(), pb.Deployment()
         assert done.metadata.Unpack(metadata)
         assert done.response.Unpack(after), done.error
-        assert metadata.roll_out.state == roll_out_pb2.RollOut.STATE_SUCCEEDED
+        assert metadata.rollout.state == rollout_pb2.Rollout.STATE_SUCCEEDED
         assert (after.lineage.model_version, after.lineage.checkpoint) == ("2", f"{JOB}/checkpoints/c2")
         load.wait_for_those_under_way()
         assert load.wait_for(20).keys() == {"2"}
@@ -60,14 +60,14 @@ def test_a_roll_out_and_a_roll_back_under_load_lose_and_wrongly_answer_nothing(
         eventually(lambda: versions_in_serve(stack, after.uid) == ["2"], 180, "its replica is gone")
         assert load.wait_for(20).keys() == {"2"}
 
-        operation = one.roll_out("c3", (50, 3600.0), (100, 1.0))
+        operation = one.rollout("c3", (50, 3600.0), (100, 1.0))
         one.wait_for_step(0)
         assert load.wait_for(60).keys() == {"2", "3"}
         etag = one.get().etag
-        stale = pb.RollBackRequest(name=one.name, etag="stale")
-        assert refused(lambda: stack.client.deployments.RollBack(stale)).code is grpc.StatusCode.ABORTED
-        back = stack.client.deployments.RollBack(pb.RollBackRequest(name=one.name, etag=etag))
-        assert back.roll_out.state == roll_out_pb2.RollOut.STATE_ROLLED_BACK
+        stale = pb.RollbackRequest(name=one.name, etag="stale")
+        assert refused(lambda: stack.client.deployments.Rollback(stale)).code is grpc.StatusCode.ABORTED
+        back = stack.client.deployments.Rollback(pb.RollbackRequest(name=one.name, etag=etag))
+        assert back.rollout.state == rollout_pb2.Rollout.STATE_ROLLED_BACK
         load.wait_for_those_under_way()
         assert load.wait_for(20).keys() == {"2"}
         eventually(lambda: versions_in_serve(stack, after.uid) == ["2"], 180, "the replica of version 3 is gone")
@@ -83,17 +83,17 @@ def test_a_version_that_is_damaged_too_slow_or_too_unlike_rolls_back_and_the_old
     damaged = write(stack.store, "c8", job=JOB, weights=b"some weights")
     stack.store.put(f"{damaged.entry.folder}/{WEIGHTS}", b"same wei\0hts")
     with moving(stack.client, "careful", logits) as one, Load(one.ask, CLIENTS) as load:
-        operation = stack.client.wait(one.roll_out("c8"))
+        operation = stack.client.wait(one.rollout("c8"))
         error = refusal_of(operation.error)
         assert error.code is grpc.StatusCode.DATA_LOSS
         assert one.get().state == pb.Deployment.STATE_READY
-        assert one.get().roll_out.state == roll_out_pb2.RollOut.STATE_ROLLED_BACK
+        assert one.get().rollout.state == rollout_pb2.Rollout.STATE_ROLLED_BACK
         assert {number: weight for number, weight in one.weights().items() if weight} == {"1": 100}
 
         limits = {"max_p99_latency": seconds(0.0002), "min_requests": 5}  # no model answers in a fifth of a millisecond
-        operation = stack.client.wait(one.roll_out("c2", (50, 3600.0), (100, 0.0), **limits))
+        operation = stack.client.wait(one.rollout("c2", (50, 3600.0), (100, 0.0), **limits))
         error = refusal_of(operation.error)
-        assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "ROLL_OUT_LIMIT")
+        assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "ROLLOUT_LIMIT_EXCEEDED")
         load.wait_for_those_under_way()
         assert load.wait_for(20).keys() == {"1"}
 
@@ -101,10 +101,10 @@ def test_a_version_that_is_damaged_too_slow_or_too_unlike_rolls_back_and_the_old
         commit_version(stack.store, held, {"test": striped_digits(50)})
         # Its logits are those of c1 and 1 more, so all labels agree.
         alike = {"split": "test", "max_rows": 40, "min_agreement": 1.0, "max_difference": 0.5}
-        operation = stack.client.wait(one.roll_out("c2", (100, 0.0), comparison={"dataset_version": held, **alike}))
+        operation = stack.client.wait(one.rollout("c2", (100, 0.0), comparison={"dataset_version": held, **alike}))
         error = refusal_of(operation.error)
-        assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "ROLL_OUT_UNLIKE")
-        seen = one.get().roll_out.compared
+        assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "ROLLOUT_COMPARISON_FAILED")
+        seen = one.get().rollout.compared
         assert (seen.rows, seen.agreement) == (40, 1.0)
         assert seen.difference == pytest.approx(1.0, abs=1e-3)
         assert load.wait_for(20).keys() == {"1"}
@@ -129,21 +129,21 @@ def test_a_version_whose_requests_fail_rolls_back_by_its_error_limit_under_load(
 
         with Load(ask, CLIENTS) as load:
             limits = {"max_error_share": 0.2, "min_requests": 20}
-            operation = one.roll_out("c9", (50, 3600.0), (100, 0.0), **limits)
+            operation = one.rollout("c9", (50, 3600.0), (100, 0.0), **limits)
             one.wait_for_step(0)
             # Well within its limit, and so many that a replica's death alone, which fails what it has, stays within it.
             load.wait_for(200)
             assert load.answers.keys() == {"1", "2"}
-            assert one.get().roll_out.state == roll_out_pb2.RollOut.STATE_SHIFTING
+            assert one.get().rollout.state == rollout_pb2.Rollout.STATE_SHIFTING
             # From now on its replicas do not load: Serve goes on sending requests to the one that comes next.
             stack.store.put(f"{written.entry.folder}/{WEIGHTS}", b"damaged")
             (replica,) = set(stack.head.processes(REPLICA)) - before
             os.kill(replica, signal.SIGKILL)
             error = refusal_of(stack.client.wait(operation).error)
-            assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "ROLL_OUT_LIMIT")
+            assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "ROLLOUT_LIMIT_EXCEEDED")
             assert error.metadata["model_version"] == "2"
             assert "requests" in error.message
-            assert one.get().roll_out.state == roll_out_pb2.RollOut.STATE_ROLLED_BACK
+            assert one.get().rollout.state == rollout_pb2.Rollout.STATE_ROLLED_BACK
             load.wait_for_those_under_way()
             assert load.wait_for(50).keys() == {"1"}
         assert load.errors == []
@@ -155,47 +155,45 @@ def test_a_version_whose_requests_fail_rolls_back_by_its_error_limit_under_load(
 def test_what_cannot_be_rolled_out_or_back_is_refused_by_its_reason(stack: Stack, logits: dict[str, Array]) -> None:
     assert logits
 
-    def roll_out(name: str = "deployments/digits", checkpoint: str = JOB, **fields: Any) -> Any:
-        spec = roll_out_pb2.RollOutSpec(checkpoint=checkpoint, **fields)
-        return stack.client.deployments.RollOut(pb.RollOutRequest(name=name, spec=spec), timeout=60)
+    def rollout(name: str = "deployments/digits", checkpoint: str = JOB, **fields: Any) -> Any:
+        spec = rollout_pb2.RolloutSpec(checkpoint=checkpoint, **fields)
+        return stack.client.deployments.Rollout(pb.RolloutRequest(name=name, spec=spec), timeout=60)
 
-    def roll_back(name: str) -> Any:
-        return stack.client.deployments.RollBack(pb.RollBackRequest(name=name), timeout=60)
+    def rollback(name: str) -> Any:
+        return stack.client.deployments.Rollback(pb.RollbackRequest(name=name), timeout=60)
 
     invalid = grpc.StatusCode.INVALID_ARGUMENT
     for call, code, fields in (
-        (lambda: roll_out("digits"), invalid, ["name"]),
-        (lambda: roll_out(checkpoint="digits"), invalid, ["spec.checkpoint"]),
-        (lambda: roll_out(steps=[{"percent": 50}]), invalid, ["spec.steps[0].percent"]),
-        (lambda: roll_out(limits={"max_error_share": 2}), invalid, ["spec.limits.max_error_share"]),
-        (lambda: roll_out("deployments/nobody"), grpc.StatusCode.NOT_FOUND, []),
-        (lambda: roll_out(checkpoint="trainingJobs/nobody"), grpc.StatusCode.NOT_FOUND, ["spec.checkpoint"]),
-        (lambda: roll_back("digits"), invalid, ["name"]),
-        (lambda: roll_back("deployments/nobody"), grpc.StatusCode.NOT_FOUND, []),
-        (lambda: roll_back("deployments/digits"), grpc.StatusCode.FAILED_PRECONDITION, []),
+        (lambda: rollout("digits"), invalid, ["name"]),
+        (lambda: rollout(checkpoint="digits"), invalid, ["spec.checkpoint"]),
+        (lambda: rollout(steps=[{"percent": 50}]), invalid, ["spec.steps[0].percent"]),
+        (lambda: rollout(limits={"max_error_share": 2}), invalid, ["spec.limits.max_error_share"]),
+        (lambda: rollout("deployments/nobody"), grpc.StatusCode.NOT_FOUND, []),
+        (lambda: rollout(checkpoint="trainingJobs/nobody"), grpc.StatusCode.NOT_FOUND, ["spec.checkpoint"]),
+        (lambda: rollback("digits"), invalid, ["name"]),
+        (lambda: rollback("deployments/nobody"), grpc.StatusCode.NOT_FOUND, []),
+        (lambda: rollback("deployments/digits"), grpc.StatusCode.FAILED_PRECONDITION, []),
     ):
         refusal = refused(call)
         assert (refusal.code, list(refusal.fields)) == (code, fields)
-    missing = pb.RollOutRequest(name="deployments/digits")
-    assert refused(lambda: stack.client.deployments.RollOut(missing)).fields.keys() == {"spec"}
+    missing = pb.RolloutRequest(name="deployments/digits")
+    assert refused(lambda: stack.client.deployments.Rollout(missing)).fields.keys() == {"spec"}
     assert [version.number for version in stack.client.get("deployments/digits").versions] == ["1"]
 
 
 @pytest.mark.chaos
-def test_a_roll_out_whose_service_is_killed_half_way_goes_on_in_the_next(
-    inference_ray: RayHead, tmp_path: Path
-) -> None:
+def test_a_rollout_whose_service_is_killed_half_way_goes_on_in_the_next(inference_ray: RayHead, tmp_path: Path) -> None:
     settings = StoreSettings(url=(tmp_path / "store").as_uri())
     with running_stack(inference_ray, settings, tmp_path) as own:
         logits = write_versions(own.store)
         with moving(own.client, "killed", logits) as one:
-            operation = one.roll_out("c2", (30, 2.0), (70, 2.0), (100, 0.5))
+            operation = one.rollout("c2", (30, 2.0), (70, 2.0), (100, 0.5))
             one.wait_for_step(0)
             own.service.kill()
             own.service.start()
             own.client.wait_until_healthy()
             eventually(lambda: one.ask() in ("1", "2"), 180, "it answers again")
-            assert one.get().roll_out.operation == operation.name
+            assert one.get().rollout.operation == operation.name
             assert own.client.wait(operation).HasField("response")
             assert {one.ask() for _ in range(10)} == {"2"}
             own.service.kill()  # once more, with nothing under way: the same is served

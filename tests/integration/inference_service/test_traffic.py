@@ -75,7 +75,7 @@ def test_weights_a_header_route_a_shadow_and_a_policy_hold_for_real_clients_and_
     ):
         update(one, pb.Traffic(), keep("1", "2"), "spec.version_policy")
         for checkpoint in ("c2", "c3"):
-            assert own.client.wait(one.roll_out(checkpoint, (100, 0.0))).HasField("response")
+            assert own.client.wait(one.rollout(checkpoint, (100, 0.0))).HasField("response")
         assert {one.ask() for _ in range(5)} == {"3"}
         traffic = pb.Traffic(
             weights={"1": 20, "2": 80},

@@ -24,7 +24,7 @@ from shared.storage import ObjectStore, open_store
 from tests.support.process_states import stop_process
 from tests.support.ray_head import RayHead
 from tests.support.versions import commit_version, striped_digits
-from train_service.domain.slices import Plan
+from train_service.domain.slices import SlicePlan
 from train_service.domain.spec import TrainingSpec
 from train_service.loading import preparation
 from train_service.loading.cluster_loader import ClusterLoader
@@ -60,7 +60,7 @@ def both(store: ObjectStore, rank: int, world_size: int, spec: TrainingSpec = SP
     preprocessing = Preprocessing(spec, version.columns)
     reader, classes = VersionReader(store, version), spec.model.num_classes
     cache = RowCache(reader, "train", preprocessing.columns, "label", classes, 1 << 28)
-    plan = Plan(5, LANES, spec.global_batch_size, spec.epochs, rank, world_size)
+    plan = SlicePlan(5, LANES, spec.global_batch_size, spec.epochs, rank, world_size)
     # Small pieces: steps lie across them, and a task makes many.
     cluster = ClusterLoader(cache, preprocessing, plan, spec, store.settings, piece_bytes=1 << 20, run="r")
     return Loader(cache, preprocessing, plan), cluster
@@ -97,8 +97,8 @@ def test_a_task_that_stands_still_on_the_last_free_cpu_is_told_as_a_fault(
     store: ObjectStore, train_ray: RayHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not as a want of room: that ends no run, however often it comes."""
-    monkeypatch.setattr(preparation, "NEXT_WITHIN_S", 5.0)
-    monkeypatch.setattr(dataset_stream, "TASKS_END_WITHIN_S", 1.0)
+    monkeypatch.setattr(preparation, "NEXT_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(dataset_stream, "TASKS_END_TIMEOUT_S", 1.0)
     others = placement_group([{"CPU": 1}] * 3)
     assert others.wait(60)
     _, cluster = both(store, 0, 1, replace(SPEC, epochs=400))

@@ -51,8 +51,8 @@ def test_racing_calls_with_one_request_id_make_one_job_and_all_get_it(
         jobs = list(pool.map(lambda _: stack.client.create(idle_spec, job_id, request_id=request_id), range(6)))
 
     assert len({job.uid for job in jobs}) == 1
-    users = [key for key in stack.all_keys() if "/users/" in key and jobs[0].uid in key]
-    assert len(users) == 1
+    references = [key for key in stack.all_keys() if "/users/" in key and jobs[0].uid in key]
+    assert len(references) == 1
 
 
 def test_the_same_request_id_with_another_body_is_refused(stack: TrainStack, idle_spec: res.TrainingSpec) -> None:
@@ -70,13 +70,13 @@ def test_the_same_request_id_with_another_body_is_refused(stack: TrainStack, idl
 
 def test_a_taken_id_is_refused_and_its_job_left_alone(stack: TrainStack, idle_spec: res.TrainingSpec) -> None:
     first = stack.client.create(idle_spec)
-    users = [key for key in stack.all_keys() if "/users/" in key]
+    references = [key for key in stack.all_keys() if "/users/" in key]
 
     refusal = refused(lambda: stack.client.create(idle_spec, first.name.split("/")[1], request_id=str(uuid.uuid4())))
 
     assert refusal.code == grpc.StatusCode.ALREADY_EXISTS
     assert refusal.metadata == {"resource": first.name}
-    assert [key for key in stack.all_keys() if "/users/" in key] == users
+    assert [key for key in stack.all_keys() if "/users/" in key] == references
     assert stack.client.get(first.name).uid == first.uid
 
 
@@ -124,7 +124,7 @@ def test_a_job_that_the_cluster_can_never_hold_is_refused_by_its_field_and_leave
 
     answer = refused(lambda: stack.client.create(spec))
 
-    assert (answer.code, answer.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "NEVER_FITS")
+    assert (answer.code, answer.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "NEVER_SCHEDULABLE")
     assert list(answer.fields) == ["spec.placement.cpus_per_worker"]
     # Nothing new; what other tests left may go meanwhile.
     assert set(stack.all_keys()) <= set(before)

@@ -138,7 +138,7 @@ def test_a_run_that_lost_a_rank_ends_with_the_weights_of_one_that_did_not(
     with stale_checkpoint():
         undisturbed = create(file_stack, tmp_path, **config)
         killed = create(file_stack, tmp_path, **config)
-        watch = client.watch(killed, within_s=600)
+        watch = client.watch(killed, timeout_s=600)
         watch.until("checkpoint_committed", lambda event: event.checkpoint_committed.step >= 2)
         pids = {int(one.metrics["pid"]) for one in client.checkpoints(killed)}
         (pid,) = pids
@@ -169,7 +169,7 @@ def test_rows_of_a_version_reach_the_trainer_in_their_order_over_a_kill(file_sta
     config: dict[str, Any] = {"steps": 20, "save_steps": 2, "on_shard": True}
     undisturbed = create(file_stack, tmp_path, version, **config)
     killed = create(file_stack, tmp_path, version, **config)
-    watch = client.watch(killed, within_s=600)
+    watch = client.watch(killed, timeout_s=600)
     watch.until("checkpoint_committed", lambda event: event.checkpoint_committed.step >= 2)
     os.kill(int(client.checkpoints(killed)[0].metrics["pid"]), signal.SIGKILL)
     watch.rest()

@@ -94,7 +94,7 @@ def test_a_run_that_lost_a_rank_ends_with_the_weights_of_one_that_did_not(
 ) -> None:
     epochs, store, client = 10, file_stack.store, file_stack.client
     undisturbed, killed = create(file_stack, tmp_path, epochs), create(file_stack, tmp_path, epochs)
-    watch = client.watch(killed, within_s=600)
+    watch = client.watch(killed, timeout_s=600)
     watch.until("checkpoint_committed", lambda event: event.checkpoint_committed.step >= 2)
     os.kill(int(client.checkpoints(killed)[0].metrics["pid"]), signal.SIGKILL)
     watch.rest()

@@ -35,7 +35,7 @@ def test_a_leak_ends_its_own_rank_by_the_jobs_limit_and_names_the_line(file_stac
         placement = res.Placement(gpus_per_worker=0, resources_per_worker={"memory": LIMIT})
         spec = mc.program_spec(bundle, "train:loop", num_workers=2, max_failures=0, placement=placement)
         job = millrace.train.create_training_job(f"j{uuid.uuid4().hex[:12]}", spec)
-        watch = file_stack.client.watch(job.name, within_s=350)
+        watch = file_stack.client.watch(job.name, timeout_s=350)
         watch.rest()
         logs = "".join(one.text for one in millrace.train.stream_logs(job.name))
 

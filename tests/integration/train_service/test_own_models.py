@@ -64,7 +64,7 @@ def test_a_model_of_a_users_own_outlives_the_kill_of_a_rank_bit_for_bit(
         )
         struck = millrace.train.create_training_job(f"j{uuid.uuid4().hex[:12]}", spec)
         assert (struck.spec.model.in_channels, struck.spec.model.num_classes) == (1, 10)
-        watch = stack.client.watch(struck.name, within_s=600)
+        watch = stack.client.watch(struck.name, timeout_s=600)
         watch.until("checkpoint_committed", lambda event: event.checkpoint_committed.step >= 7)
         os.kill(max(train_ray.processes("ray::RayTrainWorker")), signal.SIGKILL)
         watch.rest()
@@ -147,7 +147,7 @@ def test_a_step_with_two_optimizers_outlives_the_kill_of_a_rank_bit_for_bit(
         )
         spec.checkpoints.best_metric = "val_accuracy"
         struck = millrace.train.create_training_job(f"j{uuid.uuid4().hex[:12]}", spec)
-        watch = stack.client.watch(struck.name, within_s=600)
+        watch = stack.client.watch(struck.name, timeout_s=600)
         watch.until("checkpoint_committed", lambda event: event.checkpoint_committed.step >= 7)
         os.kill(max(train_ray.processes("ray::RayTrainWorker")), signal.SIGKILL)
         watch.rest()

@@ -66,7 +66,7 @@ def test_a_programs_checkpoint_is_served_by_the_predictor_of_its_bundle(
         config = {"lr": 0.05, "epochs": 2}
         spec = mc.program_spec(bundle, "train:train_loop_per_worker", config=config, num_workers=2)
         job = millrace.train.create_training_job(job_id, spec)
-    watch = stack.client.watch(job.name, within_s=600)
+    watch = stack.client.watch(job.name, timeout_s=600)
     watch.rest()
     assert watch.jobs[-1].state == State.STATE_SUCCEEDED, watch.jobs[-1]
     first, second = stack.client.checkpoints(job.name)
@@ -96,7 +96,7 @@ def test_a_programs_checkpoint_is_served_by_the_predictor_of_its_bundle(
         with pytest.raises(errors.InvalidArgument, match="numbers"):
             millrace.inference.infer("totals", {"numbers": numbers[:, :3]})
 
-        rolled = millrace.deployments.roll_out("deployments/totals", second.name, steps=[(100, 0.1)]).wait()
+        rolled = millrace.deployments.rollout("deployments/totals", second.name, steps=[(100, 0.1)]).wait()
         assert rolled.lineage.checkpoint == second.name
         answer = millrace.inference.infer("totals", {"numbers": numbers})
         assert np.array_equal(answer.outputs["total"], expected[second.name])

@@ -68,7 +68,7 @@ def test_rows_are_given_exactly_once_an_epoch_over_the_kill_of_a_rank(s3_stack: 
             num_workers=2,
         )
         job = millrace.train.create_training_job(f"j{uuid.uuid4().hex[:12]}", spec)
-        watch = stack.client.watch(job.name, within_s=600)
+        watch = stack.client.watch(job.name, timeout_s=600)
         watch.until("checkpoint_committed", lambda event: event.checkpoint_committed.step >= 2)
         os.kill(int(stack.client.checkpoints(job.name)[0].metrics["pid"]), signal.SIGKILL)
         watch.rest()

@@ -97,7 +97,7 @@ def test_a_suspension_that_the_function_swallows_is_one_and_the_run_goes_on_behi
     config = {"epochs": epochs, "fast": str(tmp_path / "fast")}
     spec = mc.program_spec(bundle, "train:careless", config=config, num_workers=2)
     job = millrace.train.create_training_job(new_id(), spec)
-    watch = client.watch(job.name, within_s=600)
+    watch = client.watch(job.name, timeout_s=600)
     watch.until("checkpoint_committed")
 
     client.suspend(job.name)
@@ -128,7 +128,7 @@ def test_an_elastic_program_takes_the_workers_that_there_are_and_reads_each_row_
     other = millrace.train.create_training_job(
         new_id(), mc.program_spec(bundle, "train:endless", config=config, num_workers=3)
     )
-    other_watch = client.watch(other.name, within_s=600)
+    other_watch = client.watch(other.name, timeout_s=600)
     other_watch.until("checkpoint_committed")
     spec = mc.program_spec(
         bundle,
@@ -140,7 +140,7 @@ def test_an_elastic_program_takes_the_workers_that_there_are_and_reads_each_row_
         min_workers=1,
     )
     job = millrace.train.create_training_job(new_id(), spec)
-    watch = client.watch(job.name, within_s=600)
+    watch = client.watch(job.name, timeout_s=600)
     watch.until("checkpoint_committed")
     client.suspend(job.name)
     watch.until_state(State.STATE_SUSPENDED)
@@ -169,7 +169,7 @@ def test_an_error_in_the_code_that_a_second_attempt_repeats_is_the_last(
 ) -> None:
     spec = mc.program_spec(bundle, "train:faulty", num_workers=1, max_failures=5)
     job = millrace.train.create_training_job(new_id(), spec)
-    watch = file_stack.client.watch(job.name, within_s=600)
+    watch = file_stack.client.watch(job.name, timeout_s=600)
     watch.rest()
 
     assert (watch.jobs[-1].state, watch.jobs[-1].attempt) == (State.STATE_FAILED, 2)

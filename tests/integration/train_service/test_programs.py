@@ -59,7 +59,7 @@ def test_a_training_function_outlives_the_kill_of_a_rank(file_stack: TrainStack,
         config = {"lr": 0.05, "epochs": epochs}
         spec = mc.program_spec(bundle, "paced:loop", config=config, num_workers=2)
         job = millrace.train.create_training_job(f"j{uuid.uuid4().hex[:12]}", spec)
-    watch = stack.client.watch(job.name, within_s=600)
+    watch = stack.client.watch(job.name, timeout_s=600)
     second = watch.until("checkpoint_committed", lambda event: event.checkpoint_committed.step >= 2)
     pid = int(stack.client.checkpoints(job.name)[0].metrics["pid"])
     os.kill(pid, signal.SIGKILL)
@@ -120,7 +120,7 @@ def test_each_wrong_end_of_a_rank_is_a_failure_of_its_own_kind(
         bundle = millrace.train.push_code(write_files(tmp_path / "code", {"train.py": ENDINGS}))
         spec = mc.program_spec(bundle, "train:loop", config={"end": end}, num_workers=2, max_failures=0)
         job = millrace.train.create_training_job(f"j{uuid.uuid4().hex[:12]}", spec)
-    watch = file_stack.client.watch(job.name, within_s=600)
+    watch = file_stack.client.watch(job.name, timeout_s=600)
     watch.rest()
 
     assert watch.jobs[-1].state == State.STATE_FAILED

@@ -22,7 +22,7 @@ def test_a_cancelled_run_that_is_resumed_goes_on_at_its_last_checkpoint_and_sees
 ) -> None:
     client = file_stack.client
     job = client.create(digits_spec(epochs=EPOCHS))
-    watch = client.watch(job.name, within_s=800)
+    watch = client.watch(job.name, timeout_s=800)
     watch.until("checkpoint_committed", lambda event: event.checkpoint_committed.step > 0)
     client.cancel(job.name)
     watch.until_state(State.STATE_CANCELLED)
@@ -30,7 +30,7 @@ def test_a_cancelled_run_that_is_resumed_goes_on_at_its_last_checkpoint_and_sees
     assert 0 < kept.step < EPOCHS * STEPS_AN_EPOCH
 
     client.resume(job.name)
-    again = client.watch(job.name, after_sequence=watch.events[-1].sequence, within_s=800)
+    again = client.watch(job.name, after_sequence=watch.events[-1].sequence, timeout_s=800)
     again.rest()
 
     assert again.jobs[-1].state == State.STATE_SUCCEEDED

@@ -60,7 +60,7 @@ def test_a_watcher_that_was_cut_off_goes_on_without_gap_or_repeat(finished: Fini
     events = finished.watch.events
 
     for seen in (1, len(events) // 2, len(events) - 1, len(events)):
-        again = finished.stack.client.watch(finished.job.name, after_sequence=seen, within_s=120)
+        again = finished.stack.client.watch(finished.job.name, after_sequence=seen, timeout_s=120)
         again.rest()
         assert again.events == events[seen:]
         assert again.jobs == [finished.job]

@@ -102,7 +102,7 @@ def push(millrace: mc.Millrace, folder: Path, code: str, max_failures: int = 3, 
 def test_a_script_trains_and_reads_its_results(file_stack: TrainStack, tmp_path: Path) -> None:
     with mc.connect(train=file_stack.service.address) as millrace:
         job = push(millrace, tmp_path, ONE_RUN, scale=5)
-        watch = file_stack.client.watch(job.name, within_s=600)
+        watch = file_stack.client.watch(job.name, timeout_s=600)
         watch.rest()
         logs = "".join(one.text for one in millrace.train.stream_logs(job.name))
 
@@ -167,7 +167,7 @@ def own_settings(stack: TrainStack, folder: Path, *, fails: bool) -> tuple[res.T
     with mc.connect(train=stack.service.address) as millrace:
         spec = mc.program_spec(millrace.train.push_code(code), "cells.py", seed=3)
         job = millrace.train.create_training_job(f"j{uuid.uuid4().hex[:12]}", spec)
-        watch = stack.client.watch(job.name, within_s=350)
+        watch = stack.client.watch(job.name, timeout_s=350)
         watch.rest()
         return watch.jobs[-1], watch.of("warning"), "".join(one.text for one in millrace.train.stream_logs(job.name))
 
@@ -214,7 +214,7 @@ def test_in_local_mode_one_process_trains(file_stack: TrainStack, tmp_path: Path
         config = {"epochs": 3, "scale": 1}
         spec = mc.program_spec(bundle, entry, config=config, num_workers=0, max_failures=0)
         job = millrace.train.create_training_job(f"j{uuid.uuid4().hex[:12]}", spec)
-        watch = file_stack.client.watch(job.name, within_s=600)
+        watch = file_stack.client.watch(job.name, timeout_s=600)
         watch.rest()
         logs = "".join(one.text for one in millrace.train.stream_logs(job.name))
 
@@ -233,7 +233,7 @@ def test_the_runs_of_a_script_go_on_over_kills_of_a_rank_the_script_and_the_atte
 ) -> None:
     with mc.connect(train=file_stack.service.address) as millrace:
         job = push(millrace, tmp_path, THREE_RUNS)
-        watch = file_stack.client.watch(job.name, within_s=600)
+        watch = file_stack.client.watch(job.name, timeout_s=600)
         watch.until("checkpoint_committed")
         os.kill(int(file_stack.client.checkpoints(job.name)[0].metrics["pid"]), signal.SIGKILL)
         watch.until("checkpoint_committed", lambda event: event.checkpoint_committed.step == 3)
@@ -285,7 +285,7 @@ def test_a_script_that_ends_wrongly_fails_its_job_by_its_line(
 ) -> None:
     with mc.connect(train=file_stack.service.address) as millrace:
         job = push(millrace, tmp_path, end, max_failures=0)
-    watch = file_stack.client.watch(job.name, within_s=600)
+    watch = file_stack.client.watch(job.name, timeout_s=600)
     watch.rest()
 
     assert watch.jobs[-1].state == State.STATE_FAILED
@@ -296,7 +296,7 @@ def test_a_script_that_ends_wrongly_fails_its_job_by_its_line(
 def test_an_error_of_a_script_that_a_second_attempt_repeats_is_the_last(file_stack: TrainStack, tmp_path: Path) -> None:
     with mc.connect(train=file_stack.service.address) as millrace:
         job = push(millrace, tmp_path, "1 / 0", max_failures=5)
-    watch = file_stack.client.watch(job.name, within_s=600)
+    watch = file_stack.client.watch(job.name, timeout_s=600)
     watch.rest()
 
     ended = watch.jobs[-1]
@@ -362,7 +362,7 @@ def test_a_tuner_in_a_script_is_a_sweep(file_stack: TrainStack, tmp_path: Path) 
         job_id = f"j{uuid.uuid4().hex[:12]}"
         spec = mc.program_spec(bundle, "cells.py", num_workers=1, max_failures=0)
         job = millrace.train.create_training_job(job_id, spec)
-        watch = file_stack.client.watch(job.name, within_s=600)
+        watch = file_stack.client.watch(job.name, timeout_s=600)
         watch.rest()
         logs = "".join(one.text for one in millrace.train.stream_logs(job.name))
         assert watch.jobs[-1].state == State.STATE_SUCCEEDED, (watch.jobs[-1].error, logs)

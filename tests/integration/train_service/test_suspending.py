@@ -29,7 +29,7 @@ def test_a_suspended_run_frees_its_workers_and_goes_on_at_the_very_next_step(
 ) -> None:
     client = file_stack.client
     job = client.create(digits_spec(epochs=30))
-    watch = client.watch(job.name, within_s=800)
+    watch = client.watch(job.name, timeout_s=800)
     watch.until("progress")
     wait_until(lambda: held_by(client, job.name) == 2.0, "its workers' CPUs to be told")
 

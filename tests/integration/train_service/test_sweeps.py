@@ -14,7 +14,7 @@ from shared.checkpoint import resolve
 from tests.support import sweeps
 from tests.support.refusals import refused
 from tests.support.sweeps import grid, sweep_spec
-from tests.support.training import CREATED_WITHIN_S, State, TrainClient, TrainStack, digits_spec
+from tests.support.training import CREATED_TIMEOUT_S, State, TrainClient, TrainStack, digits_spec
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(600)
@@ -60,7 +60,7 @@ def test_two_sweeps_side_by_side_each_follow_their_own_trials(file_stack: TrainS
     # The longer one's first trial is held until the shorter one is over. Whoever then followed the shorter one's second
     # trial in place of the longer one's would find it done after one epoch, and stop the longer one's.
     longer = sweeps.create(client, side_by_side(2, {"seed": grid(1, 2)}, at_a_time=1))
-    wait_until(lambda: sweeps.get(client, longer.name).trials[0].state, "a trial", within_s=CREATED_WITHIN_S)
+    wait_until(lambda: sweeps.get(client, longer.name).trials[0].state, "a trial", timeout_s=CREATED_TIMEOUT_S)
     client.suspend(longer.trials[0].training_job)
     shorter = sweeps.create(client, side_by_side(1, {"optimizer.learning_rate": grid(0.003, 0.001)}, at_a_time=2))
 
@@ -91,7 +91,7 @@ def test_a_cancelled_sweep_ends_its_trials_and_a_deleted_one_takes_them_away(fil
     wait_until(
         lambda: all(trial.state for trial in sweeps.get(client, made.name).trials[:2]),
         "two trials",
-        within_s=CREATED_WITHIN_S,
+        timeout_s=CREATED_TIMEOUT_S,
         interval_s=0.2,
     )
     delete = pb.DeleteSweepRequest(name=made.name)

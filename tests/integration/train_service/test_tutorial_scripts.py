@@ -49,7 +49,7 @@ def run(stack: TrainStack, folder: Path, script: str, **config: object) -> Ended
         bundle = millrace.train.push_code(source)
         spec = mc.program_spec(bundle, "cells.py", config=config, num_workers=2, max_failures=0, placement=placement)
         job = millrace.train.create_training_job(f"j{uuid.uuid4().hex[:12]}", spec)
-        watch = stack.client.watch(job.name, within_s=800)
+        watch = stack.client.watch(job.name, timeout_s=800)
         watch.rest()
         logs = "".join(one.text for one in millrace.train.stream_logs(job.name))
     assert watch.jobs[-1].state == State.STATE_SUCCEEDED, f"{watch.jobs[-1].error}\n{logs}"

@@ -44,7 +44,7 @@ SAFE: dict[str, Call] = {
 UNSAFE: dict[str, Call] = {
     "DeleteDataset": lambda client: client.data.delete_dataset("datasets/d"),
     "CancelTrainingJob": lambda client: client.train.cancel_training_job("trainingJobs/j"),
-    "RollBack": lambda client: client.deployments.roll_back("deployments/d"),
+    "Rollback": lambda client: client.deployments.rollback("deployments/d"),
     "ModelInfer": lambda client: client.inference.infer("m", INPUTS),
 }
 ALL: dict[str, Call] = {**SAFE, **UNSAFE}
@@ -211,7 +211,7 @@ def test_pauses_double_up_to_a_bound_and_differ_between_clients() -> None:
 def test_a_pause_is_no_longer_than_whoever_waits_has_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
-    waiting = calls.Patience()
+    waiting = calls.RetryBudget()
     for _ in range(10):
         waiting.pause_after(errors.Unavailable("away"), at_most_s=0.02)
     assert slept == [0.02] * 10

@@ -123,17 +123,17 @@ def test_waiting_goes_on_while_the_server_restarts(table: pa.Table, done: operat
 
 
 @pytest.mark.parametrize(
-    ("patience_s", "timeout_s", "error"), [(0.2, 60.0, errors.Unavailable), (60.0, 1.5, errors.DeadlineExceeded)]
+    ("outage_timeout_s", "timeout_s", "error"), [(0.2, 60.0, errors.Unavailable), (60.0, 1.5, errors.DeadlineExceeded)]
 )
 def test_waiting_for_a_server_that_stays_away_ends(
     table: pa.Table,
     done: operations_pb2.Operation,
     monkeypatch: pytest.MonkeyPatch,
-    patience_s: float,
+    outage_timeout_s: float,
     timeout_s: float,
     error: type[errors.MillraceError],
 ) -> None:
-    monkeypatch.setattr(calls, "PATIENCE_S", patience_s)
+    monkeypatch.setattr(calls, "OUTAGE_TIMEOUT_S", outage_timeout_s)
     with serving(register(OneVersion(table, outcome=done))) as address:
         millrace = connect(data=address)
         operation = millrace.data.import_version("datasets/d", [idx_source("train", "a", "b")])

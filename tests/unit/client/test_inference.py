@@ -44,7 +44,7 @@ def test_no_more_requests_are_in_flight_than_allowed() -> None:
     servicer = Doubling()
     with serving(register(servicer)) as address, connect(inference=address) as millrace:
         list(millrace.inference.infer_many("m", requests(*range(60)), in_flight=3))
-    assert 1 <= servicer.most_in_flight <= 3
+    assert 1 <= servicer.max_in_flight <= 3
 
 
 def test_a_full_queue_is_tried_again_after_the_time_it_asks_for() -> None:

@@ -58,7 +58,7 @@ class Server(pb_grpc.GRPCInferenceServiceServicer):
         self._now = 0
         self.asked: list[pb.ModelInferRequest] = []
         self.arrived_s: list[float] = []
-        self.most_at_once = 0
+        self.max_at_once = 0
 
     def ModelInfer(  # noqa: N802
         self, request: pb.ModelInferRequest, context: grpc.ServicerContext
@@ -68,7 +68,7 @@ class Server(pb_grpc.GRPCInferenceServiceServicer):
             self.asked.append(request)
             self.arrived_s.append(time.perf_counter())
             self._now += 1
-            self.most_at_once = max(self.most_at_once, self._now)
+            self.max_at_once = max(self.max_at_once, self._now)
         try:
             return self._answer(number, context) if self._answer else pb.ModelInferResponse(model_name="m")
         finally:
@@ -99,7 +99,7 @@ def test_a_closed_loop_keeps_so_many_calls_in_flight_and_no_more() -> None:
     server = Server(together)
     with serving(server.register) as address:
         measured = closed_loop(plan(address, deadline_s=60.0), in_flight=3)
-    assert server.most_at_once == 3
+    assert server.max_at_once == 3
     assert measured.statuses.keys() == {OK}
     assert measured.answered_per_s == pytest.approx(len(measured.of(OK)) / 0.3)
 
@@ -216,7 +216,7 @@ def test_every_status_is_counted_and_nothing_is_tried_again() -> None:
 
 def test_nobody_at_the_address_is_an_error() -> None:
     with pytest.raises(TimeoutError, match="nobody answers at"):
-        closed_loop(plan("127.0.0.1:1", ready_within_s=0.5), in_flight=1)
+        closed_loop(plan("127.0.0.1:1", ready_timeout_s=0.5), in_flight=1)
 
 
 def test_made_up_rows_fit_the_metadata_and_are_the_same_for_a_seed() -> None:

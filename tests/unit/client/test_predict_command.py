@@ -58,11 +58,11 @@ class Remembering:
         self.signature = Signature(tuple(inputs), TensorSpec("prepared", "FP32", (-1, 3)), tuple(outputs))
         self._refuses = refuses
         self.rows: list[list[Any]] = []
-        self.most_together = 0
+        self.max_together = 0
 
     async def forward(self, rows: Rows) -> Outputs:
         first, count = len(self.rows), len(rows)
-        self.most_together = max(self.most_together, count)
+        self.max_together = max(self.max_together, count)
         for index in range(count):
             nulls = {name for name, flags in rows.nulls.items() if flags[index]}
             self.rows.append([None if name in nulls else _plain(v[index]) for name, v in rows.values.items()])
@@ -202,7 +202,7 @@ def test_many_rows_go_in_requests_of_the_model_s_batch_and_each_gets_its_own_ans
         asked = [row[1] for row in model.rows]
         # Of requests that are on the way together, any may come first.
         assert (asked if in_flight == "8" else sorted(asked)) == list(range(300))
-        assert model.most_together == 8
+        assert model.max_together == 8
     assert "… and 280 more" in predict(table_model(), tmp_path / "many.csv").stdout
     assert len(predictions(table_model(), tmp_path / "many.csv", "--limit", "13")) == 13
 
@@ -253,7 +253,7 @@ def test_a_model_of_encoded_images_gets_those_of_a_parquet_file_one_in_a_request
     model = Remembering(ENCODED, CLASSIFIER)
     predictions(model, tmp_path / "images.parquet", "--in-flight", "1")
     assert model.rows == [[b"\x89PNG\0"], [b"GIF\0\0"]]
-    assert model.most_together == 1
+    assert model.max_together == 1
 
 
 def test_a_model_of_pixels_gets_images_in_its_size(tmp_path: Path) -> None:

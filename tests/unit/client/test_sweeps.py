@@ -23,7 +23,7 @@ from tests.support.sweeping_servicer import RATE, Sweep, Sweeping
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_module, "LOOK_AT_SWEEP_EVERY_S", 0.01)
+    monkeypatch.setattr(train_module, "SWEEP_POLL_INTERVAL_S", 0.01)
 
 
 def register(servicer: Any) -> Any:
@@ -51,7 +51,7 @@ def test_the_options_become_a_specification() -> None:
 
     assert result.exit_code == 0, result.output
     assert "sweeps/s is durable and starts, 3 trials" in result.stdout
-    (request,) = servicer.wishes
+    (request,) = servicer.requests
     spec = request.spec
     assert (request.sweep_id, spec.base.dataset_version, spec.base.epochs) == ("s", "datasets/d/versions/v", 8)
     assert {path: parsed(domain) for path, domain in spec.parameters.items()} == {
@@ -73,7 +73,7 @@ def test_a_specification_may_come_from_a_file_as_the_docs_have_it(tmp_path: Path
     result = run(servicer, "sweep", "s", "--spec", str(tmp_path / "sweep.json"))
 
     assert result.exit_code == 0, result.output
-    spec = servicer.wishes[0].spec
+    spec = servicer.requests[0].spec
     assert (spec.base.epochs, spec.num_samples, spec.asha.grace_period) == (4, 4, 1)
     assert spec.parameters[RATE].log_uniform.high == 0.1
 
@@ -96,7 +96,7 @@ def test_a_specification_may_come_from_a_file_as_the_docs_have_it(tmp_path: Path
 def test_what_cannot_be_read_is_wrong_usage_and_asks_nobody(options: str) -> None:
     servicer = Sweeping()
     assert run(servicer, "sweep", "s", *options.split(), "--dataset-version", "datasets/d/versions/v").exit_code == 2
-    assert servicer.wishes == []
+    assert servicer.requests == []
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_cancel_and_delete_take_the_name_of_a_sweep() -> None:
     servicer = Sweeping()
     assert "cancelling" in run(servicer, "cancel", "sweeps/s").stdout
     assert "deleting" in run(servicer, "delete", "sweeps/s", "--yes", "--etag", "3").stdout
-    assert [(type(one).__name__, one.name, one.etag) for one in servicer.wishes] == [
+    assert [(type(one).__name__, one.name, one.etag) for one in servicer.requests] == [
         ("CancelSweepRequest", "sweeps/s", ""),
         ("DeleteSweepRequest", "sweeps/s", "3"),
     ]

@@ -140,7 +140,7 @@ def test_wishes_reach_the_service() -> None:
     assert "recovering" in run(servicer, "resume", "trainingJobs/j").stdout
     assert json.loads(run(servicer, "delete", "j", "--json").stdout)["state"] == "STATE_DELETING"
     assert run(servicer, "delete", "j").exit_code == 1  # nobody confirmed
-    assert [(type(one).__name__, one.name, one.etag) for one in servicer.wishes] == [
+    assert [(type(one).__name__, one.name, one.etag) for one in servicer.requests] == [
         ("SuspendTrainingJobRequest", "trainingJobs/j", "3"),
         ("ResumeTrainingJobRequest", "trainingJobs/j", ""),
         ("DeleteTrainingJobRequest", "trainingJobs/j", ""),

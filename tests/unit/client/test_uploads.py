@@ -169,7 +169,7 @@ def test_it_waits_for_a_server_that_is_away_for_a_while(server: UploadServer) ->
 def test_it_gives_up_when_the_server_stays_away_and_tells_how_to_resume(
     server: UploadServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(calls, "OUTAGE_TIMEOUT_S", 0.2)
 
     def pieces() -> Iterator[bytes]:
         yield DATA[:CHUNK]
@@ -197,7 +197,7 @@ def test_a_server_that_takes_chunks_and_acknowledges_none_is_given_up(
 
     monkeypatch.setattr(Uploads, "receive", never)
     monkeypatch.setattr(uploads, "SILENCE_S", 0.1)
-    monkeypatch.setattr(calls, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(calls, "OUTAGE_TIMEOUT_S", 0.05)
     with calling(server) as (caller, stub), pytest.raises(DeadlineExceeded, match="silent") as raised:
         upload(caller, stub, DATASET, DATA, upload_id="u")
     assert raised.value.metadata["upload"] == f"{DATASET}/uploads/u"
@@ -322,7 +322,7 @@ def test_a_commit_that_takes_longer_than_any_call_goes_on_while_the_server_gets_
 ) -> None:
     name, data = _sent_by_url(server, parts=4)
     reading = SlowReading(monkeypatch)
-    monkeypatch.setattr(calls, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(calls, "OUTAGE_TIMEOUT_S", 0.5)
     monkeypatch.setattr(uploads, "COMMIT_CALL_S", 1.0)
     monkeypatch.setattr(uploads, "REACHED_S", 0.5)
     with calling(server) as (caller, stub):

@@ -133,11 +133,11 @@ def test_a_deletion_leaves_the_uploads_of_the_dataset_that_was_made_anew_meanwhi
     datasets, client = Datasets(store), Datasets(store)
     create(datasets)
     uploads = Uploads(store, client, None)
-    looks = []
+    polls = []
 
     def look_and_begin_anew(_: str) -> list[str]:
-        looks.append("look")
-        if len(looks) == 2:
+        polls.append("look")
+        if len(polls) == 2:
             create(client)
             name = uploads.start(NAME, "u", request_id="", body_sha256="")[0].record.chunks_prefix
             store.put(f"{name}/{0:020d}", b"acknowledged")
@@ -209,8 +209,8 @@ def test_a_version_made_while_the_dataset_is_deleted_brings_it_back(
     datasets: Datasets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = create(datasets)
-    looks = iter([[], [VERSION]])
-    monkeypatch.setattr(datasets, "version_names", lambda _: next(looks))
+    polls = iter([[], [VERSION]])
+    monkeypatch.setattr(datasets, "version_names", lambda _: next(polls))
     with pytest.raises(FailedPrecondition):
         delete(datasets)
     assert datasets.get(NAME).uid == made.uid

@@ -20,7 +20,7 @@ from shared.storage import ObjectStore
 from tests.support.versions import commit_version, striped_digits
 
 VERSION = "datasets/d/versions/v1"
-USER = "trainingJobs/j"
+HOLDER = "trainingJobs/j"
 
 
 @pytest.fixture
@@ -67,12 +67,12 @@ def test_the_id_is_free_again(jobs: Jobs, deletions: Deletions) -> None:
 def test_a_version_in_use_stays_as_it_was_and_the_error_names_the_user(
     store: ObjectStore, jobs: Jobs, deletions: Deletions
 ) -> None:
-    mark_used(store, VERSION, "train", "u1", USER)
+    mark_used(store, VERSION, "train", "u1", HOLDER)
     before = jobs.get(VERSION, VERSION)
-    with pytest.raises(FailedPrecondition, match=USER) as refused:
+    with pytest.raises(FailedPrecondition, match=HOLDER) as refused:
         deletions.delete(VERSION)
     assert refused.value.specific_reason == "VERSION_IN_USE"
-    assert refused.value.metadata["users"] == USER
+    assert refused.value.metadata["users"] == HOLDER
     after = jobs.get(VERSION, VERSION)
     assert (after.state, after.update_time) == (JobState.SUCCEEDED, before.update_time)
     load_version(store, VERSION)
@@ -133,7 +133,7 @@ def test_whatever_an_outage_leaves_is_finished_by_the_next(
 def test_a_deletion_that_was_only_begun_is_taken_back_where_somebody_uses_the_version(
     store: ObjectStore, jobs: Jobs, deletions: Deletions
 ) -> None:
-    mark_used(store, VERSION, "train", "u1", USER)
+    mark_used(store, VERSION, "train", "u1", HOLDER)
     jobs.transition(VERSION, lambda newest: request_delete(newest, newest.update_time))
     with pytest.raises(FailedPrecondition):
         deletions.finish(VERSION)
@@ -146,12 +146,12 @@ def test_once_no_user_was_found_there_is_no_way_back(
     """Two delete at once: one sees a user; before it takes the deletion back, the user ends and the other goes on."""
     other = Deletions(store, jobs)
 
-    def users_then_the_other_goes_on(*_: Any) -> list[str]:
+    def references_then_the_other_goes_on(*_: Any) -> list[str]:
         monkeypatch.undo()
         other.finish(VERSION)
-        return [USER]
+        return [HOLDER]
 
-    monkeypatch.setattr("data_service.deletion.live_users", users_then_the_other_goes_on)
+    monkeypatch.setattr("data_service.deletion.live_references", references_then_the_other_goes_on)
     deletions.delete(VERSION)
     assert jobs.find(VERSION) is None
     assert files(store) == []
@@ -169,7 +169,7 @@ def test_a_slow_deleter_leaves_the_files_of_a_new_version_of_that_name(
         return listed(prefix)
 
     jobs.transition(VERSION, lambda newest: request_delete(newest, newest.update_time))
-    monkeypatch.setattr("data_service.deletion.live_users", lambda *_: [])
+    monkeypatch.setattr("data_service.deletion.live_references", lambda *_: [])
     monkeypatch.setattr(store, "list", overtaken)
     deletions.finish(VERSION)
     assert load_version(store, VERSION).manifest.row_count == 10

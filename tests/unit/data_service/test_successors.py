@@ -102,7 +102,7 @@ def test_a_claim_whose_job_was_never_made_holds_for_a_minute(store: ObjectStore)
     with pytest.raises(Conflict):
         claim_successor(store, BASE, a_job("v3"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(successors, "JOB_APPEARS_WITHIN_S", -1.0)
+        patch.setattr(successors, "JOB_APPEARS_TIMEOUT_S", -1.0)
         claim_successor(store, BASE, a_job("v3"))
 
 
@@ -111,7 +111,7 @@ def test_a_claimant_that_makes_its_job_after_another_took_its_place_fails(
 ) -> None:
     slow, quick = a_job("v2"), a_job("v3")
     with following(store, BASE, slow):
-        monkeypatch.setattr(successors, "JOB_APPEARS_WITHIN_S", -1.0)
+        monkeypatch.setattr(successors, "JOB_APPEARS_TIMEOUT_S", -1.0)
         claim_successor(store, BASE, quick)
         made(store, quick)
         made(store, slow)
@@ -126,7 +126,7 @@ def test_whoever_takes_over_a_claim_while_its_job_is_made_and_confirmed_is_refus
     """It looked for the job before that was made, and appends after."""
     slow, quick = a_job("v2"), a_job("v3")
     claim_successor(store, BASE, slow)
-    monkeypatch.setattr(successors, "JOB_APPEARS_WITHIN_S", -1.0)
+    monkeypatch.setattr(successors, "JOB_APPEARS_TIMEOUT_S", -1.0)
     holds = successors._holds
 
     def then_it_is_made(jobs: Jobs, claim: Record) -> bool:

@@ -96,12 +96,12 @@ def test_a_version_that_is_deleted_while_a_file_is_read_again_is_not_damaged(
     store: ObjectStore, version: DatasetVersion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its digest was checked; its rows cannot be."""
-    size, looks = store.size, 0
+    size, polls = store.size, 0
 
     def then_deleted(path: str) -> int | None:
-        nonlocal looks
-        looks += path == key(version, 1)
-        if looks == 2:
+        nonlocal polls
+        polls += path == key(version, 1)
+        if polls == 2:
             monkeypatch.undo()
             Deletions(store, Jobs(store, IMPORT_KIND)).delete(VERSION)
         return size(path)
@@ -155,7 +155,7 @@ def test_progress_comes_before_the_end(
     store: ObjectStore, version: DatasetVersion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("data_service.verification.READ_BYTES", 10_000)
-    monkeypatch.setattr("data_service.verification.TELL_EVERY_BYTES", 20_000)
+    monkeypatch.setattr("data_service.verification.REPORT_EVERY_BYTES", 20_000)
     messages = list(verify(store, version))
     assert messages[0] == Verified(files_total=3)
     seen = [message.bytes_checked for message in messages]

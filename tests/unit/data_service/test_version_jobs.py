@@ -18,7 +18,7 @@ from data_service.domain.transform_spec import TransformSpec
 from data_service.operation_pointers import record_operation, withdraw_operation
 from data_service.version_jobs import VersionJobs
 from data_service.versions import Versions
-from shared.dataset_version.version import IMPORT_KIND, live_users
+from shared.dataset_version.version import IMPORT_KIND, live_references
 from shared.errors import AlreadyExists, Conflict, InvalidArgument, MillraceError, NotFound
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.transitions import request_delete
@@ -228,7 +228,7 @@ def test_a_call_that_an_equal_one_overtook_is_answered_as_that_and_takes_nothing
 
     assert start(version_jobs, tmp_path, "v3", base="v2", request_id=request_id) == made[0]
     assert len(operations(store)) == 1
-    assert live_users(store, base, time.time()) == [made[0].name]
+    assert live_references(store, base, time.time()) == [made[0].name]
 
 
 def test_an_import_has_its_operation_though_an_equal_call_withdrew_it_while_it_was_made(

@@ -6,7 +6,7 @@ import pytest
 
 from inference_service.deploy.capacity import Cluster
 from inference_service.deploy.deployments import DeploymentManager, DeploymentOperations, Deployments
-from inference_service.deploy.rollout_manager import RollOutManager
+from inference_service.deploy.rollout_manager import RolloutManager
 from inference_service.domain.deployment import Deployment
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry
 from shared.settings import StoreSettings
@@ -53,8 +53,8 @@ def manager(store: ObjectStore, deployments: Deployments, operations: Deployment
 
 
 @pytest.fixture
-def roll_outs(store: ObjectStore, deployments: Deployments, operations: DeploymentOperations) -> RollOutManager:
-    return RollOutManager(store, deployments, operations, Cluster(None))
+def rollouts(store: ObjectStore, deployments: Deployments, operations: DeploymentOperations) -> RolloutManager:
+    return RolloutManager(store, deployments, operations, Cluster(None))
 
 
 @pytest.fixture

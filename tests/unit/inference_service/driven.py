@@ -8,14 +8,14 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from inference_service.deploy.deployments import Deployments
-from inference_service.deploy.rollout_driver import RollOuts
+from inference_service.deploy.rollout_driver import Rollouts
 from inference_service.domain.batch_policy import BatchTimes, Limits
 from inference_service.domain.deployment import Deployment, application_name
 from inference_service.domain.rollout import (
-    RollOutState,
+    RolloutState,
 )
 from inference_service.domain.statistics import Statistics
-from inference_service.peers import Siblings
+from inference_service.peers import Peers
 from inference_service.serve.batcher import Batcher
 from inference_service.serve.models import LOST_AFTER_S, Models
 from inference_service.settings import InferenceSettings
@@ -25,11 +25,11 @@ from tests.support.inference_server import Classifier
 
 
 class Driven:
-    """A driver of roll-outs over models that answer; `look()` is one look of its."""
+    """A driver of roll-outs over models that answer; `poll()` is one look of its."""
 
-    def __init__(self, store: ObjectStore, siblings: Siblings | None = None) -> None:
+    def __init__(self, store: ObjectStore, peers: Peers | None = None) -> None:
         self.store = store
-        self.siblings = siblings or Siblings()
+        self.peers = peers or Peers()
         self.deployments = Deployments(store)
         self.models = Models()
         service = ServiceSettings(listen="", store=StoreSettings(url="file:///nowhere"))
@@ -41,9 +41,7 @@ class Driven:
         """A new process: it has seen nothing, and reads the log."""
         self.models = Models(self.lost_after_s)
         self.models.replace(self.deployments.all()[0])
-        self._driver = RollOuts(
-            self.store, self.deployments, self.models, self.settings, self.models.put, self.siblings
-        )
+        self._driver = Rollouts(self.store, self.deployments, self.models, self.settings, self.models.put, self.peers)
 
     @property
     def now(self) -> Deployment:
@@ -51,9 +49,9 @@ class Driven:
         return found
 
     @property
-    def state(self) -> RollOutState:
-        assert self.now.roll_out is not None
-        return self.now.roll_out.state
+    def state(self) -> RolloutState:
+        assert self.now.rollout is not None
+        return self.now.rollout.state
 
     def answer(self, number: str, model: Any = None, max_queued_rows: int = 100) -> None:
         """Replicas of this version are there."""
@@ -77,8 +75,8 @@ class Driven:
             else:
                 recent.answered(time.time(), total_s)
 
-    async def look(self) -> None:
-        await self._driver.look(self.now)
+    async def poll(self) -> None:
+        await self._driver.poll(self.now)
 
 
 def driving(driven: Driven, scenario: Callable[[Driven], Awaitable[None]]) -> None:

@@ -8,7 +8,7 @@ from inference_service.deploy.capacity import Cluster
 from inference_service.deploy.deployments import Deployments
 from inference_service.deploy.reconciler import Reconciler
 from inference_service.domain.deployment import Deployment, Scale, application_name
-from inference_service.peers import Siblings
+from inference_service.peers import Peers
 from inference_service.serve.models import Models
 from inference_service.serve.ray_serve import Application
 from inference_service.serve.replica import Loaded, ReplicaSpec
@@ -69,12 +69,12 @@ class Running:
 
 
 def reconciling(
-    deployments: Deployments, made: Deployment, siblings: Siblings | None = None, running: Running | None = None
+    deployments: Deployments, made: Deployment, peers: Peers | None = None, running: Running | None = None
 ) -> tuple[Reconciler, Models, Running]:
     """Without a Serve that is `running`, one in which the deployment's first version is up."""
     service = ServiceSettings(listen="", store=StoreSettings(url="file:///nowhere"))
     models, running = Models(LOST_AFTER_S), running or Running(application_name(made, made.versions[0]))
     serve: Any = running
-    settings = InferenceSettings(service=service, reconcile_every_s=0.01, ray_silent_after_s=0.05)
-    reconciler = Reconciler(deployments, serve, models, Cluster(None), settings, siblings or Siblings())
+    settings = InferenceSettings(service=service, reconcile_every_s=0.01, ray_unresponsive_after_s=0.05)
+    reconciler = Reconciler(deployments, serve, models, Cluster(None), settings, peers or Peers())
     return reconciler, models, running

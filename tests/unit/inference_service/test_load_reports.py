@@ -13,7 +13,7 @@ from inference_service.deploy.deployments import DeploymentManager
 from inference_service.domain.batch_policy import BatchTimes, Limits, Load
 from inference_service.domain.deployment import Autoscaling, application_name
 from inference_service.domain.statistics import Statistics
-from inference_service.frontend import LoadReports
+from inference_service.frontend import LoadReporter
 from inference_service.serve.batcher import Batcher
 from inference_service.serve.models import Models
 from tests.support.inference_server import Classifier, until
@@ -26,26 +26,26 @@ def test_replicas_that_do_not_answer_delay_no_others_report(
     monkeypatch.setattr(frontend, "REPORT_EVERY_S", 0.01)
     spec = replace(creation().spec, autoscaling=Autoscaling(min_replicas=1, max_replicas=2, rows_per_replica=8))
     made = [manager.create(creation(name, spec=spec)) for name in ("silent", "well")]
-    silent, well = (application_name(one, one.versions[0]) for one in made)
+    unresponsive, well = (application_name(one, one.versions[0]) for one in made)
     told: list[str] = []
     answered = asyncio.Event()
 
     class Applications:
-        async def tell_load(self, name: str, _: str, __: Load) -> None:
+        async def report_load(self, name: str, _: str, __: Load) -> None:
             told.append(name)
-            if name == silent:
+            if name == unresponsive:
                 await answered.wait()
 
     async def scenario() -> None:
         models = Models()
         models.replace(made)
-        for name in (silent, well):
+        for name in (unresponsive, well):
             limits = Limits(max_rows=8, max_delay_s=0.0, max_queued_rows=100, max_in_flight=1)
             models.attach(name, Batcher(Classifier(), limits, BatchTimes(), Statistics()))
         applications: Any = Applications()
-        running = asyncio.create_task(LoadReports(applications, models).run())
+        running = asyncio.create_task(LoadReporter(applications, models).run())
         await until(lambda: told.count(well) > 5, "the one that is well is told again and again")
-        assert told.count(silent) == 1
+        assert told.count(unresponsive) == 1
         running.cancel()  # which waits for nobody
         await asyncio.wait([running], timeout=5.0)
         assert running.cancelled()

@@ -28,11 +28,11 @@ main()
 
 
 # One that has not answered yet when the process is told to stop.
-WITH_A_SILENT_STORE = """
+WITH_UNRESPONSIVE_STORE = """
 import threading
 from inference_service import frontend as store_check
 
-store_check.CHECKED_WITHIN_S = 0.1
+store_check.CHECKED_TIMEOUT_S = 0.1
 store_check.probe = lambda _: threading.Event().wait()
 from inference_service.__main__ import main
 main()
@@ -72,7 +72,7 @@ def test_a_frontend_starts_while_the_store_is_full_and_says_that_it_does_not_ser
 
 
 def test_the_parent_of_several_frontends_ends_while_the_store_is_silent(tmp_path: Path) -> None:
-    found, status, logged = _ended_once_it_answers(tmp_path, WITH_A_SILENT_STORE, MILLRACE_FRONTS="2")
+    found, status, logged = _ended_once_it_answers(tmp_path, WITH_UNRESPONSIVE_STORE, MILLRACE_FRONTENDS="2")
 
     assert found.status == health_pb2.HealthCheckResponse.NOT_SERVING
     assert status == 0

@@ -62,7 +62,7 @@ def test_an_outage_does_not_keep_the_service_from_starting_and_the_check_goes_on
 def test_a_store_that_says_nothing_is_not_waited_for(settings: StoreSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
     monkeypatch.setattr(frontend, "probe", lambda _: answers.wait())
-    monkeypatch.setattr(frontend, "CHECKED_WITHIN_S", 0.01)
+    monkeypatch.setattr(frontend, "CHECKED_TIMEOUT_S", 0.01)
     check = StoreCheck(settings)
 
     check.begin()

@@ -9,9 +9,9 @@ from typing import Any
 from inference_service.deploy.deployments import Deployments
 from inference_service.domain.deployment import Creation, Deployment, check_spec
 from inference_service.domain.rollout import (
-    RollOutLimits,
-    RollOutWish,
-    Step,
+    RolloutChange,
+    RolloutLimits,
+    RolloutStep,
     check_plan,
 )
 from inference_service.domain.rollout_transitions import with_version_loaded
@@ -49,12 +49,12 @@ def load(
     return after
 
 
-def wish(checkpoint: str = f"{JOB}/checkpoints/c2", **changes: Any) -> RollOutWish:
-    limits = changes.pop("limits", RollOutLimits())
-    steps = changes.pop("steps", [Step(10, 0.0), Step(100, 0.0)])
+def request(checkpoint: str = f"{JOB}/checkpoints/c2", **changes: Any) -> RolloutChange:
+    limits = changes.pop("limits", RolloutLimits())
+    steps = changes.pop("steps", [RolloutStep(10, 0.0), RolloutStep(100, 0.0)])
     comparison = changes.pop("comparison", None)
     plan = check_plan(checkpoint=checkpoint, steps=steps, limits=limits, comparison=comparison)
-    made = RollOutWish(name=NAME, plan=plan, etag="", request_id="", digest="d", validate_only=False)
+    made = RolloutChange(name=NAME, plan=plan, etag="", request_id="", digest="d", validate_only=False)
     return replace(made, **changes)
 
 

@@ -56,7 +56,7 @@ def test_lines_that_nobody_reads_make_nobody_wait_and_are_counted_once_they_are_
     pipe: tuple[TextIO, TextIO], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(telemetry, "MAX_WAITING_BYTES", 300_000)
-    monkeypatch.setattr(telemetry, "FLUSH_WITHIN_S", 0.01)
+    monkeypatch.setattr(telemetry, "FLUSH_TIMEOUT_S", 0.01)
     reader, writer = pipe
     handler = BackgroundHandler(writer)
 

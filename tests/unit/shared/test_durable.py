@@ -129,7 +129,7 @@ def test_wishes_in_a_later_releases_record_are_still_heard_by_attempts_at_work(s
     jobs = Jobs(store, TRAIN_KIND)
     job = jobs.create(JOB, a_job(state=JobState.RUNNING, attempt=1))
     context = AttemptContext(store, jobs, JOB, job)
-    with Reporter(store, JOB, 1) as reporter, context.watching_wishes():
+    with Reporter(store, JOB, 1) as reporter, context.watching_requests():
         jobs.cancel(JOB, JOB)
         later(store, f"{JOB}/log", lambda state: state.update(colour="red"))
         wait_until(lambda: reporter.stop_reason == CANCEL, "the rank to hear it")
@@ -149,7 +149,7 @@ def test_a_record_that_cannot_be_read_for_a_while_does_not_end_the_threads_that_
         raise TypeError("another form")
 
     monkeypatch.setattr(Jobs, "find", fails)
-    with Reporter(store, JOB, 1) as reporter, context.watching_wishes():
+    with Reporter(store, JOB, 1) as reporter, context.watching_requests():
         wait_until(lambda: len(failed) >= 4, "both threads to look twice")
         monkeypatch.setattr(Jobs, "find", find)
         jobs.cancel(JOB, JOB)

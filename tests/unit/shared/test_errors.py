@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shared.errors import (
     KINDS,
-    MAX_TOLD_FIELDS,
+    MAX_REPORTED_FIELDS,
     Internal,
     MillraceError,
     NotFound,
@@ -95,6 +95,8 @@ def test_a_megabyte_is_not_told_back(value: object) -> None:
 def test_of_very_many_refused_fields_the_first_are_told_and_how_many_there_are() -> None:
     error = invalid_fields((f"names[{place}]", "", "name it") for place in range(200_000))
 
-    assert [field for field, _ in error.fields] == [f"names[{place}]" for place in range(MAX_TOLD_FIELDS)]
-    assert error.message.startswith(f"200000 fields are wrong, the first {MAX_TOLD_FIELDS} are names[0]: '': name it; ")
+    assert [field for field, _ in error.fields] == [f"names[{place}]" for place in range(MAX_REPORTED_FIELDS)]
+    assert error.message.startswith(
+        f"200000 fields are wrong, the first {MAX_REPORTED_FIELDS} are names[0]: '': name it; "
+    )
     assert len(error.message) < 10_000

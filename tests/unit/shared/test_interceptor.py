@@ -19,7 +19,7 @@ class TakesNothing:
 
 
 def test_a_client_that_takes_no_message_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interceptor, "SEND_WITHIN_S", 0.02)
+    monkeypatch.setattr(interceptor, "SEND_TIMEOUT_S", 0.02)
 
     with pytest.raises(DeadlineExceeded, match="took no message"):
         asyncio.run(interceptor._send(cast(Any, TakesNothing()), b"message"))

@@ -16,7 +16,7 @@ def test_a_wrong_answer_is_told_as_an_error_is() -> None:
         return "1"
 
     with Load(ask, 1) as load:
-        load.wait_for(10, within_s=60)
+        load.wait_for(10, timeout_s=60)
     assert [str(error).splitlines()[0] for error in load.errors] == ["a wrong answer"]
 
 
@@ -30,8 +30,8 @@ def test_whoever_waits_for_calls_under_way_waits_for_the_slowest() -> None:
         return "at once"
 
     with Load(ask, 2) as load:
-        load.wait_for(20, within_s=60)
+        load.wait_for(20, timeout_s=60)
         assert "late" not in load.answers
         threading.Timer(0.05, held.set).start()
-        load.wait_for_those_under_way(within_s=60)
+        load.wait_for_those_under_way(timeout_s=60)
         assert load.answers["late"] == 1

@@ -21,8 +21,8 @@ from tests.support.s3_fault_proxy import (
     fault_proxy,
     full,
     resetting,
-    silent,
     slow,
+    unresponsive,
 )
 
 BODY = bytes(range(256)) * 400
@@ -169,7 +169,7 @@ def test_a_slow_line_takes_its_time(proxy: S3FaultProxy) -> None:
 
 
 def test_a_silent_server_answers_nothing_until_it_is_well_again(proxy: S3FaultProxy, echo: Echo) -> None:
-    proxy.fault = silent()
+    proxy.fault = unresponsive()
     with pytest.raises(TimeoutError):
         ask(proxy, timeout_s=0.2)
     proxy.fault = NONE

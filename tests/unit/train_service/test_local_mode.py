@@ -16,7 +16,7 @@ from tests.support.versions import commit_version, striped_digits
 from tests.unit.train_service.conftest import VERSION
 from tests.unit.train_service.in_ranks import in_ranks
 from tests.unit.train_service.worker.test_loop import ALONE, SPEC, config_of, entries, events, new_job, saved
-from train_service.attempt.endings import HUNG
+from train_service.attempt.outcomes import HUNG
 from train_service.learning.ranks import Ranks
 from train_service.records.events import EventKind
 from train_service.records.logs import STACKS_CHUNK, rank_folder
@@ -32,14 +32,14 @@ from shared.settings import StoreSettings
 from shared.storage import open_store
 from train_service.domain import watchdog
 from train_service.domain.watchdog import Phase
-from train_service.worker.pulse import Pulse
-from train_service.attempt.pulses import Pulses
+from train_service.worker.heartbeat import HeartbeatSender
+from train_service.attempt.heartbeats import HeartbeatServer
 from train_service.attempt.supervision import Supervision
 from tests.unit.train_service.worker.test_loop import SPEC
 from dataclasses import replace
 
-watchdog.FEWEST_SECONDS = 2.0
-Supervision._look_for_drains = lambda self, ranks: None  # there is no Ray to ask
+watchdog.MIN_SECONDS = 2.0
+Supervision._check_drains = lambda self, ranks: None  # there is no Ray to ask
 def train_loop():
     time.sleep(600)
 
@@ -48,11 +48,11 @@ jobs = Jobs(store, "train")
 context = AttemptContext(store, jobs, sys.argv[2], jobs.get(sys.argv[2], sys.argv[2]))
 spec = replace(SPEC, num_workers=0)
 with (
-    Pulses("127.0.0.1") as pulses,
-    Supervision(context, spec, pulses),
-    Pulse(0, pulses.address) as pulse,
+    HeartbeatServer("127.0.0.1") as heartbeats,
+    Supervision(context, spec, heartbeats),
+    HeartbeatSender(0, heartbeats.address) as heartbeat,
 ):
-    pulse.at(5, Phase.TRAINING)
+    heartbeat.at(5, Phase.TRAINING)
     train_loop()
 """
 

@@ -15,7 +15,7 @@ from shared.own_code import OwnCode
 from shared.storage import ObjectStore
 from tests.unit.train_service.domain.test_spec import GOOD
 from train_service import placement, reconciler
-from train_service.attempt.ingest_room import IngestRoom, ingest_beside
+from train_service.attempt.ingest_reservation import IngestReservation, count_concurrent_ingests
 from train_service.domain.cluster_use import ClusterUse
 from train_service.domain.spec import CPU, GPU, RAY_DATA, THREADS, Placement, Program, TrainingSpec
 from train_service.placement import Node, Size, lacking, size_now
@@ -61,19 +61,19 @@ def test_the_cpu_that_prepares_another_jobs_rows_is_not_for_workers(
     jobs = begun(store, "trainingJobs/a", RAY_DATA)
     begun(store, "trainingJobs/c", THREADS)
 
-    def beside() -> int:
-        return ingest_beside(store, B)
+    def concurrent_ingests() -> int:
+        return count_concurrent_ingests(store, B)
 
-    assert lacking(workers(2), CPU, beside).endswith("besides 1 CPU that prepares rows")
-    assert lacking(workers(1, ingest=RAY_DATA), CPU, beside).endswith("besides 2 CPU that prepare rows")
-    assert lacking(workers(1), CPU, beside) == ""
-    assert size_now(workers(2, fewest=1), CPU, beside).workers == 1
-    assert size_now(workers(2), CPU, beside).workers == 0
-    assert ingest_beside(store, "trainingJobs/a") == 0, "its own is counted by itself"
+    assert lacking(workers(2), CPU, concurrent_ingests).endswith("besides 1 CPU that prepares rows")
+    assert lacking(workers(1, ingest=RAY_DATA), CPU, concurrent_ingests).endswith("besides 2 CPU that prepare rows")
+    assert lacking(workers(1), CPU, concurrent_ingests) == ""
+    assert size_now(workers(2, fewest=1), CPU, concurrent_ingests).workers == 1
+    assert size_now(workers(2), CPU, concurrent_ingests).workers == 0
+    assert count_concurrent_ingests(store, "trainingJobs/a") == 0, "its own is counted by itself"
 
     jobs.transition("trainingJobs/a", lambda job: lose_attempt(job, Unavailable("lost"), time.time()), attempt=1)
-    assert lacking(workers(2), CPU, beside) == ""
-    assert size_now(workers(2), CPU, beside).workers == 2
+    assert lacking(workers(2), CPU, concurrent_ingests) == ""
+    assert size_now(workers(2), CPU, concurrent_ingests).workers == 2
 
 
 def test_other_jobs_are_looked_up_only_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,13 +106,13 @@ def test_the_jobs_at_work_are_read_once_for_all_that_wait(store: ObjectStore, mo
     monkeypatch.setattr(type(store), "get", counted)
     for _ in range(2):
         reads.clear()
-        kind.looks(store)
-        assert all("besides 1 CPU" in kind.lacks(job) for job in records)
+        kind.polls(store)
+        assert all("besides 1 CPU" in kind.missing_capacity(job) for job in records)
         assert 0 < len(reads) <= 4 * (len(waiting) + 1)
 
     jobs.transition("trainingJobs/a", lambda job: lose_attempt(job, Unavailable("lost"), time.time()), attempt=1)
-    kind.looks(store)
-    assert kind.lacks(records[0]) == ""
+    kind.polls(store)
+    assert kind.missing_capacity(records[0]) == ""
 
 
 def test_a_job_that_begins_counts_for_those_behind_it_in_the_same_look(
@@ -124,13 +124,13 @@ def test_a_job_that_begins_counts_for_those_behind_it_in_the_same_look(
     for name, spec in (("trainingJobs/a", workers(1, ingest=RAY_DATA)), (B, workers(2))):
         jobs = pending(store, name, spec)
     kind = reconciler.training(store)
-    kind.looks(store)
-    assert kind.lacks(jobs.get(B, B)) == ""
+    kind.polls(store)
+    assert kind.missing_capacity(jobs.get(B, B)) == ""
 
     first = jobs.get("trainingJobs/a", "trainingJobs/a")
-    assert kind.lacks(first) == "", "and does not count for itself"
-    assert kind.lacks(first) == ""
-    assert "besides 1 CPU" in kind.lacks(jobs.get(B, B))
+    assert kind.missing_capacity(first) == "", "and does not count for itself"
+    assert kind.missing_capacity(first) == ""
+    assert "besides 1 CPU" in kind.missing_capacity(jobs.get(B, B))
 
 
 def test_a_cpu_on_which_another_jobs_task_runs_is_not_asked_for_twice(
@@ -139,20 +139,20 @@ def test_a_cpu_on_which_another_jobs_task_runs_is_not_asked_for_twice(
     """Job A has a worker, and one of its tasks runs just now."""
     begun(store, "trainingJobs/a", RAY_DATA)
 
-    def beside() -> int:
-        return ingest_beside(store, B)
+    def concurrent_ingests() -> int:
+        return count_concurrent_ingests(store, B)
 
     cluster(monkeypatch, node("n", {"CPU": 1.0}, {"CPU": 3.0}), tasks_hold=1.0)
-    assert lacking(workers(1), CPU, beside) == ""
-    assert size_now(workers(2, fewest=1), CPU, beside).workers == 1
-    assert "has 1 CPU free" in lacking(workers(2), CPU, beside)
+    assert lacking(workers(1), CPU, concurrent_ingests) == ""
+    assert size_now(workers(2, fewest=1), CPU, concurrent_ingests).workers == 1
+    assert "has 1 CPU free" in lacking(workers(2), CPU, concurrent_ingests)
     # Its own job's worker and task, when it looks for room for a second worker.
     own = Size(1, {"CPU": 1.0}).held({"n": 1})
     assert size_now(workers(2, fewest=1, ingest=RAY_DATA), CPU, own=own).workers == 2
 
     cluster(monkeypatch, node("n", {"CPU": 2.0}, {"CPU": 3.0}))
-    assert lacking(workers(1), CPU, beside) == ""
-    assert "has 1 CPU free" in lacking(workers(2), CPU, beside)
+    assert lacking(workers(1), CPU, concurrent_ingests) == ""
+    assert "has 1 CPU free" in lacking(workers(2), CPU, concurrent_ingests)
     assert size_now(workers(3, fewest=1, ingest=RAY_DATA), CPU, own=own).workers == 2
 
 
@@ -191,8 +191,8 @@ def a_job(spec: TrainingSpec, waited_s: float = 0.0, **choices: str) -> JobRecor
     )
 
 
-def lacks(store: ObjectStore, job: JobRecord) -> str:
-    return reconciler.lacks(IngestRoom(store), reconciler.OwnCodeGate(store, OwnCode()), job)
+def missing_capacity(store: ObjectStore, job: JobRecord) -> str:
+    return reconciler.missing_capacity(IngestReservation(store), reconciler.OwnCodeGate(store, OwnCode()), job)
 
 
 def test_no_attempt_at_a_program_begins_while_own_code_is_switched_off_and_its_events_say_so(
@@ -203,13 +203,13 @@ def test_no_attempt_at_a_program_begins_while_own_code_is_switched_off_and_its_e
     for _ in range(2):  # reconcilers, one after the other
         kind = reconciler.training(store)
         for _ in range(3):
-            assert "MILLRACE_OWN_CODE=trusted" in kind.lacks(job)
+            assert "MILLRACE_OWN_CODE=trusted" in kind.missing_capacity(job)
     (event,) = EventLog(store, job.name).after(0)
     assert event.kind is EventKind.WARNING
     assert "own code is switched off" in event.payload["text"]
 
-    assert reconciler.training(store, own_code=OwnCode(is_trusted=True)).lacks(job) == ""
-    assert reconciler.training(store).lacks(a_job(workers(1))) == ""
+    assert reconciler.training(store, own_code=OwnCode(is_trusted=True)).missing_capacity(job) == ""
+    assert reconciler.training(store).missing_capacity(a_job(workers(1))) == ""
 
 
 def on_gpus(fallback: bool, number: int = 8, **placed: object) -> TrainingSpec:
@@ -222,19 +222,19 @@ def test_a_run_that_began_on_gpus_waits_for_them_when_their_node_is_lost_and_say
     cluster(monkeypatch, HEAD, GPUS)
     spec = on_gpus(False)
     first = a_job(spec)
-    assert lacks(store, first) == ""
+    assert missing_capacity(store, first) == ""
     chosen = reconciler.choose(first)
     assert (chosen["device"], chosen["attempt_device"]) == (GPU, GPU)
 
     cluster(monkeypatch, HEAD)
     job = a_job(spec, 3600.0, **chosen)
 
-    assert "8 workers of 1 CPU and 1 GPU: the cluster has" in lacks(store, job)
-    assert "the run began on GPUs" in lacks(store, job)
-    assert "placement.allow_cpu_fallback" in lacks(store, job)
+    assert "8 workers of 1 CPU and 1 GPU: the cluster has" in missing_capacity(store, job)
+    assert "the run began on GPUs" in missing_capacity(store, job)
+    assert "placement.allow_cpu_fallback" in missing_capacity(store, job)
     assert reconciler.choose(job) == chosen
     cluster(monkeypatch, HEAD, GPUS)
-    assert lacks(store, job) == ""
+    assert missing_capacity(store, job) == ""
 
 
 def test_a_run_that_began_on_cpus_stays_on_them_when_gpus_come(
@@ -247,7 +247,7 @@ def test_a_run_that_began_on_cpus_stays_on_them_when_gpus_come(
     cluster(monkeypatch, HEAD, GPUS)
 
     assert reconciler.choose(a_job(on_gpus(True), 0.0, **chosen)) == chosen
-    assert lacks(store, a_job(on_gpus(True), 3600.0, **chosen)) == ""
+    assert missing_capacity(store, a_job(on_gpus(True), 3600.0, **chosen)) == ""
 
 
 def test_a_run_that_may_goes_on_on_cpus_once_its_gpus_are_gone_for_a_while_and_back_when_they_are_there(
@@ -256,14 +256,14 @@ def test_a_run_that_may_goes_on_on_cpus_once_its_gpus_are_gone_for_a_while_and_b
     spec = on_gpus(True)
     chosen = {"device": GPU, "attempt_device": GPU}
     cluster(monkeypatch, HEAD)
-    assert "it goes on on CPUs once" in lacks(store, a_job(spec, 1.0, **chosen))
+    assert "it goes on on CPUs once" in missing_capacity(store, a_job(spec, 1.0, **chosen))
 
     job = a_job(spec, reconciler.FALLBACK_AFTER_S + 1.0, **chosen)
-    assert lacks(store, job) == ""
+    assert missing_capacity(store, job) == ""
     fallen = reconciler.choose(job)
     assert fallen == {"device": GPU, "attempt_device": CPU, "device_before": GPU}
     # Lost once more on CPUs, it need not wait for GPUs again.
-    assert "gone for" not in lacks(store, a_job(spec, 1.0, **fallen))
+    assert "gone for" not in missing_capacity(store, a_job(spec, 1.0, **fallen))
     assert "device_before" not in reconciler.choose(a_job(spec, 1.0, **fallen))
 
     cluster(monkeypatch, HEAD, GPUS)
@@ -277,7 +277,7 @@ def test_gpus_that_others_hold_are_waited_for_though_the_run_may_go_on_on_cpus(
     cluster(monkeypatch, HEAD, BUSY)
     job = a_job(on_gpus(True), 3600.0, device=GPU, attempt_device=GPU)
 
-    assert "0 GPU free" in lacks(store, job)
+    assert "0 GPU free" in missing_capacity(store, job)
     assert reconciler.choose(job)["attempt_device"] == GPU
 
 
@@ -296,7 +296,7 @@ def test_on_cpus_the_type_of_the_gpus_is_not_asked_for(store: ObjectStore, monke
     cluster(monkeypatch, HEAD)
     spec = on_gpus(True, accelerator_type="A100", gpus_per_worker=1.0)
 
-    assert lacks(store, a_job(spec)) == ""
+    assert missing_capacity(store, a_job(spec)) == ""
     assert reconciler.choose(a_job(spec)) == {"device": GPU, "attempt_device": CPU, "device_before": GPU}
     assert size_now(spec, CPU).bundle == {"CPU": 1.0}
 
@@ -304,5 +304,5 @@ def test_on_cpus_the_type_of_the_gpus_is_not_asked_for(store: ObjectStore, monke
 def test_the_local_mode_is_on_the_cpu_and_asks_for_no_node(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster(monkeypatch)
 
-    assert lacks(store, a_job(workers(0))) == ""
+    assert missing_capacity(store, a_job(workers(0))) == ""
     assert reconciler.choose(a_job(workers(0))) == {"device": CPU, "attempt_device": CPU}

@@ -13,8 +13,8 @@ from millrace.train.v1 import train_service_pb2 as pb
 from shared.checkpoint import CheckpointRegistry
 from shared.checkpoint.files import PIECE_BYTES
 from shared.jobs import JobRecord, Jobs
+from shared.reference_markers import markers
 from shared.storage import ObjectStore
-from shared.user_markers import markers
 from tests.support.checkpoint_exports import MODEL_FILES, PROGRAM_FILES, commit_model, commit_program
 from tests.support.grpc_kit import told
 from tests.support.train_server import asked

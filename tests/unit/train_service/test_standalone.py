@@ -113,7 +113,7 @@ def test_a_killed_run_is_left_alone_by_reconcilers_and_resumed_by_the_same_comma
     arguments = command(PLAIN, tmp_path, spec)
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(arguments, env=environ(store), stdout=log, stderr=log)
-    wait_until(lambda: len(events(store, JOB, EventKind.CHECKPOINT_COMMITTED)) > 1, "checkpoints", within_s=120)
+    wait_until(lambda: len(events(store, JOB, EventKind.CHECKPOINT_COMMITTED)) > 1, "checkpoints", timeout_s=120)
     process.send_signal(signal.SIGKILL)
     process.wait()
     # A marker, as a wish to resume may leave one that came too late.

@@ -92,7 +92,7 @@ def test_a_function_that_was_interrupted_goes_on_with_the_same_command(
     arguments = command(store, launcher, tmp_path, epochs=4, pause_s=0.5)
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(arguments, env=environ(store), stdout=log, stderr=log)
-    wait_until(lambda: len(entries(store, JOB)) >= 2, "two checkpoints", within_s=120)
+    wait_until(lambda: len(entries(store, JOB)) >= 2, "two checkpoints", timeout_s=120)
     process.send_signal(signal.SIGINT)
     process.wait()
     interrupted = Jobs(store, TRAIN_KIND).get(JOB, JOB)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry
-from shared.checkpoint.users import using
+from shared.checkpoint.references import using
 from shared.errors import NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.transitions import begin_attempt, fail
 from shared.log import StaleAttempt
 from shared.storage import ObjectStore
 from tests.support.snapshots import JOB, entries, save
-from train_service.jobs.lifecycle import Deletions
+from train_service.jobs.deletion import Deletions
 from train_service.records.reporting import TRAIN_KIND
 from train_service.sweeper import Sweeper
 

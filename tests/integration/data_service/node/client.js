@@ -115,9 +115,9 @@ function plain(column) {
   return Array.from(column, (value) => (typeof value === 'bigint' ? Number(value) : value));
 }
 
-function call(client, method, request, within_s = 10) {
+function call(client, method, request, timeout_s = 10) {
   return new Promise((resolve, reject) => {
-    client[method](request, { deadline: Date.now() + within_s * 1000 }, (error, answer) =>
+    client[method](request, { deadline: Date.now() + timeout_s * 1000 }, (error, answer) =>
       error ? reject(error) : resolve(answer),
     );
   });

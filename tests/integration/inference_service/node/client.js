@@ -78,9 +78,9 @@ function streamed([rows, ...rest], pixels) {
   });
 }
 
-function call(method, request, within_s = 20) {
+function call(method, request, timeout_s = 20) {
   return new Promise((resolve, reject) => {
-    service[method](request, { deadline: Date.now() + within_s * 1000 }, (error, answer) =>
+    service[method](request, { deadline: Date.now() + timeout_s * 1000 }, (error, answer) =>
       error ? reject(error) : resolve(answer),
     );
   });

@@ -17,7 +17,7 @@ from data_service.domain.predict_spec import CheckpointRef, PredictSpec
 from data_service.version_jobs import VersionJobs
 from data_service.versions import Versions
 from shared.checkpoint import CheckpointRegistry
-from shared.checkpoint.users import live_users
+from shared.checkpoint.references import live_references
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import DataLoss, FailedPrecondition, InvalidArgument, MillraceError, NotFound
 from shared.jobs import JobRecord, Jobs
@@ -159,13 +159,13 @@ def test_source_and_checkpoint_stay_while_they_are_read_and_no_longer(
 ) -> None:
     job = ask()
     registry, now = CheckpointRegistry(store, JOB), time.time()
-    assert live_users(store, CHECKPOINT, now) == [job.name]
+    assert live_references(store, CHECKPOINT, now) == [job.name]
     assert registry.retire(registry.entries()) == []
     with pytest.raises(FailedPrecondition, match=job.name):
         Deletions(store, jobs).delete(SOURCE)
     jobs.transition(job.name, lambda newest: begin_attempt(newest, now), attempt=1)
     jobs.transition(job.name, lambda newest: succeed(newest, {}, now), attempt=1)
-    assert live_users(store, CHECKPOINT, now) == []
+    assert live_references(store, CHECKPOINT, now) == []
     assert [entry.name for entry in registry.retire(registry.entries())] == [CHECKPOINT]
     Deletions(store, jobs).delete(SOURCE)
 

@@ -70,7 +70,7 @@ def test_steps_that_leave_every_value_do_not_count(content: CheckpointContent) -
 def test_rows_that_went_through_other_steps_are_refused(content: CheckpointContent, gone: list[dict[str, Any]]) -> None:
     with pytest.raises(FailedPrecondition) as refused:
         preparation(content, manifest(PREPARED, gone), NAME)
-    assert refused.value.specific_reason == "PREPARED_OTHERWISE"
+    assert refused.value.specific_reason == "PREPROCESSING_MISMATCH"
     assert NAME in refused.value.message
 
 

@@ -17,7 +17,7 @@ from data_service.domain.predict_spec import Workers
 from data_service.transforms.checking import chained
 from data_service.transforms.parallel import Results, Work
 from data_service.transforms.plan import Part
-from inference_service.deploy.rollout_driver import held_rows
+from inference_service.deploy.rollout_driver import holdout_rows
 from inference_service.serve.served_model import ServedModel
 from shared.checkpoint import CheckpointEntry, load_checkpoint
 from shared.checkpoint.format import WEIGHTS
@@ -66,7 +66,7 @@ def served(store: ObjectStore, entry: CheckpointEntry, split: str, rows: int) ->
     """What a deployment of the checkpoint answers for the source's rows."""
     checkpoint = load_checkpoint(store, entry.folder, entry.manifest_sha256)
     model = ServedModel(checkpoint.content, checkpoint.read(WEIGHTS))
-    return list(model.forward(held_rows(store, SOURCE, split, rows, model.signature)).arrays)
+    return list(model.forward(holdout_rows(store, SOURCE, split, rows, model.signature)).arrays)
 
 
 def done(job: JobRecord) -> str:
@@ -136,7 +136,7 @@ def test_the_new_version_says_which_checkpoint_made_it_of_what(store: ObjectStor
 def test_the_bytes_do_not_depend_on_the_number_of_workers_and_the_digest_neither(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("data_service.transforms.predict_job.LEAST_PART_BYTES", 1000)
+    monkeypatch.setattr("data_service.transforms.predict_job.MIN_PART_BYTES", 1000)
     write(store)
     made = [load_version(store, done(predict_here(store, workers=Workers(most=most)))) for most in (0, 1, 3)]
     assert len(made[0].manifest.files) > 4, "several parts, so that workers have some each"
@@ -147,7 +147,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers_and_the_digest_neither
 def test_a_worker_loads_the_model_once_for_all_of_its_parts(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("data_service.transforms.predict_job.LEAST_PART_BYTES", 1000)
+    monkeypatch.setattr("data_service.transforms.predict_job.MIN_PART_BYTES", 1000)
     loads, parts_done = [], []
 
     class Counted(LoadedModel):

@@ -347,14 +347,14 @@ def test_a_stray_quote_in_the_line_of_names_refuses_the_file(tmp_path: Path, hea
         read(tmp_path, f"{header}\n" + "1,x,2\n" * 10)
 
 
-def _records(text: str, most_bytes: int) -> tuple[list[list[str]], list[int]]:
+def _records(text: str, max_bytes: int) -> tuple[list[list[str]], list[int]]:
     """The good records, and the numbers of the bad lines, found by reading anew behind each line that fails."""
     lines = text.splitlines(keepends=True)
     good, bad, at = [], [], 0
     while at < len(lines):
         for count in range(1, len(lines) - at + 1):
             record = "".join(lines[at : at + count])
-            if len(record) > most_bytes:
+            if len(record) > max_bytes:
                 fields = None
                 break
             fields = _fields(record)
@@ -402,16 +402,16 @@ QUOTED_LINES = ['"', '""', '"""', 'x,"', '",y', 'x",",', '"x"', "x,y", "", 'y"z'
 @settings(max_examples=300)
 @given(
     lines=st.lists(st.sampled_from(QUOTED_LINES), max_size=30),
-    most_bytes=st.integers(12, 60),
+    max_bytes=st.integers(12, 60),
     block=st.integers(3, 40),
 )
 def test_bad_lines_and_records_are_those_of_reading_anew_behind_each_bad_line(
-    lines: list[str], most_bytes: int, block: int
+    lines: list[str], max_bytes: int, block: int
 ) -> None:
     text = "".join(f"{line}\n" for line in lines)
-    good, bad = _records(text, most_bytes)
+    good, bad = _records(text, max_bytes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(line_blocks, "MAX_LINE_BYTES", most_bytes)
+        patch.setattr(line_blocks, "MAX_LINE_BYTES", max_bytes)
         blocks = line_blocks.line_blocks(io.BytesIO(text.encode()), "utf-8")
         patch.setattr(line_blocks, "BLOCK_BYTES", block)
         found = list(CsvReader(blocks, ",", []).records(2))
@@ -423,11 +423,11 @@ def test_bad_lines_and_records_are_those_of_reading_anew_behind_each_bad_line(
 
 
 @pytest.mark.parametrize("line", ['x",",', '5,"oops', '""",', '"x"y', 'x,"",y"z,"'])
-@pytest.mark.parametrize("most_bytes", [1000, 16 * 1024 * 1024])
+@pytest.mark.parametrize("max_bytes", [1000, 16 * 1024 * 1024])
 def test_a_stray_quote_on_every_line_costs_no_more_than_a_few_readings_of_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, most_bytes: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, max_bytes: int
 ) -> None:
-    monkeypatch.setattr(line_blocks, "MAX_LINE_BYTES", most_bytes)
+    monkeypatch.setattr(line_blocks, "MAX_LINE_BYTES", max_bytes)
     lines_read = 0
     csv_reader = csv.reader
 

@@ -19,7 +19,7 @@ from data_service.uploads.record import (
     log_of,
     mark_used,
 )
-from data_service.uploads.uploads import LATE_WRITES_S, UPLOAD_IS_COMING_S, Endings, LiveUploads, Uploads
+from data_service.uploads.uploads import LATE_WRITES_S, UPLOAD_IS_COMING_S, LiveUploads, UploadFinisher, Uploads
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import Cancelled, FailedPrecondition, NotFound, Unavailable
 from shared.storage import ObjectStore
@@ -30,16 +30,16 @@ VERSION = "datasets/d/versions/v1"
 NEVER: list[str] = []
 
 
-def while_looking(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object], users: list[str]) -> None:
-    """Whoever aborts finds these `users`, and meanwhile, once, `act` happens."""
+def while_looking(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object], references: list[str]) -> None:
+    """Whoever aborts finds these `references`, and meanwhile, once, `act` happens."""
     acts = [act]
 
-    def look(_store: ObjectStore, _name: str) -> list[str]:
+    def poll(_store: ObjectStore, _name: str) -> list[str]:
         if acts:
             acts.pop()()
-        return users
+        return references
 
-    monkeypatch.setattr(ending, "live_users", look)
+    monkeypatch.setattr(ending, "live_references", poll)
 
 
 def test_a_commit_and_chunks_during_an_abort_that_is_refused_are_asked_to_come_again(
@@ -90,7 +90,7 @@ def test_a_second_abort_that_finds_a_user_cannot_bring_back_what_is_gone(
     store: ObjectStore, uploads: Uploads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = committed(uploads, DATA)
-    while_looking(monkeypatch, lambda: Endings(store).abort(name), NEVER)
+    while_looking(monkeypatch, lambda: UploadFinisher(store).abort(name), NEVER)
     uploads.abort(name)
     with pytest.raises(NotFound):
         uploads.get(name)
@@ -111,7 +111,7 @@ def test_a_sweep_leaves_the_upload_that_its_owner_began_anew_under_the_name_of_a
         return answer
 
     monkeypatch.setattr(ending, "has_expired", begin_anew_meanwhile)
-    assert Endings(store).sweep(time.time() + COMMITTED_FOR_S + 60) == []
+    assert UploadFinisher(store).sweep(time.time() + COMMITTED_FOR_S + 60) == []
     assert uploads.get(name).acknowledged_size == len(DATA)
 
 

@@ -235,7 +235,10 @@ def test_following_does_not_mistake_the_next_upload_of_the_id_for_its_own(store:
 def test_following_ends_when_no_byte_comes(store: ObjectStore, uploads: Uploads) -> None:
     name = started(uploads)
     send_all(uploads, name, DATA, 100)
-    with open_upload(store, name, patience_s=0.05) as file, pytest.raises(FailedPrecondition, match="no byte came"):
+    with (
+        open_upload(store, name, outage_timeout_s=0.05) as file,
+        pytest.raises(FailedPrecondition, match="no byte came"),
+    ):
         file.read()
 
 

@@ -179,7 +179,7 @@ def test_a_committed_upload_takes_nothing_more(uploads: Uploads) -> None:
 
 
 def test_a_long_call_hears_of_the_commit(uploads: Uploads, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiving, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(receiving, "POLL_INTERVAL_S", 0.0)
     name = started(uploads)
 
     async def given() -> AsyncIterator[Chunk]:
@@ -201,7 +201,7 @@ def test_a_long_call_hears_of_the_commit(uploads: Uploads, monkeypatch: pytest.M
 def test_a_long_call_does_not_go_on_in_the_next_upload_of_the_name(
     uploads: Uploads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(receiving, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(receiving, "POLL_INTERVAL_S", 0.0)
     name = started(uploads)
 
     async def given() -> AsyncIterator[Chunk]:

@@ -9,12 +9,12 @@ import pytest
 
 from data_service.datasets import Datasets
 from data_service.deletion import Deletions
-from data_service.uploads import record as users
+from data_service.uploads import record as references
 from data_service.uploads.record import (
     COMMITTED_FOR_S,
     OPEN_FOR_S,
     Upload,
-    live_users,
+    live_references,
     log_of,
     mark_used,
     unmark,
@@ -24,8 +24,8 @@ from data_service.uploads.uploads import (
     LATE_WRITES_S,
     MAX_PART_BYTES,
     MIN_PART_BYTES,
-    Part,
     PresignedPut,
+    UploadPart,
     Uploads,
     parts_of,
 )
@@ -103,7 +103,7 @@ def test_a_repeated_start_of_a_committed_upload_has_no_urls_to_put_its_parts_aga
     presigning = Uploads(store, Datasets(store), Presigning())
     request_id = str(uuid.uuid4())
 
-    def begin() -> tuple[Upload, list[Part]]:
+    def begin() -> tuple[Upload, list[UploadPart]]:
         wanted = PresignedPut(len(DATA), 0)
         return presigning.start(DATASET, "u", request_id=request_id, body_sha256="body", presigned=wanted)
 
@@ -262,9 +262,9 @@ def test_a_marker_counts_before_its_job_is_made_but_not_for_long(
 ) -> None:
     name = committed(uploads, DATA)
     mark_used(store, name, IMPORT_KIND, uuid.uuid4().hex, VERSION)
-    assert live_users(store, name) == [VERSION]
-    monkeypatch.setattr(users, "JOB_IS_COMING_S", 0.0)
-    assert live_users(store, name) == []
+    assert live_references(store, name) == [VERSION]
+    monkeypatch.setattr(references, "JOB_IS_COMING_S", 0.0)
+    assert live_references(store, name) == []
     assert not list(store.list(f"{name}/users"))
 
 
@@ -272,7 +272,7 @@ def test_an_unmarked_upload_is_free(store: ObjectStore, uploads: Uploads) -> Non
     name = committed(uploads, DATA)
     job = import_job(store, name)
     unmark(store, name, IMPORT_KIND, job.uid)
-    assert live_users(store, name) == []
+    assert live_references(store, name) == []
 
 
 def test_a_refused_call_leaves_the_marker_of_the_job_that_an_equal_call_made(
@@ -284,7 +284,7 @@ def test_a_refused_call_leaves_the_marker_of_the_job_that_an_equal_call_made(
 
     with pytest.raises(Unavailable):
         mark_used(store, name, IMPORT_KIND, job.uid, VERSION)
-    assert live_users(store, name) == [VERSION]
+    assert live_references(store, name) == [VERSION]
 
 
 def test_a_job_has_its_marker_though_an_equal_call_was_refused_while_it_was_made(
@@ -296,7 +296,7 @@ def test_a_job_has_its_marker_though_an_equal_call_was_refused_while_it_was_made
         with pytest.raises(NotFound), using(store, name, IMPORT_KIND, job.uid, VERSION):
             raise NotFound("of another input")
         Jobs(store, IMPORT_KIND).create(VERSION, job)
-    assert live_users(store, name) == [VERSION]
+    assert live_references(store, name) == [VERSION]
 
 
 def test_an_upload_that_is_going_cannot_be_used_any_more(store: ObjectStore, uploads: Uploads) -> None:

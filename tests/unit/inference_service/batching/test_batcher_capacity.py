@@ -54,18 +54,18 @@ def test_rows_apart_share_no_batch_and_no_count_with_the_others_and_end_with_the
     async def scenario() -> None:
         model, statistics = Doubler(), Statistics()
         one = batcher(model, statistics=statistics)
-        at_work = [submit(one, rows(1)), submit(one.apart(), rows(2))]
+        at_work = [submit(one, rows(1)), submit(one.background(), rows(2))]
         await settle()
-        waiting = [submit(one, rows(3)), submit(one.apart(), rows(4)), submit(one, rows(5))]
+        waiting = [submit(one, rows(3)), submit(one.background(), rows(4)), submit(one, rows(5))]
         await settle()
-        assert (one.queued_rows, one.apart().queued_rows) == (2, 1)
+        assert (one.queued_rows, one.background().queued_rows) == (2, 1)
         model.may_work.set()
         await asyncio.gather(*at_work, *waiting)
         assert sorted(model.sizes) == [1, 1, 1, 2]
         assert statistics.batch_rows.count == 2
         one.close("it goes")
         with pytest.raises(Unavailable, match="it goes"):
-            await one.apart().submit(rows(4), None)
+            await one.background().submit(rows(4), None)
 
     on_a_loop(scenario)
 
@@ -87,7 +87,7 @@ def test_a_model_with_more_replicas_gets_more_batches_at_once_and_with_fewer_wai
     async def scenario() -> None:
         model = Doubler()
         one = batcher(model, max_rows=1, max_in_flight=2)
-        apart = one.apart()
+        background = one.background()
         tasks = [submit(one, rows(value)) for value in range(7)]
         await settle()
         assert len(model.sizes) == 2
@@ -95,8 +95,8 @@ def test_a_model_with_more_replicas_gets_more_batches_at_once_and_with_fewer_wai
         await settle()
         assert len(model.sizes) == 4
         one.scale(1)
-        tasks.append(submit(apart, rows(9)))
-        tasks.append(submit(apart, rows(9)))
+        tasks.append(submit(background, rows(9)))
+        tasks.append(submit(background, rows(9)))
         await settle()
         assert len(model.sizes) == 6  # those for rows apart have a window of their own, as wide
         model.may_work.set()

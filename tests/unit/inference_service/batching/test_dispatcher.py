@@ -10,7 +10,7 @@ import pytest
 
 from inference_service.domain.signature import RequestedOutput
 from inference_service.domain.tensors import WireTensor
-from inference_service.serve.infer import Dispatcher, HeldBytes
+from inference_service.serve.infer import Dispatcher, InFlightBytes
 from inference_service.serve.models import Models
 from shared.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 from tests.unit.inference_service.doubling import READY, attach, tensor
@@ -35,7 +35,7 @@ def test_requests_of_all_models_are_bounded_in_bytes_and_one_alone_always_has_ro
 
     async def scenario() -> None:
         models = Models()
-        dispatcher = Dispatcher(models, HeldBytes(3))
+        dispatcher = Dispatcher(models, InFlightBytes(3))
         models.replace([READY, other])
         doubler = attach(models)
         attach(models, other)

@@ -115,15 +115,15 @@ def test_rows_that_nobody_asked_for_share_no_batch_with_requests_and_are_counted
         dispatcher = Dispatcher(models)
         models.replace([READY])
         attach(models, doubler=doubler, statistics=statistics)
-        held_rows = Rows("raw", {"x": np.array([7, 8], np.uint8)})
-        (double, _) = await models.try_out(READY, VERSION, held_rows)
+        holdout_rows = Rows("raw", {"x": np.array([7, 8], np.uint8)})
+        (double, _) = await models.try_out(READY, VERSION, holdout_rows)
         assert double.tolist() == [14, 16]
         assert statistics.batch_rows.count == 0
         doubler.has_replica.clear()
         tasks = [
             asyncio.create_task(dispatcher.infer(*models.choose("m", ""), [tensor(1)], [], 60.0)) for _ in range(2)
         ]
-        tried = asyncio.create_task(models.try_out(READY, VERSION, held_rows))
+        tried = asyncio.create_task(models.try_out(READY, VERSION, holdout_rows))
         await asyncio.sleep(0.01)
         doubler.has_replica.set()
         await asyncio.gather(*tasks, tried)

@@ -14,7 +14,7 @@ from inference_service.domain.deployment import Shadow
 from inference_service.domain.signature import Outputs, Rows
 from inference_service.domain.statistics import Statistics
 from inference_service.serve.batcher import Batcher
-from inference_service.serve.infer import AT_ONCE, HeldBytes, Shadowing
+from inference_service.serve.infer import AT_ONCE, InFlightBytes, Shadowing
 from shared.telemetry import JsonFormatter
 from tests.support.deployment_server import weighed
 from tests.support.grpc_kit import told
@@ -24,7 +24,7 @@ from tests.unit.inference_service.doubling import Doubler
 
 def test_copies_for_a_shadow_leave_half_of_the_bytes_to_requests() -> None:
     async def scenario() -> None:
-        held, statistics, doubler = HeldBytes(10), Statistics(), Doubler()
+        held, statistics, doubler = InFlightBytes(10), Statistics(), Doubler()
         limits = Limits(max_rows=4, max_delay_s=0, max_queued_rows=9, max_in_flight=1)
         real, shadow = (Batcher(doubler, limits, BatchTimes(), Statistics()) for _ in range(2))
         shadowing = Shadowing(held)
@@ -49,7 +49,7 @@ def test_there_are_never_more_copies_than_allowed() -> None:
         statistics, shadow = Statistics(), Classifier()
         limits = Limits(max_rows=1, max_delay_s=0, max_queued_rows=9, max_in_flight=AT_ONCE + 9)
         batchers = [Batcher(shadow, limits, BatchTimes(), Statistics()) for _ in range(2)]
-        shadowing = Shadowing(HeldBytes())
+        shadowing = Shadowing(InFlightBytes())
 
         def copy() -> None:
             shadowing.copy(Rows("raw", {"x": np.zeros((1, 1))}), batchers[0], "2", batchers[1], statistics)

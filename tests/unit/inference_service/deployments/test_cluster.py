@@ -21,7 +21,7 @@ def autoscaling(least: int) -> Autoscaling:
 def refused(cluster: Cluster, versions: int = 1, **changes: Any) -> str:
     with pytest.raises(FailedPrecondition) as error:
         cluster.check_fits(spec(**changes), versions)
-    assert error.value.specific_reason == "NEVER_FITS"
+    assert error.value.specific_reason == "NEVER_SCHEDULABLE"
     ((field, why),) = error.value.fields
     assert "MILLRACE_CLUSTER_MAX" in why
     return field

@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 
 from inference_service.deploy.deployments import DeploymentManager, Deployments
-from inference_service.deploy.rollout_manager import RollOutManager
+from inference_service.deploy.rollout_manager import RolloutManager
 from inference_service.domain.deployment import Deployment
 from inference_service.domain.rollout import (
     Compared,
     Comparison,
-    RollOutState,
+    RolloutState,
 )
 from inference_service.domain.signature import Outputs, Rows
 from shared.storage import ObjectStore
 from tests.support.versions import commit_version, striped_digits
 from tests.unit.inference_service.driven import Driven, driving
-from tests.unit.inference_service.wishes import DATASET, DIGITS, creation, load, weights, wish
+from tests.unit.inference_service.wishes import DATASET, DIGITS, creation, load, request, weights
 
 
 class Stripes:
@@ -44,13 +44,13 @@ class Stripes:
 
 
 def is_comparing(driven: Driven) -> bool:
-    return driven.state is RollOutState.COMPARING
+    return driven.state is RolloutState.COMPARING
 
 
 def comparing(
     store: ObjectStore,
     manager: DeploymentManager,
-    roll_outs: RollOutManager,
+    rollouts: RolloutManager,
     comparison: Comparison,
     models: tuple[Stripes, Stripes] | None = None,
     max_queued_rows: int = 100,
@@ -60,17 +60,17 @@ def comparing(
     deployments = Deployments(store)
     spec = replace(creation().spec, max_batch_size=8, max_queued_rows=max_queued_rows)
     load(deployments, manager.create(creation(spec=spec)), DIGITS)
-    assert load(deployments, roll_outs.begin(wish(comparison=comparison)), DIGITS).versions[1].weight == 0
+    assert load(deployments, rollouts.begin(request(comparison=comparison)), DIGITS).versions[1].weight == 0
     seen: list[Deployment] = []
 
     async def scenario(driven: Driven) -> None:
         driven.answer("1", old, max_queued_rows)
-        await driven.look()
+        await driven.poll()
         await asyncio.sleep(0.1)
         assert is_comparing(driven)  # version 2 has no replicas yet
         driven.answer("2", new, max_queued_rows)
         while is_comparing(driven):
-            await driven.look()
+            await driven.poll()
             await asyncio.sleep(0.01)
         seen.append(driven.now)
 
@@ -78,58 +78,58 @@ def comparing(
     return seen[0]
 
 
-def test_a_version_that_answers_the_held_rows_alike_gets_traffic(
-    store: ObjectStore, manager: DeploymentManager, roll_outs: RollOutManager
+def test_a_version_that_answers_the_holdout_rows_alike_gets_traffic(
+    store: ObjectStore, manager: DeploymentManager, rollouts: RolloutManager
 ) -> None:
     commit_version(store, DATASET, {"train": striped_digits(50), "test": striped_digits(20, seed=1)})
     wanted = Comparison(dataset_version=DATASET, split="test", min_agreement=1.0, max_difference=0.0)
-    after = comparing(store, manager, roll_outs, wanted)
-    assert after.roll_out is not None
-    assert (after.roll_out.state, weights(after)) == (RollOutState.SHIFTING, {"1": 90, "2": 10})
-    assert after.roll_out.compared == Compared(rows=20, agreement=1.0, difference=0.0)
+    after = comparing(store, manager, rollouts, wanted)
+    assert after.rollout is not None
+    assert (after.rollout.state, weights(after)) == (RolloutState.SHIFTING, {"1": 90, "2": 10})
+    assert after.rollout.compared == Compared(rows=20, agreement=1.0, difference=0.0)
     assert Deployment.from_record(after.as_record()) == after
 
 
 def test_a_version_that_answers_them_otherwise_is_rolled_back_before_any_traffic_moves(
-    store: ObjectStore, manager: DeploymentManager, roll_outs: RollOutManager
+    store: ObjectStore, manager: DeploymentManager, rollouts: RolloutManager
 ) -> None:
     commit_version(store, DATASET, {"test": striped_digits(16)})
     wanted = Comparison(dataset_version=DATASET, split="test", min_agreement=0.9, max_rows=16)
-    after = comparing(store, manager, roll_outs, wanted, (Stripes(), Stripes(wrong=2)))
-    assert after.roll_out is not None
-    assert (after.roll_out.state, weights(after)) == (RollOutState.ROLLED_BACK, {"1": 100, "2": 0})
-    assert after.roll_out.compared is not None
-    assert after.roll_out.compared.agreement == 0.75
-    assert after.roll_out.error is not None
-    assert "75.00% of 16 held rows" in after.roll_out.error["message"]
+    after = comparing(store, manager, rollouts, wanted, (Stripes(), Stripes(wrong=2)))
+    assert after.rollout is not None
+    assert (after.rollout.state, weights(after)) == (RolloutState.ROLLED_BACK, {"1": 100, "2": 0})
+    assert after.rollout.compared is not None
+    assert after.rollout.compared.agreement == 0.75
+    assert after.rollout.error is not None
+    assert "75.00% of 16 held rows" in after.rollout.error["message"]
 
 
 @pytest.mark.parametrize(
     ("version", "split", "kind"), [("datasets/x/versions/v1", "test", "NotFound"), (DATASET, "no", "InvalidArgument")]
 )
 def test_what_cannot_be_compared_is_rolled_back_with_the_reason(
-    store: ObjectStore, manager: DeploymentManager, roll_outs: RollOutManager, version: str, split: str, kind: str
+    store: ObjectStore, manager: DeploymentManager, rollouts: RolloutManager, version: str, split: str, kind: str
 ) -> None:
     commit_version(store, DATASET, {"test": striped_digits(4)})
     wanted = Comparison(dataset_version=version, split=split, min_agreement=0.9)
-    after = comparing(store, manager, roll_outs, wanted)
-    assert after.roll_out is not None
-    assert after.roll_out.error is not None
-    assert (after.roll_out.state, after.roll_out.error["kind"]) == (RollOutState.ROLLED_BACK, kind)
+    after = comparing(store, manager, rollouts, wanted)
+    assert after.rollout is not None
+    assert after.rollout.error is not None
+    assert (after.rollout.state, after.rollout.error["kind"]) == (RolloutState.ROLLED_BACK, kind)
 
 
 def test_a_queue_smaller_than_a_batch_is_compared_in_smaller_batches(
-    store: ObjectStore, manager: DeploymentManager, roll_outs: RollOutManager
+    store: ObjectStore, manager: DeploymentManager, rollouts: RolloutManager
 ) -> None:
     commit_version(store, DATASET, {"test": striped_digits(20)})
     wanted = Comparison(dataset_version=DATASET, split="test", min_agreement=1.0)
-    after = comparing(store, manager, roll_outs, wanted, max_queued_rows=3)
-    assert after.roll_out is not None
-    assert after.roll_out.compared == Compared(rows=20, agreement=1.0, difference=0.0)
+    after = comparing(store, manager, rollouts, wanted, max_queued_rows=3)
+    assert after.rollout is not None
+    assert after.rollout.compared == Compared(rows=20, agreement=1.0, difference=0.0)
 
 
 def test_rows_that_both_versions_refuse_are_left_out_and_one_that_one_refuses_is_a_disagreement(
-    store: ObjectStore, manager: DeploymentManager, roll_outs: RollOutManager
+    store: ObjectStore, manager: DeploymentManager, rollouts: RolloutManager
 ) -> None:
     rows = striped_digits(40)
     labels = list(rows[1])
@@ -139,51 +139,51 @@ def test_rows_that_both_versions_refuse_are_left_out_and_one_that_one_refuses_is
     commit_version(store, DATASET, {"test": rows})
     wanted = Comparison(dataset_version=DATASET, split="test", min_agreement=0.5)
     models = Stripes(refuses=[3]), Stripes(refuses=[3, 4])
-    after = comparing(store, manager, roll_outs, wanted, models)
-    assert after.roll_out is not None
+    after = comparing(store, manager, rollouts, wanted, models)
+    assert after.rollout is not None
     compared = 40 - threes
-    assert after.roll_out.compared == Compared(
+    assert after.rollout.compared == Compared(
         rows=compared,
         agreement=(compared - fours) / compared,
         difference=math.inf,
         refused=threes,
         refused_by_one=fours,
     )
-    assert after.roll_out.state is RollOutState.SHIFTING
+    assert after.rollout.state is RolloutState.SHIFTING
     assert Deployment.from_record(json.loads(json.dumps(after.as_record()))) == after
 
 
-def test_held_rows_that_both_versions_refuse_every_one_compare_nothing(
-    store: ObjectStore, manager: DeploymentManager, roll_outs: RollOutManager
+def test_holdout_rows_that_both_versions_refuse_every_one_compare_nothing(
+    store: ObjectStore, manager: DeploymentManager, rollouts: RolloutManager
 ) -> None:
     commit_version(store, DATASET, {"test": striped_digits(9)})
     wanted = Comparison(dataset_version=DATASET, split="test", min_agreement=0.5)
     models = Stripes(refuses=range(10)), Stripes(refuses=range(10))
-    after = comparing(store, manager, roll_outs, wanted, models)
-    assert after.roll_out is not None
-    assert after.roll_out.state is RollOutState.ROLLED_BACK
-    assert after.roll_out.error is not None
-    assert after.roll_out.error["reason"] == "NOTHING_TO_COMPARE"
-    assert "refuse all 9 rows" in after.roll_out.error["message"]
-    assert "is null" in after.roll_out.error["message"]
+    after = comparing(store, manager, rollouts, wanted, models)
+    assert after.rollout is not None
+    assert after.rollout.state is RolloutState.ROLLED_BACK
+    assert after.rollout.error is not None
+    assert after.rollout.error["reason"] == "NOTHING_TO_COMPARE"
+    assert "refuse all 9 rows" in after.rollout.error["message"]
+    assert "is null" in after.rollout.error["message"]
 
 
 def test_a_comparison_for_which_requests_leave_no_time_is_given_up_with_a_remedy_of_its_own(
-    store: ObjectStore, manager: DeploymentManager, roll_outs: RollOutManager
+    store: ObjectStore, manager: DeploymentManager, rollouts: RolloutManager
 ) -> None:
     commit_version(store, DATASET, {"test": striped_digits(4)})
     deployments = Deployments(store)
     load(deployments, manager.create(creation()), DIGITS)
     wanted = Comparison(dataset_version=DATASET, split="test", min_agreement=0.9)
-    load(deployments, roll_outs.begin(wish(comparison=wanted)), DIGITS)
+    load(deployments, rollouts.begin(request(comparison=wanted)), DIGITS)
 
     async def scenario(driven: Driven) -> None:
-        driven.settings = replace(driven.settings, roll_out_loads_within_s=0.0)
+        driven.settings = replace(driven.settings, rollout_load_timeout_s=0.0)
         driven.restart()
-        await driven.look()
-        assert driven.now.roll_out is not None
-        assert driven.now.roll_out.error is not None
-        assert driven.now.roll_out.error["reason"] == "ROLL_OUT_NOT_COMPARED"
-        assert "compare fewer rows" in driven.now.roll_out.error["message"]
+        await driven.poll()
+        assert driven.now.rollout is not None
+        assert driven.now.rollout.error is not None
+        assert driven.now.rollout.error["reason"] == "ROLLOUT_NOT_COMPARED"
+        assert "compare fewer rows" in driven.now.rollout.error["message"]
 
     driving(Driven(store), scenario)

@@ -14,13 +14,13 @@ from grpc import aio
 from inference_service.deploy import servicer as deployment_servicer
 from inference_service.deploy.capacity import Cluster
 from inference_service.deploy.deployments import DeploymentManager, DeploymentOperations, Deployments
-from inference_service.deploy.rollout_manager import RollOutManager
+from inference_service.deploy.rollout_manager import RolloutManager
 from inference_service.deploy.servicer import DeploymentServicer
 from inference_service.domain.deployment import Deployment
 from inference_service.domain.rollout_transitions import with_traffic_back
 from millrace.inference.v1 import deployment_service_pb2 as pb
 from millrace.inference.v1 import deployment_service_pb2_grpc as pb_grpc
-from millrace.inference.v1 import roll_out_pb2
+from millrace.inference.v1 import rollout_pb2
 from millrace_client.deployments import autoscaling
 from shared.errors import DataLoss
 from shared.storage import ObjectStore
@@ -46,8 +46,8 @@ def served(
 
     def run(scenario: Scenario) -> None:
         def register(server: aio.Server) -> list[str]:
-            roll_outs = RollOutManager(store, deployments, operations, Cluster(None))
-            servicer = DeploymentServicer(manager, roll_outs, lambda _deployment: None, lambda *_: 2)
+            rollouts = RolloutManager(store, deployments, operations, Cluster(None))
+            servicer = DeploymentServicer(manager, rollouts, lambda _deployment: None, lambda *_: 2)
             pb_grpc.add_DeploymentServiceServicer_to_server(servicer, server)
             return ["millrace.inference.v1.DeploymentService"]
 
@@ -67,9 +67,9 @@ def update(*paths: str, name: str = NAME, etag: str = "", **traffic: Any) -> pb.
     )
 
 
-def roll_out(checkpoint: str) -> pb.RollOutRequest:
-    spec = roll_out_pb2.RollOutSpec(checkpoint=f"{JOB}/checkpoints/{checkpoint}")
-    return pb.RollOutRequest(name=NAME, spec=spec)
+def rollout(checkpoint: str) -> pb.RolloutRequest:
+    spec = rollout_pb2.RolloutSpec(checkpoint=f"{JOB}/checkpoints/{checkpoint}")
+    return pb.RolloutRequest(name=NAME, spec=spec)
 
 
 def test_who_watches_is_told_each_state_and_the_end(
@@ -78,18 +78,18 @@ def test_who_watches_is_told_each_state_and_the_end(
     ready: Deployment,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(deployment_servicer, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(deployment_servicer, "POLL_INTERVAL_S", 0.01)
 
     async def scenario(stub: Any) -> None:
         watch = stub.WatchDeployment(pb.WatchDeploymentRequest(name=NAME))
         first = await watch.read()
-        assert (first.state, first.HasField("roll_out")) == (pb.Deployment.STATE_READY, False)
+        assert (first.state, first.HasField("rollout")) == (pb.Deployment.STATE_READY, False)
         await asyncio.sleep(0.1)  # it looks again and again, and has nothing to tell
-        await stub.RollOut(roll_out("c2"))
-        assert (await watch.read()).roll_out.state == roll_out_pb2.RollOut.STATE_LOADING
+        await stub.Rollout(rollout("c2"))
+        assert (await watch.read()).rollout.state == rollout_pb2.Rollout.STATE_LOADING
         load(deployments, deployments.get(NAME))
         shifting = await watch.read()
-        assert shifting.roll_out.state == roll_out_pb2.RollOut.STATE_SHIFTING
+        assert shifting.rollout.state == rollout_pb2.Rollout.STATE_SHIFTING
         assert dict(shifting.traffic.weights) == {"1": 95, "2": 5}
         remove(deployments, ready)
         while (one := await watch.read()) is not aio.EOF:  # it may go so fast that nobody sees it going
@@ -110,7 +110,7 @@ def test_watching_what_is_not_there_is_refused(served: Callable[[Scenario], None
 @pytest.mark.usefixtures("ready")
 def test_only_what_the_mask_names_is_changed(served: Callable[[Scenario], None], deployments: Deployments) -> None:
     async def scenario(stub: Any) -> None:
-        await stub.RollOut(roll_out("c2"))
+        await stub.Rollout(rollout("c2"))
         load(deployments, deployments.get(NAME))
         route = pb.HeaderRoute(header="x-canary", value="yes", version="2")
         first = await stub.UpdateDeployment(
@@ -126,7 +126,7 @@ def test_only_what_the_mask_names_is_changed(served: Callable[[Scenario], None],
         third = await stub.UpdateDeployment(request)
         assert third.spec.version_policy.WhichOneof("choice") == "all"
         assert list(third.traffic.routes) == [route]
-        roll = deployments.get(NAME).roll_out
+        roll = deployments.get(NAME).rollout
         assert roll is not None
         deployments.transition(NAME, third.uid, lambda before: with_traffic_back(before, roll.uid, DataLoss("x"), 9.0))
         last = await stub.UpdateDeployment(update("traffic.weights", weights={"1": 7}))

@@ -9,14 +9,14 @@ import pytest
 
 from inference_service.deploy.capacity import Cluster
 from inference_service.deploy.deployments import DeploymentManager, DeploymentOperations, Deployments
-from inference_service.deploy.rollout_manager import RollOutManager
+from inference_service.deploy.rollout_manager import RolloutManager
 from inference_service.domain.deployment import Creation, State
-from shared.checkpoint.users import users_of_job
+from shared.checkpoint.references import references_of_job
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.own_code import OwnCode
 from shared.storage import ObjectStore
 from tests.support.checkpoint_exports import BUNDLE, commit_program
-from tests.unit.inference_service.wishes import JOB, NAME, creation, load, wish
+from tests.unit.inference_service.wishes import JOB, NAME, creation, load, request
 
 TRUSTED = OwnCode(is_trusted=True)
 
@@ -38,7 +38,7 @@ def test_a_programs_checkpoint_is_deployed_where_own_code_is_trusted(
     made = trusting.create(of(entry.name, "serve:Predictor"))
     (version,) = made.versions
     assert (made.state, made.spec.predictor, version.code_bundle) == (State.LOADING, "serve:Predictor", BUNDLE)
-    assert users_of_job(store, JOB, 0) == {entry.name: [NAME]}
+    assert references_of_job(store, JOB, 0) == {entry.name: [NAME]}
 
 
 @pytest.mark.parametrize("validate_only", [True, False])
@@ -49,7 +49,7 @@ def test_it_is_refused_where_own_code_is_off(
     with pytest.raises(FailedPrecondition, match="MILLRACE_OWN_CODE=trusted") as refused:
         manager.create(of(entry.name, validate_only=validate_only))
     assert refused.value.specific_reason == "OWN_CODE_OFF"
-    assert users_of_job(store, JOB, 0) == {}
+    assert references_of_job(store, JOB, 0) == {}
 
 
 @pytest.mark.parametrize("validate_only", [True, False])
@@ -58,12 +58,12 @@ def test_a_predictor_of_a_model_is_refused_by_its_field(trusting: DeploymentMana
         trusting.create(of(f"{JOB}/checkpoints/c1", "serve:Predictor", validate_only=validate_only))
 
 
-def test_a_roll_out_to_a_programs_checkpoint_needs_the_same_trust(
+def test_a_rollout_to_a_programs_checkpoint_needs_the_same_trust(
     store: ObjectStore, trusting: DeploymentManager, deployments: Deployments, operations: DeploymentOperations
 ) -> None:
     first, second = commit_program(store, 1), commit_program(store, 2)
     load(deployments, trusting.create(of(first.name)))
     with pytest.raises(FailedPrecondition, match="MILLRACE_OWN_CODE=trusted"):
-        RollOutManager(store, deployments, operations, Cluster(None)).begin(wish(second.name))
-    rolled = RollOutManager(store, deployments, operations, Cluster(None), TRUSTED).begin(wish(second.name))
+        RolloutManager(store, deployments, operations, Cluster(None)).begin(request(second.name))
+    rolled = RolloutManager(store, deployments, operations, Cluster(None), TRUSTED).begin(request(second.name))
     assert [one.checkpoint for one in rolled.versions] == [first.name, second.name]

@@ -21,9 +21,9 @@ from inference_service.domain.deployment import (
     with_removal,
 )
 from shared.checkpoint import CheckpointRegistry, Ranking
-from shared.checkpoint import users as checkpoint_users
-from shared.checkpoint.users import users_of_job
-from shared.dataset_version.version import live_users
+from shared.checkpoint import references as checkpoint_references
+from shared.checkpoint.references import references_of_job
+from shared.dataset_version.version import live_references
 from shared.errors import AlreadyExists, DataLoss, NotFound, Unavailable
 from shared.storage import ObjectStore, open_store
 from tests.support.versions import commit_version, striped_digits
@@ -119,7 +119,7 @@ def test_a_call_overtaken_by_its_own_second_try_makes_nothing_anew_where_that_wa
     with pytest.raises(NotFound, match="deleted since"):
         manager.create(creation(request_id=request_id))
     assert not deployments.exists("deployments/digits")
-    assert len(checkpoint_users.markers(store, f"{JOB}/checkpoints/c1")) == 1  # of the one that was
+    assert len(checkpoint_references.markers(store, f"{JOB}/checkpoints/c1")) == 1  # of the one that was
 
 
 def test_a_request_whose_first_call_died_half_way_is_done_by_the_second(
@@ -195,11 +195,11 @@ def test_a_deployments_dataset_version_is_kept_until_it_is_released(
 
     deployments.mark_datasets(ready, ready.versions)
     deployments.mark_datasets(ready, ready.versions)  # as every start of the service does
-    assert live_users(store, VERSION, time.time() + 10**9) == [ready.name]
+    assert live_references(store, VERSION, time.time() + 10**9) == [ready.name]
 
     deployments.release(ready, ready.versions)
     deployments.release(ready, ready.versions)
-    assert live_users(store, VERSION, time.time()) == []
+    assert live_references(store, VERSION, time.time()) == []
 
 
 def test_a_dataset_version_that_is_gone_keeps_no_deployment_from_being_served(
@@ -218,7 +218,7 @@ def test_a_deployment_keeps_its_checkpoint_from_the_first_moment_until_it_is_rel
     store: ObjectStore, deployments: Deployments, manager: DeploymentManager
 ) -> None:
     made = manager.create(creation())
-    assert users_of_job(store, JOB, LONG_AFTER) == {f"{JOB}/checkpoints/c1": [made.name]}
+    assert references_of_job(store, JOB, LONG_AFTER) == {f"{JOB}/checkpoints/c1": [made.name]}
     (served, _) = CheckpointRegistry(store, JOB).entries()
     assert CheckpointRegistry(store, JOB).retire([served]) == []
 
@@ -226,7 +226,7 @@ def test_a_deployment_keeps_its_checkpoint_from_the_first_moment_until_it_is_rel
     deployments.release(made, made.versions)
     deployments.release(made, made.versions)
 
-    assert users_of_job(store, JOB, LONG_AFTER) == {}
+    assert references_of_job(store, JOB, LONG_AFTER) == {}
     assert CheckpointRegistry(store, JOB).retire([served]) == [served]
 
 
@@ -235,9 +235,9 @@ def test_a_deployment_that_is_gone_uses_nothing_even_if_it_was_never_released(
 ) -> None:
     made = manager.create(creation())
     deployments.delete(made.name, "", 2.0)
-    assert users_of_job(store, JOB, LONG_AFTER)  # what is in flight is still answered
+    assert references_of_job(store, JOB, LONG_AFTER)  # what is in flight is still answered
     deployments.transition(made.name, made.uid, lambda before: with_removal(before, 3.0))
-    assert users_of_job(store, JOB, 0.0) == {}
+    assert references_of_job(store, JOB, 0.0) == {}
 
 
 def test_a_refused_or_repeated_creation_and_a_mere_check_leave_no_mark(
@@ -250,9 +250,9 @@ def test_a_refused_or_repeated_creation_and_a_mere_check_leave_no_mark(
         manager.create(creation())
     manager.create(creation("other", validate_only=True))
 
-    assert len(checkpoint_users.markers(store, f"{JOB}/checkpoints/c1")) == 1
+    assert len(checkpoint_references.markers(store, f"{JOB}/checkpoints/c1")) == 1
     deployments.release(made, made.versions)
-    assert users_of_job(store, JOB, 0.0) == {}
+    assert references_of_job(store, JOB, 0.0) == {}
 
 
 def test_racing_creations_of_one_id_leave_the_mark_of_the_one_that_won(store: ObjectStore) -> None:
@@ -272,7 +272,7 @@ def test_racing_creations_of_one_id_leave_the_mark_of_the_one_that_won(store: Ob
         thread.join()
 
     (winner,) = made
-    assert [one.uid for one in checkpoint_users.markers(store, f"{JOB}/checkpoints/c1")] == [winner.uid]
+    assert [one.uid for one in checkpoint_references.markers(store, f"{JOB}/checkpoints/c1")] == [winner.uid]
 
 
 def test_a_service_that_dies_before_the_deployment_is_made_keeps_the_checkpoint_for_a_while_only(
@@ -285,8 +285,8 @@ def test_a_service_that_dies_before_the_deployment_is_made_keeps_the_checkpoint_
     with pytest.raises(KeyboardInterrupt):
         manager.create(creation())
 
-    assert users_of_job(store, JOB, time.time()) == {f"{JOB}/checkpoints/c1": ["deployments/digits"]}
-    assert users_of_job(store, JOB, time.time() + 3600) == {}
+    assert references_of_job(store, JOB, time.time()) == {f"{JOB}/checkpoints/c1": ["deployments/digits"]}
+    assert references_of_job(store, JOB, time.time() + 3600) == {}
 
 
 def test_the_best_is_that_of_the_jobs_own_metric(store: ObjectStore, manager: DeploymentManager) -> None:

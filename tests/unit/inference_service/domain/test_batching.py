@@ -22,7 +22,7 @@ def now(
     batch_s: float = 0.0,
     due_s: float = 0.0,
     full_due_s: float = 0.0,
-    company: int = 0,
+    min_rows_to_send: int = 0,
     limits: Limits = LIMITS,
 ) -> Decision:
     return decide(
@@ -33,7 +33,7 @@ def now(
         limits=limits,
         due_s=due_s,
         full_due_s=full_due_s,
-        company=company,
+        min_rows_to_send=min_rows_to_send,
     )
 
 
@@ -58,9 +58,9 @@ def test_rows_that_waited_long_enough_go() -> None:
 
 
 def test_an_idle_model_waits_a_moment_for_company_that_is_expected() -> None:
-    assert now(waiting(arrived_s=1.0), now_s=1.004, company=2) == Decision(wake_s=1.01)
-    assert sent(now(waiting(arrived_s=1.0), waiting(arrived_s=1.003), now_s=1.004, company=2)) == (0, 1)
-    assert sent(now(waiting(arrived_s=1.0), now_s=1.01, company=2)) == (0,)
+    assert now(waiting(arrived_s=1.0), now_s=1.004, min_rows_to_send=2) == Decision(wake_s=1.01)
+    assert sent(now(waiting(arrived_s=1.0), waiting(arrived_s=1.003), now_s=1.004, min_rows_to_send=2)) == (0, 1)
+    assert sent(now(waiting(arrived_s=1.0), now_s=1.01, min_rows_to_send=2)) == (0,)
 
 
 def test_rows_gather_until_the_replica_is_about_to_be_free() -> None:
@@ -152,10 +152,10 @@ def test_a_batch_begins_once_those_in_flight_and_those_ahead_of_it_are_done(
 def test_an_idle_model_does_not_wait_for_company_past_what_a_deadline_leaves() -> None:
     limits = Limits(max_rows=8, max_delay_s=0.1, max_queued_rows=100, max_in_flight=2)
     queue = [Waiting(1, "raw", 0.0, 1.0), Waiting(1, "raw", 0.0, 0.08)]
-    alone = decide(queue, in_flight=0, now_s=0.0, ends_s=0.01, bound_s=0.02, limits=limits, company=8)
+    alone = decide(queue, in_flight=0, now_s=0.0, ends_s=0.01, bound_s=0.02, limits=limits, min_rows_to_send=8)
     assert sent(alone) == ()
     assert alone.wake_s == pytest.approx(0.06)
-    due = decide(queue, in_flight=0, now_s=0.06, ends_s=0.07, bound_s=0.02, limits=limits, company=8)
+    due = decide(queue, in_flight=0, now_s=0.06, ends_s=0.07, bound_s=0.02, limits=limits, min_rows_to_send=8)
     assert sent(due) == (0, 1)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inference_service.domain.rollout import Compared, Comparison, Difference, RollOutLimits, check_plan, falls_short
+from inference_service.domain.rollout import Compared, Comparison, Difference, RolloutLimits, check_plan, falls_short
 from inference_service.domain.signature import TensorSpec
 from shared.errors import InvalidArgument
 
@@ -66,7 +66,7 @@ def test_versions_that_may_differ_in_their_tensors_are_not_compared() -> None:
     wanted = Comparison(dataset_version="datasets/d/versions/v", split="test", min_agreement=0.9)
     with pytest.raises(InvalidArgument, match="allow_new_signature"):
         check_plan(
-            checkpoint="trainingJobs/j", steps=[], limits=RollOutLimits(), comparison=wanted, allow_new_signature=True
+            checkpoint="trainingJobs/j", steps=[], limits=RolloutLimits(), comparison=wanted, allow_new_signature=True
         )
 
 
@@ -94,7 +94,7 @@ def test_a_comparison_that_makes_no_sense_is_refused_by_its_field(fields: dict[s
         check_plan(
             checkpoint="trainingJobs/j",
             steps=[],
-            limits=RollOutLimits(),
+            limits=RolloutLimits(),
             comparison=Comparison(**given),
         )
     assert [one for one, _ in refused.value.fields] == [f"spec.comparison{field}"]

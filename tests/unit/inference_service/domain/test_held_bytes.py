@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from inference_service.serve.infer import HeldBytes
+from inference_service.serve.infer import InFlightBytes
 from shared.errors import ResourceExhausted
 
 
 def test_what_would_be_too_much_is_refused_until_enough_is_given_back() -> None:
-    held = HeldBytes(10)
+    held = InFlightBytes(10)
     held.take(6)
     held.take(4)
     with pytest.raises(ResourceExhausted) as refused:
@@ -20,7 +20,7 @@ def test_what_would_be_too_much_is_refused_until_enough_is_given_back() -> None:
 
 
 def test_one_that_is_alone_is_taken_whatever_its_size() -> None:
-    held = HeldBytes(10)
+    held = InFlightBytes(10)
     held.take(11)
     with pytest.raises(ResourceExhausted):
         held.take(1)
@@ -29,7 +29,7 @@ def test_one_that_is_alone_is_taken_whatever_its_size() -> None:
 
 
 def test_what_nobody_waits_for_leaves_half() -> None:
-    held = HeldBytes(10)
+    held = InFlightBytes(10)
     assert (held.would_leave_half(5), held.would_leave_half(6)) == (True, False)
     held.take(4)
     assert (held.would_leave_half(1), held.would_leave_half(2)) == (True, False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inference_service.domain.rollout import RollOutLimits
+from inference_service.domain.rollout import RolloutLimits
 from inference_service.domain.statistics import Recent, Seen, passed_limit
 
 NONE = Seen(0, 0, 0.0)
@@ -41,7 +41,7 @@ def test_a_version_that_is_just_within_the_limit_does_not_pass_it() -> None:
     recent = Recent()
     for _ in range(50):
         recent.answered(5.0, 0.2)
-    assert passed_limit(RollOutLimits(max_p99_s=0.2), recent.seen(5.0, 60.0), NONE) == ""
+    assert passed_limit(RolloutLimits(max_p99_s=0.2), recent.seen(5.0, 60.0), NONE) == ""
 
 
 @pytest.mark.parametrize("requests", [100, 300, 700, 1100])
@@ -74,22 +74,22 @@ def test_what_is_too_old_for_any_window_is_forgotten() -> None:
 @pytest.mark.parametrize(
     ("limits", "new", "old", "said"),
     [
-        (RollOutLimits(max_error_share=0.1), Seen(49, 49, 0.1), NONE, ""),
-        (RollOutLimits(max_error_share=0.1), Seen(50, 5, 0.1), NONE, ""),
-        (RollOutLimits(max_error_share=0.1), Seen(50, 6, 0.1), NONE, "12.0% of its last 50 requests failed"),
-        (RollOutLimits(max_error_share=0.0), Seen(50, 1, 0.1), NONE, "at most 0.0% may"),
-        (RollOutLimits(max_p99_s=0.2), Seen(50, 50, 0.0), NONE, ""),
-        (RollOutLimits(max_p99_s=0.2), Seen(50, 0, 0.2), NONE, ""),
-        (RollOutLimits(max_p99_s=0.2), Seen(50, 0, 0.21), NONE, "took 210 ms or longer, at most 200 ms may"),
-        (RollOutLimits(max_p99_ratio=2.0), Seen(50, 0, 9.0), Seen(49, 0, 0.1), ""),
-        (RollOutLimits(max_p99_ratio=2.0), Seen(50, 0, 0.2), Seen(50, 0, 0.1), ""),
-        (RollOutLimits(max_p99_ratio=2.0), Seen(50, 0, 0.3), Seen(50, 0, 0.1), "3 times as long as the old"),
-        (RollOutLimits(max_p99_s=0.2, min_requests=10), Seen(10, 0, 0.3), NONE, "300 ms"),
-        (RollOutLimits(), Seen(10**6, 10**6, 9.0), NONE, ""),
+        (RolloutLimits(max_error_share=0.1), Seen(49, 49, 0.1), NONE, ""),
+        (RolloutLimits(max_error_share=0.1), Seen(50, 5, 0.1), NONE, ""),
+        (RolloutLimits(max_error_share=0.1), Seen(50, 6, 0.1), NONE, "12.0% of its last 50 requests failed"),
+        (RolloutLimits(max_error_share=0.0), Seen(50, 1, 0.1), NONE, "at most 0.0% may"),
+        (RolloutLimits(max_p99_s=0.2), Seen(50, 50, 0.0), NONE, ""),
+        (RolloutLimits(max_p99_s=0.2), Seen(50, 0, 0.2), NONE, ""),
+        (RolloutLimits(max_p99_s=0.2), Seen(50, 0, 0.21), NONE, "took 210 ms or longer, at most 200 ms may"),
+        (RolloutLimits(max_p99_ratio=2.0), Seen(50, 0, 9.0), Seen(49, 0, 0.1), ""),
+        (RolloutLimits(max_p99_ratio=2.0), Seen(50, 0, 0.2), Seen(50, 0, 0.1), ""),
+        (RolloutLimits(max_p99_ratio=2.0), Seen(50, 0, 0.3), Seen(50, 0, 0.1), "3 times as long as the old"),
+        (RolloutLimits(max_p99_s=0.2, min_requests=10), Seen(10, 0, 0.3), NONE, "300 ms"),
+        (RolloutLimits(), Seen(10**6, 10**6, 9.0), NONE, ""),
     ],
 )
 def test_a_limit_is_passed_above_it_and_only_after_enough_requests(
-    limits: RollOutLimits, new: Seen, old: Seen, said: str
+    limits: RolloutLimits, new: Seen, old: Seen, said: str
 ) -> None:
     passed = passed_limit(limits, new, old)
     assert said in passed

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from inference_service.domain.deployment import latest_policy, named_policy
-from inference_service.domain.rollout import DEFAULT_STEPS, RollOutLimits, Step, check_plan
+from inference_service.domain.rollout import DEFAULT_STEPS, RolloutLimits, RolloutStep, check_plan
 from shared.errors import InvalidArgument
 
 
 def test_no_steps_mean_four_of_a_minute() -> None:
-    plan = check_plan(checkpoint="trainingJobs/j", steps=[], limits=RollOutLimits())
+    plan = check_plan(checkpoint="trainingJobs/j", steps=[], limits=RolloutLimits())
     assert [step.percent for step in plan.steps] == [5, 25, 50, 100]
     assert {step.interval_s for step in plan.steps} == {60.0}
     assert plan.steps == DEFAULT_STEPS
@@ -21,21 +21,21 @@ def test_no_steps_mean_four_of_a_minute() -> None:
 @pytest.mark.parametrize(
     ("steps", "field"),
     [
-        ([Step(-1, 1.0), Step(100, 1.0)], "spec.steps[0].percent"),
-        ([Step(0, 1.0), Step(0, 1.0), Step(100, 1.0)], "spec.steps[1].percent"),
-        ([Step(101, 1.0)], "spec.steps[0].percent"),
-        ([Step(50, 1.0), Step(50, 1.0), Step(100, 1.0)], "spec.steps[1].percent"),
-        ([Step(50, 1.0), Step(20, 1.0), Step(100, 1.0)], "spec.steps[1].percent"),
-        ([Step(50, 1.0)], "spec.steps[0].percent"),
-        ([Step(100, -1.0)], "spec.steps[0].interval"),
-        ([Step(100, 86_401.0)], "spec.steps[0].interval"),
-        ([Step(100, float("nan"))], "spec.steps[0].interval"),
-        ([Step(1 + number, 1.0) for number in range(21)], "spec.steps"),
+        ([RolloutStep(-1, 1.0), RolloutStep(100, 1.0)], "spec.steps[0].percent"),
+        ([RolloutStep(0, 1.0), RolloutStep(0, 1.0), RolloutStep(100, 1.0)], "spec.steps[1].percent"),
+        ([RolloutStep(101, 1.0)], "spec.steps[0].percent"),
+        ([RolloutStep(50, 1.0), RolloutStep(50, 1.0), RolloutStep(100, 1.0)], "spec.steps[1].percent"),
+        ([RolloutStep(50, 1.0), RolloutStep(20, 1.0), RolloutStep(100, 1.0)], "spec.steps[1].percent"),
+        ([RolloutStep(50, 1.0)], "spec.steps[0].percent"),
+        ([RolloutStep(100, -1.0)], "spec.steps[0].interval"),
+        ([RolloutStep(100, 86_401.0)], "spec.steps[0].interval"),
+        ([RolloutStep(100, float("nan"))], "spec.steps[0].interval"),
+        ([RolloutStep(1 + number, 1.0) for number in range(21)], "spec.steps"),
     ],
 )
-def test_a_step_that_makes_no_sense_is_refused_by_its_place(steps: list[Step], field: str) -> None:
+def test_a_step_that_makes_no_sense_is_refused_by_its_place(steps: list[RolloutStep], field: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
-        check_plan(checkpoint="trainingJobs/j", steps=steps, limits=RollOutLimits())
+        check_plan(checkpoint="trainingJobs/j", steps=steps, limits=RolloutLimits())
     assert [one for one, _ in refused.value.fields] == [field]
 
 
@@ -53,7 +53,7 @@ def test_a_step_that_makes_no_sense_is_refused_by_its_place(steps: list[Step], f
 )
 def test_a_limit_out_of_range_is_refused_by_its_field(limits: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
-        check_plan(checkpoint="trainingJobs/j", steps=[], limits=RollOutLimits(**limits))
+        check_plan(checkpoint="trainingJobs/j", steps=[], limits=RolloutLimits(**limits))
     assert [one for one, _ in refused.value.fields] == [f"spec.limits.{field}"]
 
 

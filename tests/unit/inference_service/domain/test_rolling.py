@@ -18,7 +18,7 @@ from inference_service.domain.deployment import (
     VersionPolicy,
     with_deletion,
 )
-from inference_service.domain.rollout import RollOut, RollOutLimits, RollOutState, Step, check_plan
+from inference_service.domain.rollout import Rollout, RolloutLimits, RolloutState, RolloutStep, check_plan
 from inference_service.domain.rollout_transitions import (
     begun,
     next_number,
@@ -27,7 +27,7 @@ from inference_service.domain.rollout_transitions import (
     with_next_step,
     with_policy_applied,
     with_retired_gone,
-    with_roll_back,
+    with_rollback,
     with_traffic_back,
     with_version_failed,
     with_version_loaded,
@@ -39,7 +39,9 @@ from tests.unit.inference_service.domain.test_deployment import SIGNATURE, deplo
 
 NAME = "deployments/digits"
 PLAN = check_plan(
-    checkpoint="trainingJobs/j", steps=[Step(10, 1.0), Step(50, 1.0), Step(100, 1.0)], limits=RollOutLimits()
+    checkpoint="trainingJobs/j",
+    steps=[RolloutStep(10, 1.0), RolloutStep(50, 1.0), RolloutStep(100, 1.0)],
+    limits=RolloutLimits(),
 )
 WEIGHED = State.READY, version("1", weight=3, signature=SIGNATURE), version("2", weight=1, signature=SIGNATURE)
 
@@ -48,12 +50,12 @@ def rolling(before: Deployment | None = None, uid: str = "r", **plan: Any) -> De
     """A roll-out has just been wished for."""
     there = before or deployment(State.READY)
     number = next_number(there)
-    made = RollOut(
+    made = Rollout(
         uid=uid,
         request_id="",
         operation=f"operations/rollout-{uid}",
         plan=replace(PLAN, **plan),
-        state=RollOutState.LOADING,
+        state=RolloutState.LOADING,
         version=number,
         before={},
         create_time=2.0,
@@ -63,8 +65,8 @@ def rolling(before: Deployment | None = None, uid: str = "r", **plan: Any) -> De
 
 def loaded(before: Deployment, signature: Signature = SIGNATURE) -> Deployment:
     """The version of its roll-out has been loaded."""
-    assert before.roll_out is not None
-    new = next(one for one in before.versions if one.number == before.roll_out.version)
+    assert before.rollout is not None
+    new = next(one for one in before.versions if one.number == before.rollout.version)
     return sure(with_version_loaded(before, replace(new, signature=signature), 3.0))
 
 
@@ -73,9 +75,9 @@ def sure(after: Deployment | None) -> Deployment:
     return after
 
 
-def state(one: Deployment) -> RollOutState:
-    assert one.roll_out is not None
-    return one.roll_out.state
+def state(one: Deployment) -> RolloutState:
+    assert one.rollout is not None
+    return one.rollout.state
 
 
 def weights(one: Deployment) -> dict[str, int]:
@@ -108,20 +110,20 @@ def test_shares_are_whole_proportional_and_add_up(given_weights: dict[str, int],
 
 def test_while_the_new_version_loads_the_old_one_has_all_traffic() -> None:
     after = rolling()
-    assert (after.state, state(after), weights(after)) == (State.READY, RollOutState.LOADING, {"1": 100, "2": 0})
+    assert (after.state, state(after), weights(after)) == (State.READY, RolloutState.LOADING, {"1": 100, "2": 0})
     assert after.generation == 2
     assert after.was_loaded  # the operation that made the deployment stays done
 
 
 def test_traffic_moves_by_steps_and_then_the_old_version_goes() -> None:
     one = loaded(rolling())
-    assert (state(one), weights(one)) == (RollOutState.SHIFTING, {"1": 90, "2": 10})
+    assert (state(one), weights(one)) == (RolloutState.SHIFTING, {"1": 90, "2": 10})
     one = sure(with_next_step(one, "r", 0, 4.0))
     assert weights(one) == {"1": 50, "2": 50}
     one = sure(with_next_step(one, "r", 1, 5.0))
     assert (weights(one), retired(one)) == ({"1": 0, "2": 100}, [])
     one = sure(with_next_step(one, "r", 2, 6.0))
-    assert (state(one), weights(one), retired(one)) == (RollOutState.SUCCEEDED, {"1": 0, "2": 100}, ["1"])
+    assert (state(one), weights(one), retired(one)) == (RolloutState.SUCCEEDED, {"1": 0, "2": 100}, ["1"])
     assert one.generation == 2  # progress is no wish
     gone = sure(with_retired_gone(one, ["1"], 7.0))
     assert list(weights(gone)) == ["2"]
@@ -135,7 +137,7 @@ def test_several_old_versions_keep_their_proportion() -> None:
     assert (weights(back), retired(back)) == ({"1": 3, "2": 1, "3": 0}, ["3"])
 
 
-def test_a_step_is_taken_once_and_only_by_its_own_roll_out() -> None:
+def test_a_step_is_taken_once_and_only_by_its_own_rollout() -> None:
     one = loaded(rolling())
     after = sure(with_next_step(one, "r", 0, 4.0))
     assert with_next_step(after, "r", 0, 5.0) is None
@@ -143,18 +145,18 @@ def test_a_step_is_taken_once_and_only_by_its_own_roll_out() -> None:
     assert with_next_step(rolling(), "r", 0, 4.0) is None
 
 
-def test_a_version_that_does_not_load_ends_the_roll_out_and_leaves_the_old_one_all_traffic() -> None:
+def test_a_version_that_does_not_load_ends_the_rollout_and_leaves_the_old_one_all_traffic() -> None:
     one = sure(with_version_failed(rolling(), "2", DataLoss("a file is damaged"), 3.0))
     assert (one.state, state(one), weights(one), retired(one)) == (
         State.READY,
-        RollOutState.ROLLED_BACK,
+        RolloutState.ROLLED_BACK,
         {"1": 100, "2": 0},
         ["2"],
     )
     assert one.error is None
-    assert one.roll_out is not None
-    assert one.roll_out.error is not None
-    assert one.roll_out.error["message"] == "a file is damaged"
+    assert one.rollout is not None
+    assert one.rollout.error is not None
+    assert one.rollout.error["message"] == "a file is damaged"
 
 
 def test_an_old_version_that_does_not_start_again_ends_nothing() -> None:
@@ -164,12 +166,12 @@ def test_an_old_version_that_does_not_start_again_ends_nothing() -> None:
 def test_a_version_whose_tensors_differ_is_rolled_back_before_it_gets_traffic_unless_that_is_wished() -> None:
     other = replace(SIGNATURE, raw=(TensorSpec("y", "UINT8", (-1,)),))
     one = loaded(rolling(), other)
-    assert (state(one), weights(one)) == (RollOutState.ROLLED_BACK, {"1": 100, "2": 0})
-    assert one.roll_out is not None
-    assert one.roll_out.error is not None
-    assert "y UINT8[-1]" in one.roll_out.error["message"]
-    assert "allow_new_signature" in one.roll_out.error["message"]
-    assert state(loaded(rolling(allow_new_signature=True), other)) is RollOutState.SHIFTING
+    assert (state(one), weights(one)) == (RolloutState.ROLLED_BACK, {"1": 100, "2": 0})
+    assert one.rollout is not None
+    assert one.rollout.error is not None
+    assert "y UINT8[-1]" in one.rollout.error["message"]
+    assert "allow_new_signature" in one.rollout.error["message"]
+    assert state(loaded(rolling(allow_new_signature=True), other)) is RolloutState.SHIFTING
 
 
 def test_a_version_that_has_lost_the_names_of_its_classes_is_rolled_back_and_one_that_gained_some_is_not() -> None:
@@ -181,12 +183,12 @@ def test_a_version_that_has_lost_the_names_of_its_classes_is_rolled_back_and_one
         before = rolling()
         return loaded(replace(before, versions=(replace(before.versions[0], signature=old), *before.versions[1:])), new)
 
-    assert state(rolled(plain, named)) is RollOutState.SHIFTING
+    assert state(rolled(plain, named)) is RolloutState.SHIFTING
     lost = rolled(named, plain)
-    assert state(lost) is RollOutState.ROLLED_BACK
-    assert lost.roll_out is not None
-    assert lost.roll_out.error is not None
-    assert "label_name BYTES[-1]" in lost.roll_out.error["message"]
+    assert state(lost) is RolloutState.ROLLED_BACK
+    assert lost.rollout is not None
+    assert lost.rollout.error is not None
+    assert "label_name BYTES[-1]" in lost.rollout.error["message"]
 
 
 def test_loading_a_version_again_after_a_restart_is_no_news() -> None:
@@ -196,33 +198,33 @@ def test_loading_a_version_again_after_a_restart_is_no_news() -> None:
 
 @pytest.mark.parametrize("before", [rolling(), loaded(rolling())], ids=["LOADING", "SHIFTING"])
 def test_rolling_back_by_wish_gives_the_traffic_back_at_once(before: Deployment) -> None:
-    after = sure(with_roll_back(before, NAME, before.etag, 5.0))
-    assert (state(after), weights(after), retired(after)) == (RollOutState.ROLLED_BACK, {"1": 100, "2": 0}, ["2"])
+    after = sure(with_rollback(before, NAME, before.etag, 5.0))
+    assert (state(after), weights(after), retired(after)) == (RolloutState.ROLLED_BACK, {"1": 100, "2": 0}, ["2"])
     assert after.etag != before.etag
-    assert with_roll_back(after, NAME, "", 6.0) is None
+    assert with_rollback(after, NAME, "", 6.0) is None
 
 
-def test_a_roll_out_that_succeeded_is_undone_while_the_old_version_is_loaded() -> None:
+def test_a_rollout_that_succeeded_is_undone_while_the_old_version_is_loaded() -> None:
     policy = VersionPolicy(count=2)
     ready = deployment(State.READY)
     kept = finished(loaded(rolling(replace(ready, spec=replace(ready.spec, version_policy=policy)))))
     assert retired(kept) == []
-    undone = sure(with_roll_back(kept, NAME, "", 9.0))
-    assert (state(undone), weights(undone), retired(undone)) == (RollOutState.UNDONE, {"1": 100, "2": 0}, ["2"])
-    assert undone.roll_out is not None
-    assert undone.roll_out.error is None  # its operation stays the success that it was
+    undone = sure(with_rollback(kept, NAME, "", 9.0))
+    assert (state(undone), weights(undone), retired(undone)) == (RolloutState.UNDONE, {"1": 100, "2": 0}, ["2"])
+    assert undone.rollout is not None
+    assert undone.rollout.error is None  # its operation stays the success that it was
 
 
-def test_a_roll_out_that_succeeded_is_undone_while_the_log_still_names_the_old_version() -> None:
+def test_a_rollout_that_succeeded_is_undone_while_the_log_still_names_the_old_version() -> None:
     done = finished(loaded(rolling()))
     assert retired(done) == ["1"]
-    undone = sure(with_roll_back(done, NAME, "", 9.0))
-    assert (state(undone), weights(undone), retired(undone)) == (RollOutState.UNDONE, {"1": 100, "2": 0}, ["2"])
+    undone = sure(with_rollback(done, NAME, "", 9.0))
+    assert (state(undone), weights(undone), retired(undone)) == (RolloutState.UNDONE, {"1": 100, "2": 0}, ["2"])
     # Who had begun to let it go finds that it stays.
     assert with_retired_gone(undone, ["1"], 9.5) is None
 
 
-def test_a_policy_that_comes_just_after_the_end_of_a_roll_out_keeps_the_old_versions_all_the_same() -> None:
+def test_a_policy_that_comes_just_after_the_end_of_a_rollout_keeps_the_old_versions_all_the_same() -> None:
     one = finished(loaded(rolling()))
     assert retired(one) == ["1"]
     both = with_change(one, NAME, TrafficChange(policy=VersionPolicy(count=2)), "", 9.0)
@@ -232,7 +234,7 @@ def test_a_policy_that_comes_just_after_the_end_of_a_roll_out_keeps_the_old_vers
 
 
 def test_no_policy_keeps_a_version_that_was_rolled_back() -> None:
-    one = sure(with_roll_back(loaded(rolling()), NAME, "", 4.0))
+    one = sure(with_rollback(loaded(rolling()), NAME, "", 4.0))
     assert retired(one) == ["2"]
     assert retired(with_change(one, NAME, TrafficChange(policy=VersionPolicy(Kept.ALL)), "", 9.0)) == ["2"]
 
@@ -240,16 +242,16 @@ def test_no_policy_keeps_a_version_that_was_rolled_back() -> None:
 def test_what_the_log_does_not_name_any_more_is_not_rolled_back_to() -> None:
     gone = sure(with_retired_gone(finished(loaded(rolling())), ["1"], 8.0))
     with pytest.raises(FailedPrecondition, match="version 1 is no longer loaded"):
-        with_roll_back(gone, NAME, "", 9.0)
+        with_rollback(gone, NAME, "", 9.0)
     with pytest.raises(FailedPrecondition, match="had no roll-out"):
-        with_roll_back(deployment(State.READY), NAME, "", 9.0)
+        with_rollback(deployment(State.READY), NAME, "", 9.0)
     with pytest.raises(NotFound):
-        with_roll_back(None, NAME, "", 9.0)
+        with_rollback(None, NAME, "", 9.0)
     with pytest.raises(Conflict):
-        with_roll_back(loaded(rolling()), NAME, "old", 9.0)
+        with_rollback(loaded(rolling()), NAME, "old", 9.0)
 
 
-def test_only_one_roll_out_at_a_time_and_only_from_ready() -> None:
+def test_only_one_rollout_at_a_time_and_only_from_ready() -> None:
     with pytest.raises(FailedPrecondition, match="rolling out version 2"):
         rolling(rolling())
     with pytest.raises(FailedPrecondition, match="LOADING"):
@@ -262,13 +264,13 @@ def test_numbers_are_never_used_twice() -> None:
     assert list(weights(rolling(gone))) == ["1", "3"]
 
 
-def test_deleting_ends_the_roll_out() -> None:
+def test_deleting_ends_the_rollout() -> None:
     after = sure(with_deletion(loaded(rolling()), NAME, "", 5.0))
-    assert (after.state, state(after)) == (State.DELETING, RollOutState.ROLLED_BACK)
+    assert (after.state, state(after)) == (State.DELETING, RolloutState.ROLLED_BACK)
     assert with_next_step(after, "r", 0, 6.0) is None
 
 
-def test_a_roll_out_survives_the_log() -> None:
+def test_a_rollout_survives_the_log() -> None:
     for one in (rolling(), loaded(rolling()), finished(loaded(rolling()))):
         assert Deployment.from_record(one.as_record()) == one
 
@@ -291,6 +293,6 @@ def test_the_policy_keeps_what_it_names_and_what_has_traffic(policy: VersionPoli
     assert retired(after) == going
 
 
-def test_a_deployment_is_not_unloaded_while_its_roll_out_is_under_way() -> None:
-    with pytest.raises(FailedPrecondition, match="RollBack"):
+def test_a_deployment_is_not_unloaded_while_its_rollout_is_under_way() -> None:
+    with pytest.raises(FailedPrecondition, match="Rollback"):
         with_unloaded(rolling(), NAME, 4.0)

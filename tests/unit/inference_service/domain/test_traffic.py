@@ -18,8 +18,8 @@ from inference_service.domain.deployment import (
     check_change,
     headers_of,
 )
-from inference_service.domain.rollout import Step
-from inference_service.domain.rollout_transitions import with_change, with_next_step, with_roll_back
+from inference_service.domain.rollout import RolloutStep
+from inference_service.domain.rollout_transitions import with_change, with_next_step, with_rollback
 from inference_service.serve.models import choose_version
 from shared.errors import Conflict, FailedPrecondition, InvalidArgument
 from tests.unit.inference_service.domain.test_deployment import SIGNATURE, deployment, version
@@ -73,14 +73,14 @@ def test_a_change_that_makes_no_sense_is_refused_by_its_field(change: dict[str, 
     assert [one for one, _ in refused.value.fields] == [field]
 
 
-def test_a_roll_out_has_the_weights_while_it_is_under_way_and_nothing_else() -> None:
+def test_a_rollout_has_the_weights_while_it_is_under_way_and_nothing_else() -> None:
     one = loaded(rolling())
     with pytest.raises(FailedPrecondition, match="rolling out"):
         changed(one, weights={"1": 1})
     after = changed(one, routes=(ROUTE,), shadow=Shadow("2", 10))
     assert (after.routes, after.shadow, weights(after)) == ((ROUTE,), Shadow("2", 10), weights(one))
     assert Deployment.from_record(after.as_record()) == after
-    back = sure(with_roll_back(after, NAME, "", 6.0))  # they go with their version
+    back = sure(with_rollback(after, NAME, "", 6.0))  # they go with their version
     assert (back.routes, back.shadow) == ((), None)
 
 
@@ -118,13 +118,13 @@ def test_a_route_to_a_version_that_cannot_answer_now_is_passed_over() -> None:
 
 
 def test_while_the_new_version_cannot_answer_those_do_that_had_the_traffic_before() -> None:
-    rolled = sure(loaded(rolling(steps=(Step(100, 60.0),))))
+    rolled = sure(loaded(rolling(steps=(RolloutStep(100, 60.0),))))
     assert weights(rolled) == {"1": 0, "2": 100}
     assert choose_version(rolled, "", 0.5).number == "2"
     assert choose_version(rolled, "", 0.5, lambda version: version.number == "1").number == "1"
     assert choose_version(rolled, "", 0.5, lambda _: False).number == "2"
-    assert rolled.roll_out is not None
-    done = sure(with_next_step(rolled, rolled.roll_out.uid, 0, 9.0))
+    assert rolled.rollout is not None
+    done = sure(with_next_step(rolled, rolled.rollout.uid, 0, 9.0))
     assert choose_version(done, "", 0.5, lambda version: version.number == "1").number == "2"
 
 

@@ -19,9 +19,9 @@ import pytest
 
 from inference_service import __main__ as service
 from inference_service.domain.statistics import Counts, Recent
-from inference_service.frontend import SiblingReports
-from inference_service.frontends import REFUSED, hangs, run_fronts
-from inference_service.peers import SILENT_AFTER_S, Siblings, Told
+from inference_service.frontend import PeerReports
+from inference_service.frontends import REFUSED, hangs, run_frontends
+from inference_service.peers import UNRESPONSIVE_AFTER_S, Peers, PeerState
 from inference_service.serve.models import Models
 from inference_service.serve.repository import SummedStatistics
 from inference_service.settings import metrics_of, settings_from
@@ -41,22 +41,22 @@ def ended() -> int:
 
 def told(
     *holds: str, listens: bool = True, ready: bool = True, pid: int = 0, counts: dict[str, Counts] | None = None
-) -> Told:
-    return Told(pid=pid or os.getpid(), listens=listens, ready=ready, holds=list(holds), counts=counts or {})
+) -> PeerState:
+    return PeerState(pid=pid or os.getpid(), listens=listens, ready=ready, holds=list(holds), counts=counts or {})
 
 
-def test_one_front_alone_leads_listens_and_waits_for_nobody() -> None:
-    alone = Siblings()
+def test_one_frontend_alone_leads_listens_and_waits_for_nobody() -> None:
+    alone = Peers()
     alone.tell(told("a"))
-    assert alone.leads
+    assert alone.is_leader
     assert alone.may_listen(False, [])
     assert list(alone.counts("a")) == []
     asyncio.run(asyncio.wait_for(alone.let_go("a", time.time(), 60.0), 240))
 
 
 def test_the_first_listens_at_once_only_while_nobody_answers_and_the_others_when_all_are_ready(tmp_path: Path) -> None:
-    first, second = Siblings(tmp_path, 0), Siblings(tmp_path, 1)
-    assert (first.leads, second.leads) == (True, False)
+    first, second = Peers(tmp_path, 0), Peers(tmp_path, 1)
+    assert (first.is_leader, second.is_leader) == (True, False)
     assert first.may_listen(False, [])
     assert not second.may_listen(False, [])
     first.tell(told(ready=False))
@@ -72,11 +72,11 @@ def test_the_first_listens_at_once_only_while_nobody_answers_and_the_others_when
 
 
 def test_what_a_process_is_taking_out_the_others_know_as_long_as_it_tells(tmp_path: Path) -> None:
-    first, second = Siblings(tmp_path, 0), Siblings(tmp_path, 1)
+    first, second = Peers(tmp_path, 0), Peers(tmp_path, 1)
     first.tell(replace(told("b"), going=["a"]))
     assert (first.going(), second.going()) == (set(), {"a"})
     assert second.news() == {os.getpid(): (0, ["b"], ["a"])}
-    silence(tmp_path, 0, SILENT_AFTER_S + 1)
+    silence(tmp_path, 0, UNRESPONSIVE_AFTER_S + 1)
     assert second.going() == set()
     first.tell(replace(told("b", pid=ended()), going=["a"]))
     assert second.going() == set()
@@ -88,10 +88,10 @@ def silence(folder: Path, number: int, for_s: float) -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_front_that_starts_listens_once_it_reaches_what_those_reach_that_have_the_port(
+def test_a_frontend_that_starts_listens_once_it_reaches_what_those_reach_that_have_the_port(
     tmp_path: Path, number: int
 ) -> None:
-    starting, there, third = Siblings(tmp_path, number), Siblings(tmp_path, 1 - number), Siblings(tmp_path, 2)
+    starting, there, third = Peers(tmp_path, number), Peers(tmp_path, 1 - number), Peers(tmp_path, 2)
     there.tell(told("a", "b"))
     third.tell(told("c", listens=False))
     assert not starting.may_listen(True, [])
@@ -100,21 +100,21 @@ def test_a_front_that_starts_listens_once_it_reaches_what_those_reach_that_have_
     assert starting.may_listen(True, ["c", "b", "a"])
 
 
-def test_a_front_that_has_long_been_silent_is_not_waited_for_to_listen(tmp_path: Path) -> None:
-    first, second = Siblings(tmp_path, 0), Siblings(tmp_path, 1)
+def test_a_frontend_that_has_long_been_silent_is_not_waited_for_to_listen(tmp_path: Path) -> None:
+    first, second = Peers(tmp_path, 0), Peers(tmp_path, 1)
     second.tell(told("a", ready=False))
     assert not first.may_listen(True, [])
-    silence(tmp_path, 1, SILENT_AFTER_S + 1)
+    silence(tmp_path, 1, UNRESPONSIVE_AFTER_S + 1)
     assert first.may_listen(True, [])
     # It may have the port all the same, and answer: who cannot yet should not take calls from it.
     assert not first.may_listen(False, [])
 
 
-def test_what_a_silent_front_has_counted_weighs_no_more(tmp_path: Path) -> None:
-    first, second = Siblings(tmp_path, 0), Siblings(tmp_path, 1)
+def test_what_a_silent_frontend_has_counted_weighs_no_more(tmp_path: Path) -> None:
+    first, second = Peers(tmp_path, 0), Peers(tmp_path, 1)
     second.tell(told(counts={"a": Recent().counts(0.0, 1.0)}))
     assert len(list(first.counts("a"))) == 1
-    silence(tmp_path, 1, SILENT_AFTER_S + 1)
+    silence(tmp_path, 1, UNRESPONSIVE_AFTER_S + 1)
     assert list(first.counts("a")) == []
 
 
@@ -136,12 +136,12 @@ def test_a_folder_that_cannot_be_written_ends_nothing_and_is_said_once(
 
         def on_going(self, _: Any) -> None: ...
 
-        def nudge(self) -> None: ...
+        def wake(self) -> None: ...
 
     async def scenario() -> None:
         reconciler: Any = Holding()
-        siblings, models = Siblings(folder, 0), Models()
-        reports = SiblingReports(siblings, reconciler, models, SummedStatistics(models, siblings), asyncio.Event())
+        peers, models = Peers(folder, 0), Models()
+        reports = PeerReports(peers, reconciler, models, SummedStatistics(models, peers), asyncio.Event())
         running = asyncio.create_task(reports.run())
         await until((folder / "0.json").exists, "it tells")
         shutil.rmtree(folder)
@@ -154,12 +154,12 @@ def test_a_folder_that_cannot_be_written_ends_nothing_and_is_said_once(
         await until((folder / "0.json").exists, "it tells again")
         running.cancel()
 
-    monkeypatch.setattr("inference_service.frontend.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("inference_service.frontend.POLL_INTERVAL_S", 0.01)
     with caplog.at_level(logging.ERROR):
         asyncio.run(scenario())
 
 
-def test_a_front_whose_turn_to_listen_fails_does_not_listen() -> None:
+def test_a_frontend_whose_turn_to_listen_fails_does_not_listen() -> None:
     async def fails() -> None:
         raise OSError("disk")
 
@@ -192,8 +192,8 @@ def test_an_unexpected_error_ends_the_process_whatever_its_threads_wait_for(tmp_
     assert "disk" in ended.stdout + ended.stderr
 
 
-def test_an_application_goes_once_no_front_that_lives_sends_there(tmp_path: Path) -> None:
-    first, second, third = (Siblings(tmp_path, number) for number in range(3))
+def test_an_application_goes_once_no_frontend_that_lives_sends_there(tmp_path: Path) -> None:
+    first, second, third = (Peers(tmp_path, number) for number in range(3))
 
     async def scenario() -> None:
         second.tell(told("a", "b"))
@@ -207,11 +207,11 @@ def test_an_application_goes_once_no_front_that_lives_sends_there(tmp_path: Path
     asyncio.run(scenario())
 
 
-def test_what_a_front_told_before_it_heard_that_an_application_goes_says_nothing_of_what_it_holds(
+def test_what_a_frontend_told_before_it_heard_that_an_application_goes_says_nothing_of_what_it_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = Siblings(tmp_path, 0), Siblings(tmp_path, 1)
-    monkeypatch.setattr("inference_service.peers.LOOK_EVERY_S", 0)
+    first, second = Peers(tmp_path, 0), Peers(tmp_path, 1)
+    monkeypatch.setattr("inference_service.peers.POLL_INTERVAL_S", 0)
 
     async def scenario() -> None:
         second.tell(told())
@@ -230,43 +230,43 @@ def test_what_a_front_told_before_it_heard_that_an_application_goes_says_nothing
     asyncio.run(scenario())
 
 
-def test_a_front_that_has_hung_for_long_is_not_waited_for(tmp_path: Path) -> None:
-    first, second = Siblings(tmp_path, 0), Siblings(tmp_path, 1)
+def test_a_frontend_that_has_hung_for_long_is_not_waited_for(tmp_path: Path) -> None:
+    first, second = Peers(tmp_path, 0), Peers(tmp_path, 1)
     second.tell(told("a"))
     silence(tmp_path, 1, 61)
     asyncio.run(asyncio.wait_for(first.let_go("a", time.time(), 60.0), 240))
 
 
-def test_counts_of_several_fronts_add_up_to_those_of_one(tmp_path: Path) -> None:
+def test_counts_of_several_frontends_add_up_to_those_of_one(tmp_path: Path) -> None:
     whole, parts = Recent(), [Recent(), Recent()]
     for place in range(200):
         for one in (whole, parts[place % 2]):
             one.answered(100.0, 0.001 * (place + 1))
     for one in (whole, parts[1]):
         one.failed(101.0, "UNAVAILABLE", 0.5)
-    first, second = Siblings(tmp_path, 0), Siblings(tmp_path, 1)
+    first, second = Peers(tmp_path, 0), Peers(tmp_path, 1)
     second.tell(told(counts={"a": parts[1].counts(101.0, 60.0)}))
     added = sum(first.counts("a"), parts[0].counts(101.0, 60.0))
     assert added.seen() == whole.seen(101.0, 60.0)
     assert list(first.counts("b")) == []
 
 
-@pytest.mark.parametrize(("text", "fronts"), [(None, 1), ("", 1), ("1", 1), ("4", 4)])
-def test_the_number_of_fronts_is_a_setting(text: str | None, fronts: int) -> None:
-    assert settings_from(ENVIRON if text is None else {**ENVIRON, "MILLRACE_FRONTS": text}).fronts == fronts
+@pytest.mark.parametrize(("text", "frontends"), [(None, 1), ("", 1), ("1", 1), ("4", 4)])
+def test_the_number_of_frontends_is_a_setting(text: str | None, frontends: int) -> None:
+    assert settings_from(ENVIRON if text is None else {**ENVIRON, "MILLRACE_FRONTENDS": text}).frontends == frontends
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "65", "1.5"])
-def test_another_number_of_fronts_is_refused(text: str) -> None:
-    with pytest.raises(SettingsError, match=r"MILLRACE_FRONTS=.*use 1 to 64"):
-        settings_from({**ENVIRON, "MILLRACE_FRONTS": text})
+def test_another_number_of_frontends_is_refused(text: str) -> None:
+    with pytest.raises(SettingsError, match=r"MILLRACE_FRONTENDS=.*use 1 to 64"):
+        settings_from({**ENVIRON, "MILLRACE_FRONTENDS": text})
 
 
-def test_each_front_has_metrics_of_its_own() -> None:
-    assert [metrics_of("[::1]:9400", front) for front in (0, 2)] == ["[::1]:9400", "[::1]:9402"]
+def test_each_frontend_has_metrics_of_its_own() -> None:
+    assert [metrics_of("[::1]:9400", frontend) for frontend in (0, 2)] == ["[::1]:9400", "[::1]:9402"]
     assert metrics_of("", 3) == ""
     with pytest.raises(SettingsError, match="leave ports above it for 3 fronts"):
-        settings_from({**ENVIRON, "MILLRACE_FRONTS": "3", "MILLRACE_METRICS_LISTEN": "127.0.0.1:65534"})
+        settings_from({**ENVIRON, "MILLRACE_FRONTENDS": "3", "MILLRACE_METRICS_LISTEN": "127.0.0.1:65534"})
 
 
 def test_a_port_that_another_service_has_is_refused() -> None:
@@ -275,7 +275,7 @@ def test_a_port_that_another_service_has_is_refused() -> None:
         taken.bind(("127.0.0.1", free_ports(1)[0]))
         taken.listen()
         with pytest.raises(SettingsError, match="Address already in use; use another port"):
-            asyncio.run(run_fronts("nothing", f"127.0.0.1:{taken.getsockname()[1]}", 2))
+            asyncio.run(run_frontends("nothing", f"127.0.0.1:{taken.getsockname()[1]}", 2))
 
 
 @pytest.mark.parametrize(
@@ -287,29 +287,31 @@ def test_a_port_that_another_service_has_is_refused() -> None:
         ("0.0.0.0:{1}", "127.0.0.1:{0}", r"MILLRACE_METRICS_LISTEN: .*{1}: Address already in use; use another port"),
     ],
 )
-def test_ports_that_fronts_cannot_have_are_refused_before_any_is_started(
+def test_ports_that_frontends_cannot_have_are_refused_before_any_is_started(
     listen: str, metrics: str, message: str
 ) -> None:
     port = two_free_ports()
     listen, metrics, message = (text.format(port, port + 1) for text in (listen, metrics, message))
     with pytest.raises(SettingsError, match=message):
-        asyncio.run(run_fronts("nothing", listen, 2, metrics))
+        asyncio.run(run_frontends("nothing", listen, 2, metrics))
 
 
-def test_a_metrics_port_that_is_taken_is_refused_whichever_front_is_to_have_it() -> None:
+def test_a_metrics_port_that_is_taken_is_refused_whichever_frontend_is_to_have_it() -> None:
     port = two_free_ports()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port + 1))
         taken.listen()
         with pytest.raises(SettingsError, match=f"{port + 1}: Address already in use"):
-            asyncio.run(run_fronts("nothing", f"127.0.0.1:{free_ports(1)[0]}", 2, f"127.0.0.1:{port}"))
+            asyncio.run(run_frontends("nothing", f"127.0.0.1:{free_ports(1)[0]}", 2, f"127.0.0.1:{port}"))
 
 
-def test_what_a_front_refuses_as_it_is_first_started_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_frontend_refuses_as_it_is_first_started_ends_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in {"STARTS": str(tmp_path), "ENDING": str(REFUSED), "ENDS": "1"}.items():
         monkeypatch.setenv(name, value)
     listen = f"127.0.0.1:{free_ports(1)[0]}"
-    running = asyncio.wait_for(run_fronts("tests.support.ending_child", listen, 2), 240)
+    running = asyncio.wait_for(run_frontends("tests.support.ending_child", listen, 2), 240)
     assert asyncio.run(running) == REFUSED
     assert (tmp_path / "1-0").exists()
     assert not (tmp_path / "1-1").exists()
@@ -322,10 +324,10 @@ def starts(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_front_that_hangs_is_killed_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frontend_that_hangs_is_killed_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         listen = f"127.0.0.1:{free_ports(1)[0]}"
-        running = asyncio.create_task(run_fronts("tests.support.hanging_front", listen, 2))
+        running = asyncio.create_task(run_frontends("tests.support.hanging_frontend", listen, 2))
         await until(lambda: "0-1" in starts(tmp_path), "the one that hangs is replaced")
         await asyncio.sleep(2.0)
         assert starts(tmp_path) == ["0-0", "0-1", "1-0"]
@@ -333,34 +335,34 @@ def test_a_front_that_hangs_is_killed_and_started_again(tmp_path: Path, monkeypa
         assert await running == 0
 
     monkeypatch.setenv("STARTS", str(tmp_path))
-    monkeypatch.setattr("inference_service.frontends.LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr("inference_service.frontends.POLL_INTERVAL_S", 0.1)
     asyncio.run(asyncio.wait_for(scenario(), 240))
 
 
 BEATING = """
 import sys
 from pathlib import Path
-from inference_service.peers import Siblings
+from inference_service.peers import Peers
 
-Siblings(Path(sys.argv[1]), 0).beat()
+Peers(Path(sys.argv[1]), 0).heartbeat()
 """
 
 
 def test_silence_is_a_hang_only_of_who_has_given_a_sign_of_life_in_a_folder_that_takes_any(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def is_hung(within_s: float) -> bool:
+    async def is_hung(timeout_s: float) -> bool:
         try:
-            await asyncio.wait_for(hangs(tmp_path, 0, os.getpid()), within_s)
+            await asyncio.wait_for(hangs(tmp_path, 0, os.getpid()), timeout_s)
         except TimeoutError:
             return False
         return True
 
-    monkeypatch.setattr("inference_service.frontends.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("inference_service.frontends.POLL_INTERVAL_S", 0.01)
     assert not asyncio.run(is_hung(1.0))
     subprocess.run([sys.executable, "-c", BEATING, str(tmp_path)], check=True)  # the one before
     assert not asyncio.run(is_hung(1.0))
-    Siblings(tmp_path, 0).beat()
+    Peers(tmp_path, 0).heartbeat()
     (tmp_path / "parent").unlink()
     (tmp_path / "parent").symlink_to(tmp_path / "gone" / "parent")
     assert not asyncio.run(is_hung(1.0))
@@ -368,19 +370,19 @@ def test_silence_is_a_hang_only_of_who_has_given_a_sign_of_life_in_a_folder_that
     assert asyncio.run(is_hung(30.0))
 
 
-def test_a_front_leaves_no_signs_of_life_of_those_before_it(tmp_path: Path) -> None:
-    Siblings(tmp_path, 1).beat()
+def test_a_frontend_leaves_no_signs_of_life_of_those_before_it(tmp_path: Path) -> None:
+    Peers(tmp_path, 1).heartbeat()
     subprocess.run([sys.executable, "-c", BEATING, str(tmp_path)], check=True)
-    Siblings(tmp_path, 0).beat()
+    Peers(tmp_path, 0).heartbeat()
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{number}.{os.getpid()}.beat" for number in (0, 1)]
 
 
-MUTE = """
+CANNOT_TOUCH = """
 import asyncio, resource, sys
 from pathlib import Path
 from inference_service.serve.models import Models
-from inference_service.frontend import SiblingReports
-from inference_service.peers import Siblings
+from inference_service.frontend import PeerReports
+from inference_service.peers import Peers
 from inference_service.serve.repository import SummedStatistics
 
 class Holding:
@@ -392,12 +394,12 @@ class Holding:
 
     def on_going(self, _): ...
 
-    def nudge(self): ...
+    def wake(self): ...
 
 async def main():
     folder, limit = Path(sys.argv[1]), getattr(resource, sys.argv[2])
-    siblings, models = Siblings(folder, 0), Models()
-    reports = SiblingReports(siblings, Holding(), models, SummedStatistics(models, siblings), asyncio.Event())
+    peers, models = Peers(folder, 0), Models()
+    reports = PeerReports(peers, Holding(), models, SummedStatistics(models, peers), asyncio.Event())
     running = asyncio.create_task(reports.run())
     while not (folder / "0.json").exists():
         await asyncio.sleep(0.01)
@@ -411,25 +413,25 @@ asyncio.run(main())
 
 # No further descriptor; no further byte, as on a full disk.
 @pytest.mark.parametrize("limit", ["RLIMIT_NOFILE", "RLIMIT_FSIZE"])
-def test_a_front_that_can_tell_nothing_is_spared_until_it_hangs(
+def test_a_frontend_that_can_tell_nothing_is_spared_until_it_hangs(
     limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(front: int) -> None:
-        watching = asyncio.create_task(hangs(tmp_path, 0, front))
+    async def scenario(frontend: int) -> None:
+        watching = asyncio.create_task(hangs(tmp_path, 0, frontend))
         done, _ = await asyncio.wait({watching}, timeout=5.0)
         assert not done
-        await asyncio.to_thread(stop_process, front)
+        await asyncio.to_thread(stop_process, frontend)
         await asyncio.wait_for(watching, 240)
 
-    monkeypatch.setattr("inference_service.frontends.LOOK_EVERY_S", 0.2)
-    command = [sys.executable, "-c", MUTE, str(tmp_path), limit]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as front:
+    monkeypatch.setattr("inference_service.frontends.POLL_INTERVAL_S", 0.2)
+    command = [sys.executable, "-c", CANNOT_TOUCH, str(tmp_path), limit]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as frontend:
         try:
-            assert front.stdout is not None
-            assert front.stdout.readline() == "mute\n"
-            asyncio.run(scenario(front.pid))
+            assert frontend.stdout is not None
+            assert frontend.stdout.readline() == "mute\n"
+            asyncio.run(scenario(frontend.pid))
         finally:
-            front.kill()
+            frontend.kill()
 
 
 def two_free_ports() -> int:

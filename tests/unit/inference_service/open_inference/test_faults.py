@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from inference_service.domain.signature import Outputs, Rows
-from inference_service.serve.infer import HeldBytes
+from inference_service.serve.infer import InFlightBytes
 from tests.support.grpc_kit import told
 from tests.support.inference_server import Classifier, Server, ask, attach, deployment, served, until
 
@@ -89,4 +89,4 @@ def test_a_request_that_finds_the_memory_full_of_others_is_no_fault_of_its_versi
         await first
         assert faults(server) == (0, 1)
 
-    served(scenario, held=HeldBytes(6))
+    served(scenario, held=InFlightBytes(6))

@@ -34,7 +34,7 @@ STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
 SECONDS = float(os.environ.get("MILLRACE_FUZZ_SECONDS") or 8)
 SEED = os.environ.get("MILLRACE_FUZZ_SEED") or "0"
 # So many at least, however slow the machine is.
-LEAST = 300
+MIN = 300
 DOCUMENTED = {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "DEADLINE_EXCEEDED"}
 STATUSES = {code.name for code in STATUS.values()}
 # What tensors and outputs are called in what was a good request.
@@ -45,7 +45,7 @@ TOGETHER = 3
 # Some fields are repeated so often; no message may keep this process busy for longer than that.
 FLOOD = (5000, 300_000)
 BUSY_S = 2.5
-WITHIN_S = 30.0
+TIMEOUT_S = 30.0
 
 Send = Callable[[Server, random.Random], Awaitable[list[str]]]
 
@@ -78,16 +78,16 @@ def anything(random_: random.Random, flood: Sequence[int] = FLOOD) -> oip.ModelI
 
 
 async def send_one_that_was_good(server: Server, random_: random.Random) -> list[str]:
-    return [await outcome(server.stub.ModelInfer(was_good(random_), timeout=WITHIN_S))]
+    return [await outcome(server.stub.ModelInfer(was_good(random_), timeout=TIMEOUT_S))]
 
 
 async def send_anything(server: Server, random_: random.Random) -> list[str]:
-    return [await outcome(server.stub.ModelInfer(anything(random_), timeout=WITHIN_S))]
+    return [await outcome(server.stub.ModelInfer(anything(random_), timeout=TIMEOUT_S))]
 
 
 async def send_bytes(server: Server, random_: random.Random) -> list[str]:
     data = flipped(request().SerializeToString(), random_)
-    return [await outcome(server.kit.raw.unary_unary(INFER)(data, timeout=WITHIN_S))]
+    return [await outcome(server.kit.raw.unary_unary(INFER)(data, timeout=TIMEOUT_S))]
 
 
 async def send_a_stream(server: Server, random_: random.Random) -> list[str]:
@@ -95,7 +95,7 @@ async def send_a_stream(server: Server, random_: random.Random) -> list[str]:
     requests = [
         was_good(random_) if random_.random() < 0.5 else anything(random_, FLOOD[:1]) for _ in range(IN_A_STREAM)
     ]
-    answers = await everything(server.stub.ModelStreamInfer(iter(requests), timeout=WITHIN_S))
+    answers = await everything(server.stub.ModelStreamInfer(iter(requests), timeout=TIMEOUT_S))
     assert [answer.infer_response.id for answer in answers] == [one.id for one in requests]
     return [answer.error_message.partition(":")[0] or "OK" for answer in answers]
 
@@ -103,14 +103,14 @@ async def send_a_stream(server: Server, random_: random.Random) -> list[str]:
 async def send_a_stream_of_bytes(server: Server, random_: random.Random) -> list[str]:
     """That of the whole stream: bytes that are no message end it."""
     good = request().SerializeToString()
-    stream = server.kit.raw.stream_stream(STREAM)(iter([good, flipped(good, random_), good]), timeout=WITHIN_S)
+    stream = server.kit.raw.stream_stream(STREAM)(iter([good, flipped(good, random_), good]), timeout=TIMEOUT_S)
     return [await outcome(everything(stream))]
 
 
 async def send_any_rows(server: Server, random_: random.Random) -> list[str]:
     """Several requests, so that some share a batch."""
     requests = [any_rows(random_) for _ in range(TOGETHER)]
-    return list(await asyncio.gather(*(outcome(server.stub.ModelInfer(one, timeout=WITHIN_S)) for one in requests)))
+    return list(await asyncio.gather(*(outcome(server.stub.ModelInfer(one, timeout=TIMEOUT_S)) for one in requests)))
 
 
 KINDS: dict[str, tuple[Send, int]] = {
@@ -140,7 +140,7 @@ def test_whatever_is_sent_is_answered_or_refused_as_documented(record_property: 
     async def scenario(server: Server) -> None:
         attach_prepared(server)
         until_s, number = time.monotonic() + SECONDS, 0
-        while time.monotonic() < until_s or number < LEAST:
+        while time.monotonic() < until_s or number < MIN:
             number += 1
             random_ = random.Random(f"{SEED}/{number}")
             (kind,) = random_.choices(list(KINDS), [weight for _, weight in KINDS.values()])
@@ -156,7 +156,7 @@ def test_whatever_is_sent_is_answered_or_refused_as_documented(record_property: 
             seen[kind].update(statuses)
         await still_serves(server)
 
-    served(scenario, TABLE, model=Zeros(), within_s=SECONDS + 240)
+    served(scenario, TABLE, model=Zeros(), timeout_s=SECONDS + 240)
     total = sum(seen.values(), Counter[str]())
     by_kind = "; ".join(f"{kind}: {counts.total():,}" for kind, counts in seen.items())
     assert {"OK", "INVALID_ARGUMENT"} == seen["any rows"].keys()

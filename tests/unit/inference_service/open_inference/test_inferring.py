@@ -196,8 +196,8 @@ def test_names_of_labels_come_where_they_are_asked_for_and_only_there(typed: boo
             assert raw_strings(answer.raw_output_contents[0]) == ["einß", "zero", ""]
         alone = await server.stub.ModelInfer(rows(outputs=name_wanted("label_name")))
         assert [one.name for one in alone.outputs] == ["label_name"]
-        wish = name_wanted("label_name", parameters=parameters(classification=1))
-        refusal = await told(server.stub.ModelInfer(rows(outputs=wish)))
+        wanted = name_wanted("label_name", parameters=parameters(classification=1))
+        refusal = await told(server.stub.ModelInfer(rows(outputs=wanted)))
         assert refusal.violations[0][0] == "outputs[0].parameters.classification"
 
     served(scenario, deployment("m", NAMED))
@@ -261,11 +261,11 @@ def test_a_call_without_a_deadline_that_a_version_never_answers_counts_as_late()
     served(scenario, default_deadline_s=0.1)
 
 
-@pytest.mark.parametrize("within_s", [0.1, 1.001])
-def test_a_call_whose_deadline_passes_counts_as_late_and_one_that_is_cancelled_does_not(within_s: float) -> None:
+@pytest.mark.parametrize("timeout_s", [0.1, 1.001])
+def test_a_call_whose_deadline_passes_counts_as_late_and_one_that_is_cancelled_does_not(timeout_s: float) -> None:
     async def scenario(server: Server) -> None:
         server.model.may_work.clear()
-        late = await told(server.stub.ModelInfer(ask(1), timeout=within_s))
+        late = await told(server.stub.ModelInfer(ask(1), timeout=timeout_s))
         assert late.code is grpc.StatusCode.DEADLINE_EXCEEDED
         await until(lambda: server.model.at_work == 0, "the batch is given up")
         assert ended(server) == ({"DEADLINE_EXCEEDED": 1}, 1)
@@ -278,16 +278,16 @@ def test_a_call_whose_deadline_passes_counts_as_late_and_one_that_is_cancelled_d
     served(scenario)
 
 
-@pytest.mark.parametrize("within_s", [None, 0.3])
+@pytest.mark.parametrize("timeout_s", [None, 0.3])
 def test_a_request_of_a_stream_that_a_version_never_answers_counts_as_late(
-    monkeypatch: pytest.MonkeyPatch, within_s: float | None
+    monkeypatch: pytest.MonkeyPatch, timeout_s: float | None
 ) -> None:
-    if within_s is None:
-        monkeypatch.setattr("inference_service.serve.servicer.STREAM_REQUEST_WITHIN_S", 0.1)
+    if timeout_s is None:
+        monkeypatch.setattr("inference_service.serve.servicer.STREAM_REQUEST_TIMEOUT_S", 0.1)
 
     async def scenario(server: Server) -> None:
         server.model.may_work.clear()
-        stream = server.stub.ModelStreamInfer(timeout=within_s)
+        stream = server.stub.ModelStreamInfer(timeout=timeout_s)
         await stream.write(ask(1))
         await until(lambda: server.model.at_work == 1, "the model is at work")
         await until(lambda: server.model.at_work == 0, "the batch is given up")
@@ -347,14 +347,14 @@ def test_a_large_answer_waits_for_no_thread_that_waits_for_the_store(monkeypatch
     monkeypatch.setattr("inference_service.serve.infer.CONVERTED_AT_ONCE", 0)
 
     async def scenario(server: Server) -> None:
-        silent = threading.Event()
+        unresponsive = threading.Event()
         with ThreadPoolExecutor(1) as only:
             asyncio.get_running_loop().set_default_executor(only)
-            waits = asyncio.create_task(asyncio.to_thread(silent.wait, 120))
+            waits = asyncio.create_task(asyncio.to_thread(unresponsive.wait, 120))
             try:
                 await server.stub.ModelInfer(ask(1), timeout=60)
             finally:
-                silent.set()
+                unresponsive.set()
                 await waits
 
     served(scenario)

@@ -15,7 +15,7 @@ from inference import grpc_service_pb2 as oip
 from inference_service.domain.tensors import DATATYPES, decode
 from inference_service.serve import convert, infer
 from inference_service.serve.convert import FEW_ELEMENTS, decode_typed, inputs_from_proto, many_elements
-from inference_service.serve.infer import HeldBytes
+from inference_service.serve.infer import InFlightBytes
 from shared.errors import InvalidArgument
 from tests.support.grpc_kit import told
 from tests.support.inference_server import CLASSES, Server, ask, deployment, served, until
@@ -227,7 +227,7 @@ def test_what_waits_to_be_decoded_counts_to_the_bytes_that_are_held(monkeypatch:
             assert answer.outputs[0].shape == [ROWS, CLASSES]
 
     try:
-        served(scenario, **_deep(), held=HeldBytes(12 * ROWS * CLASSES))
+        served(scenario, **_deep(), held=InFlightBytes(12 * ROWS * CLASSES))
     finally:
         held.may_go_on.set()
 

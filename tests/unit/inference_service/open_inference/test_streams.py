@@ -15,7 +15,7 @@ from grpc import aio
 
 from inference import grpc_service_pb2 as oip
 from inference_service.domain.signature import Outputs, Rows
-from inference_service.serve.infer import HeldBytes
+from inference_service.serve.infer import InFlightBytes
 from inference_service.serve.servicer import in_order
 from shared.grpc_server import server as grpc_server
 from tests.support.garbage import uncollected
@@ -193,7 +193,7 @@ time.sleep(3600)
 
 def test_the_stream_of_a_client_that_no_longer_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_server, "KEEPALIVE_EVERY_S", 1.0)
-    monkeypatch.setattr(grpc_server, "KEEPALIVE_WITHIN_S", 1.0)
+    monkeypatch.setattr(grpc_server, "KEEPALIVE_TIMEOUT_S", 1.0)
 
     async def scenario(server: Server) -> None:
         client = await asyncio.create_subprocess_exec(sys.executable, "-c", HANGING_CLIENT, server.kit.address)
@@ -246,7 +246,7 @@ def test_answers_that_nobody_takes_count_like_requests() -> None:
     async def scenario() -> None:
         read: list[int] = []
 
-        answers = in_order(endless(read), same, most=1000, answer_bytes=lambda _: 40, most_bytes=100)
+        answers = in_order(endless(read), same, most=1000, answer_bytes=lambda _: 40, max_bytes=100)
         assert [await anext(answers) for _ in range(2)] == [0, 1]
         for _ in range(200):
             await asyncio.sleep(0)
@@ -303,7 +303,7 @@ def test_no_other_request_is_read_while_those_that_are_worked_on_are_large() -> 
     async def scenario() -> None:
         read: list[int] = []
 
-        answers = in_order(endless(read), same, most=64, size_bytes=lambda _: 10, most_bytes=25)
+        answers = in_order(endless(read), same, most=64, size_bytes=lambda _: 10, max_bytes=25)
         for taken in range(1, 4):
             assert await anext(answers) == taken - 1
             for _ in range(50):
@@ -317,7 +317,7 @@ def test_no_other_request_is_read_while_those_that_are_worked_on_are_large() -> 
 
 def test_one_request_that_is_larger_than_all_may_be_is_answered() -> None:
     async def scenario() -> None:
-        answers = in_order(endless([]), same, most=64, size_bytes=lambda _: 10, most_bytes=1)
+        answers = in_order(endless([]), same, most=64, size_bytes=lambda _: 10, max_bytes=1)
         assert [await anext(answers) for _ in range(3)] == [0, 1, 2]
         await answers.aclose()
 
@@ -377,4 +377,4 @@ def test_streams_of_large_requests_together_hold_no_more_than_the_process_may() 
         assert answers[2].error_message.startswith("RESOURCE_EXHAUSTED: requests of 8 bytes wait already")
         assert [answer.error_message for answer in answers[:2]] == ["", ""]
 
-    served(scenario, held=HeldBytes(8))
+    served(scenario, held=InFlightBytes(8))

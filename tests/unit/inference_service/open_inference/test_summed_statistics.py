@@ -8,7 +8,7 @@ from pathlib import Path
 
 from inference import grpc_service_pb2 as oip
 from inference_service.domain.deployment import Deployment
-from inference_service.peers import Siblings
+from inference_service.peers import Peers
 from inference_service.serve.models import Models
 from inference_service.serve.repository import SummedStatistics
 from tests.support.inference_server import Server, ask, deployment, served
@@ -26,16 +26,16 @@ def counted(one: Deployment, requests: int, at_s: float, batch_rows: int) -> Mod
     return models
 
 
-def test_fronts_answer_with_the_sum_of_what_all_have_counted(tmp_path: Path) -> None:
+def test_frontends_answer_with_the_sum_of_what_all_have_counted(tmp_path: Path) -> None:
     one = deployment()
-    fronts = [
-        SummedStatistics(counted(one, requests, at_s, rows), Siblings(tmp_path, number))
+    frontends = [
+        SummedStatistics(counted(one, requests, at_s, rows), Peers(tmp_path, number))
         for number, (requests, at_s, rows) in enumerate([(3, 100.0, 4), (2, 200.0, 2), (1, 50.0, 4)])
     ]
-    for front in fronts:
-        front.leave()
-    for front in fronts:
-        (found,) = front.of("m", "")
+    for frontend in frontends:
+        frontend.leave()
+    for frontend in frontends:
+        (found,) = frontend.of("m", "")
         assert (found.name, found.version) == ("m", "1")
         assert (found.last_inference, found.inference_count, found.execution_count) == (200_000, 12, 6)
         seen = found.inference_stats
@@ -48,11 +48,11 @@ def test_fronts_answer_with_the_sum_of_what_all_have_counted(tmp_path: Path) -> 
 def test_what_is_counted_later_and_what_is_gone_is_left_anew(tmp_path: Path) -> None:
     one, other = deployment(), deployment("other")
     models = counted(one, 1, 100.0, 4)
-    front, asked = SummedStatistics(models, Siblings(tmp_path, 1)), Models()
+    frontend, asked = SummedStatistics(models, Peers(tmp_path, 1)), Models()
 
     def told() -> dict[str, int]:
-        front.leave()
-        found = {one.name: one.inference_count for one in SummedStatistics(asked, Siblings(tmp_path, 0)).of("", "")}
+        frontend.leave()
+        found = {one.name: one.inference_count for one in SummedStatistics(asked, Peers(tmp_path, 0)).of("", "")}
         return {name: count for name, count in found.items() if count}
 
     asked.replace([one, other])
@@ -65,29 +65,29 @@ def test_what_is_counted_later_and_what_is_gone_is_left_anew(tmp_path: Path) -> 
     assert told() == {}
 
 
-def test_a_front_started_again_leaves_nothing_of_what_the_one_before_it_counted(tmp_path: Path) -> None:
+def test_a_frontend_started_again_leaves_nothing_of_what_the_one_before_it_counted(tmp_path: Path) -> None:
     one = deployment()
-    asked = SummedStatistics(counted(one, 3, 100.0, 4), Siblings(tmp_path, 0))
-    SummedStatistics(counted(one, 5, 100.0, 4), Siblings(tmp_path, 1)).leave()
+    asked = SummedStatistics(counted(one, 3, 100.0, 4), Peers(tmp_path, 0))
+    SummedStatistics(counted(one, 5, 100.0, 4), Peers(tmp_path, 1)).leave()
     assert asked.of("m", "")[0].inference_count == 16
-    SummedStatistics(Models(), Siblings(tmp_path, 1)).leave()
+    SummedStatistics(Models(), Peers(tmp_path, 1)).leave()
     assert asked.of("m", "")[0].inference_count == 6
 
 
 def test_a_deployment_made_anew_has_none_of_its_namesake_s(tmp_path: Path) -> None:
     old = deployment()
-    SummedStatistics(counted(old, 3, 100.0, 4), Siblings(tmp_path, 1)).leave()
-    new = SummedStatistics(counted(replace(old, uid="another"), 1, 100.0, 4), Siblings(tmp_path, 0))
+    SummedStatistics(counted(old, 3, 100.0, 4), Peers(tmp_path, 1)).leave()
+    new = SummedStatistics(counted(replace(old, uid="another"), 1, 100.0, 4), Peers(tmp_path, 0))
     assert new.of("m", "1")[0].inference_count == 2
 
 
-def test_a_client_of_one_front_is_told_what_others_answered(tmp_path: Path) -> None:
+def test_a_client_of_one_frontend_is_told_what_others_answered(tmp_path: Path) -> None:
     one = deployment()
-    SummedStatistics(counted(one, 3, 100.0, 4), Siblings(tmp_path, 1)).leave()
+    SummedStatistics(counted(one, 3, 100.0, 4), Peers(tmp_path, 1)).leave()
 
     async def scenario(server: Server) -> None:
         await asyncio.gather(server.stub.ModelInfer(ask(1, 2)), server.stub.ModelInfer(ask(3)))
         (found,) = (await server.stub.ModelStatistics(oip.ModelStatisticsRequest(name="m"))).model_stats
         assert found.inference_count == 3 * 2 + 3
 
-    served(scenario, one, siblings=Siblings(tmp_path, 0))
+    served(scenario, one, peers=Peers(tmp_path, 0))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from inference_service.deploy.rollout_driver import held_rows
+from inference_service.deploy.rollout_driver import holdout_rows
 from inference_service.domain.signature import RAW, TensorSpec
 from shared.errors import FailedPrecondition, InvalidArgument, NotFound
 from shared.storage import ObjectStore
@@ -24,14 +24,14 @@ def store(store: ObjectStore) -> ObjectStore:
 
 @pytest.mark.parametrize(("most", "rows"), [(7, 7), (20, 20), (1000, 20)])
 def test_the_first_rows_of_the_split_come_as_they_were_ingested(store: ObjectStore, most: int, rows: int) -> None:
-    found = held_rows(store, DATASET, "test", most, DIGITS)
+    found = holdout_rows(store, DATASET, "test", most, DIGITS)
     assert (found.form, list(found.values), found.nulls) == (RAW, ["image"], {})
     np.testing.assert_array_equal(found.values["image"], striped_digits(20, seed=1)[0][:rows])
 
 
 def test_columns_with_one_value_a_row_come_as_tensors(store: ObjectStore) -> None:
     label = TensorSpec("label", "INT64", (-1,), nullable=True)
-    found = held_rows(store, DATASET, "test", 5, replace(DIGITS, raw=(label,)))
+    found = holdout_rows(store, DATASET, "test", 5, replace(DIGITS, raw=(label,)))
     assert found.values["label"].tolist() == striped_digits(20, seed=1)[1][:5].tolist()
 
 
@@ -49,4 +49,4 @@ def test_rows_that_are_not_what_the_model_takes_are_refused(
     store: ObjectStore, version: str, split: str, column: TensorSpec, error: type[Exception]
 ) -> None:
     with pytest.raises(error):
-        held_rows(store, version, split, 5, replace(DIGITS, raw=(column,)))
+        holdout_rows(store, version, split, 5, replace(DIGITS, raw=(column,)))

@@ -13,16 +13,16 @@ import pytest
 from inference_service.deploy.capacity import Cluster
 from inference_service.deploy.deployments import DeploymentManager, DeploymentOperations, Deployments
 from inference_service.deploy.reconciler import Reconciler
-from inference_service.deploy.rollout_manager import RollOutManager
+from inference_service.deploy.rollout_manager import RolloutManager
 from inference_service.domain.deployment import Autoscaling, Scale, State, application_name
-from inference_service.frontend import SiblingReports
-from inference_service.peers import Siblings, Told
+from inference_service.frontend import PeerReports
+from inference_service.peers import Peers, PeerState
 from inference_service.serve.repository import SummedStatistics
 from shared.errors import Unavailable
 from shared.storage import ObjectStore
 from tests.support.inference_server import until
 from tests.unit.inference_service.reconciled import LOST_AFTER_S, reconciling
-from tests.unit.inference_service.wishes import creation, wish
+from tests.unit.inference_service.wishes import creation, request
 
 
 def test_a_version_whose_loading_could_not_be_written_down_is_written_down_later(
@@ -80,7 +80,7 @@ def test_batches_are_made_for_the_replicas_that_there_are_now(
     asyncio.run(scenario())
 
 
-def test_the_version_of_a_roll_out_begins_with_as_many_replicas_as_the_old_one_has(
+def test_the_version_of_a_rollout_begins_with_as_many_replicas_as_the_old_one_has(
     store: ObjectStore, deployments: Deployments, manager: DeploymentManager, operations: DeploymentOperations
 ) -> None:
     bounds = Autoscaling(min_replicas=1, max_replicas=4, rows_per_replica=8)
@@ -89,7 +89,7 @@ def test_the_version_of_a_roll_out_begins_with_as_many_replicas_as_the_old_one_h
     async def scenario() -> None:
         reconciler, _, running = reconciling(deployments, made)
         await reconciler.reconcile()
-        after = RollOutManager(store, deployments, operations, Cluster(None)).begin(wish())
+        after = RolloutManager(store, deployments, operations, Cluster(None)).begin(request())
         await reconciler.reconcile()
         assert running.deployed == {
             application_name(made, after.versions[1]): Scale(initial=3, cpus=1, autoscaling=bounds)
@@ -147,11 +147,11 @@ def test_a_version_that_has_lost_all_its_replicas_answers_again_once_serve_has_o
     asyncio.run(scenario())
 
 
-def test_a_front_that_does_not_lead_starts_nothing(deployments: Deployments, manager: DeploymentManager) -> None:
+def test_a_frontend_that_does_not_lead_starts_nothing(deployments: Deployments, manager: DeploymentManager) -> None:
     made = manager.create(creation())
 
     async def scenario(number: int) -> dict[str, Scale]:
-        reconciler, _, running = reconciling(deployments, made, Siblings(None, number))
+        reconciler, _, running = reconciling(deployments, made, Peers(None, number))
         running.delete(application_name(made, made.versions[0]))
         await reconciler.reconcile()
         return running.deployed
@@ -160,20 +160,20 @@ def test_a_front_that_does_not_lead_starts_nothing(deployments: Deployments, man
     assert list(asyncio.run(scenario(0))) == [application_name(made, made.versions[0])]
 
 
-def test_a_front_whose_replicas_could_not_be_asked_opens_no_port_that_another_answers_on(
+def test_a_frontend_whose_replicas_could_not_be_asked_opens_no_port_that_another_answers_on(
     deployments: Deployments, manager: DeploymentManager, tmp_path: Path
 ) -> None:
     made = manager.create(creation())
     name = application_name(made, made.versions[0])
 
     async def scenario() -> None:
-        siblings = Siblings(tmp_path, 1)
-        there, *_ = reconciling(deployments, made, Siblings(tmp_path, 0))
+        peers = Peers(tmp_path, 1)
+        there, *_ = reconciling(deployments, made, Peers(tmp_path, 0))
         await there.reconcile()
-        Siblings(tmp_path, 0).tell(Told(pid=os.getpid(), listens=True, ready=True, holds=there.holds()))
-        starting, models, running = reconciling(deployments, made, siblings)
+        Peers(tmp_path, 0).tell(PeerState(pid=os.getpid(), listens=True, ready=True, holds=there.holds()))
+        starting, models, running = reconciling(deployments, made, peers)
         ready = asyncio.Event()
-        reports = SiblingReports(siblings, starting, models, SummedStatistics(models, siblings), ready)
+        reports = PeerReports(peers, starting, models, SummedStatistics(models, peers), ready)
         running.trouble = Unavailable("no replica is known yet", reason="MODEL_NOT_READY")
         await starting.reconcile()
         ready.set()
@@ -181,7 +181,7 @@ def test_a_front_whose_replicas_could_not_be_asked_opens_no_port_that_another_an
         await asyncio.sleep(0.6)
         assert running.wanted
         assert not turn.done()
-        Siblings(tmp_path, 0).tell(Told(pid=os.getpid(), listens=True, ready=True, holds=there.holds()))
+        Peers(tmp_path, 0).tell(PeerState(pid=os.getpid(), listens=True, ready=True, holds=there.holds()))
         running.trouble = None
         await starting.reconcile()
         assert starting.holds() == [name]
@@ -190,18 +190,18 @@ def test_a_front_whose_replicas_could_not_be_asked_opens_no_port_that_another_an
     asyncio.run(scenario())
 
 
-def test_a_version_gets_traffic_once_all_fronts_reach_it_and_goes_once_none_does(
+def test_a_version_gets_traffic_once_all_frontends_reach_it_and_goes_once_none_does(
     deployments: Deployments, manager: DeploymentManager, tmp_path: Path
 ) -> None:
     made = manager.create(creation())
     name = application_name(made, made.versions[0])
 
     def tell(second: Reconciler) -> None:
-        Siblings(tmp_path, 1).tell(Told(pid=os.getpid(), listens=True, ready=True, holds=second.holds()))
+        Peers(tmp_path, 1).tell(PeerState(pid=os.getpid(), listens=True, ready=True, holds=second.holds()))
 
     async def scenario() -> None:
-        first, _, its = reconciling(deployments, made, Siblings(tmp_path, 0))
-        second, models, others = reconciling(deployments, made, Siblings(tmp_path, 1))
+        first, _, its = reconciling(deployments, made, Peers(tmp_path, 0))
+        second, models, others = reconciling(deployments, made, Peers(tmp_path, 1))
         tell(second)
         await first.reconcile()
         assert deployments.get(made.name).state is State.LOADING  # the second has not met its replicas

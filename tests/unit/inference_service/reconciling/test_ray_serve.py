@@ -219,8 +219,8 @@ def test_replicas_of_another_cluster_are_not_called_and_keep_their_sockets(monke
     theirs, own = (asked_folder(monkeypatch, applications=applications) for applications in (one, other))
     assert theirs is not None
     assert own is not None
-    door = listen(theirs, ThreadPoolExecutor(1), lambda rows: Outputs([rows.values["x"]]))
-    assert door is not None
+    socket_server = listen(theirs, ThreadPoolExecutor(1), lambda rows: Outputs([rows.values["x"]]))
+    assert socket_server is not None
 
     async def found(folder: Path) -> bool:
         return await LocalReplicas(folder).free() is not None
@@ -232,7 +232,7 @@ def test_replicas_of_another_cluster_are_not_called_and_keep_their_sockets(monke
     assert asyncio.run(found(theirs))
     one.delete("d-v1")
     assert not asyncio.run(found(theirs))
-    door.close(0.0)
+    socket_server.close(0.0)
 
 
 def test_an_application_that_is_deployed_again_in_its_cluster_is_the_same_to_serve(
@@ -279,8 +279,8 @@ def test_a_replicas_own_error_comes_through_and_an_unexpected_one_without_its_in
     handle = Handle(None)
     for cause in (FailedPrecondition("no negative numbers"), ZeroDivisionError("secret")):
         raised: Any = RayTaskError  # which has no types
-        told_by_ray = raised("forward", "secret traceback", cause, proctitle="replica", ip="127.0.0.1")
-        handle.forward = Method(told_by_ray.as_instanceof_cause())
+        reported_by_ray = raised("forward", "secret traceback", cause, proctitle="replica", ip="127.0.0.1")
+        handle.forward = Method(reported_by_ray.as_instanceof_cause())
         with pytest.raises(MillraceError) as told:
             asked_through(handle)
         assert "secret" not in told.value.message

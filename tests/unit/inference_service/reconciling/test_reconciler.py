@@ -62,7 +62,7 @@ def test_a_ray_that_is_silent_ends_the_process(
 ) -> None:
     made = manager.create(creation())
 
-    def silent() -> None:
+    def unresponsive() -> None:
         raise TimeoutError
 
     async def on_first() -> None:
@@ -70,7 +70,7 @@ def test_a_ray_that_is_silent_ends_the_process(
 
     async def scenario() -> None:
         reconciler, _, running = reconciling(deployments, made)
-        monkeypatch.setattr(running, "statuses", silent)
+        monkeypatch.setattr(running, "statuses", unresponsive)
         async with asyncio.timeout(60):
             with pytest.raises(RayLost):
                 await reconciler.run(on_first)
@@ -85,11 +85,11 @@ def test_a_fault_of_ours_is_not_taken_for_a_ray_that_is_silent(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     made = manager.create(creation())
-    looks = 0
+    polls = 0
 
     def unreadable() -> list[Deployment]:
-        nonlocal looks
-        looks += 1
+        nonlocal polls
+        polls += 1
         raise TypeError("unexpected keyword argument 'colour'")
 
     async def on_first() -> None:
@@ -100,13 +100,13 @@ def test_a_fault_of_ours_is_not_taken_for_a_ray_that_is_silent(
         monkeypatch.setattr(deployments, "all", unreadable)
         running = asyncio.create_task(reconciler.run(on_first))
         await asyncio.wait({running}, timeout=0.5)  # ten times what Ray may be silent
-        await until(lambda: looks > 1 or running.done(), "it to look again")
+        await until(lambda: polls > 1 or running.done(), "it to look again")
         assert not running.done()
         running.cancel()
         await asyncio.wait({running})
 
     asyncio.run(scenario())
-    assert looks > 1
+    assert polls > 1
     assert "colour" in caplog.text
     assert "does not answer" not in caplog.text
 

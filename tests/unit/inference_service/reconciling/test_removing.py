@@ -34,7 +34,7 @@ def test_a_drain_that_fails_leaves_nothing_that_others_wait_for(
         manager.delete(made.name, "")
         await reconciler.reconcile()
         await until(lambda: reconciler.holds() == [], "it holds nothing")
-        await until(lambda: not reconciler._removing.under_way, "it has given up for now")
+        await until(lambda: not reconciler._unloader.under_way, "it has given up for now")
         assert running.deleted == []
         await reconciler.reconcile()
         await until(lambda: not deployments.exists(made.name), "its log ends")
@@ -62,7 +62,7 @@ def test_a_deployment_that_is_unloaded_is_drained_and_taken_out_and_started_anew
         await until(lambda: running.deleted == [name], "the application to be gone")
         assert not models.is_ready("digits", "")
 
-        await until(lambda: name not in reconciler._removing.under_way, "the end of its removal")
+        await until(lambda: name not in reconciler._unloader.under_way, "the end of its removal")
         await reconciler.reconcile()
         assert list(running.deployed) == [name]
 

@@ -15,8 +15,8 @@ import pytest
 from inference_service.deploy.deployments import DeploymentManager, Deployments
 from inference_service.deploy.reconciler import Reconciler
 from inference_service.domain.deployment import Deployment, Scale, application_name
-from inference_service.frontend import SiblingReports
-from inference_service.peers import Siblings, Told
+from inference_service.frontend import PeerReports
+from inference_service.peers import Peers, PeerState
 from inference_service.serve.models import Models
 from inference_service.serve.ray_serve import Application
 from inference_service.serve.replica import Loaded, ReplicaSpec
@@ -61,22 +61,22 @@ class Serve(Running):
         return await super().describe(name, replicas)
 
 
-class Fronts:
+class Frontends:
     """Two processes: the first leads. They hear of each other; when each reconciles, tests say."""
 
     def __init__(self, folder: Path, deployments: Deployments, made: Deployment, serve: Serve) -> None:
         self.reconcilers: list[Reconciler] = []
         self.models: list[Models] = []
-        self.reports: list[SiblingReports] = []
+        self.reports: list[PeerReports] = []
         for number in (0, 1):
-            siblings = Siblings(folder, number)
-            reconciler, models, _ = reconciling(deployments, made, siblings, serve)
+            peers = Peers(folder, number)
+            reconciler, models, _ = reconciling(deployments, made, peers, serve)
             ready = asyncio.Event()
             ready.set()
-            statistics = SummedStatistics(models, siblings)
+            statistics = SummedStatistics(models, peers)
             self.reconcilers.append(reconciler)
             self.models.append(models)
-            self.reports.append(SiblingReports(siblings, reconciler, models, statistics, ready))
+            self.reports.append(PeerReports(peers, reconciler, models, statistics, ready))
 
     def answer(self) -> list[bool]:
         return [models.is_ready(MODEL, "") for models in self.models]
@@ -92,47 +92,47 @@ class Fronts:
 
 
 @asynccontextmanager
-async def two_fronts(
+async def two_frontends(
     folder: Path, deployments: Deployments, made: Deployment, serve: Serve
-) -> AsyncIterator[tuple[Fronts, Reconciler, Reconciler]]:
+) -> AsyncIterator[tuple[Frontends, Reconciler, Reconciler]]:
     """Both answer, and have the port."""
-    fronts = Fronts(folder, deployments, made, serve)
-    telling = [asyncio.create_task(one.run()) for one in fronts.reports]
-    async with fronts.reconciled_by_themselves():
-        await until(lambda: fronts.answer() == [True, True], "both to answer")
-        for one in fronts.reports:
+    frontends = Frontends(folder, deployments, made, serve)
+    telling = [asyncio.create_task(one.run()) for one in frontends.reports]
+    async with frontends.reconciled_by_themselves():
+        await until(lambda: frontends.answer() == [True, True], "both to answer")
+        for one in frontends.reports:
             await one.turn_to_listen()
-    first, second = fronts.reconcilers
-    yield fronts, first, second
+    first, second = frontends.reconcilers
+    yield frontends, first, second
     for task in telling:
         task.cancel()
 
 
 def tell_going(folder: Path, *names: str) -> None:
     """By the first."""
-    Siblings(folder, 0).tell(Told(pid=os.getpid(), listens=True, ready=True, holds=[], going=list(names)))
+    Peers(folder, 0).tell(PeerState(pid=os.getpid(), listens=True, ready=True, holds=[], going=list(names)))
 
 
 @pytest.fixture(autouse=True)
 def _told_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_service.frontend.LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr("inference_service.peers.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("inference_service.frontend.POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr("inference_service.peers.POLL_INTERVAL_S", 0.01)
 
 
-def test_a_model_that_is_loaded_soon_after_it_was_unloaded_answers_at_every_front(
+def test_a_model_that_is_loaded_soon_after_it_was_unloaded_answers_at_every_frontend(
     deployments: Deployments, manager: DeploymentManager, tmp_path: Path
 ) -> None:
     made, repository = manager.create(creation()), ModelRepository(deployments)
     serve = Serve(application_name(made, made.versions[0]))
 
     async def scenario() -> None:
-        async with two_fronts(tmp_path, deployments, made, serve) as (fronts, leader, _):
-            fronts.models[0].put(await asyncio.to_thread(repository.unload, MODEL))
+        async with two_frontends(tmp_path, deployments, made, serve) as (frontends, leader, _):
+            frontends.models[0].put(await asyncio.to_thread(repository.unload, MODEL))
             await leader.reconcile()
             # The other front has not looked yet: it never reads that the model was unloaded.
-            fronts.models[0].put(await asyncio.to_thread(repository.load, MODEL))
-            async with fronts.reconciled_by_themselves():
-                await until(lambda: fronts.answer() == [True, True] and serve.deleted != [], "both to answer again")
+            frontends.models[0].put(await asyncio.to_thread(repository.load, MODEL))
+            async with frontends.reconciled_by_themselves():
+                await until(lambda: frontends.answer() == [True, True] and serve.deleted != [], "both to answer again")
             assert list(serve.deployed) == serve.deleted
 
     asyncio.run(scenario())
@@ -151,14 +151,14 @@ def test_what_one_begins_to_take_out_while_another_asks_its_replicas_is_not_atta
 
     async def scenario() -> None:
         serve = Asked(name)
-        second, *_ = reconciling(deployments, made, Siblings(tmp_path, 1), serve)
+        second, *_ = reconciling(deployments, made, Peers(tmp_path, 1), serve)
         await second.reconcile()
         assert (serve.wanted, second.holds()) == ([3], [])
 
     asyncio.run(scenario())
 
 
-def test_replicas_that_another_front_is_taking_out_are_not_even_asked(
+def test_replicas_that_another_frontend_is_taking_out_are_not_even_asked(
     deployments: Deployments, manager: DeploymentManager, tmp_path: Path
 ) -> None:
     made = manager.create(creation())
@@ -166,7 +166,7 @@ def test_replicas_that_another_front_is_taking_out_are_not_even_asked(
 
     async def scenario() -> None:
         serve = Serve(name)
-        second, *_ = reconciling(deployments, made, Siblings(tmp_path, 1), serve)
+        second, *_ = reconciling(deployments, made, Peers(tmp_path, 1), serve)
         tell_going(tmp_path, name)
         await second.reconcile()
         assert (serve.wanted, second.holds()) == ([], [])
@@ -177,21 +177,21 @@ def test_replicas_that_another_front_is_taking_out_are_not_even_asked(
     asyncio.run(scenario())
 
 
-def test_what_a_front_begins_to_take_out_no_other_takes_over_however_seldom_they_tell(
+def test_what_a_frontend_begins_to_take_out_no_other_takes_over_however_seldom_they_tell(
     deployments: Deployments, manager: DeploymentManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("inference_service.frontend.LOOK_EVERY_S", 60.0)
+    monkeypatch.setattr("inference_service.frontend.POLL_INTERVAL_S", 60.0)
     made, repository = manager.create(creation()), ModelRepository(deployments)
     serve = Serve(application_name(made, made.versions[0]))
 
     async def scenario() -> None:
-        async with two_fronts(tmp_path, deployments, made, serve) as (fronts, leader, other):
+        async with two_frontends(tmp_path, deployments, made, serve) as (frontends, leader, other):
             await asyncio.to_thread(repository.unload, MODEL)
             await other.reconcile()
             await until(lambda: other.holds() == [], "the other front to let go")
             await leader.reconcile()
             await until(lambda: leader.going() != [], "the first to begin to take it out")
-            fronts.models[1].put(await asyncio.to_thread(repository.load, MODEL))
+            frontends.models[1].put(await asyncio.to_thread(repository.load, MODEL))
             await other.reconcile()
             assert other.holds() == []
 
@@ -217,24 +217,24 @@ def test_replicas_that_run_and_are_being_deleted_are_not_taken_over(
     asyncio.run(scenario())
 
 
-def test_no_front_takes_over_replicas_that_another_has_begun_to_delete(
+def test_no_frontend_takes_over_replicas_that_another_has_begun_to_delete(
     deployments: Deployments, manager: DeploymentManager, tmp_path: Path
 ) -> None:
     made, repository = manager.create(creation()), ModelRepository(deployments)
     serve = Serve(application_name(made, made.versions[0]))
 
     async def scenario() -> None:
-        async with two_fronts(tmp_path, deployments, made, serve) as (fronts, leader, other):
+        async with two_frontends(tmp_path, deployments, made, serve) as (frontends, leader, other):
             serve.may_end.clear()
             await asyncio.to_thread(repository.unload, MODEL)
             await other.reconcile()
             await leader.reconcile()
             await until(lambda: serve.deleting != set(), "the deletion to begin")
-            fronts.models[1].put(await asyncio.to_thread(repository.load, MODEL))
+            frontends.models[1].put(await asyncio.to_thread(repository.load, MODEL))
             await other.reconcile()
-            assert fronts.answer() == [False, False]
+            assert frontends.answer() == [False, False]
             serve.may_end.set()
-            async with fronts.reconciled_by_themselves():
-                await until(lambda: fronts.answer() == [True, True], "both to answer again")
+            async with frontends.reconciled_by_themselves():
+                await until(lambda: frontends.answer() == [True, True], "both to answer again")
 
     asyncio.run(scenario())

@@ -61,24 +61,24 @@ def test_a_frontend_that_starts_while_the_store_is_full_serves_what_runs_and_mar
     asyncio.run(main())
 
 
-class SilentStore:
-    """Stands for what `deployments` reads while `is_silent`."""
+class UnresponsiveStore:
+    """Stands for what `deployments` reads while `is_unresponsive`."""
 
     def __init__(self, deployments: Deployments, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.is_silent = False
+        self.is_unresponsive = False
         self.asked = 0
         read = deployments.all
 
         def read_or_raise() -> object:
             self.asked += 1
-            if self.is_silent:
+            if self.is_unresponsive:
                 raise Unavailable("the object store does not answer")
             return read()
 
         monkeypatch.setattr(deployments, "all", read_or_raise)
 
 
-def _first_front(deployments: Deployments, running: Running) -> None:
+def _first_frontend(deployments: Deployments, running: Running) -> None:
     """One that read the logs while the store answered."""
     one = deployments.get("deployments/m")
     asyncio.run(reconciling(deployments, one, running=running)[0].reconcile())
@@ -91,10 +91,10 @@ def test_a_frontend_that_starts_while_the_store_is_silent_serves_what_runs_as_ra
     one, other = deployments.create(deployment()), deployments.create(deployment("other"))
     stray = f"{'0' * 32}-v1"
     running = Running(*(application_name(each, each.versions[0]) for each in (one, other)))
-    _first_front(deployments, running)
+    _first_frontend(deployments, running)
     deployments.delete("deployments/other", "", 2.0)
-    silent = SilentStore(deployments, monkeypatch)
-    silent.is_silent = True
+    unresponsive = UnresponsiveStore(deployments, monkeypatch)
+    unresponsive.is_unresponsive = True
     running.start(application_name(one, one.versions[0]), stray)
 
     async def main() -> None:
@@ -103,11 +103,11 @@ def test_a_frontend_that_starts_while_the_store_is_silent_serves_what_runs_as_ra
         async def scenario(ready: asyncio.Event, _: asyncio.Task[None]) -> None:
             await asyncio.wait_for(ready.wait(), 60)
             assert models.is_ready("m", "")
-            asked = silent.asked
-            await until(lambda: silent.asked > asked + 2, "it asks the store again and again")
+            asked = unresponsive.asked
+            await until(lambda: unresponsive.asked > asked + 2, "it asks the store again and again")
             assert not models.is_ready("other", "")
             assert (running.deployed, running.deleted) == ({}, [])
-            silent.is_silent = False
+            unresponsive.is_unresponsive = False
             await until(lambda: stray in running.deleted, "what no log names goes")
             assert models.is_ready("m", "")
 
@@ -122,17 +122,17 @@ def test_a_frontend_that_knows_of_nothing_goes_on_asking_the_store_and_is_not_re
 ) -> None:
     deployments = Deployments(store)
     one = deployments.create(deployment())
-    silent = SilentStore(deployments, monkeypatch)
-    silent.is_silent = True
+    unresponsive = UnresponsiveStore(deployments, monkeypatch)
+    unresponsive.is_unresponsive = True
 
     async def main() -> None:
         reconciler, models, running = reconciling(deployments, one)
         running.data = kept
 
         async def scenario(ready: asyncio.Event, task: asyncio.Task[None]) -> None:
-            await until(lambda: silent.asked > 3 or task.done(), "it asks again and again")
+            await until(lambda: unresponsive.asked > 3 or task.done(), "it asks again and again")
             assert not ready.is_set()
-            silent.is_silent = False
+            unresponsive.is_unresponsive = False
             await asyncio.wait_for(ready.wait(), 60)
             assert models.is_ready("m", "")
 
@@ -163,7 +163,7 @@ def test_what_ray_keeps_is_written_again_only_where_it_is_new(store: ObjectStore
 def test_threads_that_all_wait_for_the_store_are_not_taken_for_a_silent_ray(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_serve, "SERVE_WITHIN_S", 0.5)
+    monkeypatch.setattr(ray_serve, "SERVE_TIMEOUT_S", 0.5)
     deployments = Deployments(store)
     one = deployments.create(deployment())
     answers = threading.Event()

@@ -14,7 +14,7 @@ from inference_service.domain.batch_policy import Load
 from inference_service.domain.deployment import Autoscaling
 from inference_service.serve.autoscaling import REFUSED, ROWS
 from inference_service.serve.ray_serve import _autoscaling
-from inference_service.serve.replica import FORGOTTEN_AFTER_S, ToldLoads
+from inference_service.serve.replica import LOAD_TTL_S, LoadAggregator
 
 CONFIG = _autoscaling(
     Autoscaling(min_replicas=1, max_replicas=8, rows_per_replica=32, up_after_s=0, down_after_s=60), 1
@@ -76,15 +76,15 @@ def test_before_anybody_told_anything_all_stays() -> None:
     assert decided() == 2
 
 
-def test_several_fronts_add_up_and_one_that_is_gone_is_forgotten() -> None:
+def test_several_frontends_add_up_and_one_that_is_gone_is_forgotten() -> None:
     now_s = 100.0
-    told = ToldLoads(lambda: now_s)
+    told = LoadAggregator(lambda: now_s)
     assert told.in_all() == {}
     told.tell("a", Load(10.0, 1))
-    now_s += FORGOTTEN_AFTER_S / 2
+    now_s += LOAD_TTL_S / 2
     told.tell("b", Load(5.5, 2))
     assert told.in_all() == {ROWS: 15.5, REFUSED: 3.0}
-    now_s += FORGOTTEN_AFTER_S / 2 + 1
+    now_s += LOAD_TTL_S / 2 + 1
     assert told.in_all() == {ROWS: 5.5, REFUSED: 2.0}
-    now_s += FORGOTTEN_AFTER_S
+    now_s += LOAD_TTL_S
     assert told.in_all() == {ROWS: 0.0, REFUSED: 0.0}

@@ -58,15 +58,15 @@ def serving(
     return ModelReplica(SPEC, sockets)
 
 
-def while_it_works(one: ModelReplica, model: Model, look: Callable[[], Awaitable[None]]) -> None:
-    """Runs `look` while the model is at a batch, and lets it end then."""
+def while_it_works(one: ModelReplica, model: Model, poll: Callable[[], Awaitable[None]]) -> None:
+    """Runs `poll` while the model is at a batch, and lets it end then."""
 
     async def scenario() -> None:
         await one.check_health()
         task = asyncio.create_task(one.forward(ROWS))
         assert await asyncio.to_thread(model.at_work.wait, 20)
         try:
-            await look()
+            await poll()
         finally:
             model.may_work.set()
         await task
@@ -87,14 +87,14 @@ def test_a_replica_whose_model_hangs_is_not_well_and_one_that_is_idle_or_at_work
     model = Model()
     one = serving(monkeypatch, model)
 
-    async def look() -> None:
+    async def poll() -> None:
         await one.check_health()
         with monkeypatch.context() as later:
             at_once(later)
             with pytest.raises(RuntimeError, match="has been at one batch for"):
                 await one.check_health()
 
-    while_it_works(one, model, look)
+    while_it_works(one, model, poll)
     assert "assert self.may_work.wait(60)" in caplog.text  # so an operator sees which function it was
 
 
@@ -116,13 +116,13 @@ def test_a_replica_that_serve_keeps_logs_as_the_services_do_and_says_which_it_is
     model = Model()
     one = serving(monkeypatch, model)
 
-    async def look() -> None:
+    async def poll() -> None:
         with monkeypatch.context() as later:
             at_once(later)
             with pytest.raises(RuntimeError):
                 await one.check_health()
 
-    while_it_works(one, model, look)
+    while_it_works(one, model, poll)
     (line,) = (json.loads(line) for line in capsys.readouterr().err.splitlines() if "at one batch" in line)
     assert (line["service"], line["application"], line["level"]) == ("inference-replica", context.app_name, "ERROR")
 
@@ -187,7 +187,7 @@ def test_no_garbage_is_collected_while_python_lists_its_threads(
 def test_a_replica_that_hangs_can_be_stopped_and_what_it_had_is_known_to_be_lost(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
-    monkeypatch.setattr(replica, "TAKE_LEAVE_WITHIN_S", 0.2)
+    monkeypatch.setattr(replica, "TAKE_LEAVE_TIMEOUT_S", 0.2)
     model = Model()
     one = serving(monkeypatch, model, sockets=folder)
 

@@ -292,7 +292,7 @@ def test_a_search_that_was_cancelled_is_made_again_by_the_next(folder: Path) -> 
 def test_a_connection_that_is_lost_is_opened_again_while_its_replica_lives(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sockets, "LOOK_AGAIN_S", 0.05)
+    monkeypatch.setattr(sockets, "RETRY_DELAY_S", 0.05)
 
     async def scenario() -> None:
         replica(folder)

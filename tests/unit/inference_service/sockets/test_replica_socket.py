@@ -27,7 +27,7 @@ from inference_service.serve.sockets import (
 from shared.errors import Internal
 from tests.unit.inference_service.sockets.test_socket_folders import left_by_a_killed_replica
 
-WITHIN_S = 10.0
+TIMEOUT_S = 10.0
 
 
 def rows(*values: int) -> Rows:
@@ -48,59 +48,59 @@ def opened(folder: Path, forward: Callable[[Rows], Outputs]) -> socket.socket:
     """A front of a replica that listens from now on."""
     listen(folder, ThreadPoolExecutor(1), forward)
     (path,) = folder.glob(f"*{SUFFIX}")
-    front = socket.socket(socket.AF_UNIX)
-    front.settimeout(WITHIN_S)
-    front.connect(str(path))
-    return front
+    frontend = socket.socket(socket.AF_UNIX)
+    frontend.settimeout(TIMEOUT_S)
+    frontend.connect(str(path))
+    return frontend
 
 
 async def asked(folder: Path, what: Rows) -> Outputs:
-    async with asyncio.timeout(WITHIN_S):
+    async with asyncio.timeout(TIMEOUT_S):
         one = await LocalReplicas(folder).free()
         assert one is not None
         return await one.forward(what)
 
 
-def read_to_the_end(front: socket.socket) -> int:
+def read_to_the_end(frontend: socket.socket) -> int:
     read = 0
-    while got := len(front.recv(1 << 20)):
+    while got := len(frontend.recv(1 << 20)):
         read += got
     return read
 
 
-def test_a_front_that_stops_reading_keeps_nobody_else_waiting(folder: Path) -> None:
+def test_a_frontend_that_stops_reading_keeps_nobody_else_waiting(folder: Path) -> None:
     at_work = threading.Event()
 
     def forward(given: Rows) -> Outputs:
         at_work.set()
         return Outputs([np.zeros((len(given), 1_000_000))])
 
-    front = opened(folder, forward)
-    front.sendall(encode(Frame(1, Kind.FORWARD, rows(1, 2, 3))))
-    assert at_work.wait(WITHIN_S)
+    frontend = opened(folder, forward)
+    frontend.sendall(encode(Frame(1, Kind.FORWARD, rows(1, 2, 3))))
+    assert at_work.wait(TIMEOUT_S)
     assert len(asyncio.run(asked(folder, rows(1))).arrays[0]) == 1
-    front.close()
+    frontend.close()
 
 
-def test_a_front_that_does_not_take_its_answers_is_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frontend_that_does_not_take_its_answers_is_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference_service.serve.sockets.MAX_UNSENT", 2)
-    front = opened(folder, lambda _: Outputs([np.zeros(1_000_000)]))
+    frontend = opened(folder, lambda _: Outputs([np.zeros(1_000_000)]))
     for call in range(1, 5):  # one answer on its way, two that wait, and one that is too many
-        front.sendall(encode(Frame(call, Kind.FORWARD, rows(1))))
+        frontend.sendall(encode(Frame(call, Kind.FORWARD, rows(1))))
     closed = select.poll()
-    closed.register(front, 0)  # for its end, and not for what can be read
-    assert closed.poll(WITHIN_S * 1000)
-    assert read_to_the_end(front) < 8_000_000
-    front.close()
+    closed.register(frontend, 0)  # for its end, and not for what can be read
+    assert closed.poll(TIMEOUT_S * 1000)
+    assert read_to_the_end(frontend) < 8_000_000
+    frontend.close()
 
 
 def test_what_is_no_frame_ends_the_connection(folder: Path) -> None:
-    front = opened(folder, same)
+    frontend = opened(folder, same)
     whole = bytearray(encode(Frame(1, Kind.FORWARD, rows(1))))
     whole[8] = 99  # of no kind
-    front.sendall(whole)
-    assert read_to_the_end(front) == 0
-    front.close()
+    frontend.sendall(whole)
+    assert read_to_the_end(frontend) == 0
+    frontend.close()
 
 
 def assert_told_by_its_id(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -135,18 +135,18 @@ def test_a_replica_that_stops_answers_what_it_has_takes_no_more_and_removes_its_
 
     def forward(given: Rows) -> Outputs:
         at_work.set()
-        assert may_work.wait(WITHIN_S)
+        assert may_work.wait(TIMEOUT_S)
         return same(given)
 
     async def scenario() -> None:
-        door = listen(folder, ThreadPoolExecutor(1), forward)
-        assert door is not None
+        socket_server = listen(folder, ThreadPoolExecutor(1), forward)
+        assert socket_server is not None
         local = LocalReplicas(folder)
         one = await local.free()
         assert one is not None
         tasks = [asyncio.create_task(one.forward(rows(number))) for number in (1, 2)]
-        assert await asyncio.to_thread(at_work.wait, WITHIN_S)
-        closing = asyncio.create_task(asyncio.to_thread(door.close, WITHIN_S))
+        assert await asyncio.to_thread(at_work.wait, TIMEOUT_S)
+        closing = asyncio.create_task(asyncio.to_thread(socket_server.close, TIMEOUT_S))
         while await local.free(busy_too=True) is not None:  # noqa: ASYNC110 - until it has said so
             await asyncio.sleep(0.001)
         assert not await asyncio.to_thread(folder.exists)
@@ -157,15 +157,15 @@ def test_a_replica_that_stops_answers_what_it_has_takes_no_more_and_removes_its_
         await closing
         assert one.in_flight == 0
 
-    asyncio.run(asyncio.wait_for(scenario(), WITHIN_S))
+    asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S))
 
 
 def test_the_last_replica_that_stops_takes_the_folder_away(folder: Path) -> None:
-    doors = [listen(folder, ThreadPoolExecutor(1), same) for _ in range(2)]
-    for number, door in enumerate(doors):
+    socket_servers = [listen(folder, ThreadPoolExecutor(1), same) for _ in range(2)]
+    for number, socket_server in enumerate(socket_servers):
         assert len(list(folder.iterdir())) == 2 - number
-        assert door is not None
-        door.close(0.0)
+        assert socket_server is not None
+        socket_server.close(0.0)
     assert not folder.exists()
 
 

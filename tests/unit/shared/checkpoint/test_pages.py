@@ -47,8 +47,8 @@ def test_an_append_writes_its_own_entry_and_a_bounded_page(store: ObjectStore) -
         assert len(counting.requests) <= 8
 
     entry_bytes = len(json.dumps(named(1, validation_accuracy=0.5).as_state()))
-    most_entries = registry.KEPT_ENTRIES + 2 * pages.PAGE_ENTRIES
-    assert max(written) <= 2 * most_entries * entry_bytes
+    max_entries = registry.KEPT_ENTRIES + 2 * pages.PAGE_ENTRIES
+    assert max(written) <= 2 * max_entries * entry_bytes
     assert sum(written[200:300]) <= 1.5 * sum(written[100:200])
 
 
@@ -63,8 +63,8 @@ def test_the_newest_the_best_and_a_page_take_a_bounded_number_of_requests(
         lambda one: one.newest(),
         lambda one: one.best(),
         lambda one: one.find(named(70).name),
-        lambda one: one.look(lambda view: view.page("", 20)),
-        lambda one: one.look(lambda view: view.page(named(40).name, 10)),
+        lambda one: one.poll(lambda view: view.page("", 20)),
+        lambda one: one.poll(lambda view: view.page(named(40).name, 10)),
     ]
     asked = []
     for step in range(1, 301):
@@ -81,7 +81,7 @@ def test_the_newest_the_best_and_a_page_take_a_bounded_number_of_requests(
     assert CheckpointRegistry(store, JOB).newest() == named(300, validation_accuracy=0.03)
     assert CheckpointRegistry(store, JOB).best() == named(50, validation_accuracy=1.0)
     assert CheckpointRegistry(store, JOB).find(named(70).name) == named(70, validation_accuracy=0.007)
-    found, more = CheckpointRegistry(store, JOB).look(lambda view: view.page(named(40).name, 3))
+    found, more = CheckpointRegistry(store, JOB).poll(lambda view: view.page(named(40).name, 3))
     assert ([one.step for one in found], more) == ([41, 42, 43], True)
     assert [one.step for one in CheckpointRegistry(store, JOB).entries()] == list(range(1, 301))
 
@@ -140,15 +140,15 @@ def test_it_answers_as_a_plain_list_would(
         return repr(some)  # NaN is not equal to itself
 
     def page_behind(name: str) -> object:
-        return look(lambda view: view.page(name, 5))
+        return poll(lambda view: view.page(name, 5))
 
-    look = CheckpointRegistry(store, JOB).look
-    assert as_text(look(lambda view: view.entries())) == as_text(plain)
-    assert as_text(look(lambda view: view.newest())) == as_text(latest(plain))
+    poll = CheckpointRegistry(store, JOB).poll
+    assert as_text(poll(lambda view: view.entries())) == as_text(plain)
+    assert as_text(poll(lambda view: view.newest())) == as_text(latest(plain))
     for asked in (None, Ranking(), LOSS):
         assert as_text(CheckpointRegistry(store, JOB).best(asked)) == as_text(best(plain, asked or ranking))
-    assert as_text(look(lambda view: view.final())) == as_text(latest([one for one in plain if one.final]))
-    assert look(lambda view: view.is_empty) == (not plain)
+    assert as_text(poll(lambda view: view.final())) == as_text(latest([one for one in plain if one.final]))
+    assert poll(lambda view: view.is_empty) == (not plain)
     by_name = sorted(plain, key=lambda one: one.name)
     for after in ("", named(7).name, named(30).name):
         behind = [one for one in by_name if one.name > after]

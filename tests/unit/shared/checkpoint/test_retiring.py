@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry, Ranking, resolve
-from shared.checkpoint.users import live_users, using
+from shared.checkpoint.references import live_references, using
 from shared.errors import NotFound, Unavailable
 from shared.log import StaleAttempt
 from shared.storage import ObjectStore, open_store
 from tests.support.checkpoint_samples import JOB, entry
 
-USER = "deployments/m"
+HOLDER = "deployments/m"
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def with_files(store: ObjectStore) -> set[int]:
 
 
 def use(store: ObjectStore, step: int) -> None:
-    with using(store, "f", f"{JOB}/checkpoints/step-{step}", "deployment", "u1", USER, ends_in="GONE"):
+    with using(store, "f", f"{JOB}/checkpoints/step-{step}", "deployment", "u1", HOLDER, ends_in="GONE"):
         pass
 
 
@@ -86,9 +86,9 @@ def test_who_comes_when_it_is_no_longer_named_does_not_get_it(
         # Its resolve fails now: nobody is told that he has it who does not.
         with pytest.raises(NotFound):
             use(open_store(store.settings), 10)
-        return live_users(*arguments)
+        return live_references(*arguments)
 
-    monkeypatch.setattr("shared.checkpoint.registry.live_users", marked_just_before)
+    monkeypatch.setattr("shared.checkpoint.registry.live_references", marked_just_before)
     CheckpointRegistry(store, JOB).retire(named[:1], 1)
 
     assert with_files(store) == set(steps(store)) == {20, 30}
@@ -109,9 +109,9 @@ def test_one_that_finds_a_user_too_late_cannot_put_back_what_another_has_condemn
             monkeypatch.setattr(elsewhere, "delete_folder", no_answer)
         with contextlib.suppress(Unavailable):
             CheckpointRegistry(elsewhere, JOB).settle()
-        return [USER]
+        return [HOLDER]
 
-    monkeypatch.setattr("shared.checkpoint.registry.live_users", user_but_the_other_goes_on)
+    monkeypatch.setattr("shared.checkpoint.registry.live_references", user_but_the_other_goes_on)
     CheckpointRegistry(store, JOB).retire(named[:1], 1)
 
     assert with_files(store) == set(steps(store)) == {20, 30}
@@ -127,7 +127,7 @@ def test_one_that_found_no_user_leaves_the_files_of_what_another_has_put_back(
         CheckpointRegistry(open_store(store.settings), JOB).settle()
         return []
 
-    monkeypatch.setattr("shared.checkpoint.registry.live_users", nobody_but_the_other_finds_one)
+    monkeypatch.setattr("shared.checkpoint.registry.live_references", nobody_but_the_other_finds_one)
     assert CheckpointRegistry(store, JOB).retire(named[:1], 1) == []
 
     assert with_files(store) == set(steps(store)) == {10, 20, 30}
@@ -176,9 +176,9 @@ def test_one_that_was_written_again_meanwhile_keeps_its_new_files(
     def committed_again(*arguments: Any) -> list[str]:
         monkeypatch.undo()
         CheckpointRegistry(open_store(store.settings), JOB).commit(entry(10, attempt=2))
-        return live_users(*arguments)
+        return live_references(*arguments)
 
-    monkeypatch.setattr("shared.checkpoint.registry.live_users", committed_again)
+    monkeypatch.setattr("shared.checkpoint.registry.live_references", committed_again)
     CheckpointRegistry(store, JOB).retire(named[:1])
 
     (again,) = [one for one in CheckpointRegistry(store, JOB).entries() if one.step == 10]

@@ -72,7 +72,7 @@ def test_the_footers_last_used_are_kept_and_no_more_than_there_is_room_for(
 def test_a_footer_larger_than_the_room_is_kept_until_the_next(
     store: ObjectStore, wide: list[str], parsed: list[int]
 ) -> None:
-    footers = Footers(most_bytes=1)
+    footers = Footers(max_bytes=1)
     reader = VersionReader(store, load_version(store, wide[0]), footers)
     read_all(reader)
     assert (len(footers), len(parsed)) == (1, FILES)

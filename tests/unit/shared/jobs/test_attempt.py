@@ -32,8 +32,8 @@ SECRET = "/root/secret/path"
 
 
 @pytest.fixture(autouse=True)
-def quick_wishes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempt, "WISH_INTERVAL_S", 0.01)
+def quick_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempt, "REQUEST_POLL_INTERVAL_S", 0.01)
     monkeypatch.setattr(attempt, "COMMIT_RETRY_S", 0.01)
 
 
@@ -290,7 +290,7 @@ def test_an_outage_at_the_commit_is_waited_out(store: ObjectStore) -> None:
 def test_an_outage_longer_than_our_patience_is_told_to_the_caller(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attempt, "COMMIT_PATIENCE_S", 0.05)
+    monkeypatch.setattr(attempt, "COMMIT_TIMEOUT_S", 0.05)
     outages = Outages(store)
 
     def entry(_: AttemptContext) -> dict[str, Any]:

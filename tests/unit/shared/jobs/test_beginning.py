@@ -139,7 +139,7 @@ def test_an_attempt_whose_process_went_with_its_node_is_no_failure(
     one.reconcile()
     cluster.alive.clear()
     jobs.note_leaving(JOB, 1 if leaving else 0)  # of an attempt before, it says nothing
-    for _ in range(reconciler.LOOKS_BEFORE_LOST):
+    for _ in range(reconciler.POLLS_BEFORE_LOST):
         one.reconcile()
 
     job = jobs.get(JOB, JOB)

@@ -10,7 +10,7 @@ import pytest
 
 from shared.errors import AlreadyExists, Conflict, FailedPrecondition, NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs, JobState
-from shared.jobs.deletion import KEYS_BETWEEN_LOOKS, remove_objects
+from shared.jobs.deletion import KEYS_BETWEEN_POLLS, remove_objects
 from shared.jobs.transitions import (
     begin_attempt,
     confirm_delete,
@@ -136,11 +136,11 @@ def test_a_creation_that_an_outage_stopped_can_be_made_anew(store: ObjectStore) 
 def test_cancelling_writes_the_wish_once(jobs: Jobs) -> None:
     jobs.create(FOLDER, a_job())
 
-    wished = jobs.cancel(FOLDER, FOLDER)
+    requested = jobs.cancel(FOLDER, FOLDER)
 
-    assert (wished.state, wished.generation) == (JobState.CANCELLING, 2)
-    assert jobs.cancel(FOLDER, FOLDER) == wished
-    assert jobs.get(FOLDER, FOLDER) == wished
+    assert (requested.state, requested.generation) == (JobState.CANCELLING, 2)
+    assert jobs.cancel(FOLDER, FOLDER) == requested
+    assert jobs.get(FOLDER, FOLDER) == requested
 
 
 def test_cancelling_a_job_that_is_done_changes_nothing(jobs: Jobs) -> None:
@@ -212,9 +212,9 @@ def test_a_job_that_succeeded_can_neither_be_suspended_nor_resumed(jobs: Jobs) -
     jobs.create(FOLDER, a_job())
     jobs.transition(FOLDER, lambda job: succeed(begin_attempt(job, 2.0), {}, 3.0))
 
-    for wish in (jobs.suspend, jobs.resume):
+    for request in (jobs.suspend, jobs.resume):
         with pytest.raises(FailedPrecondition, match="is SUCCEEDED"):
-            wish(FOLDER, FOLDER)
+            request(FOLDER, FOLDER)
 
 
 def test_clients_are_told_what_a_job_waits_for_until_it_does_not(jobs: Jobs) -> None:
@@ -286,7 +286,7 @@ def test_of_two_that_take_a_job_away_the_slower_one_stops_once_another_job_has_i
 
     monkeypatch.setattr(store, "delete", overtaken)
     assert not remove_objects(store, jobs, deleting, keys)
-    assert len(deleted) <= KEYS_BETWEEN_LOOKS
+    assert len(deleted) <= KEYS_BETWEEN_POLLS
 
 
 def test_a_marker_of_a_resumption_that_is_under_way_is_known_as_such(jobs: Jobs) -> None:
@@ -309,7 +309,7 @@ def test_a_resumption_that_comes_between_another_that_failed_again_is_live(
     """Both read the job in the same state; the marker of the slower one must be that of what it makes."""
     jobs.create(FOLDER, a_job())
     jobs.transition(FOLDER, lambda job: fail(job, NotFound("gone"), 2.0))
-    wish, other = jobs._wish, Jobs(jobs._store, jobs.kind)
+    request, other = jobs._request, Jobs(jobs._store, jobs.kind)
 
     def after_another(*arguments: Any) -> JobRecord:
         monkeypatch.undo()
@@ -317,9 +317,9 @@ def test_a_resumption_that_comes_between_another_that_failed_again_is_live(
         other.transition(FOLDER, lambda job: fail(job, NotFound("gone"), 3.0))
         for live in other.live():
             other.forget(live)
-        return wish(*arguments)
+        return request(*arguments)
 
-    monkeypatch.setattr(jobs, "_wish", after_another)
+    monkeypatch.setattr(jobs, "_request", after_another)
     resumed = jobs.resume(FOLDER, FOLDER)
 
     assert resumed.state is JobState.RECOVERING

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.jobs.supervisor import ChildRefused, Nudge, supervise
+from shared.jobs.supervisor import ChildRefused, WakeSignal, supervise
 from tests.support.waiting import wait_until
 
 
@@ -18,26 +18,26 @@ async def appeared(path: Path) -> None:
     await asyncio.to_thread(wait_until, path.exists, path.name)
 
 
-def test_a_nudge_reaches_the_child_and_one_without_a_child_is_missed(
+def test_a_wake_reaches_the_child_and_one_without_a_child_is_missed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NUDGED", str(tmp_path))
-    nudge = Nudge()
-    nudge()
+    wake = WakeSignal()
+    wake()
 
-    async def nudged_twice() -> None:
+    async def woken_twice() -> None:
         stop = asyncio.Event()
-        supervised = asyncio.create_task(supervise("tests.support.nudged_child", stop, nudge))
+        supervised = asyncio.create_task(supervise("tests.support.woken_child", stop, wake))
         await appeared(tmp_path / "started")
         for count in (1, 2):
-            await asyncio.to_thread(nudge)
+            await asyncio.to_thread(wake)
             await appeared(tmp_path / f"nudge-{count}")
         stop.set()
         await supervised
 
-    asyncio.run(nudged_twice())
+    asyncio.run(woken_twice())
 
-    nudge()
+    wake()
     assert not (tmp_path / "nudge-3").exists()
 
 
@@ -91,6 +91,6 @@ def test_a_child_that_does_not_die_when_it_is_killed_keeps_nobody_from_stopping(
 
     for name, value in {"STARTS": str(tmp_path), "ENDING": "0", "ENDS": "another"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("shared.jobs.supervisor.KILLED_WITHIN_S", 0.1)
+    monkeypatch.setattr("shared.jobs.supervisor.KILLED_TIMEOUT_S", 0.1)
     asyncio.run(scenario())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0-0"]

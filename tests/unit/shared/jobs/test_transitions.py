@@ -10,8 +10,8 @@ import pytest
 from shared.errors import NotFound, ResourceExhausted, Unavailable, error_from_record
 from shared.jobs.record import JobRecord, JobState
 from shared.jobs.transitions import (
-    MOST_WAIT_S,
-    NO_ROOM,
+    INSUFFICIENT_RESOURCES,
+    MAX_WAIT_S,
     PREEMPTED,
     RESIZED,
     begin_attempt,
@@ -173,10 +173,10 @@ def test_only_a_wish_moves_the_etag() -> None:
 
     for event in ("lose", "succeed", "fail"):
         assert EVENTS[event](job).generation == 1
-    wished = request_cancel(job, NOW)
-    assert wished.generation == 2
-    assert request_cancel(wished, NOW + 1) is wished
-    assert confirm_cancel(wished, NOW).generation == 2
+    requested = request_cancel(job, NOW)
+    assert requested.generation == 2
+    assert request_cancel(requested, NOW + 1) is requested
+    assert confirm_cancel(requested, NOW).generation == 2
 
 
 @pytest.mark.parametrize("state", ["SUCCEEDED", "FAILED", "CANCELLED"])
@@ -198,7 +198,7 @@ def test_a_job_in_the_log_of_a_deleted_one_counts_its_attempts_from_one() -> Non
     assert job.attempts_made == 1
 
 
-@pytest.mark.parametrize(("reason", "preemptions"), [(PREEMPTED, 1), (RESIZED, 0), (NO_ROOM, 0)])
+@pytest.mark.parametrize(("reason", "preemptions"), [(PREEMPTED, 1), (RESIZED, 0), (INSUFFICIENT_RESOURCES, 0)])
 def test_an_attempt_that_makes_room_is_no_failure(reason: str, preemptions: int) -> None:
     job = lose_attempt(a_job("RUNNING", failures=3), Unavailable("its node goes", reason=reason), NOW)
 
@@ -214,16 +214,16 @@ def test_preemptions_beyond_their_budget_are_failures() -> None:
 def test_a_job_that_finds_no_room_waits_ever_longer_and_never_fails_of_it() -> None:
     job, waits = a_job("RUNNING", failures=3), []
     for _ in range(1000):
-        job = lose_attempt(job, Unavailable("room was taken", reason=NO_ROOM), NOW)
+        job = lose_attempt(job, Unavailable("room was taken", reason=INSUFFICIENT_RESOURCES), NOW)
         assert (job.state, job.failures, job.preemptions) == ("RECOVERING", 3, 0)
         waits.append(job.begin_after - NOW)
         job = begin_attempt(job, NOW)
     assert waits[:4] == [1.0, 2.0, 4.0, 8.0]
-    assert max(waits) == waits[-1] == MOST_WAIT_S
+    assert max(waits) == waits[-1] == MAX_WAIT_S
 
     # Once it had room, it waits briefly again.
     resized = begin_attempt(lose_attempt(job, Unavailable("it grows", reason=RESIZED), NOW), NOW)
-    again = lose_attempt(resized, Unavailable("room was taken", reason=NO_ROOM), NOW)
+    again = lose_attempt(resized, Unavailable("room was taken", reason=INSUFFICIENT_RESOURCES), NOW)
     assert again.begin_after - NOW == 1.0
 
 

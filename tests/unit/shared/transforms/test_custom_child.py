@@ -84,4 +84,4 @@ def test_no_more_than_a_few_functions_are_asked_at_once(monkeypatch: pytest.Monk
     monkeypatch.setattr(custom_child, "START_LIMIT_S", 0.01)
     monkeypatch.setattr(custom_child, "_children", threading.BoundedSemaphore(1))
     with custom_child._children, pytest.raises(ResourceExhausted, match="try again later"):
-        custom_child.learn(f"{MODULE}:doubled", pa.schema([("x", pa.int64())]), 1)
+        custom_child.infer_schema(f"{MODULE}:doubled", pa.schema([("x", pa.int64())]), 1)

@@ -141,15 +141,15 @@ def test_a_step_waits_until_what_it_depends_on_is_learnt_and_no_longer() -> None
     )
     given_schema = schema_of_batch(PEOPLE)
     assert built.unfitted == [0, 1, 3, 5]
-    learnt = []
+    fitted = []
     while built.unfitted:
         fitter = built.fitter(given_schema)
-        learnt.append(fitter.learns)
+        fitted.append(fitter.fitting_steps)
         fitter.update(PEOPLE)
         built = fitter.fitted()
 
     # The filter reads an age that is standardized: the rows that teach `city` are known only then.
-    assert learnt == [[0, 3], [1], [5]]
+    assert fitted == [[0, 3], [1], [5]]
 
 
 def test_learning_sees_the_rows_and_values_that_the_step_gets() -> None:
@@ -259,13 +259,13 @@ def test_more_categories_than_the_limit_are_refused_by_step_and_limit(op: str, l
     assert len(fitted(built, {"x": many["x"][:limit]}).config["steps"][0][op]["categories"]) == limit
     fitter = built.fitter(schema_of_batch(many))
 
-    def learn() -> None:
+    def fit() -> None:
         for part in cut(many, [limit * place // parts for place in range(1, parts)]):
             fitter.update(part)
         fitter.fitted()
 
     with pytest.raises(InvalidArgument, match=f"at most {limit:,} distinct values") as refused:
-        learn()
+        fit()
     assert refused.value.fields[0][0] == "transform.steps[0]"
 
 

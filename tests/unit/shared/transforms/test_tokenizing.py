@@ -37,7 +37,7 @@ def brought(max_length: int = 8, **padding: Any) -> dict[str, Any]:
     return {"column": "text", "tokenize": {"tokenizer": tokenizer.to_str(), "maxLength": max_length}}
 
 
-LEARNT = fitted(learning(), MANY)
+FITTED = fitted(learning(), MANY)
 
 
 def tokenizer_of(built: Pipeline) -> Tokenizer:
@@ -50,18 +50,18 @@ def ids_of(built: Pipeline, *texts: str | bytes) -> list[list[int]]:
 
 
 def test_two_columns_of_one_length_take_the_place_of_the_text() -> None:
-    made = LEARNT(MANY)
+    made = FITTED(MANY)
 
     assert list(made) == ["id", "input_ids", "attention_mask"]
     assert made["input_ids"].shape == made["attention_mask"].shape == (200, 16)
     assert made["input_ids"].dtype == made["attention_mask"].dtype == np.int64
     tensor = TensorType("int64", (16,))
     given: Schema = {"text": ScalarType(pa.string()), "y": ScalarType(pa.int64())}
-    assert LEARNT.output(given) == {"input_ids": tensor, "attention_mask": tensor, "y": ScalarType(pa.int64())}
+    assert FITTED.output(given) == {"input_ids": tensor, "attention_mask": tensor, "y": ScalarType(pa.int64())}
 
 
 def test_ids_stand_for_the_whole_text_between_cls_and_sep() -> None:
-    tokenizer = tokenizer_of(LEARNT)
+    tokenizer = tokenizer_of(FITTED)
     text = "It was é 東京…"
     (ids,) = ids_of(fitted(learning(maxLength=64), MANY), text)
     length = ids.index(0)
@@ -73,22 +73,22 @@ def test_ids_stand_for_the_whole_text_between_cls_and_sep() -> None:
 
 
 def test_the_mask_is_one_for_tokens_and_zero_for_padding() -> None:
-    made = LEARNT({"text": pa.array(["the film", ""])})
+    made = FITTED({"text": pa.array(["the film", ""])})
 
     assert made["attention_mask"].tolist() == (made["input_ids"] != 0).astype(int).tolist()
     assert made["attention_mask"].sum(axis=1).tolist() == [4, 2]
 
 
 def test_a_long_text_is_cut_behind_its_first_tokens() -> None:
-    short, long = ids_of(LEARNT, "the film was good", "the film was good" + " bad" * 100)
+    short, long = ids_of(FITTED, "the film was good", "the film was good" + " bad" * 100)
 
     assert long[:5] == short[:5]
-    assert long[-1] == tokenizer_of(LEARNT).token_to_id("[SEP]")
+    assert long[-1] == tokenizer_of(FITTED).token_to_id("[SEP]")
 
 
 @pytest.mark.parametrize("text", ["x" * 10_000_000, "the film was good. " * 500_000], ids=["one word", "words"])
 def test_of_ten_megabytes_the_beginning_counts(text: str) -> None:
-    assert ids_of(LEARNT, text) == ids_of(LEARNT, text[: 64 * 16])
+    assert ids_of(FITTED, text) == ids_of(FITTED, text[: 64 * 16])
 
 
 def test_what_is_learnt_depends_on_neither_the_order_nor_the_cut_of_the_rows() -> None:
@@ -102,7 +102,7 @@ def test_what_is_learnt_depends_on_neither_the_order_nor_the_cut_of_the_rows() -
     for other in rest:
         first.merge(other)
 
-    assert first.fitted().config == LEARNT.config
+    assert first.fitted().config == FITTED.config
 
 
 def test_a_learnt_tokenizer_has_the_special_tokens_all_bytes_and_at_most_the_asked_size() -> None:
@@ -117,46 +117,46 @@ def test_lowercase_is_learnt_and_applied() -> None:
     built = fitted(learning(lowercase=True), MANY)
 
     assert ids_of(built, "THE Film É") == ids_of(built, "the film é")
-    assert ids_of(LEARNT, "THE Film") != ids_of(LEARNT, "the film")
+    assert ids_of(FITTED, "THE Film") != ids_of(FITTED, "the film")
 
 
 def test_a_text_does_not_end_itself() -> None:
-    (ids,) = ids_of(LEARNT, "the [SEP][PAD] film")
+    (ids,) = ids_of(FITTED, "the [SEP][PAD] film")
 
     # [CLS], [SEP] and [PAD] are where every text has them.
     assert [one for one in ids if one <= 3] == [1, 2, 0]
 
 
 def test_bytes_in_utf_8_get_the_ids_of_the_text() -> None:
-    binary = LEARNT({"text": pa.array([text.encode() for text in TEXTS], pa.binary())})
+    binary = FITTED({"text": pa.array([text.encode() for text in TEXTS], pa.binary())})
 
-    assert bits(binary) == bits(LEARNT({"text": MANY["text"]}))
+    assert bits(binary) == bits(FITTED({"text": MANY["text"]}))
 
 
 @pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary()])
 def test_bytes_that_are_no_utf_8_are_an_error_that_names_the_row(kind: pa.DataType) -> None:
     with pytest.raises(RowError, match=r"'text' is no UTF-8: byte 3 begins no character") as refused:
-        LEARNT({"text": pa.array([b"good", b"bad\xff", b"\xc3"], kind)})
+        FITTED({"text": pa.array([b"good", b"bad\xff", b"\xc3"], kind)})
 
     assert refused.value.row == 1
 
 
 def test_a_null_is_an_error_that_names_the_row() -> None:
     with pytest.raises(RowError, match="'text' is null") as refused:
-        LEARNT({"text": pa.array(["a", None])})
+        FITTED({"text": pa.array(["a", None])})
 
     assert refused.value.row == 1
 
 
 def test_training_and_serving_get_the_same_bits() -> None:
     schema: Schema = {"id": ScalarType(pa.int64()), "text": ScalarType(pa.string())}
-    prepared = LEARNT(MANY)
-    serving = pickle.loads(pickle.dumps(Pipeline.from_config(LEARNT.config).serving(["input_ids"], schema)))
+    prepared = FITTED(MANY)
+    serving = pickle.loads(pickle.dumps(Pipeline.from_config(FITTED.config).serving(["input_ids"], schema)))
     rows = [serving(part) for part in cut({"text": MANY["text"]}, range(1, 200))]
 
     assert joined_bits(rows) == bits({"input_ids": prepared["input_ids"]})
-    both = LEARNT.serving(["attention_mask", "input_ids"], schema)
-    assert LEARNT.reads(["attention_mask"], schema) == ["text"]
+    both = FITTED.serving(["attention_mask", "input_ids"], schema)
+    assert FITTED.reads(["attention_mask"], schema) == ["text"]
     assert bits(both(MANY)) == bits({name: prepared[name] for name in ("attention_mask", "input_ids")})
 
 
@@ -239,7 +239,7 @@ def test_a_brought_tokenizer_that_leaves_no_room_for_a_text_is_refused() -> None
 )
 def test_columns_that_do_not_fit_are_refused_before_any_row(given: Any, text: str) -> None:
     with pytest.raises(InvalidArgument, match=text):
-        LEARNT.output(given)
+        FITTED.output(given)
 
 
 def test_rows_without_a_word_teach_nothing() -> None:

@@ -20,14 +20,14 @@ from tests.support.waiting import wait_until
 from tests.unit.train_service.worker.test_loop import SPEC, events, new_job
 from train_service import placement
 from train_service.attempt import supervision
-from train_service.attempt.endings import FAILURE
-from train_service.attempt.pulses import Pulses
+from train_service.attempt.heartbeats import HeartbeatServer
+from train_service.attempt.outcomes import FAILURE
 from train_service.attempt.supervision import Supervision
 from train_service.domain.watchdog import Phase
 from train_service.placement import Node, Size
 from train_service.records.events import EventKind
 from train_service.records.reporting import PREEMPT, RESIZE, TRAIN_KIND
-from train_service.worker.pulse import Pulse
+from train_service.worker.heartbeat import HeartbeatSender
 
 JOB = "trainingJobs/a"
 # An attempt whose only rank says goodbye; what should end then does not.
@@ -39,19 +39,19 @@ from shared.settings import StoreSettings
 from shared.storage import open_store
 from train_service.attempt import supervision
 from train_service.placement import Size
-from train_service.worker.pulse import Pulse
-from train_service.attempt.pulses import Pulses
+from train_service.worker.heartbeat import HeartbeatSender
+from train_service.attempt.heartbeats import HeartbeatServer
 from train_service.attempt.supervision import Supervision
 from tests.unit.train_service.worker.test_loop import SPEC
 
-supervision.GONE_WITHIN_S = supervision.FIT_ENDS_WITHIN_S = 1.0
-Supervision._look_for_drains = lambda self, ranks: None  # there is no Ray to ask
+supervision.GONE_TIMEOUT_S = supervision.FIT_ENDS_TIMEOUT_S = 1.0
+Supervision._check_drains = lambda self, ranks: None  # there is no Ray to ask
 store = open_store(StoreSettings(url=sys.argv[1]))
 jobs = Jobs(store, "train")
 context = AttemptContext(store, jobs, sys.argv[2], jobs.get(sys.argv[2], sys.argv[2]))
 spec = replace(SPEC, num_workers=1)
-with Pulses("127.0.0.1") as pulses, Supervision(context, spec, pulses, Size(1, {"CPU": 1.0})):
-    with Pulse(0, pulses.address):
+with HeartbeatServer("127.0.0.1") as heartbeats, Supervision(context, spec, heartbeats, Size(1, {"CPU": 1.0})):
+    with HeartbeatSender(0, heartbeats.address):
         time.sleep(1.5)
     time.sleep(60)
 """
@@ -74,9 +74,9 @@ def going(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 @pytest.fixture
-def pulses() -> Iterator[Pulses]:
-    with Pulses("127.0.0.1") as pulses:
-        yield pulses
+def heartbeats() -> Iterator[HeartbeatServer]:
+    with HeartbeatServer("127.0.0.1") as heartbeats:
+        yield heartbeats
 
 
 def test_an_attempt_does_not_outlast_its_ranks_for_ever(store: ObjectStore, file_store: StoreSettings) -> None:
@@ -90,31 +90,31 @@ def test_an_attempt_does_not_outlast_its_ranks_for_ever(store: ObjectStore, file
 
 
 def test_a_node_that_goes_before_workers_have_made_way_for_another_size_counts_as_taken_away(
-    context: AttemptContext, pulses: Pulses, going: set[str], monkeypatch: pytest.MonkeyPatch
+    context: AttemptContext, heartbeats: HeartbeatServer, going: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervision, "ROOM_STABLE_S", 0.0)
+    monkeypatch.setattr(supervision, "CAPACITY_STABLE_S", 0.0)
     monkeypatch.setattr(supervision, "size_now", lambda *_: Size(2, {"CPU": 1.0}))
     monkeypatch.setattr(Supervision, "_pays", lambda _: True)
-    looking = Supervision(context, replace(SPEC, num_workers=2), pulses, Size(1, {"CPU": 1.0}))
-    with Pulse(0, pulses.address, "n0") as pulse:
-        pulse.at(1, Phase.TRAINING)
-        wait_until(lambda: bool(pulses.at_work()), "the rank to be heard")
-        looking._look()
+    looking = Supervision(context, replace(SPEC, num_workers=2), heartbeats, Size(1, {"CPU": 1.0}))
+    with HeartbeatSender(0, heartbeats.address, "n0") as heartbeat:
+        heartbeat.at(1, Phase.TRAINING)
+        wait_until(lambda: bool(heartbeats.at_work()), "the rank to be heard")
+        looking._poll()
         assert looking.cause is not None
         assert looking.cause.specific_reason == RESIZED
-        wait_until(lambda: pulse.wish == RESIZE, "the wish")
+        wait_until(lambda: heartbeat.request == RESIZE, "the wish")
 
         going.add("n0")
-        looking._look()
+        looking._poll()
 
         assert looking.cause.specific_reason == PREEMPTED
-        wait_until(lambda: pulse.wish == PREEMPT, "the wish")
+        wait_until(lambda: heartbeat.request == PREEMPT, "the wish")
 
 
 @pytest.mark.parametrize(("of_run", "moves"), [("GPU", True), ("CPU", False)])
 def test_a_run_moves_from_cpus_to_gpus_only_where_they_are_its_own_that_are_back(
     store: ObjectStore,
-    pulses: Pulses,
+    heartbeats: HeartbeatServer,
     going: set[str],
     monkeypatch: pytest.MonkeyPatch,
     of_run: str,
@@ -125,58 +125,63 @@ def test_a_run_moves_from_cpus_to_gpus_only_where_they_are_its_own_that_are_back
     jobs = Jobs(store, TRAIN_KIND)
     jobs.transition(JOB, lambda job: replace(job, choices={"device": of_run, "attempt_device": "CPU"}))
     context = AttemptContext(store, jobs, JOB, jobs.get(JOB, JOB))
-    monkeypatch.setattr(supervision, "ROOM_STABLE_S", 0.0)
+    monkeypatch.setattr(supervision, "CAPACITY_STABLE_S", 0.0)
     monkeypatch.setattr(
         supervision,
         "size_now",
         lambda _, device, *__: Size(2, {"CPU": 1.0, **({"GPU": 1.0} if device == "GPU" else {})}),
     )
     monkeypatch.setattr(Supervision, "_pays", lambda _: True)
-    looking = Supervision(context, replace(SPEC, num_workers=2), pulses, Size(2, {"CPU": 1.0}))
-    with Pulse(0, pulses.address, "n0") as first, Pulse(1, pulses.address, "n0"):
-        wait_until(lambda: len(pulses.at_work()) == 2, "the ranks to be heard")
-        looking._look()
+    looking = Supervision(context, replace(SPEC, num_workers=2), heartbeats, Size(2, {"CPU": 1.0}))
+    with HeartbeatSender(0, heartbeats.address, "n0") as first, HeartbeatSender(1, heartbeats.address, "n0"):
+        wait_until(lambda: len(heartbeats.at_work()) == 2, "the ranks to be heard")
+        looking._poll()
         if moves:
-            wait_until(lambda: first.wish == RESIZE, "the wish to take a checkpoint and end")
+            wait_until(lambda: first.request == RESIZE, "the wish to take a checkpoint and end")
 
     assert (looking.cause is not None) is moves
     assert not moves or (looking.cause is not None and "on GPUs" in looking.cause.message)
 
 
-@pytest.mark.parametrize(("room", "grows"), [(3, False), (4, True)])
+@pytest.mark.parametrize(("capacity", "grows"), [(3, False), (4, True)])
 def test_it_grows_only_to_so_many_workers_that_the_slowest_computes_less(
-    context: AttemptContext, pulses: Pulses, going: set[str], monkeypatch: pytest.MonkeyPatch, room: int, grows: bool
+    context: AttemptContext,
+    heartbeats: HeartbeatServer,
+    going: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capacity: int,
+    grows: bool,
 ) -> None:
     assert not going
-    monkeypatch.setattr(supervision, "ROOM_STABLE_S", 0.0)
-    monkeypatch.setattr(supervision, "size_now", lambda *_: Size(room, {"CPU": 1.0}))
+    monkeypatch.setattr(supervision, "CAPACITY_STABLE_S", 0.0)
+    monkeypatch.setattr(supervision, "size_now", lambda *_: Size(capacity, {"CPU": 1.0}))
     monkeypatch.setattr(Supervision, "_pays", lambda _: True)
     spec = replace(SPEC, num_workers=4, min_workers=2, lanes=4)
-    looking = Supervision(context, spec, pulses, Size(2, {"CPU": 1.0}))
-    with Pulse(0, pulses.address, "n0"), Pulse(1, pulses.address, "n0"):
-        wait_until(lambda: len(pulses.at_work()) == 2, "the ranks to be heard")
-        looking._look()
+    looking = Supervision(context, spec, heartbeats, Size(2, {"CPU": 1.0}))
+    with HeartbeatSender(0, heartbeats.address, "n0"), HeartbeatSender(1, heartbeats.address, "n0"):
+        wait_until(lambda: len(heartbeats.at_work()) == 2, "the ranks to be heard")
+        looking._poll()
 
     assert (looking.cause is not None) is grows
 
 
 def test_a_drain_is_noted_for_whoever_finds_the_attempt_gone(
-    context: AttemptContext, pulses: Pulses, going: set[str]
+    context: AttemptContext, heartbeats: HeartbeatServer, going: set[str]
 ) -> None:
     jobs = Jobs(context.store, TRAIN_KIND)
-    looking = Supervision(context, SPEC, pulses, Size(1, {"CPU": 1.0}))
-    looking._look()
+    looking = Supervision(context, SPEC, heartbeats, Size(1, {"CPU": 1.0}))
+    looking._poll()
     assert not jobs.was_leaving(JOB, 1)
 
     going.add("own")
-    looking._look()
+    looking._poll()
 
     assert jobs.was_leaving(JOB, 1)
     assert not jobs.was_leaving(JOB, 2)
 
 
 def test_a_drain_that_cannot_be_noted_is_noted_at_a_later_look_and_holds_up_none(
-    context: AttemptContext, pulses: Pulses, going: set[str], monkeypatch: pytest.MonkeyPatch
+    context: AttemptContext, heartbeats: HeartbeatServer, going: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries: list[int] = []
     note = context.note_leaving
@@ -188,11 +193,11 @@ def test_a_drain_that_cannot_be_noted_is_noted_at_a_later_look_and_holds_up_none
         note()
 
     monkeypatch.setattr(context, "note_leaving", absent_twice)
-    monkeypatch.setattr(supervision, "STORE_PATIENCE_S", 0.0)
-    looking = Supervision(context, SPEC, pulses, Size(1, {"CPU": 1.0}))
+    monkeypatch.setattr(supervision, "STORE_OUTAGE_TIMEOUT_S", 0.0)
+    looking = Supervision(context, SPEC, heartbeats, Size(1, {"CPU": 1.0}))
     going.add("own")
     for expected in (1, 2, 3, 3):
-        looking._look()
+        looking._poll()
         assert len(tries) == expected
 
     assert Jobs(context.store, TRAIN_KIND).was_leaving(JOB, 1)
@@ -202,7 +207,12 @@ def test_a_drain_that_cannot_be_noted_is_noted_at_a_later_look_and_holds_up_none
 
 @pytest.mark.parametrize(("free", "asked"), [(0.0, 0), (1.0, 1)])
 def test_other_jobs_are_read_only_where_there_is_room_for_more_than_the_attempt_has(
-    context: AttemptContext, pulses: Pulses, going: set[str], monkeypatch: pytest.MonkeyPatch, free: float, asked: int
+    context: AttemptContext,
+    heartbeats: HeartbeatServer,
+    going: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+    free: float,
+    asked: int,
 ) -> None:
     assert not going
     read: list[str] = []
@@ -211,13 +221,13 @@ def test_other_jobs_are_read_only_where_there_is_room_for_more_than_the_attempt_
         read.append(name)
         return 0
 
-    monkeypatch.setattr(supervision, "ingest_beside", none_beside)
+    monkeypatch.setattr(supervision, "count_concurrent_ingests", none_beside)
     monkeypatch.setattr(placement, "usable_nodes", lambda: [Node("n0", {"CPU": free}, {"CPU": 3.0})])
     monkeypatch.setattr(Supervision, "_pays", lambda _: True)
     spec = replace(SPEC, num_workers=3, min_workers=1)
-    looking = Supervision(context, spec, pulses, Size(1, {"CPU": 1.0}))
-    with Pulse(0, pulses.address, "n0"):
-        wait_until(lambda: bool(pulses.at_work()), "the rank to be heard")
-        looking._look()
+    looking = Supervision(context, spec, heartbeats, Size(1, {"CPU": 1.0}))
+    with HeartbeatSender(0, heartbeats.address, "n0"):
+        wait_until(lambda: bool(heartbeats.at_work()), "the rank to be heard")
+        looking._poll()
 
     assert len(read) == asked

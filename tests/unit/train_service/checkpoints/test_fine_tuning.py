@@ -10,7 +10,7 @@ import torch
 
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry, load_checkpoint
 from shared.checkpoint.format import WEIGHTS
-from shared.checkpoint.users import live_users
+from shared.checkpoint.references import live_references
 from shared.errors import FailedPrecondition, InvalidArgument, NotFound
 from shared.model_spec import ModelSpec
 from shared.models import build_model
@@ -138,7 +138,7 @@ def test_creating_marks_it_and_tells_which_one_was_meant(store: ObjectStore, sou
     made = create(store, f"{SOURCE}/checkpoints/final")
 
     assert made.initial_checkpoint == source.name
-    assert live_users(store, source.name, 1e12) == ["trainingJobs/a"]
+    assert live_references(store, source.name, 1e12) == ["trainingJobs/a"]
 
 
 @pytest.mark.usefixtures("source")

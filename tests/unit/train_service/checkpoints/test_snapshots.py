@@ -19,10 +19,10 @@ from shared.log import StaleAttempt
 from shared.storage import ObjectStore
 from tests.support.snapshots import JOB, load, save, save_one, train, trained
 from tests.support.waiting import wait_until
-from train_service.attempt.pulses import Pulses
+from train_service.attempt.heartbeats import HeartbeatServer
 from train_service.checkpoints.snapshots import CheckpointWriter, newest_good, restore
 from train_service.domain.watchdog import Phase, hung
-from train_service.worker.pulse import Pulse
+from train_service.worker.heartbeat import HeartbeatSender
 
 
 def damage(store: ObjectStore, entry: CheckpointEntry, path: str) -> None:
@@ -73,21 +73,21 @@ def test_a_rank_that_hangs_while_a_checkpoint_is_uploaded_is_found(store: Object
     model, optimizer = trained(4)
     store = Slow(store, 1.0)
     with (
-        Pulses("127.0.0.1") as pulses,
-        Pulse(0, pulses.address) as pulse,
+        HeartbeatServer("127.0.0.1") as heartbeats,
+        HeartbeatSender(0, heartbeats.address) as heartbeat,
         CheckpointWriter(store, CheckpointRegistry(store, JOB), 1, lambda _: None) as writer,
     ):
         save_one(writer, 4, model, optimizer)
-        pulse.at(4, Phase.TRAINING)
-        wait_until(lambda: any(one.step == 4 for one in pulses.heard()), "the rank to be heard")
+        heartbeat.at(4, Phase.TRAINING)
+        wait_until(lambda: any(one.step == 4 for one in heartbeats.heard()), "the rank to be heard")
         assert not CheckpointRegistry(store, JOB).entries()  # it is on its way
-        (first,) = (one.state(time.monotonic()) for one in pulses.heard())
+        (first,) = (one.state(time.monotonic()) for one in heartbeats.heard())
         waits_in_the_step = replace(first, still_s=300.0)
 
         assert hung([waits_in_the_step, replace(waits_in_the_step, rank=1, step=3)], 30.0) == [1]
 
         with ThreadPoolExecutor(1) as looking:
-            seen = looking.submit(wait_until, lambda: pulses.heard()[0].waits_for_store, "the excuse")
+            seen = looking.submit(wait_until, lambda: heartbeats.heard()[0].waits_for_store, "the excuse")
             writer.wait()
             seen.result()
 

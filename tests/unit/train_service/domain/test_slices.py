@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from train_service.domain.slices import (
     default_lanes,
-    fewest_rows_of_a_rank,
     loss_scale,
-    most_rows_of_a_rank,
+    max_rows_of_a_rank,
+    min_rows_of_a_rank,
     parts_of_step,
     rank_positions,
     shapes_of_steps,
@@ -91,7 +91,7 @@ def test_the_fewest_rows_of_a_rank_are_those_of_the_smallest_slice_there_is(
         for rank in range(world_size)
     )
 
-    assert fewest_rows_of_a_rank(shapes_of_steps(rows, steps, lanes), lanes, world_size) == smallest
+    assert min_rows_of_a_rank(shapes_of_steps(rows, steps, lanes), lanes, world_size) == smallest
 
 
 @given(st.integers(1, 2_000), st.integers(1, 64), st.integers(1, 8))
@@ -104,7 +104,7 @@ def test_the_most_rows_of_a_rank_are_those_of_the_largest_slice_of_any_such_step
         for rank in range(world_size)
     )
 
-    assert most_rows_of_a_rank(length, lanes, world_size) == largest
+    assert max_rows_of_a_rank(length, lanes, world_size) == largest
 
 
 @pytest.mark.parametrize("workers", range(1, 65))
@@ -112,15 +112,15 @@ def test_without_a_number_of_lanes_the_most_workers_share_every_step_evenly(work
     lanes = default_lanes(workers)
 
     for rows in (40 * workers, 40 * workers + 7, 3 * workers):
-        assert most_rows_of_a_rank(rows, lanes, workers) == math.ceil(rows / workers)
+        assert max_rows_of_a_rank(rows, lanes, workers) == math.ceil(rows / workers)
 
 
-@pytest.mark.parametrize("most_workers", [5, 7, 12, 16, 24, 64])
-def test_without_a_number_of_lanes_fewer_workers_wait_for_none_that_has_half_as_much_again(most_workers: int) -> None:
-    lanes, rows = default_lanes(most_workers), 1_000 * most_workers
+@pytest.mark.parametrize("max_workers", [5, 7, 12, 16, 24, 64])
+def test_without_a_number_of_lanes_fewer_workers_wait_for_none_that_has_half_as_much_again(max_workers: int) -> None:
+    lanes, rows = default_lanes(max_workers), 1_000 * max_workers
 
-    for workers in range(1, most_workers):
-        assert most_rows_of_a_rank(rows, lanes, workers) < 1.5 * rows / workers + 1
+    for workers in range(1, max_workers):
+        assert max_rows_of_a_rank(rows, lanes, workers) < 1.5 * rows / workers + 1
 
 
 def test_the_lanes_of_small_fleets_are_those_that_they_always_were() -> None:
@@ -129,7 +129,7 @@ def test_the_lanes_of_small_fleets_are_those_that_they_always_were() -> None:
 
 @given(st.integers(1, 2_000), st.integers(1, 64), st.integers(1, 8), st.integers(1, 8), st.integers(1, 4))
 def test_no_part_of_a_step_is_larger_on_few_workers_than_it_may_be_on_all(
-    length: int, lanes: int, world_size: int, most_workers: int, accumulation_steps: int
+    length: int, lanes: int, world_size: int, max_workers: int, accumulation_steps: int
 ) -> None:
     def slices(ranks: int) -> list[int]:
         return [
@@ -138,10 +138,10 @@ def test_no_part_of_a_step_is_larger_on_few_workers_than_it_may_be_on_all(
             for rank in range(ranks)
         ]
 
-    parts = parts_of_step(length, lanes, world_size, most_workers, accumulation_steps)
+    parts = parts_of_step(length, lanes, world_size, max_workers, accumulation_steps)
 
-    ours, whole = slices(world_size), slices(most_workers)
-    if world_size >= most_workers:
+    ours, whole = slices(world_size), slices(max_workers)
+    if world_size >= max_workers:
         assert parts == accumulation_steps
     elif min(ours) >= 2 * (parts + 1):  # else there are too few rows
         assert math.ceil(max(ours) / parts) <= math.ceil(max(whole) / accumulation_steps)

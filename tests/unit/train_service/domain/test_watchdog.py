@@ -26,8 +26,10 @@ Thread 0x01 (most recent call first):
 """
 
 
-def at(rank: int, step: int = 5, phase: Phase = Phase.TRAINING, still: float = 60.0, silent: float = 0.5) -> RankState:
-    return RankState(rank, step, phase, still, silent)
+def at(
+    rank: int, step: int = 5, phase: Phase = Phase.TRAINING, still: float = 60.0, unresponsive: float = 0.5
+) -> RankState:
+    return RankState(rank, step, phase, still, unresponsive)
 
 
 def test_the_limit_is_thirty_seconds_or_ten_median_steps() -> None:
@@ -47,13 +49,13 @@ def test_ranks_that_all_stand_still_hang_at_the_lowest_step() -> None:
 
 
 def test_a_silent_process_hangs_whatever_the_others_do() -> None:
-    assert hung([at(0, still=1.0), at(1, silent=31.0)], LIMIT) == [1]
-    assert hung([at(0, phase=Phase.SAVING), at(1, silent=31.0)], LIMIT) == [1]
+    assert hung([at(0, still=1.0), at(1, unresponsive=31.0)], LIMIT) == [1]
+    assert hung([at(0, phase=Phase.SAVING), at(1, unresponsive=31.0)], LIMIT) == [1]
 
 
 def test_a_rank_that_starts_may_be_silent_for_longer() -> None:
-    assert hung([at(0, phase=Phase.STARTING, silent=80.0)], LIMIT) == []
-    assert hung([at(0, phase=Phase.STARTING, silent=91.0)], LIMIT) == [0]
+    assert hung([at(0, phase=Phase.STARTING, unresponsive=80.0)], LIMIT) == []
+    assert hung([at(0, phase=Phase.STARTING, unresponsive=91.0)], LIMIT) == [0]
 
 
 @pytest.mark.parametrize(

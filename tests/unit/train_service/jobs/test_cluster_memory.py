@@ -113,7 +113,7 @@ def test_a_job_that_no_cluster_could_hold_is_refused_and_leaves_nothing(
     with pytest.raises(FailedPrecondition) as refused:
         TrainingJobs(store).create("a", LARGE, "", "", validate_only)
 
-    assert refused.value.specific_reason == "NEVER_FITS"
+    assert refused.value.specific_reason == "NEVER_SCHEDULABLE"
     ((path, problem),) = refused.value.fields
     assert path == "spec.num_workers"
     assert "the cluster has 2 CPU on 1 node in all" in problem

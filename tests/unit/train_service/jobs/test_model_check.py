@@ -220,7 +220,7 @@ def test_a_model_that_is_endless_only_in_its_calls_is_refused(monkeypatch: pytes
                 given = given + 1
 
     monkeypatch.setattr(model_check, "build_model", lambda *_: Endless())
-    monkeypatch.setattr(trial_limit, "MOST_CALLS", 1_000)
+    monkeypatch.setattr(trial_limit, "MAX_CALLS", 1_000)
 
     with pytest.raises(InvalidArgument, match="too large") as refused:
         check_model(with_model("resnet18", width_per_group=64), IMAGE)

@@ -32,7 +32,7 @@ from train_service.domain.spec import (
     Placement,
     TrainingSpec,
 )
-from train_service.jobs.own_model_child import look_at_model
+from train_service.jobs.own_model_child import inspect_model
 from train_service.jobs.program_check import ProgramCheck
 from train_service.jobs.training_jobs import TrainingJobs
 from train_service.records.reporting import TRAIN_KIND
@@ -201,7 +201,7 @@ def looked_at(tmp_path: Path, source: str, entry: str, base: TrainingSpec = SPEC
     spec = spec_of(f"codeBundles/{'0' * 64}", base, entry, **change)
     with code_of_this_process():
         sys.path.append(str(tmp_path))
-        return look_at_model({"spec": spec.as_config(), "row_shape": [WIDTH], "total_steps": 10}, str(tmp_path))
+        return inspect_model({"spec": spec.as_config(), "row_shape": [WIDTH], "total_steps": 10}, str(tmp_path))
 
 
 def test_a_training_step_brings_its_optimizers_and_measures_what_it_logs(

@@ -22,7 +22,7 @@ from train_service.converters.jobs import job_to_proto
 from train_service.converters.specs import spec_from_proto, spec_to_proto
 from train_service.domain.spec import TrainingSpec
 from train_service.jobs import program_check
-from train_service.jobs.lifecycle import Deletions
+from train_service.jobs.deletion import Deletions
 from train_service.jobs.program_check import ProgramCheck, check_requirements
 from train_service.jobs.training_jobs import JobView, TrainingJobs
 from train_service.records.reporting import TRAIN_KIND

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from shared.dataset_version.version import live_users
+from shared.dataset_version.version import live_references
 from shared.errors import (
     AlreadyExists,
     Conflict,
@@ -21,16 +21,16 @@ from shared.errors import (
 )
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.model_spec import ModelSpec
+from shared.reference_markers import REFERENCE_APPEARS_TIMEOUT_S
 from shared.requests import claimed
 from shared.storage import ObjectStore, open_store
-from shared.user_markers import USER_APPEARS_WITHIN_S
 from tests.support.versions import commit_version, striped_digits
 from tests.support.waiting import wait_until
 from tests.unit.train_service.conftest import VERSION
 from train_service.domain.spec import TrainingSpec
 from train_service.jobs import training_jobs, trial_limit
+from train_service.jobs.deletion import Deletions
 from train_service.jobs.inputs import using_inputs
-from train_service.jobs.lifecycle import Deletions
 from train_service.jobs.training_jobs import JobView, TrainingJobs
 from train_service.records.reporting import TRAIN_KIND
 
@@ -65,7 +65,7 @@ def overtaken(store: ObjectStore, request_id: str, monkeypatch: pytest.MonkeyPat
     return answers
 
 
-def users(store: ObjectStore) -> list[str]:
+def references(store: ObjectStore) -> list[str]:
     return [info.key for info in store.list(f"{VERSION}/users")]
 
 
@@ -77,7 +77,7 @@ def test_a_call_overtaken_by_its_own_second_try_gives_the_same_answer(
 
     assert create(store, request_id) == answers[0]
     assert create(store, request_id) == answers[0]
-    assert len(users(store)) == 1
+    assert len(references(store)) == 1
 
 
 def test_a_call_overtaken_by_anothers_of_the_same_id_is_refused_and_leaves_nothing(
@@ -88,7 +88,7 @@ def test_a_call_overtaken_by_anothers_of_the_same_id_is_refused_and_leaves_nothi
     with pytest.raises(AlreadyExists):
         create(store, str(uuid.uuid4()))
 
-    assert len(users(store)) == len(answers) == 1
+    assert len(references(store)) == len(answers) == 1
     assert len(list(store.list("requests"))) == 1
     assert len(list(store.list("live"))) == 1
 
@@ -149,7 +149,7 @@ def test_a_repeated_call_does_not_make_anew_what_was_deleted_since(store: Object
         create(store, request_id)
 
     assert TrainingJobs(store).get("trainingJobs/a") == anothers
-    assert len(users(store)) == 1
+    assert len(references(store)) == 1
 
 
 def test_a_call_overtaken_by_its_own_second_try_makes_nothing_anew_where_that_was_deleted(
@@ -169,7 +169,7 @@ def test_a_call_overtaken_by_its_own_second_try_makes_nothing_anew_where_that_wa
     with pytest.raises(NotFound, match="deleted since"):
         create(store, request_id)
     assert not list(store.list("live"))
-    assert not users(store)
+    assert not references(store)
 
 
 def test_checking_only_refuses_an_id_that_is_taken(store: ObjectStore) -> None:
@@ -183,7 +183,7 @@ def test_a_call_is_answered_while_another_asks_for_a_model_without_end(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Both as much as they are, a busy machine is not done with the first while the second waits for it.
-    monkeypatch.setattr(trial_limit, "MOST_CALLS", 10_000)
+    monkeypatch.setattr(trial_limit, "MAX_CALLS", 10_000)
     monkeypatch.setattr(training_jobs, "CHECK_WAIT_S", 500.0)
     jobs = TrainingJobs(store)
     endless = replace(
@@ -238,13 +238,13 @@ def test_a_job_that_is_over_goes_on_with_nothing_counted_and_keeps_its_version_a
     store: ObjectStore, state: JobState
 ) -> None:
     over(store, state)
-    for key in users(store):
+    for key in references(store):
         store.delete(key)
 
     resumed = TrainingJobs(store).resume("trainingJobs/a", "")
 
     assert (resumed.record.state, resumed.record.failures) == (JobState.RECOVERING, 0)
-    assert len(users(store)) == 1
+    assert len(references(store)) == 1
 
 
 @pytest.mark.parametrize("state", [JobState.FAILED, JobState.SUSPENDED])
@@ -262,19 +262,19 @@ def test_a_resumption_that_is_refused_leaves_the_mark_that_another_or_the_pause_
     with pytest.raises(Conflict):
         TrainingJobs(store).resume("trainingJobs/a", etag)
 
-    assert len(users(store)) == 1
+    assert len(references(store)) == 1
 
 
 @pytest.mark.parametrize("state", [JobState.FAILED, JobState.CANCELLED])
 def test_a_job_keeps_its_version_from_before_its_log_says_that_it_goes_on(store: ObjectStore, state: JobState) -> None:
     job = over(store, state).get("trainingJobs/a", "trainingJobs/a")
-    assert live_users(store, VERSION, time.time()) == []
+    assert live_references(store, VERSION, time.time()) == []
 
     with using_inputs(store, TRAIN_KIND, job, SPEC):
-        assert live_users(store, VERSION, time.time()) == ["trainingJobs/a"]
+        assert live_references(store, VERSION, time.time()) == ["trainingJobs/a"]
 
     # Its resumption was refused, or died before it was written.
-    assert live_users(store, VERSION, time.time() + USER_APPEARS_WITHIN_S) == []
+    assert live_references(store, VERSION, time.time() + REFERENCE_APPEARS_TIMEOUT_S) == []
 
 
 def test_a_job_whose_version_is_gone_does_not_go_on_and_leaves_no_marker(store: ObjectStore) -> None:
@@ -286,7 +286,7 @@ def test_a_job_whose_version_is_gone_does_not_go_on_and_leaves_no_marker(store: 
 
     assert refused.value.specific_reason == "VERSION_GONE"
     assert jobs.get("trainingJobs/a", "trainingJobs/a").state is JobState.CANCELLED
-    assert not users(store)
+    assert not references(store)
 
 
 def test_what_a_job_waits_for_is_told_while_it_waits_alone(store: ObjectStore) -> None:

@@ -21,7 +21,7 @@ from tests.support.grpc_kit import running
 from tests.support.train_server import asked, registered
 from tests.support.training_records import JOB, begin, finish, make_job
 from tests.unit.train_service.checkpoints.test_coverage import VERSION
-from train_service.attempt.endings import tell_lost
+from train_service.attempt.outcomes import report_lost
 from train_service.jobs.training_jobs import JobView, TrainingJobs
 from train_service.records.events import EventKind, EventLog
 
@@ -56,7 +56,7 @@ def suspend(store: ObjectStore, jobs: Jobs) -> None:
     """As an attempt is suspended: its end is an event before the job is SUSPENDED."""
     jobs.suspend(JOB, JOB)
     warn(store, "one")
-    tell_lost(store, jobs.get(JOB, JOB))
+    report_lost(store, jobs.get(JOB, JOB))
     jobs.transition(JOB, lambda job: confirm_suspend(job, time.time()))
 
 
@@ -106,17 +106,17 @@ def test_what_is_written_before_a_transition_is_sent_before_it(store: ObjectStor
 def test_each_transition_between_two_looks_is_sent_in_its_order(
     store: ObjectStore, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks: list[str] = []
+    polls: list[str] = []
     since = TrainingJobs.since
 
     def after_all(training: TrainingJobs, name: str, seen: JobRecord) -> list[JobView]:
-        if not looks:
+        if not polls:
             suspend(store, jobs)
             jobs.resume(JOB, JOB)
             begin(jobs)
             jobs.cancel(JOB, JOB)
             jobs.transition(JOB, lambda job: confirm_cancel(job, time.time()))
-        looks.append(name)
+        polls.append(name)
         return since(training, name, seen)
 
     async def scenario(stub: Any) -> None:

@@ -47,9 +47,9 @@ def test_so_many_are_made_ahead_and_no_more(device: str) -> None:
 
     next(batches)
     # Two are ready, and one is at hand for when there is room.
-    wait_until(lambda: len(made) == 4, "batches ahead", within_s=120)
+    wait_until(lambda: len(made) == 4, "batches ahead", timeout_s=120)
     next(batches)
-    wait_until(lambda: len(made) == 5, "one more", within_s=120)
+    wait_until(lambda: len(made) == 5, "one more", timeout_s=120)
     batches.close()
     assert len(made) <= 6
 

@@ -95,7 +95,7 @@ def test_of_no_rows_no_metric_fails(spec: TrainingSpec) -> None:
 def test_metrics_too_wide_for_a_step_are_left_to_validation() -> None:
     spec = replace(SPEC, metrics=("auroc", "f1"))
 
-    assert set(Metrics(spec, CPU, most_sums=100).values([0.0] * 14)) == {"accuracy", "f1"}
+    assert set(Metrics(spec, CPU, max_sums=100).values([0.0] * 14)) == {"accuracy", "f1"}
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_metric_too_wide_for_a_step_is_not_built_for_it(monkeypatch: pytest.Mo
 
     monkeypatch.setitem(ours._OF_CLASSES, "auroc", replace(ours._OF_CLASSES["auroc"], build=refuse))
 
-    assert Metrics(of_outputs(1_000, SPEC, "auroc", "f1"), CPU, most_sums=100_000).width == 2 + 4_000
+    assert Metrics(of_outputs(1_000, SPEC, "auroc", "f1"), CPU, max_sums=100_000).width == 2 + 4_000
 
 
 def test_many_classes_are_counted_without_a_table_of_them_by_each_other() -> None:

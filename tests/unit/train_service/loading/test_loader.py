@@ -19,7 +19,7 @@ from tests.support.versions import SCHEMA, columns_of, striped_digits
 from tests.support.waiting import wait_until
 from tests.unit.train_service.conftest import TRAIN_ROWS, VERSION, Committed
 from train_service.domain.order import WINDOW_ROWS, blocks_of, epoch_order
-from train_service.domain.slices import Plan, rank_positions, step_bounds
+from train_service.domain.slices import SlicePlan, rank_positions, step_bounds
 from train_service.domain.spec import TrainingSpec
 from train_service.loading.loader import Batch, Loader
 from train_service.loading.preprocessing import Preprocessing
@@ -55,7 +55,7 @@ def loader(
     capacity: int = 2**30,
     window_rows: int = WINDOW_ROWS,
 ) -> Loader:
-    plan = Plan(seed, lanes, global_batch, epochs, rank, world_size, window_rows)
+    plan = SlicePlan(seed, lanes, global_batch, epochs, rank, world_size, window_rows)
     return Loader(committed.cache(capacity=capacity), to_float(), plan)
 
 
@@ -173,7 +173,7 @@ def test_a_loader_can_be_walked_again(committed: Committed) -> None:
 
 
 def test_what_reading_raises_is_raised_where_the_batches_are_taken(committed: Committed) -> None:
-    plan = Plan(3, 24, 64, 1, 0, 1)
+    plan = SlicePlan(3, 24, 64, 1, 0, 1)
 
     with pytest.raises(InvalidArgument, match="num_classes"):
         list(Loader(committed.cache(num_classes=9), to_float(), plan).batches(0))
@@ -212,7 +212,7 @@ def test_the_batches_before_a_row_that_is_refused_are_given(committed: Committed
     given: list[Batch] = []
 
     with pytest.raises(InvalidArgument, match="is refused"):
-        given.extend(Loader(committed.cache(), choosy, Plan(3, 24, 64, 2, 0, 1)).batches(0))
+        given.extend(Loader(committed.cache(), choosy, SlicePlan(3, 24, 64, 2, 0, 1)).batches(0))
 
     assert len(given) == 6
     assert all(map(same, given, wanted))
@@ -220,7 +220,7 @@ def test_the_batches_before_a_row_that_is_refused_are_given(committed: Committed
 
 def test_small_batches_are_prepared_together(committed: Committed) -> None:
     choosy = Choosy(SPEC, columns_of(SCHEMA))
-    given = list(Loader(committed.cache(), choosy, Plan(3, 24, 64, 2, 0, 1)).batches(0))
+    given = list(Loader(committed.cache(), choosy, SlicePlan(3, 24, 64, 2, 0, 1)).batches(0))
 
     assert choosy.calls < len(given) / 2
     assert all(map(same, given, loader(committed).batches(0)))

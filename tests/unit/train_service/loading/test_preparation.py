@@ -11,7 +11,7 @@ import ray
 
 from shared.dataset_stream import DatasetStream
 from shared.errors import Unavailable
-from shared.jobs.transitions import NO_ROOM
+from shared.jobs.transitions import INSUFFICIENT_RESOURCES
 from tests.unit.shared.test_dataset_stream import LONG_S, TABLE, Dataset, Executor, announce
 from tests.unit.train_service.domain.test_spec import GOOD
 from train_service.domain.spec import TrainingSpec
@@ -33,8 +33,8 @@ class Touches:
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparation, "POLL_S", 0.05)
-    monkeypatch.setattr(preparation, "FIRST_WITHIN_S", 1.5)
-    monkeypatch.setattr(preparation, "NEXT_WITHIN_S", 0.6)
+    monkeypatch.setattr(preparation, "FIRST_TIMEOUT_S", 1.5)
+    monkeypatch.setattr(preparation, "NEXT_TIMEOUT_S", 0.6)
     free_cpus(monkeypatch, 1.0)
 
 
@@ -111,7 +111,7 @@ def test_tasks_that_find_no_cpu_end_the_attempt_as_where_there_is_no_room(monkey
     with pytest.raises(Unavailable, match="no CPU") as stalled:
         next(prepared(stream(Dataset(announce, without_a_cpu)), Touches()))
 
-    assert stalled.value.specific_reason == NO_ROOM
+    assert stalled.value.specific_reason == INSUFFICIENT_RESOURCES
 
 
 def test_a_task_that_stands_still_on_the_last_cpu_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_a_task_that_dies_and_is_begun_anew_for_ever_is_a_fault(monkeypatch: pyt
     def look_on() -> None:
         while passed[0] < 100.0:
             passed[0] += 0.05
-            watch.look()
+            watch.poll()
 
     for _ in range(2):
         began = passed[0]
@@ -186,8 +186,8 @@ def test_a_step_that_may_take_half_an_hour_is_waited_for(
 ) -> None:
     """Nothing comes for 900 s before the first table and after it, while the task is at work; its step is allowed to
     take longer."""
-    monkeypatch.setattr(preparation, "FIRST_WITHIN_S", 600.0)
-    monkeypatch.setattr(preparation, "NEXT_WITHIN_S", 600.0)
+    monkeypatch.setattr(preparation, "FIRST_TIMEOUT_S", 600.0)
+    monkeypatch.setattr(preparation, "NEXT_TIMEOUT_S", 600.0)
     step = {"custom": {"function": "some.module:function", "columns": ["image"], "timeoutS": timeout_s}}
     spec = TrainingSpec.from_config({**GOOD.as_config(), "transform": {"steps": [step]}})
     passed = [0.0]
@@ -198,7 +198,7 @@ def test_a_step_that_may_take_half_an_hour_is_waited_for(
         passed[0] += 900.0
         if stalls:
             with pytest.raises(Unavailable):
-                watch.look()
+                watch.poll()
         else:
-            watch.look()
+            watch.poll()
         watch.got_on()

@@ -41,7 +41,7 @@ def attempt(store: ObjectStore, tmp_path: Path) -> Iterator[Begun]:
 
 def test_a_stop_that_the_function_swallowed_is_raised_again_at_every_report_and_at_its_end(attempt: Begun) -> None:
     run = attempt()
-    run.wish = CANCEL
+    run.request = CANCEL
     (rank,) = run.ranks
     for _ in range(3):
         with pytest.raises(ProgramStopped) as stopped:
@@ -118,14 +118,14 @@ def test_two_threads_of_a_rank_never_report_under_one_number(attempt: Begun) -> 
 
 def test_a_run_that_was_stopped_or_has_a_cause_is_not_done_though_all_ranks_return(attempt: Begun) -> None:
     stopped = attempt()
-    stopped.wish = CANCEL
+    stopped.request = CANCEL
     with pytest.raises(ProgramStopped):
         stopped.ranks[0].report({}, None)
     stopped.say(0, "returned")
     assert not stopped.coordinator.all_returned
 
     failed = attempt(2)
-    failed.pulses[0].ask({"kind": "failing", "error": Internal("it raised").as_record()}, timeout_s=30)
+    failed.heartbeats[0].ask({"kind": "failing", "error": Internal("it raised").as_record()}, timeout_s=30)
     failed.say(0, "returned")
     assert not failed.coordinator.all_returned
 
@@ -171,7 +171,7 @@ def test_of_a_report_that_not_all_ranks_made_the_line_of_the_program_is_kept(att
     error.message, error.metadata["line"] = f"{error.message} (rank 0 at train.py:7)", "train.py:7"
     other = Internal("another error, which only follows", metadata={"line": "train.py:9"})
     for rank, one in enumerate((error, other)):
-        run.pulses[rank].ask({"kind": "failing", "error": one.as_record()}, timeout_s=30)
+        run.heartbeats[rank].ask({"kind": "failing", "error": one.as_record()}, timeout_s=30)
     cause = run.coordinator.cause
     assert cause is not None
     assert cause.message.endswith("(rank 0 at train.py:7)")

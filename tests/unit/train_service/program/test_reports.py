@@ -18,14 +18,14 @@ from shared.errors import FailedPrecondition, Internal, InvalidArgument
 from shared.model_spec import ModelSpec
 from shared.storage import ObjectStore
 from tests.support.waiting import wait_until
-from train_service.attempt.pulses import Pulses
+from train_service.attempt.heartbeats import HeartbeatServer
 from train_service.domain.spec import REPLAY, CheckpointPolicy, Program, TrainingSpec
 from train_service.program.coordinator import NOT_BY_ALL, ReportCoordinator
 from train_service.program.rank_reports import ASYNC, Begin, ProgramStopped, RankReports
 from train_service.program.restoring import NodeCopies
 from train_service.records.events import EventKind
 from train_service.records.reporting import CANCEL, GO_ON, STALE, SUSPEND
-from train_service.worker.pulse import Pulse
+from train_service.worker.heartbeat import HeartbeatSender
 
 JOB = "trainingJobs/own"
 BUNDLE = f"codeBundles/{'a' * 64}"
@@ -39,7 +39,7 @@ class Attempt:
         self.number = number
         self.world_size = world_size
         self.events: list[tuple[EventKind, dict[str, Any]]] = []
-        self.wish = GO_ON
+        self.request = GO_ON
         policy = options.pop("policy", CheckpointPolicy(best_metric="loss", maximize=False))
         self._of_ranks = {name: options.pop(name) for name in ("take_shards",) if name in options}
         self.spec = spec = TrainingSpec(
@@ -62,30 +62,30 @@ class Attempt:
             spec,
             world_size,
             tell=lambda kind, payload: self.events.append((kind, payload)),
-            stop_reason=lambda: self.wish,
+            stop_reason=lambda: self.request,
             **options,
         )
         self.handle = self.coordinator.handle
         self.tmp = tmp / f"a{number}"
         self._stack = ExitStack()
         self.ranks: list[RankReports] = []
-        self.pulses: list[Pulse] = []
+        self.heartbeats: list[HeartbeatSender] = []
         self.begins: list[Begin] = []
         self._pool = ThreadPoolExecutor(world_size)
 
     def __enter__(self) -> Attempt:
-        pulses = self._stack.enter_context(Pulses("127.0.0.1", self.handle))
+        heartbeats = self._stack.enter_context(HeartbeatServer("127.0.0.1", self.handle))
         self._stack.enter_context(self.coordinator)
         for rank in range(self.world_size):
-            pulse = self._stack.enter_context(Pulse(rank, pulses.address))
-            begin = Begin.ask(pulse)
+            heartbeat = self._stack.enter_context(HeartbeatSender(rank, heartbeats.address))
+            begin = Begin.ask(heartbeat)
             spool = self.tmp / f"r{rank}"
             spool.mkdir(parents=True)
             folder = CheckpointRegistry(self.store, JOB).data_folder
-            self.pulses.append(pulse)
+            self.heartbeats.append(heartbeat)
             self.begins.append(begin)
-            store = self.store_of(pulse)
-            reports = RankReports(store, pulse, rank, folder, self.number, begin, spool, **self._of_ranks)
+            store = self.store_of(heartbeat)
+            reports = RankReports(store, heartbeat, rank, folder, self.number, begin, spool, **self._of_ranks)
             self.ranks.append(reports)
         return self
 
@@ -95,8 +95,8 @@ class Attempt:
         self._stack.__exit__(None, None, None)
         self._pool.shutdown(wait=True)
 
-    def store_of(self, pulse: Pulse) -> Any:  # noqa: ARG002 - others need it
-        """The store as a rank has it that speaks by `pulse`."""
+    def store_of(self, heartbeat: HeartbeatSender) -> Any:  # noqa: ARG002 - others need it
+        """The store as a rank has it that speaks by `heartbeat`."""
         return self.store
 
     def on_rank(self, rank: int, metrics: dict[str, Any], files: dict[str, bytes] | None, **how: Any) -> Future[None]:
@@ -116,7 +116,7 @@ class Attempt:
             call.result(30)
 
     def say(self, rank: int, kind: str) -> None:
-        self.pulses[rank].ask({"kind": kind}, timeout_s=30)
+        self.heartbeats[rank].ask({"kind": kind}, timeout_s=30)
 
     def warnings(self) -> list[str]:
         return [payload["text"] for kind, payload in self.events if kind is EventKind.WARNING]
@@ -248,7 +248,7 @@ def test_missing_ranks_are_named_and_at_last_end_the_run(attempt: Begun) -> None
 
 def test_a_wish_to_suspend_acts_at_a_report_with_a_checkpoint_on_all_ranks_at_once(attempt: Begun) -> None:
     run = attempt()
-    run.wish = SUSPEND
+    run.request = SUSPEND
     run.report(None, loss=1.0)  # nothing is lost by going on
     calls = [run.on_rank(rank, {}, {"m": b"2"} if rank == 0 else None) for rank in range(2)]
     for call in calls:
@@ -262,7 +262,7 @@ def test_a_wish_to_suspend_acts_at_a_report_with_a_checkpoint_on_all_ranks_at_on
 
 def test_a_wish_to_cancel_acts_at_any_report(attempt: Begun) -> None:
     run = attempt()
-    run.wish = CANCEL
+    run.request = CANCEL
     calls = [run.on_rank(rank, {}, None) for rank in range(2)]
     for call in calls:
         with pytest.raises(ProgramStopped):
@@ -462,10 +462,10 @@ def test_a_request_whose_connection_broke_is_asked_again(attempt: Begun) -> None
     run = attempt()
     waiting = run.on_rank(0, {"loss": 1.0}, {"m": b"1"})
     wait_until(lambda: 0 in run.coordinator._parts, "rank 0 to come")
-    connection = run.pulses[0]._connection
+    connection = run.heartbeats[0]._connection
     assert connection is not None
     connection.shutdown(2)
-    wait_until(lambda: run.pulses[0]._connection not in (None, connection), "another connection")
+    wait_until(lambda: run.heartbeats[0]._connection not in (None, connection), "another connection")
     run.on_rank(1, {}, None).result(30)
     waiting.result(30)
     assert [one.step for one in run.entries()] == [1]

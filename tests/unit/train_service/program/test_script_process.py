@@ -19,7 +19,7 @@ from train_service.program.script_result import result_of
 
 def test_a_question_gets_its_answer_or_the_error_that_it_is() -> None:
     own, other = map(Channel, socket.socketpair())
-    refused = FailedPrecondition("not now", reason="TWO_FITS")
+    refused = FailedPrecondition("not now", reason="CONCURRENT_FITS")
 
     def answer() -> None:
         assert other.receive() == {"kind": "fit", "text": "x" * 100_000}

@@ -27,13 +27,13 @@ from tests.support.s3_fault_proxy import NONE, S3FaultProxy, failing, fault_prox
 from tests.support.versions import commit_version, striped_digits
 from tests.support.waiting import wait_until
 from tests.unit.train_service.program.test_reports import BUNDLE, JOB, Attempt
-from train_service import patience
-from train_service.patience import waits_for_store
+from train_service import store_retry
 from train_service.program.rank_reports import ASYNC, NO_UPLOAD, SYNC
 from train_service.program.rank_store import AskedVersions
 from train_service.program.restoring import NodeCopies
 from train_service.program.signing import StoreSigner
-from train_service.worker.pulse import Pulse
+from train_service.store_retry import waits_for_store
+from train_service.worker.heartbeat import HeartbeatSender
 
 VERSION = "datasets/digits/versions/v1"
 MIB = 1024 * 1024
@@ -54,8 +54,8 @@ class SignedAttempt(Attempt):
         for store in self.stores:
             store.close()
 
-    def store_of(self, pulse: Pulse) -> Any:
-        self.stores.append(SignedStore(pulse.ask, pulse.tick))
+    def store_of(self, heartbeat: HeartbeatSender) -> Any:
+        self.stores.append(SignedStore(heartbeat.ask, heartbeat.tick))
         return self.stores[-1]
 
     def folder_of(self, number: int, rank: int) -> str:
@@ -112,9 +112,9 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of everything that waits for a store, so that a test sees it wait several times."""
     monkeypatch.setattr(signed_store, "RETRY_FOR_S", 0.5)
     monkeypatch.setattr(signed_store, "RETRY_PART_FOR_S", 0.5)
-    monkeypatch.setattr(object_store, "AGAIN_FOR_S", 0.5)
+    monkeypatch.setattr(object_store, "RETRY_TIMEOUT_S", 0.5)
     monkeypatch.setattr(opening, "RETRY_FOR", timedelta(seconds=0.5))
-    monkeypatch.setattr(patience, "AGAIN_AFTER_S", 0.1)
+    monkeypatch.setattr(store_retry, "RETRY_DELAY_S", 0.1)
 
 
 @pytest.fixture
@@ -231,7 +231,7 @@ def test_malformed_requests_are_answered_with_an_error(attempt: Begun) -> None:
         {"kind": "sign_parts", "key": f"{run.folder_of(1, 0)}/x", "upload_id": "x", "first": "many"},
         {"kind": "complete_parts", "key": f"{run.folder_of(1, 0)}/x"},
     ):
-        answer = run.pulses[0].ask(body, timeout_s=60)
+        answer = run.heartbeats[0].ask(body, timeout_s=60)
         assert answer["error"]["kind"] == "InvalidArgument", body
 
 
@@ -240,7 +240,7 @@ def test_a_rank_finds_and_reads_the_version_of_its_job(
 ) -> None:
     commit_version(store, VERSION, {"train": striped_digits(300), "validation": striped_digits(40, 1)})
     run = attempt(dataset_version=VERSION)
-    versions = [AskedVersions(one, pulse) for one, pulse in zip(run.stores, run.pulses, strict=True)]
+    versions = [AskedVersions(one, heartbeat) for one, heartbeat in zip(run.stores, run.heartbeats, strict=True)]
     found = versions[0].load(VERSION)
     assert found == load_version(store, VERSION)
     assert versions[1].load(VERSION) == found

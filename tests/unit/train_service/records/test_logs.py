@@ -275,7 +275,7 @@ def test_a_rank_that_says_too_much_is_cut_off_with_a_line_that_says_so(
 
 
 def test_the_end_of_a_process_does_not_wait_for_ever(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "END_PATIENCE_S", 0.1)
+    monkeypatch.setattr(logs, "END_TIMEOUT_S", 0.1)
     flaky = FlakyStore(store)
     flaky.go_away()
     ended = threading.Thread(target=ship, args=(flaky, 1, 0, "line"), daemon=True)

@@ -145,7 +145,7 @@ def test_the_end_of_a_run_waits_for_the_store_but_not_for_ever(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metrics_log, "RETRY_S", 0.01)
-    monkeypatch.setattr(metrics_log, "END_PATIENCE_S", 0.2)
+    monkeypatch.setattr(metrics_log, "END_TIMEOUT_S", 0.2)
     flaky = FlakyStore(store)
     flaky.go_away()
 

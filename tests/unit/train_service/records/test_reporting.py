@@ -165,12 +165,12 @@ def test_a_run_whose_events_cannot_be_written_any_more_ends(store: ObjectStore) 
 
 @pytest.mark.usefixtures("jobs")
 def test_leaving_tells_that_the_last_event_could_not_be_written(store: ObjectStore) -> None:
-    def tell_last() -> None:
+    def report_last() -> None:
         with Reporter(store, JOB, 1) as reporter:
             reporter.tell(EventKind.WARNING, text=object())
 
     with pytest.raises(Internal, match="cannot be told"):
-        tell_last()
+        report_last()
 
 
 def test_events_can_be_read_from_any_place(store: ObjectStore) -> None:

@@ -19,7 +19,7 @@ from tests.unit.train_service.conftest import VERSION
 from train_service.domain.search_space import GRID, Domain
 from train_service.domain.spec import TrainingSpec
 from train_service.domain.sweep import SweepSpec
-from train_service.jobs.lifecycle import Deletions
+from train_service.jobs.deletion import Deletions
 from train_service.jobs.training_jobs import TrainingJobs
 from train_service.records.reporting import TRAIN_KIND
 from train_service.sweeps.sweeps import SweepDeletions, Sweeps, SweepView

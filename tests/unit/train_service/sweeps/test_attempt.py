@@ -15,14 +15,14 @@ from shared.jobs import AttemptContext, Jobs, JobState
 from shared.storage import ObjectStore
 from tests.support.waiting import wait_until
 from tests.unit.train_service.sweeps.conftest import NAME, Place
-from train_service import patience
+from train_service import store_retry
 from train_service.sweeps import attempt
 from train_service.sweeps.trials import SWEEP_KIND
 
 TRIAL = "trainingJobs/s-000"
 
 
-class AwayAfterAWish(ObjectStore):
+class AwayAfterARequest(ObjectStore):
     """The same objects as `store`. Does not answer the first two reads of the trial once it was told to end."""
 
     def __init__(self, store: ObjectStore) -> None:
@@ -43,13 +43,13 @@ class AwayAfterAWish(ObjectStore):
 
 
 def test_the_ends_of_the_trials_are_waited_for_through_an_outage(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "AGAIN_AFTER_S", 0.0)
-    monkeypatch.setattr(attempt, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(store_retry, "RETRY_DELAY_S", 0.0)
+    monkeypatch.setattr(attempt, "POLL_INTERVAL_S", 0.01)
     place.create()
     trials = place.trials()
     trials.make(0)
     place.put_in(JobState.RUNNING, TRIAL)
-    store = AwayAfterAWish(place.store)
+    store = AwayAfterARequest(place.store)
     context = AttemptContext(store, Jobs(store, SWEEP_KIND), NAME, place.put_in(JobState.CANCELLING))
 
     def stopped(*_: Any) -> None:

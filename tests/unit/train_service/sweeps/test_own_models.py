@@ -19,7 +19,7 @@ from train_service.domain.own_model import OwnModelFacts, settled, settled_base
 from train_service.domain.search_space import GRID, Domain
 from train_service.domain.spec import TrainingSpec
 from train_service.domain.sweep import SweepSpec
-from train_service.jobs.lifecycle import Deletions
+from train_service.jobs.deletion import Deletions
 from train_service.jobs.program_check import ProgramCheck
 from train_service.jobs.training_jobs import TrainingJobs
 from train_service.sweeps.sweeps import SweepDeletions, Sweeps

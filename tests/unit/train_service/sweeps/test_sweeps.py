@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from shared.checkpoint.users import using
-from shared.dataset_version.version import live_users as version_users
+from shared.checkpoint.references import using
+from shared.dataset_version.version import live_references as version_references
 from shared.errors import (
     AlreadyExists,
     Conflict,
@@ -31,7 +31,7 @@ from train_service.domain import spec_rules
 from train_service.domain.search_space import CHOICE, GRID, INTEGERS, LOG_UNIFORM, Domain
 from train_service.domain.spec import TrainingSpec
 from train_service.jobs import training_jobs
-from train_service.jobs.lifecycle import Deletions
+from train_service.jobs.deletion import Deletions
 from train_service.jobs.training_jobs import TrainingJobs
 from train_service.records.reporting import TRAIN_KIND
 from train_service.sweeps.servicer import sweep_to_proto
@@ -54,7 +54,7 @@ def test_a_sweep_is_durable_marks_its_version_and_knows_its_trials_before_they_a
     ]
     assert place.sweeps.get(NAME) == made
     assert [view.record.name for view in place.sweeps.page(0, "")[0]] == [NAME]
-    assert version_users(place.store, VERSION, 0.0) == [NAME]
+    assert version_references(place.store, VERSION, 0.0) == [NAME]
     assert len(place.jobs.live()) == 1
 
 
@@ -119,7 +119,7 @@ def test_checks_of_trials_end_with_the_calls_deadline_and_leave_nothing(place: P
     before = keys(place)
 
     with pytest.raises(DeadlineExceeded, match="0 trials of the sweep were checked in time"):
-        place.sweeps.create("s", SPEC, "", "digest", validate_only, within_s=-1.0)
+        place.sweeps.create("s", SPEC, "", "digest", validate_only, timeout_s=-1.0)
 
     assert keys(place) == before
 
@@ -442,7 +442,7 @@ def test_a_deleted_sweep_is_gone_with_its_trials_and_all_that_they_made(place: P
 
     left = [key for key in keys(place) if key.startswith(("sweeps/", "trainingJobs/")) and "/log/" not in key]
     assert left == []
-    assert version_users(place.store, VERSION, 0.0) == []
+    assert version_references(place.store, VERSION, 0.0) == []
     with pytest.raises(NotFound):
         place.sweeps.get(NAME)
     with pytest.raises(NotFound):
@@ -504,7 +504,7 @@ def test_one_sweep_that_cannot_be_taken_away_leaves_the_others_be(
 
 def test_wishes_keep_to_the_etag(place: Place) -> None:
     over(place)
-    for wish in (place.sweeps.delete, place.sweeps.cancel):
+    for request in (place.sweeps.delete, place.sweeps.cancel):
         with pytest.raises(Conflict):
-            wish(NAME, "9")
+            request(NAME, "9")
     assert place.sweeps.cancel(NAME, "").record.state is JobState.SUCCEEDED

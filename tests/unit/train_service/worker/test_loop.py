@@ -33,8 +33,8 @@ from train_service.records.events import Event, EventKind, EventLog
 from train_service.records.metrics_log import metrics_page
 from train_service.records.reporting import PREEMPT, SUSPEND, TRAIN_KIND
 from train_service.worker import loop
+from train_service.worker.heartbeat import HeartbeatSender
 from train_service.worker.loop import LoopConfig, Run, Stopped, run_name
-from train_service.worker.pulse import Pulse
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 SPEC = TrainingSpec(
@@ -270,24 +270,24 @@ def test_when_a_checkpoint_is_committed_the_metrics_of_every_step_in_it_are_dura
 def test_an_attempts_own_wish_stops_a_run_in_the_same_way(store: ObjectStore) -> None:
     name = "trainingJobs/a"
     new_job(store, name)
-    pulse = Pulse(0)
-    pulse.wish = PREEMPT
+    heartbeat = HeartbeatSender(0)
+    heartbeat.request = PREEMPT
 
     with pytest.raises(Stopped, match="taken away"):
-        Run(config_of(store, name), ALONE, pulse).run()
+        Run(config_of(store, name), ALONE, heartbeat).run()
 
     assert [entry.step for entry in entries(store, name).values()] == [
         2
     ]  # the sum of a step is taken up after the next
-    assert pulse.total_steps == STEPS
+    assert heartbeat.total_steps == STEPS
 
 
 def test_a_suspended_run_ends_only_once_its_checkpoint_is_durable(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, pulse, commit = "trainingJobs/a", Pulse(0), CheckpointRegistry.commit
+    name, heartbeat, commit = "trainingJobs/a", HeartbeatSender(0), CheckpointRegistry.commit
     new_job(store, name)
-    pulse.wish = SUSPEND
+    heartbeat.request = SUSPEND
 
     def overtaken(registry: CheckpointRegistry, entry: CheckpointEntry) -> None:
         CheckpointRegistry(store, name).fence(2)
@@ -296,7 +296,7 @@ def test_a_suspended_run_ends_only_once_its_checkpoint_is_durable(
     monkeypatch.setattr(CheckpointRegistry, "commit", overtaken)
     # Who does not wait for the checkpoint takes the run for suspended.
     with pytest.raises(StaleAttempt):
-        Run(config_of(store, name, spec=replace(SPEC, checkpoint_every_steps=0)), ALONE, pulse).run()
+        Run(config_of(store, name, spec=replace(SPEC, checkpoint_every_steps=0)), ALONE, heartbeat).run()
 
     assert entries(store, name) == {}
 

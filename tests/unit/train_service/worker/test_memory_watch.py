@@ -16,8 +16,8 @@ import pytest
 
 from shared.errors import MillraceError, ResourceExhausted
 from train_service.worker.memory_watch import (
+    MAX_OF_A_CORE,
     MIB,
-    MOST_OF_A_CORE,
     MemoryLimit,
     MemoryWatch,
     NodeMemory,
@@ -37,10 +37,10 @@ class Fixed(ProcessMemory):
 
     def __init__(self, resident: int, proportional: int | None = None) -> None:
         self.resident, self.proportional = resident, resident if proportional is None else proportional
-        self.looks = self.walks = 0
+        self.polls = self.walks = 0
 
     def resident_bytes(self) -> int:
-        self.looks += 1
+        self.polls += 1
         return self.resident
 
     def anonymous_bytes(self) -> int:
@@ -154,10 +154,10 @@ def test_the_watch_tells_once_of_a_leak_that_grows_while_it_looks(tmp_path: Path
 
     memory = Fixed(100)
     with MemoryWatch(
-        0, MemoryLimit(bytes=500, is_request=True), leave, tmp_path, memory=memory, look_every_s=0.01
+        0, MemoryLimit(bytes=500, is_request=True), leave, tmp_path, memory=memory, poll_interval_s=0.01
     ) as watching:
         deadline = time.monotonic() + 60
-        while memory.looks < 3:
+        while memory.polls < 3:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert not told
@@ -180,13 +180,13 @@ def test_a_watch_whose_looks_take_long_pauses_longer(tmp_path: Path) -> None:
 
     memory, began = Slow(100), time.monotonic()
     with MemoryWatch(
-        0, MemoryLimit(bytes=500, is_request=True), lambda _: None, tmp_path, memory=memory, look_every_s=0.01
+        0, MemoryLimit(bytes=500, is_request=True), lambda _: None, tmp_path, memory=memory, poll_interval_s=0.01
     ):
         deadline = time.monotonic() + 60
-        while memory.looks < 2:
+        while memory.polls < 2:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-    assert time.monotonic() - began > 0.004 / MOST_OF_A_CORE
+    assert time.monotonic() - began > 0.004 / MAX_OF_A_CORE
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tests.unit.train_service.worker.test_loop import ALONE, config_of, new_job
 from train_service.learning import base_learner
 from train_service.records.reporting import TRAIN_KIND
 from train_service.worker.loop import train_loop
-from train_service.worker.raised import as_told
+from train_service.worker.raised import as_reported
 
 JOB = "trainingJobs/a"
 
@@ -63,15 +63,15 @@ def test_an_error_of_the_model_is_told_with_its_type_message_rank_and_step(
 
 def test_errors_of_ours_stay_what_they_are() -> None:
     known = Unavailable("away")
-    assert as_told(known, 1, 7) is known
+    assert as_reported(known, 1, 7) is known
 
 
 def test_what_a_rank_raises_because_another_is_gone_is_not_its_own_error() -> None:
     waiting = compile("raise RuntimeError('it went')", "/x/torch/distributed/c10d.py", "exec")
     with pytest.raises(RuntimeError) as raised:
         exec(waiting)
-    assert as_told(raised.value, 0, 7) is raised.value
+    assert as_reported(raised.value, 0, 7) is raised.value
     for text in ("[/pytorch/gloo/transport/tcp/pair.cc:547] Connection reset by peer", "NCCL communicator was aborted"):
         error = RuntimeError(text)
-        assert as_told(error, 0, 7) is error
-    assert isinstance(as_told(RuntimeError("shapes do not fit"), 0, 7), Internal)
+        assert as_reported(error, 0, 7) is error
+    assert isinstance(as_reported(RuntimeError("shapes do not fit"), 0, 7), Internal)

@@ -28,10 +28,10 @@ from google.protobuf import field_mask_pb2 as google_dot_protobuf_dot_field__mas
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 from millrace.common.v1 import lineage_pb2 as millrace_dot_common_dot_v1_dot_lineage__pb2
-from millrace.inference.v1 import roll_out_pb2 as millrace_dot_inference_dot_v1_dot_roll__out__pb2
+from millrace.inference.v1 import rollout_pb2 as millrace_dot_inference_dot_v1_dot_rollout__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n.millrace/inference/v1/deployment_service.proto\x12\x15millrace.inference.v1\x1a#google/longrunning/operations.proto\x1a\x1egoogle/protobuf/duration.proto\x1a google/protobuf/field_mask.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17google/rpc/status.proto\x1a millrace/common/v1/lineage.proto\x1a$millrace/inference/v1/roll_out.proto\"\x80\x05\n\nDeployment\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03uid\x18\x02 \x01(\t\x12\x33\n\x04spec\x18\x03 \x01(\x0b\x32%.millrace.inference.v1.DeploymentSpec\x12\x36\n\x05state\x18\x04 \x01(\x0e\x32\'.millrace.inference.v1.Deployment.State\x12\x11\n\toperation\x18\x05 \x01(\t\x12,\n\x07lineage\x18\x06 \x01(\x0b\x32\x1b.millrace.common.v1.Lineage\x12/\n\x0b\x63reate_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0bupdate_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12!\n\x05\x65rror\x18\t \x01(\x0b\x32\x12.google.rpc.Status\x12\x0c\n\x04\x65tag\x18\n \x01(\t\x12\x35\n\x08versions\x18\x0b \x03(\x0b\x32#.millrace.inference.v1.ModelVersion\x12\x30\n\x08roll_out\x18\x0c \x01(\x0b\x32\x1e.millrace.inference.v1.RollOut\x12/\n\x07traffic\x18\r \x01(\x0b\x32\x1e.millrace.inference.v1.Traffic\"|\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_LOADING\x10\x01\x12\x0f\n\x0bSTATE_READY\x10\x02\x12\x10\n\x0cSTATE_FAILED\x10\x03\x12\x12\n\x0eSTATE_DELETING\x10\x04\x12\x12\n\x0eSTATE_UNLOADED\x10\x05\"\xda\x01\n\x07Traffic\x12<\n\x07weights\x18\x01 \x03(\x0b\x32+.millrace.inference.v1.Traffic.WeightsEntry\x12\x32\n\x06routes\x18\x02 \x03(\x0b\x32\".millrace.inference.v1.HeaderRoute\x12-\n\x06shadow\x18\x03 \x01(\x0b\x32\x1d.millrace.inference.v1.Shadow\x1a.\n\x0cWeightsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x05:\x02\x38\x01\"=\n\x0bHeaderRoute\x12\x0e\n\x06header\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\"*\n\x06Shadow\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0f\n\x07percent\x18\x02 \x01(\x05\"\x92\x02\n\x0cModelVersion\x12\x0e\n\x06number\x18\x01 \x01(\t\x12\x38\n\x05state\x18\x02 \x01(\x0e\x32).millrace.inference.v1.ModelVersion.State\x12\x0e\n\x06weight\x18\x03 \x01(\x05\x12,\n\x07lineage\x18\x04 \x01(\x0b\x32\x1b.millrace.common.v1.Lineage\x12\x15\n\x08replicas\x18\x05 \x01(\x05H\x00\x88\x01\x01\"V\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_LOADING\x10\x01\x12\x0f\n\x0bSTATE_READY\x10\x02\x12\x12\n\x0eSTATE_RETIRING\x10\x03\x42\x0b\n\t_replicas\"\x89\x02\n\rVersionPolicy\x12=\n\x06latest\x18\x01 \x01(\x0b\x32+.millrace.inference.v1.VersionPolicy.LatestH\x00\x12\x37\n\x03\x61ll\x18\x02 \x01(\x0b\x32(.millrace.inference.v1.VersionPolicy.AllH\x00\x12;\n\x05named\x18\x03 \x01(\x0b\x32*.millrace.inference.v1.VersionPolicy.NamedH\x00\x1a\x17\n\x06Latest\x12\r\n\x05\x63ount\x18\x01 \x01(\x05\x1a\x05\n\x03\x41ll\x1a\x19\n\x05Named\x12\x10\n\x08versions\x18\x01 \x03(\tB\x08\n\x06\x63hoice\"\xae\x03\n\x0e\x44\x65ploymentSpec\x12\x12\n\ncheckpoint\x18\x01 \x01(\t\x12\x14\n\x0cnum_replicas\x18\x02 \x01(\x05\x12\x1b\n\x13threads_per_replica\x18\x03 \x01(\x05\x12\x16\n\x0emax_batch_size\x18\x04 \x01(\x05\x12\x32\n\x0fmax_batch_delay\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\x0fmax_queued_rows\x18\x06 \x01(\x05\x12<\n\x0eversion_policy\x18\x07 \x01(\x0b\x32$.millrace.inference.v1.VersionPolicy\x12\x37\n\x0b\x61utoscaling\x18\x08 \x01(\x0b\x32\".millrace.inference.v1.Autoscaling\x12\x1d\n\x10\x63pus_per_replica\x18\t \x01(\x01H\x00\x88\x01\x01\x12\x18\n\x10gpus_per_replica\x18\n \x01(\x01\x12\x18\n\x10\x61llow_non_finite\x18\x0b \x01(\x08\x12\x11\n\tpredictor\x18\x0c \x01(\tB\x13\n\x11_cpus_per_replica\"\xbb\x01\n\x0b\x41utoscaling\x12\x14\n\x0cmin_replicas\x18\x01 \x01(\x05\x12\x14\n\x0cmax_replicas\x18\x02 \x01(\x05\x12\x18\n\x10rows_per_replica\x18\x03 \x01(\x05\x12\x31\n\x0escale_up_after\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x33\n\x10scale_down_after\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x90\x01\n\x17\x43reateDeploymentRequest\x12\x15\n\rdeployment_id\x18\x01 \x01(\t\x12\x33\n\x04spec\x18\x02 \x01(\x0b\x32%.millrace.inference.v1.DeploymentSpec\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x15\n\rvalidate_only\x18\x04 \x01(\x08\"Y\n\x12\x44\x65ploymentMetadata\x12\x12\n\ndeployment\x18\x01 \x01(\t\x12/\n\x0b\x63reate_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"$\n\x14GetDeploymentRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"&\n\x16WatchDeploymentRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"?\n\x16ListDeploymentsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"j\n\x17ListDeploymentsResponse\x12\x36\n\x0b\x64\x65ployments\x18\x01 \x03(\x0b\x32!.millrace.inference.v1.Deployment\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"5\n\x17\x44\x65leteDeploymentRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x65tag\x18\x02 \x01(\t\"\x1a\n\x18\x44\x65leteDeploymentResponse\"\x89\x01\n\x0eRollOutRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x30\n\x04spec\x18\x02 \x01(\x0b\x32\".millrace.inference.v1.RollOutSpec\x12\x0c\n\x04\x65tag\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x15\n\rvalidate_only\x18\x05 \x01(\x08\"W\n\x0fRollOutMetadata\x12\x12\n\ndeployment\x18\x01 \x01(\t\x12\x30\n\x08roll_out\x18\x02 \x01(\x0b\x32\x1e.millrace.inference.v1.RollOut\"\x81\x01\n\x17UpdateDeploymentRequest\x12\x35\n\ndeployment\x18\x01 \x01(\x0b\x32!.millrace.inference.v1.Deployment\x12/\n\x0bupdate_mask\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.FieldMask\"-\n\x0fRollBackRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x65tag\x18\x02 \x01(\t2\xb4\x06\n\x11\x44\x65ploymentService\x12\x61\n\x10\x43reateDeployment\x12..millrace.inference.v1.CreateDeploymentRequest\x1a\x1d.google.longrunning.Operation\x12_\n\rGetDeployment\x12+.millrace.inference.v1.GetDeploymentRequest\x1a!.millrace.inference.v1.Deployment\x12p\n\x0fListDeployments\x12-.millrace.inference.v1.ListDeploymentsRequest\x1a..millrace.inference.v1.ListDeploymentsResponse\x12\x65\n\x0fWatchDeployment\x12-.millrace.inference.v1.WatchDeploymentRequest\x1a!.millrace.inference.v1.Deployment0\x01\x12s\n\x10\x44\x65leteDeployment\x12..millrace.inference.v1.DeleteDeploymentRequest\x1a/.millrace.inference.v1.DeleteDeploymentResponse\x12O\n\x07RollOut\x12%.millrace.inference.v1.RollOutRequest\x1a\x1d.google.longrunning.Operation\x12\x65\n\x10UpdateDeployment\x12..millrace.inference.v1.UpdateDeploymentRequest\x1a!.millrace.inference.v1.Deployment\x12U\n\x08RollBack\x12&.millrace.inference.v1.RollBackRequest\x1a!.millrace.inference.v1.Deploymentb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n.millrace/inference/v1/deployment_service.proto\x12\x15millrace.inference.v1\x1a#google/longrunning/operations.proto\x1a\x1egoogle/protobuf/duration.proto\x1a google/protobuf/field_mask.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17google/rpc/status.proto\x1a millrace/common/v1/lineage.proto\x1a#millrace/inference/v1/rollout.proto\"\xff\x04\n\nDeployment\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03uid\x18\x02 \x01(\t\x12\x33\n\x04spec\x18\x03 \x01(\x0b\x32%.millrace.inference.v1.DeploymentSpec\x12\x36\n\x05state\x18\x04 \x01(\x0e\x32\'.millrace.inference.v1.Deployment.State\x12\x11\n\toperation\x18\x05 \x01(\t\x12,\n\x07lineage\x18\x06 \x01(\x0b\x32\x1b.millrace.common.v1.Lineage\x12/\n\x0b\x63reate_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0bupdate_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12!\n\x05\x65rror\x18\t \x01(\x0b\x32\x12.google.rpc.Status\x12\x0c\n\x04\x65tag\x18\n \x01(\t\x12\x35\n\x08versions\x18\x0b \x03(\x0b\x32#.millrace.inference.v1.ModelVersion\x12/\n\x07rollout\x18\x0c \x01(\x0b\x32\x1e.millrace.inference.v1.Rollout\x12/\n\x07traffic\x18\r \x01(\x0b\x32\x1e.millrace.inference.v1.Traffic\"|\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_LOADING\x10\x01\x12\x0f\n\x0bSTATE_READY\x10\x02\x12\x10\n\x0cSTATE_FAILED\x10\x03\x12\x12\n\x0eSTATE_DELETING\x10\x04\x12\x12\n\x0eSTATE_UNLOADED\x10\x05\"\xda\x01\n\x07Traffic\x12<\n\x07weights\x18\x01 \x03(\x0b\x32+.millrace.inference.v1.Traffic.WeightsEntry\x12\x32\n\x06routes\x18\x02 \x03(\x0b\x32\".millrace.inference.v1.HeaderRoute\x12-\n\x06shadow\x18\x03 \x01(\x0b\x32\x1d.millrace.inference.v1.Shadow\x1a.\n\x0cWeightsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x05:\x02\x38\x01\"=\n\x0bHeaderRoute\x12\x0e\n\x06header\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\"*\n\x06Shadow\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0f\n\x07percent\x18\x02 \x01(\x05\"\x92\x02\n\x0cModelVersion\x12\x0e\n\x06number\x18\x01 \x01(\t\x12\x38\n\x05state\x18\x02 \x01(\x0e\x32).millrace.inference.v1.ModelVersion.State\x12\x0e\n\x06weight\x18\x03 \x01(\x05\x12,\n\x07lineage\x18\x04 \x01(\x0b\x32\x1b.millrace.common.v1.Lineage\x12\x15\n\x08replicas\x18\x05 \x01(\x05H\x00\x88\x01\x01\"V\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_LOADING\x10\x01\x12\x0f\n\x0bSTATE_READY\x10\x02\x12\x12\n\x0eSTATE_RETIRING\x10\x03\x42\x0b\n\t_replicas\"\x89\x02\n\rVersionPolicy\x12=\n\x06latest\x18\x01 \x01(\x0b\x32+.millrace.inference.v1.VersionPolicy.LatestH\x00\x12\x37\n\x03\x61ll\x18\x02 \x01(\x0b\x32(.millrace.inference.v1.VersionPolicy.AllH\x00\x12;\n\x05named\x18\x03 \x01(\x0b\x32*.millrace.inference.v1.VersionPolicy.NamedH\x00\x1a\x17\n\x06Latest\x12\r\n\x05\x63ount\x18\x01 \x01(\x05\x1a\x05\n\x03\x41ll\x1a\x19\n\x05Named\x12\x10\n\x08versions\x18\x01 \x03(\tB\x08\n\x06\x63hoice\"\xae\x03\n\x0e\x44\x65ploymentSpec\x12\x12\n\ncheckpoint\x18\x01 \x01(\t\x12\x14\n\x0cnum_replicas\x18\x02 \x01(\x05\x12\x1b\n\x13threads_per_replica\x18\x03 \x01(\x05\x12\x16\n\x0emax_batch_size\x18\x04 \x01(\x05\x12\x32\n\x0fmax_batch_delay\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\x0fmax_queued_rows\x18\x06 \x01(\x05\x12<\n\x0eversion_policy\x18\x07 \x01(\x0b\x32$.millrace.inference.v1.VersionPolicy\x12\x37\n\x0b\x61utoscaling\x18\x08 \x01(\x0b\x32\".millrace.inference.v1.Autoscaling\x12\x1d\n\x10\x63pus_per_replica\x18\t \x01(\x01H\x00\x88\x01\x01\x12\x18\n\x10gpus_per_replica\x18\n \x01(\x01\x12\x18\n\x10\x61llow_non_finite\x18\x0b \x01(\x08\x12\x11\n\tpredictor\x18\x0c \x01(\tB\x13\n\x11_cpus_per_replica\"\xbb\x01\n\x0b\x41utoscaling\x12\x14\n\x0cmin_replicas\x18\x01 \x01(\x05\x12\x14\n\x0cmax_replicas\x18\x02 \x01(\x05\x12\x18\n\x10rows_per_replica\x18\x03 \x01(\x05\x12\x31\n\x0escale_up_after\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x33\n\x10scale_down_after\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x90\x01\n\x17\x43reateDeploymentRequest\x12\x15\n\rdeployment_id\x18\x01 \x01(\t\x12\x33\n\x04spec\x18\x02 \x01(\x0b\x32%.millrace.inference.v1.DeploymentSpec\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x15\n\rvalidate_only\x18\x04 \x01(\x08\"Y\n\x12\x44\x65ploymentMetadata\x12\x12\n\ndeployment\x18\x01 \x01(\t\x12/\n\x0b\x63reate_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"$\n\x14GetDeploymentRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"&\n\x16WatchDeploymentRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"?\n\x16ListDeploymentsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"j\n\x17ListDeploymentsResponse\x12\x36\n\x0b\x64\x65ployments\x18\x01 \x03(\x0b\x32!.millrace.inference.v1.Deployment\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"5\n\x17\x44\x65leteDeploymentRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x65tag\x18\x02 \x01(\t\"\x1a\n\x18\x44\x65leteDeploymentResponse\"\x89\x01\n\x0eRolloutRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x30\n\x04spec\x18\x02 \x01(\x0b\x32\".millrace.inference.v1.RolloutSpec\x12\x0c\n\x04\x65tag\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x15\n\rvalidate_only\x18\x05 \x01(\x08\"V\n\x0fRolloutMetadata\x12\x12\n\ndeployment\x18\x01 \x01(\t\x12/\n\x07rollout\x18\x02 \x01(\x0b\x32\x1e.millrace.inference.v1.Rollout\"\x81\x01\n\x17UpdateDeploymentRequest\x12\x35\n\ndeployment\x18\x01 \x01(\x0b\x32!.millrace.inference.v1.Deployment\x12/\n\x0bupdate_mask\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.FieldMask\"-\n\x0fRollbackRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x65tag\x18\x02 \x01(\t2\xb4\x06\n\x11\x44\x65ploymentService\x12\x61\n\x10\x43reateDeployment\x12..millrace.inference.v1.CreateDeploymentRequest\x1a\x1d.google.longrunning.Operation\x12_\n\rGetDeployment\x12+.millrace.inference.v1.GetDeploymentRequest\x1a!.millrace.inference.v1.Deployment\x12p\n\x0fListDeployments\x12-.millrace.inference.v1.ListDeploymentsRequest\x1a..millrace.inference.v1.ListDeploymentsResponse\x12\x65\n\x0fWatchDeployment\x12-.millrace.inference.v1.WatchDeploymentRequest\x1a!.millrace.inference.v1.Deployment0\x01\x12s\n\x10\x44\x65leteDeployment\x12..millrace.inference.v1.DeleteDeploymentRequest\x1a/.millrace.inference.v1.DeleteDeploymentResponse\x12O\n\x07Rollout\x12%.millrace.inference.v1.RolloutRequest\x1a\x1d.google.longrunning.Operation\x12\x65\n\x10UpdateDeployment\x12..millrace.inference.v1.UpdateDeploymentRequest\x1a!.millrace.inference.v1.Deployment\x12U\n\x08Rollback\x12&.millrace.inference.v1.RollbackRequest\x1a!.millrace.inference.v1.Deploymentb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,58 +40,58 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TRAFFIC_WEIGHTSENTRY']._loaded_options = None
   _globals['_TRAFFIC_WEIGHTSENTRY']._serialized_options = b'8\001'
-  _globals['_DEPLOYMENT']._serialized_start=307
-  _globals['_DEPLOYMENT']._serialized_end=947
-  _globals['_DEPLOYMENT_STATE']._serialized_start=823
-  _globals['_DEPLOYMENT_STATE']._serialized_end=947
-  _globals['_TRAFFIC']._serialized_start=950
-  _globals['_TRAFFIC']._serialized_end=1168
-  _globals['_TRAFFIC_WEIGHTSENTRY']._serialized_start=1122
-  _globals['_TRAFFIC_WEIGHTSENTRY']._serialized_end=1168
-  _globals['_HEADERROUTE']._serialized_start=1170
-  _globals['_HEADERROUTE']._serialized_end=1231
-  _globals['_SHADOW']._serialized_start=1233
-  _globals['_SHADOW']._serialized_end=1275
-  _globals['_MODELVERSION']._serialized_start=1278
-  _globals['_MODELVERSION']._serialized_end=1552
-  _globals['_MODELVERSION_STATE']._serialized_start=1453
-  _globals['_MODELVERSION_STATE']._serialized_end=1539
-  _globals['_VERSIONPOLICY']._serialized_start=1555
-  _globals['_VERSIONPOLICY']._serialized_end=1820
-  _globals['_VERSIONPOLICY_LATEST']._serialized_start=1753
-  _globals['_VERSIONPOLICY_LATEST']._serialized_end=1776
-  _globals['_VERSIONPOLICY_ALL']._serialized_start=1778
-  _globals['_VERSIONPOLICY_ALL']._serialized_end=1783
-  _globals['_VERSIONPOLICY_NAMED']._serialized_start=1785
-  _globals['_VERSIONPOLICY_NAMED']._serialized_end=1810
-  _globals['_DEPLOYMENTSPEC']._serialized_start=1823
-  _globals['_DEPLOYMENTSPEC']._serialized_end=2253
-  _globals['_AUTOSCALING']._serialized_start=2256
-  _globals['_AUTOSCALING']._serialized_end=2443
-  _globals['_CREATEDEPLOYMENTREQUEST']._serialized_start=2446
-  _globals['_CREATEDEPLOYMENTREQUEST']._serialized_end=2590
-  _globals['_DEPLOYMENTMETADATA']._serialized_start=2592
-  _globals['_DEPLOYMENTMETADATA']._serialized_end=2681
-  _globals['_GETDEPLOYMENTREQUEST']._serialized_start=2683
-  _globals['_GETDEPLOYMENTREQUEST']._serialized_end=2719
-  _globals['_WATCHDEPLOYMENTREQUEST']._serialized_start=2721
-  _globals['_WATCHDEPLOYMENTREQUEST']._serialized_end=2759
-  _globals['_LISTDEPLOYMENTSREQUEST']._serialized_start=2761
-  _globals['_LISTDEPLOYMENTSREQUEST']._serialized_end=2824
-  _globals['_LISTDEPLOYMENTSRESPONSE']._serialized_start=2826
-  _globals['_LISTDEPLOYMENTSRESPONSE']._serialized_end=2932
-  _globals['_DELETEDEPLOYMENTREQUEST']._serialized_start=2934
-  _globals['_DELETEDEPLOYMENTREQUEST']._serialized_end=2987
-  _globals['_DELETEDEPLOYMENTRESPONSE']._serialized_start=2989
-  _globals['_DELETEDEPLOYMENTRESPONSE']._serialized_end=3015
-  _globals['_ROLLOUTREQUEST']._serialized_start=3018
-  _globals['_ROLLOUTREQUEST']._serialized_end=3155
-  _globals['_ROLLOUTMETADATA']._serialized_start=3157
-  _globals['_ROLLOUTMETADATA']._serialized_end=3244
-  _globals['_UPDATEDEPLOYMENTREQUEST']._serialized_start=3247
-  _globals['_UPDATEDEPLOYMENTREQUEST']._serialized_end=3376
-  _globals['_ROLLBACKREQUEST']._serialized_start=3378
-  _globals['_ROLLBACKREQUEST']._serialized_end=3423
-  _globals['_DEPLOYMENTSERVICE']._serialized_start=3426
-  _globals['_DEPLOYMENTSERVICE']._serialized_end=4246
+  _globals['_DEPLOYMENT']._serialized_start=306
+  _globals['_DEPLOYMENT']._serialized_end=945
+  _globals['_DEPLOYMENT_STATE']._serialized_start=821
+  _globals['_DEPLOYMENT_STATE']._serialized_end=945
+  _globals['_TRAFFIC']._serialized_start=948
+  _globals['_TRAFFIC']._serialized_end=1166
+  _globals['_TRAFFIC_WEIGHTSENTRY']._serialized_start=1120
+  _globals['_TRAFFIC_WEIGHTSENTRY']._serialized_end=1166
+  _globals['_HEADERROUTE']._serialized_start=1168
+  _globals['_HEADERROUTE']._serialized_end=1229
+  _globals['_SHADOW']._serialized_start=1231
+  _globals['_SHADOW']._serialized_end=1273
+  _globals['_MODELVERSION']._serialized_start=1276
+  _globals['_MODELVERSION']._serialized_end=1550
+  _globals['_MODELVERSION_STATE']._serialized_start=1451
+  _globals['_MODELVERSION_STATE']._serialized_end=1537
+  _globals['_VERSIONPOLICY']._serialized_start=1553
+  _globals['_VERSIONPOLICY']._serialized_end=1818
+  _globals['_VERSIONPOLICY_LATEST']._serialized_start=1751
+  _globals['_VERSIONPOLICY_LATEST']._serialized_end=1774
+  _globals['_VERSIONPOLICY_ALL']._serialized_start=1776
+  _globals['_VERSIONPOLICY_ALL']._serialized_end=1781
+  _globals['_VERSIONPOLICY_NAMED']._serialized_start=1783
+  _globals['_VERSIONPOLICY_NAMED']._serialized_end=1808
+  _globals['_DEPLOYMENTSPEC']._serialized_start=1821
+  _globals['_DEPLOYMENTSPEC']._serialized_end=2251
+  _globals['_AUTOSCALING']._serialized_start=2254
+  _globals['_AUTOSCALING']._serialized_end=2441
+  _globals['_CREATEDEPLOYMENTREQUEST']._serialized_start=2444
+  _globals['_CREATEDEPLOYMENTREQUEST']._serialized_end=2588
+  _globals['_DEPLOYMENTMETADATA']._serialized_start=2590
+  _globals['_DEPLOYMENTMETADATA']._serialized_end=2679
+  _globals['_GETDEPLOYMENTREQUEST']._serialized_start=2681
+  _globals['_GETDEPLOYMENTREQUEST']._serialized_end=2717
+  _globals['_WATCHDEPLOYMENTREQUEST']._serialized_start=2719
+  _globals['_WATCHDEPLOYMENTREQUEST']._serialized_end=2757
+  _globals['_LISTDEPLOYMENTSREQUEST']._serialized_start=2759
+  _globals['_LISTDEPLOYMENTSREQUEST']._serialized_end=2822
+  _globals['_LISTDEPLOYMENTSRESPONSE']._serialized_start=2824
+  _globals['_LISTDEPLOYMENTSRESPONSE']._serialized_end=2930
+  _globals['_DELETEDEPLOYMENTREQUEST']._serialized_start=2932
+  _globals['_DELETEDEPLOYMENTREQUEST']._serialized_end=2985
+  _globals['_DELETEDEPLOYMENTRESPONSE']._serialized_start=2987
+  _globals['_DELETEDEPLOYMENTRESPONSE']._serialized_end=3013
+  _globals['_ROLLOUTREQUEST']._serialized_start=3016
+  _globals['_ROLLOUTREQUEST']._serialized_end=3153
+  _globals['_ROLLOUTMETADATA']._serialized_start=3155
+  _globals['_ROLLOUTMETADATA']._serialized_end=3241
+  _globals['_UPDATEDEPLOYMENTREQUEST']._serialized_start=3244
+  _globals['_UPDATEDEPLOYMENTREQUEST']._serialized_end=3373
+  _globals['_ROLLBACKREQUEST']._serialized_start=3375
+  _globals['_ROLLBACKREQUEST']._serialized_end=3420
+  _globals['_DEPLOYMENTSERVICE']._serialized_start=3423
+  _globals['_DEPLOYMENTSERVICE']._serialized_end=4243
 # @@protoc_insertion_point(module_scope)

@@ -6,7 +6,7 @@ from google.protobuf import field_mask_pb2 as _field_mask_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.rpc import status_pb2 as _status_pb2
 from millrace.common.v1 import lineage_pb2 as _lineage_pb2
-from millrace.inference.v1 import roll_out_pb2 as _roll_out_pb2
+from millrace.inference.v1 import rollout_pb2 as _rollout_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -17,7 +17,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Deployment(_message.Message):
-    __slots__ = ("name", "uid", "spec", "state", "operation", "lineage", "create_time", "update_time", "error", "etag", "versions", "roll_out", "traffic")
+    __slots__ = ("name", "uid", "spec", "state", "operation", "lineage", "create_time", "update_time", "error", "etag", "versions", "rollout", "traffic")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Deployment.State]
@@ -43,7 +43,7 @@ class Deployment(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     ETAG_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
-    ROLL_OUT_FIELD_NUMBER: _ClassVar[int]
+    ROLLOUT_FIELD_NUMBER: _ClassVar[int]
     TRAFFIC_FIELD_NUMBER: _ClassVar[int]
     name: str
     uid: str
@@ -56,9 +56,9 @@ class Deployment(_message.Message):
     error: _status_pb2.Status
     etag: str
     versions: _containers.RepeatedCompositeFieldContainer[ModelVersion]
-    roll_out: _roll_out_pb2.RollOut
+    rollout: _rollout_pb2.Rollout
     traffic: Traffic
-    def __init__(self, name: _Optional[str] = ..., uid: _Optional[str] = ..., spec: _Optional[_Union[DeploymentSpec, _Mapping]] = ..., state: _Optional[_Union[Deployment.State, str]] = ..., operation: _Optional[str] = ..., lineage: _Optional[_Union[_lineage_pb2.Lineage, _Mapping]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., update_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., etag: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[ModelVersion, _Mapping]]] = ..., roll_out: _Optional[_Union[_roll_out_pb2.RollOut, _Mapping]] = ..., traffic: _Optional[_Union[Traffic, _Mapping]] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., uid: _Optional[str] = ..., spec: _Optional[_Union[DeploymentSpec, _Mapping]] = ..., state: _Optional[_Union[Deployment.State, str]] = ..., operation: _Optional[str] = ..., lineage: _Optional[_Union[_lineage_pb2.Lineage, _Mapping]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., update_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., etag: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[ModelVersion, _Mapping]]] = ..., rollout: _Optional[_Union[_rollout_pb2.Rollout, _Mapping]] = ..., traffic: _Optional[_Union[Traffic, _Mapping]] = ...) -> None: ...
 
 class Traffic(_message.Message):
     __slots__ = ("weights", "routes", "shadow")
@@ -244,7 +244,7 @@ class DeleteDeploymentResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class RollOutRequest(_message.Message):
+class RolloutRequest(_message.Message):
     __slots__ = ("name", "spec", "etag", "request_id", "validate_only")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -252,19 +252,19 @@ class RollOutRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     VALIDATE_ONLY_FIELD_NUMBER: _ClassVar[int]
     name: str
-    spec: _roll_out_pb2.RollOutSpec
+    spec: _rollout_pb2.RolloutSpec
     etag: str
     request_id: str
     validate_only: bool
-    def __init__(self, name: _Optional[str] = ..., spec: _Optional[_Union[_roll_out_pb2.RollOutSpec, _Mapping]] = ..., etag: _Optional[str] = ..., request_id: _Optional[str] = ..., validate_only: _Optional[bool] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., spec: _Optional[_Union[_rollout_pb2.RolloutSpec, _Mapping]] = ..., etag: _Optional[str] = ..., request_id: _Optional[str] = ..., validate_only: _Optional[bool] = ...) -> None: ...
 
-class RollOutMetadata(_message.Message):
-    __slots__ = ("deployment", "roll_out")
+class RolloutMetadata(_message.Message):
+    __slots__ = ("deployment", "rollout")
     DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
-    ROLL_OUT_FIELD_NUMBER: _ClassVar[int]
+    ROLLOUT_FIELD_NUMBER: _ClassVar[int]
     deployment: str
-    roll_out: _roll_out_pb2.RollOut
-    def __init__(self, deployment: _Optional[str] = ..., roll_out: _Optional[_Union[_roll_out_pb2.RollOut, _Mapping]] = ...) -> None: ...
+    rollout: _rollout_pb2.Rollout
+    def __init__(self, deployment: _Optional[str] = ..., rollout: _Optional[_Union[_rollout_pb2.Rollout, _Mapping]] = ...) -> None: ...
 
 class UpdateDeploymentRequest(_message.Message):
     __slots__ = ("deployment", "update_mask")
@@ -274,7 +274,7 @@ class UpdateDeploymentRequest(_message.Message):
     update_mask: _field_mask_pb2.FieldMask
     def __init__(self, deployment: _Optional[_Union[Deployment, _Mapping]] = ..., update_mask: _Optional[_Union[_field_mask_pb2.FieldMask, _Mapping]] = ...) -> None: ...
 
-class RollBackRequest(_message.Message):
+class RollbackRequest(_message.Message):
     __slots__ = ("name", "etag")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ETAG_FIELD_NUMBER: _ClassVar[int]

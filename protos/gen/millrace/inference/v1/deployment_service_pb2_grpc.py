@@ -31,8 +31,9 @@ class DeploymentServiceStub:
     Protocol) on the same port, where a deployment's id is the model's name.
 
     Every RPC can also fail with INTERNAL (a fault of ours; quote the correlation id), UNAVAILABLE (the object store does
-    not answer; try again), DEADLINE_EXCEEDED and RESOURCE_EXHAUSTED (too many calls at once, or a message over the limit);
-    and each that names a deployment with DATA_LOSS (its log cannot be read: a record is damaged, or of a later release).
+    not answer; try again), DEADLINE_EXCEEDED and RESOURCE_EXHAUSTED (too many calls at once, or a message over the
+    limit); and each that names a deployment with DATA_LOSS (its log cannot be read: a record is damaged, or of a later
+    release).
     """
 
     def __init__(self, channel):
@@ -66,9 +67,9 @@ class DeploymentServiceStub:
                 request_serializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.DeleteDeploymentRequest.SerializeToString,
                 response_deserializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.DeleteDeploymentResponse.FromString,
                 _registered_method=True)
-        self.RollOut = channel.unary_unary(
-                '/millrace.inference.v1.DeploymentService/RollOut',
-                request_serializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.RollOutRequest.SerializeToString,
+        self.Rollout = channel.unary_unary(
+                '/millrace.inference.v1.DeploymentService/Rollout',
+                request_serializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.RolloutRequest.SerializeToString,
                 response_deserializer=google_dot_longrunning_dot_operations__pb2.Operation.FromString,
                 _registered_method=True)
         self.UpdateDeployment = channel.unary_unary(
@@ -76,9 +77,9 @@ class DeploymentServiceStub:
                 request_serializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.UpdateDeploymentRequest.SerializeToString,
                 response_deserializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.Deployment.FromString,
                 _registered_method=True)
-        self.RollBack = channel.unary_unary(
-                '/millrace.inference.v1.DeploymentService/RollBack',
-                request_serializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.RollBackRequest.SerializeToString,
+        self.Rollback = channel.unary_unary(
+                '/millrace.inference.v1.DeploymentService/Rollback',
+                request_serializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.RollbackRequest.SerializeToString,
                 response_deserializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.Deployment.FromString,
                 _registered_method=True)
 
@@ -88,15 +89,16 @@ class DeploymentServiceServicer:
     Protocol) on the same port, where a deployment's id is the model's name.
 
     Every RPC can also fail with INTERNAL (a fault of ours; quote the correlation id), UNAVAILABLE (the object store does
-    not answer; try again), DEADLINE_EXCEEDED and RESOURCE_EXHAUSTED (too many calls at once, or a message over the limit);
-    and each that names a deployment with DATA_LOSS (its log cannot be read: a record is damaged, or of a later release).
+    not answer; try again), DEADLINE_EXCEEDED and RESOURCE_EXHAUSTED (too many calls at once, or a message over the
+    limit); and each that names a deployment with DATA_LOSS (its log cannot be read: a record is damaged, or of a later
+    release).
     """
 
     def CreateDeployment(self, request, context):
         """The operation's `metadata` is a DeploymentMetadata, its `response` the READY Deployment.
         Fails with INVALID_ARGUMENT, NOT_FOUND (the job or checkpoint), FAILED_PRECONDITION (the job has no checkpoint; or,
-        `reason` NEVER_FITS, no node of Ray's could hold a replica, or all of them not the fewest) and ALREADY_EXISTS (the id
-        is taken, or `request_id` was used with another body). The operation fails with DATA_LOSS (a
+        `reason` NEVER_SCHEDULABLE, no node of Ray's could hold a replica, or all of them not the fewest) and
+        ALREADY_EXISTS (the id is taken, or `request_id` was used with another body). The operation fails with DATA_LOSS (a
         file of the checkpoint does not have the digest that its manifest names) or FAILED_PRECONDITION (the model does not
         load).
         """
@@ -135,15 +137,15 @@ class DeploymentServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def RollOut(self, request, context):
+    def Rollout(self, request, context):
         """Loads another checkpoint as a new version beside those that are served, moves the traffic to it in steps, and then
         takes the versions out of service that the version policy does not keep. No request is dropped meanwhile.
-        The operation's `metadata` is a RollOutMetadata, its `response` the Deployment with all traffic on the new version.
+        The operation's `metadata` is a RolloutMetadata, its `response` the Deployment with all traffic on the new version.
         Cancelling it rolls back.
-        Fails with INVALID_ARGUMENT, NOT_FOUND (the deployment, job or checkpoint), FAILED_PRECONDITION (the deployment is not
-        READY, a roll-out is under way, the job has no checkpoint, or, with `reason` NEVER_FITS, Ray's nodes could never hold
-        both versions' replicas at once), ABORTED (`etag` is not the present one) and ALREADY_EXISTS (`request_id` was used
-        with another body). The operation fails as RollOut.error says.
+        Fails with INVALID_ARGUMENT, NOT_FOUND (the deployment, job or checkpoint), FAILED_PRECONDITION (the deployment is
+        not READY, a roll-out is under way, the job has no checkpoint, or, with `reason` NEVER_SCHEDULABLE, Ray's nodes
+        could never hold both versions' replicas at once), ABORTED (`etag` is not the present one) and ALREADY_EXISTS
+        (`request_id` was used with another body). The operation fails as Rollout.error says.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -151,15 +153,15 @@ class DeploymentServiceServicer:
 
     def UpdateDeployment(self, request, context):
         """Changes how requests that name no version are shared out, and which versions stay loaded.
-        Fails with INVALID_ARGUMENT (`update_mask`; a version that is not loaded), NOT_FOUND, FAILED_PRECONDITION (it is not
-        READY, or a roll-out is under way, which has the weights) and ABORTED (`deployment.etag` is not the present one).
-        A version policy that comes within 6 s after a roll-out has succeeded also keeps old versions of before it.
+        Fails with INVALID_ARGUMENT (`update_mask`; a version that is not loaded), NOT_FOUND, FAILED_PRECONDITION (it is
+        not READY, or a roll-out is under way, which has the weights) and ABORTED (`deployment.etag` is not the present
+        one). A version policy that comes within 6 s after a roll-out has succeeded also keeps old versions of before it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def RollBack(self, request, context):
+    def Rollback(self, request, context):
         """Gives the traffic back at once to the versions that had it before the newest roll-out, whether that is under way or
         has succeeded; the new version answers what it has, then goes. Where it was rolled back already, nothing changes.
         An old version that no version policy keeps can be gone back to until 6 s after the roll-out has succeeded.
@@ -198,9 +200,9 @@ def add_DeploymentServiceServicer_to_server(servicer, server):
                     request_deserializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.DeleteDeploymentRequest.FromString,
                     response_serializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.DeleteDeploymentResponse.SerializeToString,
             ),
-            'RollOut': grpc.unary_unary_rpc_method_handler(
-                    servicer.RollOut,
-                    request_deserializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.RollOutRequest.FromString,
+            'Rollout': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rollout,
+                    request_deserializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.RolloutRequest.FromString,
                     response_serializer=google_dot_longrunning_dot_operations__pb2.Operation.SerializeToString,
             ),
             'UpdateDeployment': grpc.unary_unary_rpc_method_handler(
@@ -208,9 +210,9 @@ def add_DeploymentServiceServicer_to_server(servicer, server):
                     request_deserializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.UpdateDeploymentRequest.FromString,
                     response_serializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.Deployment.SerializeToString,
             ),
-            'RollBack': grpc.unary_unary_rpc_method_handler(
-                    servicer.RollBack,
-                    request_deserializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.RollBackRequest.FromString,
+            'Rollback': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rollback,
+                    request_deserializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.RollbackRequest.FromString,
                     response_serializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.Deployment.SerializeToString,
             ),
     }
@@ -226,8 +228,9 @@ class DeploymentService:
     Protocol) on the same port, where a deployment's id is the model's name.
 
     Every RPC can also fail with INTERNAL (a fault of ours; quote the correlation id), UNAVAILABLE (the object store does
-    not answer; try again), DEADLINE_EXCEEDED and RESOURCE_EXHAUSTED (too many calls at once, or a message over the limit);
-    and each that names a deployment with DATA_LOSS (its log cannot be read: a record is damaged, or of a later release).
+    not answer; try again), DEADLINE_EXCEEDED and RESOURCE_EXHAUSTED (too many calls at once, or a message over the
+    limit); and each that names a deployment with DATA_LOSS (its log cannot be read: a record is damaged, or of a later
+    release).
     """
 
     @staticmethod
@@ -366,7 +369,7 @@ class DeploymentService:
             _registered_method=True)
 
     @staticmethod
-    def RollOut(request,
+    def Rollout(request,
             target,
             options=(),
             channel_credentials=None,
@@ -379,8 +382,8 @@ class DeploymentService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/millrace.inference.v1.DeploymentService/RollOut',
-            millrace_dot_inference_dot_v1_dot_deployment__service__pb2.RollOutRequest.SerializeToString,
+            '/millrace.inference.v1.DeploymentService/Rollout',
+            millrace_dot_inference_dot_v1_dot_deployment__service__pb2.RolloutRequest.SerializeToString,
             google_dot_longrunning_dot_operations__pb2.Operation.FromString,
             options,
             channel_credentials,
@@ -420,7 +423,7 @@ class DeploymentService:
             _registered_method=True)
 
     @staticmethod
-    def RollBack(request,
+    def Rollback(request,
             target,
             options=(),
             channel_credentials=None,
@@ -433,8 +436,8 @@ class DeploymentService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/millrace.inference.v1.DeploymentService/RollBack',
-            millrace_dot_inference_dot_v1_dot_deployment__service__pb2.RollBackRequest.SerializeToString,
+            '/millrace.inference.v1.DeploymentService/Rollback',
+            millrace_dot_inference_dot_v1_dot_deployment__service__pb2.RollbackRequest.SerializeToString,
             millrace_dot_inference_dot_v1_dot_deployment__service__pb2.Deployment.FromString,
             options,
             channel_credentials,

@@ -1,0 +1,27 @@
+"""The front processes of an inference service, as the kernel tells them."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+
+
+def frontends_of(parent: int) -> dict[int, int]:
+    """The pids of the parent's children by their numbers, which are their first arguments."""
+    found = {}
+    with suppress(OSError):
+        for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+            with suppress(OSError, IndexError, ValueError):  # it has ended, or is no other program yet
+                found[int(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[3])] = int(pid)
+    return found
+
+
+def listens(parent: int, number: int) -> bool:
+    """Whether the front that now has this number says to its siblings that it has the port."""
+    pid = frontends_of(parent).get(number)
+    with suppress(OSError, IndexError):  # it has ended, or has told nothing yet
+        folder = Path(f"/proc/{pid}/cmdline").read_text().split("\0")[4]
+        told = json.loads((Path(folder) / f"{number}.json").read_text())
+        return bool(told["pid"] == pid and told["listens"])
+    return False

@@ -1,0 +1,164 @@
+"""Ranks and their attempt over a real connection: where they are, stacks, and wishes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.process_states import stop_process
+from tests.support.waiting import wait_until
+from train_service.attempt.heartbeats import HeartbeatServer
+from train_service.domain.watchdog import Phase, hung
+from train_service.records.reporting import RESIZE, SUSPEND
+from train_service.worker.heartbeat import HeartbeatSender
+
+# A rank that is at step 7 and goes on saying so.
+RANK = """
+import sys, time
+from train_service.domain.watchdog import Phase
+from train_service.worker.heartbeat import HeartbeatSender
+def train_loop():
+    with HeartbeatSender(1, sys.argv[1], "n1") as heartbeat:
+        heartbeat.at(7, Phase.TRAINING)
+        time.sleep(600)
+train_loop()
+"""
+# One that is alone, and whose interpreter is held.
+HELD = """
+import ctypes, sys, time
+from train_service.worker.heartbeat import HeartbeatSender
+def held():
+    ctypes.PyDLL(None).sleep(600)
+with HeartbeatSender(0, sys.argv[1], ends_if_held=True, ended_after_s=2.0) as heartbeat:
+    time.sleep(1.5)  # it is armed by then, and again and again
+    held()
+"""
+
+
+@pytest.fixture
+def heartbeats() -> Iterator[HeartbeatServer]:
+    with HeartbeatServer("127.0.0.1") as heartbeats:
+        yield heartbeats
+
+
+def test_the_attempt_hears_where_a_rank_is_and_that_it_left(heartbeats: HeartbeatServer) -> None:
+    with HeartbeatSender(0, heartbeats.address, "n0") as heartbeat:
+        heartbeat.total_steps = 40
+        heartbeat.at(3, Phase.TRAINING)
+        wait_until(lambda: any(one.step == 3 for one in heartbeats.heard()), "the rank to be heard")
+        (heard,) = heartbeats.at_work()
+        assert (heard.rank, heard.pid, heard.node_id) == (0, os.getpid(), "n0")
+        assert (heard.total_steps, heard.phase) == (40, Phase.TRAINING)
+    wait_until(lambda: not heartbeats.at_work(), "the rank to have left")
+    assert heartbeats.heard()[0].left
+    assert not heartbeats.heard()[0].lost
+
+
+def test_how_long_a_rank_has_stood_still_is_told_in_seconds(heartbeats: HeartbeatServer) -> None:
+    with HeartbeatSender(0, heartbeats.address) as heartbeat:
+        heartbeat.at(3, Phase.TRAINING)
+        heartbeat._moved -= 100.0
+        wait_until(lambda: any(one.step == 3 for one in heartbeats.heard()), "the rank to be heard")
+        (heard,) = heartbeats.at_work()
+
+        # A busy machine may add to it; milliseconds would be a thousand times as much, or as little.
+        assert 100.0 <= heard.state(time.monotonic()).still_s < 10_000.0
+        assert hung([heard.state(time.monotonic())], 30.0) == [0]
+        assert hung([heard.state(time.monotonic())], 10_000.0) == []
+
+
+def test_a_wish_reaches_the_rank_and_the_highest_stays(heartbeats: HeartbeatServer) -> None:
+    with HeartbeatSender(0, heartbeats.address) as heartbeat:
+        wait_until(lambda: bool(heartbeats.at_work()), "the rank to be heard")
+        heartbeats.ask_to_stop(SUSPEND)
+        wait_until(lambda: heartbeat.request == SUSPEND, "the wish to arrive")
+        heartbeats.ask_to_stop(RESIZE)
+        heartbeats.stacks(5.0)  # taken after the wish
+        assert heartbeat.request == SUSPEND
+
+
+@pytest.mark.timed
+def test_the_start_of_a_resumed_run_is_no_step(heartbeats: HeartbeatServer) -> None:
+    with HeartbeatSender(0, heartbeats.address) as heartbeat:
+        heartbeat.at(20, Phase.STARTING)
+        wait_until(lambda: any(one.step == 20 for one in heartbeats.heard()), "the rank to be heard")
+        heartbeat.at(21, Phase.TRAINING)
+        wait_until(lambda: heartbeats.heard()[0].step == 21, "the first step")
+        assert not heartbeats.seconds_per_step
+        # Of step 21 alone, and not of twenty more that an attempt before did.
+        assert 0.5 < heartbeats.first_step_s < 10
+        heartbeat.at(22, Phase.TRAINING)
+        wait_until(lambda: len(heartbeats.seconds_per_step) == 1, "the second step")
+
+
+@pytest.mark.timed
+def test_the_start_of_a_fresh_run_is_no_part_of_its_first_step(heartbeats: HeartbeatServer) -> None:
+    with HeartbeatSender(0, heartbeats.address) as heartbeat:
+        wait_until(lambda: bool(heartbeats.at_work()), "the rank to be heard")
+        time.sleep(3.0)  # building, compiling
+        heartbeat.total_steps = 40
+        wait_until(lambda: heartbeats.heard()[0].total_steps == 40, "the loop to begin")
+        heartbeat.at(1, Phase.TRAINING)
+        wait_until(lambda: heartbeats.first_step_s > 0, "the first step")
+
+    assert heartbeats.first_step_s < 2.5
+
+
+@pytest.mark.timed
+def test_seconds_per_step_come_from_where_rank_0_is(heartbeats: HeartbeatServer) -> None:
+    with HeartbeatSender(0, heartbeats.address) as heartbeat:
+        began = time.monotonic()
+        heartbeat.at(1, Phase.TRAINING)
+        while len(heartbeats.seconds_per_step) < 2:
+            assert time.monotonic() - began < 30
+            heartbeat.at(1 + int((time.monotonic() - began) / 0.1), Phase.TRAINING)
+            time.sleep(0.01)
+    assert 0.03 < sorted(heartbeats.seconds_per_step)[1] < 0.5
+
+
+def test_stacks_show_every_thread_of_a_rank_that_answers_and_a_stopped_one_falls_silent(
+    heartbeats: HeartbeatServer,
+) -> None:
+    child = subprocess.Popen([sys.executable, "-c", RANK, heartbeats.address])
+    try:
+        wait_until(lambda: any(one.step == 7 for one in heartbeats.heard()), "the rank to be heard")
+        assert "in train_loop" in heartbeats.stacks(10.0)[1]
+
+        stop_process(child.pid)
+        stopped = time.monotonic()
+        states = [one.state(stopped + 31.0) for one in heartbeats.at_work()]
+        assert hung(states, 30.0) == [1]
+        assert 1 not in heartbeats.stacks(1.0)
+    finally:
+        child.kill()
+        child.wait()
+    wait_until(lambda: heartbeats.heard()[0].lost, "the rank to be lost")
+
+
+def test_a_process_that_is_alone_and_held_leaves_its_stacks_and_ends(heartbeats: HeartbeatServer) -> None:
+    held = subprocess.run(
+        [sys.executable, "-c", HELD, heartbeats.address], capture_output=True, timeout=240, check=False
+    )
+
+    assert held.returncode == 1
+    assert b"in held" in held.stderr
+
+
+def test_who_does_not_know_the_token_is_not_heard(heartbeats: HeartbeatServer) -> None:
+    host, _, port = heartbeats.address.partition("/")[0].rpartition(":")
+    with socket.create_connection((host, int(port))) as stranger:
+        stranger.sendall(b'{"token": "x", "rank": 0, "pid": 1, "node": "", "stacks_file": "/etc/passwd"}\n')
+        assert stranger.recv(1) == b""
+    assert heartbeats.heard() == []
+
+
+def test_without_an_address_nothing_happens() -> None:
+    with HeartbeatSender(0) as heartbeat:
+        heartbeat.at(1, Phase.TRAINING)
+    assert heartbeat.request == 0

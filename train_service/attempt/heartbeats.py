@@ -1,0 +1,227 @@
+"""The attempt's end of its ranks' pulses: what they last said, and a way to ask them for something."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import logging
+import secrets
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from train_service.domain.watchdog import Phase, RankState
+
+logger = logging.getLogger(__name__)
+
+# A rank says a few hundred bytes a second; its stacks, and a program's reports of many files, are the longest.
+LONGEST_LINE = 32 * 1024 * 1024
+HELLO_TIMEOUT_S = 10.0
+
+# Sends the answer to a request, in any thread; nothing where the rank is gone.
+Reply = Callable[[dict[str, Any]], None]
+# Takes a rank's request; called in the thread of that rank's connection, so it should return soon.
+Handler = Callable[[int, dict[str, Any], Reply], None]
+
+
+@dataclass
+class RankHeartbeat:
+    """What one rank said; times by this process's monotonic clock."""
+
+    rank: int
+    pid: int
+    node_id: str
+    stacks_file: str
+    connection: socket.socket
+    received_at: float
+    step: int = 0
+    total_steps: int = 0
+    phase: Phase = Phase.STARTING
+    still_since: float = 0.0
+    waits_for_store: bool = False
+    stacks: str = ""
+    # It said that it ends.
+    left: bool = False
+    # Its connection ended without that, and when.
+    lost: bool = False
+    lost_at: float = 0.0
+    # Held while something is sent to it.
+    sending: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def send(self, message: dict[str, Any]) -> None:
+        with self.sending:
+            self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def state(self, now: float) -> RankState:
+        still, unresponsive = now - self.still_since, now - self.received_at
+        return RankState(self.rank, self.step, self.phase, still, unresponsive, self.waits_for_store)
+
+
+@dataclass
+class _Steps:
+    """From where a rank is once a second to seconds per step."""
+
+    step: int = 0
+    at: float = 0.0
+    received_at: float = 0.0
+    # It is in its loop.
+    begun: bool = False
+    timed: bool = False
+    seconds: list[float] = field(default_factory=list)
+    first_s: float = 0.0
+
+    def note(self, step: int, total_steps: int, phase: Phase, now: float) -> None:
+        if total_steps and not self.begun:
+            # What it did before is no part of a step; one that is done by now began after it was last heard.
+            self.begun, self.at = True, self.received_at if step > self.step else now
+        self.received_at = now
+        if step > self.step and self.at:
+            took_s = (now - self.at) / (step - self.step)
+            if self.timed:
+                self.seconds.append(took_s)
+                del self.seconds[:-200]
+            elif phase is not Phase.STARTING:
+                self.first_s = took_s
+        if step > self.step or not self.at:
+            self.step, self.at = step, now
+        # What follows a start, that of a resumed run too, is no step like others.
+        self.timed = phase is not Phase.STARTING
+
+
+class HeartbeatServer:
+    """Listens on a port of this node's for the ranks of one attempt. Use as a context."""
+
+    def __init__(self, host: str, handler: Handler | None = None) -> None:
+        """`handler` takes the requests of ranks (`HeartbeatSender.ask`); it may get one again, after a connection
+        broke."""
+        self._handler = handler
+        self._token = secrets.token_hex(16)
+        self._ranks: dict[int, RankHeartbeat] = {}
+        self._steps = _Steps()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._server = _Server((host, 0), self)
+        self.address = f"{host}:{self._server.server_address[1]}/{self._token}"
+
+    def __enter__(self) -> HeartbeatServer:
+        threading.Thread(target=self._server.serve_forever, name="pulses", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def heard(self) -> list[RankHeartbeat]:
+        """Every rank that ever said something, in their order."""
+        with self._lock:
+            return [self._ranks[rank] for rank in sorted(self._ranks)]
+
+    def at_work(self) -> list[RankHeartbeat]:
+        """Those that have neither left nor been lost."""
+        return [one for one in self.heard() if not one.left and not one.lost]
+
+    @property
+    def seconds_per_step(self) -> list[float]:
+        """Of the newest steps of rank 0."""
+        with self._lock:
+            return list(self._steps.seconds)
+
+    @property
+    def first_step_s(self) -> float:
+        """Of rank 0's first step of the attempt, from where its loop began; 0 until it is done."""
+        with self._lock:
+            return self._steps.first_s
+
+    def ask_to_stop(self, reason: int) -> None:
+        """Rank 0 makes all of them stop after the same step."""
+        self._tell({"stop": reason})
+
+    def stacks(self, timeout_s: float) -> dict[int, str]:
+        """What all threads of each rank do, by rank, of those that answer in time."""
+        for one in self.heard():
+            one.stacks = ""
+        self._tell({"dump": True})
+        until = time.monotonic() + timeout_s
+        with self._changed:
+            while any(not one.stacks for one in self._ranks.values() if not (one.left or one.lost)):
+                left = until - time.monotonic()
+                if left <= 0:
+                    break
+                self._changed.wait(left)
+            return {rank: one.stacks for rank, one in self._ranks.items() if one.stacks}
+
+    def _tell(self, order: dict[str, Any]) -> None:
+        for one in self.at_work():
+            # One that is stopped takes nothing; its socket's buffer has room for these few bytes.
+            with contextlib.suppress(OSError):
+                one.send(order)
+
+    def _serve(self, connection: socket.socket) -> None:
+        """One rank's connection, in a thread of its own."""
+        connection.settimeout(HELLO_TIMEOUT_S)
+        with connection.makefile("rb") as lines:
+            hello = json.loads(lines.readline(LONGEST_LINE))
+            if not hmac.compare_digest(str(hello.get("token", "")), self._token):
+                return
+            connection.settimeout(None)
+            now = time.monotonic()
+            one = RankHeartbeat(hello["rank"], hello["pid"], hello["node"], hello["stacks_file"], connection, now)
+            one.still_since = now
+            with self._changed:
+                self._ranks[one.rank] = one
+            try:
+                while line := lines.readline(LONGEST_LINE):
+                    self._note(one, json.loads(line))
+            finally:
+                one.lost, one.lost_at = not one.left, time.monotonic()
+
+    def _answer(self, one: RankHeartbeat, asked: int, body: dict[str, Any]) -> None:
+        def reply(answer: dict[str, Any]) -> None:
+            with contextlib.suppress(OSError):  # it asks again where it is still there
+                one.send({"reply": asked, "body": answer})
+
+        if self._handler is not None:
+            self._handler(one.rank, body, reply)
+
+    def _note(self, one: RankHeartbeat, said: dict[str, Any]) -> None:
+        now = time.monotonic()
+        if "ask" in said:
+            one.received_at = now
+            self._answer(one, said["ask"], said["body"])
+            return
+        with self._changed:
+            one.received_at = now
+            if "stacks" in said:
+                one.stacks = said["stacks"]
+                self._changed.notify_all()
+                return
+            one.step, one.total_steps, one.phase = said["step"], said["total_steps"], Phase(said["phase"])
+            one.still_since = now - said["still_s"]
+            one.waits_for_store = said["store"]
+            one.left = bool(said.get("bye"))
+            if one.rank == 0:
+                self._steps.note(one.step, one.total_steps, one.phase, now)
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, address: tuple[str, int], heartbeats: HeartbeatServer) -> None:
+        super().__init__(address, _Handler)
+        self.heartbeats = heartbeats
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        logger.debug("connection %s of %s ended", request, client_address, exc_info=True)
+
+
+class _Handler(socketserver.BaseRequestHandler):
+    server: _Server
+
+    def handle(self) -> None:
+        self.server.heartbeats._serve(self.request)

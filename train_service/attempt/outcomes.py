@@ -1,0 +1,245 @@
+"""Each end of an attempt is an event, written by the attempt itself or, should its process have died, for it; so is
+each change of its device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from shared.checkpoint import CheckpointEntry, CheckpointRegistry, load_checkpoint
+from shared.errors import DataLoss, FailedPrecondition, Internal, MillraceError, Unavailable
+from shared.jobs import AttemptContext, JobRecord, Jobs, JobState
+from shared.jobs.transitions import INSUFFICIENT_RESOURCES, PREEMPTED, RESIZED
+from shared.log import StaleAttempt
+from shared.storage import ObjectStore
+from train_service.attempt.heartbeats import HeartbeatServer
+from train_service.domain.devices import ATTEMPT_DEVICE, DEVICE_BEFORE
+from train_service.domain.spec import GPU, TrainingSpec
+from train_service.program.coordinator import ReportCoordinator
+from train_service.records.events import EventKind, EventLog
+from train_service.records.reporting import TRAIN_KIND
+from train_service.store_retry import retry_on_outage
+
+logger = logging.getLogger(__name__)
+
+FAILURE, HUNG = "CAUSE_FAILURE", "CAUSE_HUNG"
+PREEMPTION, RESIZING = "CAUSE_PREEMPTED", "CAUSE_RESIZED"
+SUSPENDED, CANCELLED = "CAUSE_SUSPENDED", "CAUSE_CANCELLED"
+# Errors of Python's that come from the code and its data, by their names.
+ERRORS_IN_CODE = frozenset(
+    kind.__name__
+    for kind in (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        FloatingPointError,
+        ImportError,
+        IndentationError,
+        IndexError,
+        KeyError,
+        ModuleNotFoundError,
+        NameError,
+        NotImplementedError,
+        OverflowError,
+        RecursionError,
+        SyntaxError,
+        TypeError,
+        UnboundLocalError,
+        UnicodeDecodeError,
+        UnicodeEncodeError,
+        ValueError,
+        ZeroDivisionError,
+    )
+)
+OF_REASON = {"RANK_HUNG": HUNG, PREEMPTED: PREEMPTION, RESIZED: RESIZING, INSUFFICIENT_RESOURCES: RESIZING}
+
+
+def cause_of(error: MillraceError, state: JobState) -> str:
+    """The cause of an attempt's end, from what it raised and what clients wish of the job."""
+    if state is JobState.CANCELLING:
+        return CANCELLED
+    if state is JobState.SUSPENDING:
+        return SUSPENDED
+    return OF_REASON.get(error.specific_reason, FAILURE)
+
+
+def told(context: AttemptContext, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `work`, the attempt, returns. What it raises is raised on, and is an event before."""
+    try:
+        return work()
+    except MillraceError as error:
+        ended_by = error
+        retry_on_outage(lambda: report_error(context, ended_by), "the end of an attempt")
+        raise
+    except StaleAttempt:
+        raise
+    except Exception:
+        retry_on_outage(lambda: report_error(context, Internal("an unexpected error")), "the end of an attempt")
+        raise
+
+
+def result_of(context: AttemptContext, spec: TrainingSpec, cause: MillraceError | None = None) -> dict[str, Any]:
+    """Of an attempt whose ranks have ended: the last and the best checkpoint. Where the run is not done raises what was
+    wished of it, else `cause`."""
+    last, chosen = _last_and_best(context, spec)
+    if last is not None and chosen is not None and last.final and _good(context, last):
+        return {"checkpoint": last.name, "best_checkpoint": chosen.name}
+    retry_on_outage(lambda: context.raise_if_stopped(fresh=True), "the job's state")
+    if cause is not None and cause.specific_reason == RESIZED:
+        _require_progress(context, cause)
+    raise cause or Internal("the workers ended before the last epoch was saved", reason="RUN_INCOMPLETE")
+
+
+def program_result(
+    context: AttemptContext, coordinator: ReportCoordinator, ended_for: MillraceError | None
+) -> dict[str, Any]:
+    """As `result_of`, of an attempt at a program: it is done once its function has returned on every rank. `ended_for`
+    is what its supervision ended it for."""
+    if coordinator.all_returned:
+        return coordinator.result()
+    retry_on_outage(lambda: context.raise_if_stopped(fresh=True), "the job's state")
+    cause = ended_for or coordinator.cause
+    if cause is not None and cause.specific_reason == RESIZED:
+        _require_progress(context, cause)
+    raise cause or Internal("the workers ended before the training function returned on all", reason="RUN_INCOMPLETE")
+
+
+def script_result(context: AttemptContext, spec: TrainingSpec) -> dict[str, Any]:
+    """Of an attempt at a script that has ended: the last and the best checkpoint of all its runs, or none."""
+    last, chosen = _last_and_best(context, spec)
+    return {"checkpoint": last.name if last else "", "best_checkpoint": chosen.name if chosen else ""}
+
+
+def program_error(coordinator: ReportCoordinator, heartbeats: HeartbeatServer, lost: MillraceError) -> MillraceError:
+    """Why an attempt at a program ended, when Ray says `lost`: what a rank or the coordinator said before, else which
+    process was gone first."""
+    if coordinator.cause is not None:
+        return coordinator.cause
+    gone = sorted((one for one in heartbeats.heard() if one.lost), key=lambda one: one.lost_at)
+    if lost.specific_reason != "WORKERS_LOST" or not gone:
+        return lost
+    first = gone[0]
+    return Unavailable(
+        f"the process of rank {first.rank} (pid {first.pid}) ended without a word: by a signal, e.g. SIGKILL where "
+        "memory ran out, or by an exit in C code",
+        reason="WORKERS_LOST",
+        metadata={"ranks": str(first.rank)},
+    )
+
+
+def as_last_error(error: MillraceError, before: Mapping[str, Any] | None) -> MillraceError:
+    """`error`, which ended an attempt at a program, as one after which no other attempt begins where the attempt before
+    ended with the same: an error in the code, of the same type, at the same line, with no report in between. Attempts
+    get the same seeds and the same rows, so another one would only repeat it. `before` is the record of that error.
+
+    What a disk, a network or a device may cause is never such an error, for it may pass.
+    """
+    if before is None or error.metadata.get("exception") not in ERRORS_IN_CODE or not error.metadata.get("line"):
+        return error
+    place = ("exception", "line", "report")
+    if any(error.metadata.get(key) != before["metadata"].get(key) for key in place):
+        return error
+    return FailedPrecondition(
+        f"{error.message}; the attempt before ended with the same error at the same line, and no report came in "
+        "between, so no other attempt is made: correct the program and push it again, or resume the job where only "
+        "something outside of the program was wrong",
+        reason="ERROR_REPEATED",
+        metadata=error.metadata,
+    )
+
+
+def _last_and_best(
+    context: AttemptContext, spec: TrainingSpec
+) -> tuple[CheckpointEntry | None, CheckpointEntry | None]:
+    registry = CheckpointRegistry(context.store, context.job.name)
+    return retry_on_outage(
+        lambda: registry.poll(lambda view: (view.newest(), view.best(spec.checkpoints.ranking))), "the checkpoints"
+    )
+
+
+def _require_progress(context: AttemptContext, resized: MillraceError) -> None:
+    """A change of size costs a run nothing as long as each attempt gets on; else it could go on changing for ever."""
+    registry = CheckpointRegistry(context.store, context.job.name)
+    if not retry_on_outage(lambda: registry.poll(lambda view: view.has_attempt(context.attempt)), "the checkpoints"):
+        raise Internal(
+            f"{resized.message}, but no checkpoint was taken for it", reason="RESIZE_WITHOUT_CHECKPOINT"
+        ) from resized
+
+
+def _good(context: AttemptContext, last: CheckpointEntry) -> bool:
+    """Whether the run is in it. One of an earlier attempt may be damaged: this attempt then trained on from before."""
+    if last.attempt == context.attempt:
+        return True
+    try:
+        retry_on_outage(
+            lambda: load_checkpoint(context.store, last.folder, last.manifest_sha256).verify(), "a checkpoint"
+        )
+    except DataLoss as error:
+        logger.warning("%s is damaged, and the run is not done: %s", last.name, error.message)
+        return False
+    return True
+
+
+def report_outcome(context: AttemptContext, cause: str, text: str, ranks: Sequence[int] = ()) -> None:
+    """Once for each attempt: whoever comes second changes nothing. A later attempt's log is left alone."""
+    _tell(context.store, context.job.name, context.attempt, cause, text, ranks)
+
+
+def report_error(context: AttemptContext, error: MillraceError) -> None:
+    """As `report_outcome`, of what ended the attempt or, by now, of what clients wish of the job. Raises `StaleAttempt`
+    where that was deleted."""
+    ranks = [int(rank) for rank in error.metadata.get("ranks", "").split(",") if rank.strip()]
+    report_outcome(context, cause_of(error, context.newest().state), error.message, ranks)
+
+
+def report_lost(store: ObjectStore, job: JobRecord) -> None:
+    """For the process of `job`'s present attempt, which is gone; nothing where there has been none yet. Tells the
+    change of its device, too, where that was still to be told.
+
+    One that failed by its own word, e.g. that it hung, did not go with its node, though that was about to leave."""
+    if job.attempts_made == 0:
+        return
+    report_device(store, job)
+    jobs = Jobs(store, TRAIN_KIND)
+    leaving = jobs.was_leaving(job.name, job.attempt)
+    if leaving:
+        own_word = EventLog(store, job.name).find(job.attempt, EventKind.ATTEMPT_ENDED)
+        if own_word is not None and own_word.payload["cause"] in (FAILURE, HUNG):
+            jobs.forget_leaving(job.name)
+            return
+    of_itself = PREEMPTION if leaving else FAILURE
+    cause = {JobState.CANCELLING: CANCELLED, JobState.SUSPENDING: SUSPENDED}.get(job.state, of_itself)
+    _tell(store, job.name, job.attempt, cause, "the process of the attempt ended", ())
+
+
+def report_device(store: ObjectStore, job: JobRecord) -> None:
+    """Tells that the job's present attempt is on another kind of device than the one before it, where it is.
+
+    To be called before the attempt tells anything else, so that it is told once. An attempt that ends without workers
+    tells it, too: the next one is compared with it alone.
+    """
+    choices = job.choices
+    before = choices.get(DEVICE_BEFORE)
+    log = EventLog(store, job.name)
+    if not before or log.last_attempt() >= job.attempt:
+        return
+    now = choices[ATTEMPT_DEVICE]
+    text = (
+        "the GPUs of the run are back"
+        if now == GPU
+        else "there are no GPUs for the run, and placement.allow_cpu_fallback lets it go on without"
+    )
+    payload = {"before": f"DEVICE_{before}", "device": f"DEVICE_{now}", "text": text}
+    with suppress(StaleAttempt):  # a later attempt tells its own story
+        log.append(job.attempt, EventKind.DEVICE_CHANGED, payload, f"device-{job.attempt}")
+
+
+def _tell(store: ObjectStore, name: str, attempt: int, cause: str, text: str, ranks: Sequence[int]) -> None:
+    log = EventLog(store, name)
+    try:
+        if not log.has(attempt, EventKind.ATTEMPT_ENDED):
+            log.append(attempt, EventKind.ATTEMPT_ENDED, {"cause": cause, "text": text, "ranks": list(ranks)})
+    except StaleAttempt:
+        logger.warning("a later attempt tells its own story")
