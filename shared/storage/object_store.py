@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final, TypedDict
 
 import obstore
 import pyarrow as pa
@@ -41,6 +42,18 @@ UNRESPONSIVE = "STORE_UNAVAILABLE"
 RETRY_TIMEOUT_S = 10.0
 RETRY_DELAY_S = 0.1
 
+
+class Parts(TypedDict):
+    """How obstore cuts an object into the parts of a multipart upload."""
+
+    chunk_size: int  # bytes
+    max_concurrency: int
+
+
+# Objects up to one part go in one PUT, which a server takes whole or not at all. 10,000 parts make 156 GiB, and four at
+# once keep 64 MiB in memory.
+PARTS: Final[Parts] = {"chunk_size": 16 * 1024 * 1024, "max_concurrency": 4}
+
 # A local directory's file for an object that is being written; no object can have such a key.
 TORN_NAME = re.compile(r".+#\d+")
 # S3 allows keys of 1024 bytes; the difference is for the folder of the store in its bucket.
@@ -70,7 +83,8 @@ class ObjectStore:
 
     On a local directory that means: durable against the death of processes, not against loss of power.
     Every method raises `Unavailable` when the store does not answer, after its own retries; those that write raise
-    `ResourceExhausted` with the reason STORE_FULL when it has no room, and then leave nothing of the object.
+    `ResourceExhausted` with the reason STORE_FULL when it has no room, and then leave no object. Of one that goes in
+    parts an S3 server may keep a part that arrived after the upload was aborted, until its lifecycle rule removes it.
     """
 
     def __init__(self, backend: LocalStore | S3Store, filesystem: fs.FileSystem, settings: StoreSettings) -> None:
@@ -81,7 +95,7 @@ class ObjectStore:
 
     def put(self, key: str, data: bytes | bytearray | memoryview) -> None:
         """Writes the object, over another if there is one."""
-        _written(key, lambda: obstore.put(self._backend, key, data, mode="overwrite"))
+        _written(key, lambda: obstore.put(self._backend, key, data, mode="overwrite", **PARTS))
 
     def put_if_absent(self, key: str, data: bytes | bytearray | memoryview) -> None:
         """Writes the object; of any number of racing writers exactly one returns, the others get `ObjectExists`."""
@@ -186,7 +200,7 @@ class ObjectStore:
     def upload_file(self, path: Path, key: str) -> None:
         """Writes a local file as an object, in parts where it is large. Raises `FileNotFoundError` without one."""
         path.stat()
-        _written(key, lambda: obstore.put(self._backend, key, path, mode="overwrite"))
+        _written(key, lambda: obstore.put(self._backend, key, path, mode="overwrite", **PARTS))
 
     def put_pieces(self, key: str, pieces: Callable[[], Iterator[bytes]]) -> None:
         """Writes what `pieces` gives, one after the other, as an object, in parts where it is large. `pieces` is called
