@@ -15,12 +15,11 @@ from millrace.train.v1 import train_service_pb2, train_service_pb2_grpc
 from shared.code_bundle import CodeBundles
 from shared.errors import MillraceError
 from shared.grpc_server import BearerToken, bearer_token, serve
-from shared.jobs.supervisor import supervise
+from shared.jobs.supervisor import supervise, sweep_periodically
 from shared.own_code import OwnCode, allowed_functions, own_code
 from shared.settings import ServiceSettings, SettingsError, largest_cluster, service_settings
 from shared.storage import ObjectStore, open_store, probe
 from shared.storage.opening import StoreRefused, ensure_bucket
-from shared.sweeping import sweep_periodically
 from shared.telemetry import configure_logging
 from shared.tracing import configure_tracing, tracing
 from train_service.jobs.bundle_intake import BundleIntake

@@ -13,8 +13,7 @@ import ray
 from ray._private import state as ray_state
 from ray.core.generated import gcs_pb2
 
-from shared.jobs.actor import NOT_BESIDE_A_SERVICE
-from shared.jobs.nodes import staying_nodes
+from shared.jobs.actor import NOT_BESIDE_A_SERVICE, staying_nodes
 from train_service.domain.bundles import INGEST_CPUS, besides_ingest, bundle_of, device_of_attempt, device_of_run
 from train_service.domain.cluster_use import ClusterUse, RayActor, RayGroup, use_of
 from train_service.domain.sizing import GRAIN, Resources, what_is_missing, workers_that_fit

@@ -45,8 +45,7 @@ from train_service.domain.devices import RUN_DEVICE
 from train_service.domain.spec import CPU, GPU, THREADS, TrainingSpec
 from train_service.jobs.program_check import ProgramCheck
 from train_service.jobs.training_jobs import COLLECTION, TrainingJobs
-from train_service.learning.process_group import join_process_group
-from train_service.learning.ranks import Ranks
+from train_service.learning.ranks import Ranks, join_process_group
 from train_service.program.coordinator import ReportCoordinator
 from train_service.program.signing import handling
 from train_service.records.events import EventPrinter

@@ -32,8 +32,7 @@ from train_service.domain.spec import Placement
 from train_service.placement import Size, selector
 from train_service.program.process import HIDDEN_VARIABLES
 from train_service.program.worker import ProgramConfig, work_on_program
-from train_service.worker.loop import LoopConfig
-from train_service.worker.ray_worker import work
+from train_service.worker.loop import LoopConfig, work
 
 # What a worker imports before its first step; torch._dynamo with the first optimizer, whether it compiles or not.
 WARM_WORKERS = WarmWorkers(("train_service.worker.loop", "torchvision", "torch._dynamo"))

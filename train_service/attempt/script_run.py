@@ -43,13 +43,21 @@ from train_service.domain.devices import ATTEMPT_DEVICE, RUN_DEVICE
 from train_service.domain.script_settings import BUDGETS, SCRIPT
 from train_service.domain.spec import RAY_DATA, Program, TrainingSpec
 from train_service.placement import Size, devices_of, usable_nodes
-from train_service.program.attempt_folder import AttemptFolder
+from train_service.program.attempt_folder import AttemptFolder, NodeCopies
 from train_service.program.coordinator import described
-from train_service.program.fits import Fit, FitCall, FitDone, Fits, matching
-from train_service.program.overrides import Asked, overridden, settled
+from train_service.program.fit_calls import (
+    Asked,
+    Channel,
+    ChannelClosed,
+    Fit,
+    FitCall,
+    FitDone,
+    Fits,
+    matching,
+    overridden,
+    settled,
+)
 from train_service.program.process import HIDDEN_VARIABLES, forward_lines
-from train_service.program.restoring import NodeCopies
-from train_service.program.script_channel import Channel, ChannelClosed
 from train_service.program.signing import hide_memory
 from train_service.records.events import EventKind
 from train_service.records.reporting import Reporter

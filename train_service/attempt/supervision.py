@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 
 from shared.errors import STORE_OUTAGES, MillraceError, Unavailable
 from shared.jobs import AttemptContext, warm_workers
-from shared.jobs.nodes import draining_nodes
+from shared.jobs.actor import draining_nodes
 from shared.jobs.transitions import PREEMPTED, RESIZED
 from shared.telemetry import flush_logs
 from train_service.attempt.heartbeats import HeartbeatServer, RankHeartbeat

@@ -20,7 +20,7 @@ from train_service.checkpoints.coverage import ConsumedRows, CoverageChain, gath
 from train_service.checkpoints.fine_tuning import kept_scaling, load_initial
 from train_service.checkpoints.snapshots import CheckpointWriter, Restored, as_message, newest_good, restore
 from train_service.domain.spec import TrainingSpec
-from train_service.learning.base_learner import BaseLearner
+from train_service.learning.learner import BaseLearner
 from train_service.learning.ranks import Ranks
 from train_service.loading.loader import Batch
 from train_service.loading.preprocessing import Preprocessing

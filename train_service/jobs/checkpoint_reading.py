@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from shared.checkpoint import CheckpointEntry
 from shared.checkpoint.files import CheckpointFile, files_of, read_file
-from shared.checkpoint.references import keep, release
-from shared.checkpoint.resolving import resolve_any
+from shared.checkpoint.references import keep, release, resolve_any
 from shared.errors import Conflict, FailedPrecondition, OutOfRange, ResourceExhausted, invalid_field
 from shared.reference_markers import REFERENCE_APPEARS_TIMEOUT_S
 from shared.storage import ObjectStore

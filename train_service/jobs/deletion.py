@@ -17,9 +17,8 @@ from shared.checkpoint import CheckpointRegistry
 from shared.checkpoint.references import references_of_job
 from shared.errors import STORE_OUTAGES, FailedPrecondition, not_found
 from shared.jobs import JobRecord, Jobs, JobState
-from shared.jobs.deletion import condemned, remove_objects, undone, while_deleting
-from shared.jobs.record import check_etag
-from shared.jobs.transitions import confirm_delete, request_delete
+from shared.jobs.registry import condemned, remove_objects, undone, while_deleting
+from shared.jobs.transitions import check_etag, confirm_delete, request_delete
 from shared.storage import ObjectStore
 from train_service.jobs.inputs import release_inputs
 from train_service.records.reporting import TRAIN_KIND

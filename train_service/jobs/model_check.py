@@ -27,8 +27,8 @@ NOT_OF_SHARDS = ("Adafactor",)
 def check_model(spec: TrainingSpec, model_input: TensorSpec, total_steps: int = SOME_STEPS) -> None:
     """`total_steps` are those of the run. Raises `InvalidArgument` naming the field of `spec` that does not work, and
     `ResourceExhausted` where this machine does not get the check done."""
+    from train_service.learning.learner import build_training_step
     from train_service.learning.optimizers import check_optimizer
-    from train_service.learning.training_steps import build_training_step
 
     check_names(spec)
     check_parallel(spec)

@@ -63,7 +63,7 @@ class OwnModelCheck:
 
     def _check_installed(self, spec: TrainingSpec) -> None:
         """A loss and a training step that the specification names, and that are none of the model's own."""
-        from train_service.learning.training_steps import build_training_step
+        from train_service.learning.learner import build_training_step
 
         build_training_step(spec.training_step)
         if spec.loss.name != OWN:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shared import names
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry, load_checkpoint
 from shared.checkpoint.program import load_program_checkpoint
-from shared.checkpoint.resolving import FINAL
+from shared.checkpoint.references import FINAL
 from shared.dataset_version import VersionReader, load_version
 from shared.dataset_version.manifest import Split
 from shared.durable import fields_of

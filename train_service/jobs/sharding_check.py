@@ -72,8 +72,7 @@ def answer() -> None:
 def sharding_problem(model: nn.Module, row_shape: Sequence[int]) -> str:
     """What keeps FSDP from sharding the model, which is on the meta device; empty if nothing. It is sharded then. In a
     process of its own with a process group of one."""
-    from train_service.learning.sharding import ShardingError, shard
-    from train_service.learning.sharding_units import find_units, mixed_unit
+    from train_service.learning.sharding import ShardingError, find_units, mixed_unit, shard
 
     units = find_units(model, row_shape)
     if mixed := mixed_unit(model, units):

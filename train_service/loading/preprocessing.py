@@ -35,7 +35,7 @@ MAKE_FINITE = frozenset(
     }
 )
 MIN_STD = 1e-6
-# What a worker's device may do of the transform: see `train_service.learning.device_transform`.
+# What a worker's device may do of the transform: see `train_service.learning.device`.
 DEVICE_STEPS = (CenterCrop, RandomCrop, RandomFlip, ColorJitter, ToFloat, Normalize)
 # What is NaN or infinite before these steps is so behind them.
 KEEP_NON_FINITE = frozenset({"select", "drop", "fill_nulls", "standardize", "normalize"})

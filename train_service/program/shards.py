@@ -41,7 +41,7 @@ from train_service.loading.batches import CACHE_BYTES, FOOTER_BYTES
 from train_service.loading.row_cache import RowCache
 from train_service.loading.rows import RowBuffers, Rows
 from train_service.program.rank_store import RankStore, StoredVersions, Versions
-from train_service.program.ray_data_hooks import IterableFromIterator, default_format, unwrap_finalized
+from train_service.program.ray_hooks import IterableFromIterator, default_format, unwrap_finalized
 from train_service.store_retry import retry_on_outage, waiting_for
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from shared.errors import (
     invalid_field,
 )
 from shared.jobs import JobRecord, Jobs, JobState
-from shared.jobs.deletion import condemned, remove_objects, undone, while_deleting
+from shared.jobs.registry import condemned, remove_objects, undone, while_deleting
 from shared.jobs.transitions import confirm_delete, request_delete
 from shared.requests import claimed, claimed_before, uid_of
 from shared.storage import ObjectStore

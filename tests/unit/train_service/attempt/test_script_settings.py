@@ -20,8 +20,7 @@ from train_service.domain.devices import ATTEMPT_DEVICE, RUN_DEVICE
 from train_service.domain.script_settings import spec_of_job
 from train_service.domain.spec import CPU, GPU, Program, TrainingSpec
 from train_service.placement import Node
-from train_service.program.fits import Fit, FitCall
-from train_service.program.overrides import Asked
+from train_service.program.fit_calls import Asked, Fit, FitCall
 from train_service.records.reporting import TRAIN_KIND
 
 JOB = "trainingJobs/a"
