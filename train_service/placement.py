@@ -15,9 +15,21 @@ from ray.core.generated import gcs_pb2
 
 from shared.jobs.actor import NOT_BESIDE_A_SERVICE
 from shared.jobs.nodes import staying_nodes
-from train_service.domain.bundles import INGEST_CPUS, besides_ingest, bundle_of, device_of_attempt, device_of_run
-from train_service.domain.cluster_use import ClusterUse, RayActor, RayGroup, use_of
-from train_service.domain.sizing import GRAIN, Resources, what_is_missing, workers_that_fit
+from train_service.domain.capacity import (
+    GRAIN,
+    INGEST_CPUS,
+    ClusterUse,
+    RayActor,
+    RayGroup,
+    Resources,
+    besides_ingest,
+    bundle_of,
+    device_of_attempt,
+    device_of_run,
+    use_of,
+    what_is_missing,
+    workers_that_fit,
+)
 from train_service.domain.spec import CPU, GPU, RAY_DATA, TrainingSpec
 
 ROLE_LABEL = "millrace.role"

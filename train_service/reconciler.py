@@ -17,9 +17,16 @@ from shared.storage import ObjectStore, open_store
 from shared.telemetry import configure_logging
 from train_service.attempt.ingest_reservation import IngestReservation
 from train_service.attempt.outcomes import report_lost
-from train_service.domain.devices import RUN_DEVICE, attempt_device, with_devices
-from train_service.domain.script_settings import spec_of_job
-from train_service.domain.spec import CPU, GPU, RAY_DATA, TrainingSpec
+from train_service.domain.spec import (
+    CPU,
+    GPU,
+    RAY_DATA,
+    RUN_DEVICE,
+    TrainingSpec,
+    attempt_device,
+    spec_of_job,
+    with_devices,
+)
 from train_service.jobs.cluster_memory import ClusterMemory
 from train_service.placement import cluster_use, devices_of, is_settling, lacking, totals, usable_nodes
 from train_service.records.events import EventKind, EventLog

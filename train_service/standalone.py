@@ -41,8 +41,7 @@ from shared.telemetry import configure_logging, flush_logs
 from train_service.attempt.heartbeats import HeartbeatServer
 from train_service.attempt.outcomes import program_result, report_device, result_of, told
 from train_service.converters.specs import spec_from_proto
-from train_service.domain.devices import RUN_DEVICE
-from train_service.domain.spec import CPU, GPU, THREADS, TrainingSpec
+from train_service.domain.spec import CPU, GPU, RUN_DEVICE, THREADS, TrainingSpec
 from train_service.jobs.program_check import ProgramCheck
 from train_service.jobs.training_jobs import COLLECTION, TrainingJobs
 from train_service.learning.process_group import join_process_group

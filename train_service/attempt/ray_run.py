@@ -27,7 +27,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
 from shared.jobs.warm_workers import WarmWorkers
-from train_service.domain.sizing import ACCELERATOR
+from train_service.domain.capacity import ACCELERATOR
 from train_service.domain.spec import Placement
 from train_service.placement import Size, selector
 from train_service.program.process import HIDDEN_VARIABLES

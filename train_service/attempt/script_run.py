@@ -39,9 +39,7 @@ from train_service.attempt.failures import Failure
 from train_service.attempt.outcomes import as_last_error, program_error, script_result
 from train_service.attempt.script_sweep import ScriptSweep
 from train_service.attempt.trainer import ProgramAtWork, began_before, program_at_work, size_of_attempt
-from train_service.domain.devices import ATTEMPT_DEVICE, RUN_DEVICE
-from train_service.domain.script_settings import BUDGETS, SCRIPT
-from train_service.domain.spec import RAY_DATA, Program, TrainingSpec
+from train_service.domain.spec import ATTEMPT_DEVICE, BUDGETS, RAY_DATA, RUN_DEVICE, SCRIPT, Program, TrainingSpec
 from train_service.placement import Size, devices_of, usable_nodes
 from train_service.program.attempt_folder import AttemptFolder
 from train_service.program.coordinator import described

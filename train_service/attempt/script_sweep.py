@@ -18,9 +18,8 @@ from shared.checkpoint import CheckpointRegistry
 from shared.errors import AlreadyExists, Cancelled, InvalidArgument, MillraceError, error_from_record
 from shared.jobs import AttemptContext, JobRecord, Jobs, JobState
 from train_service.domain import sweep
-from train_service.domain.search_space import PROGRAM_CONFIG, Domain
 from train_service.domain.spec import Program, TrainingSpec
-from train_service.domain.sweep import MAX_SWEEP_ID, Asha, SweepSpec
+from train_service.domain.sweep import MAX_SWEEP_ID, PROGRAM_CONFIG, Asha, Domain, SweepSpec
 from train_service.records.reporting import TRAIN_KIND
 from train_service.store_retry import retry_on_outage
 

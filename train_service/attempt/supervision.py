@@ -25,10 +25,9 @@ from train_service.attempt.ingest_reservation import count_concurrent_ingests
 from train_service.attempt.node_access import end_hard
 from train_service.attempt.outcomes import HUNG, report_error, report_outcome
 from train_service.attempt.ray_run import WARM_WORKERS
-from train_service.domain.devices import RUN_DEVICE
-from train_service.domain.sizing import Resources
-from train_service.domain.slices import max_rows_of_a_rank
-from train_service.domain.spec import CPU, GPU, TrainingSpec
+from train_service.domain.capacity import Resources
+from train_service.domain.order import max_rows_of_a_rank
+from train_service.domain.spec import CPU, GPU, RUN_DEVICE, TrainingSpec
 from train_service.domain.watchdog import culprits, hung, limit_s, line_in_bundle, unresponsive_ranks
 from train_service.placement import Size, size_now
 from train_service.program.coordinator import ReportCoordinator

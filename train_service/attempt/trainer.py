@@ -33,8 +33,7 @@ from train_service.attempt.node_access import end_hard
 from train_service.attempt.outcomes import as_last_error, program_error, program_result, report_device, result_of, told
 from train_service.attempt.ray_run import RayRun
 from train_service.attempt.supervision import Supervision
-from train_service.domain.devices import attempt_device
-from train_service.domain.spec import Program, TrainingSpec
+from train_service.domain.spec import Program, TrainingSpec, attempt_device
 from train_service.learning.ranks import Ranks
 from train_service.placement import Size, devices_of, lacking, size_now, usable_nodes
 from train_service.program.coordinator import ReportCoordinator

@@ -14,8 +14,7 @@ from shared.checkpoint import CheckpointEntry
 from shared.grpc_errors import status_proto_from_record
 from shared.jobs import JobRecord, JobState
 from train_service.converters.specs import spec_to_proto
-from train_service.domain.devices import attempt_device
-from train_service.domain.script_settings import spec_of_job
+from train_service.domain.spec import attempt_device, spec_of_job
 from train_service.jobs.training_jobs import JobView
 from train_service.records.events import Event, EventKind
 

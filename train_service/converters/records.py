@@ -14,8 +14,8 @@ from millrace.train.v1 import train_service_pb2 as pb
 from shared.code_bundle import BundleRecord
 from shared.errors import invalid_field
 from train_service.converters.jobs import timestamp
-from train_service.domain.cluster_use import ClusterUse
-from train_service.domain.suggestion import Preparation, Suggestion
+from train_service.domain.capacity import ClusterUse
+from train_service.domain.suggesting import Preparation, Suggestion
 from train_service.jobs.bundle_intake import Header
 from train_service.jobs.run_records import Coverage
 from train_service.records.logs import LogText

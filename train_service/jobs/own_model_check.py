@@ -12,8 +12,7 @@ from shared.storage import ObjectStore
 from train_service.checkpoints.fine_tuning import FIELD as INITIAL_FIELD
 from train_service.checkpoints.fine_tuning import check_name, weight_shapes
 from train_service.domain import spec_rules
-from train_service.domain.own_model import OwnModelFacts, settled
-from train_service.domain.spec import OWN, TrainingSpec
+from train_service.domain.spec import OWN, OwnModelFacts, TrainingSpec, settled
 from train_service.jobs.model_check import check_loss, check_names, check_parallel, check_stopping
 from train_service.jobs.program_check import ProgramCheck, check_module, check_requirements, installed_version
 from train_service.loading.version_fit import check_classes, check_fits, fitted, steps_of_run

@@ -17,11 +17,9 @@ from shared.jobs import JobRecord, Jobs
 from shared.storage import ObjectStore
 from train_service.checkpoints.coverage import read_part, row_ids_of, skipped_of
 from train_service.domain.coverage import CoverageCounts, count_rows
-from train_service.domain.order import Ints, blocks_of, epoch_order
-from train_service.domain.script_settings import spec_of_job
+from train_service.domain.order import Ints, blocks_of, epoch_order, steps_per_epoch
 from train_service.domain.shard_positions import count_given, is_epoch_done, last_epoch
-from train_service.domain.slices import steps_per_epoch
-from train_service.domain.spec import TrainingSpec
+from train_service.domain.spec import TrainingSpec, spec_of_job
 from train_service.records.logs import LogReader, find_logs
 from train_service.records.metrics_log import MetricPoint, metrics_page
 from train_service.records.reporting import TRAIN_KIND

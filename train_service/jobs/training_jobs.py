@@ -27,11 +27,10 @@ from shared.storage import ObjectStore
 from shared.transforms import TensorSpec
 from train_service.attempt.outcomes import report_lost
 from train_service.checkpoints.fine_tuning import FIELD, check_fits, check_name, check_scaling
-from train_service.domain.cluster_use import ClusterUse, kind_of
-from train_service.domain.devices import RUN_DEVICE, with_devices
-from train_service.domain.slices import MIN_LANES, default_lanes
-from train_service.domain.spec import TrainingSpec
-from train_service.domain.suggestion import Suggestion
+from train_service.domain.capacity import ClusterUse, kind_of
+from train_service.domain.order import MIN_LANES, default_lanes
+from train_service.domain.spec import RUN_DEVICE, TrainingSpec, with_devices
+from train_service.domain.suggesting import Suggestion
 from train_service.jobs.cluster_memory import ClusterMemory, check_ever_fits
 from train_service.jobs.deletion import Deletions
 from train_service.jobs.inputs import using_inputs

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from shared.errors import FailedPrecondition, first_line
 from shared.model_spec import TargetScaling
 from shared.models import build_model
-from train_service.domain.early_stopping import should_stop
-from train_service.domain.seeds import noise_seed
-from train_service.domain.spec import BFLOAT16, FLOAT16, FSDP, TrainingSpec
+from train_service.domain.order import noise_seed
+from train_service.domain.spec import BFLOAT16, FLOAT16, FSDP, TrainingSpec, should_stop
 from train_service.learning.evaluation import ROWS_PER_CALL
 from train_service.learning.ranks import Ranks
 from train_service.learning.sharding import put_weights, whole_weights

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from shared.models.building import own_method
 from shared.models.loaded import scale_target, undo_scaling
 from shared.transforms import TensorSpec
-from train_service.domain.schedule import learning_rate
-from train_service.domain.slices import loss_scale
-from train_service.domain.spec import FLOAT16, FSDP, TrainingSpec
+from train_service.domain.order import loss_scale
+from train_service.domain.spec import FLOAT16, FSDP, TrainingSpec, learning_rate
 from train_service.learning.base_learner import BaseLearner, by_compiler, compile_failed
 from train_service.learning.device_settings import full_float32
 from train_service.learning.dry_run_step import TrialStep

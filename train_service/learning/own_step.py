@@ -17,9 +17,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.models.building import own_method
 from shared.transforms import TensorSpec
-from train_service.domain.schedule import learning_rate
-from train_service.domain.slices import loss_scale
-from train_service.domain.spec import FSDP, OWN, REGRESSION, TrainingSpec
+from train_service.domain.order import loss_scale
+from train_service.domain.spec import FSDP, OWN, REGRESSION, TrainingSpec, learning_rate
 from train_service.learning.base_learner import BaseLearner, by_compiler, compile_failed
 from train_service.learning.evaluation import validation_batches
 from train_service.learning.optimizers import build_optimizer, build_scheduler

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shared.errors import FailedPrecondition
-from train_service.domain.slices import parts_of_step
+from train_service.domain.order import parts_of_step
 from train_service.domain.spec import TrainingSpec
 from train_service.learning.device_batches import on_device
 from train_service.loading.loader import Batch

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from shared.dataset_version import DatasetVersion, VersionReader
 from shared.dataset_version.reader import Footers
 from shared.storage import ObjectStore
-from train_service.domain.slices import SlicePlan
+from train_service.domain.order import SlicePlan
 from train_service.domain.spec import TrainingSpec
 from train_service.loading.loader import Loader
 from train_service.loading.preprocessing import Preprocessing

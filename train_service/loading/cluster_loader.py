@@ -25,8 +25,7 @@ from shared.errors import MillraceError, Unavailable, first_line
 from shared.settings import StoreSettings
 from shared.storage import open_store
 from shared.transforms import RowKeys
-from train_service.domain.order import Ints, blocks_of
-from train_service.domain.slices import SlicePlan, rank_positions, step_bounds
+from train_service.domain.order import Ints, SlicePlan, blocks_of, rank_positions, step_bounds
 from train_service.domain.spec import TrainingSpec
 from train_service.loading.loader import Batch, Loader
 from train_service.loading.preparation import longest_s, prepared

@@ -17,8 +17,7 @@ import numpy as np
 
 from shared.errors import InvalidArgument
 from shared.transforms import RowKeys
-from train_service.domain.order import Ints, blocks_of
-from train_service.domain.slices import SlicePlan, rank_positions, step_bounds, steps_per_epoch
+from train_service.domain.order import Ints, SlicePlan, blocks_of, rank_positions, step_bounds, steps_per_epoch
 from train_service.loading.preprocessing import Preprocessing
 from train_service.loading.row_cache import RowCache
 from train_service.loading.rows import Array, Rows

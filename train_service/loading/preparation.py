@@ -19,7 +19,7 @@ from shared.errors import Unavailable
 from shared.jobs.transitions import INSUFFICIENT_RESOURCES
 from shared.transforms import Pipeline
 from shared.transforms.steps.custom import DEFAULT_TIMEOUT_S, Custom
-from train_service.domain.bundles import INGEST_CPUS
+from train_service.domain.capacity import INGEST_CPUS
 from train_service.domain.spec import TrainingSpec
 from train_service.domain.watchdog import STARTING_SECONDS
 from train_service.placement import usable_nodes

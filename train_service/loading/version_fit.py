@@ -19,8 +19,7 @@ from shared.transforms import ScalarType, TensorSpec, TensorType, schema_of_colu
 from shared.transforms.schema import ColumnType
 from shared.transforms.steps.custom_child import functions_in_children
 from train_service.domain import spec_rules
-from train_service.domain.order import window_rows
-from train_service.domain.slices import steps_per_epoch
+from train_service.domain.order import steps_per_epoch, window_rows
 from train_service.domain.spec import REGRESSION, TrainingSpec
 from train_service.domain.spec_rules import check_rows
 from train_service.loading.preprocessing import FIELD, NON_FINITE_REMEDY, Preprocessing, is_float

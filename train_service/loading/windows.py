@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from train_service.domain.order import Ints, epoch_order
-from train_service.domain.slices import SlicePlan, rank_positions
+from train_service.domain.order import Ints, SlicePlan, epoch_order, rank_positions
 from train_service.loading.row_cache import RowCache
 from train_service.loading.rows import RowBuffers, Rows
 

@@ -37,8 +37,7 @@ from shared.errors import DataLoss, Internal, InvalidArgument, MillraceError, er
 from shared.log import StaleAttempt
 from shared.storage import ObjectStore
 from train_service.checkpoints.snapshots import retain
-from train_service.domain.shard_checks import check_shards
-from train_service.domain.shard_positions import merge_reports, shard_identity
+from train_service.domain.shard_positions import check_shards, merge_reports, shard_identity
 from train_service.domain.spec import KEEP, REPLAY, Program, TrainingSpec
 from train_service.records.events import EventKind
 from train_service.records.metrics_log import MetricsLog

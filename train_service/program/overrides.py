@@ -9,10 +9,9 @@ from typing import Any
 from shared.durable import fields_of
 from shared.errors import InvalidArgument
 from train_service.domain import spec_rules
-from train_service.domain.script_settings import with_settings
-from train_service.domain.sizing import ACCELERATOR, PACK
-from train_service.domain.slices import default_lanes
-from train_service.domain.spec import GPU, TrainingSpec
+from train_service.domain.capacity import ACCELERATOR, PACK
+from train_service.domain.order import default_lanes
+from train_service.domain.spec import GPU, TrainingSpec, with_settings
 
 NCCL, GLOO = "nccl", "gloo"
 BACKENDS = (NCCL, GLOO)

@@ -26,8 +26,8 @@ from shared.dataset_version.reader import Footers
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.storage import ObjectStore
 from train_service.domain.order import EpochOrder, Ints, blocks_of, epoch_order
-from train_service.domain.shard_checks import MAX_EPOCHS
 from train_service.domain.shard_positions import (
+    MAX_EPOCHS,
     Pass,
     Place,
     Span,

@@ -14,7 +14,7 @@ from ray.air.result import Result
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
 from shared.errors import Internal, InvalidArgument
-from train_service.domain.search_space import CHOICE, GRID, INTEGERS, LOG_UNIFORM, UNIFORM
+from train_service.domain.sweep import CHOICE, GRID, INTEGERS, LOG_UNIFORM, UNIFORM
 from train_service.program.ray_hooks import asha_facts
 from train_service.program.script_result import RegistryCheckpoint
 

@@ -30,9 +30,8 @@ from shared.jobs.deletion import condemned, remove_objects, undone, while_deleti
 from shared.jobs.transitions import confirm_delete, request_delete
 from shared.requests import claimed, claimed_before, uid_of
 from shared.storage import ObjectStore
-from train_service.domain import search_space, sweep
-from train_service.domain.own_model import settled_base
-from train_service.domain.spec import TrainingSpec
+from train_service.domain import sweep
+from train_service.domain.spec import TrainingSpec, settled_base
 from train_service.domain.sweep import MAX_SWEEP_ID, SweepSpec
 from train_service.jobs.deletion import Deletions, check_deletable, in_background, in_use
 from train_service.jobs.inputs import release_inputs, using_inputs
@@ -139,7 +138,7 @@ class Sweeps:
         sweep.check(spec)
         checked: list[TrainingSpec] = []
         most = MAX_CHECKED_WITH_OWN_MODEL if spec.base.model.is_own else MAX_CHECKED_WITH_MODEL
-        for parameters in itertools.islice(search_space.probes(spec.parameters, spec.seed), most):
+        for parameters in itertools.islice(sweep.probes(spec.parameters, spec.seed), most):
             if time.monotonic() > give_up_at:
                 raise DeadlineExceeded(
                     f"{len(checked)} trials of the sweep were checked in time; allow more, or list fewer values",

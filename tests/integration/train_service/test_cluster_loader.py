@@ -24,7 +24,7 @@ from shared.storage import ObjectStore, open_store
 from tests.support.process_states import stop_process
 from tests.support.ray_head import RayHead
 from tests.support.versions import commit_version, striped_digits
-from train_service.domain.slices import SlicePlan
+from train_service.domain.order import SlicePlan
 from train_service.domain.spec import TrainingSpec
 from train_service.loading import preparation
 from train_service.loading.cluster_loader import ClusterLoader

@@ -19,7 +19,7 @@ from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from shared.transforms import TensorSpec
 from tests.support.transforming import commit_tables
-from train_service.domain.slices import rank_positions
+from train_service.domain.order import rank_positions
 from train_service.domain.spec import FSDP, REGRESSION, LossSpec, OptimizerSpec, Placement, TrainingSpec
 from train_service.learning.learner import Learner
 from train_service.learning.ranks import Ranks

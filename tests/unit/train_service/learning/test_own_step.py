@@ -25,8 +25,17 @@ from tests.unit.train_service.in_ranks import in_ranks
 from tests.unit.train_service.learners import ALONE, CLASSES, INPUT, STEPS, WIDTH, batch, commit_table, vectors
 from tests.unit.train_service.learners import SPEC as TABLE
 from tests.unit.train_service.worker.test_loop import entries, events, lose_and_begin, new_job, run_of, saved
-from train_service.domain.own_model import OwnModelFacts, settled
-from train_service.domain.spec import BFLOAT16, FLOAT16, FSDP, EarlyStopping, OptimizerSpec, Placement, TrainingSpec
+from train_service.domain.spec import (
+    BFLOAT16,
+    FLOAT16,
+    FSDP,
+    EarlyStopping,
+    OptimizerSpec,
+    OwnModelFacts,
+    Placement,
+    TrainingSpec,
+    settled,
+)
 from train_service.learning.own_step import OwnStepLearner
 from train_service.learning.ranks import Ranks
 from train_service.loading.batches import Batches

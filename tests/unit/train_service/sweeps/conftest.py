@@ -16,9 +16,8 @@ from shared.model_spec import ModelSpec
 from shared.storage import ObjectStore
 from tests.support.versions import commit_version, striped_digits
 from tests.unit.train_service.conftest import VERSION
-from train_service.domain.search_space import GRID, Domain
 from train_service.domain.spec import TrainingSpec
-from train_service.domain.sweep import SweepSpec
+from train_service.domain.sweep import GRID, Domain, SweepSpec
 from train_service.jobs.deletion import Deletions
 from train_service.jobs.training_jobs import TrainingJobs
 from train_service.records.reporting import TRAIN_KIND

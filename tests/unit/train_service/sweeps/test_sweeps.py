@@ -28,8 +28,8 @@ from tests.support.waiting import wait_until
 from tests.unit.train_service.conftest import VERSION
 from tests.unit.train_service.sweeps.conftest import BASE, NAME, RATE, SPEC, Place, replace_by_hand
 from train_service.domain import spec_rules
-from train_service.domain.search_space import CHOICE, GRID, INTEGERS, LOG_UNIFORM, Domain
 from train_service.domain.spec import TrainingSpec
+from train_service.domain.sweep import CHOICE, GRID, INTEGERS, LOG_UNIFORM, Domain
 from train_service.jobs import training_jobs
 from train_service.jobs.deletion import Deletions
 from train_service.jobs.training_jobs import TrainingJobs
