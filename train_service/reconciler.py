@@ -29,8 +29,7 @@ from train_service.domain.spec import (
 )
 from train_service.jobs.cluster_memory import ClusterMemory
 from train_service.placement import cluster_use, devices_of, is_settling, lacking, totals, usable_nodes
-from train_service.records.events import EventKind, EventLog
-from train_service.records.reporting import TRAIN_KIND
+from train_service.records.reporting import TRAIN_KIND, EventKind, EventLog
 from train_service.sweeps.trials import SWEEP_KIND, end_trials
 
 ENTRY = "train_service.attempt.trainer:run"

@@ -48,8 +48,7 @@ from train_service.learning.process_group import join_process_group
 from train_service.learning.ranks import Ranks
 from train_service.program.coordinator import ReportCoordinator
 from train_service.program.signing import handling
-from train_service.records.events import EventPrinter
-from train_service.records.reporting import TRAIN_KIND, Reporter
+from train_service.records.reporting import TRAIN_KIND, EventPrinter, Reporter
 from train_service.store_retry import retry_on_outage
 from train_service.worker.loop import LoopConfig, train_loop
 

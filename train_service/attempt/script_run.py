@@ -49,8 +49,7 @@ from train_service.program.process import HIDDEN_VARIABLES, forward_lines
 from train_service.program.restoring import NodeCopies
 from train_service.program.script_channel import Channel, ChannelClosed
 from train_service.program.signing import hide_memory
-from train_service.records.events import EventKind
-from train_service.records.reporting import Reporter
+from train_service.records.reporting import EventKind, Reporter
 from train_service.store_retry import retry_on_outage
 
 logger = logging.getLogger(__name__)

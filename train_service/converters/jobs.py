@@ -16,7 +16,7 @@ from shared.jobs import JobRecord, JobState
 from train_service.converters.specs import spec_to_proto
 from train_service.domain.spec import attempt_device, spec_of_job
 from train_service.jobs.training_jobs import JobView
-from train_service.records.events import Event, EventKind
+from train_service.records.reporting import Event, EventKind
 
 M = TypeVar("M", bound=Message)
 

@@ -15,7 +15,7 @@ from train_service.domain import spec_rules
 from train_service.domain.spec import OWN, OwnModelFacts, TrainingSpec, settled
 from train_service.jobs.model_check import check_loss, check_names, check_parallel, check_stopping
 from train_service.jobs.program_check import ProgramCheck, check_module, check_requirements, installed_version
-from train_service.loading.version_fit import check_classes, check_fits, fitted, steps_of_run
+from train_service.loading.preprocessing import check_classes, check_fits, fitted, steps_of_run
 
 BUNDLE_FIELD, ENTRY_FIELD = "spec.model.code_bundle", "spec.model.entry"
 

@@ -13,7 +13,7 @@ from shared.storage import ObjectStore
 from train_service.domain import spec_rules
 from train_service.domain.spec import TrainingSpec
 from train_service.jobs.entry_check import EntryCheck
-from train_service.loading.version_fit import fitted_program
+from train_service.loading.preprocessing import fitted_program
 
 BUNDLE_FIELD = "spec.program.code_bundle"
 ENTRY_FIELD = "spec.program.entry"

@@ -38,9 +38,8 @@ from train_service.jobs.model_check import check_model, check_outputs
 from train_service.jobs.own_model_check import OwnModelCheck
 from train_service.jobs.program_check import ProgramCheck
 from train_service.jobs.suggestions import suggest_spec
-from train_service.loading.version_fit import fitted, fitted_program, steps_of_run
-from train_service.records.events import Event, EventLog
-from train_service.records.reporting import TRAIN_KIND
+from train_service.loading.preprocessing import fitted, fitted_program, steps_of_run
+from train_service.records.reporting import TRAIN_KIND, Event, EventLog
 
 COLLECTION = "trainingJobs"
 PATTERN = "trainingJobs/{j}"

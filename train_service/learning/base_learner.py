@@ -23,7 +23,7 @@ from train_service.learning.ranks import Ranks
 from train_service.learning.sharding import put_weights, whole_weights
 from train_service.loading.loader import Batch
 from train_service.loading.preprocessing import Preprocessing
-from train_service.loading.row_cache import RowCache
+from train_service.loading.rows import RowCache
 
 AUTOCAST = {BFLOAT16: torch.bfloat16, FLOAT16: torch.float16}
 

@@ -19,8 +19,7 @@ from train_service.learning.losses import Loss
 from train_service.learning.metrics import Metrics
 from train_service.learning.ranks import Ranks
 from train_service.loading.preprocessing import Preprocessing
-from train_service.loading.row_cache import RowCache
-from train_service.loading.rows import Array, Rows
+from train_service.loading.rows import Array, RowCache, Rows
 
 ROWS_PER_CALL = 256
 # The rows of so many calls are on their way.

@@ -32,7 +32,7 @@ from train_service.learning.step_parts import StepPart, diverged, parts_of
 from train_service.learning.training_steps import build_training_step
 from train_service.loading.loader import Batch
 from train_service.loading.preprocessing import Preprocessing
-from train_service.loading.row_cache import RowCache
+from train_service.loading.rows import RowCache
 
 
 class Learner(BaseLearner):

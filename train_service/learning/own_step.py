@@ -29,7 +29,7 @@ from train_service.learning.step_module import EPOCH, STEP, ScheduledRate, StepM
 from train_service.learning.step_parts import StepPart, diverged, parts_of
 from train_service.loading.loader import Batch
 from train_service.loading.preprocessing import Preprocessing
-from train_service.loading.row_cache import RowCache
+from train_service.loading.rows import RowCache
 
 # Names that a training step may log; each costs two numbers in the sum over ranks that every step has.
 MAX_LOGGED = 64

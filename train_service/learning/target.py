@@ -6,7 +6,7 @@ import numpy as np
 
 from shared.model_spec import TargetScaling
 from train_service.learning.ranks import Ranks
-from train_service.loading.row_cache import RowCache
+from train_service.loading.rows import RowCache
 
 ROWS_PER_READ = 65_536
 # The rows of so many reads are on their way.

@@ -37,9 +37,8 @@ from train_service.domain.shard_positions import (
     shard_identity,
 )
 from train_service.domain.spec import CONTINUE, KEEP, TrainingSpec
-from train_service.loading.batches import CACHE_BYTES, FOOTER_BYTES
-from train_service.loading.row_cache import RowCache
-from train_service.loading.rows import RowBuffers, Rows
+from train_service.loading.loader import CACHE_BYTES, FOOTER_BYTES
+from train_service.loading.rows import RowBuffers, RowCache, Rows
 from train_service.program.rank_store import RankStore, StoredVersions, Versions
 from train_service.program.ray_data_hooks import IterableFromIterator, default_format, unwrap_finalized
 from train_service.store_retry import retry_on_outage, waiting_for

@@ -28,12 +28,10 @@ from train_service.learning.learner import Learner
 from train_service.learning.own_step import OwnStepLearner
 from train_service.learning.ranks import Ranks
 from train_service.learning.target import fit_target_scaling
-from train_service.loading.batches import Batches
-from train_service.loading.loader import Batch, Loader
-from train_service.records.events import EventKind
+from train_service.loading.loader import Batch, Batches, Loader
 from train_service.records.logs import LogShipper
 from train_service.records.metrics_log import MetricsLog
-from train_service.records.reporting import CANCEL, GO_ON, PAUSES, PREEMPT, RESIZE, STALE, SUSPEND, Reporter
+from train_service.records.reporting import CANCEL, GO_ON, PAUSES, PREEMPT, RESIZE, STALE, SUSPEND, EventKind, Reporter
 from train_service.store_retry import retry_on_outage
 from train_service.worker.gpu import GpuMeter
 from train_service.worker.heartbeat import HeartbeatSender

@@ -8,9 +8,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from train_service.records.events import EventKind
 from train_service.records.metrics_log import MetricsLog
-from train_service.records.reporting import REPORT_INTERVAL_S, Reporter
+from train_service.records.reporting import REPORT_INTERVAL_S, EventKind, Reporter
 from train_service.worker.step_report import StepReport
 
 # Sums over steps, as `Learner.step` gives them, → the values of their metrics by name.

@@ -19,8 +19,7 @@ from train_service.attempt.ingest_reservation import IngestReservation, count_co
 from train_service.domain.capacity import ClusterUse
 from train_service.domain.spec import CPU, GPU, RAY_DATA, THREADS, Placement, Program, TrainingSpec
 from train_service.placement import Node, Size, lacking, size_now
-from train_service.records.events import EventKind, EventLog
-from train_service.records.reporting import TRAIN_KIND
+from train_service.records.reporting import TRAIN_KIND, EventKind, EventLog
 
 B = "trainingJobs/b"
 

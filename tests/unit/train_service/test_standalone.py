@@ -37,8 +37,7 @@ from train_service.domain.spec import CPU, GPU, Placement, TrainingSpec
 from train_service.jobs.run_records import RunRecords
 from train_service.jobs.training_jobs import TrainingJobs
 from train_service.learning.ranks import Ranks
-from train_service.records.events import EventKind
-from train_service.records.reporting import TRAIN_KIND
+from train_service.records.reporting import TRAIN_KIND, EventKind
 from train_service.worker.loop import Run
 
 JOB, OTHER = "trainingJobs/debug", "trainingJobs/other"
