@@ -42,7 +42,7 @@ from train_service.attempt.heartbeats import HeartbeatServer
 from train_service.attempt.outcomes import program_result, report_device, result_of, told
 from train_service.converters.specs import spec_from_proto
 from train_service.domain.spec import CPU, GPU, RUN_DEVICE, THREADS, TrainingSpec
-from train_service.jobs.program_check import ProgramCheck
+from train_service.jobs.own_code import ProgramCheck
 from train_service.jobs.training_jobs import COLLECTION, TrainingJobs
 from train_service.learning.process_group import join_process_group
 from train_service.learning.ranks import Ranks

@@ -34,8 +34,7 @@ from train_service.domain.sweep import (
     SweepSpec,
     renamed,
 )
-from train_service.sweeps.sweeps import Sweeps, SweepView
-from train_service.sweeps.trials import Trial
+from train_service.sweeps.sweeps import Sweeps, SweepView, Trial
 
 # --- Servicer ---
 

@@ -24,7 +24,7 @@ from train_service.domain.spec import TrainingSpec
 from train_service.domain.sweep import GRID, Domain, SweepSpec
 from train_service.records.reporting import EventKind, EventLog
 from train_service.sweeps import attempt
-from train_service.sweeps.trials import SWEEP_KIND, Trials
+from train_service.sweeps.sweeps import SWEEP_KIND, Trials
 
 NAME = "sweeps/s"
 SPEC = SweepSpec(

@@ -33,8 +33,8 @@ from train_service.domain.spec import (
     TrainingSpec,
     settled,
 )
+from train_service.jobs.own_code import ProgramCheck
 from train_service.jobs.own_model_child import inspect_model
-from train_service.jobs.program_check import ProgramCheck
 from train_service.jobs.training_jobs import TrainingJobs
 from train_service.records.reporting import TRAIN_KIND
 

@@ -21,8 +21,7 @@ from train_service.domain.sweep import GRID, Domain, SweepSpec
 from train_service.jobs.deletion import Deletions
 from train_service.jobs.training_jobs import TrainingJobs
 from train_service.records.reporting import TRAIN_KIND
-from train_service.sweeps.sweeps import SweepDeletions, Sweeps, SweepView
-from train_service.sweeps.trials import SWEEP_KIND, Trials
+from train_service.sweeps.sweeps import SWEEP_KIND, SweepDeletions, Sweeps, SweepView, Trials
 
 RATE = "optimizer.learning_rate"
 NAME = "sweeps/s"

@@ -35,8 +35,7 @@ from train_service.jobs.deletion import Deletions
 from train_service.jobs.training_jobs import TrainingJobs
 from train_service.records.reporting import TRAIN_KIND
 from train_service.sweeps.servicer import sweep_to_proto
-from train_service.sweeps.sweeps import MAX_CHECKED_WITH_MODEL, MAX_FAILURES, Sweeps
-from train_service.sweeps.trials import SWEEP_KIND, end_trials
+from train_service.sweeps.sweeps import MAX_CHECKED_WITH_MODEL, MAX_FAILURES, SWEEP_KIND, Sweeps, end_trials
 
 
 def keys(place: Place) -> list[str]:
