@@ -31,8 +31,7 @@ from ray.train import Result, RunConfig, TrainingFailedError
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
 from shared.errors import Internal, InvalidArgument, MillraceError, first_line
-from train_service.attempt.failures import Failure
-from train_service.attempt.ray_run import RayRun
+from train_service.attempt.ray_run import Failure, RayRun
 from train_service.domain.spec import Program
 from train_service.placement import Size
 from train_service.program.fit_calls import Asked, Channel, ChannelClosed, FitCall

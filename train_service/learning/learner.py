@@ -44,11 +44,8 @@ from shared.models.building import own_method
 from shared.models.loaded import scale_target, undo_scaling
 from shared.own_code import TRAINING_STEPS, load_installed
 from shared.transforms import TensorSpec
-from train_service.domain.early_stopping import should_stop
-from train_service.domain.schedule import learning_rate
-from train_service.domain.seeds import noise_seed
-from train_service.domain.slices import loss_scale, parts_of_step
-from train_service.domain.spec import BFLOAT16, FLOAT16, FSDP, REGRESSION, TrainingSpec
+from train_service.domain.order import loss_scale, noise_seed, parts_of_step
+from train_service.domain.spec import BFLOAT16, FLOAT16, FSDP, REGRESSION, TrainingSpec, learning_rate, should_stop
 from train_service.learning.device import DeviceTransform, full_float32, on_device, to_device
 from train_service.learning.losses import Loss, build_loss, total_of
 from train_service.learning.metrics import MAX_SUMS_OF_A_STEP, Metrics
@@ -63,8 +60,7 @@ from train_service.learning.sharding import (
 )
 from train_service.loading.loader import Batch
 from train_service.loading.preprocessing import Preprocessing
-from train_service.loading.row_cache import RowCache
-from train_service.loading.rows import Array, Rows
+from train_service.loading.rows import Array, RowCache, Rows
 
 logger = logging.getLogger(__name__)
 

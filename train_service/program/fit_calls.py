@@ -31,10 +31,9 @@ from shared.durable import fields_of
 from shared.errors import InvalidArgument, error_from_record
 from shared.storage import ObjectMissing, ObjectStore
 from train_service.domain import spec_rules
-from train_service.domain.script_settings import with_settings
-from train_service.domain.sizing import ACCELERATOR, PACK
-from train_service.domain.slices import default_lanes
-from train_service.domain.spec import GPU, TrainingSpec
+from train_service.domain.capacity import ACCELERATOR, PACK
+from train_service.domain.order import default_lanes
+from train_service.domain.spec import GPU, TrainingSpec, with_settings
 
 # --- Calls of fit() ---
 

@@ -55,7 +55,7 @@ from ray.train.v2.api.preemption import PreemptionInfo
 from ray.train.v2.api.report_config import CheckpointUploadMode
 
 from shared.errors import FailedPrecondition, InvalidArgument
-from train_service.domain.sizing import ACCELERATOR
+from train_service.domain.capacity import ACCELERATOR
 from train_service.program.attempt_folder import NodeCopies
 from train_service.program.rank_reports import NO_UPLOAD, RankReports
 from train_service.records.reporting import PREEMPT

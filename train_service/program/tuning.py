@@ -18,7 +18,7 @@ from ray.train import Result as TrainResult
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
 from shared.errors import Internal, InvalidArgument
-from train_service.domain.search_space import CHOICE, GRID, INTEGERS, LOG_UNIFORM, UNIFORM
+from train_service.domain.sweep import CHOICE, GRID, INTEGERS, LOG_UNIFORM, UNIFORM
 from train_service.program.ray_hooks import asha_facts
 
 # --- Tuner ---

@@ -34,10 +34,8 @@ from train_service.learning.device import DeviceBatches, DeviceTransform, set_up
 from train_service.learning.learner import BaseLearner, Learner
 from train_service.learning.own_step import OwnStepLearner
 from train_service.learning.ranks import PendingSum, Ranks
-from train_service.loading.batches import Batches
-from train_service.loading.loader import Batch, Loader
-from train_service.loading.row_cache import RowCache
-from train_service.records.events import EventKind
+from train_service.loading.loader import Batch, Batches, Loader
+from train_service.loading.rows import RowCache
 from train_service.records.logs import LogShipper
 from train_service.records.metrics_log import MetricsLog
 from train_service.records.reporting import (
@@ -49,6 +47,7 @@ from train_service.records.reporting import (
     RESIZE,
     STALE,
     SUSPEND,
+    EventKind,
     Reporter,
 )
 from train_service.store_retry import retry_on_outage

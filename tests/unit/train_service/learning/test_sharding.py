@@ -42,7 +42,7 @@ from train_service.learning.sharding import (
     shard,
     units_of,
 )
-from train_service.records.events import EventKind
+from train_service.records.reporting import EventKind
 from train_service.worker.loop import LoopConfig, Run
 
 

@@ -29,7 +29,7 @@ from train_service.jobs.model_check import check_parallel
 from train_service.learning import learner
 from train_service.learning.device import set_up_device
 from train_service.learning.ranks import Ranks
-from train_service.loading.version_fit import check_prepared
+from train_service.loading.preprocessing import check_prepared
 from train_service.worker.loop import Run
 
 __all__ = ["settings_of_torch", "small_version"]
