@@ -47,8 +47,7 @@ from shared.checkpoint import CheckpointRegistry, load_checkpoint
 from shared.checkpoint.format import WEIGHTS
 from shared.storage import ObjectStore
 from train_service.domain.spec import BFLOAT16, TrainingSpec
-from train_service.learning.device_batches import DeviceBatches
-from train_service.learning.device_settings import COMPILE_CACHE
+from train_service.learning.device import COMPILE_CACHE, DeviceBatches
 from train_service.loading.loader import Batch
 
 NO_GPU = "There is no GPU here that torch can use, so nothing of a GPU was checked."

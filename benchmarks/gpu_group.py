@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as torch_group
 
-from train_service.learning.process_group import join_process_group, timeout_of_group
+from train_service.learning.ranks import join_process_group, timeout_of_group
 
 
 def main(kind: str, timeout_s: float) -> None:

@@ -21,7 +21,7 @@ from shared.storage import ObjectStore
 from train_service.converters.specs import spec_to_proto
 from train_service.domain.spec import BFLOAT16, TF32, TrainingSpec
 from train_service.jobs.run_records import RunRecords
-from train_service.records.events import Event, EventKind, EventLog
+from train_service.records.reporting import Event, EventKind, EventLog
 
 POLL_INTERVAL_S = 0.01
 

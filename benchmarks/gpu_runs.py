@@ -42,10 +42,8 @@ from train_service.domain.spec import (
     TrainingSpec,
 )
 from train_service.jobs.run_records import RunRecords
-from train_service.learning.base_learner import AUTOCAST
-from train_service.learning.device_batches import laid_out
-from train_service.learning.device_settings import set_up_device
-from train_service.learning.device_transform import DeviceTransform
+from train_service.learning.device import DeviceTransform, laid_out, set_up_device
+from train_service.learning.learner import AUTOCAST
 from train_service.learning.optimizers import build_optimizer
 from train_service.learning.ranks import Ranks
 from train_service.loading.preprocessing import Preprocessing

@@ -23,14 +23,13 @@ from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import MillraceError
 from shared.grpc_server import BearerToken, bearer_token, serve
 from shared.jobs import Jobs
-from shared.jobs.supervisor import WakeSignal, supervise
+from shared.jobs.supervisor import WakeSignal, supervise, sweep_periodically
 from shared.operations import OperationsServicer
 from shared.own_code import OwnCode, own_code
 from shared.settings import SettingsError
 from shared.storage import ObjectStore, open_store, probe
 from shared.storage.opening import StoreRefused, ensure_bucket
 from shared.storage.presigning import presigner
-from shared.sweeping import sweep_periodically
 from shared.telemetry import configure_logging
 from shared.tracing import configure_tracing, tracing
 

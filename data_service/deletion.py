@@ -16,9 +16,8 @@ from shared import names
 from shared.dataset_version.version import IMPORT_KIND, NAME_PATTERN, committed_version, live_references, markers
 from shared.errors import DataLoss, FailedPrecondition, NotFound, ResourceExhausted, Unavailable, not_found
 from shared.jobs import JobRecord, Jobs, JobState
-from shared.jobs.deletion import condemned, remove_objects, undone, while_deleting
-from shared.jobs.record import check_etag
-from shared.jobs.transitions import confirm_delete, request_delete
+from shared.jobs.registry import condemned, remove_objects, undone, while_deleting
+from shared.jobs.transitions import check_etag, confirm_delete, request_delete
 from shared.storage import ObjectStore
 
 logger = logging.getLogger(__name__)

@@ -18,8 +18,7 @@ from contextlib import contextmanager, suppress
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import STORE_OUTAGES, Conflict, MillraceError
 from shared.jobs import JobRecord, Jobs, JobState
-from shared.log import ResourceLog
-from shared.log.resource_log import Record, State
+from shared.log import Record, ResourceLog, State
 from shared.requests import OUTCOME_UNKNOWN
 from shared.storage import ObjectStore
 

@@ -15,23 +15,19 @@ from millrace.train.v1 import train_service_pb2, train_service_pb2_grpc
 from shared.code_bundle import CodeBundles
 from shared.errors import MillraceError
 from shared.grpc_server import BearerToken, bearer_token, serve
-from shared.jobs.supervisor import supervise
+from shared.jobs.supervisor import supervise, sweep_periodically
 from shared.own_code import OwnCode, allowed_functions, own_code
 from shared.settings import ServiceSettings, SettingsError, largest_cluster, service_settings
 from shared.storage import ObjectStore, open_store, probe
 from shared.storage.opening import StoreRefused, ensure_bucket
-from shared.sweeping import sweep_periodically
 from shared.telemetry import configure_logging
 from shared.tracing import configure_tracing, tracing
-from train_service.jobs.bundle_intake import BundleIntake
 from train_service.jobs.checkpoint_import import CheckpointImports
-from train_service.jobs.checkpoint_reading import CheckpointReader
-from train_service.jobs.deletion import Deletions
-from train_service.jobs.program_check import ProgramCheck
-from train_service.jobs.run_records import RunRecords
+from train_service.jobs.deletion import SWEEP_INTERVAL_S, Deletions, Sweeper
+from train_service.jobs.own_code import BundleIntake, ProgramCheck
+from train_service.jobs.run_records import CheckpointReader, RunRecords
 from train_service.jobs.training_jobs import TrainingJobs
 from train_service.servicer import TrainServicer
-from train_service.sweeper import SWEEP_INTERVAL_S, Sweeper
 from train_service.sweeps.sweeps import SweepDeletions, Sweeps
 
 logger = logging.getLogger(__name__)

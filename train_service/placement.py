@@ -1,4 +1,8 @@
-"""Where the workers of a run go: what Ray has free, how many fit, and how Ray Train is told."""
+"""Where the workers of a run go: what Ray has free, how many fit, and how Ray Train is told.
+
+Ray holds no CPU for the tasks of Ray Data that prepare the rows of jobs at work, so others leave them alone here: it
+takes any CPU that is free at the moment, and held in a placement group, its tasks could use no other.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +17,28 @@ import ray
 from ray._private import state as ray_state
 from ray.core.generated import gcs_pb2
 
-from shared.jobs.actor import NOT_BESIDE_A_SERVICE
-from shared.jobs.nodes import staying_nodes
-from train_service.domain.bundles import INGEST_CPUS, besides_ingest, bundle_of, device_of_attempt, device_of_run
-from train_service.domain.cluster_use import ClusterUse, RayActor, RayGroup, use_of
-from train_service.domain.sizing import GRAIN, Resources, what_is_missing, workers_that_fit
+from shared.jobs import JobRecord, Jobs, JobState
+from shared.jobs.actor import NOT_BESIDE_A_SERVICE, staying_nodes
+from shared.storage import ObjectStore
+from train_service.domain.capacity import (
+    GRAIN,
+    INGEST_CPUS,
+    ClusterUse,
+    RayActor,
+    RayGroup,
+    Resources,
+    besides_ingest,
+    bundle_of,
+    device_of_attempt,
+    device_of_run,
+    use_of,
+    what_is_missing,
+    workers_that_fit,
+)
 from train_service.domain.spec import CPU, GPU, RAY_DATA, TrainingSpec
+from train_service.records.reporting import TRAIN_KIND
+
+# --- Placement ---
 
 ROLE_LABEL = "millrace.role"
 # What Ray calls the CPUs that a placement group holds on a node; those of its bundles have a number besides.
@@ -232,3 +252,46 @@ def _takes_workers(node: Mapping[str, Any]) -> bool:
 
 def _with_own(node: Node, own: Resources) -> Resources:
     return {**node.free, **{name: node.free.get(name, 0.0) + amount for name, amount in own.items()}}
+
+
+# --- CPUs for Ray Data ---
+
+AT_WORK = (JobState.RUNNING, JobState.CANCELLING, JobState.SUSPENDING)
+
+
+def count_concurrent_ingests(store: ObjectStore, job_name: str) -> int:
+    """How many other jobs have an attempt at work whose rows Ray Data prepares. Reads the state of every live job."""
+    return len(_at_work(store) - {job_name})
+
+
+class IngestReservation:
+    """The same for whoever asks for many jobs: it reads the live ones once between two looks, and only if asked."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self._names: set[str] | None = None
+
+    def poll(self) -> None:
+        """What was read is old from here on."""
+        self._names = None
+
+    def concurrent_ingests(self, job_name: str) -> int:
+        if self._names is None:
+            self._names = _at_work(self._store)
+        return len(self._names - {job_name})
+
+    def begins(self, job_name: str) -> None:
+        """An attempt at this job will be at work, whose rows Ray Data prepares."""
+        if self._names is None:
+            self._names = _at_work(self._store)
+        self._names.add(job_name)
+
+
+def _at_work(store: ObjectStore) -> set[str]:
+    jobs = Jobs(store, TRAIN_KIND)
+    live = (jobs.find(one.folder) for one in jobs.live())
+    return {job.name for job in live if job is not None and _prepares(job)}
+
+
+def _prepares(job: JobRecord) -> bool:
+    return job.state in AT_WORK and TrainingSpec.from_config(job.spec["training"]).ingest == RAY_DATA

@@ -15,16 +15,29 @@ from shared.own_code import TRUSTED, VARIABLE, OwnCode, own_code
 from shared.settings import service_settings, standby_attempt
 from shared.storage import ObjectStore, open_store
 from shared.telemetry import configure_logging
-from train_service.attempt.ingest_reservation import IngestReservation
 from train_service.attempt.outcomes import report_lost
-from train_service.domain.devices import RUN_DEVICE, attempt_device, with_devices
-from train_service.domain.script_settings import spec_of_job
-from train_service.domain.spec import CPU, GPU, RAY_DATA, TrainingSpec
+from train_service.domain.spec import (
+    CPU,
+    GPU,
+    RAY_DATA,
+    RUN_DEVICE,
+    TrainingSpec,
+    attempt_device,
+    spec_of_job,
+    with_devices,
+)
 from train_service.jobs.cluster_memory import ClusterMemory
-from train_service.placement import cluster_use, devices_of, is_settling, lacking, totals, usable_nodes
-from train_service.records.events import EventKind, EventLog
-from train_service.records.reporting import TRAIN_KIND
-from train_service.sweeps.trials import SWEEP_KIND, end_trials
+from train_service.placement import (
+    IngestReservation,
+    cluster_use,
+    devices_of,
+    is_settling,
+    lacking,
+    totals,
+    usable_nodes,
+)
+from train_service.records.reporting import TRAIN_KIND, EventKind, EventLog
+from train_service.sweeps.sweeps import SWEEP_KIND, end_trials
 
 ENTRY = "train_service.attempt.trainer:run"
 PREPARE = "train_service.attempt.trainer:prepare"

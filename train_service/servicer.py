@@ -1,4 +1,7 @@
-"""`millrace.train.v1.TrainService`: convert, delegate, convert."""
+"""`millrace.train.v1.TrainService`: convert, delegate, convert.
+
+A part of it is about checkpoints that leave and come in, another about bundles of code; `sweeps.servicer` has sweeps.
+"""
 
 from __future__ import annotations
 
@@ -8,33 +11,123 @@ from typing import Any
 
 from grpc import aio
 
-from millrace.train.v1 import resources_pb2, suggestion_pb2, train_service_pb2
+from millrace.train.v1 import (
+    checkpoint_import_pb2,
+    code_bundle_pb2,
+    resources_pb2,
+    suggestion_pb2,
+    train_service_pb2,
+    train_service_pb2_grpc,
+)
 from shared.jobs import JobState
 from shared.requests import body_digest
-from train_service.bundle_servicer import BundleServicerPart
-from train_service.checkpoint_servicer import CheckpointServicerPart
-from train_service.converters.jobs import checkpoint_to_proto, event_to_proto, job_to_proto
-from train_service.converters.records import (
+from shared.streaming import DOWNLOADS, IMPORTS, Slot, Slots, in_threads
+from train_service.converters.checkpoints import (
+    import_parts_from_proto,
+    imported_to_proto,
+    part_to_protos,
+    sources_to_proto,
+)
+from train_service.converters.jobs import (
+    bundle_to_proto,
+    checkpoint_to_proto,
     coverage_to_proto,
+    event_to_proto,
     given_from_proto,
+    job_to_proto,
     log_to_proto,
+    parts_from_proto,
     point_to_proto,
     suggestion_to_proto,
     use_to_proto,
 )
 from train_service.converters.specs import spec_from_proto
-from train_service.jobs.bundle_intake import BundleIntake
 from train_service.jobs.checkpoint_import import CheckpointImports
-from train_service.jobs.checkpoint_reading import CheckpointReader
-from train_service.jobs.run_records import RunRecords
+from train_service.jobs.own_code import BundleIntake
+from train_service.jobs.run_records import CheckpointReader, RunRecords
 from train_service.jobs.training_jobs import TrainingJobs
 from train_service.sweeps.servicer import SweepServicerPart
 from train_service.sweeps.sweeps import Sweeps
 
-WATCH_INTERVAL_S = 0.25
-FOLLOW_INTERVAL_S = 0.5
+# --- Checkpoints that leave and come in ---
 
 Context = aio.ServicerContext[Any, Any]
+
+# Each holds two pieces of 4 MiB and a message, and a thread at times.
+MAX_DOWNLOADS = 8
+# Each has its files on the disk, and a child that may take as much memory as they have bytes.
+MAX_IMPORTS = 2
+
+
+class CheckpointServicerPart(train_service_pb2_grpc.TrainServiceServicer):
+    def __init__(
+        self, checkpoints: CheckpointReader, imports: CheckpointImports, custom_allowed: Collection[str]
+    ) -> None:
+        self._checkpoints = checkpoints
+        self._imports = imports
+        self._custom_allowed = custom_allowed
+        self._downloads = Slots(MAX_DOWNLOADS, wording=DOWNLOADS)
+        self._intakes = Slots(MAX_IMPORTS, wording=IMPORTS)
+
+    async def GetCheckpoint(
+        self, request: Any, context: Context
+    ) -> AsyncIterator[train_service_pb2.GetCheckpointResponse]:
+        with self._downloads.one() as slot:
+            parts = self._checkpoints.read(request.name, request.manifest_sha256, request.path, request.offset)
+            async for part in in_threads(parts):
+                for message in part_to_protos(part):
+                    with slot.waiting():
+                        yield message
+
+    async def ImportCheckpoint(
+        self, request: AsyncIterator[Any], context: Context
+    ) -> checkpoint_import_pb2.ImportCheckpointResponse:
+        with self._intakes.one() as slot:
+            parts = import_parts_from_proto(_awaited(request, slot), self._custom_allowed)
+            return imported_to_proto(await self._imports.receive(parts))
+
+    async def GetImportedWeights(self, request: Any, context: Context) -> checkpoint_import_pb2.ImportedWeights:
+        return sources_to_proto(await asyncio.to_thread(self._imports.sources, request.name))
+
+
+async def _awaited(requests: AsyncIterator[Any], slot: Slot) -> AsyncIterator[Any]:
+    """The same, with the time for which the sender is waited for."""
+    while True:
+        with slot.waiting():
+            request = await anext(requests, None)
+        if request is None:
+            return
+        yield request
+
+
+# --- Bundles of code ---
+
+
+class BundleServicerPart(train_service_pb2_grpc.TrainServiceServicer):
+    def __init__(self, intake: BundleIntake) -> None:
+        self._intake = intake
+
+    async def CreateCodeBundle(self, request: AsyncIterator[Any], context: Context) -> code_bundle_pb2.CodeBundle:
+        return bundle_to_proto(await self._intake.receive(parts_from_proto(request)))
+
+    async def GetCodeBundle(self, request: Any, context: Context) -> code_bundle_pb2.CodeBundle:
+        return bundle_to_proto(await asyncio.to_thread(self._intake.bundles.get, request.name))
+
+    async def ListCodeBundles(self, request: Any, context: Context) -> train_service_pb2.ListCodeBundlesResponse:
+        records, token = await asyncio.to_thread(self._intake.bundles.page, request.page_size, request.page_token)
+        return train_service_pb2.ListCodeBundlesResponse(
+            code_bundles=map(bundle_to_proto, records), next_page_token=token
+        )
+
+    async def DeleteCodeBundle(self, request: Any, context: Context) -> train_service_pb2.DeleteCodeBundleResponse:
+        await asyncio.to_thread(self._intake.bundles.delete, request.name)
+        return train_service_pb2.DeleteCodeBundleResponse()
+
+
+# --- Training jobs ---
+
+WATCH_INTERVAL_S = 0.25
+FOLLOW_INTERVAL_S = 0.5
 
 
 class TrainServicer(SweepServicerPart, BundleServicerPart, CheckpointServicerPart):

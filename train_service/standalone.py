@@ -41,16 +41,13 @@ from shared.telemetry import configure_logging, flush_logs
 from train_service.attempt.heartbeats import HeartbeatServer
 from train_service.attempt.outcomes import program_result, report_device, result_of, told
 from train_service.converters.specs import spec_from_proto
-from train_service.domain.devices import RUN_DEVICE
-from train_service.domain.spec import CPU, GPU, THREADS, TrainingSpec
-from train_service.jobs.program_check import ProgramCheck
+from train_service.domain.spec import CPU, GPU, RUN_DEVICE, THREADS, TrainingSpec
+from train_service.jobs.own_code import ProgramCheck
 from train_service.jobs.training_jobs import COLLECTION, TrainingJobs
-from train_service.learning.process_group import join_process_group
-from train_service.learning.ranks import Ranks
+from train_service.learning.ranks import Ranks, join_process_group
 from train_service.program.coordinator import ReportCoordinator
 from train_service.program.signing import handling
-from train_service.records.events import EventPrinter
-from train_service.records.reporting import TRAIN_KIND, Reporter
+from train_service.records.reporting import TRAIN_KIND, EventPrinter, Reporter
 from train_service.store_retry import retry_on_outage
 from train_service.worker.loop import LoopConfig, train_loop
 

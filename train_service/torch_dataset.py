@@ -18,9 +18,8 @@ from shared.own_code import allowed_functions
 from shared.settings import StoreSettings, store_settings
 from shared.storage import open_store
 from train_service.converters.specs import spec_from_proto
-from train_service.loading.batches import Batches
-from train_service.loading.loader import Loader
-from train_service.loading.version_fit import fitted
+from train_service.loading.loader import Batches, Loader
+from train_service.loading.preprocessing import fitted
 
 
 class TrainingBatches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):

@@ -17,9 +17,8 @@ from shared.jobs.transitions import begin_attempt, succeed
 from shared.model_spec import ModelSpec
 from tests.support.inference_server import deployment
 from train_service.domain.coverage import count_rows
-from train_service.domain.order import Ints, blocks_of, epoch_order
+from train_service.domain.order import Ints, blocks_of, default_lanes, epoch_order, rank_positions
 from train_service.domain.shard_positions import count_given
-from train_service.domain.slices import default_lanes, rank_positions
 from train_service.domain.spec import TrainingSpec
 from train_service.jobs.training_jobs import TrainingJobs
 from train_service.records.reporting import TRAIN_KIND

@@ -17,8 +17,7 @@ from shared import names
 from shared.durable import Durable, as_state, fields_of
 from shared.errors import STORE_OUTAGES, MillraceError, Unavailable, not_found
 from shared.jobs import Jobs, JobState
-from shared.log import ResourceLog
-from shared.log.resource_log import Record, State
+from shared.log import Record, ResourceLog, State
 from shared.requests import OUTCOME_UNKNOWN
 from shared.storage import ObjectExists, ObjectMissing, ObjectStore
 

@@ -24,8 +24,8 @@ from inference_service.serve.autoscaling import REFUSED, ROWS
 from inference_service.serve.cpu_priority import raise_priority
 from inference_service.serve.sockets import LoadShedder, listen
 from shared.checkpoint import CheckpointContent, load_checkpoint
+from shared.checkpoint.files import node_copy
 from shared.checkpoint.format import PROGRAM_CHECKPOINT, WEIGHTS
-from shared.checkpoint.node_copy import node_copy
 from shared.checkpoint.program import load_program_checkpoint
 from shared.code_loading import load_code
 from shared.errors import FailedPrecondition, Internal, MillraceError, Unavailable

@@ -2,8 +2,8 @@
 
 from shared.checkpoint.format import Checkpoint, CheckpointContent, CoveragePart, load_checkpoint, write_checkpoint
 from shared.checkpoint.ranking import Ranking
+from shared.checkpoint.references import resolve, resolve_any
 from shared.checkpoint.registry import CheckpointEntry, CheckpointRegistry
-from shared.checkpoint.resolving import resolve, resolve_any
 
 __all__ = [
     "Checkpoint",

@@ -22,8 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shared.checkpoint.entry import CheckpointEntry, best, latest
-from shared.checkpoint.ranking import Ranking
+from shared.checkpoint.ranking import CheckpointEntry, Ranking, best, latest
 from shared.durable import Durable, as_state, fields_of
 from shared.errors import DataLoss
 from shared.storage import ObjectMissing, ObjectStore

@@ -15,11 +15,11 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from shared.checkpoint.entry import CheckpointEntry as CheckpointEntry
-from shared.checkpoint.entry import best as best
-from shared.checkpoint.entry import latest as latest
 from shared.checkpoint.pages import PAGE_ENTRIES, PAGES, PageMissing, PageRef, PageTree, RegistryView
 from shared.checkpoint.ranking import DEFAULT_RANKING, Ranking
+from shared.checkpoint.ranking import CheckpointEntry as CheckpointEntry
+from shared.checkpoint.ranking import best as best
+from shared.checkpoint.ranking import latest as latest
 from shared.durable import Durable, as_state, fields_of, known_of
 from shared.errors import STORE_OUTAGES, DataLoss
 from shared.log import Record, ResourceLog, StaleAttempt

@@ -1,7 +1,7 @@
 """Durable jobs: a resource log says what should be, a detached Ray actor does it, a reconciler compares the two."""
 
 from shared.jobs.attempt import AttemptContext
-from shared.jobs.record import JobRecord, JobState
 from shared.jobs.registry import Jobs
+from shared.jobs.transitions import JobRecord, JobState
 
 __all__ = ["AttemptContext", "JobRecord", "JobState", "Jobs"]

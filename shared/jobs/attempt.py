@@ -20,9 +20,8 @@ from shared.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from shared.jobs.record import JobRecord, JobState
 from shared.jobs.registry import Jobs, progress_key
-from shared.jobs.transitions import fail, lose_attempt, succeed
+from shared.jobs.transitions import JobRecord, JobState, fail, lose_attempt, succeed
 from shared.log import StaleAttempt
 from shared.storage import ObjectStore
 from shared.telemetry import hidden, identity

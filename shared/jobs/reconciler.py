@@ -18,11 +18,17 @@ import ray
 from ray.exceptions import RayError
 
 from shared.errors import STORE_OUTAGES, Unavailable
-from shared.jobs.actor import NAMESPACE, find_actor, new_actor_name, start_actor
-from shared.jobs.record import JobRecord, JobState
+from shared.jobs.actor import NAMESPACE, Standby, find_actor, new_actor_name, start_actor
 from shared.jobs.registry import Jobs, LiveJob
-from shared.jobs.standby import Standby
-from shared.jobs.transitions import PREEMPTED, begin_attempt, confirm_cancel, confirm_suspend, lose_attempt
+from shared.jobs.transitions import (
+    PREEMPTED,
+    JobRecord,
+    JobState,
+    begin_attempt,
+    confirm_cancel,
+    confirm_suspend,
+    lose_attempt,
+)
 from shared.log import StaleAttempt
 from shared.settings import ServiceSettings
 from shared.storage import ObjectStore, open_store

@@ -1,4 +1,7 @@
-"""Keeps a child process running: starts it again, later and later, whenever it ends."""
+"""What runs beside a service's server: a child process and a periodic search.
+
+The child is started again, later and later, whenever it ends. The search is for what nobody needs any more.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,10 @@ import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
+
+from shared.errors import STORE_OUTAGES
+
+# --- Child process ---
 
 logger = logging.getLogger(__name__)
 
@@ -120,3 +127,22 @@ async def _ends(child: Process, timeout_s: float) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+# --- Sweeping ---
+
+
+async def sweep_periodically(sweep: Callable[[], None], interval_s: float, stop: asyncio.Event) -> None:
+    """Calls `sweep`, in a thread, at once and then every `interval_s` seconds until `stop`. No failure ends it."""
+    while not stop.is_set():
+        try:
+            await asyncio.to_thread(sweep)
+        except STORE_OUTAGES as error:
+            logger.warning("the sweep is put off: %s", error.message)
+        except Exception:
+            logger.exception("the sweep failed; the next one tries again")
+        try:
+            async with asyncio.timeout(interval_s):
+                await stop.wait()
+        except TimeoutError:
+            continue

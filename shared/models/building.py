@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from shared.code_loading import entry_failed, find_entry
 from shared.errors import InvalidArgument, MillraceError, first_line, invalid_field
-from shared.installed import MODELS, load_installed
 from shared.model_spec import ModelSpec
+from shared.own_code import MODELS, load_installed
 
 if TYPE_CHECKING:
     import torch

@@ -37,8 +37,7 @@ from tests.support.versions import commit_version
 from tests.support.waiting import wait_until
 from tests.support.witnessed import VERSION, witness_environment, witnessed_spec
 from train_service.jobs.run_records import RunRecords
-from train_service.records.events import EventKind, EventLog
-from train_service.records.reporting import TRAIN_KIND
+from train_service.records.reporting import TRAIN_KIND, EventKind, EventLog
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 

@@ -17,12 +17,10 @@ from shared.code_bundle import CodeBundles
 from shared.own_code import OwnCode
 from shared.storage import ObjectStore
 from tests.support.grpc_kit import running
-from train_service.jobs.bundle_intake import BundleIntake
 from train_service.jobs.checkpoint_import import CheckpointImports
-from train_service.jobs.checkpoint_reading import CheckpointReader
 from train_service.jobs.deletion import Deletions
-from train_service.jobs.program_check import ProgramCheck
-from train_service.jobs.run_records import RunRecords
+from train_service.jobs.own_code import BundleIntake, ProgramCheck
+from train_service.jobs.run_records import CheckpointReader, RunRecords
 from train_service.jobs.training_jobs import TrainingJobs
 from train_service.servicer import TrainServicer
 from train_service.sweeps.sweeps import SweepDeletions, Sweeps

@@ -21,7 +21,7 @@ from shared.jobs.attempt import Entry, run_attempt
 from shared.jobs.transitions import begin_attempt
 from shared.storage import ObjectStore
 from tests.support.transforming import run_here
-from train_service.converters.records import given_from_proto, suggestion_to_proto
+from train_service.converters.jobs import given_from_proto, suggestion_to_proto
 from train_service.jobs.suggestions import suggest_spec
 
 

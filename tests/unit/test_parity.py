@@ -35,12 +35,11 @@ from shared.transforms import batch_of
 from shared.transforms.pipeline import STEPS, Pipeline
 from tests.support.real_data import real_data
 from tests.support.transforming import SOURCE, commit_tables, transform_here
-from train_service.domain.slices import SlicePlan
+from train_service.domain.order import SlicePlan
 from train_service.domain.spec import TrainingSpec
 from train_service.loading.loader import Loader
-from train_service.loading.preprocessing import Preprocessing
-from train_service.loading.row_cache import RowCache
-from train_service.loading.version_fit import ingested_columns
+from train_service.loading.preprocessing import Preprocessing, ingested_columns
+from train_service.loading.rows import RowCache
 
 Steps = list[dict[str, Any]]
 ROWS = 90

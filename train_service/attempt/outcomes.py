@@ -15,11 +15,9 @@ from shared.jobs.transitions import INSUFFICIENT_RESOURCES, PREEMPTED, RESIZED
 from shared.log import StaleAttempt
 from shared.storage import ObjectStore
 from train_service.attempt.heartbeats import HeartbeatServer
-from train_service.domain.devices import ATTEMPT_DEVICE, DEVICE_BEFORE
-from train_service.domain.spec import GPU, TrainingSpec
+from train_service.domain.spec import ATTEMPT_DEVICE, DEVICE_BEFORE, GPU, TrainingSpec
 from train_service.program.coordinator import ReportCoordinator
-from train_service.records.events import EventKind, EventLog
-from train_service.records.reporting import TRAIN_KIND
+from train_service.records.reporting import TRAIN_KIND, EventKind, EventLog
 from train_service.store_retry import retry_on_outage
 
 logger = logging.getLogger(__name__)

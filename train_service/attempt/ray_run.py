@@ -3,19 +3,23 @@
 Ray Train starts its controller as an actor, and for it a cleaner and a preemption watcher, a process each. Here the
 controller is an object in the attempt's process: what it holds ends with that process, which is a detached actor, so
 that there is nothing left to clean. Ray's release is pinned; `tests/integration/train_service` would notice a change.
+
+A `Failure` says in plain values why a run failed: what its process knows, and what the attempt makes of that.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ray.train import DataConfig, Result
+from ray.train import DataConfig, Result, TrainingFailedError
 from ray.train.torch import TorchConfig
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.callbacks.working_dir_setup import WorkingDirectorySetupCallback
@@ -26,14 +30,19 @@ from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
+from shared.errors import MillraceError, Unavailable, error_from_record
+from shared.jobs.transitions import INSUFFICIENT_RESOURCES, RESIZED
 from shared.jobs.warm_workers import WarmWorkers
-from train_service.domain.sizing import ACCELERATOR
+from train_service.domain.capacity import ACCELERATOR
 from train_service.domain.spec import Placement
 from train_service.placement import Size, selector
 from train_service.program.process import HIDDEN_VARIABLES
 from train_service.program.worker import ProgramConfig, work_on_program
-from train_service.worker.loop import LoopConfig
-from train_service.worker.ray_worker import work
+from train_service.worker.loop import LoopConfig, work
+
+# --- Run ---
+
+logger = logging.getLogger(__name__)
 
 # What a worker imports before its first step; torch._dynamo with the first optimizer, whether it compiles or not.
 WARM_WORKERS = WarmWorkers(("train_service.worker.loop", "torchvision", "torch._dynamo"))
@@ -146,3 +155,60 @@ def capacity_was_taken(error: BaseException | None) -> bool:
 def backend_of(placement: Placement, size: Size) -> str:
     """nccl where each worker has a GPU of its own: it refuses two ranks on one."""
     return placement.backend or ("nccl" if size.bundle.get("GPU", 0.0) >= 1 else "gloo")
+
+
+# --- Failures ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """`own`: the first error of our own that a worker raised, as a record; `ranks`: those that failed, with commas."""
+
+    own: dict[str, Any] | None
+    ranks: str
+    lacks_resources: bool
+    text: str
+
+    @classmethod
+    def of(cls, error: TrainingFailedError) -> Failure:
+        failures = list(getattr(error, "worker_failures", {}).items())
+        known = next((own for _, raised in failures if (own := _own_error(raised)) is not None), None)
+        return cls(
+            own=known.as_record() if known is not None else None,
+            ranks=",".join(str(rank) for rank, _ in failures),
+            lacks_resources=capacity_was_taken(error),
+            text=str(error),
+        )
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> Failure:
+        return cls(
+            own=message["own"], ranks=message["ranks"], lacks_resources=message["lacks_resources"], text=message["text"]
+        )
+
+    def cause(self, ended_for: MillraceError | None) -> MillraceError:
+        """What a worker raised, else what we ended the attempt for, else that the workers were lost.
+
+        A change of size ends no worker: one that is lost before it has stopped by itself is a fault.
+        """
+        if self.own is not None:
+            return error_from_record(self.own)
+        if ended_for is not None and ended_for.specific_reason != RESIZED:
+            return ended_for
+        if self.lacks_resources:
+            return Unavailable("room was taken while the workers started", reason=INSUFFICIENT_RESOURCES)
+        logger.warning("attempt lost: %s", self.text)
+        return Unavailable(
+            f"the workers were lost{self.ranks and f'; first on rank {self.ranks}'}",
+            reason="WORKERS_LOST",
+            metadata={"ranks": self.ranks},
+        )
+
+
+def _own_error(raised: BaseException | None) -> MillraceError | None:
+    """Follows causes down to an error of ours; Ray wraps what workers raise."""
+    while raised is not None:
+        if isinstance(raised, MillraceError):
+            return raised
+        raised = getattr(raised, "cause", None) or raised.__cause__
+    return None

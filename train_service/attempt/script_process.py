@@ -31,17 +31,13 @@ from ray.train import Result, RunConfig, TrainingFailedError
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
 from shared.errors import Internal, InvalidArgument, MillraceError, first_line
-from train_service.attempt.failures import Failure
-from train_service.attempt.ray_run import RayRun
+from train_service.attempt.ray_run import Failure, RayRun
 from train_service.domain.spec import Program
 from train_service.placement import Size
-from train_service.program.fits import FitCall
-from train_service.program.overrides import Asked
+from train_service.program.fit_calls import Asked, Channel, ChannelClosed, FitCall
 from train_service.program.process import exits_announced, line_of
 from train_service.program.ray_hooks import LocalRank, install_driver
-from train_service.program.script_channel import Channel, ChannelClosed
-from train_service.program.script_result import result_of
-from train_service.program.tuning import TrialDone, TrialResults, tuner_of
+from train_service.program.tuning import TrialDone, TrialResults, result_of, tuner_of
 from train_service.program.worker import ProgramConfig, code_paths, run_program
 
 logger = logging.getLogger(__name__)

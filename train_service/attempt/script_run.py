@@ -8,6 +8,11 @@
 The attempt has the ranks' reports, the registry, and all that watches over workers, as for a training function. A loss
 ends the attempt, and the next one runs the script again: `Fits` says which of its runs are done. The script never sees
 a failed run.
+
+A `Tuner` of a script is a sweep of the job's: made once, and followed to its end by whichever attempt is at work. Its
+name and uid are pure functions of the job and of how many the script had before it, so the attempt after a lost one
+finds the sweep that there is. Each trial is a training job that runs the same script with the trial's values, up to its
+`Tuner.fit()`.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -33,27 +39,43 @@ import ray
 
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry
 from shared.code_bundle import unpack_on_node
-from shared.errors import FailedPrecondition, Internal, InvalidArgument, MillraceError, error_from_record
-from shared.jobs import AttemptContext
-from train_service.attempt.failures import Failure
+from shared.errors import (
+    AlreadyExists,
+    Cancelled,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    MillraceError,
+    error_from_record,
+)
+from shared.jobs import AttemptContext, JobRecord, Jobs, JobState
 from train_service.attempt.outcomes import as_last_error, program_error, script_result
-from train_service.attempt.script_sweep import ScriptSweep
+from train_service.attempt.ray_run import Failure
 from train_service.attempt.trainer import ProgramAtWork, began_before, program_at_work, size_of_attempt
-from train_service.domain.devices import ATTEMPT_DEVICE, RUN_DEVICE
-from train_service.domain.script_settings import BUDGETS, SCRIPT
-from train_service.domain.spec import RAY_DATA, Program, TrainingSpec
+from train_service.domain import sweep
+from train_service.domain.spec import ATTEMPT_DEVICE, BUDGETS, RAY_DATA, RUN_DEVICE, SCRIPT, Program, TrainingSpec
+from train_service.domain.sweep import MAX_SWEEP_ID, PROGRAM_CONFIG, Asha, Domain, SweepSpec
 from train_service.placement import Size, devices_of, usable_nodes
-from train_service.program.attempt_folder import AttemptFolder
+from train_service.program.attempt_folder import AttemptFolder, NodeCopies
 from train_service.program.coordinator import described
-from train_service.program.fits import Fit, FitCall, FitDone, Fits, matching
-from train_service.program.overrides import Asked, overridden, settled
+from train_service.program.fit_calls import (
+    Asked,
+    Channel,
+    ChannelClosed,
+    Fit,
+    FitCall,
+    FitDone,
+    Fits,
+    matching,
+    overridden,
+    settled,
+)
 from train_service.program.process import HIDDEN_VARIABLES, forward_lines
-from train_service.program.restoring import NodeCopies
-from train_service.program.script_channel import Channel, ChannelClosed
 from train_service.program.signing import hide_memory
-from train_service.records.events import EventKind
-from train_service.records.reporting import Reporter
+from train_service.records.reporting import TRAIN_KIND, EventKind, Reporter
 from train_service.store_retry import retry_on_outage
+
+# --- Script ---
 
 logger = logging.getLogger(__name__)
 
@@ -428,3 +450,102 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+# --- Sweeps of a script ---
+
+SWEEP_KIND = "sweep"
+COLLECTION, TRAINING_JOBS = "sweeps", "trainingJobs"
+SWEEP_POLL_INTERVAL_S = 1.0
+# As of sweeps that clients make: nodes that come and go do not end it.
+MAX_FAILURES = 100
+DEFAULT_CONCURRENT = 4
+
+
+class ScriptSweep:
+    """Number `number`, from 1, of the attempt's script."""
+
+    def __init__(self, context: AttemptContext, spec: TrainingSpec, program: Program, number: int) -> None:
+        self._context = context
+        self._spec = spec
+        self._program = program
+        job_id = context.job.name.rpartition("/")[2]
+        suffix = "-sweep" if number == 1 else f"-sweep-{number}"
+        self._id = f"{job_id[: MAX_SWEEP_ID - len(suffix)]}{suffix}"
+        self._uid = uuid.uuid5(uuid.UUID(context.job.uid), f"sweep-{number}").hex
+        self._jobs = Jobs(context.store, SWEEP_KIND)
+        self.name = f"{COLLECTION}/{self._id}"
+
+    def spec_of(
+        self, constants: Mapping[str, Any], domains: Mapping[str, Any], settings: Mapping[str, Any]
+    ) -> SweepSpec:
+        """Raises `InvalidArgument` for what no sweep can be."""
+        asha = settings["asha"]
+        policy = replace(self._spec.checkpoints, best_metric=settings["metric"], maximize=bool(settings["maximize"]))
+        program = replace(self._program, config_json=json.dumps(dict(constants)))
+        spec = SweepSpec(
+            base=replace(self._spec, program=program, checkpoints=policy),
+            parameters={
+                f"{PROGRAM_CONFIG}{path}": Domain.from_config({"values": (), **domain})
+                for path, domain in domains.items()
+            },
+            num_samples=settings["num_samples"],
+            seed=self._spec.seed,
+            max_concurrent_trials=settings["max_concurrent"] or DEFAULT_CONCURRENT,
+            asha=Asha(**asha) if asha else None,
+        )
+        sweep.check(spec)
+        return spec
+
+    def ended(self, spec: SweepSpec) -> dict[str, Any]:
+        """Makes it where it was not made, and waits for its end. `trials`: of each `name`, `config`, `error` and its
+        `checkpoints`, oldest first. Raises what it failed for, and ends it where the job is cancelled."""
+        record = retry_on_outage(lambda: self._made(spec), "the sweep of the script")
+        try:
+            while not record.state.final:
+                time.sleep(SWEEP_POLL_INTERVAL_S)
+                self._context.raise_if_stopped()
+                record = retry_on_outage(lambda: self._jobs.get(self.name, self.name), "the sweep of the script")
+        except Cancelled:
+            if not self._context.is_suspending:
+                retry_on_outage(lambda: self._jobs.cancel(self.name, self.name), "the end of the sweep")
+            raise
+        if record.state is not JobState.SUCCEEDED:
+            raise self._failed(record)
+        return {"trials": [self._trial(spec, number) for number in range(spec.trial_count)]}
+
+    def _made(self, spec: SweepSpec) -> JobRecord:
+        now = time.time()
+        record = JobRecord(
+            uid=self._uid,
+            name=self.name,
+            spec={"sweep": spec.as_config(), "request_id": ""},
+            create_time=now,
+            update_time=now,
+            max_failures=MAX_FAILURES,
+        )
+        try:
+            return self._jobs.create(self.name, record)
+        except AlreadyExists:
+            there = self._jobs.get(self.name, self.name)
+            if there.uid != self._uid:
+                raise
+            return there
+
+    def _failed(self, record: JobRecord) -> MillraceError:
+        if record.error:
+            return error_from_record(record.error)
+        return InvalidArgument(f"{self.name}, the sweep of the script, is {record.state}")
+
+    def _trial(self, spec: SweepSpec, number: int) -> dict[str, Any]:
+        store, name = self._context.store, f"{TRAINING_JOBS}/{sweep.trial_id(self._id, number)}"
+        job = retry_on_outage(lambda: Jobs(store, TRAIN_KIND).find(name), "a trial")
+        entries = retry_on_outage(CheckpointRegistry(store, name).entries, "a trial's checkpoints")
+        training = spec.training_of(spec.parameters_of(number))
+        assert training.program is not None
+        return {
+            "name": name,
+            "config": json.loads(training.program.config_json),
+            "error": str(job.error["message"]) if job is not None and job.error else "",
+            "checkpoints": [{"name": one.name, "metrics": one.metrics} for one in entries],
+        }

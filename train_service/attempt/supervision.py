@@ -1,40 +1,45 @@
-"""What an attempt looks after while its workers train: hung ranks, nodes that are taken away, room for more workers."""
+"""What an attempt looks after while its workers train: hung ranks, nodes that are taken away, room for more workers.
+
+It reaches a worker's process on whatever node that runs: to read what it left there, and to end it for sure.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from statistics import median
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 
 from shared.errors import STORE_OUTAGES, MillraceError, Unavailable
 from shared.jobs import AttemptContext, warm_workers
-from shared.jobs.nodes import draining_nodes
+from shared.jobs.actor import draining_nodes
 from shared.jobs.transitions import PREEMPTED, RESIZED
 from shared.telemetry import flush_logs
 from train_service.attempt.heartbeats import HeartbeatServer, RankHeartbeat
-from train_service.attempt.ingest_reservation import count_concurrent_ingests
-from train_service.attempt.node_access import end_hard
 from train_service.attempt.outcomes import HUNG, report_error, report_outcome
 from train_service.attempt.ray_run import WARM_WORKERS
-from train_service.domain.devices import RUN_DEVICE
-from train_service.domain.sizing import Resources
-from train_service.domain.slices import max_rows_of_a_rank
-from train_service.domain.spec import CPU, GPU, TrainingSpec
+from train_service.domain.capacity import Resources
+from train_service.domain.order import max_rows_of_a_rank
+from train_service.domain.spec import CPU, GPU, RUN_DEVICE, TrainingSpec
 from train_service.domain.watchdog import culprits, hung, limit_s, line_in_bundle, unresponsive_ranks
-from train_service.placement import Size, size_now
+from train_service.placement import Size, count_concurrent_ingests, size_now
 from train_service.program.coordinator import ReportCoordinator
 from train_service.records.logs import STACKS_CHUNK
 from train_service.records.reporting import GO_ON, PREEMPT, RESIZE
 from train_service.store_retry import retry_on_outage
+
+# --- Supervision ---
 
 logger = logging.getLogger(__name__)
 
@@ -316,3 +321,39 @@ class Supervision:
         if first is None or not seconds or not first.total_steps:
             return 0.0
         return (first.total_steps - first.step) * median(seconds)
+
+
+# --- Processes on other nodes ---
+
+TIMEOUT_S = 20.0
+NODE_ID_LABEL = "ray.io/node-id"
+
+
+def end_hard(ranks: list[RankHeartbeat]) -> dict[int, str]:
+    """SIGKILLs the ranks' processes, stopped ones too. Returns what each had left in its stacks file, by rank."""
+    own_node = ray.get_runtime_context().get_node_id()
+    found = {one.rank: _end(one.pid, one.stacks_file) for one in ranks if one.node_id == own_node}
+    elsewhere = {one.rank: one for one in ranks if one.node_id != own_node}
+    remote = ray.remote(num_cpus=0, max_retries=0)(_end)
+    calls = {
+        rank: remote.options(label_selector={NODE_ID_LABEL: one.node_id}).remote(one.pid, one.stacks_file)
+        for rank, one in elsewhere.items()
+    }
+    for rank, call in calls.items():
+        try:
+            found[rank] = ray.get(call, timeout=TIMEOUT_S)
+        except (RayError, GetTimeoutError) as error:
+            logger.warning("rank %d on node %s cannot be reached: %s", rank, elsewhere[rank].node_id, error)
+    return {rank: text for rank, text in found.items() if text}
+
+
+def _end(pid: int, stacks_file: str) -> str:
+    text = ""
+    with suppress(OSError):
+        text = Path(stacks_file).read_text(errors="replace")
+        Path(stacks_file).unlink()
+    with suppress(OSError):
+        # A worker of Ray's, and not who has got its number since.
+        if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
+            os.kill(pid, signal.SIGKILL)
+    return text

@@ -26,17 +26,13 @@ from shared.jobs import AttemptContext, JobRecord
 from shared.jobs.transitions import INSUFFICIENT_RESOURCES
 from shared.log import StaleAttempt
 from shared.telemetry import flush_logs
-from train_service.attempt.failures import Failure
 from train_service.attempt.heartbeats import HeartbeatServer
-from train_service.attempt.ingest_reservation import count_concurrent_ingests
-from train_service.attempt.node_access import end_hard
 from train_service.attempt.outcomes import as_last_error, program_error, program_result, report_device, result_of, told
-from train_service.attempt.ray_run import RayRun
-from train_service.attempt.supervision import Supervision
-from train_service.domain.devices import attempt_device
-from train_service.domain.spec import Program, TrainingSpec
+from train_service.attempt.ray_run import Failure, RayRun
+from train_service.attempt.supervision import Supervision, end_hard
+from train_service.domain.spec import Program, TrainingSpec, attempt_device
 from train_service.learning.ranks import Ranks
-from train_service.placement import Size, devices_of, lacking, size_now, usable_nodes
+from train_service.placement import Size, count_concurrent_ingests, devices_of, lacking, size_now, usable_nodes
 from train_service.program.coordinator import ReportCoordinator
 from train_service.program.signing import handling
 from train_service.program.worker import ProgramConfig

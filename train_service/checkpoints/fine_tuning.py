@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from shared import names
 from shared.checkpoint import CheckpointEntry, load_checkpoint, resolve
 from shared.checkpoint.format import WEIGHTS
-from shared.checkpoint.resolving import NAME_PATTERN
+from shared.checkpoint.references import NAME_PATTERN
 from shared.errors import DataLoss, FailedPrecondition, NotFound, invalid_field
 from shared.model_spec import NONE, TargetScaling
 from shared.storage import ObjectMissing, ObjectStore

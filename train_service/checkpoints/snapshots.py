@@ -1,4 +1,7 @@
-"""Saving and restoring a run: rank 0 writes checkpoints in the background and chooses the one to resume from."""
+"""Saving and restoring a run: rank 0 writes checkpoints in the background and chooses the one to resume from.
+
+`outlived` says which checkpoints of a run go.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import safetensors.torch
@@ -15,13 +18,15 @@ import torch
 
 from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegistry, load_checkpoint, write_checkpoint
 from shared.checkpoint.format import OPTIMIZER, OTHER_FORMAT, WEIGHTS
+from shared.checkpoint.ranking import Ranking
 from shared.checkpoint.references import live_references
 from shared.errors import DataLoss
 from shared.storage import ObjectStore
 from train_service.checkpoints.tensor_files import NEST, TensorFile, put_together, take_apart
-from train_service.domain.retention import Saved, outlived
 from train_service.domain.spec import CheckpointPolicy
 from train_service.store_retry import retry_on_outage, store_call
+
+# --- Snapshots ---
 
 logger = logging.getLogger(__name__)
 
@@ -205,3 +210,38 @@ def restore(store: ObjectStore, entry: CheckpointEntry) -> Restored:
 def as_message(entry: CheckpointEntry | None) -> dict[str, Any] | None:
     """For sending the choice to the other ranks."""
     return entry.as_state() if entry else None
+
+
+# --- Retention ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """`damaged`: it was found so, and counts for nothing. `final`: it is of the run's last step."""
+
+    name: str
+    step: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    final: bool = False
+    damaged: bool = False
+
+
+def outlived(
+    checkpoints: Sequence[Saved], keep_newest: int, keep_best: int, ranking: Ranking, in_use: Collection[str] = ()
+) -> list[str]:
+    """The names of those that go, the oldest first.
+
+    The `keep_newest` furthest on stay, or all where that is 0, and besides them the `keep_best` best. Final ones and
+    those `in_use` (names) always stay, and count among the newest and the best like any other.
+    """
+    if keep_newest == 0:
+        return []
+    good = sorted((one for one in checkpoints if not one.damaged), key=lambda one: one.step, reverse=True)
+    kept = {one.name for one in good[:keep_newest]}
+    kept |= {one.name for one in ranking.best_first(good)[:keep_best]}
+    kept |= {one.name for one in good if one.final}
+    # Until there is a good one, a damaged one may be all that is left to look at.
+    if not good:
+        return []
+    going = [one for one in checkpoints if one.name not in kept and one.name not in in_use]
+    return [one.name for one in sorted(going, key=lambda one: one.step)]

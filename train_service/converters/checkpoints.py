@@ -17,7 +17,7 @@ from shared.transforms.schema import arrow_type_of
 from train_service.converters.jobs import checkpoint_to_proto, job_to_proto
 from train_service.converters.specs import spec_from_proto
 from train_service.jobs.checkpoint_import import CheckpointImportRequest, Imported, SentFile
-from train_service.jobs.checkpoint_reading import CheckpointListing, FileBegin, Part
+from train_service.jobs.run_records import CheckpointListing, FileBegin, Part
 
 # --- Checkpoints ---
 

@@ -12,7 +12,7 @@ from millrace.train.v1 import code_bundle_pb2, resources_pb2
 from shared.errors import invalid_field
 from shared.model_spec import NONE, ModelSpec
 from shared.transforms import Pipeline
-from train_service.domain.slices import default_lanes
+from train_service.domain.order import default_lanes
 from train_service.domain.spec import (
     BY_LOADER,
     CLASSIFICATION,

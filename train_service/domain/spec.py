@@ -1,20 +1,30 @@
-"""What to train, as plain values with every default filled in. The messages of the contract describe each field."""
+"""What to train, as plain values with every default filled in. The messages of the contract describe each field.
+
+The learning rate and early stopping are pure functions of the step and of what epochs measured, so a resumed run has
+no state to restore. Below them is what others say of a specification: a model of a user's own, the trainer of a script,
+and a job's log, which keeps the devices of its run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from shared.checkpoint.ranking import Ranking
 from shared.durable import fields_of
+from shared.errors import invalid_field, invalid_fields
 from shared.model_spec import CLASSIFICATION as CLASSIFICATION
 from shared.model_spec import NONE, ModelSpec
 from shared.model_spec import REGRESSION as REGRESSION
 from train_service.domain.order import WINDOW_ROWS
-from train_service.domain.schedule import CONSTANT
+
+# --- Specification ---
 
 FLOAT32, BFLOAT16, FLOAT16, TF32 = "FLOAT32", "BFLOAT16", "FLOAT16", "TF32"
+# Schedules of the learning rate.
+CONSTANT, COSINE_WITH_WARMUP = "CONSTANT", "COSINE_WITH_WARMUP"
 THREADS, RAY_DATA = "THREADS", "RAY_DATA"
 DDP, FSDP = "DDP", "FSDP"
 # Whether a GPU gives the same bits each time.
@@ -219,3 +229,202 @@ class TrainingSpec:
                 "left_open": tuple(config.get("left_open", ())),
             }
         )
+
+
+# --- Learning rate ---
+
+WARMUP_SHARE = 0.1
+
+
+def learning_rate(schedule: str, base: float, step: int, total_steps: int) -> float:
+    """The rate for the step numbered `step`, from 0."""
+    if schedule == CONSTANT:
+        return base
+    warmup = max(1, round(total_steps * WARMUP_SHARE))
+    if step < warmup:
+        return base * (step + 1) / warmup
+    done = (step - warmup) / max(1, total_steps - warmup)
+    return base * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+
+# --- Early stopping ---
+
+
+def should_stop(rule: EarlyStopping | None, history: Sequence[tuple[int, float]]) -> bool:
+    """Whether the run ends after the last epoch of `history`, or should have before it.
+
+    `history` has (epoch, value of `rule.metric`) of each epoch measured so far, in any order; an epoch measured again
+    by a later attempt counts once, with its last value. The first finite value is the best at first, and what is better
+    by at least `min_delta` takes its place; NaN never does.
+    """
+    if rule is None:
+        return False
+    values = dict(history)
+    best, since = math.nan, 0
+    for epoch in sorted(values):
+        gain = (values[epoch] - best) * (1 if rule.maximize else -1)
+        if math.isfinite(values[epoch]) and (math.isnan(best) or (gain > 0 and gain >= rule.min_delta)):
+            best, since = values[epoch], 0
+        else:
+            since += 1
+        if since >= rule.patience:
+            return True
+    return False
+
+
+# --- What a user's own model says ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnModelFacts:
+    """`num_classes` is the width of its output, 0 where that is not (rows, width). `has_optimizers`: it configures
+    them; `is_manual`: its training step steps them itself. `metrics` are the names that its `metrics` gives."""
+
+    num_classes: int
+    is_step: bool = False
+    is_manual: bool = False
+    has_optimizers: bool = False
+    has_loss: bool = False
+    metrics: tuple[str, ...] = ()
+
+    def as_config(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> OwnModelFacts:
+        """Raises `ValueError` for values of another kind: a user's code may have made them up."""
+        facts = cls(**{**fields_of(cls, config), "metrics": tuple(config["metrics"])})
+        flags = (facts.is_step, facts.is_manual, facts.has_optimizers, facts.has_loss)
+        names = all(isinstance(name, str) and name.isidentifier() for name in facts.metrics)
+        if type(facts.num_classes) is not int or not names or not all(isinstance(one, bool) for one in flags):
+            raise ValueError(f"no facts of a model: {config!r:.200}")
+        return facts
+
+
+def settled(spec: TrainingSpec, facts: OwnModelFacts, row_shape: Sequence[int]) -> TrainingSpec:
+    """The specification with all that follows from the model; `row_shape` is that of one row of its input.
+
+    Raises `InvalidArgument` for fields that the model takes the place of, or does not go with.
+    """
+    classes = spec.task == CLASSIFICATION
+    width = spec.model.num_classes or facts.num_classes
+    if not width:
+        remedy = "the output of the model's forward for these rows is not (rows, width), so it does not say it; set it"
+        raise invalid_field("spec.model.num_classes", 0, remedy)
+    if facts.num_classes and width != facts.num_classes:
+        remedy = f"the model's output is (rows, {facts.num_classes}); leave it out, or change the model"
+        raise invalid_field("spec.model.num_classes", width, remedy)
+    if classes and width < 2:
+        remedy = "the model has one output, and a class is one of two or more; use TASK_REGRESSION, or give it more"
+        raise invalid_field("spec.model.num_classes", width, remedy)
+    if facts.is_step:
+        _refuse_what_a_step_does_itself(spec, facts)
+    loss, optimizer, metrics = spec.loss, spec.optimizer, spec.metrics
+    if loss.name == OWN and not facts.is_step and not facts.has_loss:
+        loss = replace(loss, name=default_loss(spec.task))
+    if optimizer.name == OWN and not facts.has_optimizers:
+        optimizer = replace(optimizer, name=OptimizerSpec().name)
+    if not facts.is_step:
+        metrics = tuple(dict.fromkeys((*(metrics or default_metrics(spec.task)), *facts.metrics)))
+    return replace(
+        spec,
+        model=replace(spec.model, in_channels=row_shape[0], num_classes=width, is_step=facts.is_step),
+        loss=loss,
+        optimizer=optimizer,
+        metrics=metrics,
+    )
+
+
+def settled_base(base: TrainingSpec, trials: Sequence[TrainingSpec]) -> TrainingSpec:
+    """Of a sweep: the specification that all trials share, with what follows from the model; `trials` are some that
+    were checked. Raises `InvalidArgument` where their models do not have that in common."""
+    first = trials[0]
+    for other in trials:
+        if (other.model.num_classes, other.model.is_step, other.metrics) != (
+            first.model.num_classes,
+            first.model.is_step,
+            first.metrics,
+        ):
+            remedy = "trials of a sweep are compared, so their models must have the same outputs, metrics and methods"
+            raise invalid_field("spec.model.kwargs", other.model.kwargs, remedy)
+    model = replace(
+        base.model,
+        in_channels=first.model.in_channels,
+        num_classes=first.model.num_classes,
+        is_step=first.model.is_step,
+    )
+    return replace(
+        base,
+        model=model,
+        loss=replace(base.loss, name=first.loss.name),
+        optimizer=replace(base.optimizer, name=first.optimizer.name),
+        metrics=first.metrics,
+    )
+
+
+def _refuse_what_a_step_does_itself(spec: TrainingSpec, facts: OwnModelFacts) -> None:
+    has_step = "the model has a training_step of its own, which makes it; leave it out"
+    manual = "the model optimizes by hand (automatic_optimization is False), which does not go with it; leave it out"
+    refused = [
+        (spec.loss.name != OWN, "loss.name", spec.loss.name, has_step),
+        (bool(spec.metrics), "metrics", ", ".join(spec.metrics), "a training_step logs its own; leave it out"),
+        (bool(spec.training_step), "training_step", spec.training_step, has_step),
+        (spec.target_scaling != NONE, "target_scaling", spec.target_scaling, "a training_step scales; leave it out"),
+        (
+            facts.has_optimizers and spec.optimizer != OptimizerSpec(name=OWN),
+            "optimizer.name",
+            spec.optimizer.name,
+            "the model has configure_optimizers; leave it out",
+        ),
+        (facts.is_manual and spec.accumulation_steps > 1, "accumulation_steps", spec.accumulation_steps, manual),
+        (facts.is_manual and spec.precision == FLOAT16, "precision", spec.precision, manual),
+        (facts.is_manual and spec.max_gradient_norm > 0, "max_gradient_norm", spec.max_gradient_norm, manual),
+        (facts.is_manual and spec.placement.parallel == FSDP, "placement.parallel", FSDP, manual),
+    ]
+    broken = [(f"spec.{path}", value, remedy) for holds, path, value, remedy in refused if holds]
+    if broken:
+        raise invalid_fields(broken)
+
+
+# --- What a script's trainer says ---
+
+# The key in `JobRecord.choices`: settings by the path of their field.
+SCRIPT = "script"
+# Those of a job as a whole, which the log keeps in fields of its own.
+BUDGETS = ("max_failures", "max_preemptions")
+
+
+def with_settings(spec: TrainingSpec, settings: Mapping[str, Any]) -> TrainingSpec:
+    """`spec` with `settings`, values by the path of a field, e.g. `placement.backend`, that are no longer open."""
+    for path, value in settings.items():
+        parent, _, name = path.rpartition(".")
+        change = {parent: replace(getattr(spec, parent), **{name: value})} if parent else {name: value}
+        spec = replace(spec, **change)
+    return replace(spec, left_open=tuple(one for one in spec.left_open if one not in settings))
+
+
+def spec_of_job(config: Mapping[str, Any], choices: Mapping[str, Any]) -> TrainingSpec:
+    """The specification of a job, with what its script has said of the run that is at work."""
+    return with_settings(TrainingSpec.from_config(config), choices.get(SCRIPT, {}))
+
+
+# --- Devices ---
+
+# Keys of `JobRecord.choices`; the values are CPU and GPU.
+RUN_DEVICE = "device"
+ATTEMPT_DEVICE = "attempt_device"
+# What the attempt before had; only of one that changed it.
+DEVICE_BEFORE = "device_before"
+
+
+def with_devices(choices: Mapping[str, Any], run: str, attempt: str) -> dict[str, Any]:
+    """The choices of a job whose next attempt is on `attempt`."""
+    chosen = {**choices, RUN_DEVICE: run, ATTEMPT_DEVICE: attempt}
+    before = choices.get(ATTEMPT_DEVICE, run)
+    chosen.pop(DEVICE_BEFORE, None)
+    return chosen if before == attempt else {**chosen, DEVICE_BEFORE: before}
+
+
+def attempt_device(choices: Mapping[str, Any]) -> str:
+    """Of the present or last attempt; empty before the first, and of a job that an earlier release ran."""
+    return str(choices.get(ATTEMPT_DEVICE, ""))

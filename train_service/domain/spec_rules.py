@@ -10,15 +10,16 @@ from typing import NoReturn
 
 from shared.errors import invalid_fields
 from shared.model_spec import NONE, STANDARD
-from train_service.domain.schedule import CONSTANT, COSINE_WITH_WARMUP
-from train_service.domain.sizing import ACCELERATOR, GRAIN
-from train_service.domain.slices import MIN_ROWS_PER_RANK, min_rows_of_a_rank, shapes_of_steps, steps_per_epoch
+from train_service.domain.capacity import ACCELERATOR, GRAIN
+from train_service.domain.order import MIN_ROWS_PER_RANK, min_rows_of_a_rank, shapes_of_steps, steps_per_epoch
 from train_service.domain.spec import (
     BFLOAT16,
     BY_DEVICE,
     BY_LOADER,
     CLASSIFICATION,
+    CONSTANT,
     CONTINUE,
+    COSINE_WITH_WARMUP,
     DDP,
     DETERMINISTIC,
     DROP,

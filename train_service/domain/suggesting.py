@@ -2,40 +2,35 @@
 
 Each rule sets one field and gives its reason; a field that was given stays as it is, and no rule gives a reason for it.
 What a step has to learn, or rows that cannot be used, make a preparation: a version that the data service makes first.
+
+The rules choose the splits, the label and the task; then what becomes of the columns of a table on their way into one
+vector, by the first rule that holds; then the model, its input and how it is trained, by the kind and number of rows.
+
+A `Suggestion` is in the JSON form of `millrace.train.v1.TrainingSpec`, with field names as the contract spells them.
+`VersionFacts` are known before any row is read: a version's columns with their statistics, and its splits.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any
 
 from shared.errors import FailedPrecondition, invalid_field
-from train_service.domain.slices import MIN_ROWS_PER_RANK
+from train_service.domain.order import (
+    MIN_ROWS_PER_RANK,
+    default_lanes,
+    min_rows_of_a_rank,
+    shapes_of_steps,
+    steps_per_epoch,
+)
 from train_service.domain.spec import CLASSIFICATION, REGRESSION
-from train_service.domain.suggested_features import MAX_STEPS, feature_steps
-from train_service.domain.suggested_training import (
-    check_input,
-    choose_model,
-    choose_model_input,
-    choose_outputs,
-    choose_training,
-    expected_width,
-)
-from train_service.domain.suggestion import Preparation, Suggestion
-from train_service.domain.version_facts import (
-    BOOLEAN,
-    BYTES,
-    INTEGER,
-    NUMBER,
-    OTHER,
-    TENSOR,
-    TEXT,
-    TIME,
-    ColumnFacts,
-    VersionFacts,
-    names_shown,
-)
+
+# --- Splits, label and task ---
 
 # How a label is called, the surest names first. Two of one line leave open which is meant.
 LABEL_NAMES = (
@@ -340,3 +335,391 @@ def _category_texts(label: ColumnFacts) -> list[str]:
     if label.kind == BOOLEAN:
         return [str(one).lower() for one in sorted(label.values)]
     return [str(int(one)) for one in sorted(label.values)]
+
+
+# --- Columns of a table ---
+
+ID_NAMES = ("id", "uuid", "guid", "index", "key", "row", "rowid", "row_id")
+MAX_CATEGORIES = 50
+# Of one transform; as shared.transforms counts them.
+MAX_STEPS = 256
+# A learnt median counts every different value.
+MAX_DISTINCT_OF_MEDIAN = 4_000_000
+
+
+@dataclass(frozen=True)
+class _Feature:
+    """What becomes of a column: steps that make numbers of it, or `left_out` says why it is none."""
+
+    steps: Sequence[Mapping[str, Any]] = ()
+    treatment: str = ""
+    left_out: str = ""
+
+
+def feature_steps(
+    made: Suggestion, version: VersionFacts, label: ColumnFacts, most: int
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The steps, at most so many, and the columns that they make numbers of."""
+    steps: list[dict[str, Any]] = []
+    used: dict[str, list[str]] = {}
+    left_out: dict[str, list[str]] = {}
+    for one in version.columns:
+        if one.name == label.name:
+            continue
+        feature = _feature(one)
+        if not feature.left_out and len(steps) + len(feature.steps) > most:
+            feature = _Feature(left_out=f"a transform has at most {MAX_STEPS} steps; prepare more of them by hand")
+        if feature.left_out:
+            left_out.setdefault(feature.left_out, []).append(one.name)
+        else:
+            steps += [dict(step) for step in feature.steps]
+            used.setdefault(feature.treatment, []).append(one.name)
+    kept = {name for names in used.values() for name in names}
+    if not kept:
+        reasons = (
+            "; ".join(f"{names_shown(names)}: {why}" for why, names in left_out.items()) or "it has no other column"
+        )
+        raise invalid_field("spec.dataset_version", version.name, f"no column is left to learn from: {reasons}")
+    for treatment, names in used.items():
+        made.note("preparation.transform", names_shown(names), treatment)
+    for why, names in left_out.items():
+        made.note("preparation.transform", f"without {names_shown(names)}", f"Left out: {why}.")
+    return steps, [one.name for one in version.columns if one.name in kept]
+
+
+def _feature(one: ColumnFacts) -> _Feature:
+    """The table of rules for a column of a table, the first that holds."""
+    column = one.name
+    there = one.rows - one.nulls
+    unique = one.distinct >= 0.95 * there and there >= 20
+    sequence = one.least is not None and one.most is not None and one.most - one.least + 1 == one.distinct
+    an_id = column.lower() in ID_NAMES or column.lower().endswith(("_id", "-id"))
+    if not one.known:
+        return _Feature(left_out="the version has no statistics of it")
+    if one.empty:
+        return _Feature(left_out="it has no value in any row")
+    if one.kind == TIME:
+        return _Feature(left_out="it is a date or a time; cast it to int64 first where it carries a trend")
+    if one.kind in (BYTES, OTHER):
+        return _Feature(left_out="its type has no place in a vector; cast it to double first where it is a number")
+    if one.kind == TENSOR and (one.nans or one.infinite):
+        return _Feature(left_out="it has NaN or infinite values")
+    if one.kind == TENSOR:
+        return _Feature((), "They are vectors already, and are taken as they are.")
+    if one.distinct < 2:
+        return _Feature(left_out="it has the same value in all rows")
+    if one.kind == TEXT and unique:
+        return _Feature(left_out="nearly each row has its own value, as identifiers and free texts do")
+    if one.kind == INTEGER and there >= 20 and one.distinct == there and (sequence or an_id):
+        return _Feature(left_out="nearly each row has its own value, as identifiers and free texts do")
+    if one.kind == TEXT and one.distinct > MAX_CATEGORIES:
+        return _Feature(left_out=f"it has more than {MAX_CATEGORIES} categories")
+    if one.kind == TEXT or (one.kind == BOOLEAN and one.nulls):
+        encoded = {"column": column, "one_hot_encode": {"unknown": "UNKNOWN_VALUE_ENCODE"}}
+        return _Feature((encoded,), "Categories become one-hot vectors; a null or an unseen one is all zeros.")
+    if one.kind == BOOLEAN:
+        return _Feature((), "Booleans are 0 and 1.")
+    if one.nans or one.infinite:
+        return _Feature(left_out="it has NaN or infinite values; import it with nan_as_null, or filter them out")
+    return _scaled(one)
+
+
+def _scaled(one: ColumnFacts) -> _Feature:
+    scale = {"column": one.name, "standardize": {}}
+    if one.nulls and one.distinct > MAX_DISTINCT_OF_MEDIAN:
+        if one.kind == INTEGER:
+            return _Feature(left_out="it has nulls, and too many different integers to learn a median of")
+        fill: dict[str, Any] = {"column": one.name, "fill_nulls": {"statistic": "STATISTIC_MEAN"}}
+        return _Feature((fill, scale), "Nulls become the mean; numbers are standardised.")
+    if one.nulls:
+        fill = {"column": one.name, "fill_nulls": {"statistic": "STATISTIC_MEDIAN"}}
+        return _Feature((fill, scale), "Nulls become the median; numbers are standardised.")
+    on_scale = one.mean is not None and one.deviation is not None and abs(one.mean) <= 0.5 and 0.5 <= one.deviation <= 2
+    if on_scale:
+        return _Feature((), "Their mean and deviation are near 0 and 1 already.")
+    return _Feature((scale,), "Numbers are standardised, so that none outweighs the others.")
+
+
+# --- Model and training ---
+
+MLP, RESNET = "mlp", "torchvision.resnet18"
+# (below so many training rows, value)
+BATCH_BY_ROWS = ((500, 16), (5_000, 32), (50_000, 64), (math.inf, 128))
+HIDDEN_BY_WIDTH = ((33, [64, 32]), (257, [128, 64]), (math.inf, [256, 128]))
+SIDE_BY_ROWS = ((2_000, 64), (20_000, 128), (math.inf, 224))
+LARGEST_SIDE = 256
+# (rows to see in all, fewest epochs, most epochs)
+EPOCHS_OF_IMAGES, EPOCHS_OF_TABLES = (24_000, 3, 40), (100_000, 5, 100)
+LEARNING_RATE_OF_IMAGES, LEARNING_RATE_OF_TABLES = 0.002, 0.003
+# Of ImageNet's pixels, which photos resemble.
+PHOTO_MEAN, PHOTO_DEVIATION = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+
+
+def check_input(source: ColumnFacts) -> None:
+    """Raises `InvalidArgument` for a column that no model reads as it is, or as an image."""
+    tensor = source.kind == TENSOR and source.dtype == "float32" and len(source.shape) in (1, 3)
+    if not (tensor or source.is_image or source.kind == BYTES):
+        remedy = "it is neither an image nor a float32 tensor; choose another, or give a transform that makes one of it"
+        raise invalid_field("spec.input_column", source.name, remedy)
+
+
+def choose_model_input(made: Suggestion, source: ColumnFacts | None, rows: int, width: Callable[[], int]) -> None:
+    """The transform that runs in training, and the channels or the `width` that it makes."""
+    if source is None or made.spec.get("transform", {}).get("steps"):
+        made.choose("model.in_channels", width(), "It is what the transform makes.")
+    elif source.kind == BYTES:
+        _photo_transform(made, by_rows(SIDE_BY_ROWS, rows))
+    elif source.is_image:
+        _pixel_transform(made, source, rows)
+    else:
+        what = "width" if len(source.shape) == 1 else "number of channels"
+        made.choose("model.in_channels", source.shape[0], f"It is the {what} of {source.name!r}.")
+
+
+def _photo_transform(made: Suggestion, side: int) -> None:
+    steps: list[dict[str, Any]] = [
+        {"decode_image": {"mode": "MODE_RGB"}},
+        {"resize": {"height": side, "width": side}},
+        {"random_flip": {"horizontal_probability": 0.5}},
+        {"to_float": {}},
+        {"normalize": {"mean": PHOTO_MEAN, "std": PHOTO_DEVIATION}},
+    ]
+    why = (
+        f"Images of many sizes are decoded and brought to {side} by {side}, which suits the number of rows; mirrored "
+        "ones help where there are few. Encoded images have no statistics of pixels, so ImageNet's are taken."
+    )
+    made.choose("transform", {"steps": steps}, why, " → ".join(next(iter(step)) for step in steps))
+    made.choose("model.in_channels", 3, "Images are decoded to red, green and blue.")
+
+
+def _pixel_transform(made: Suggestion, source: ColumnFacts, rows: int) -> None:
+    steps: list[dict[str, Any]] = []
+    side = by_rows(SIDE_BY_ROWS, rows)
+    reason = "Pixels become numbers from 0 to 1."
+    if max(source.shape[:2]) > LARGEST_SIDE:
+        steps.append({"resize": {"height": side, "width": side}})
+        reason += (
+            f" {source.shape[0]} by {source.shape[1]} is larger than this many rows need: {side} by {side} is faster."
+        )
+    steps.append({"to_float": {}})
+    if source.mean is not None and source.deviation:
+        mean, deviation = round(source.mean / 255, 4), max(round(source.deviation / 255, 4), 0.0001)
+        steps.append({"normalize": {"mean": [mean], "std": [deviation]}})
+        reason += f" {mean:g} and {deviation:g} are the training split's own mean and deviation."
+    made.choose("transform", {"steps": steps}, reason, " → ".join(next(iter(step)) for step in steps))
+    channels = source.shape[2] if len(source.shape) == 3 else 1
+    made.choose("model.in_channels", channels, f"{source.name!r} has images of {_by(source.shape)}.")
+
+
+def _by(shape: Sequence[int]) -> str:
+    return " by ".join(map(str, shape))
+
+
+def choose_outputs(made: Suggestion, label: ColumnFacts, task: str) -> None:
+    if task == REGRESSION:
+        outputs = label.shape[0] if label.shape else 1
+        made.choose("model.num_classes", outputs, "The model gives one number for each that is to be learnt.")
+        return
+    count = len(label.value_names) or label.distinct
+    names = label.value_names or (label.values or ())
+    reason = f"{label.name!r} has so many classes."
+    made.choose("model.num_classes", count, reason, f"{count} ({names_shown(list(map(str, names)))})" if names else "")
+
+
+def choose_model(made: Suggestion, is_image: bool, width: Callable[[], int]) -> None:
+    if is_image:
+        made.choose("model.builder", RESNET, "It is small, and learns images of most sizes from scratch.")
+        return
+    made.choose("model.builder", MLP, "Rows are vectors, which a multi-layer perceptron reads.")
+    if made.spec["model"]["builder"] == MLP:
+        numbers = made.spec["model"].get("in_channels") or width()
+        hidden = by_rows(HIDDEN_BY_WIDTH, numbers)
+        about = "about " if made.preparation is not None else ""
+        why = f"Two hidden layers are enough for an input of {about}{numbers:,} numbers."
+        made.choose("model.kwargs", {"hidden": hidden}, why, f"hidden={hidden}")
+
+
+def expected_width(version: VersionFacts, columns: Sequence[str]) -> int:
+    """Of what becomes of these columns of a table: before it is known which values are in the training rows."""
+    wanted = frozenset(columns)
+    return sum(_numbers(one) for one in version.columns if one.name in wanted)
+
+
+def _numbers(one: ColumnFacts) -> int:
+    if one.kind == TENSOR:
+        return math.prod(one.shape)
+    return one.distinct if one.kind == TEXT or (one.kind == BOOLEAN and one.nulls) else 1
+
+
+def choose_training(made: Suggestion, task: str, rows: int, is_image: bool, *, is_own: bool = False) -> None:
+    """Of a model that `is_own` without what its code may bring itself."""
+    spec = made.spec
+    if not is_own:
+        _choose_optimizer(made, is_image)
+    to_see, fewest, most = EPOCHS_OF_IMAGES if is_image else EPOCHS_OF_TABLES
+    epochs = min(max(math.ceil(to_see / max(rows, 1)), fewest), most)
+    made.choose("epochs", epochs, f"{rows:,} training rows are seen {epochs} times.")
+    made.choose("global_batch_size", _batch_size(spec, rows), f"It suits {rows:,} training rows.")
+    if task == REGRESSION and not is_own:
+        made.choose("metrics", ["mae", "rmse", "r2"], "They are in the target's own unit, but for r2.", "mae, rmse, r2")
+    made.choose("checkpoints.keep_newest", 2, "Besides the best one; all others would only take room.")
+    made.choose("num_workers", 1, "One worker needs the least room; more are faster where the cluster has them.")
+    patience = max(5, int(spec["epochs"]) // 4)
+    if "early_stopping" in spec and not spec["early_stopping"]:
+        if made.preparation is None:
+            del spec["early_stopping"]
+    elif "early_stopping" in spec or (not is_own and spec.get("validation_split") and int(spec["epochs"]) > patience):
+        made.choose(
+            "early_stopping.patience", patience, "The run ends where validation gets no better for so many epochs."
+        )
+
+
+def _choose_optimizer(made: Suggestion, is_image: bool) -> None:
+    rate = LEARNING_RATE_OF_IMAGES if is_image else LEARNING_RATE_OF_TABLES
+    made.choose("optimizer.name", "AdamW", "It works without much tuning.")
+    made.choose("optimizer.learning_rate", rate, f"It is usual for {'images' if is_image else 'tables'} from scratch.")
+    if "scheduler" not in made.spec["optimizer"]:
+        why = "The rate warms up and then falls to 0, which ends a run of known length well."
+        made.choose("optimizer.schedule", "SCHEDULE_COSINE_WITH_WARMUP", why)
+
+
+def _batch_size(spec: Mapping[str, Any], rows: int) -> int:
+    """By the rows, and at least so large that each of the workers has rows in each step."""
+    size = min(int(by_rows(BATCH_BY_ROWS, rows)), rows)
+    workers = max(int(spec.get("num_workers", 1)), 1)
+    lanes = int(spec.get("lanes", 0)) or default_lanes(workers)
+    least = MIN_ROWS_PER_RANK * int(spec.get("accumulation_steps", 1))
+    while size < rows and not _each_has_rows(rows, size, lanes, workers, least):
+        size = min(2 * size, rows)
+    return size
+
+
+def _each_has_rows(rows: int, size: int, lanes: int, workers: int, least: int) -> bool:
+    shapes = shapes_of_steps(rows, steps_per_epoch(rows, size), lanes)
+    return all(min_rows_of_a_rank(shapes, lanes, world) >= least for world in range(1, workers + 1))
+
+
+def by_rows(table: Sequence[tuple[float, Any]], count: int) -> Any:
+    """The value of the first line whose bound is above the count."""
+    return next(value for bound, value in table if count < bound)
+
+
+# --- Suggestion ---
+
+
+@dataclass(frozen=True)
+class Choice:
+    field: str
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """Arguments of TransformVersion. `steps` is JSON of its transform's steps; `shares` are weights of a RatioSplit."""
+
+    source: str
+    steps: Sequence[Mapping[str, Any]]
+    shares: Mapping[str, float]
+    seed: int
+    fit_split: str
+
+    @property
+    def request_id(self) -> str:
+        """A UUID4 in form, the same for the same preparation."""
+        body = [self.source, self.steps, self.shares, self.seed, self.fit_split]
+        digest = sha256(json.dumps(body, sort_keys=True).encode()).digest()
+        return str(uuid.UUID(bytes=digest[:16], version=4))
+
+
+@dataclass
+class Suggestion:
+    spec: dict[str, Any]
+    choices: list[Choice] = field(default_factory=list)
+    preparation: Preparation | None = None
+
+    def choose(self, path: str, value: Any, reason: str, shown: str = "") -> None:
+        """Sets a field, at most one message deep, unless it was given."""
+        outer, _, inner = path.rpartition(".")
+        message = self.spec.setdefault(outer, {}) if outer else self.spec
+        if inner not in message:
+            message[inner] = value
+            self.choices.append(Choice(path, shown or str(value), reason))
+
+    def note(self, path: str, value: str, reason: str) -> None:
+        self.choices.append(Choice(path, value, reason))
+
+
+# --- Facts of a version ---
+
+# Kinds of columns.
+NUMBER, INTEGER, BOOLEAN, TEXT, BYTES, TIME, TENSOR, OTHER = (
+    *("number", "integer", "boolean", "text", "bytes", "time", "tensor", "other"),
+)
+# Statistics keep so many values of a column.
+MAX_VALUES = 100
+MAX_NAMES_SHOWN = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnFacts:
+    """What the schema and the statistics of all splits say of one column; `known`: whether it has statistics.
+
+    `values` are all different ones, or None where they are too many. `mean` and `deviation` are of the training split.
+    """
+
+    name: str
+    kind: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    value_names: tuple[str, ...] = ()
+    known: bool = True
+    rows: int = 0
+    nulls: int = 0
+    nans: int = 0
+    infinite: bool = False
+    distinct: int = 0
+    values: tuple[Any, ...] | None = None
+    least: float | None = None
+    most: float | None = None
+    mean: float | None = None
+    deviation: float | None = None
+
+    @property
+    def empty(self) -> bool:
+        return self.known and self.rows > 0 and self.nulls + self.nans >= self.rows
+
+    @property
+    def is_image(self) -> bool:
+        """uint8 (H, W) or (H, W, C)."""
+        of_image = len(self.shape) == 2 or (len(self.shape) == 3 and self.shape[2] in (1, 3, 4))
+        return self.kind == TENSOR and self.dtype == "uint8" and of_image
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of its different values are known and are whole numbers."""
+        return self.values is not None and all(float(one).is_integer() for one in self.values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionFacts:
+    """`splits` has the rows of each."""
+
+    name: str
+    columns: Sequence[ColumnFacts]
+    splits: Mapping[str, int]
+    size_bytes: int = 0
+
+    def column(self, name: str, path: str) -> ColumnFacts:
+        """Raises `InvalidArgument` for a column that is not there."""
+        for one in self.columns:
+            if one.name == name:
+                return one
+        raise invalid_field(path, name, f"{self.name} has {names_shown([one.name for one in self.columns])}")
+
+
+def names_shown(names: Sequence[str] | Mapping[str, Any]) -> str:
+    """The first of them, and how many more there are."""
+    shown = list(names)[:MAX_NAMES_SHOWN]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {more:,} more" if more else "")

@@ -1,10 +1,17 @@
-"""What to search, as plain values with every default filled in. The messages of the contract describe each field."""
+"""What to search, as plain values with every default filled in. The messages of the contract describe each field.
+
+The parameters of each trial come from the search space: they are a pure function of the space, a seed and the trial's
+number, so every caller gets the same each time.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -13,9 +20,10 @@ from typing import Any, TypeVar
 from shared.checkpoint.ranking import Ranking
 from shared.durable import fields_of
 from shared.errors import InvalidArgument, MillraceError, invalid_field, invalid_fields
-from train_service.domain import search_space, spec_rules
-from train_service.domain.search_space import GRID, Domain, Parameters, Problem
-from train_service.domain.spec import TrainingSpec
+from train_service.domain import spec_rules
+from train_service.domain.spec import BFLOAT16, CONSTANT, COSINE_WITH_WARMUP, FLOAT16, FLOAT32, TF32, TrainingSpec
+
+# --- Sweep ---
 
 MAX_TRIALS = 1000
 MAX_CONCURRENT_TRIALS = 64
@@ -53,14 +61,14 @@ class SweepSpec:
 
     @property
     def trial_count(self) -> int:
-        return search_space.number_of_trials(self.parameters, self.num_samples)
+        return number_of_trials(self.parameters, self.num_samples)
 
     def parameters_of(self, number: int) -> Parameters:
-        return search_space.parameters_of(self.parameters, self.seed, number)
+        return parameters_of(self.parameters, self.seed, number)
 
     def training_of(self, parameters: Parameters) -> TrainingSpec:
         """The specification of the trial that has these parameters."""
-        return TrainingSpec.from_config(search_space.with_values(self._base_config, parameters))
+        return TrainingSpec.from_config(with_values(self._base_config, parameters))
 
     @cached_property
     def _base_config(self) -> dict[str, Any]:
@@ -70,7 +78,7 @@ class SweepSpec:
     def max_epochs(self) -> int:
         """Of any trial."""
         space = {path: one for path, one in self.parameters.items() if path == "epochs"}
-        return max(self.training_of(one).epochs for one in search_space.probes(space, self.seed))
+        return max(self.training_of(one).epochs for one in probes(space, self.seed))
 
     def as_config(self) -> dict[str, Any]:
         parameters = {path: {**asdict(one), "values": list(one.values)} for path, one in self.parameters.items()}
@@ -95,7 +103,7 @@ def trial_id(sweep_id: str, number: int) -> str:
 
 def check(spec: SweepSpec) -> None:
     """Raises `InvalidArgument` naming every field that is out of its bounds, or what of a trial is."""
-    broken = [*search_space.problems(spec.parameters), *_of_numbers(spec), *_of_program(spec)]
+    broken = [*problems(spec.parameters), *_of_numbers(spec), *_of_program(spec)]
     if broken:
         raise _refusal(broken)
     count = spec.trial_count
@@ -103,7 +111,7 @@ def check(spec: SweepSpec) -> None:
         remedy = f"with the grid it makes {count:,} trials; at most {MAX_TRIALS:,} are allowed"
         raise invalid_field("spec.num_samples", spec.num_samples, remedy)
     # With so few trials no grid is large.
-    if twice := search_space.repetitions(spec.parameters):
+    if twice := repetitions(spec.parameters):
         raise _refusal(twice)
     if spec.num_samples > 1 and all(one.kind == GRID for one in spec.parameters.values()):
         remedy = "a grid alone gives the same trials again; leave it out, or let each trial draw its seed"
@@ -117,11 +125,11 @@ def _check_rules(spec: SweepSpec, count: int) -> None:
     The rules do not look into arguments that are passed on, whose values may be many and large: those of the first
     trial will do.
     """
-    plain = {path: one for path, one in spec.parameters.items() if search_space.is_plain_field(path)}
+    plain = {path: one for path, one in spec.parameters.items() if is_plain_field(path)}
     first = spec.parameters_of(0)
     passed_on = replace(spec, base=spec.training_of({path: one for path, one in first.items() if path not in plain}))
     trials = (spec.parameters_of(number) for number in range(count))
-    for parameters in chain(trials, search_space.probes(plain, spec.seed)):
+    for parameters in chain(trials, probes(plain, spec.seed)):
         try:
             spec_rules.check(passed_on.training_of({path: parameters[path] for path in plain}))
         except MillraceError as error:
@@ -163,15 +171,15 @@ def _refusal(broken: list[Problem]) -> InvalidArgument:
 def _of_program(spec: SweepSpec) -> list[Problem]:
     """What a program's sweep needs, and which parameters go with a program and which with Millrace's own loop."""
     is_program = spec.base.program is not None
-    paths = {path: path.startswith(search_space.PROGRAM_CONFIG) for path in spec.parameters}
+    paths = {path: path.startswith(PROGRAM_CONFIG) for path in spec.parameters}
     if not is_program:
         remedy = "the base has no program; give one, or search its own fields"
         return [(f"parameters[{path}]", path, remedy) for path, of_program in sorted(paths.items()) if of_program]
-    remedy = f"with a program trials differ in {search_space.PROGRAM_CONFIG}* and {', '.join(search_space.OF_PROGRAMS)}"
+    remedy = f"with a program trials differ in {PROGRAM_CONFIG}* and {', '.join(OF_PROGRAMS)}"
     found: list[Problem] = [
         (f"parameters[{path}]", path, remedy)
         for path, of_program in sorted(paths.items())
-        if not of_program and path not in search_space.OF_PROGRAMS
+        if not of_program and path not in OF_PROGRAMS
     ]
     if not spec.ranking.metric:
         found.append(("metric", "", "name one that the program reports together with a checkpoint"))
@@ -207,3 +215,246 @@ def _of_numbers(spec: SweepSpec) -> list[Problem]:
             ),
         ]
     return [(path, value, remedy) for holds, path, value, remedy in found if not holds]
+
+
+# --- Search space ---
+
+GRID, CHOICE, UNIFORM, LOG_UNIFORM, INTEGERS = "grid", "choice", "uniform", "log_uniform", "integers"
+LISTED = (GRID, CHOICE)
+MAX_VALUES = 1000
+MAX_PARAMETERS = 32
+# Whole numbers up to here are exact as JSON has them.
+MAX_WHOLE = 2**53
+MANTISSA_BITS = 53
+
+_NONE_LEFT = object()
+# Before the path of a key of a program's configuration.
+PROGRAM_CONFIG = "program.config."
+
+# What is wrong: the path of a field, its value, the remedy.
+Problem = tuple[str, object, str]
+Parameters = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Domain:
+    """`values` of a grid or a choice, else `low` and `high`; of `integers` both ends are included."""
+
+    kind: str
+    values: tuple[Any, ...] = ()
+    low: float = 0.0
+    high: float = 0.0
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Domain:
+        return cls(**{**fields_of(cls, config), "values": tuple(config["values"])})
+
+
+def number_of_trials(space: Mapping[str, Domain], num_samples: int) -> int:
+    return num_samples * math.prod(len(one.values) for one in space.values() if one.kind == GRID)
+
+
+def parameters_of(space: Mapping[str, Domain], seed: int, number: int) -> Parameters:
+    """Those of trial `number`, from 0, by path. The grid's last path changes fastest; what is drawn depends on nothing
+    but the seed, the number and the path, so more samples leave the earlier trials as they are."""
+    parameters, rest = {}, number
+    for path in sorted(space, reverse=True):
+        domain = space[path]
+        if domain.kind == GRID:
+            rest, index = divmod(rest, len(domain.values))
+            parameters[path] = domain.values[index]
+        else:
+            parameters[path] = _drawn(domain, _uniform(seed, number, path))
+    return dict(sorted(parameters.items()))
+
+
+def probes(space: Mapping[str, Domain], seed: int) -> Iterator[Parameters]:
+    """Trials that stand for all: the first one, and it with each listed value and each end of a range in turn. Of a
+    list of numbers the least and the greatest will do. One of each parameter comes first, then another of each, and
+    so on: who tries but some tries some of each."""
+    first = parameters_of(space, seed, 0)
+    yield first
+    by_path = {path: _worth_trying(space[path]) for path in sorted(space)}
+    for turn in itertools.zip_longest(*by_path.values(), fillvalue=_NONE_LEFT):
+        for path, value in zip(by_path, turn, strict=True):
+            if value is not _NONE_LEFT and value != first[path]:
+                yield {**first, path: value}
+
+
+def _worth_trying(domain: Domain) -> Sequence[Any]:
+    if domain.kind not in LISTED:
+        return domain.low, domain.high
+    values = domain.values
+    return (min(values), max(values)) if all(_is_number(value) for value in values) else values
+
+
+def is_plain_field(path: str) -> bool:
+    """Whether it is a field of the specification itself, not an argument among others that are passed on."""
+    return path in _FIELDS
+
+
+def problems(space: Mapping[str, Domain]) -> list[Problem]:
+    """What is wrong with the space by itself, but for `repetitions`; the paths are below `parameters`."""
+    if not 1 <= len(space) <= MAX_PARAMETERS:
+        return [("parameters", len(space), f"name 1 to {MAX_PARAMETERS} of them")]
+    return [problem for path in sorted(space) for problem in _of_parameter(path, space[path])]
+
+
+def repetitions(space: Mapping[str, Domain]) -> list[Problem]:
+    """Values that a grid has twice."""
+    found = []
+    for path, domain in sorted(space.items()):
+        seen = set[str]()
+        for index, value in enumerate(domain.values if domain.kind == GRID else ()):
+            text = json.dumps(value, sort_keys=True)
+            if text in seen:
+                where = f"parameters[{path}].{GRID}.values[{index}]"
+                found.append((where, value, "it is there twice; give each value once"))
+            seen.add(text)
+    return found
+
+
+def with_values(config: Mapping[str, Any], parameters: Parameters) -> dict[str, Any]:
+    """The plain form of a training specification with what these sweepable paths mean. Only the parts that change are
+    copied."""
+    whole = dict(config)
+    settings = {path: value for path, value in parameters.items() if path.startswith(PROGRAM_CONFIG)}
+    if settings:
+        program = whole["program"]
+        whole["program"] = {**program, "config_json": _with_settings(program["config_json"], settings)}
+    own: dict[tuple[str, ...], dict[str, Any]] = {}
+    for path, value in parameters.items():
+        if path in settings:
+            continue
+        *parents, last = path.split(".", 2 if ".kwargs." in path or ".scheduler_kwargs." in path else -1)
+        part = whole
+        for depth, parent in enumerate(parents, start=1):
+            place = tuple(parents[:depth])
+            if place not in own:
+                own[place] = part[parent] = dict(part[parent])
+            part = own[place]
+        part[last] = value
+    return whole
+
+
+def _with_settings(config_json: str, settings: Parameters) -> str:
+    """A program's configuration with these; a path goes down into objects, which are made where there are none."""
+    config: dict[str, Any] = json.loads(config_json or "{}")
+    for path, value in settings.items():
+        *parents, last = path.removeprefix(PROGRAM_CONFIG).split(".")
+        part = config
+        for parent in parents:
+            inner = part.get(parent)
+            part[parent] = part = dict(inner) if isinstance(inner, dict) else {}
+        part[last] = value
+    return json.dumps(config)
+
+
+def kind_of(path: str) -> Callable[[Any], str] | None:
+    """What tells whether a value fits a sweepable path (empty: it does); None where the path is none."""
+    if path in _FIELDS:
+        return _FIELDS[path]
+    inside = any(path.startswith(one) and len(path) > len(one) for one in _OPEN)
+    return _any_value if inside else None
+
+
+def _of_parameter(path: str, domain: Domain) -> list[Problem]:
+    where = f"parameters[{path}]"
+    fits = kind_of(path)
+    if fits is None:
+        known = ", ".join([*sorted(_FIELDS), *(f"{one}*" for one in _OPEN)])
+        return [(where, path, f"is no field that trials can have of their own; use one of {known}")]
+    if domain.kind not in (*LISTED, UNIFORM, LOG_UNIFORM, INTEGERS):
+        return [(where, None, "set one of grid, choice, uniform, log_uniform and integers")]
+    where = f"{where}.{domain.kind}"
+    if domain.kind in LISTED:
+        return _of_values(where, domain, fits)
+    return _of_range(where, domain, fits)
+
+
+def _of_values(where: str, domain: Domain, fits: Callable[[Any], str]) -> list[Problem]:
+    values = domain.values
+    if not 1 <= len(values) <= MAX_VALUES:
+        return [(f"{where}.values", len(values), f"give 1 to {MAX_VALUES:,} values")]
+    return [
+        (f"{where}.values[{index}]", value, remedy) for index, value in enumerate(values) if (remedy := fits(value))
+    ]
+
+
+def _of_range(where: str, domain: Domain, fits: Callable[[Any], str]) -> list[Problem]:
+    low, high = domain.low, domain.high
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return [(where, (low, high), "use finite numbers")]
+    if domain.kind == LOG_UNIFORM and low <= 0:
+        return [(f"{where}.low", low, "a logarithm needs numbers above 0")]
+    if domain.kind == INTEGERS and not -MAX_WHOLE <= low <= high <= MAX_WHOLE and low <= high:
+        return [(where, (low, high), f"use whole numbers of at most {MAX_WHOLE:,}")]
+    if low > high or (low == high and domain.kind != INTEGERS):
+        return [(where, (low, high), "low must be below high")]
+    return [
+        (f"{where}.{end}", value, remedy) for end, value in (("low", low), ("high", high)) if (remedy := fits(value))
+    ]
+
+
+def _drawn(domain: Domain, chance: float) -> Any:
+    """`chance` is in [0, 1)."""
+    if domain.kind == CHOICE:
+        return domain.values[int(chance * len(domain.values))]
+    if domain.kind == INTEGERS:
+        return int(domain.low) + int(chance * (int(domain.high) - int(domain.low) + 1))
+    if domain.kind == LOG_UNIFORM:
+        low, high = math.log(domain.low), math.log(domain.high)
+        return min(max(math.exp(low + chance * (high - low)), domain.low), domain.high)
+    return min(domain.low + chance * (domain.high - domain.low), domain.high)
+
+
+def _uniform(seed: int, number: int, path: str) -> float:
+    """In [0, 1), the same in every version of every library."""
+    digest = hashlib.sha256(f"{seed}/{number}/{path}".encode()).digest()
+    return float((int.from_bytes(digest[:8]) >> (64 - MANTISSA_BITS)) / 2**MANTISSA_BITS)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> str:
+    return "" if _is_number(value) and math.isfinite(value) else "use a finite number"
+
+
+def _whole(value: Any) -> str:
+    return "" if isinstance(value, int) and not isinstance(value, bool) else "use a whole number"
+
+
+def _text(value: Any) -> str:
+    return "" if isinstance(value, str) and value else "use a name"
+
+
+def _any_value(value: Any) -> str:
+    return "null is no value; leave it out" if value is None else ""
+
+
+def _one_of(*names: str) -> Callable[[Any], str]:
+    return lambda value: "" if value in names else f"use one of {', '.join(names)}"
+
+
+# By path; what holds for the value itself is left to the checks of the job that gets it.
+_FIELDS: dict[str, Callable[[Any], str]] = {
+    "accumulation_steps": _whole,
+    "epochs": _whole,
+    "global_batch_size": _whole,
+    "loss.label_smoothing": _number,
+    "loss.name": _text,
+    "max_gradient_norm": _number,
+    "model.builder": _text,
+    "optimizer.learning_rate": _number,
+    "optimizer.name": _text,
+    "optimizer.schedule": _one_of(CONSTANT, COSINE_WITH_WARMUP),
+    "optimizer.scheduler": _text,
+    "precision": _one_of(FLOAT32, BFLOAT16, FLOAT16, TF32),
+    "seed": _whole,
+    "training_step": _text,
+}
+_OPEN = ("loss.kwargs.", "model.kwargs.", "optimizer.kwargs.", "optimizer.scheduler_kwargs.", PROGRAM_CONFIG)
+# What a trial of a program may have of its own besides.
+OF_PROGRAMS = ("seed",)

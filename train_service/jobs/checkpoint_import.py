@@ -42,10 +42,9 @@ from shared.storage import ObjectStore
 from train_service.domain import spec_rules
 from train_service.domain.spec import TrainingSpec
 from train_service.jobs.deletion import Deletions
-from train_service.jobs.guarded_child import Limits, ask_in_child
+from train_service.jobs.own_code import Limits, ask_in_child
 from train_service.jobs.training_jobs import COLLECTION, JobView, TrainingJobs
-from train_service.loading.preprocessing import Preprocessing
-from train_service.loading.version_fit import check_prepared, class_names, ingested_columns
+from train_service.loading.preprocessing import Preprocessing, check_prepared, class_names, ingested_columns
 from train_service.records.reporting import TRAIN_KIND
 
 logger = logging.getLogger(__name__)

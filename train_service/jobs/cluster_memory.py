@@ -19,9 +19,7 @@ from typing import Any
 from shared.errors import FailedPrecondition
 from shared.settings import CLUSTER_MAX_VARIABLE
 from shared.storage import ObjectMissing, ObjectStore
-from train_service.domain.bundles import beyond, first_bundle, lasts, never_fits
-from train_service.domain.cluster_use import ClusterUse
-from train_service.domain.sizing import Resources, told
+from train_service.domain.capacity import ClusterUse, Resources, beyond, first_bundle, lasts, never_fits, told
 from train_service.domain.spec import TrainingSpec
 
 logger = logging.getLogger(__name__)

@@ -4,25 +4,42 @@ log says DELETED.
 Whoever uses a checkpoint leaves a marker and then looks whether the job is there; here it is the other way round, so
 one of both sees the other. Once no user was found the log says so (`deleted_from` is gone), and there is no way back.
 Each step can be done again, so what a process leaves half-way the next one finishes.
+
+The sweeper takes away what no training job names any more, and finishes deletions that were begun. What it removes
+belongs to attempts that the registry has closed out: none of them can commit it any more. So no clock decides, and any
+number of sweepers may run beside the attempts at work.
+
+What a job stands on stays: the dataset version and the checkpoint that it starts from while it is at work, the bundle
+of a user's own code until the job is deleted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from shared.checkpoint import CheckpointRegistry
-from shared.checkpoint.references import references_of_job
-from shared.errors import STORE_OUTAGES, FailedPrecondition, not_found
+from shared.checkpoint import references as checkpoint_references
+from shared.checkpoint.references import OTHER_FOLDERS, references_of_job
+from shared.code_bundle import release_bundle, using_bundle
+from shared.dataset_version import DatasetVersion
+from shared.dataset_version.version import unmark, using
+from shared.errors import STORE_OUTAGES, FailedPrecondition, Unavailable, not_found
 from shared.jobs import JobRecord, Jobs, JobState
-from shared.jobs.deletion import condemned, remove_objects, undone, while_deleting
-from shared.jobs.record import check_etag
-from shared.jobs.transitions import confirm_delete, request_delete
+from shared.jobs.registry import condemned, remove_objects, undone, while_deleting
+from shared.jobs.transitions import check_etag, confirm_delete, request_delete
+from shared.reference_markers import markers
 from shared.storage import ObjectStore
-from train_service.jobs.inputs import release_inputs
+from train_service.checkpoints.fine_tuning import FIELD
+from train_service.domain.spec import TrainingSpec
 from train_service.records.reporting import TRAIN_KIND
+
+# --- Deletion of a job ---
 
 logger = logging.getLogger(__name__)
 
@@ -126,3 +143,141 @@ def in_use(job: JobRecord, references: dict[str, list[str]]) -> FailedPreconditi
         reason="JOB_IN_USE",
         metadata={"resource": job.name, "users": ",".join(everybody)},
     )
+
+
+# --- Sweeper ---
+
+COLLECTION = "trainingJobs"
+ATTEMPT_OF_DATA = re.compile(r"-a(\d+)-[0-9a-f]+$")
+ATTEMPT_OF_RAY = re.compile(r"^attempt-(\d+)$")
+# Logs of jobs that are over are read again only so often.
+SWEEP_INTERVAL_S = 300.0
+
+
+class Sweeper:
+    """`clock` gives seconds since the epoch."""
+
+    def __init__(self, store: ObjectStore, deletions: Deletions, clock: Callable[[], float] = time.time) -> None:
+        self._store = store
+        self._jobs = Jobs(store, TRAIN_KIND)
+        self._deletions = deletions
+        self._clock = clock
+
+    def sweep(self) -> None:
+        """One pass. What goes wrong with one job is logged and leaves the others be; raises `Unavailable`."""
+        for job_id in self._store.folders(COLLECTION):
+            name = f"{COLLECTION}/{job_id}"
+            try:
+                self.sweep_job(name)
+            except Unavailable:
+                raise  # which holds for every job
+            except FailedPrecondition as error:
+                logger.info("%s stays: %s", name, error.message)
+            except Exception:
+                logger.exception("%s cannot be swept; the others go on", name)
+
+    def sweep_job(self, name: str) -> None:
+        job = self._jobs.newest(name)
+        if job is None:
+            return
+        if job.state is JobState.DELETING:
+            self._deletions.finish(name)
+        elif job.state is JobState.DELETED:
+            self._deletions.remove_files(job)  # what a zombie wrote after it was gone
+        else:
+            self._sweep_ray(job)
+            self._sweep_checkpoints(job)
+
+    def _sweep_ray(self, job: JobRecord) -> None:
+        """What Ray Train left of attempts that are over; our own registry never reads it."""
+        for one in self._store.folders(f"{job.name}/ray"):
+            match = ATTEMPT_OF_RAY.match(one)
+            if match and (int(match[1]) < job.attempt or job.state.final):
+                self._store.delete_folder(f"{job.name}/ray/{one}")
+
+    def _sweep_checkpoints(self, job: JobRecord) -> None:
+        registry = CheckpointRegistry(self._store, job.name)
+        # In this order: what is listed here was written before the log was read that says what is named.
+        folders = [f"{registry.data_folder}/{one}" for one in self._store.folders(registry.data_folder)]
+        if job.state.final:
+            registry.settle()
+        self._drop_dead_markers(job)
+        unnamed = self._unnamed(registry, folders)
+        if unnamed and job.state.final and any(_attempt(one) == job.attempt for one in unnamed):
+            # The last attempt could still commit, were it a zombie; the next one will open the registry like this.
+            registry.open_for(job.attempt + 1)
+            unnamed = self._unnamed(registry, folders)
+        if not unnamed:
+            return
+        open_for = registry.state().attempt
+        used = self._used_folders(job.name)  # after the registry: whoever found one named before has its mark here
+        for folder in unnamed:
+            if _attempt(folder) < open_for and folder not in used:
+                logger.info("%s is of no checkpoint and goes", folder)
+                self._store.delete_folder(folder)
+
+    def _unnamed(self, registry: CheckpointRegistry, folders: list[str]) -> list[str]:
+        state = registry.read()
+        named = {one.folder for one in state.checkpoints} | {one.entry.folder for one in state.retiring}
+        return [folder for folder in folders if folder not in named]
+
+    def _used_folders(self, name: str) -> set[str]:
+        now = self._clock()
+        return {
+            marker.folder
+            for checkpoint in self._marked(name)
+            for marker in markers(self._store, checkpoint)
+            if marker.counts(self._store, now)
+        }
+
+    def _drop_dead_markers(self, job: JobRecord) -> None:
+        now = self._clock()
+        for checkpoint in self._marked(job.name):
+            for marker in markers(self._store, checkpoint):
+                if not marker.counts(self._store, now):
+                    self._store.delete(marker.key)
+
+    def _marked(self, name: str) -> list[str]:
+        root = f"{name}/checkpoints"
+        return [f"{root}/{one}" for one in self._store.folders(root) if one not in OTHER_FOLDERS]
+
+
+def _attempt(folder: str) -> int:
+    """Of a folder with a foreign name no attempt is known: it stays."""
+    match = ATTEMPT_OF_DATA.search(folder)
+    return int(match[1]) if match else 2**62
+
+
+# --- Inputs of a job ---
+
+
+@contextlib.contextmanager
+def using_inputs(store: ObjectStore, kind: str, job: JobRecord, spec: TrainingSpec) -> Iterator[DatasetVersion | None]:
+    """Marks what `spec` reads, and gives its version, None of a program that names none, while the body makes `job`, of
+    this kind; the marks stay unless the body is refused."""
+    with contextlib.ExitStack() as stack:
+        version = None
+        if spec.dataset_version or spec.program is None:
+            version = stack.enter_context(using(store, spec.dataset_version, kind, job.uid, job.name))
+        if spec.program is not None:
+            stack.enter_context(using_bundle(store, spec.program.code_bundle, kind, job.uid, job.name))
+        if spec.model.is_own:
+            bundle, field = spec.model.code_bundle, "spec.model.code_bundle"
+            stack.enter_context(using_bundle(store, bundle, kind, job.uid, job.name, field=field))
+        if spec.initial_checkpoint:
+            mark = checkpoint_references.using(store, FIELD, spec.initial_checkpoint, kind, job.uid, job.name)
+            stack.enter_context(mark)
+        yield version
+
+
+def release_inputs(store: ObjectStore, kind: str, uid: str, training: Mapping[str, Any]) -> None:
+    """For a job that is being deleted: its marks count for nothing, but they would be read for ever. `training` is the
+    plain form of what it read."""
+    if version := training.get("dataset_version"):
+        unmark(store, version, kind, uid)
+    if program := training.get("program"):
+        release_bundle(store, program["code_bundle"], kind, uid)
+    if bundle := training.get("model", {}).get("code_bundle"):
+        release_bundle(store, bundle, kind, uid)
+    if initial := training.get("initial_checkpoint"):
+        checkpoint_references.release(store, initial, kind, uid)

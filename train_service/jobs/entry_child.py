@@ -1,7 +1,7 @@
 """Looks at what a stranger sent in a process that may die: a module with its function or model, a script,
 or files of weights.
 
-`guarded_child` starts it.
+`ask_in_child` in `own_code.py` starts it.
 
     python -I -B entry_child.py < question.json > answer.json
 

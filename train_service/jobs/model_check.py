@@ -1,22 +1,32 @@
 """Whether a model, its loss, metrics and optimizer can be built at all: tried without memory, on torch's meta device.
 
 The first call imports torch and torchvision, which takes seconds.
+
+Whether FSDP can shard a model is tried in a process of its own. torch shards only within a process group, of which a
+process has one by default: a service that answers several calls must not have one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shared.errors import InvalidArgument, ResourceExhausted, first_line, invalid_field
+from shared.model_spec import ModelSpec
 from shared.models import build_model, import_builder
 from shared.transforms import TensorSpec
 from train_service.domain.spec import FLOAT16, FSDP, REGRESSION, TrainingSpec, default_best_metric
-from train_service.jobs.sharding_check import check_sharding
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+# --- Model ---
 
 ROWS = 2
 SOME_STEPS = 100
@@ -27,8 +37,8 @@ NOT_OF_SHARDS = ("Adafactor",)
 def check_model(spec: TrainingSpec, model_input: TensorSpec, total_steps: int = SOME_STEPS) -> None:
     """`total_steps` are those of the run. Raises `InvalidArgument` naming the field of `spec` that does not work, and
     `ResourceExhausted` where this machine does not get the check done."""
+    from train_service.learning.learner import build_training_step
     from train_service.learning.optimizers import check_optimizer
-    from train_service.learning.training_steps import build_training_step
 
     check_names(spec)
     check_parallel(spec)
@@ -144,3 +154,70 @@ def check_parallel(spec: TrainingSpec) -> None:
     if spec.acceleration.channels_last:
         remedy = "FSDP shards only what lies row by row; leave one of them out"
         raise invalid_field("spec.acceleration.channels_last", True, remedy)
+
+
+# --- Sharding ---
+
+# To import torch and to call the model twice on the meta device; a machine that has much else to do is slow.
+LIMIT_S = 120.0
+_START = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {__name__} import answer; answer()"
+_REMEDY = "use DDP, or change that module"
+
+
+def check_sharding(model: ModelSpec, row_shape: Sequence[int]) -> None:
+    """`row_shape` is that of one row of the model's input. The model must have been built and called before.
+
+    Raises `InvalidArgument` naming the module that cannot be sharded, and `ResourceExhausted` where the check does not
+    end.
+    """
+    question = {"model": model.as_config(), "row_shape": list(row_shape)}
+    try:
+        answered = subprocess.run(
+            [sys.executable, "-c", _START, json.dumps(sys.path)],
+            input=json.dumps(question),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=LIMIT_S,
+            # A group of one process talks to nobody, and shall not look for its host's address.
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+        )
+    except subprocess.TimeoutExpired:
+        text = f"whether FSDP can shard the model could not be tried within {LIMIT_S:g} s; try again later, or use DDP"
+        raise ResourceExhausted(text, reason="MODEL_NOT_TRIED") from None
+    if answered.returncode:
+        said = answered.stderr.strip().splitlines()[-1:] or [f"exit status {answered.returncode}"]
+        raise invalid_field("spec.placement.parallel", FSDP, f"the model does not stand being sharded: {said[0]}")
+    if problem := json.loads(answered.stdout.splitlines()[-1])["problem"]:
+        raise invalid_field("spec.placement.parallel", FSDP, f"{problem}; {_REMEDY}")
+
+
+def answer() -> None:
+    """The child's whole work: a question on its standard input, the answer as the last line of its standard output."""
+    question: dict[str, Any] = json.load(sys.stdin)
+    import torch
+    import torch.distributed as dist
+
+    from shared.models import build_model
+
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    with torch.device("meta"):
+        model = build_model(ModelSpec.from_config(question["model"]), "spec.model")
+    print(json.dumps({"problem": sharding_problem(model, question["row_shape"])}))
+
+
+def sharding_problem(model: nn.Module, row_shape: Sequence[int]) -> str:
+    """What keeps FSDP from sharding the model, which is on the meta device; empty if nothing. It is sharded then. In a
+    process of its own with a process group of one."""
+    from train_service.learning.sharding import ShardingError, find_units, mixed_unit, shard
+
+    units = find_units(model, row_shape)
+    if mixed := mixed_unit(model, units):
+        name, kinds = mixed
+        return f"{name or 'the model'} has parameters of {' and '.join(kinds)}, and those of a unit must be alike"
+    try:
+        shard(model, "cpu", 1, units)
+    except ShardingError as error:
+        return str(error)
+    return ""

@@ -20,9 +20,8 @@ from shared.models import build_model
 from shared.models.building import own_method
 from train_service.checkpoints.fine_tuning import fit
 from train_service.checkpoints.tensor_files import take_apart
-from train_service.domain.own_model import OwnModelFacts, settled
-from train_service.domain.spec import FSDP, OWN, REGRESSION, TrainingSpec
-from train_service.jobs.sharding_check import sharding_problem
+from train_service.domain.spec import FSDP, OWN, REGRESSION, OwnModelFacts, TrainingSpec, settled
+from train_service.jobs.model_check import sharding_problem
 from train_service.learning.losses import build_loss, total_of
 from train_service.learning.metrics import known_metrics
 from train_service.learning.optimizers import check_optimizer

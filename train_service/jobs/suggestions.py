@@ -18,10 +18,8 @@ from shared.storage import ObjectStore
 from shared.transforms import Pipeline, ScalarType, TensorType, schema_of_columns
 from shared.transforms.schema import ColumnType
 from shared.transforms.steps.custom_child import functions_in_children
-from train_service.domain import version_facts as known
-from train_service.domain.suggesting import suggest
-from train_service.domain.suggestion import Suggestion
-from train_service.domain.version_facts import MAX_VALUES, ColumnFacts, VersionFacts
+from train_service.domain import suggesting as known
+from train_service.domain.suggesting import MAX_VALUES, ColumnFacts, Suggestion, VersionFacts, suggest
 from train_service.loading.preprocessing import FIELD
 
 Json = Mapping[str, Any]

@@ -27,21 +27,17 @@ from shared.storage import ObjectStore
 from shared.transforms import TensorSpec
 from train_service.attempt.outcomes import report_lost
 from train_service.checkpoints.fine_tuning import FIELD, check_fits, check_name, check_scaling
-from train_service.domain.cluster_use import ClusterUse, kind_of
-from train_service.domain.devices import RUN_DEVICE, with_devices
-from train_service.domain.slices import MIN_LANES, default_lanes
-from train_service.domain.spec import TrainingSpec
-from train_service.domain.suggestion import Suggestion
+from train_service.domain.capacity import ClusterUse, kind_of
+from train_service.domain.order import MIN_LANES, default_lanes
+from train_service.domain.spec import RUN_DEVICE, TrainingSpec, with_devices
+from train_service.domain.suggesting import Suggestion
 from train_service.jobs.cluster_memory import ClusterMemory, check_ever_fits
-from train_service.jobs.deletion import Deletions
-from train_service.jobs.inputs import using_inputs
+from train_service.jobs.deletion import Deletions, using_inputs
 from train_service.jobs.model_check import check_model, check_outputs
-from train_service.jobs.own_model_check import OwnModelCheck
-from train_service.jobs.program_check import ProgramCheck
+from train_service.jobs.own_code import OwnModelCheck, ProgramCheck
 from train_service.jobs.suggestions import suggest_spec
-from train_service.loading.version_fit import fitted, fitted_program, steps_of_run
-from train_service.records.events import Event, EventLog
-from train_service.records.reporting import TRAIN_KIND
+from train_service.loading.preprocessing import fitted, fitted_program, steps_of_run
+from train_service.records.reporting import TRAIN_KIND, Event, EventLog
 
 COLLECTION = "trainingJobs"
 PATTERN = "trainingJobs/{j}"

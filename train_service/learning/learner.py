@@ -1,39 +1,229 @@
-"""What learns on one rank: the model, its loss, optimizer and schedule, and one step of them.
+"""What learns on one rank: the model, its loss, optimizer and schedule, one step of them, and validation.
+
+A step is cut into parts that are computed one after another. What is computed of a part is `_ours`, or a training step
+that an installed package registers.
+
+The protocol of an entry point of `millrace.training_steps`: a callable
+
+    step(model, inputs, labels, loss) -> (the loss of each row, (rows,), or their mean, a scalar; the model's outputs)
+
+- `model` is the model as it is trained: call it, at least once, so that its gradients are averaged over ranks.
+- `inputs` float32 (rows, *shape) and `labels`, int64 (rows,) or for regression float32 (rows, K), are one rank's rows,
+  or a part of them where the job accumulates; on the job's device, autocast where the job says so.
+- `loss` is the job's own: `loss(outputs, labels)` gives the loss of each row.
+- It must not call `backward`, step an optimizer or talk to other ranks: gradients are weighed so that their mean over
+  ranks is that over the rows of the whole step. A scalar is taken for the mean over these rows.
+- Random numbers come from torch's generator, which is seeded by the position of the step; so a resumed run repeats
+  them. It keeps no state of its own between steps.
+- The outputs (rows, K) are what metrics are measured on. Validation calls the model and the loss alone.
 
 K = outputs of the model, W = world size.
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+import random
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shared.errors import FailedPrecondition, InvalidArgument, first_line, invalid_field
+from shared.model_spec import TargetScaling
+from shared.models import build_model
 from shared.models.building import own_method
 from shared.models.loaded import scale_target, undo_scaling
+from shared.own_code import TRAINING_STEPS, load_installed
 from shared.transforms import TensorSpec
-from train_service.domain.schedule import learning_rate
-from train_service.domain.slices import loss_scale
-from train_service.domain.spec import FLOAT16, FSDP, TrainingSpec
-from train_service.learning.base_learner import BaseLearner, by_compiler, compile_failed
-from train_service.learning.device_settings import full_float32
-from train_service.learning.dry_run_step import TrialStep
-from train_service.learning.evaluation import evaluate
-from train_service.learning.host_copy import HostCopy
-from train_service.learning.losses import build_loss
+from train_service.domain.order import loss_scale, noise_seed, parts_of_step
+from train_service.domain.spec import BFLOAT16, FLOAT16, FSDP, REGRESSION, TrainingSpec, learning_rate, should_stop
+from train_service.learning.device import DeviceTransform, full_float32, on_device, to_device
+from train_service.learning.losses import Loss, build_loss, total_of
 from train_service.learning.metrics import MAX_SUMS_OF_A_STEP, Metrics
 from train_service.learning.optimizers import build_optimizer, build_scheduler
-from train_service.learning.ranks import Ranks, gradients_kept_local, settle_buckets
-from train_service.learning.sharding import put_optimizer_state, whole_optimizer_state
-from train_service.learning.sharding_units import units_of
-from train_service.learning.step_parts import StepPart, diverged, parts_of
-from train_service.learning.training_steps import build_training_step
+from train_service.learning.ranks import Ranks, gradients_kept_local, settle_buckets, thrown_away
+from train_service.learning.sharding import (
+    put_optimizer_state,
+    put_weights,
+    units_of,
+    whole_optimizer_state,
+    whole_weights,
+)
 from train_service.loading.loader import Batch
 from train_service.loading.preprocessing import Preprocessing
-from train_service.loading.row_cache import RowCache
+from train_service.loading.rows import Array, RowCache, Rows
+
+logger = logging.getLogger(__name__)
+
+# --- What every kind of learning has alike ---
+
+AUTOCAST = {BFLOAT16: torch.bfloat16, FLOAT16: torch.float16}
+
+
+class BaseLearner(ABC):
+    """One rank's part of the learning. Build it, `load` what was saved if anything was, `prepare` it, then step.
+
+    All ranks do the same in the same order: most of it is collective.
+    """
+
+    model: nn.Module
+
+    def __init__(self, spec: TrainingSpec, ranks: Ranks, steps_per_epoch: int, total_steps: int) -> None:
+        self._spec = spec
+        self._ranks = ranks
+        self._steps_per_epoch = steps_per_epoch
+        self._total_steps = total_steps
+        self._scaler = torch.amp.GradScaler(ranks.device.type, enabled=spec.precision == FLOAT16)
+        # The scaler leaves the optimizer alone in a step whose gradients overflow.
+        self._stepped = True
+        self._skipped_steps = 0
+        self._learning_rate = math.nan
+        # Of a regression, before the first step; None: the model learns the target as it is.
+        self.target_scaling: TargetScaling | None = None
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Makes the model ready for its ranks, so that the first real step is like all others. Raises
+        `FailedPrecondition` where it cannot be compiled."""
+
+    @abstractmethod
+    def step(self, batch: Batch) -> list[float]:
+        """One optimiser step. Returns this rank's sums, to be added over ranks and steps: loss, rows, and metrics', of
+        which the first is for a classifier the number of right answers.
+
+        Raises `FailedPrecondition`, before anything is changed, where the loss is not finite.
+        """
+
+    @abstractmethod
+    def describe(self, sums: Sequence[float]) -> dict[str, float]:
+        """`loss`, the mean over rows, and the metrics of what steps returned, added up."""
+
+    @abstractmethod
+    def evaluate(self, cache: RowCache, preprocessing: Preprocessing) -> tuple[dict[str, float], int]:
+        """What validation measures over a whole split on every rank, by name, and its rows; none where it measures
+        nothing."""
+
+    def end_epoch(self, metrics: Mapping[str, float]) -> dict[str, float]:  # noqa: ARG002
+        """After an epoch's last step and its validation, which gave `metrics`, and before its checkpoint. Returns more
+        of them; only rank 0's are read."""
+        return {}
+
+    @abstractmethod
+    def state(self, touched: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        """What, besides the weights, goes on where it was: not a copy. With FSDP every rank must call it. `touched` is
+        called with each tensor that is gathered."""
+
+    @abstractmethod
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """What `state` gave, whole, on every rank."""
+
+    def load(self, weights: Mapping[str, Tensor], state: Mapping[str, Any] | None = None) -> None:
+        """Whole weights, and the state unless these are for a new run; before `prepare`, on every rank."""
+        put_weights(self.model, weights)
+        if state is not None:
+            self.load_state(state)
+
+    def weights(self, touched: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
+        """Whole weights and buffers on rank 0, not a copy, and nothing elsewhere; with FSDP every rank must call it.
+        `touched` is called with each tensor, as a sign that it gets on.
+
+        Raises `FailedPrecondition` where they are not finite, so that no such checkpoint is ever the newest good one.
+        """
+        if self._ranks.rank != 0 and self._spec.placement.parallel != FSDP:
+            return {}
+        weights = whole_weights(self.model, touched)
+        for name, tensor in weights.items():
+            touched()
+            # The sum is the quicker look, and may overflow.
+            if not tensor.sum().isfinite() and not tensor.isfinite().all():
+                raise FailedPrecondition(
+                    f"{name} of the model has values that are not finite; start a new job with a lower learning rate "
+                    "or max_gradient_norm, whose initial_checkpoint may be the last checkpoint of this one",
+                    reason="NON_FINITE_WEIGHTS",
+                    metadata={"tensor": name},
+                )
+        return weights
+
+    def should_stop(self, history: Sequence[tuple[int, float]]) -> bool:
+        """`history`: of each epoch so far its number and what it measured of `spec.early_stopping.metric`."""
+        return should_stop(self._spec.early_stopping, history)
+
+    @property
+    def learning_rate(self) -> float:
+        """That of the last step, not of the next; not a number before the first one."""
+        return self._learning_rate
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the loss scaler skipped the last step: it changed no weight, on any rank. Only with FLOAT16."""
+        return not self._stepped
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps of the run so far were, in this attempt and in those that led to it."""
+        return self._skipped_steps
+
+    def _built(self) -> nn.Module:
+        """On this rank's device, with the first weights that the seed draws, the same on all ranks."""
+        seed_generators(self._spec.seed, self._ranks.device, all_kinds=self._spec.model.is_own)
+        model = build_model(self._spec.model, "spec.model").to(self._ranks.device)
+        return model.to(memory_format=torch.channels_last) if self._spec.acceleration.channels_last else model
+
+    def _seed_step(self, step: int) -> None:
+        """All noise of the step depends on where it is, not on what ran before."""
+        seed = noise_seed(self._spec.seed, step, self._ranks.rank)
+        seed_generators(seed, self._ranks.device, all_kinds=self._spec.model.is_own)
+
+    def _rows_per_call(self) -> int:
+        """No more than a step computes at once: so much memory there is, and a call takes no longer than a step."""
+        parts = max(self._ranks.world_size, self._spec.max_ranks) * self._spec.accumulation_steps
+        return max(1, min(ROWS_PER_CALL, self._spec.global_batch_size // parts))
+
+    def _note_update(self) -> None:
+        self._stepped = True
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self._spec.precision not in AUTOCAST:
+            return nullcontext()
+        return torch.autocast(self._ranks.device.type, AUTOCAST[self._spec.precision])
+
+
+def seed_generators(seed: int, device: torch.device, *, all_kinds: bool = False) -> None:
+    """Of the host, and of the device; with `all_kinds` NumPy's and Python's, too, from which users' code may draw.
+    `torch.manual_seed` alone notes who called it for each kind of device that this process does not use, which takes a
+    millisecond."""
+    if all_kinds:
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
+
+
+def by_compiler(error: BaseException) -> bool:
+    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
+
+
+def compile_failed(error: BaseException) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"spec.compile: torch.compile does not work for this model on this node: {first_line(error)}; leave it out, or "
+        "install what it misses",
+        reason="COMPILE_FAILED",
+        fields=[("spec.compile", first_line(error))],
+    )
+
+
+# --- The learner ---
 
 
 class Learner(BaseLearner):
@@ -196,3 +386,248 @@ def _may_be_fused(spec: TrainingSpec) -> bool:
     scaler leaves it to a fused kernel to skip what overflows, which the other, that a run may have begun with, refuses.
     """
     return spec.placement.parallel != FSDP and spec.precision != FLOAT16
+
+
+# --- Parts of a step ---
+
+MAX_REPORTED_ROW_IDS = 20
+
+
+@dataclass(frozen=True)
+class StepPart:
+    """On the job's device: `inputs` (rows, *shape), `labels` (rows,) or for regression (rows, K), `row_ids` (rows,)."""
+
+    inputs: Tensor
+    labels: Tensor
+    row_ids: Array
+
+
+def parts_of(
+    batch: Batch, spec: TrainingSpec, world_size: int, device: torch.device, *, whole: bool = False
+) -> list[StepPart]:
+    """As many as `parts_of_step` says, all ranks the same number: what fits a device when all workers are there does
+    so when some are gone. `whole`: one."""
+    count = (
+        1 if whole else parts_of_step(batch.step_rows, spec.lanes, world_size, spec.max_ranks, spec.accumulation_steps)
+    )
+    inputs, labels = on_device(batch, spec, device)
+    rows = len(batch.row_ids)
+    bounds = [rows * number // count for number in range(count + 1)]
+    return [
+        StepPart(inputs[begin:end], labels[begin:end], batch.row_ids[begin:end])
+        for begin, end in itertools.pairwise(bounds)
+    ]
+
+
+def diverged(batch: Batch, part: StepPart, losses: Tensor, loss: float, rank: int) -> FailedPrecondition:
+    """Of a part whose `loss` is not finite; `losses` is what the loss gave of it. Rows whose own loss is not finite are
+    told first; where all or none can be told apart, the part's first."""
+    row_ids = part.row_ids
+    if losses.shape == (len(row_ids),):
+        bad = ~np.isfinite(losses.detach().float().cpu().numpy())
+        row_ids = row_ids[bad] if bad.any() else row_ids
+    told = ", ".join(map(str, row_ids[:MAX_REPORTED_ROW_IDS].tolist()))
+    return FailedPrecondition(
+        f"the loss of step {batch.step} (epoch {batch.epoch}) is {loss} on rank {rank}, with the rows {told}; look at "
+        "these rows, or start a new job with a lower learning rate or max_gradient_norm",
+        reason="NON_FINITE_LOSS",
+        metadata={"step": str(batch.step), "epoch": str(batch.epoch), "rank": str(rank), "row_ids": told},
+    )
+
+
+# --- Training steps ---
+
+TRAINING_STEP_FIELD = "spec.training_step"
+# Gives the summed loss, a scalar, and the outputs.
+TrainingStep = Callable[[nn.Module, Tensor, Tensor, Loss], tuple[Tensor, Tensor]]
+
+
+def build_training_step(name: str) -> TrainingStep:
+    """Raises `InvalidArgument` naming `spec.training_step`."""
+    if not name:
+        return _ours
+    installed = load_installed(TRAINING_STEPS, name, TRAINING_STEP_FIELD, "")
+    if not callable(installed):
+        raise invalid_field(TRAINING_STEP_FIELD, name, f"it is a {type(installed).__name__}, which cannot be called")
+
+    def step(model: nn.Module, inputs: Tensor, labels: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
+        given = installed(model, inputs, labels, loss)
+        if not isinstance(given, tuple) or len(given) != 2 or not all(isinstance(one, Tensor) for one in given):
+            raise InvalidArgument(
+                f"the training step {name!r} must return two tensors, the loss and the model's outputs",
+                reason="BAD_TRAINING_STEP",
+            )
+        return total_of(given[0], len(labels)), given[1]
+
+    return step
+
+
+def _ours(model: nn.Module, inputs: Tensor, labels: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
+    outputs = model(inputs)
+    return loss.total(outputs, labels), outputs
+
+
+# --- Numbers on their way to the host ---
+
+
+class HostCopy:
+    """Of a tensor as it is when what was asked of the device so far is done."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._copy = tensor
+        self._copied: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._copy.copy_(tensor, non_blocking=True)
+            self._copied = torch.cuda.current_stream(tensor.device).record_event()
+
+    def values(self) -> Tensor:
+        """In host memory. Waits for the copy, and not for what the device was asked for after it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._copy
+
+
+# --- Validation ---
+
+ROWS_PER_CALL = 256
+# The rows of so many calls are on their way.
+AHEAD_CALLS = 8
+# Rows are prepared in parts that take about as long.
+SIGN_EVERY_S = 1.0
+
+
+class _Preparing:
+    """Prepares rows a few at a time, with a sign of life after each few; of quick ones it takes all at once.
+
+    Where Ray's tasks prepare training rows, one thread may need longer for a call's than a rank may stand still.
+    """
+
+    def __init__(self, preprocessing: Preprocessing, touched: Callable[[], None]) -> None:
+        self._preprocessing = preprocessing
+        self._touched = touched
+        self._rows_at_once = 1
+
+    def __call__(self, rows: Rows) -> Array:
+        """What `Preprocessing.for_device` makes of these rows."""
+        parts = []
+        begin, end = 0, len(rows.row_ids)
+        while begin < end:
+            few = min(end, begin + self._rows_at_once)
+            began = time.monotonic()
+            parts.append(self._preprocessing.for_device(rows.slice(begin, few)))
+            self._touched()
+            is_quick = time.monotonic() - began < SIGN_EVERY_S
+            self._rows_at_once = min(self._rows_at_once * 2, ROWS_PER_CALL) if is_quick else max(1, (few - begin) // 2)
+            begin = few
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def evaluate(
+    model: nn.Module,
+    loss: Loss,
+    metrics: Metrics,
+    cache: RowCache,
+    preprocessing: Preprocessing,
+    ranks: Ranks,
+    rows_per_call: int = ROWS_PER_CALL,
+    target_scaling: TargetScaling | None = None,
+) -> tuple[float, dict[str, float], int]:
+    """Mean loss, the metrics, and the number of rows, over the whole split on every rank. Augmentations do not act.
+    The loss is that of the scaled target, the metrics are in the target's own unit."""
+    sums = torch.zeros(2 + metrics.width, dtype=torch.float64)
+    model.eval()
+    numbers = metrics.task == REGRESSION
+    with torch.no_grad():
+        for inputs, labels, is_own in validation_batches(cache, preprocessing, ranks, rows_per_call, numbers=numbers):
+            outputs = model(inputs)
+            if is_own:
+                total = loss.total(outputs, scale_target(target_scaling, labels)).item()
+                values = undo_scaling(target_scaling, outputs)
+                sums += torch.cat(
+                    [torch.tensor([total, len(labels)], dtype=torch.float64), metrics.sums(values, labels).cpu()]
+                )
+    sums = ranks.add(sums).summed()
+    total, seen = sums[:2].tolist()
+    return total / seen, metrics.values(sums[2:]), int(seen)
+
+
+def validation_batches(
+    cache: RowCache, preprocessing: Preprocessing, ranks: Ranks, rows_per_call: int, *, numbers: bool
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
+    """A rank's share of a split: inputs (rows, *shape), labels (rows,) or of `numbers` (rows, K), on its device; and
+    whether they are its own. As many on every rank: calls of a sharded model are collective, so a rank that has run out
+    of rows keeps the others company with some that do not count."""
+    rows = sum(cache.row_groups)
+    # Stretches, not strides: a rank reads whole row groups.
+    first, end = (rows * part // ranks.world_size for part in (ranks.rank, ranks.rank + 1))
+    max_rows = math.ceil(rows / ranks.world_size)
+    calls = math.ceil(max_rows / rows_per_call)
+    prepare, on_device = _Preparing(preprocessing, cache.touched), DeviceTransform(preprocessing.device_steps)
+    for start in range(first, first + calls * rows_per_call, rows_per_call):
+        positions = np.arange(start, min(start + rows_per_call, end), dtype=np.int64)
+        cache.read_ahead(np.arange(start, min(start + AHEAD_CALLS * rows_per_call, end), dtype=np.int64))
+        batch = cache.rows(positions if len(positions) else np.asarray([max(0, min(start, rows) - 1)], np.int64))
+        labels = to_device(batch.labels, ranks.device)
+        if numbers:
+            labels = labels.reshape(len(labels), -1)
+        yield on_device(to_device(prepare(batch), ranks.device)), labels, len(positions) > 0
+
+
+# --- Trial step ---
+
+TRIAL_ROWS = 2
+
+
+class TrialStep:
+    """Of a job's own training step, with labels of 0. Try it on the weights that the seed draws, before others are
+    loaded: then every attempt finds the same, and adds gradients up in the same order."""
+
+    def __init__(
+        self,
+        spec: TrainingSpec,
+        shape: tuple[int, ...],
+        model: nn.Module,
+        step: TrainingStep,
+        loss: Loss,
+        device: torch.device,
+    ) -> None:
+        """`shape` is that of one row of the model's input."""
+        self._numbers = spec.task == REGRESSION
+        self._labels_shape = (TRIAL_ROWS, spec.model.num_classes) if self._numbers else (TRIAL_ROWS,)
+        self._shape = shape
+        self._device = device
+        self._model = model
+        self._step = step
+        self._loss = loss
+        self._works = False
+
+    def leaves_some_unused(self, ranks: Ranks, autocast: Callable[[], AbstractContextManager[object]]) -> bool:
+        """Whether it gives some parameter no gradient, on whichever rank; False where it cannot take such rows."""
+        unused = broken = 0
+        self._model.train()
+        try:
+            with thrown_away(self._model):
+                with autocast():
+                    loss, _ = self._step(self._model, *self._rows(), self._loss)
+                loss.backward()  # type: ignore[no-untyped-call]
+                unused = sum(one.requires_grad and one.grad is None for one in self._model.parameters())
+        except Exception as error:  # a step of a user's own, which need not take rows like these: all ranks hear of it
+            logger.info("the training step takes no %d rows of zeros: %s", TRIAL_ROWS, first_line(error))
+            broken = 1
+        all_unused, all_broken = ranks.add([float(unused), float(broken)]).result()
+        self._works = not all_broken
+        return self._works and all_unused > 0
+
+    def loss_of(self, model: nn.Module) -> Tensor:
+        """A scalar: of the step, where it works, so that a pass uses what a step does; else of the outputs alone."""
+        if self._works:
+            return self._step(model, *self._rows(), self._loss)[0]
+        total: Tensor = model(self._rows()[0]).sum()
+        return total
+
+    def _rows(self) -> tuple[Tensor, Tensor]:
+        kind = next(self._model.parameters()).dtype
+        inputs = torch.zeros((TRIAL_ROWS, *self._shape), dtype=kind, device=self._device)
+        labels_kind = kind if self._numbers else torch.int64
+        return inputs, torch.zeros(self._labels_shape, dtype=labels_kind, device=self._device)

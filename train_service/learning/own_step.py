@@ -17,20 +17,24 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.models.building import own_method
 from shared.transforms import TensorSpec
-from train_service.domain.schedule import learning_rate
-from train_service.domain.slices import loss_scale
-from train_service.domain.spec import FSDP, OWN, REGRESSION, TrainingSpec
-from train_service.learning.base_learner import BaseLearner, by_compiler, compile_failed
-from train_service.learning.evaluation import validation_batches
+from train_service.domain.order import loss_scale
+from train_service.domain.spec import FSDP, OWN, REGRESSION, TrainingSpec, learning_rate
+from train_service.learning.learner import (
+    BaseLearner,
+    StepPart,
+    by_compiler,
+    compile_failed,
+    diverged,
+    parts_of,
+    validation_batches,
+)
 from train_service.learning.optimizers import build_optimizer, build_scheduler
 from train_service.learning.ranks import Ranks, gradients_kept_local
-from train_service.learning.sharding import put_optimizer_state, whole_optimizer_state
-from train_service.learning.sharding_units import units_of
+from train_service.learning.sharding import put_optimizer_state, units_of, whole_optimizer_state
 from train_service.learning.step_module import EPOCH, STEP, ScheduledRate, StepModule, Trainer, measured_loss, number_of
-from train_service.learning.step_parts import StepPart, diverged, parts_of
 from train_service.loading.loader import Batch
 from train_service.loading.preprocessing import Preprocessing
-from train_service.loading.row_cache import RowCache
+from train_service.loading.rows import RowCache
 
 # Names that a training step may log; each costs two numbers in the sum over ranks that every step has.
 MAX_LOGGED = 64

@@ -2,6 +2,9 @@
 
 Which rows a batch holds is a pure function of (seed, epoch, step, rank, world size); nothing is kept that a resumed run
 would have to restore.
+
+`Windows` keeps one shuffle window of all lanes of a rank open, and reads the next. `Batches` puts a loader together
+from a specification.
 """
 
 from __future__ import annotations
@@ -10,20 +13,31 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from shared.dataset_version import DatasetVersion, VersionReader
+from shared.dataset_version.reader import Footers
 from shared.errors import InvalidArgument
+from shared.storage import ObjectStore
 from shared.transforms import RowKeys
-from train_service.domain.order import Ints, blocks_of
-from train_service.domain.slices import SlicePlan, rank_positions, step_bounds, steps_per_epoch
+from train_service.domain.order import (
+    Ints,
+    SlicePlan,
+    blocks_of,
+    epoch_order,
+    rank_positions,
+    step_bounds,
+    steps_per_epoch,
+)
+from train_service.domain.spec import TrainingSpec
 from train_service.loading.preprocessing import Preprocessing
-from train_service.loading.row_cache import RowCache
-from train_service.loading.rows import Array, Rows
-from train_service.loading.windows import Windows
+from train_service.loading.rows import Array, RowBuffers, RowCache, Rows
 from train_service.store_retry import waiting_for
+
+# --- Loader ---
 
 # Of large batches, and at most of small ones.
 BATCHES_AHEAD, SMALL_BATCHES_AHEAD = 4, 16
@@ -161,3 +175,121 @@ class Loader:
             yield from map(made, parts)
         else:
             yield from np.split(whole, np.cumsum([len(part.row_ids) for part in parts])[:-1])
+
+
+# --- Windows ---
+
+
+class Windows:
+    """Positions only ever grow within an epoch, so the lanes of a rank go from window to window together."""
+
+    def __init__(self, cache: RowCache, blocks: Ints, plan: SlicePlan, epoch: int, *, read_ahead: bool = True) -> None:
+        """`read_ahead`: whoever opens a window will want the next one too."""
+        self._cache = cache
+        self._read_ahead = read_ahead
+        self._plan = plan
+        self._order = epoch_order(blocks, plan.lanes, plan.seed, epoch, plan.window_rows)
+        self._lanes = range(plan.rank, plan.lanes, plan.world_size)
+        self._number = -1
+        # The window whose rows were worked out last, and these.
+        self._stretches: tuple[int, Ints] = (-1, np.empty(0, np.int64))
+        # Of the open window: the rows, lane after lane; the positions that the rank computes; the row of each of these.
+        self._rows: Rows | None = None
+        self._buffers: RowBuffers = {}
+        self._positions = np.empty(0, np.int64)
+        self._places = np.empty(0, np.int64)
+
+    def rows(self, begin: int, end: int) -> Rows:
+        """Of the positions [begin, end) of the epoch, the rows that the rank computes."""
+        span = self._plan.lanes * self._order.window_rows
+        parts = []
+        for number in range(begin // span, -(-end // span)):
+            opened = self._open(number)
+            first, last = np.searchsorted(self._positions, (begin, end)).tolist()
+            parts.append(opened.take(self._places[first:last]))
+        return Rows.joined(parts)
+
+    def _open(self, number: int) -> Rows:
+        if self._rows is None or number != self._number:
+            self._rows = None  # before the next is made, where they lie
+            stretches = self._rows_of(number)
+            if self._read_ahead:
+                self._cache.read_ahead(stretches)
+                self._cache.read_ahead(self._rows_of(number + 1))
+            self._shuffle(number)
+            self._rows = self._cache.rows(stretches, self._buffers)
+            self._number = number
+        return self._rows
+
+    def _rows_of(self, number: int) -> Ints:
+        """The rows of a window, lane after lane, before they are shuffled."""
+        if self._stretches[0] != number:
+            self._stretches = number, np.concatenate([self._order.stretch(lane, number) for lane in self._lanes])
+        return self._stretches[1]
+
+    def _shuffle(self, number: int) -> None:
+        plan, order = self._plan, self._order
+        span = plan.lanes * order.window_rows
+        end = min((number + 1) * span, order.row_count)
+        self._positions = rank_positions(number * span, end, plan.lanes, plan.rank, plan.world_size)
+        self._places = np.empty_like(self._positions)
+        base = 0
+        # Positions are dealt out to lanes like cards.
+        for place, lane in enumerate(self._lanes):
+            shuffle = order.shuffle(lane, number)
+            self._places[place :: len(self._lanes)] = base + shuffle
+            base += len(shuffle)
+
+
+# --- Parts of a loader ---
+
+# Of large rows it must hold the row group that each lane of a rank is in, and the next: 24 of 20 MiB, twice.
+CACHE_BYTES = 1024 * 1024 * 1024
+# Each lane is in a file of its own: were there no room for all their footers, every window would parse them anew. Those
+# of 24 lanes take 640 MiB where rows have a hundred columns of doubles, and 20 MiB where they are small images.
+FOOTER_BYTES = 768 * 1024 * 1024
+
+
+class Batches:
+    """The rows of a run's version, as one of its ranks reads them."""
+
+    def __init__(self, store: ObjectStore, version: DatasetVersion, spec: TrainingSpec) -> None:
+        """Raises `InvalidArgument` where the transform does not fit the version."""
+        self.preprocessing = Preprocessing(spec, version.columns)
+        self._spec = spec
+        self._store = store
+        self._version = version
+
+    def labels(self, touched: Callable[[], None] = lambda: None) -> RowCache:
+        """The labels of the train split, without any other column."""
+        return self.cache(self._spec.train_split, touched, columns=[])
+
+    def cache(
+        self, split: str, touched: Callable[[], None] = lambda: None, *, columns: Sequence[str] | None = None
+    ) -> RowCache:
+        """`touched` is called whenever rows are asked for; `columns` are those that the transform reads."""
+        spec, columns = self._spec, self.preprocessing.columns if columns is None else columns
+        reader = VersionReader(self._store, self._version, Footers(FOOTER_BYTES))
+        cache = RowCache(
+            reader,
+            split,
+            columns,
+            spec.label_column,
+            spec.model.num_classes,
+            CACHE_BYTES,
+            spec.task,
+            allow_non_finite=spec.allow_non_finite,
+        )
+        cache.touched = touched
+        return cache
+
+    def plan(self, rank: int, world_size: int) -> SlicePlan:
+        spec = self._spec
+        return SlicePlan(spec.seed, spec.lanes, spec.global_batch_size, spec.epochs, rank, world_size, spec.window_rows)
+
+    def loader(
+        self, rank: int, world_size: int, touched: Callable[[], None] = lambda: None, *, for_device: bool = False
+    ) -> Loader:
+        """Of the train split, read by threads of this process."""
+        cache = self.cache(self._spec.train_split, touched)
+        return Loader(cache, self.preprocessing, self.plan(rank, world_size), for_device=for_device)

@@ -37,12 +37,10 @@ from shared.errors import DataLoss, Internal, InvalidArgument, MillraceError, er
 from shared.log import StaleAttempt
 from shared.storage import ObjectStore
 from train_service.checkpoints.snapshots import retain
-from train_service.domain.shard_checks import check_shards
-from train_service.domain.shard_positions import merge_reports, shard_identity
+from train_service.domain.shard_positions import check_shards, merge_reports, shard_identity
 from train_service.domain.spec import KEEP, REPLAY, Program, TrainingSpec
-from train_service.records.events import EventKind
 from train_service.records.metrics_log import MetricsLog
-from train_service.records.reporting import CANCEL, GO_ON, REPORT_INTERVAL_S, STALE
+from train_service.records.reporting import CANCEL, GO_ON, REPORT_INTERVAL_S, STALE, EventKind
 from train_service.store_retry import retry_on_outage
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""All uses of Ray's private parts by a program's worker, in one place.
+"""All uses of Ray's private parts by a program's worker and its shards, in one place.
 
 Every `ray.train.*` call of a training function goes through one object of the process, a `TrainFnUtils`, which Ray's
 own comment names as the place to change what these calls do. Ours answers `report`, `get_checkpoint` and
@@ -17,6 +17,9 @@ What a new release of Ray may break, and how it would be noticed:
 - Ray's controller needs its own actor for more than `get_all_reported_checkpoints`: a script's workers do not start.
 - `ASHAScheduler` renames what it keeps: a script's Tuner is refused with an `AttributeError`
   (`tests/unit/train_service/program/test_tuning.py`).
+- `DataIterator._iter_batches`, which every public way to iterate calls, gets other arguments: a shard's first batch
+  raises `TypeError`. `prepare_trainer` of Hugging Face asks for another type than `_IterableFromIterator`
+  (`tests/unit/train_service/program/test_shards.py`).
 - The frames below Ray's `ThreadRunner` change: only the texts of stacks do.
 """
 
@@ -34,6 +37,9 @@ import pyarrow.fs
 import ray
 import ray.train
 import torch
+from ray.data._internal.block_batching.interfaces import FinalizedData
+from ray.data.block import _apply_batch_format
+from ray.data.iterator import _IterableFromIterator
 from ray.runtime_context import RuntimeContext
 from ray.train import Checkpoint
 from ray.train.v2._internal.data_integration.interfaces import DatasetShardMetadata
@@ -49,10 +55,12 @@ from ray.train.v2.api.preemption import PreemptionInfo
 from ray.train.v2.api.report_config import CheckpointUploadMode
 
 from shared.errors import FailedPrecondition, InvalidArgument
-from train_service.domain.sizing import ACCELERATOR
+from train_service.domain.capacity import ACCELERATOR
+from train_service.program.attempt_folder import NodeCopies
 from train_service.program.rank_reports import NO_UPLOAD, RankReports
-from train_service.program.restoring import NodeCopies
 from train_service.records.reporting import PREEMPT
+
+# --- Ray Train ---
 
 logger = logging.getLogger(__name__)
 
@@ -350,3 +358,23 @@ def _no_shutdown(*_: Any, **__: Any) -> None:
     raise FailedPrecondition(
         "ray.shutdown() in a training function would end its worker; leave it out", reason="RAY_SHUTDOWN"
     )
+
+
+# --- Ray Data ---
+
+IterableFromIterator = _IterableFromIterator
+
+
+def default_format(batch_format: str | None) -> str | None:
+    """`numpy` for `default`; raises `ValueError` for a format that Ray does not know."""
+    found: str | None = _apply_batch_format(batch_format)
+    return found
+
+
+def unwrap_finalized(batch: Any) -> Any:
+    """The batch that a finalizing function of Ray's gives, whose transfer to the device has ended."""
+    if not isinstance(batch, FinalizedData):
+        return batch
+    if batch.on_consume is not None:
+        batch.on_consume()
+    return batch.data

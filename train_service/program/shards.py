@@ -26,8 +26,8 @@ from shared.dataset_version.reader import Footers
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.storage import ObjectStore
 from train_service.domain.order import EpochOrder, Ints, blocks_of, epoch_order
-from train_service.domain.shard_checks import MAX_EPOCHS
 from train_service.domain.shard_positions import (
+    MAX_EPOCHS,
     Pass,
     Place,
     Span,
@@ -37,11 +37,10 @@ from train_service.domain.shard_positions import (
     shard_identity,
 )
 from train_service.domain.spec import CONTINUE, KEEP, TrainingSpec
-from train_service.loading.batches import CACHE_BYTES, FOOTER_BYTES
-from train_service.loading.row_cache import RowCache
-from train_service.loading.rows import RowBuffers, Rows
+from train_service.loading.loader import CACHE_BYTES, FOOTER_BYTES
+from train_service.loading.rows import RowBuffers, RowCache, Rows
 from train_service.program.rank_store import RankStore, StoredVersions, Versions
-from train_service.program.ray_data_hooks import IterableFromIterator, default_format, unwrap_finalized
+from train_service.program.ray_hooks import IterableFromIterator, default_format, unwrap_finalized
 from train_service.store_retry import retry_on_outage, waiting_for
 
 logger = logging.getLogger(__name__)

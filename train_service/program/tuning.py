@@ -1,6 +1,7 @@
 """Ray Tune's `Tuner` in a script, as a sweep: its space and configuration in plain values, and its results.
 
-What a sweep cannot do is refused where the script says it, by file and line.
+What a sweep cannot do is refused where the script says it, by file and line. What a trainer's `fit()` returns is Ray's
+own `Result`, whose checkpoints are those of the job's registry.
 """
 
 from __future__ import annotations
@@ -10,13 +11,17 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import pandas as pd  # type: ignore[import-untyped]
+import pyarrow.fs
 from ray.air.result import Result
+from ray.train import Checkpoint
+from ray.train import Result as TrainResult
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
 from shared.errors import Internal, InvalidArgument
-from train_service.domain.search_space import CHOICE, GRID, INTEGERS, LOG_UNIFORM, UNIFORM
+from train_service.domain.sweep import CHOICE, GRID, INTEGERS, LOG_UNIFORM, UNIFORM
 from train_service.program.ray_hooks import asha_facts
-from train_service.program.script_result import RegistryCheckpoint
+
+# --- Tuner ---
 
 LOOP_CONFIG = "train_loop_config"
 GRID_SEARCH = "grid_search"
@@ -238,6 +243,54 @@ def _result(trial: Mapping[str, Any], fetch: Callable[[str], str]) -> Result:
         checkpoint=pairs[-1][0] if pairs else None,
         error=Internal(trial["error"]) if trial["error"] else None,
         path=trial["name"],
+        metrics_dataframe=pd.DataFrame([metrics for _, metrics in pairs]) if pairs else None,
+        best_checkpoints=pairs,
+    )
+
+
+# --- Result of a run ---
+
+
+class RegistryCheckpoint(Checkpoint):
+    """A checkpoint of the job, `trainingJobs/{j}/checkpoints/{c}`. Its files come to this node when they are first
+    asked for, verified and read-only; they go when the attempt ends. Pickled, it is that folder: for tasks and actors
+    on the same node."""
+
+    def __init__(self, name: str, fetch: Callable[[str], str]) -> None:
+        """`fetch` gives the folder of a checkpoint of that name."""
+        self.name = name
+        self._fetch = fetch
+        self._folder = ""
+        self.filesystem = pyarrow.fs.LocalFileSystem()
+
+    @property
+    def path(self) -> str:  # type: ignore[override]
+        self._folder = self._folder or self._fetch(self.name)
+        return self._folder
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({self.name})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RegistryCheckpoint) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Checkpoint, (self.path, self.filesystem)
+
+
+def result_of(described: Mapping[str, Any], fetch: Callable[[str], str]) -> TrainResult:
+    """`described` is the attempt's answer: `path`, `metrics` of the newest report, and `checkpoints`, oldest first, of
+    which each has `name` and `metrics`. As with Ray the data frame has a row for each checkpoint, and both are None
+    where nothing was reported."""
+    pairs = [(RegistryCheckpoint(one["name"], fetch), dict(one["metrics"])) for one in described["checkpoints"]]
+    return TrainResult(
+        metrics=dict(described["metrics"]) or None,
+        checkpoint=pairs[-1][0] if pairs else None,
+        error=None,
+        path=described["path"],
         metrics_dataframe=pd.DataFrame([metrics for _, metrics in pairs]) if pairs else None,
         best_checkpoints=pairs,
     )

@@ -31,7 +31,7 @@ from shared.log import StaleAttempt
 from shared.telemetry import configure_logging, identity
 from train_service.domain.spec import Program, TrainingSpec
 from train_service.domain.watchdog import Phase
-from train_service.program.attempt_folder import AttemptFolder
+from train_service.program.attempt_folder import AttemptFolder, NodeCopies
 from train_service.program.hugging_face_hooks import install_hugging_face
 from train_service.program.process import (
     OptimizerSteps,
@@ -44,12 +44,10 @@ from train_service.program.process import (
 from train_service.program.rank_reports import Begin, ProgramStopped, RankReports
 from train_service.program.rank_store import RankStore, Versions, open_rank_store
 from train_service.program.ray_hooks import LocalProgramTrainFnUtils, LocalRank, ProgramTrainFnUtils, install
-from train_service.program.restoring import NodeCopies
 from train_service.records.logs import LogShipper
 from train_service.store_retry import retry_on_outage
-from train_service.worker.heartbeat import HeartbeatSender
+from train_service.worker.heartbeat import HeartbeatSender, lost_others
 from train_service.worker.memory_watch import MemoryLimit, MemoryWatch, NodeMemory
-from train_service.worker.raised import lost_others
 
 if TYPE_CHECKING:
     from train_service.program.shards import ProgramShards

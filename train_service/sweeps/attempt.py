@@ -22,7 +22,7 @@ from shared.log import StaleAttempt
 from train_service.domain.sweep import SweepSpec
 from train_service.store_retry import retry_on_outage
 from train_service.sweeps.follower import EPOCHS, TRIAL, VALUE, Followed, follow
-from train_service.sweeps.trials import Trials, best_of
+from train_service.sweeps.sweeps import Trials, best_of
 
 logger = logging.getLogger(__name__)
 

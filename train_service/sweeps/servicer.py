@@ -21,11 +21,20 @@ from shared.jobs import JobRecord, JobState
 from shared.requests import body_digest
 from train_service.converters.jobs import etag, set_values, timestamp
 from train_service.converters.specs import maximizes, spec_from_proto, spec_to_proto, whole
-from train_service.domain.search_space import CHOICE, GRID, INTEGERS, LISTED, LOG_UNIFORM, UNIFORM, Domain
 from train_service.domain.spec import TrainingSpec
-from train_service.domain.sweep import Asha, SweepSpec, renamed
-from train_service.sweeps.sweeps import Sweeps, SweepView
-from train_service.sweeps.trials import Trial
+from train_service.domain.sweep import (
+    CHOICE,
+    GRID,
+    INTEGERS,
+    LISTED,
+    LOG_UNIFORM,
+    UNIFORM,
+    Asha,
+    Domain,
+    SweepSpec,
+    renamed,
+)
+from train_service.sweeps.sweeps import Sweeps, SweepView, Trial
 
 # --- Servicer ---
 

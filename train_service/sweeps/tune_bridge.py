@@ -13,7 +13,7 @@ from shared.errors import Unavailable
 from shared.jobs import AttemptContext
 from train_service.store_retry import retry_on_outage
 from train_service.sweeps.follower import EPOCHS, TRIAL
-from train_service.sweeps.trials import Trials
+from train_service.sweeps.sweeps import Trials
 
 logger = logging.getLogger(__name__)
 

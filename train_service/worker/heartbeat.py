@@ -1,7 +1,8 @@
-"""A rank's sign of life: a thread tells the attempt once a second where the rank is, and takes its wishes.
+"""What a rank tells its attempt: that it lives, and what its training raised.
 
-Over a plain connection of JSON lines: an actor of Ray's for it would be one more process to start with each attempt. A
-rank whose interpreter is held leaves its stacks in a file, by a thread that needs no interpreter.
+A thread tells the attempt once a second where the rank is, and takes its requests, over a plain connection of JSON
+lines: an actor of Ray's for it would be one more process to start with each attempt. A rank whose interpreter is held
+leaves its stacks in a file, by a thread that needs no interpreter.
 """
 
 from __future__ import annotations
@@ -16,12 +17,18 @@ import socket
 import tempfile
 import threading
 import time
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from train_service.domain.watchdog import Phase
+from shared.code_loading import line_in_code
+from shared.errors import Internal, MillraceError, first_line
+from shared.log import StaleAttempt
+from train_service.domain.watchdog import WAITING_FRAMES, Phase
 from train_service.store_retry import waits_for_store
+
+# --- Heartbeat ---
 
 logger = logging.getLogger(__name__)
 
@@ -217,3 +224,37 @@ class HeartbeatSender:
 
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:
     connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+# --- What training raised ---
+
+# What backends say to a rank whose peer is gone. Its own end says nothing new.
+OF_A_LOST_PEER = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "broken pipe", "tcpstore")
+
+
+def as_reported(error: Exception, rank: int, step: int) -> Exception:
+    """`error` as one of ours that names its type, the first line of its message, the rank, how many steps were done,
+    and the line of a user's own code. Itself where it is one of ours already, or where the rank only lost others that
+    it waited for.
+
+    It counts as a failure, and another attempt is made: what raised once may not again.
+    """
+    if isinstance(error, (MillraceError, StaleAttempt)) or lost_others(error):
+        return error
+    kind, line = type(error).__name__, line_in_code(error)
+    at = f" at {line}" if line else ""
+    return Internal(
+        f"{kind} on rank {rank} at step {step}{at}: {first_line(error)}",
+        reason="WORKER_RAISED",
+        metadata={"ranks": str(rank), "step": str(step), "exception": kind, **({"line": line} if line else {})},
+    )
+
+
+def lost_others(error: Exception) -> bool:
+    """Whether it comes from a call in which ranks wait for one another."""
+    if not isinstance(error, RuntimeError):
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    last = f"{frames[-1].filename} {frames[-1].name}" if frames else ""
+    waited = any(frame in last for frame in WAITING_FRAMES if frame != "_engine_run_backward")
+    return waited or any(text in str(error).lower() for text in OF_A_LOST_PEER)

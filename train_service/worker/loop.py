@@ -1,45 +1,59 @@
-"""The training loop of one rank, whoever started the rank: Ray Train, an attempt in local mode, or torchrun."""
+"""The training loop of one rank, whoever started the rank: Ray Train, an attempt in local mode, or torchrun.
+
+`Run` is the loop. Below it: what the ranks tell each other of a step, in the one sum over ranks that each step has
+anyway; the metrics and the progress that people watch; the scaling of a regression's target.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
+import math
 import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
 from shared.code_loading import load_code
 from shared.dataset_version import load_version
 from shared.dataset_version.version import ingested_nan_counts
 from shared.errors import DataLoss, FailedPrecondition
-from shared.model_spec import STANDARD
+from shared.model_spec import STANDARD, TargetScaling
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
-from shared.telemetry import identity
+from shared.telemetry import configure_logging, identity
 from train_service.checkpoints.saving import Checkpointing, History, Lineage
 from train_service.domain.spec import FLOAT16, RAY_DATA, TrainingSpec
 from train_service.domain.watchdog import Phase
-from train_service.learning.base_learner import BaseLearner
-from train_service.learning.device_batches import DeviceBatches
-from train_service.learning.device_settings import set_up_device
-from train_service.learning.device_transform import DeviceTransform
-from train_service.learning.learner import Learner
+from train_service.learning.device import DeviceBatches, DeviceTransform, set_up_device
+from train_service.learning.learner import BaseLearner, Learner
 from train_service.learning.own_step import OwnStepLearner
-from train_service.learning.ranks import Ranks
-from train_service.learning.target import fit_target_scaling
-from train_service.loading.batches import Batches
-from train_service.loading.loader import Batch, Loader
-from train_service.records.events import EventKind
+from train_service.learning.ranks import PendingSum, Ranks
+from train_service.loading.loader import Batch, Batches, Loader
+from train_service.loading.rows import RowCache
 from train_service.records.logs import LogShipper
 from train_service.records.metrics_log import MetricsLog
-from train_service.records.reporting import CANCEL, GO_ON, PAUSES, PREEMPT, RESIZE, STALE, SUSPEND, Reporter
+from train_service.records.reporting import (
+    CANCEL,
+    GO_ON,
+    PAUSES,
+    PREEMPT,
+    REPORT_INTERVAL_S,
+    RESIZE,
+    STALE,
+    SUSPEND,
+    EventKind,
+    Reporter,
+)
 from train_service.store_retry import retry_on_outage
-from train_service.worker.gpu import GpuMeter
-from train_service.worker.heartbeat import HeartbeatSender
-from train_service.worker.progress import ProgressMeter, StepTaken
-from train_service.worker.raised import as_reported
-from train_service.worker.step_report import PendingReport
+from train_service.worker.heartbeat import HeartbeatSender, as_reported
+
+# --- The loop ---
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +80,7 @@ class LoopConfig:
 
 def train_loop(config: LoopConfig, ranks: Ranks, node_id: str = "") -> None:
     """All that one rank does. Returns when the run is done, or when it was asked to end; the job's log says which.
-    Raises `Internal` for what the training raised, see `raised`.
+    Raises `Internal` for what the training raised, see `as_reported`.
 
     `node_id` is Ray's, empty where there is none.
     """
@@ -299,3 +313,243 @@ class Run:
 def run_name(config: LoopConfig, rank: int) -> str:
     """By which Ray can be asked for the tasks that prepare rows for that rank."""
     return f"{config.job_name.rpartition('/')[2]}-attempt-{config.attempt:05d}-rank-{rank}"
+
+
+# --- What the ranks say of a step ---
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The same on every rank, so all of them do the same upon it."""
+
+    # As `Learner.step` gives them, of all ranks together.
+    sums: list[float]
+    # What rank 0 asked for: see `CheckpointClock.ask`, and `Reporter.stop_reason`.
+    checkpoint_requested: float
+    stop_reason: int
+    # Seconds; of the rank that waited the longest for its rows, and so of all, for they wait for it in their sums.
+    data_wait_s: float
+
+
+class PendingReport:
+    """A step's report that is under way."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        sums: Sequence[float],
+        data_wait_s: float,
+        *,
+        checkpoint_requested: float = 0.0,
+        stop_reason: int = 0,
+    ) -> None:
+        """Starts adding it up; all ranks do so after the same step. The wishes are rank 0's."""
+        self._world_size = ranks.world_size
+        # A place for each rank's wait, so that the sum has them all.
+        waits = [0.0] * ranks.world_size
+        waits[ranks.rank] = data_wait_s
+        self._pending: PendingSum = ranks.add([checkpoint_requested, float(stop_reason), *waits, *sums])
+
+    def result(self) -> StepReport:
+        """Waits for it; asked again, it is the same."""
+        request, stop, *rest = self._pending.result()
+        waits, sums = rest[: self._world_size], rest[self._world_size :]
+        return StepReport(sums, request, int(stop), max(waits))
+
+
+# --- Metrics and progress ---
+
+# Sums over steps, as `Learner.step` gives them, → the values of their metrics by name.
+Describe = Callable[[Sequence[float]], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class StepTaken:
+    """One step of this rank. `step` is the number done, over all epochs."""
+
+    step: int
+    epoch: int
+    learning_rate: float
+    # Seconds that rank 0, which copies checkpoints, made all ranks wait.
+    checkpoint_stall_s: float
+    # Other values to keep of it, by name.
+    others: dict[str, float]
+    # Of the run so far, by the loss scaler; None where there is none.
+    skipped_steps: int | None = None
+
+
+class ProgressMeter:
+    """Keeps the metrics of every step and reports about once a second. On other ranks than 0 it does nothing."""
+
+    def __init__(self, reporter: Reporter | None, log: MetricsLog | None, describe: Describe, total_steps: int) -> None:
+        self._reporter = reporter
+        self._log = log
+        self._describe = describe
+        self._total_steps = total_steps
+        # Computed, their reports still under way; and how long each took.
+        self._taken: deque[tuple[StepTaken, float]] = deque()
+        self._sums: list[float] = []
+        self._data_wait_s = self._checkpoint_stall_s = 0.0
+        self._steps = 0
+        self._started = self._reported = self._done = time.monotonic()
+
+    def done(self, taken: StepTaken) -> None:
+        """Notes that a step was computed; its report comes with a later `add`, in the same order."""
+        seconds, self._done = time.monotonic() - self._done, time.monotonic()
+        if self._reporter:
+            self._taken.append((taken, seconds))
+
+    def add(self, report: StepReport) -> None:
+        """Takes the report of the oldest step whose own has not come; nothing where all have."""
+        if not self._reporter or not self._taken:
+            return
+        taken, seconds = self._taken.popleft()
+        now = time.monotonic()
+        self._keep(taken, report, seconds)
+        self._sums = [one + new for one, new in zip(self._sums or [0.0] * len(report.sums), report.sums, strict=True)]
+        self._data_wait_s += report.data_wait_s
+        self._checkpoint_stall_s += taken.checkpoint_stall_s
+        self._steps += 1
+        if now - self._reported >= REPORT_INTERVAL_S or taken.step == self._total_steps:
+            self._tell(self._reporter, taken, now)
+
+    def _keep(self, taken: StepTaken, report: StepReport, seconds: float) -> None:
+        if self._log is not None:
+            values = {
+                **self._describe(report.sums),
+                "learning_rate": taken.learning_rate,
+                "rows_per_second": report.sums[1] / max(seconds, 1e-9),
+                "data_wait_s": report.data_wait_s,
+                "checkpoint_stall_s": taken.checkpoint_stall_s,
+                **({} if taken.skipped_steps is None else {"skipped_steps": float(taken.skipped_steps)}),
+                **taken.others,
+            }
+            self._log.add(taken.step, taken.epoch, {name: one for name, one in values.items() if math.isfinite(one)})
+
+    def _tell(self, reporter: Reporter, taken: StepTaken, now: float) -> None:
+        seconds = max(now - self._reported, 1e-9)
+        values = self._describe(self._sums)
+        others = {name: one for name, one in values.items() if name not in ("loss", "accuracy") and math.isfinite(one)}
+        reporter.tell(
+            EventKind.PROGRESS,
+            step=taken.step,
+            total_steps=self._total_steps,
+            epoch=taken.epoch,
+            loss=values["loss"],
+            accuracy=values.get("accuracy", 0.0),
+            rows_per_second=self._sums[1] / seconds,
+            seconds_left=(now - self._started) / self._steps * (self._total_steps - taken.step),
+            data_wait_share=min(1.0, self._data_wait_s / seconds),
+            checkpoint_stall_share=min(1.0, self._checkpoint_stall_s / seconds),
+            metrics=others,
+            skipped_steps=taken.skipped_steps or 0,
+        )
+        self._sums = []
+        self._data_wait_s = self._checkpoint_stall_s = 0.0
+        self._reported = now
+
+
+# --- Use of the GPU ---
+
+# NVML averages over about as long.
+UTILIZATION_EVERY_S = 1.0
+
+Read = Callable[[torch.device], float]
+
+
+class GpuMeter:
+    """`memory` gives the most bytes that tensors had so far, `utilization` the per cent of time in which the GPU was at
+    work; None where it cannot be read."""
+
+    def __init__(self, device: torch.device, memory: Read | None = None, utilization: Read | None = None) -> None:
+        self._device = device
+        self._memory = memory or torch.cuda.max_memory_allocated
+        self._utilization = utilization or _nvml()
+        self._share: float | None = None
+        self._read_at = 0.0
+
+    def values(self) -> dict[str, float]:
+        """`gpu_memory_bytes`, and `gpu_utilization`, 0..1, where NVML is there; nothing of a CPU."""
+        if self._device.type != "cuda":
+            return {}
+        values = {"gpu_memory_bytes": float(self._memory(self._device))}
+        if self._utilization is not None:
+            now = time.monotonic()
+            if not self._read_at or now - self._read_at >= UTILIZATION_EVERY_S:
+                self._share, self._read_at = self._read(self._utilization), now
+            if self._share is not None:
+                values["gpu_utilization"] = self._share
+        return values
+
+    def _read(self, utilization: Read) -> float | None:
+        """None where NVML does not tell, as of a part of a GPU: a run does not end for that."""
+        try:
+            return utilization(self._device) / 100.0
+        except Exception as error:
+            logger.warning("the utilization of %s cannot be read and is left out: %s", self._device, error)
+            self._utilization = None
+            return None
+
+
+def _nvml() -> Read | None:
+    """torch asks NVML through the package nvidia-ml-py, which the extra `gpu` brings."""
+    return torch.cuda.utilization if importlib.util.find_spec("pynvml") else None
+
+
+# --- Scaling of the target ---
+
+ROWS_PER_READ = 65_536
+# The rows of so many reads are on their way.
+AHEAD_READS = 4
+# A deviation below this share of the mean is rounding: labels are float32, whose neighbours differ by a ten-millionth.
+ROUNDING = 1e-9
+
+
+def fit_target_scaling(labels: RowCache, outputs: int, ranks: Ranks) -> TargetScaling:
+    """Of the population, in float64, a number for each of the model's `outputs`. Each rank reads its share of the rows,
+    and all get the same; the last bits hang on the number of ranks. NaN and infinities, where the job allows them,
+    count for nothing; an output that has no other labels stays as it is.
+
+    Raises `InvalidArgument` naming the row for a label that is missing or, unless such are allowed, not finite.
+    """
+    rows = sum(labels.row_groups)
+    first, end = (rows * part // ranks.world_size for part in (ranks.rank, ranks.rank + 1))
+    count, mean, squares = np.zeros(outputs), np.zeros(outputs), np.zeros(outputs)
+    for begin in range(first, end, ROWS_PER_READ):
+        labels.read_ahead(np.arange(begin, min(begin + AHEAD_READS * ROWS_PER_READ, end), dtype=np.int64))
+        read = labels.rows(np.arange(begin, min(begin + ROWS_PER_READ, end), dtype=np.int64)).labels
+        # (rows, K), merged into what was read before (Chan, Golub and LeVeque 1979): stable for any mean.
+        values = read.reshape(len(read), -1).astype(np.float64)
+        finite = np.isfinite(values)
+        own_count = finite.sum(0)
+        own_mean = np.where(finite, values, 0.0).sum(0) / np.maximum(own_count, 1)
+        apart = own_mean - mean
+        both = count + own_count
+        share = own_count / np.maximum(both, 1)
+        squares = squares + (np.where(finite, values - own_mean, 0.0) ** 2).sum(0) + apart**2 * count * share
+        mean = mean + apart * share
+        count = both
+    counts, sums = np.asarray(ranks.add([*count, *(mean * count)]).result()).reshape(2, outputs)
+    counts = np.maximum(counts, 1)
+    whole_mean = sums / counts
+    whole_squares = np.asarray(ranks.add([*(squares + count * (mean - whole_mean) ** 2)]).result())
+    deviation = np.sqrt(whole_squares / counts)
+    deviation = np.where(deviation > ROUNDING * np.abs(whole_mean), deviation, 1.0)
+    return TargetScaling(mean=tuple(whole_mean.tolist()), deviation=tuple(deviation.tolist()))
+
+
+# --- Entry of a worker of Ray Train ---
+
+
+def work(config: dict[str, Any]) -> None:
+    """`config["loop"]` is the attempt's `LoopConfig`."""
+    # A run without Ray imports this module, too.
+    import ray
+    import ray.train
+    import ray.train.torch
+
+    loop: LoopConfig = config["loop"]
+    context = ray.train.get_context()
+    configure_logging("train-worker", "INFO")
+    ranks = Ranks(context.get_world_rank(), context.get_world_size(), ray.train.torch.get_device())
+    train_loop(loop, ranks, ray.get_runtime_context().get_node_id())

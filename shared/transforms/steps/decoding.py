@@ -17,11 +17,12 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from millrace.common.v1 import transform_pb2
 from shared.errors import first_line
-from shared.image_formats import FORMATS
 from shared.transforms.batch import Array, Column, RaggedImages, StepKeys
 from shared.transforms.schema import ColumnType, RowProblem, ScalarType, Schema, StepError, TensorType
 from shared.transforms.steps.step import ColumnStep, Step, scalar
 
+# Encoded images that are read: Pillow knows more formats, and one of them, EPS, runs Ghostscript.
+FORMATS = ("JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP")
 # As many or more are refused before any is decoded: a few bytes may claim far more memory than there is.
 PIXEL_LIMIT = 100_000_000
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.checkpoint import node_copy as copies
-from shared.checkpoint.node_copy import node_copy
+from shared.checkpoint import files as copies
+from shared.checkpoint.files import node_copy
 from shared.errors import DataLoss
 from shared.storage import ObjectStore
 from tests.support.checkpoint_exports import PROGRAM_FILES, commit_model, commit_program
@@ -83,7 +83,7 @@ def test_copies_that_no_process_uses_go_and_others_stay(store: ObjectStore, root
     # Asked by a process of its own: this one holds the first copy.
     script = (
         "import sys, pathlib; from shared.settings import StoreSettings; from shared.storage import open_store\n"
-        "from shared.checkpoint.node_copy import node_copy\n"
+        "from shared.checkpoint.files import node_copy\n"
         "import json; store = open_store(StoreSettings(**json.loads(sys.argv[1])))\n"
         "print(node_copy(store, sys.argv[2], sys.argv[3], pathlib.Path(sys.argv[4])))"
     )

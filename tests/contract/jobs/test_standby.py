@@ -50,7 +50,7 @@ TAKES_WHAT_IT_KILLS = """
 import os, signal, sys
 import ray
 from shared.jobs.actor import NAMESPACE
-from shared.jobs.standby import Standby
+from shared.jobs.actor import Standby
 
 ray.init(address=sys.argv[1], namespace=NAMESPACE, log_to_driver=False)
 standby = Standby("toy", "tests.support.toy_jobs:prepare")

@@ -24,13 +24,13 @@ from shared.storage import ObjectStore, open_store
 from tests.support.process_states import stop_process
 from tests.support.ray_head import RayHead
 from tests.support.versions import commit_version, striped_digits
-from train_service.domain.slices import SlicePlan
+from train_service.domain.order import SlicePlan
 from train_service.domain.spec import TrainingSpec
-from train_service.loading import preparation
+from train_service.loading import cluster_loader
 from train_service.loading.cluster_loader import ClusterLoader
 from train_service.loading.loader import Batch, Loader
 from train_service.loading.preprocessing import Preprocessing
-from train_service.loading.row_cache import RowCache
+from train_service.loading.rows import RowCache
 
 VERSION = "datasets/digits/versions/v1"
 ROWS = 3000
@@ -97,7 +97,7 @@ def test_a_task_that_stands_still_on_the_last_free_cpu_is_told_as_a_fault(
     store: ObjectStore, train_ray: RayHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not as a want of room: that ends no run, however often it comes."""
-    monkeypatch.setattr(preparation, "NEXT_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(cluster_loader, "NEXT_TIMEOUT_S", 5.0)
     monkeypatch.setattr(dataset_stream, "TASKS_END_TIMEOUT_S", 1.0)
     others = placement_group([{"CPU": 1}] * 3)
     assert others.wait(60)

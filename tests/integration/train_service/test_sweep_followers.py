@@ -20,12 +20,11 @@ from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.support.ray_head import RayHead
 from tests.support.training import VERSION, commit_digits
-from train_service.domain.search_space import GRID, Domain
 from train_service.domain.spec import TrainingSpec
-from train_service.domain.sweep import SweepSpec
-from train_service.records.events import EventKind, EventLog
+from train_service.domain.sweep import GRID, Domain, SweepSpec
+from train_service.records.reporting import EventKind, EventLog
 from train_service.sweeps import attempt
-from train_service.sweeps.trials import SWEEP_KIND, Trials
+from train_service.sweeps.sweeps import SWEEP_KIND, Trials
 
 NAME = "sweeps/s"
 SPEC = SweepSpec(

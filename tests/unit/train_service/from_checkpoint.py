@@ -22,7 +22,7 @@ from train_service.domain.order import Ints
 from train_service.domain.spec import TrainingSpec
 from train_service.learning.learner import Learner
 from train_service.learning.ranks import Ranks
-from train_service.loading.batches import Batches
+from train_service.loading.loader import Batches
 
 TRAIN_ROWS = 700
 # Fewer workers than this compute a step in parts, as those of a run do that has shrunk.

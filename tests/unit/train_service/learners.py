@@ -19,13 +19,13 @@ from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from shared.transforms import TensorSpec
 from tests.support.transforming import commit_tables
-from train_service.domain.slices import rank_positions
+from train_service.domain.order import rank_positions
 from train_service.domain.spec import FSDP, REGRESSION, LossSpec, OptimizerSpec, Placement, TrainingSpec
 from train_service.learning.learner import Learner
 from train_service.learning.ranks import Ranks
 from train_service.loading.loader import Batch
 from train_service.loading.preprocessing import Preprocessing
-from train_service.loading.row_cache import RowCache
+from train_service.loading.rows import RowCache
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 VERSION = "datasets/table/versions/v1"

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from train_service.domain.slices import loss_scale, rank_positions
+from train_service.domain.order import loss_scale, rank_positions
 from train_service.learning.ranks import Ranks, settle_buckets
 
 ROWS, LANES = 61, 24

@@ -15,12 +15,10 @@ from shared.own_code import OwnCode
 from shared.storage import ObjectStore
 from tests.unit.train_service.domain.test_spec import GOOD
 from train_service import placement, reconciler
-from train_service.attempt.ingest_reservation import IngestReservation, count_concurrent_ingests
-from train_service.domain.cluster_use import ClusterUse
+from train_service.domain.capacity import ClusterUse
 from train_service.domain.spec import CPU, GPU, RAY_DATA, THREADS, Placement, Program, TrainingSpec
-from train_service.placement import Node, Size, lacking, size_now
-from train_service.records.events import EventKind, EventLog
-from train_service.records.reporting import TRAIN_KIND
+from train_service.placement import IngestReservation, Node, Size, count_concurrent_ingests, lacking, size_now
+from train_service.records.reporting import TRAIN_KIND, EventKind, EventLog
 
 B = "trainingJobs/b"
 

@@ -20,9 +20,9 @@ from tests.support.grpc_kit import told
 from tests.support.train_server import asked
 from tests.support.training_records import JOB, begin, make_job
 from tests.support.waiting import wait_until
-from train_service import checkpoint_servicer
+from train_service import servicer
 from train_service.converters.checkpoints import MAX_CHUNK_BYTES
-from train_service.jobs.checkpoint_reading import CheckpointReader
+from train_service.jobs.run_records import CheckpointReader
 from train_service.records.reporting import TRAIN_KIND
 
 VERSION = "datasets/d/versions/v1"
@@ -192,7 +192,7 @@ async def released(store: ObjectStore, name: str) -> None:
 
 
 def test_no_more_downloads_than_there_are_places(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_servicer, "MAX_DOWNLOADS", 1)
+    monkeypatch.setattr(servicer, "MAX_DOWNLOADS", 1)
     entry = commit_model(store)
 
     async def scenario(stub: Any) -> None:

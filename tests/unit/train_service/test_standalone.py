@@ -32,13 +32,12 @@ from tests.unit.train_service.learners import commit_table
 from tests.unit.train_service.worker.test_loop import SPEC, STEPS, config_of, entries, events, new_job, run_of, saved
 from train_service import standalone
 from train_service.converters.specs import spec_from_proto, spec_to_proto
-from train_service.domain.slices import default_lanes
+from train_service.domain.order import default_lanes
 from train_service.domain.spec import CPU, GPU, Placement, TrainingSpec
 from train_service.jobs.run_records import RunRecords
 from train_service.jobs.training_jobs import TrainingJobs
 from train_service.learning.ranks import Ranks
-from train_service.records.events import EventKind
-from train_service.records.reporting import TRAIN_KIND
+from train_service.records.reporting import TRAIN_KIND, EventKind
 from train_service.worker.loop import Run
 
 JOB, OTHER = "trainingJobs/debug", "trainingJobs/other"

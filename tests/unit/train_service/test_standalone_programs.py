@@ -19,8 +19,7 @@ from tests.support.code_folders import store_bundle
 from tests.support.waiting import wait_until
 from tests.unit.train_service.test_standalone import JOB, PLAIN, TORCHRUN, environ, ran
 from tests.unit.train_service.worker.test_loop import entries, events
-from train_service.records.events import EventKind
-from train_service.records.reporting import TRAIN_KIND
+from train_service.records.reporting import TRAIN_KIND, EventKind
 
 pytestmark = pytest.mark.timeout(900)
 

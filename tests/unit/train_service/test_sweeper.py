@@ -12,9 +12,8 @@ from shared.jobs.transitions import begin_attempt, fail
 from shared.log import StaleAttempt
 from shared.storage import ObjectStore
 from tests.support.snapshots import JOB, entries, save
-from train_service.jobs.deletion import Deletions
+from train_service.jobs.deletion import Deletions, Sweeper
 from train_service.records.reporting import TRAIN_KIND
-from train_service.sweeper import Sweeper
 
 DATA = f"{JOB}/checkpoints/data"
 

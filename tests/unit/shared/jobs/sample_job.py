@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.jobs.record import JobRecord, JobState
+from shared.jobs.transitions import JobRecord, JobState
 
 
 def a_job(state: str = "PENDING", *, failures: int = 0, max_failures: int = 3) -> JobRecord:

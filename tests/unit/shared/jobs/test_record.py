@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 
 from shared.errors import NotFound, ResourceExhausted, Unavailable
-from shared.jobs.record import JobRecord, JobState
-from shared.jobs.transitions import fail, lose_attempt
+from shared.jobs.transitions import JobRecord, JobState, fail, lose_attempt
 from tests.unit.shared.jobs.sample_job import a_job
 
 NOW = 200.0

@@ -10,7 +10,7 @@ import pytest
 
 from shared.errors import AlreadyExists, Conflict, FailedPrecondition, NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs, JobState
-from shared.jobs.deletion import KEYS_BETWEEN_POLLS, remove_objects
+from shared.jobs.registry import KEYS_BETWEEN_POLLS, remove_objects
 from shared.jobs.transitions import (
     begin_attempt,
     confirm_delete,

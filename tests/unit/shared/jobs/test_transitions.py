@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 
 from shared.errors import NotFound, ResourceExhausted, Unavailable, error_from_record
-from shared.jobs.record import JobRecord, JobState
 from shared.jobs.transitions import (
     INSUFFICIENT_RESOURCES,
     MAX_WAIT_S,
     PREEMPTED,
     RESIZED,
+    JobRecord,
+    JobState,
     begin_attempt,
     confirm_cancel,
     confirm_delete,

@@ -9,7 +9,7 @@ from ray.train import WorkerGroupError
 
 from shared.errors import Internal, Unavailable
 from shared.jobs.transitions import PREEMPTED, RESIZED
-from train_service.attempt.failures import Failure
+from train_service.attempt.ray_run import Failure
 
 CRASH: Any = WorkerGroupError("a worker died", {1: RuntimeError("it died")})
 

@@ -42,8 +42,7 @@ from train_service.attempt.outcomes import (
     told,
 )
 from train_service.converters.jobs import event_to_proto
-from train_service.records.events import LOOKED_BACK, EventKind, EventLog
-from train_service.records.reporting import RESIZE, TRAIN_KIND
+from train_service.records.reporting import LOOKED_BACK, RESIZE, TRAIN_KIND, EventKind, EventLog
 from train_service.worker.heartbeat import HeartbeatSender
 from train_service.worker.loop import Run, Stopped
 

@@ -25,8 +25,7 @@ from train_service.attempt.outcomes import FAILURE
 from train_service.attempt.supervision import Supervision
 from train_service.domain.watchdog import Phase
 from train_service.placement import Node, Size
-from train_service.records.events import EventKind
-from train_service.records.reporting import PREEMPT, RESIZE, TRAIN_KIND
+from train_service.records.reporting import PREEMPT, RESIZE, TRAIN_KIND, EventKind
 from train_service.worker.heartbeat import HeartbeatSender
 
 JOB = "trainingJobs/a"

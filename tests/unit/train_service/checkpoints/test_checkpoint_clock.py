@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from train_service.checkpoints.checkpoint_clock import CheckpointClock
+from train_service.checkpoints.saving import CheckpointClock
 
 
 class Watch:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.unit.train_service.domain.test_spec import GOOD
-from train_service.domain.bundles import besides_ingest, beyond, never_fits
+from train_service.domain.capacity import besides_ingest, beyond, never_fits
 from train_service.domain.spec import Placement, TrainingSpec
 
 TWO_CPUS = [{"CPU": 2.0}]

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from train_service.domain.early_stopping import should_stop
-from train_service.domain.spec import EarlyStopping
+from train_service.domain.spec import EarlyStopping, should_stop
 
 
 def rule(patience: int = 2, *, maximize: bool = True, min_delta: float = 0.0) -> EarlyStopping:

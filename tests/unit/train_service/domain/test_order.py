@@ -18,10 +18,12 @@ from train_service.domain.order import (
     blocks_of,
     epoch_order,
     permutation,
+    rank_positions,
     sorting,
+    step_bounds,
+    steps_per_epoch,
     window_rows,
 )
-from train_service.domain.slices import rank_positions, step_bounds, steps_per_epoch
 
 SEEDS = st.integers(0, 2**64 - 1)
 LANES = st.integers(1, 64)

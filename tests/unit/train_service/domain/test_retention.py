@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.checkpoint import Ranking
-from train_service.domain.retention import Saved, outlived
+from train_service.checkpoints.snapshots import Saved, outlived
 
 LOSS = Ranking("validation_loss", maximize=False)
 

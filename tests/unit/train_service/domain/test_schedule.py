@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train_service.domain.schedule import CONSTANT, COSINE_WITH_WARMUP, learning_rate
+from train_service.domain.spec import CONSTANT, COSINE_WITH_WARMUP, learning_rate
 
 
 @given(st.integers(0, 10**6), st.integers(1, 10**6))

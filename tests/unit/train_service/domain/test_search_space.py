@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.model_spec import ModelSpec
-from train_service.domain.search_space import (
+from train_service.domain.spec import TrainingSpec
+from train_service.domain.sweep import (
     CHOICE,
     GRID,
     INTEGERS,
@@ -25,7 +26,6 @@ from train_service.domain.search_space import (
     repetitions,
     with_values,
 )
-from train_service.domain.spec import TrainingSpec
 
 RATE, BATCH, NAME, DROPOUT = "optimizer.learning_rate", "global_batch_size", "optimizer.name", "model.kwargs.dropout"
 

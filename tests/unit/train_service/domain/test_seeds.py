@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train_service.domain.seeds import noise_seed
+from train_service.domain.order import noise_seed
 
 SEEDS = st.integers(0, 2**64 - 1)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train_service.domain.sizing import (
+from train_service.domain.capacity import (
     PACK,
     SPREAD,
     STRICT_PACK,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train_service.domain.slices import (
+from train_service.domain.order import (
     default_lanes,
     loss_scale,
     max_rows_of_a_rank,

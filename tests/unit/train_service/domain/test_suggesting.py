@@ -8,9 +8,7 @@ import pytest
 
 from shared.errors import FailedPrecondition, InvalidArgument
 from tests.support.cpu_time import cpu_at_most
-from train_service.domain.suggesting import suggest
-from train_service.domain.suggestion import Suggestion
-from train_service.domain.version_facts import ColumnFacts, VersionFacts
+from train_service.domain.suggesting import ColumnFacts, Suggestion, VersionFacts, suggest
 
 NAME = "datasets/d/versions/v1"
 ROWS = 1000

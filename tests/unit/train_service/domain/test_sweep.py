@@ -11,9 +11,18 @@ import pytest
 from shared.errors import FailedPrecondition, InvalidArgument, invalid_field
 from shared.model_spec import ModelSpec
 from train_service.domain import spec_rules
-from train_service.domain.search_space import CHOICE, GRID, LOG_UNIFORM, Domain
 from train_service.domain.spec import CheckpointPolicy, Program, TrainingSpec
-from train_service.domain.sweep import Asha, SweepSpec, check, trial_id, with_trial_named
+from train_service.domain.sweep import (
+    CHOICE,
+    GRID,
+    LOG_UNIFORM,
+    Asha,
+    Domain,
+    SweepSpec,
+    check,
+    trial_id,
+    with_trial_named,
+)
 
 RATE = "optimizer.learning_rate"
 GOOD = TrainingSpec(

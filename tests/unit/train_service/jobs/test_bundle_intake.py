@@ -16,7 +16,7 @@ from shared.errors import FailedPrecondition, InvalidArgument, MillraceError, Re
 from shared.own_code import OwnCode
 from shared.storage import ObjectStore
 from tests.support.code_folders import LOOP, packed_bytes
-from train_service.jobs.bundle_intake import MAX_CHUNK_BYTES, BundleIntake, Header
+from train_service.jobs.own_code import MAX_CHUNK_BYTES, BundleIntake, Header
 
 DATA = packed_bytes({"train.py": LOOP})
 DIGEST = hashlib.sha256(DATA).hexdigest()

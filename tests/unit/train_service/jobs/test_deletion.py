@@ -20,11 +20,9 @@ from tests.support.snapshots import JOB, save
 from tests.support.versions import commit_version, striped_digits
 from tests.support.waiting import wait_until
 from tests.unit.train_service.conftest import VERSION
-from train_service.jobs.deletion import Deletions
+from train_service.jobs.deletion import Deletions, Sweeper
 from train_service.jobs.training_jobs import TrainingJobs
-from train_service.records.events import EventKind, EventLog
-from train_service.records.reporting import TRAIN_KIND
-from train_service.sweeper import Sweeper
+from train_service.records.reporting import TRAIN_KIND, EventKind, EventLog
 
 HOLDER = "deployments/m"
 

@@ -16,9 +16,8 @@ from shared.errors import DataLoss, InvalidArgument, NotFound
 from shared.storage import ObjectStore
 from tests.support.code_folders import LOOP, store_bundle
 from tests.support.needs import Missing
-from train_service.jobs import guarded_child
-from train_service.jobs.entry_check import EntryCheck
-from train_service.jobs.guarded_child import Limits
+from train_service.jobs import own_code
+from train_service.jobs.own_code import EntryCheck, Limits
 
 SLEEPERS = """
 import os, time
@@ -243,7 +242,7 @@ def test_a_good_entry_is_looked_at_once(store: ObjectStore, monkeypatch: pytest.
     bundle = store_bundle(store, {"train.py": LOOP})
     entries = EntryCheck(store)
     entries.check(bundle.sha256, "train:loop")
-    monkeypatch.setattr(guarded_child, "CHILD", Path("/no/such/file"))
+    monkeypatch.setattr(own_code, "CHILD", Path("/no/such/file"))
     entries.check(bundle.sha256, "train:loop")
     with pytest.raises(InvalidArgument):
         entries.check(bundle.sha256, "train:other")

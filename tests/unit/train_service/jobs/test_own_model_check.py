@@ -21,7 +21,6 @@ from tests.support.code_folders import write_files
 from tests.support.own_models import NET, code_of_this_process, own, spec_of
 from tests.support.own_steps import CLASSIFIER, GAN
 from tests.unit.train_service.learners import CLASSES, NUMBERS, SPEC, WIDTH, commit_table
-from train_service.domain.own_model import OwnModelFacts, settled
 from train_service.domain.spec import (
     FLOAT16,
     FSDP,
@@ -29,11 +28,13 @@ from train_service.domain.spec import (
     EarlyStopping,
     LossSpec,
     OptimizerSpec,
+    OwnModelFacts,
     Placement,
     TrainingSpec,
+    settled,
 )
+from train_service.jobs.own_code import ProgramCheck
 from train_service.jobs.own_model_child import inspect_model
-from train_service.jobs.program_check import ProgramCheck
 from train_service.jobs.training_jobs import TrainingJobs
 from train_service.records.reporting import TRAIN_KIND
 

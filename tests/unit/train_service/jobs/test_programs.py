@@ -21,9 +21,9 @@ from tests.support.training import VERSION, commit_digits
 from train_service.converters.jobs import job_to_proto
 from train_service.converters.specs import spec_from_proto, spec_to_proto
 from train_service.domain.spec import TrainingSpec
-from train_service.jobs import program_check
+from train_service.jobs import own_code
 from train_service.jobs.deletion import Deletions
-from train_service.jobs.program_check import ProgramCheck, check_requirements
+from train_service.jobs.own_code import ProgramCheck, check_requirements
 from train_service.jobs.training_jobs import JobView, TrainingJobs
 from train_service.records.reporting import TRAIN_KIND
 
@@ -153,7 +153,7 @@ def test_what_the_request_names_is_checked_before_what_its_bundle_requires(
     def never(*_: object) -> None:
         raise AssertionError("the requirements were checked first")
 
-    monkeypatch.setattr(program_check, "check_requirements", never)
+    monkeypatch.setattr(own_code, "check_requirements", never)
     spec = message(bundle)
     spec.dataset_version = VERSION
     with pytest.raises(NotFound):

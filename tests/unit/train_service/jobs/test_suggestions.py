@@ -18,7 +18,7 @@ from shared.storage import ObjectStore, open_store
 from tests.support.transforming import commit_tables, rows_of
 from tests.support.versions_here import import_here, prepare_here, suggest_here
 from train_service.converters.specs import spec_from_proto
-from train_service.loading.version_fit import fitted
+from train_service.loading.preprocessing import fitted
 
 VERSION, PREPARED = "datasets/d/versions/v1", "datasets/d/versions/v2"
 Spec = resources_pb2.TrainingSpec

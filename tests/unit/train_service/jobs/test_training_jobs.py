@@ -29,8 +29,7 @@ from tests.support.waiting import wait_until
 from tests.unit.train_service.conftest import VERSION
 from train_service.domain.spec import TrainingSpec
 from train_service.jobs import training_jobs, trial_limit
-from train_service.jobs.deletion import Deletions
-from train_service.jobs.inputs import using_inputs
+from train_service.jobs.deletion import Deletions, using_inputs
 from train_service.jobs.training_jobs import JobView, TrainingJobs
 from train_service.records.reporting import TRAIN_KIND
 

@@ -41,8 +41,8 @@ from tests.unit.train_service.learners import (
     what_ranks_learn,
 )
 from train_service.domain.spec import BFLOAT16, FLOAT16, EarlyStopping, LossSpec, OptimizerSpec, TrainingSpec
-from train_service.learning import evaluation
-from train_service.learning.base_learner import seed_generators
+from train_service.learning import learner as evaluation
+from train_service.learning.learner import seed_generators
 from train_service.learning.ranks import Ranks
 from train_service.loading.rows import Array, Rows
 

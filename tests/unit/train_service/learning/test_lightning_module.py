@@ -15,8 +15,7 @@ from tests.support.own_steps import LIGHTNING
 from tests.unit.train_service.learners import CLASSES, WIDTH, commit_table
 from tests.unit.train_service.learners import SPEC as TABLE
 from tests.unit.train_service.worker.test_loop import entries, lose_and_begin, new_job, run_of, saved
-from train_service.domain.own_model import OwnModelFacts, settled
-from train_service.domain.spec import CheckpointPolicy, TrainingSpec
+from train_service.domain.spec import CheckpointPolicy, OwnModelFacts, TrainingSpec, settled
 from train_service.records.metrics_log import metrics_page
 
 POLICY = CheckpointPolicy(best_metric="val_loss", maximize=False)

@@ -25,13 +25,22 @@ from tests.unit.train_service.in_ranks import in_ranks
 from tests.unit.train_service.learners import ALONE, CLASSES, INPUT, STEPS, WIDTH, batch, commit_table, vectors
 from tests.unit.train_service.learners import SPEC as TABLE
 from tests.unit.train_service.worker.test_loop import entries, events, lose_and_begin, new_job, run_of, saved
-from train_service.domain.own_model import OwnModelFacts, settled
-from train_service.domain.spec import BFLOAT16, FLOAT16, FSDP, EarlyStopping, OptimizerSpec, Placement, TrainingSpec
+from train_service.domain.spec import (
+    BFLOAT16,
+    FLOAT16,
+    FSDP,
+    EarlyStopping,
+    OptimizerSpec,
+    OwnModelFacts,
+    Placement,
+    TrainingSpec,
+    settled,
+)
 from train_service.learning.own_step import OwnStepLearner
 from train_service.learning.ranks import Ranks
-from train_service.loading.batches import Batches
-from train_service.records.events import EventKind
+from train_service.loading.loader import Batches
 from train_service.records.metrics_log import metrics_page
+from train_service.records.reporting import EventKind
 
 FACTS = OwnModelFacts(num_classes=CLASSES, is_step=True, has_optimizers=True)
 SPEC = replace(TABLE, epochs=3, global_batch_size=70, checkpoint_every_steps=4)

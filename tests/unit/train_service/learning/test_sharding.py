@@ -33,9 +33,16 @@ from tests.unit.train_service.worker.test_loop import (
 from train_service.domain.spec import FSDP, OptimizerSpec, Placement
 from train_service.jobs.model_check import check_model
 from train_service.learning.ranks import Ranks
-from train_service.learning.sharding import put_some_weights, put_weights, shard
-from train_service.learning.sharding_units import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES, find_units, units_of
-from train_service.records.events import EventKind
+from train_service.learning.sharding import (
+    LARGEST_UNIT_BYTES,
+    SMALLEST_UNIT_BYTES,
+    find_units,
+    put_some_weights,
+    put_weights,
+    shard,
+    units_of,
+)
+from train_service.records.reporting import EventKind
 from train_service.worker.loop import LoopConfig, Run
 
 

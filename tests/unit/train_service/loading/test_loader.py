@@ -18,8 +18,7 @@ from shared.transforms import RowKeys
 from tests.support.versions import SCHEMA, columns_of, striped_digits
 from tests.support.waiting import wait_until
 from tests.unit.train_service.conftest import TRAIN_ROWS, VERSION, Committed
-from train_service.domain.order import WINDOW_ROWS, blocks_of, epoch_order
-from train_service.domain.slices import SlicePlan, rank_positions, step_bounds
+from train_service.domain.order import WINDOW_ROWS, SlicePlan, blocks_of, epoch_order, rank_positions, step_bounds
 from train_service.domain.spec import TrainingSpec
 from train_service.loading.loader import Batch, Loader
 from train_service.loading.preprocessing import Preprocessing

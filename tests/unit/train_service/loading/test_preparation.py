@@ -15,8 +15,8 @@ from shared.jobs.transitions import INSUFFICIENT_RESOURCES
 from tests.unit.shared.test_dataset_stream import LONG_S, TABLE, Dataset, Executor, announce
 from tests.unit.train_service.domain.test_spec import GOOD
 from train_service.domain.spec import TrainingSpec
-from train_service.loading import preparation
-from train_service.loading.preparation import prepared
+from train_service.loading import cluster_loader
+from train_service.loading.cluster_loader import prepared
 from train_service.placement import Node
 
 
@@ -32,15 +32,15 @@ class Touches:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparation, "POLL_S", 0.05)
-    monkeypatch.setattr(preparation, "FIRST_TIMEOUT_S", 1.5)
-    monkeypatch.setattr(preparation, "NEXT_TIMEOUT_S", 0.6)
+    monkeypatch.setattr(cluster_loader, "POLL_S", 0.05)
+    monkeypatch.setattr(cluster_loader, "FIRST_TIMEOUT_S", 1.5)
+    monkeypatch.setattr(cluster_loader, "NEXT_TIMEOUT_S", 0.6)
     free_cpus(monkeypatch, 1.0)
 
 
 def free_cpus(monkeypatch: pytest.MonkeyPatch, number: float) -> None:
     nodes = [Node("n", {"CPU": number}, {"CPU": 2.0})]
-    monkeypatch.setattr(preparation, "usable_nodes", lambda: nodes, raising=False)
+    monkeypatch.setattr(cluster_loader, "usable_nodes", lambda: nodes, raising=False)
 
 
 def stream(dataset: Dataset) -> DatasetStream:
@@ -118,7 +118,7 @@ def test_a_task_that_stands_still_on_the_last_cpu_is_a_fault(monkeypatch: pytest
     """Which is counted: the CPU that is not free is its own."""
     free_cpus(monkeypatch, 0.0)
     began = time.monotonic()
-    monkeypatch.setattr(preparation, "longest_at_work_s", lambda _: time.monotonic() - began)
+    monkeypatch.setattr(cluster_loader, "longest_at_work_s", lambda _: time.monotonic() - began)
 
     with pytest.raises(Unavailable, match="a task stands still") as stalled:
         next(prepared(stream(Dataset(announce, without_a_cpu)), Touches()))
@@ -129,7 +129,7 @@ def test_a_task_that_stands_still_on_the_last_cpu_is_a_fault(monkeypatch: pytest
 def test_a_task_that_found_its_cpu_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     free_cpus(monkeypatch, 0.0)
     began = time.monotonic()
-    monkeypatch.setattr(preparation, "longest_at_work_s", lambda _: max(0.0, time.monotonic() - began - 1.0))
+    monkeypatch.setattr(cluster_loader, "longest_at_work_s", lambda _: max(0.0, time.monotonic() - began - 1.0))
 
     with pytest.raises(Unavailable) as stalled:
         next(prepared(stream(Dataset(announce, without_a_cpu)), Touches()))
@@ -142,9 +142,9 @@ def test_a_task_that_dies_and_is_begun_anew_for_ever_is_a_fault(monkeypatch: pyt
     """As one that needs more memory than there is: Ray Data tries without end, and each try has just begun."""
     free_cpus(monkeypatch, 0.0)
     passed = [0.0]
-    monkeypatch.setattr(preparation, "time", SimpleNamespace(monotonic=lambda: passed[0]))
-    monkeypatch.setattr(preparation, "longest_at_work_s", lambda _: passed[0] % 1.0)
-    watch = preparation._Watch(stream(Dataset()), Touches(), 0.0, "tasks")
+    monkeypatch.setattr(cluster_loader, "time", SimpleNamespace(monotonic=lambda: passed[0]))
+    monkeypatch.setattr(cluster_loader, "longest_at_work_s", lambda _: passed[0] % 1.0)
+    watch = cluster_loader._Watch(stream(Dataset()), Touches(), 0.0, "tasks")
 
     def look_on() -> None:
         while passed[0] < 100.0:
@@ -162,7 +162,7 @@ def test_a_task_that_dies_and_is_begun_anew_for_ever_is_a_fault(monkeypatch: pyt
 
 def test_the_tries_that_are_over_do_not_hide_the_task_that_has_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def task(state: str, begun_s: float) -> SimpleNamespace:
-        events = [{"state": preparation.GIVEN_TO_A_WORKER, "created_ms": begun_s * 1000}]
+        events = [{"state": cluster_loader.GIVEN_TO_A_WORKER, "created_ms": begun_s * 1000}]
         return SimpleNamespace(name="tasks", state=state, events=events)
 
     there = [*(task("FAILED", 1.0) for _ in range(500)), *(task("PENDING_NODE_ASSIGNMENT", 1.0) for _ in range(500))]
@@ -174,10 +174,10 @@ def test_the_tries_that_are_over_do_not_hide_the_task_that_has_the_cpu(monkeypat
 
     monkeypatch.setattr("ray.util.state.list_tasks", list_tasks)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="here"))
-    monkeypatch.setattr(preparation, "time", SimpleNamespace(time=lambda: 100.0))
+    monkeypatch.setattr(cluster_loader, "time", SimpleNamespace(time=lambda: 100.0))
 
-    assert preparation.longest_at_work_s("tasks") == 40.0
-    assert preparation.longest_at_work_s("other tasks") == 0.0
+    assert cluster_loader.longest_at_work_s("tasks") == 40.0
+    assert cluster_loader.longest_at_work_s("other tasks") == 0.0
 
 
 @pytest.mark.parametrize(("timeout_s", "stalls"), [(1800.0, False), (0.0, True)])
@@ -186,13 +186,13 @@ def test_a_step_that_may_take_half_an_hour_is_waited_for(
 ) -> None:
     """Nothing comes for 900 s before the first table and after it, while the task is at work; its step is allowed to
     take longer."""
-    monkeypatch.setattr(preparation, "FIRST_TIMEOUT_S", 600.0)
-    monkeypatch.setattr(preparation, "NEXT_TIMEOUT_S", 600.0)
+    monkeypatch.setattr(cluster_loader, "FIRST_TIMEOUT_S", 600.0)
+    monkeypatch.setattr(cluster_loader, "NEXT_TIMEOUT_S", 600.0)
     step = {"custom": {"function": "some.module:function", "columns": ["image"], "timeoutS": timeout_s}}
     spec = TrainingSpec.from_config({**GOOD.as_config(), "transform": {"steps": [step]}})
     passed = [0.0]
-    monkeypatch.setattr(preparation, "time", SimpleNamespace(monotonic=lambda: passed[0]))
-    watch = preparation._Watch(stream(Dataset()), Touches(), preparation.longest_s(spec))
+    monkeypatch.setattr(cluster_loader, "time", SimpleNamespace(monotonic=lambda: passed[0]))
+    watch = cluster_loader._Watch(stream(Dataset()), Touches(), cluster_loader.longest_s(spec))
 
     for _ in range(2):
         passed[0] += 900.0

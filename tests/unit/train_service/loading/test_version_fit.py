@@ -15,8 +15,8 @@ from shared.model_spec import ModelSpec
 from shared.storage import ObjectStore
 from shared.transforms import TensorSpec
 from train_service.domain.spec import REGRESSION, LossSpec, TrainingSpec
-from train_service.loading.preprocessing import Preprocessing
-from train_service.loading.version_fit import (
+from train_service.loading.preprocessing import (
+    Preprocessing,
     check_classes,
     check_finite,
     check_fits,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shared.settings import StoreSettings
 from shared.storage import open_store
-from train_service.program.fits import Fit, FitCall, FitDone, Fits, matching
+from train_service.program.fit_calls import Fit, FitCall, FitDone, Fits, matching
 
 
 def call(name: str = "digits", line: str = "cells.py:9", **changes: str) -> FitCall:

@@ -13,9 +13,8 @@ from shared.errors import InvalidArgument
 from shared.model_spec import ModelSpec
 from train_service.attempt.script_process import other_settings
 from train_service.converters.specs import spec_from_proto, spec_to_proto
-from train_service.domain.script_settings import spec_of_job
-from train_service.domain.spec import CPU, GPU, CheckpointPolicy, Placement, TrainingSpec
-from train_service.program.overrides import Asked, overridden, settled
+from train_service.domain.spec import CPU, GPU, CheckpointPolicy, Placement, TrainingSpec, spec_of_job
+from train_service.program.fit_calls import Asked, overridden, settled
 
 SPEC = TrainingSpec(
     dataset_version="",

@@ -12,9 +12,9 @@ import pytest
 from ray.train import Checkpoint, Result
 
 from shared.errors import FailedPrecondition
+from train_service.program.fit_calls import Channel, ChannelClosed
 from train_service.program.ray_hooks import without_gpus
-from train_service.program.script_channel import Channel, ChannelClosed
-from train_service.program.script_result import result_of
+from train_service.program.tuning import result_of
 
 
 def test_a_question_gets_its_answer_or_the_error_that_it_is() -> None:

@@ -16,14 +16,12 @@ from shared.model_spec import ModelSpec
 from shared.storage import ObjectStore
 from tests.support.versions import commit_version, striped_digits
 from tests.unit.train_service.conftest import VERSION
-from train_service.domain.search_space import GRID, Domain
 from train_service.domain.spec import TrainingSpec
-from train_service.domain.sweep import SweepSpec
+from train_service.domain.sweep import GRID, Domain, SweepSpec
 from train_service.jobs.deletion import Deletions
 from train_service.jobs.training_jobs import TrainingJobs
 from train_service.records.reporting import TRAIN_KIND
-from train_service.sweeps.sweeps import SweepDeletions, Sweeps, SweepView
-from train_service.sweeps.trials import SWEEP_KIND, Trials
+from train_service.sweeps.sweeps import SWEEP_KIND, SweepDeletions, Sweeps, SweepView, Trials
 
 RATE = "optimizer.learning_rate"
 NAME = "sweeps/s"

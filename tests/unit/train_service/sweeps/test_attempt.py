@@ -17,7 +17,7 @@ from tests.support.waiting import wait_until
 from tests.unit.train_service.sweeps.conftest import NAME, Place
 from train_service import store_retry
 from train_service.sweeps import attempt
-from train_service.sweeps.trials import SWEEP_KIND
+from train_service.sweeps.sweeps import SWEEP_KIND
 
 TRIAL = "trainingJobs/s-000"
 

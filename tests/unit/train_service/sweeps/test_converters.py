@@ -12,8 +12,7 @@ from millrace.train.v1 import sweep_pb2 as sw
 from shared.errors import InvalidArgument
 from shared.jobs import JobRecord
 from tests.support.training import digits_spec
-from train_service.domain.search_space import Domain
-from train_service.domain.sweep import Asha
+from train_service.domain.sweep import Asha, Domain
 from train_service.sweeps.servicer import sweep_spec_from_proto, sweep_to_proto
 from train_service.sweeps.sweeps import SweepView
 

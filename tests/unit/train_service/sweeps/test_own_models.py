@@ -15,15 +15,12 @@ from tests.unit.train_service.learners import CLASSES, WIDTH, commit_table
 from tests.unit.train_service.learners import SPEC as TABLE
 from tests.unit.train_service.sweeps.conftest import RATE
 from tests.unit.train_service.worker.test_loop import begin, entries, run_of
-from train_service.domain.own_model import OwnModelFacts, settled, settled_base
-from train_service.domain.search_space import GRID, Domain
-from train_service.domain.spec import TrainingSpec
-from train_service.domain.sweep import SweepSpec
+from train_service.domain.spec import OwnModelFacts, TrainingSpec, settled, settled_base
+from train_service.domain.sweep import GRID, Domain, SweepSpec
 from train_service.jobs.deletion import Deletions
-from train_service.jobs.program_check import ProgramCheck
+from train_service.jobs.own_code import ProgramCheck
 from train_service.jobs.training_jobs import TrainingJobs
-from train_service.sweeps.sweeps import SweepDeletions, Sweeps
-from train_service.sweeps.trials import Trials
+from train_service.sweeps.sweeps import SweepDeletions, Sweeps, Trials
 
 WIDTHS = {"model.kwargs.width": Domain(kind=GRID, values=(4, 8)), RATE: Domain(kind=GRID, values=(0.02,))}
 

@@ -28,15 +28,14 @@ from tests.support.waiting import wait_until
 from tests.unit.train_service.conftest import VERSION
 from tests.unit.train_service.sweeps.conftest import BASE, NAME, RATE, SPEC, Place, replace_by_hand
 from train_service.domain import spec_rules
-from train_service.domain.search_space import CHOICE, GRID, INTEGERS, LOG_UNIFORM, Domain
 from train_service.domain.spec import TrainingSpec
+from train_service.domain.sweep import CHOICE, GRID, INTEGERS, LOG_UNIFORM, Domain
 from train_service.jobs import training_jobs
 from train_service.jobs.deletion import Deletions
 from train_service.jobs.training_jobs import TrainingJobs
 from train_service.records.reporting import TRAIN_KIND
 from train_service.sweeps.servicer import sweep_to_proto
-from train_service.sweeps.sweeps import MAX_CHECKED_WITH_MODEL, MAX_FAILURES, Sweeps
-from train_service.sweeps.trials import SWEEP_KIND, end_trials
+from train_service.sweeps.sweeps import MAX_CHECKED_WITH_MODEL, MAX_FAILURES, SWEEP_KIND, Sweeps, end_trials
 
 
 def keys(place: Place) -> list[str]:

@@ -26,10 +26,10 @@ from tests.unit.train_service.worker.test_loop import (
 )
 from train_service.domain.spec import BFLOAT16, BY_DEVICE, FSDP, Acceleration, Placement, TrainingSpec
 from train_service.jobs.model_check import check_parallel
-from train_service.learning import evaluation, learner
-from train_service.learning.device_settings import set_up_device
+from train_service.learning import learner
+from train_service.learning.device import set_up_device
 from train_service.learning.ranks import Ranks
-from train_service.loading.version_fit import check_prepared
+from train_service.loading.preprocessing import check_prepared
 from train_service.worker.loop import Run
 
 __all__ = ["settings_of_torch", "small_version"]
@@ -113,7 +113,7 @@ def test_validation_is_in_full_float32_whatever_the_training_rounds_to(
     """As the model is served."""
     seen: list[tuple[bool, bool]] = []
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    evaluate = evaluation.evaluate
+    evaluate = learner.evaluate
 
     def looking(*arguments: Any, **named: Any) -> Any:
         seen.append((cudnn.allow_tf32, matmul.allow_tf32))

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from train_service.worker.gpu import GpuMeter
+from train_service.worker.loop import GpuMeter
 
 GPU = torch.device("cuda", 0)
 

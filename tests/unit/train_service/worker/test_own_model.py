@@ -33,8 +33,7 @@ from tests.unit.train_service.learners import (
 )
 from tests.unit.train_service.learners import SPEC as TABLE
 from tests.unit.train_service.worker.test_loop import config_of, entries, lose_and_begin, new_job, run_of, saved
-from train_service.domain.own_model import OwnModelFacts, settled
-from train_service.domain.spec import FSDP, OptimizerSpec, Placement, TrainingSpec
+from train_service.domain.spec import FSDP, OptimizerSpec, OwnModelFacts, Placement, TrainingSpec, settled
 from train_service.learning.ranks import Ranks
 from train_service.worker.loop import train_loop
 

@@ -6,11 +6,9 @@ import math
 from collections.abc import Sequence
 
 from shared.storage import ObjectStore
-from train_service.records.events import EventLog
 from train_service.records.metrics_log import MetricsLog, decode
-from train_service.records.reporting import Reporter
-from train_service.worker.progress import ProgressMeter, StepTaken
-from train_service.worker.step_report import StepReport
+from train_service.records.reporting import EventLog, Reporter
+from train_service.worker.loop import ProgressMeter, StepReport, StepTaken
 
 JOB = "trainingJobs/a"
 

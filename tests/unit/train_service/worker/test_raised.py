@@ -15,10 +15,10 @@ from shared.jobs.transitions import lose_attempt
 from shared.storage import ObjectStore
 from tests.unit.train_service.learners import SPEC, commit_table
 from tests.unit.train_service.worker.test_loop import ALONE, config_of, new_job
-from train_service.learning import base_learner
+from train_service.learning import learner
 from train_service.records.reporting import TRAIN_KIND
+from train_service.worker.heartbeat import as_reported
 from train_service.worker.loop import train_loop
-from train_service.worker.raised import as_reported
 
 JOB = "trainingJobs/a"
 
@@ -42,7 +42,7 @@ class Breaking(nn.Module):
 def test_an_error_of_the_model_is_told_with_its_type_message_rank_and_step(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base_learner, "build_model", lambda *_: Breaking())
+    monkeypatch.setattr(learner, "build_model", lambda *_: Breaking())
     commit_table(store)
     new_job(store, JOB)
 

@@ -1,18 +1,140 @@
-"""What a script asks for in its trainer's configurations: what of it the run takes, and what not, in words."""
+"""The `fit()` calls of a job's script: which run each of them is, what it asks for, and the line on which it asks.
+
+    {job}/fits/{uid}/{number:04d}.json         how the run was called when it first began
+    {job}/fits/{uid}/{number:04d}-done.json    with what it ended
+
+`uid` is the job's: what a late process of a deleted job writes is nothing to another job of its name.
+
+An attempt runs the whole script. A `fit()` that ended in an earlier attempt returns at once; one that was cut short
+goes on at its own newest checkpoint. Runs are identified by name and storage path, as Ray does. A name that a script
+makes up anew each time (Ray's own default is a date) is found by its line: the first run of that line that this attempt
+has not met yet.
+
+Of what a script asks for in its trainer's configurations the run takes a part, and says in words what it does not take.
+
+The line between an attempt and the process that runs its script has JSON objects, one a line, over a pair of sockets.
+The script's process asks, the attempt answers, one question at a time. JSON, so that the attempt, which holds the
+store's credentials, unpickles nothing that a script made.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import json
+import select
+import socket
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from shared.durable import fields_of
-from shared.errors import InvalidArgument
+from shared.errors import InvalidArgument, error_from_record
+from shared.storage import ObjectMissing, ObjectStore
 from train_service.domain import spec_rules
-from train_service.domain.script_settings import with_settings
-from train_service.domain.sizing import ACCELERATOR, PACK
-from train_service.domain.slices import default_lanes
-from train_service.domain.spec import GPU, TrainingSpec
+from train_service.domain.capacity import ACCELERATOR, PACK
+from train_service.domain.order import default_lanes
+from train_service.domain.spec import GPU, TrainingSpec, with_settings
+
+# --- Calls of fit() ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitCall:
+    """What tells a `fit()` from others. `line` is `cells.py:31`, where it is called; `function` the qualified name of
+    its training function; `config_sha256` of what that gets."""
+
+    name: str
+    storage_path: str
+    line: str
+    function: str
+    config_sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitDone:
+    """`report` is the number of its newest report, `checkpoint` the name of its newest checkpoint or empty, `metrics`
+    those of the newest report; `function` and `config_sha256` as in its call."""
+
+    function: str
+    config_sha256: str
+    report: int
+    checkpoint: str
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """One run of the script; `number` counts from 1, in the order in which they first began."""
+
+    number: int
+    call: FitCall
+    done: FitDone | None = None
+    # Sentences on what the job overrides, which were reported before.
+    reported_overrides: Sequence[str] = field(default_factory=tuple)
+    # What it computes on, CPU or GPU, where its script chose; else empty.
+    device: str = ""
+
+    def is_done(self, call: FitCall) -> bool:
+        """Whether this very training has ended. With another configuration, e.g. more epochs, it goes on."""
+        done = self.done
+        return done is not None and (done.function, done.config_sha256) == (call.function, call.config_sha256)
+
+
+def matching(fits: Sequence[Fit], call: FitCall, met: Collection[int]) -> Fit | None:
+    """The run that `call` goes on with, None where it is a new one. `met` are the numbers of runs that this attempt has
+    been asked for before."""
+    named = (one for one in fits if (one.call.name, one.call.storage_path) == (call.name, call.storage_path))
+    placed = (one for one in fits if one.call.line == call.line and one.number not in met)
+    return next(named, None) or next(placed, None)
+
+
+class Fits:
+    """Those of one job. All methods block on the store and may be repeated. Only the attempt at work writes."""
+
+    def __init__(self, store: ObjectStore, job_name: str, uid: str) -> None:
+        self._store = store
+        self._folder = f"{job_name}/fits/{uid}"
+
+    def read(self) -> list[Fit]:
+        """In the order of their numbers."""
+        found: list[Fit] = []
+        while (begun := self._get(f"{len(found) + 1:04d}")) is not None:
+            number = len(found) + 1
+            done = self._get(f"{number:04d}-done")
+            found.append(
+                Fit(
+                    number=number,
+                    call=FitCall(**fields_of(FitCall, begun["call"])),
+                    done=FitDone(**fields_of(FitDone, done)) if done is not None else None,
+                    reported_overrides=tuple(begun["reported_overrides"]),
+                    device=begun.get("device", ""),
+                )
+            )
+        return found
+
+    def begin(self, fit: Fit) -> None:
+        begun = {
+            "call": asdict(fit.call),
+            "reported_overrides": list(fit.reported_overrides),
+            "device": fit.device,
+        }
+        self._put(f"{fit.number:04d}", begun)
+
+    def finish(self, number: int, done: FitDone) -> None:
+        self._put(f"{number:04d}-done", asdict(done))
+
+    def _get(self, name: str) -> dict[str, Any] | None:
+        try:
+            found: dict[str, Any] = json.loads(self._store.get(f"{self._folder}/{name}.json"))
+        except ObjectMissing:
+            return None
+        return found
+
+    def _put(self, name: str, state: Mapping[str, Any]) -> None:
+        self._store.put(f"{self._folder}/{name}.json", json.dumps(state).encode())
+
+
+# --- What a call asks for ---
 
 NCCL, GLOO = "nccl", "gloo"
 BACKENDS = (NCCL, GLOO)
@@ -261,3 +383,62 @@ def _resources(asked: Asked, given: Mapping[str, float]) -> list[str]:
     }
     sentence = f"ScalingConfig(resources_per_worker={left}) is not used: the job's placement says what workers need"
     return [sentence] if left else []
+
+
+# --- Line to the process of the script ---
+
+PIECE_BYTES = 65536
+# A question names facts of a trainer and the metrics of its checkpoints; more is no question.
+MAX_LINE_BYTES = 64 * 1024 * 1024
+
+
+class ChannelClosed(Exception):
+    """The other process has ended, or has closed its end."""
+
+
+class Channel:
+    """One end. `receive` is for one thread, `send` and `ask` for any."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._received = b""
+        self._sending = threading.Lock()
+        self._asking = threading.Lock()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Raises `ChannelClosed`."""
+        line = json.dumps(message).encode() + b"\n"
+        try:
+            with self._sending:
+                self._connection.sendall(line)
+        except OSError as error:
+            raise ChannelClosed(str(error)) from error
+
+    def receive(self, timeout_s: float | None = None) -> dict[str, Any] | None:
+        """The next message; None where there is none within `timeout_s`. Raises `ChannelClosed`."""
+        while b"\n" not in self._received:
+            if timeout_s is not None and not select.select([self._connection], [], [], timeout_s)[0]:
+                return None
+            try:
+                piece = self._connection.recv(PIECE_BYTES)
+            except OSError as error:
+                raise ChannelClosed(str(error)) from error
+            if not piece or len(self._received) > MAX_LINE_BYTES:
+                raise ChannelClosed("its end is closed" if not piece else "a message is too long")
+            self._received += piece
+        line, _, self._received = self._received.partition(b"\n")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        """The answer. Raises the error that it may be, and `ChannelClosed`."""
+        with self._asking:
+            self.send(question)
+            answer = self.receive()
+        assert answer is not None
+        if "error" in answer:
+            raise error_from_record(answer["error"])
+        return answer
+
+    def close(self) -> None:
+        self._connection.close()

@@ -1,0 +1,314 @@
+"""What a run asks of a cluster, whether a cluster could ever give it, how many workers fit now, and who holds the rest.
+
+All of it is on plain values: the totals of nodes, what they have free, and what Ray says of its actors and groups.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shared.durable import fields_of
+from train_service.domain.spec import CPU, GPU, RAY_DATA, TrainingSpec
+
+# --- Demand of a run ---
+
+# What a worker asks of a node with an accelerator of its type: a mark, of which a node has 1.
+MARK = 0.001
+INGEST_CPUS = 1.0
+FIELDS = {"CPU": "spec.placement.cpus_per_worker", "GPU": "spec.placement.gpus_per_worker"}
+
+
+def device_of_run(spec: TrainingSpec, totals: Sequence[Resources]) -> str:
+    """GPU or CPU, as the first attempt chooses it for the whole run where `spec` leaves it open; `totals` are all that
+    the nodes have."""
+    gpus = spec.placement.gpus_per_worker
+    if spec.local or gpus == 0:
+        return CPU
+    if gpus is None and spec.placement.backend != "nccl":
+        return GPU if sum(node.get("GPU", 0.0) for node in totals) >= spec.effective_min_workers else CPU
+    return GPU
+
+
+def device_of_attempt(spec: TrainingSpec, run: str, totals: Sequence[Resources]) -> str:
+    """What the next attempt at a run on `run` needs: the same, unless the cluster lost the GPUs for it and the run may
+    go on on CPUs. GPUs that others hold are not lost."""
+    falls_back = run == GPU and spec.placement.allow_cpu_fallback and not _could_hold(spec, GPU, totals)
+    return CPU if falls_back else run
+
+
+def bundle_of(spec: TrainingSpec, device: str) -> dict[str, float]:
+    """What one worker on such a device asks of Ray, without zeros."""
+    placement = spec.placement
+    gpus = 0.0
+    if device == GPU:
+        gpus = 1.0 if placement.gpus_per_worker is None else placement.gpus_per_worker
+    bundle = {"CPU": placement.cpus_per_worker, "GPU": gpus, **placement.resources_per_worker}
+    # Of a run on GPUs it is the type of these, which a node without GPUs need not have.
+    if placement.accelerator_type and (device == GPU or not placement.allow_cpu_fallback):
+        bundle[f"{ACCELERATOR}{placement.accelerator_type}"] = MARK
+    return {name: amount for name, amount in bundle.items() if amount > 0}
+
+
+def lasts(resource: str) -> bool:
+    """Whether it tells the size of a node, and not which one it is, or what differs at each of its starts."""
+    return not resource.startswith(("node:", "object_store_memory"))
+
+
+def besides_ingest(nodes: Sequence[Resources], jobs: int) -> list[Resources]:
+    """What is left of the nodes for workers where Ray Data prepares the rows of so many jobs: for each of them its
+    tasks must find a CPU, too."""
+    left = [dict(node) for node in nodes]
+    for _ in range(jobs if left else 0):
+        roomiest = max(left, key=lambda node: node.get("CPU", 0.0))
+        roomiest["CPU"] = roomiest.get("CPU", 0.0) - INGEST_CPUS
+    return list(left)
+
+
+def never_fits(spec: TrainingSpec, clusters: Sequence[Sequence[Resources]]) -> tuple[list[str], str]:
+    """The fields that ask for more than any of `clusters` (nodes' totals each) could give the fewest workers, and what
+    the last of them has, for people. No fields where one of them could, or where none is known."""
+    if spec.local or not clusters or any(_could_hold(spec, _first_device(spec, nodes), nodes) for nodes in clusters):
+        return [], ""
+    nodes = clusters[-1]
+    bundle = first_bundle(spec, nodes)
+    sums = {name: sum(node.get(name, 0.0) for node in nodes) for name in bundle}
+    has = f"{told(sums)} on {len(nodes)} node{'' if len(nodes) == 1 else 's'}"
+    # A worker that no node could hold is the matter of what it asks for, not of how many there are.
+    alone = [
+        name for name, need in bundle.items() if lasts(name) and not any(node.get(name, 0.0) >= need for node in nodes)
+    ]
+    return [_field(spec, name) for name in alone] or [_workers(spec)], has
+
+
+def beyond(spec: TrainingSpec, most: Mapping[str, float]) -> list[str]:
+    """As `never_fits`, for a cluster that becomes no larger than `most` in all; what it does not name has no bound."""
+    if spec.local:
+        return []
+    bundle = first_bundle(spec, [])
+    over = [name for name, need in bundle.items() if name in most and spec.effective_min_workers * need > most[name]]
+    alone = [name for name in over if bundle[name] > most[name]]
+    return [_field(spec, name) for name in alone] or ([_workers(spec)] if over else [])
+
+
+def first_bundle(spec: TrainingSpec, nodes: Sequence[Resources]) -> dict[str, float]:
+    """What one worker of a first attempt asks for on such a cluster."""
+    return bundle_of(spec, _first_device(spec, nodes))
+
+
+def _first_device(spec: TrainingSpec, nodes: Sequence[Resources]) -> str:
+    return device_of_attempt(spec, device_of_run(spec, nodes), nodes)
+
+
+def _could_hold(spec: TrainingSpec, device: str, nodes: Sequence[Resources]) -> bool:
+    fewest = spec.effective_min_workers
+    bundle = {name: need for name, need in bundle_of(spec, device).items() if lasts(name)}
+    left = besides_ingest(nodes, int(spec.ingest == RAY_DATA))
+    return workers_that_fit(left, bundle, spec.placement.strategy, fewest, fewest) > 0
+
+
+def _field(spec: TrainingSpec, resource: str) -> str:
+    if resource == "GPU" and spec.placement.gpus_per_worker is None:
+        return "spec.placement.backend"  # nccl; else the cluster says whether there are any
+    if resource.startswith(ACCELERATOR):
+        return "spec.placement.accelerator_type"
+    return FIELDS.get(resource, f"spec.placement.resources_per_worker[{resource}]")
+
+
+def _workers(spec: TrainingSpec) -> str:
+    return "spec.min_workers" if spec.min_workers else "spec.num_workers"
+
+
+# --- Workers that fit ---
+
+PACK, SPREAD, STRICT_PACK, STRICT_SPREAD = "PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"
+# Ray counts in ten-thousandths.
+GRAIN = 1e-4
+ACCELERATOR = "accelerator_type:"
+
+Resources = Mapping[str, float]
+
+
+def workers_that_fit(free: Sequence[Resources], bundle: Resources, strategy: str, fewest: int, most: int) -> int:
+    """The largest number of workers from `fewest` to `most`, each of one `bundle`, for which there is room; else 0.
+
+    `free` is what each node has left, by name; `bundle` what a worker asks for, above 0 each. No worker spans nodes.
+    """
+    rooms = [_capacity(node, bundle) for node in free]
+    if strategy == STRICT_PACK:
+        capacity = max(rooms, default=0)
+    elif strategy == STRICT_SPREAD:
+        capacity = sum(1 for one in rooms if one > 0)
+    else:
+        capacity = sum(rooms)
+    number = min(capacity, most)
+    return number if number >= fewest else 0
+
+
+def what_is_missing(
+    free: Sequence[Resources], total: Sequence[Resources], bundle: Resources, strategy: str, fewest: int
+) -> str:
+    """What `fewest` workers wait for; e.g. `2 workers of 1 CPU: the cluster has 1 CPU free on 1 node`."""
+    wanted = f"{_counted(fewest, 'worker')} of {told(bundle)}"
+    if strategy == STRICT_PACK and fewest > 1:
+        wanted += " on one node"
+    if strategy == STRICT_SPREAD and fewest > 1:
+        wanted += " on a node each"
+    if not total:
+        return f"{wanted}: the cluster has no node"
+    with_some = sum(1 for node in free if any(node.get(name, 0.0) >= GRAIN for name in _amounts(bundle)))
+    text = f"{wanted}: the cluster has {told(_sums(free, bundle))} free on {_counted(with_some, 'node')}"
+    if not workers_that_fit(total, bundle, strategy, fewest, fewest):
+        text += f", and {told(_sums(total, bundle))} in all"
+    return text
+
+
+def _capacity(node: Resources, bundle: Resources) -> int:
+    return min(math.floor((node.get(name, 0.0) + GRAIN / 2) / need) for name, need in bundle.items())
+
+
+def _sums(nodes: Sequence[Resources], bundle: Resources) -> dict[str, float]:
+    return {name: sum(node.get(name, 0.0) for node in nodes) for name in bundle}
+
+
+def _amounts(bundle: Resources) -> list[str]:
+    return [name for name in bundle if not name.startswith(ACCELERATOR)] or list(bundle)
+
+
+def told(resources: Resources) -> str:
+    """For people, e.g. `2 CPU and 1 GPU`."""
+    # An accelerator's type is no amount but a mark on a node.
+    parts = [
+        (name.removeprefix(ACCELERATOR) if amount else f"no {name.removeprefix(ACCELERATOR)}")
+        if name.startswith(ACCELERATOR)
+        else f"{amount:.10g} {name}"
+        for name, amount in resources.items()
+    ]
+    return " and ".join(parts) if len(parts) < 3 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+# --- Use of a cluster ---
+
+# An attempt's own process, which Ray knows by the kind of its job and a random number; and a replica of Serve, whose
+# application has the uid of its deployment in front.
+ATTEMPT = re.compile(r"(?P<kind>[a-z-]+)-[0-9a-f]{32}")
+REPLICA = re.compile(r"SERVE_REPLICA::(?P<uid>.+)-v[^#]*#.*")
+COUNTED = ("CPU", "GPU")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayActor:
+    """One that is alive. `process` is that of its worker, `owner` that of who started it; `group` is its placement
+    group, whose resources are not its own."""
+
+    actor_id: str
+    name: str
+    process: str
+    owner: str
+    group: str
+    resources: Resources
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayGroup:
+    """A placement group that is placed. `creator` is an actor's id, `resources` are those of all its bundles."""
+
+    creator: str
+    resources: Resources
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """`attempt` is the name of the Ray actor of a job's attempt, `deployment_uid` that of a deployment; with neither,
+    `what` says what it is."""
+
+    attempt: str = ""
+    deployment_uid: str = ""
+    what: str = ""
+    cpus: float = 0.0
+    gpus: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterUse:
+    """`free` CPUs and GPUs of those that there are; who holds the rest."""
+
+    nodes: int = 0
+    cpus: float = 0.0
+    gpus: float = 0.0
+    free_cpus: float = 0.0
+    free_gpus: float = 0.0
+    holders: Sequence[Holder] = field(default_factory=list)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, object]) -> ClusterUse:
+        read = fields_of(cls, state)
+        return cls(**{**read, "holders": [Holder(**fields_of(Holder, one)) for one in read["holders"]]})
+
+
+def use_of(
+    totals: Sequence[Resources], free: Sequence[Resources], actors: Iterable[RayActor], groups: Iterable[RayGroup]
+) -> ClusterUse:
+    """`totals` and `free` are those of the nodes. What neither is free nor an actor's or a group's, tasks hold."""
+    actors = list(actors)
+    by_id = {one.actor_id: one for one in actors}
+    by_process = {one.process: one for one in actors}
+    held: dict[tuple[str, str, str], dict[str, float]] = {}
+
+    def add(holder: tuple[str, str, str], resources: Resources) -> None:
+        sums = held.setdefault(holder, dict.fromkeys(COUNTED, 0.0))
+        for name in COUNTED:
+            sums[name] += resources.get(name, 0.0)
+
+    for actor in actors:
+        if not actor.group:
+            add(_holder(actor, by_process), actor.resources)
+    for group in groups:
+        creator = by_id.get(group.creator)
+        add(_holder(creator, by_process) if creator else ("", "", "others, in placement groups"), group.resources)
+    total, left = _sum(totals), _sum(free)
+    tasks = {name: total[name] - left[name] - sum(sums[name] for sums in held.values()) for name in COUNTED}
+    # Ray tells the parts one after the other.
+    add(("", "", "tasks, which read, prepare or transform rows"), {name: max(0.0, one) for name, one in tasks.items()})
+    holders = [
+        Holder(attempt=attempt, deployment_uid=uid, what=what, cpus=round(sums["CPU"], 4), gpus=round(sums["GPU"], 4))
+        for (attempt, uid, what), sums in sorted(held.items())
+        if max(sums.values()) >= GRAIN
+    ]
+    return ClusterUse(
+        nodes=len(totals),
+        cpus=total["CPU"],
+        gpus=total["GPU"],
+        free_cpus=left["CPU"],
+        free_gpus=left["GPU"],
+        holders=holders,
+    )
+
+
+def kind_of(attempt: str) -> str:
+    """The kind of the job whose attempt runs in the actor of that name."""
+    found = ATTEMPT.fullmatch(attempt)
+    return found["kind"] if found else ""
+
+
+def _holder(actor: RayActor, by_process: Mapping[str, RayActor]) -> tuple[str, str, str]:
+    """Of an actor that another one started, as of a pool that prepares rows, it is the first of them."""
+    seen = set[str]()
+    while actor.actor_id not in seen:
+        seen.add(actor.actor_id)
+        if ATTEMPT.fullmatch(actor.name):
+            return actor.name, "", ""
+        if replica := REPLICA.fullmatch(actor.name):
+            return "", replica["uid"], ""
+        actor = by_process.get(actor.owner, actor)
+    return "", "", "other actors"
+
+
+def _sum(nodes: Sequence[Resources]) -> dict[str, float]:
+    return {name: sum(node.get(name, 0.0) for node in nodes) for name in COUNTED}

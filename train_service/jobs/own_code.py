@@ -1,0 +1,383 @@
+"""Code of a user's own: whether a program or a model can be run, by its bundle, its requirements, its dataset version,
+and its entry; and how a bundle is taken in.
+
+Whether an entry can be called at all is tried in a guarded child process, `entry_child.py`, never in the service's own.
+The child imports the module, which runs whatever the user wrote at its top level; a script is compiled and not run,
+since its top level trains. `Limits` says what it may take;
+docs/decisions/0024-own-code.md says what this keeps from it and what not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from shared.checkpoint import resolve
+from shared.code_bundle import SHA256, BundleRecord, CodeBundles, Readable, load_bundle, read_bundle
+from shared.code_packing import MAX_BUNDLE_BYTES, unpack
+from shared.code_requirements import unmet
+from shared.errors import InvalidArgument, ResourceExhausted, invalid_field, invalid_fields
+from shared.own_code import OwnCode
+from shared.storage import ObjectStore
+from train_service.checkpoints.fine_tuning import FIELD as INITIAL_FIELD
+from train_service.checkpoints.fine_tuning import check_name, weight_shapes
+from train_service.domain import spec_rules
+from train_service.domain.spec import OWN, SCRIPT_SUFFIX, OwnModelFacts, TrainingSpec, settled
+from train_service.jobs.model_check import check_loss, check_names, check_parallel, check_stopping
+from train_service.loading.preprocessing import check_classes, check_fits, fitted, fitted_program, steps_of_run
+
+# --- Programs ---
+
+logger = logging.getLogger(__name__)
+
+BUNDLE_FIELD = "spec.program.code_bundle"
+ENTRY_FIELD = "spec.program.entry"
+# Of requirements that are not met, and of modules, at most so many are named.
+MAX_NAMED = 20
+
+
+class ProgramCheck:
+    """`own_code` says whether callers' code is to run at all."""
+
+    def __init__(self, store: ObjectStore, own_code: OwnCode | None = None, entries: EntryCheck | None = None) -> None:
+        self._store = store
+        self.own_code = own_code or OwnCode()
+        self.entries = entries or EntryCheck(store)
+
+    def checked(self, spec: TrainingSpec) -> TrainingSpec:
+        """With the defaults that depend on the version. Raises what `CreateTrainingJob` says of a program."""
+        program = spec.program
+        assert program is not None
+        self.own_code.require_own_code()
+        spec_rules.check(spec)
+        bundle = load_bundle(self._store, BUNDLE_FIELD, program.code_bundle)
+        if not program.is_script:
+            check_module(bundle, ENTRY_FIELD, program.entry)
+        # What the request itself names comes before what its bundle needs, and that before a process is started.
+        spec = fitted_program(self._store, spec)
+        check_requirements(bundle, installed_version)
+        self.entries.check(bundle.sha256, program.entry)
+        return spec
+
+
+def check_requirements(bundle: BundleRecord, installed: Callable[[str], str | None], field: str = BUNDLE_FIELD) -> None:
+    """Raises `InvalidArgument` naming each requirement that this image does not meet, and the version that it has."""
+    problems = unmet(bundle.requirements, installed)
+    if problems:
+        remedy = "install it in the image of the services and of Ray's nodes, or change the bundle's requirements"
+        raise invalid_fields((field, text, f"{what}; {remedy}") for text, what in problems[:MAX_NAMED])
+
+
+def installed_version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_module(bundle: BundleRecord, field: str, entry: str) -> None:
+    """Before a process is started for it. Raises `InvalidArgument` on `field` for a module that the bundle has not."""
+    top = entry.partition(":")[0].partition(".")[0]
+    if top not in bundle.modules:
+        has = ", ".join(bundle.modules[:MAX_NAMED]) or "no module"
+        raise invalid_field(field, entry, f"{bundle.name} has no module {top!r} at its top; it has {has}")
+
+
+# --- Models ---
+
+MODEL_BUNDLE_FIELD, MODEL_ENTRY_FIELD = "spec.model.code_bundle", "spec.model.entry"
+
+
+class OwnModelCheck:
+    def __init__(self, store: ObjectStore, programs: ProgramCheck) -> None:
+        """`programs` says whether callers' code is to run at all, and looks at entries."""
+        self._store = store
+        self._programs = programs
+
+    def checked(self, spec: TrainingSpec) -> TrainingSpec:
+        """With all that follows from the version and from the model's code. Raises what `CreateTrainingJob` says of a
+        specification, but for its initial checkpoint's scaling."""
+        self._programs.own_code.require_own_code()
+        spec, version, prepared = fitted(self._store, spec)
+        bundle = load_bundle(self._store, MODEL_BUNDLE_FIELD, spec.model.code_bundle)
+        check_module(bundle, MODEL_ENTRY_FIELD, spec.model.entry)
+        check_requirements(bundle, installed_version, MODEL_BUNDLE_FIELD)
+        row_shape = tuple(prepared.shape)
+        asked = {
+            # Numbers that JSON gives back as they are; what the order of rows hangs on says nothing of the model.
+            "spec": replace(spec, seed=0).as_config(),
+            "row_shape": list(row_shape),
+            "total_steps": steps_of_run(spec, version),
+            "initial": self._initial_shapes(spec),
+        }
+        found = self._programs.entries.inspect_model(bundle.sha256, spec.model.entry, asked)
+        try:
+            facts = OwnModelFacts.from_config(found)
+        except (TypeError, ValueError, KeyError):
+            remedy = "its code has answered its check itself; leave that to the check"
+            raise invalid_field(MODEL_ENTRY_FIELD, spec.model.entry, remedy) from None
+        spec = settled(spec, facts, row_shape)
+        spec_rules.check(spec)
+        check_fits(spec, version)
+        check_classes(self._store, spec, version)
+        check_parallel(spec)
+        if facts.is_step:
+            check_stopping(spec)  # what it logs is known once it runs
+        else:
+            check_names(spec, facts.metrics)
+            self._check_installed(spec)
+        return spec
+
+    def _check_installed(self, spec: TrainingSpec) -> None:
+        """A loss and a training step that the specification names, and that are none of the model's own."""
+        from train_service.learning.learner import build_training_step
+
+        build_training_step(spec.training_step)
+        if spec.loss.name != OWN:
+            check_loss(spec)
+
+    def _initial_shapes(self, spec: TrainingSpec) -> dict[str, list[int]] | None:
+        if not spec.initial_checkpoint:
+            return None
+        check_name(spec.initial_checkpoint)
+        entry = resolve(self._store, INITIAL_FIELD, spec.initial_checkpoint)
+        return {name: list(shape) for name, shape in weight_shapes(self._store, entry).items()}
+
+
+# --- Entries ---
+
+# Each may take as much as `Limits` allows.
+MAX_CHILDREN = 2
+CHECK_WAIT_S = 60.0
+MAX_REMEMBERED = 1_000
+
+
+class EntryCheck:
+    """Of one service. `namespaces`: whether the child gets its own where the kernel grants them."""
+
+    def __init__(self, store: Readable, limits: Limits | None = None, *, namespaces: bool = True) -> None:
+        self._store = store
+        self._limits = limits or Limits()
+        self._namespaces = namespaces
+        self._children = threading.BoundedSemaphore(MAX_CHILDREN)
+        # What is installed does not change while the service runs, and a bundle never does: a sweep asks once. By the
+        # bundle, the entry and what was asked of its model; what was found.
+        self._good: dict[tuple[str, str, str], dict[str, Any]] = {}
+
+    def check(self, sha256: str, entry: str) -> None:
+        """Raises `InvalidArgument` on `spec.program.entry`, naming the user's file and line where there is one, and
+        `ResourceExhausted` where others' checks take too long."""
+        self._checked(sha256, entry, None, ENTRY_FIELD)
+
+    def inspect_model(self, sha256: str, entry: str, asked: dict[str, Any]) -> dict[str, Any]:
+        """What `own_model_child` finds of the model that the entry makes; `asked` is its question.
+
+        Raises `InvalidArgument` on the field of `spec` that does not work, and `ResourceExhausted` as `check`."""
+        return self._checked(sha256, entry, asked, MODEL_ENTRY_FIELD)
+
+    def _checked(self, sha256: str, entry: str, model: dict[str, Any] | None, field: str) -> dict[str, Any]:
+        asked = "" if model is None else json.dumps(model, sort_keys=True)
+        if (good := self._good.get((sha256, entry, asked))) is not None:
+            return good
+        if not self._children.acquire(timeout=CHECK_WAIT_S):
+            raise ResourceExhausted(
+                f"{MAX_CHILDREN} other programs are being checked; try again later", reason="TOO_MANY_PROGRAMS"
+            )
+        try:
+            answer = self._answer(sha256, entry, model)
+        finally:
+            self._children.release()
+        if problem := str(answer["problem"]):
+            # A child may answer anything: of what it names only a field of the specification is taken.
+            path = str(answer.get("field", ""))
+            if path.startswith("spec."):
+                fields = [(path, problem)]
+                raise InvalidArgument(f"{path}: {problem}", reason="INVALID_FIELD", fields=fields)
+            raise invalid_field(field, entry, problem)
+        facts = answer.get("facts")
+        self._good[sha256, entry, asked] = facts if isinstance(facts, dict) else {}
+        while len(self._good) > MAX_REMEMBERED:
+            self._good.pop(next(iter(self._good)), None)
+        return self._good[sha256, entry, asked]
+
+    def _answer(self, sha256: str, entry: str, model: dict[str, Any] | None) -> dict[str, Any]:
+        module, _, function = entry.partition(":")
+        # What the module leaves there may be made unreadable; a service must not fail for it.
+        with tempfile.TemporaryDirectory(prefix="millrace-entry-", ignore_cleanup_errors=True) as made:
+            folder, work = Path(made, "code"), Path(made, "work")
+            folder.mkdir()
+            work.mkdir()
+            with tempfile.TemporaryFile() as packed:
+                packed.write(read_bundle(self._store, sha256))
+                packed.seek(0)
+                unpack(packed, folder)
+            question = {
+                "folder": str(folder),
+                "work": str(work),
+                "module": module,
+                "function": function,
+                "script": entry if entry.endswith(SCRIPT_SUFFIX) else "",
+                **({} if model is None else {"model": model}),
+            }
+            return ask_in_child(question, work, self._limits, namespaces=self._namespaces)
+
+
+# --- Guarded child ---
+
+CHILD = Path(__file__).with_name("entry_child.py")
+# To start Python, and to end all processes, besides the time that the task may take.
+GUARD_S = 30.0
+MAX_ANSWER_BYTES = 64 * 1024
+# Of the service's environment nothing else gets to the child: no credentials, no token, no proxy.
+PASSED_ON = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Of all processes of one check together, but for `file_bytes` and `open_files`, which hold for each."""
+
+    memory_bytes: int = 4 * 1024**3
+    cpu_s: float = 60.0
+    wall_s: float = 90.0
+    processes: int = 16
+    open_files: int = 256
+    file_bytes: int = 16 * 1024**2
+
+
+def ask_in_child(question: Mapping[str, Any], work: Path, limits: Limits, *, namespaces: bool = True) -> dict[str, Any]:
+    """The answer: `problem` says what is wrong, and is empty if nothing. `work` is the child's folder, `namespaces`
+    says whether it gets its own where the kernel grants them. For the question see `entry_child`."""
+    whole = {
+        **question,
+        "work": str(work),
+        "path": [one for one in sys.path if one],
+        "limits": asdict(limits),
+        "namespaces": namespaces,
+    }
+    subject = "the files" if "weights" in question else "its module"
+    command = [sys.executable, "-I", "-B", str(CHILD)]
+    # Files, not pipes: a process that is left behind would keep a pipe open.
+    with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as answered:
+        asked.write(json.dumps(whole).encode())
+        asked.seek(0)
+        child = subprocess.Popen(
+            command,
+            stdin=asked,
+            stdout=answered,
+            stderr=subprocess.DEVNULL,
+            env=_environment(work),
+            cwd=work,
+            start_new_session=True,
+        )
+        try:
+            status = child.wait(limits.wall_s + GUARD_S)
+        except subprocess.TimeoutExpired:
+            return {"problem": f"{subject} took more than {limits.wall_s:g} s to be looked at"}
+        finally:
+            if child.returncode is None:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+        answered.seek(0)
+        answer = answered.read(MAX_ANSWER_BYTES)
+    try:
+        record = json.loads(answer)
+        return {**record, "problem": str(record["problem"])}
+    except (ValueError, TypeError, KeyError):
+        # The guard runs none of the user's code. Where it has no namespaces, that may still kill it.
+        logger.warning("a guarded child ended without an answer, with status %d", status)
+        return {"problem": f"{subject} ended the process that checks {'it' if subject == 'its module' else 'them'}"}
+
+
+def _environment(work: Path) -> dict[str, str]:
+    passed = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    here = str(work)
+    return {
+        **passed,
+        "HOME": here,
+        "TMPDIR": here,
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "MPLBACKEND": "Agg",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+# --- Taking in a bundle ---
+
+MAX_CHUNK_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the first message says of all chunks together."""
+
+    sha256: str
+    size_bytes: int
+
+
+class BundleIntake:
+    """Where `own_code` does not let callers' code run, none is taken in."""
+
+    def __init__(self, bundles: CodeBundles, own_code: OwnCode | None = None) -> None:
+        self.bundles = bundles
+        self._own_code = own_code or OwnCode()
+
+    async def receive(self, parts: AsyncIterator[Header | bytes]) -> BundleRecord:
+        """The stored bundle. Holds one chunk in memory at a time. Raises what `CreateCodeBundle` says; whatever it
+        raises, and where the caller goes away, no bundle is made and the spool file goes."""
+        self._own_code.require_own_code()
+        header = await anext(parts, None)
+        if not isinstance(header, Header):
+            raise invalid_field("header", None, "send it first, then the chunks")
+        _check(header)
+        # A folder, so that the store can upload the file by its path.
+        with tempfile.TemporaryDirectory(prefix="millrace-bundle-") as folder:
+            spooled = Path(folder, "bundle.tar")
+            await _spool(header, parts, spooled)
+            return await asyncio.to_thread(self.bundles.create, spooled, header.sha256)
+
+
+async def _spool(header: Header, parts: AsyncIterator[Header | bytes], spooled: Path) -> None:
+    received = 0
+    with spooled.open("wb") as file:
+        async for part in parts:
+            if isinstance(part, Header):
+                raise invalid_field("header", part.sha256, "send it once, before the chunks")
+            received += len(part)
+            if len(part) > MAX_CHUNK_BYTES:
+                raise invalid_field("chunk", f"{len(part)} bytes", f"send at most {MAX_CHUNK_BYTES} bytes in a message")
+            if received > header.size_bytes:
+                break
+            await asyncio.to_thread(file.write, part)
+    if received != header.size_bytes:
+        more = "more" if received > header.size_bytes else f"only {received}"
+        raise invalid_field("header.size_bytes", header.size_bytes, f"{more} bytes came; send as many as it says")
+
+
+def _check(header: Header) -> None:
+    if not SHA256.fullmatch(header.sha256):
+        raise invalid_field("header.sha256", header.sha256, "use 64 digits of lower-case hex")
+    if header.size_bytes < 1:
+        raise invalid_field("header.size_bytes", header.size_bytes, "use 1 or more")
+    if header.size_bytes > MAX_BUNDLE_BYTES:
+        raise ResourceExhausted(
+            f"header.size_bytes: a bundle has at most {MAX_BUNDLE_BYTES:,} bytes, not {header.size_bytes:,}; data "
+            "belongs in a dataset version, or is named in .millraceignore",
+            reason="BUNDLE_TOO_LARGE",
+            metadata={"max_size_bytes": str(MAX_BUNDLE_BYTES)},
+        )

@@ -1,0 +1,340 @@
+"""What a rank's device is given, and how it computes: batches, the last steps of their transform, and settings.
+
+Batches go from pinned memory, by a thread and a stream of their own, ahead of a step. The last steps of a transform
+give bit for bit what the loader would make of the same images. Draws are made on the host, from the keys of the rows,
+as the loader makes them. Products and quotients are torch's own kernels, one after another, so none is fused into
+another with a rounding less; and a division is by a tensor, for by a number torch multiplies with its reciprocal.
+
+The settings say whether the device gives the same bits each time or has the fastest kernels, and in which products. A
+CPU gives the same bits by itself, with as many threads; a GPU where it is asked to.
+
+B = rows of the batch, H = height, W = width, C = channels.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from shared.transforms import RowKeys
+from shared.transforms.steps.images import CenterCrop, ColorJitter, ImageStep, RandomCrop, RandomFlip
+from shared.transforms.steps.step import Step
+from shared.transforms.steps.tensors import Normalize, ToFloat
+from train_service.domain.spec import DETERMINISTIC, REGRESSION, TF32, TrainingSpec
+from train_service.loading.loader import Batch
+from train_service.loading.rows import Array
+from train_service.store_retry import waiting_for
+
+# --- Batches on their way ---
+
+
+@dataclass(frozen=True)
+class DeviceBatch(Batch):
+    """A batch that is on the device, too: `device_inputs` float32 (B, *shape), `device_labels` as a loss takes them."""
+
+    device_inputs: Tensor
+    device_labels: Tensor
+
+
+class DeviceBatches:
+    """Puts a loader's batches onto the device, each whole and in its order."""
+
+    def __init__(
+        self, spec: TrainingSpec, device: torch.device, transform: DeviceTransform | None = None, ahead: int = 0
+    ) -> None:
+        """`transform` has the steps that the loader left to the device. `ahead` batches are on the device or on their
+        way there while a step is computed; 0: each is copied when it is asked for."""
+        self._spec = spec
+        self._device = device
+        self._transform = transform
+        self._ahead = ahead
+        self._stream: Any = None
+        if ahead and device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def batches(self, given: Generator[Batch, None, None]) -> Generator[DeviceBatch, None, None]:
+        """All of `given`, which is closed with this generator. What it raises is raised here."""
+        if self._ahead:
+            yield from self._copied_ahead(given)
+            return
+        with closing(given):
+            for batch in given:
+                yield self._copied(batch)
+
+    def _copied_ahead(self, given: Generator[Batch, None, None]) -> Generator[DeviceBatch, None, None]:
+        ready: queue.SimpleQueue[tuple[DeviceBatch, Any] | BaseException | None] = queue.SimpleQueue()
+        capacity = threading.Semaphore(self._ahead)
+        closed = False
+
+        def copy() -> None:
+            try:
+                # The current device and stream are a thread's own.
+                with closing(given), self._on_stream():
+                    for batch in given:
+                        capacity.acquire()
+                        if closed:
+                            return
+                        copied = self._copied(batch)
+                        ready.put((copied, None if self._stream is None else self._stream.record_event()))
+                ready.put(None)
+            except BaseException as error:  # handed to the consumer, whose thread it stops
+                ready.put(error)
+
+        thread = threading.Thread(target=copy, name="device-batches", daemon=True)
+        thread.start()
+        try:
+            while True:
+                with waiting_for(thread):
+                    item = ready.get()
+                if item is None:
+                    return
+                if isinstance(item, BaseException):
+                    raise item
+                batch, copied = item
+                if copied is not None:
+                    self._take_over(batch, copied)
+                capacity.release()
+                yield batch
+        finally:
+            closed = True
+            capacity.release()
+            thread.join()
+
+    def _take_over(self, batch: DeviceBatch, copied: torch.cuda.Event) -> None:
+        """What the step computes comes after the copy, and the memory is not given away before the step is done."""
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(copied)
+        batch.device_inputs.record_stream(stream)
+        batch.device_labels.record_stream(stream)
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _copied(self, batch: Batch) -> DeviceBatch:
+        inputs = to_device(batch.inputs, self._device)
+        if self._transform is not None:
+            inputs = self._transform(inputs, RowKeys(self._spec.seed, batch.epoch, batch.row_ids))
+        return DeviceBatch(
+            **vars(batch),
+            device_inputs=laid_out(inputs, self._spec),
+            device_labels=to_device(_labels(batch, self._spec), self._device),
+        )
+
+
+def on_device(batch: Batch, spec: TrainingSpec, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The inputs and labels of a batch, which may be there already."""
+    if isinstance(batch, DeviceBatch):
+        return batch.device_inputs, batch.device_labels
+    return laid_out(to_device(batch.inputs, device), spec), to_device(_labels(batch, spec), device)
+
+
+def to_device(values: Array, device: torch.device) -> Tensor:
+    """On a GPU by way of pinned memory, which torch keeps and uses again: the call does not wait for the copy, and what
+    the current stream computes next does."""
+    host = torch.from_numpy(values)
+    if device.type != "cuda":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+def laid_out(inputs: Tensor, spec: TrainingSpec) -> Tensor:
+    """In memory as the specification says."""
+    if spec.acceleration.channels_last and inputs.dim() == 4:
+        return inputs.contiguous(memory_format=torch.channels_last)
+    return inputs.contiguous()
+
+
+def _labels(batch: Batch, spec: TrainingSpec) -> Array:
+    """Of a regression (B, K)."""
+    return batch.labels.reshape(len(batch.row_ids), -1) if spec.task == REGRESSION else batch.labels
+
+
+# --- Last steps of the transform ---
+
+# (B, draws) numbers of [0, 1).
+Draws = NDArray[np.float64]
+NONE = np.empty((0, 0))
+
+
+class DeviceTransform:
+    """`steps` with their places in the whole transform, from which augmentations draw."""
+
+    def __init__(self, steps: Sequence[tuple[int, Step]]) -> None:
+        self._steps = list(steps)
+
+    def __call__(self, images: Tensor, keys: RowKeys | None = None) -> Tensor:
+        """uint8 (B, H, W) or (B, H, W, C) as the step before gave them → float32 (B, C, H', W'). With `keys`, those of
+        the rows, augmentations act."""
+        for place, step in self._steps:
+            count = step.draws if isinstance(step, ImageStep) else 0
+            if not count:
+                images = ON_DEVICE[type(step)](step, images, NONE)
+            elif keys is not None:
+                images = ON_DEVICE[type(step)](step, images, keys.at(place).uniform(count))
+            elif isinstance(step, RandomCrop):
+                images = _center_crop(step, images, NONE)
+        return images
+
+
+def _center_crop(step: CenterCrop | RandomCrop, images: Tensor, _draws: Draws) -> Tensor:
+    images = _padded_to(images, step.height, step.width)
+    top, left = (images.shape[1] - step.height) // 2, (images.shape[2] - step.width) // 2
+    return images[:, top : top + step.height, left : left + step.width]
+
+
+def _random_crop(step: RandomCrop, images: Tensor, draws: Draws) -> Tensor:
+    images = _padded(images, (step.padding,) * 2, (step.padding,) * 2)
+    images = _padded_to(images, step.height, step.width)
+    choices = (images.shape[1] - step.height + 1, images.shape[2] - step.width + 1)
+    top, left = _moved(np.floor(draws * choices).astype(np.int64).T, images.device)
+    down = top[:, None] + torch.arange(step.height, device=images.device)
+    right = left[:, None] + torch.arange(step.width, device=images.device)
+    rows = torch.arange(len(images), device=images.device)
+    return images[rows[:, None, None], down[:, :, None], right[:, None, :]]
+
+
+def _random_flip(step: RandomFlip, images: Tensor, draws: Draws) -> Tensor:
+    chosen = (draws < (step.horizontal_probability, step.vertical_probability)).T
+    sideways, over = _moved(chosen, images.device).reshape(2, -1, *[1] * (images.dim() - 1))
+    images = torch.where(sideways, images.flip(2), images)
+    return torch.where(over, images.flip(1), images)
+
+
+def _color_jitter(step: ColorJitter, images: Tensor, draws: Draws) -> Tensor:
+    strengths = (step.brightness, step.contrast, step.saturation)
+    factors = np.stack([1 + (2 * draws[:, place] - 1) * one for place, one in enumerate(strengths)])
+    brighter, harder, richer = _moved(factors, images.device).reshape(3, -1, *[1] * (images.dim() - 1))
+    if step.brightness:
+        images = _pixels(images.double() * brighter)
+    if step.contrast:
+        gray = _luma(images) if images.dim() == 4 and images.shape[3] == 3 else images
+        sums = gray.flatten(1).sum(1, dtype=torch.int64).double()
+        means = sums / torch.full_like(sums, max(math.prod(gray.shape[1:]), 1))
+        images = _blended(images, means.reshape(brighter.shape), harder)
+    if step.saturation:
+        images = _blended(images, _luma(images)[..., None].double(), richer)
+    return images
+
+
+def _to_float(_step: ToFloat, images: Tensor, _draws: Draws) -> Tensor:
+    channels_first = images[:, None] if images.dim() == 3 else images.permute(0, 3, 1, 2)
+    return channels_first.float() / torch.full((1,), 255.0, device=images.device)
+
+
+def _normalize(step: Normalize, images: Tensor, _draws: Draws) -> Tensor:
+    mean, std = (
+        _moved(np.asarray(one, np.float32).reshape(1, -1, 1, 1), images.device) for one in (step.mean, step.std)
+    )
+    return (images - mean) / std
+
+
+# What each step is on a device; a step that is not here is the loader's.
+ON_DEVICE: dict[type[Step], Callable[[Any, Tensor, Draws], Tensor]] = {
+    CenterCrop: _center_crop,
+    RandomCrop: _random_crop,
+    RandomFlip: _random_flip,
+    ColorJitter: _color_jitter,
+    ToFloat: _to_float,
+    Normalize: _normalize,
+}
+
+
+def _padded_to(images: Tensor, height: int, width: int) -> Tensor:
+    down, right = (max(wanted - given, 0) for wanted, given in zip((height, width), images.shape[1:3], strict=True))
+    return _padded(images, (down // 2, down - down // 2), (right // 2, right - right // 2))
+
+
+def _padded(images: Tensor, down: tuple[int, int], right: tuple[int, int]) -> Tensor:
+    """With zeros above and below, left and right."""
+    if not any((*down, *right)):
+        return images
+    last = (0, 0) if images.dim() == 4 else ()
+    return F.pad(images, (*last, *right, *down))
+
+
+def _luma(images: Tensor) -> Tensor:
+    """(…, 3) → (…), as the loader's."""
+    red, green, blue = images.long().unbind(-1)
+    return ((red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16).to(torch.uint8)
+
+
+def _blended(images: Tensor, gray: Tensor, factor: Tensor) -> Tensor:
+    return _pixels(gray + (images.double() - gray) * factor)
+
+
+def _pixels(values: Tensor) -> Tensor:
+    return values.round().clamp(0, 255).to(torch.uint8)
+
+
+def _moved(values: NDArray[Any], device: torch.device) -> Tensor:
+    host = torch.from_numpy(np.ascontiguousarray(values))
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+# --- Settings of the process ---
+
+# A folder of a node's that keeps what torch.compile made, also when the node's /tmp is emptied.
+COMPILE_CACHE = "MILLRACE_COMPILE_CACHE"
+
+
+def set_up_device(device: torch.device, spec: TrainingSpec, environ: Mapping[str, str] = os.environ) -> None:
+    """For all that this process computes on `device` from now on; call it before the first use of a GPU."""
+    if spec.compile:
+        _keep_compiled(environ.get(COMPILE_CACHE, ""))
+    if device.type != "cuda":
+        return
+    is_tf32 = spec.precision == TF32
+    torch.backends.cuda.matmul.allow_tf32 = is_tf32
+    # torch allows it to convolutions by default, and not to products of matrices.
+    torch.backends.cudnn.allow_tf32 = is_tf32
+    if spec.acceleration.algorithms == DETERMINISTIC:
+        _compute_deterministically()
+    else:
+        # It tries the kernels for each shape at first. All steps but an epoch's last have the same.
+        torch.backends.cudnn.benchmark = True
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Meanwhile no product is rounded to TF32: what is measured is what is served."""
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = cudnn.allow_tf32, matmul.allow_tf32
+    cudnn.allow_tf32 = matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        cudnn.allow_tf32, matmul.allow_tf32 = before
+
+
+def _compute_deterministically() -> None:
+    """Where torch knows no deterministic way, it warns in the worker's log and takes another."""
+    # Read as cuBLAS is first used; another value of whoever started us may be as good.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cudnn.deterministic = True
+    # It would choose kernels by which was the fastest this time.
+    torch.backends.cudnn.benchmark = False
+    # The compiler heeds it, too: else it chooses how a sum is added up by which way was the fastest this time.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Else all new memory is written to first, which finds what is read uninitialized and changes nothing else.
+    deterministic: Any = torch.utils.deterministic
+    deterministic.fill_uninitialized_memory = False
+
+
+def _keep_compiled(folder: str) -> None:
+    """torch itself keeps it below /tmp, by the user's name."""
+    if folder:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
+        os.environ.setdefault("TRITON_CACHE_DIR", str(Path(folder) / "triton"))
