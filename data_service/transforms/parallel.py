@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Passes:
-    """`folder` is the attempt's own."""
+    """Runs passes over parts; `folder` is the attempt's own."""
 
     context: AttemptContext
     folder: str
@@ -100,8 +100,11 @@ Results = Generator[tuple[Part, Any], None, None]
 
 @dataclass(frozen=True)
 class Pool:
-    """At most so many processes (0: as many as the cluster has room for) that stay for all parts which they are given,
-    each with so many CPUs and GPUs: for work that keeps what it has loaded."""
+    """A pool of processes that keep their state from part to part.
+
+    For work that keeps what it has loaded. `most` is the maximum number of processes, 0 for as many as fit the cluster;
+    each takes `cpus` CPUs and `gpus` GPUs.
+    """
 
     most: int
     cpus: int

@@ -49,7 +49,10 @@ from shared.transforms.steps.step import Step
 
 @dataclass(frozen=True)
 class FitPart:
-    """Learns from the rows of `fit_split`: gives what `fitter`, which has seen nothing, has seen then."""
+    """Fits the steps on the part's rows of `fit_split`.
+
+    Returns a copy of `fitter`, which has seen no rows before, after it has seen these.
+    """
 
     source: RowSource
     fitter: Fitter
@@ -363,10 +366,10 @@ def _told(field: str, why: str, metadata: dict[str, str]) -> InvalidArgument:
 
 @dataclass(frozen=True)
 class RowSource:
-    """Reads parts of a version, at most `batch_rows` rows at a time; travels to Ray's workers.
+    """Reads parts of a version, at most `batch_rows` rows at a time.
 
-    Without a divider rows stay in their split. `images` are columns whose images will be decoded: of them come as many
-    at a time as may be decoded side by side.
+    Picklable, to travel to Ray's workers. Without a divider rows stay in their split. `images` are columns whose images
+    will be decoded; they limit a batch to the rows that may be decoded together.
     """
 
     settings: StoreSettings

@@ -17,7 +17,11 @@ from shared.errors import DeadlineExceeded, ResourceExhausted, Unavailable
 
 @dataclass(frozen=True)
 class Load:
-    """Over some seconds: the mean of the rows that waited or were at work, and those refused for want of capacity."""
+    """The load over some seconds.
+
+    `rows` is the mean number of rows that waited or were being computed, `refused` the number of rows that were refused
+    for lack of capacity.
+    """
 
     rows: float
     refused: int

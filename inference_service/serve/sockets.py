@@ -169,12 +169,12 @@ def _is_dead(path: Path) -> bool:
 
 # One batch computes and one is in transit, as in `BATCHES_PER_REPLICA` of the batcher.
 BATCHES_EACH = 2
-# What may wait beside them: calls that are given up.
+# Room for small frames in the write buffer: the cancellations.
 SMALL_FRAMES_BYTES = 64 * 1024
 SETTLED_NS = 50_000_000
 # A replica with an answer overdue for this long may hang; Serve's health check decides.
 OWED_S = 5.0
-# A replica that died is started again within this, most often on the same machine; meanwhile those left do the work.
+# A dead replica restarts within this time, most often on the same machine; meanwhile the remaining ones do the work.
 STARTS_TIMEOUT_S = 60.0
 # The delay after a socket refused a connection or a connection broke. A process that is being killed may lose its
 # connections before its listening socket, and would accept the batch again that it has just lost.
