@@ -201,7 +201,7 @@ class Statistics:
         self.batch_round_trip = Histogram()
         self.batches: dict[int, Computing] = {}  # by rows
         self.recent = Recent()
-        self.shadowed: dict[str, int] = {}  # copies for a shadow, by status; SHED: left out
+        self.shadowed: dict[str, int] = {}  # copies for a shadow, by status; SHED: not sent
 
     def answered(
         self,
