@@ -1,6 +1,6 @@
-"""The composition root: settings → store → domain → servicers → server, and the bond with Ray beside it.
+"""The composition root: settings → store → domain → servicers → server, and the connection to Ray.
 
-With several fronts this is their parent, which starts each as `python -m inference_service NUMBER FOLDER`.
+With several frontends this is their parent, which starts each as `python -m inference_service NUMBER FOLDER`.
 """
 
 from __future__ import annotations

@@ -187,9 +187,7 @@ class Uploads:
         try:
             self._datasets.check_still_there(dataset.name, dataset.uid)
         except NotFound:
-            with suppress(
-                FailedPrecondition, NotFound
-            ):  # an import reads it, so it expires; or it was just deleted
+            with suppress(FailedPrecondition, NotFound):  # an import reads it, so it expires; or it was just deleted
                 self._finisher.abort(record.name, record.uid)
             raise
 

@@ -1,4 +1,4 @@
-"""A program's checkpoint, served by a class of the program's own bundle: its predictor.
+"""A program's checkpoint, served by the predictor class in the program's own bundle.
 
     class Predictor:
         inputs = {"image": ("FP32", [1, 28, 28])}      # by name: a datatype and the shape of a row

@@ -440,9 +440,7 @@ def scaled(counts: list[int], total: int) -> list[int]:
 
 
 def _places(values: npt.NDArray[Any], least: Any, most: Any) -> npt.NDArray[np.int64]:
-    if (
-        values.dtype.kind in "iu"
-    ):  # subtracts as integers, since close large ones are equal as floats
+    if values.dtype.kind in "iu":  # subtracts as integers, since close large ones are equal as floats
         share = (values.astype(np.uint64) - np.uint64(int(least) % 2**64)) / (int(most) - int(least))
     elif math.isinf(most - least):  # half of each avoids the overflow of the difference
         share = (values / 2 - least / 2) / (most / 2 - least / 2)
