@@ -1,4 +1,4 @@
-"""The tasks of the client's process: ours through the SDK, and the peers that use only pyarrow. Each returns seconds."""
+"""The tasks of the client's process: ours through the SDK, and the peers of pyarrow alone. Each returns seconds."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def _sweep_lost_attempts(context: AttemptContext) -> None:
 
 
 # --- Commit ---
-# The last step of every job that creates a version: writes the files beside the rows, and then the manifest.
+# The last step of every job that creates a version: writes the report, the quarantined rows, and then the manifest.
 
 
 def columns_of(schema: pa.Schema, value_names: Mapping[str, Sequence[str]]) -> list[Column]:

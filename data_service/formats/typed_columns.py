@@ -326,8 +326,7 @@ def _is_cast(given: pa.DataType, wanted: pa.DataType) -> bool:
 def _is_given_shape(given: pa.DataType) -> bool:
     """Returns whether only the request gives the lists of a tensor column their length.
 
-    Lists of fixed size, which `logical_field` accepts, have their own. The lists of an extension count as such, too,
-    whatever the request says.
+    Lists of fixed size, which `logical_field` accepts, have their own. The lists of an extension may have any size.
     """
     if lists_within(given) is None:
         return False

@@ -94,7 +94,7 @@ async def receive(store: ObjectStore, digests: KeptDigests, chunks: AsyncIterato
             yield call.acknowledged
     finally:
         # Writes in flight cannot be stopped, and need not: each creates a whole chunk or none. The task may take one
-        # cancellation for that of a waiting queue operation, so it is cancelled until it ends.
+        # cancellation for the loss of its slot, and then waits to pass that error on. So it is cancelled until it ends.
         while not feeding.done():
             feeding.cancel()
             await asyncio.sleep(0)

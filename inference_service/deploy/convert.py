@@ -51,6 +51,7 @@ from shared.errors import check_count, invalid_field
 from shared.grpc_errors import status_proto_from_record
 from shared.requests import body_digest
 
+# --- Deployments ---
 # Converts between messages of `DeploymentService` and plain values.
 
 

@@ -362,7 +362,7 @@ class ModelLoader:
         except (DataLoss, FailedPrecondition) as error:
             await self._fail(name, deployment, version, error)
             return False
-        if name in self.peers.going():  # it waits only for known holders, and would miss this one
+        if name in self.peers.going():  # the remover waits only for known holders
             return False
         spec = deployment.spec
         limits = Limits(
@@ -572,7 +572,7 @@ class ModelUnloader:
 class ReferenceKeeper:
     """Marks what served versions use.
 
-    Remembers its marks, so the store is asked once for each version.
+    Remembers its marks, so the store is called once for each version.
     """
 
     def __init__(self, deployments: Deployments) -> None:

@@ -55,9 +55,9 @@ TOLERATED_LOAD, MOST_CROWDED = 1.4, 5.0
 # The limit for rows of the next batch. They wait only for the batches in flight, and without them that batch could
 # leave half empty.
 MOST_CROWDED_NEXT = 3.0
-# LOAD_S is the time constant of the measured load. The measurement restarts when the model is idle; its first LITTLE_S
-# are too short to count. It counts offered rows, not refused ones, because offered rows do not depend on the admission
-# policy.
+# LOAD_S is the time constant of the measured load. The measurement restarts when the model is idle, and LITTLE_S is
+# added to the time since then, because the first moments say little. It counts all offered rows rather than the refused
+# ones, because the admission policy does not change what is offered.
 LOAD_S, LITTLE_S = 0.5, 0.05
 # The time an answer needs from this process to its client. It counts toward the client's deadline, but this process
 # cannot measure it.
@@ -329,8 +329,8 @@ class Batcher:
                 self._in_flight.send(self._queue.take([(chosen[at], rows) for at, rows in decision.batch.items()]))
 
 
-# --- In flight --- The batches between this process and the model. Each request's answer is a slice of its batch's
-# outputs.
+# --- In flight ---
+# The batches between this process and the model. Each request's answer is a slice of its batch's outputs.
 
 # The minimum time left of a batch, as a fraction of the time that it has already taken.
 OVERDUE = 0.25

@@ -77,7 +77,7 @@ class ServedModel:
         return self.preprocessing.custom_s
 
     def forward(self, rows: Rows, moved: Callable[[], None] = lambda: None) -> Outputs:
-        """Computes the outputs of B rows; refused rows have none.
+        """Computes the outputs of B rows; those of refused rows are undefined.
 
         A classifier returns logits (B, classes) float32, probabilities (B, classes) float32 and label (B,) int64. A
         regression returns values (B, numbers) float32. `moved` is as in `Preprocessing.prepare`.

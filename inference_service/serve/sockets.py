@@ -174,7 +174,7 @@ SMALL_FRAMES_BYTES = 64 * 1024
 SETTLED_NS = 50_000_000
 # A replica with an answer overdue for this long may hang; Serve's health check decides.
 OWED_S = 5.0
-# A dead replica restarts within this time, most often on the same machine; meanwhile the remaining ones do the work.
+# A dead replica restarts within this time, usually on the same machine; meanwhile the remaining ones do the work.
 STARTS_TIMEOUT_S = 60.0
 # The delay after a socket refused a connection or a connection broke. A process that is being killed may lose its
 # connections before its listening socket, and would accept the batch again that it has just lost.
