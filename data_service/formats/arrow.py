@@ -27,7 +27,7 @@ from shared.dataset_version.columns import row_bytes
 class ArrowRows:
     """The rows of one stream or file.
 
-    Columns keep their types as far as a version supports them (`logical_field`), unless `types` gives another. Record
+    Columns keep their types if a version supports them (`logical_field`); others get that of `types`. Record
     batches may have any size up to `MAX_BODY_BYTES`; one is in memory at a time.
     """
 

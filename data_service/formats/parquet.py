@@ -37,7 +37,7 @@ MAX_FOOTER_LIST = 100_000
 class ParquetRows:
     """The rows of one Parquet file.
 
-    Columns keep their types as far as a version supports them (`logical_field`), unless `types` gives another.
+    Columns keep their types if a version supports them (`logical_field`); others get that of `types`.
 
     No claim of the file is trusted: rows are counted as they are decoded, and pages that would need too much memory are
     refused by their headers before any is decoded.

@@ -52,8 +52,8 @@ ADMIT_DEVIATIONS = 2.0
 # full batch ahead in the queue, are multiplied by (load / TOLERATED_LOAD)^5, clamped to 1..MOST_CROWDED. Up to
 # TOLERATED_LOAD the queue comes from a burst or a slow spell, and its rows keep the model busy afterwards.
 TOLERATED_LOAD, MOST_CROWDED = 1.4, 5.0
-# The limit for rows of the next batch. They wait only for the batches in flight, and without them that batch could
-# leave half empty.
+# The maximum factor for rows of the next batch. They wait only for the batches in flight, and without them that batch
+# could leave half empty.
 MOST_CROWDED_NEXT = 3.0
 # LOAD_S is the time constant of the measured load. The measurement restarts when the model is idle, and LITTLE_S is
 # added to the time since then, because the first moments say little. It counts all offered rows rather than the refused

@@ -341,8 +341,8 @@ def choose_version(
     """Chooses the version that answers a request.
 
     A named version comes first, then one that a header routes to. Otherwise `draw` in [0, 1) chooses by weight among
-    the versions that `answers`. If none of those answers, the versions with traffic before the present roll-out are
-    used. `headers` is called only if routes need it.
+    the versions for which `answers` is true. If there is none, the versions with traffic before the present roll-out
+    are used. `headers` is called only if routes need it.
 
     Raises `NotFound` (no such version), `FailedPrecondition` (the deployment failed, or is unloaded: a retry does not
     help) and `Unavailable` (it is loading or being deleted).

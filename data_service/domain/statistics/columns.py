@@ -529,7 +529,7 @@ class SplitStatistics:
     """Accumulates rows of the logical columns of `schema`.
 
     Small and picklable, at most a few 100 KB a column. The result depends on the rows and their ids alone, to the last
-    bit: neither on the order of the rows nor on how they are divided among parts that are merged later.
+    bit. Neither the order of the rows nor their division into parts that are merged later changes it.
     """
 
     def __init__(self, schema: pa.Schema) -> None:
