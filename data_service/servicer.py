@@ -41,7 +41,6 @@ from shared.storage import ObjectStore
 from shared.streaming import Slots, in_threads
 
 # --- Servicer ---
-# `millrace.data.v1.DataService`: convert, delegate, convert. Uploads are in their own part.
 
 Context = aio.ServicerContext[Any, Any]
 

@@ -45,7 +45,6 @@ from shared.requests import OUTCOME_UNKNOWN, claimed, claimed_before, uid_of
 from shared.storage import ObjectStore
 
 # --- Jobs ---
-# Starts the durable jobs that create versions: imports, transforms and predictions.
 
 # The ids that the service assigns, from v1 to v999999999. A longer id of this form comes from a client, for example
 # with a date.

@@ -25,7 +25,6 @@ from data_service.domain.statistics.result import (
 from shared.errors import first_line, invalid_field, invalid_fields
 
 # --- Checks ---
-# Quality checks: conditions on rows, and on a whole version, that gate its publication.
 
 CHECK_FAILED = "QUALITY_CHECK_FAILED"
 

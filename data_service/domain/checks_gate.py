@@ -17,7 +17,6 @@ from data_service.domain.statistics.result import ColumnStatistics, NumberStatis
 from shared.errors import FailedPrecondition
 
 # --- The gate ---
-# Quality checks of a whole version: the last gate before its publication.
 
 Splits = Mapping[str, SplitStatistics]
 

@@ -70,7 +70,6 @@ def outlived(retention: Retention, versions: Sequence[Committed], now: float) ->
 
 
 # --- Dataset ---
-# A dataset: a name for a collection of versions.
 
 MAX_DISPLAY_NAME = 63
 MAX_DESCRIPTION = 4096

@@ -106,7 +106,6 @@ def _tensor(value_name: str, shape: list[int]) -> pa.DataType:
 
 
 # --- Import spec ---
-# The spec of an import, checked as a whole: all problems are reported at once.
 
 MAX_SOURCES = 64
 MAX_HOLD_OUTS = 64

@@ -178,8 +178,6 @@ def hashes_of_rank(seed: int, row_count: int, ranks: Sequence[int]) -> NDArray[n
 
 
 # --- Split rules ---
-# The rules that divide rows into splits: by a stable hash of keys, by a column's values, by time, or at random.
-#
 # Each rule is a function of a single row (its key, its value, its row id), so any part of a version can be divided by
 # itself.
 

@@ -212,7 +212,6 @@ def _large_wholes(texts: pa.Array, values: pa.Array) -> pa.Array:
 
 
 # --- Row casts ---
-# Casts columns row by row, so that bad rows do not fail the whole column.
 
 # True for each row that fits; None if all do.
 Fits = NDArray[np.bool_] | None

@@ -183,7 +183,6 @@ def _text_lengths(texts: pa.Array) -> pa.Array:
 
 
 # --- Interface ---
-# The interface between formats and the import job.
 
 # The approximate bytes of rows in one table.
 CHUNK_BYTES = 4 * 1024 * 1024

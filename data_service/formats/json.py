@@ -26,8 +26,6 @@ from shared.errors import invalid_field
 from shared.value_texts import zone_hint
 
 # --- JSON rows ---
-# JSON Lines: one object a line; any row's key is a column, null in rows without it.
-#
 # Whole numbers are never rounded: a column is inferred as strings if one number exceeds int64, or if it has doubles and
 # a number that a double would change. If `column_types` gives a type that cannot hold such a number, or if it is in a
 # list, its row is a bad one.

@@ -24,7 +24,6 @@ from shared.dataset_version.columns import MAX_COLUMNS
 from shared.errors import invalid_field
 
 # --- Opening ---
-# Opens the sources of an import's request, in order.
 
 # The formats whose folders may be partition columns. For images, folders are classes.
 TABLES = ("parquet", "arrow", "csv", "json_lines")

@@ -19,7 +19,6 @@ from shared.errors import InvalidArgument, first_line, shown
 from shared.storage import ObjectStore
 
 # --- Columns ---
-# The common columns of an import's sources, and the conversion of rows to them.
 
 LABEL = "label"
 

@@ -33,8 +33,6 @@ from shared.jobs import AttemptContext, Jobs
 from shared.storage import ObjectStore
 
 # --- The job ---
-# An import as one attempt of the durable job: sources in, Parquet files and a manifest out.
-#
 # One pass over the rows: splits are written one after the other, so each row's id is known when the row is read. Only
 # hold-outs need a counting pass first, because the rows that are held out depend on the counts. A few row groups at a
 # time are in memory; a file stays on the local disk until it is complete.

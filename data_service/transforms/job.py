@@ -51,9 +51,7 @@ from shared.transforms.schema import arrow_type_of, schema_of
 from shared.transforms.steps.decoding import image_columns
 
 # --- The job ---
-# A transform as one attempt of the durable job: one version in, another out.
-#
-# It makes passes over the source, each spread over the cluster. First the steps are fitted, in as many passes as they
+# The job makes passes over the source, spread over the cluster. First the steps are fitted, in as many passes as they
 # need. Then, unless the rules and the source alone determine it, a pass counts how many rows each part has for each
 # split. Then the rows are written.
 

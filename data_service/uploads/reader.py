@@ -55,7 +55,6 @@ class PinnedBlocks:
 
 
 # --- Reader ---
-# An upload as a seekable file. An open upload is followed: reads wait for bytes that have not arrived yet.
 
 OUTAGE_TIMEOUT_S = 600.0
 FIRST_POLL_S = 0.02

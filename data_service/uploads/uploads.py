@@ -53,7 +53,6 @@ logger = logging.getLogger(__name__)
 
 
 # --- Uploads ---
-# The uploads in the store. Each is a resource log below `datasets/{d}/uploads/{u}/log`, with its chunks beside it.
 
 SHA256 = re.compile(r"[0-9a-f]{64}")
 

@@ -52,7 +52,6 @@ from shared.grpc_errors import status_proto_from_record
 from shared.requests import body_digest
 
 # --- Deployments ---
-# Converts between messages of `DeploymentService` and plain values.
 
 
 def creation_from_proto(request: pb.CreateDeploymentRequest) -> Creation:

@@ -37,9 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 # --- Reconciler ---
-# Makes Ray Serve run the versions in the resource logs, on start-up and every few seconds.
-#
-# So a restarted service finds its replicas, a new Ray head gets all deployments back, and an application that no log
+# A restarted service finds its replicas again, a new Ray head gets all deployments back, and an application that no log
 # names is deleted. While a log cannot be read, the applications that it may name stay. Of several frontend processes
 # only the leader changes Serve; the others attach to what runs, and detach from what is removed.
 #

@@ -43,8 +43,6 @@ logger = logging.getLogger(__name__)
 
 
 # --- Rollouts ---
-# Drives roll-outs from step to step, rolls them back at a limit, and removes retired versions from the logs.
-#
 # Decisions use the counts that this process and its peers have collected since they started. The roll-out's step is in
 # the log, so another process can continue it. Several processes may drive one roll-out, since only one of them can
 # write each step; of the frontend processes of one service only the leader tries.

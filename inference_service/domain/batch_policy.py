@@ -162,8 +162,6 @@ def buckets(max_rows: int) -> list[int]:
 
 
 # --- Policy ---
-# When to send which waiting rows to the model, and what to refuse at once.
-#
 # All times are seconds on one monotonic clock. The rules, by priority: never run rows that would be late, never exceed
 # the limit of batches in flight, never let the model idle while rows wait, and otherwise fill batches.
 

@@ -120,7 +120,6 @@ class Outputs:
 
 
 # --- Signature ---
-# The signature of a model, and the check of a request against it.
 
 FREE = -1  # a dimension that the request chooses
 MAX_SHOWN_NAME = 100

@@ -36,7 +36,6 @@ from shared.errors import MillraceError, check_count, invalid_field
 from shared.grpc_errors import status_code
 
 # --- Messages ---
-# Converts between messages of the Open Inference Protocol and plain values.
 
 # The limit of each parameter map.
 MAX_PARAMETERS = 64

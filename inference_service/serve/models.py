@@ -318,7 +318,6 @@ class Models:
 
 
 # --- Routing ---
-# The choice of the version that answers a request.
 
 
 def find_version(deployment: Deployment, wanted: str) -> ModelVersion | None:

@@ -34,8 +34,6 @@ logger = logging.getLogger(__name__)
 
 # --- Preprocessing ---
 # From the rows of a request to the model's input: every row-wise step since ingest, with the code that training ran.
-#
-# It needs no torch, so it can be used without loading a model.
 
 
 REMEDY = "; send finite numbers, or have the deployment allow_non_finite"

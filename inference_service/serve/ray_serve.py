@@ -50,8 +50,6 @@ logger = logging.getLogger(__name__)
 
 
 # --- Applications ---
-# The use of Ray Serve: applications by name, and calls of them.
-#
 # Serve's proxies are off, since requests come through our own frontend. The frontend calls the replicas through a
 # `DeploymentHandle`, and those on its own machine over their sockets, unless these are switched off.
 

@@ -44,7 +44,6 @@ logger = logging.getLogger(__name__)
 
 
 # --- Replica ---
-# The Ray Serve replica: one model in one process, on a thread of its own.
 
 T = TypeVar("T")
 

@@ -23,7 +23,6 @@ from shared.grpc_server import message_bytes
 from shared.grpc_server.server import MAX_MESSAGE_BYTES
 
 # --- Servicer ---
-# `inference.GRPCInferenceService`: the Open Inference Protocol, with Triton's extensions.
 
 Context = aio.ServicerContext[Any, Any]
 
