@@ -26,7 +26,7 @@ OTHER_REASONS = "other reasons"
 
 @dataclass(frozen=True)
 class BadRowPolicy:
-    """Whether bad rows are left out, or end the job.
+    """The policy for bad rows: they are left out, or end the job.
 
     `max_rows` is the number that may be left out; 0 is no limit.
     """

@@ -419,7 +419,7 @@ class KeySet:
 
 @dataclass(frozen=True)
 class Repeats:
-    """By check: the ascending ordinals of the rows that repeat an earlier value."""
+    """The ascending ordinals of the rows that repeat an earlier value, by check."""
 
     ordinals: Mapping[int, Ordinals]
 
