@@ -1,19 +1,22 @@
-"""Between two runs the machine comes to rest: what a contender leaves to be done behind its back, such as processes
-that start for the next one, is no part of the run that follows, be it ours or a peer's."""
+"""Waits until the machine is idle between two runs.
+
+Work that a contender leaves behind, such as processes that start for its next run, must not count for the run that
+follows, ours or a peer's.
+"""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
 
-RESTING_SHARE = 0.1  # busy, of all processors together
+RESTING_SHARE = 0.1  # the busy share over all processors
 POLL_INTERVAL_S = 0.5
 POLLS = 2
 REST_TIMEOUT_S = 30.0
 
 
 def come_to_rest() -> None:
-    """Returns once the processors were idle for `POLLS` looks; with a warning where that does not happen in time."""
+    """Waits until the processors were idle for `POLLS` polls; prints a warning after a timeout."""
     until = time.monotonic() + REST_TIMEOUT_S
     calm, before = 0, _times()
     while calm < POLLS:
@@ -27,6 +30,6 @@ def come_to_rest() -> None:
 
 
 def _times() -> tuple[int, int]:
-    """Idle and total time of all processors, in ticks."""
+    """Returns the idle and the total time of all processors, in ticks."""
     ticks = [int(one) for one in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     return ticks[3] + ticks[4], sum(ticks)

@@ -1,8 +1,8 @@
-"""`make bench-data`: ingest, transforms and reading of the data service, over pyarrow and plain Ray Data.
+"""`make bench-data`: ingest, transforms and reading of the data service, relative to pyarrow and plain Ray Data.
 
-All work on the same MNIST digits (MNIST_ROOT, or ../shared/data/mnist), repeated, on one store and one Ray head: real
-service processes, the client in its own process, Ray's peers in another. Runs are interleaved, each on a machine at
-rest; ratios are of medians. The last line is one JSON object; it says which bars are met.
+All contenders process the same MNIST digits (MNIST_ROOT, or ../shared/data/mnist), repeated, on one store and one Ray
+head: real service processes, the client in its own process, Ray's peers in another. Runs are interleaved, each on an
+idle machine; ratios are of medians. The last line is one JSON object, which lists the bars that are met.
 
     python -m benchmarks.data [--store file|s3] [--rows 200000] [--repeats 3] [--only ingest transform read memory]
 """
@@ -37,9 +37,10 @@ from tests.support.s3_server import find_program, running
 from tests.support.service_process import ServiceProcess, running_service, store_environ
 
 MIN_ROWS = 200_000
-# Of the tutorial's way, whose rate is taken for any number of rows: enough of them that its start counts little.
+# The rows of the tutorial's variant, whose rate is applied to any number of rows: enough that its start-up counts
+# little.
 ROW_MAP_ROWS = 200_000
-# Ray ends idle workers as others begin: each contender would pay for the end of those of the one before it.
+# Otherwise Ray ends idle workers as others start, and each contender would pay for ending those of the one before it.
 WORKERS_STAY = {"RAY_num_workers_soft_limit": "32"}
 GROWTH = 10
 PARTS = ("ingest", "transform", "read", "memory")
@@ -106,11 +107,11 @@ def _throughput(given: argparse.Namespace) -> Rates:
 
 @contextmanager
 def _place(store: str, environ: Mapping[str, str]) -> Iterator[tuple[StoreSettings, RayHead, Path]]:
-    """An empty store, a Ray head and a folder of their own."""
+    """Provides an empty store, a Ray head and a folder."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-data-")))
         settings = _store(stack, store, folder)
-        # Not where memory is measured: what stays would count as ours.
+        # The environment is left out where memory is measured: workers that stay would count as ours.
         head = stack.enter_context(ray_head(num_cpus=os.cpu_count() or 1, environ=environ))
         yield settings, head, folder
 
@@ -195,7 +196,7 @@ def _transforms(bench: Bench, source: str) -> Rates:
 
     def row_map(form: str) -> float:
         took_s = bench.in_ray(data_ray.row_map, bench.settings, ROW_MAP_ROWS, "peers/rows", form)
-        # As long as it would take for all rows.
+        # The time that all rows would take.
         return float(took_s * bench.rows / ROW_MAP_ROWS)
 
     peer(paths[:1], data_ray.BATCH_SIZES[0], data_ray.FORMS[0])  # starts Ray's workers
@@ -234,7 +235,7 @@ def _reading(bench: Bench, version: str) -> Rates:
 
 
 def _memory(store: str, rows: int) -> dict[str, float]:
-    """The peak while rows are uploaded, imported and transformed, on a service, a head and a store just started."""
+    """Returns the peak memory of upload, import and transform, on a new service, head and store."""
     peaks = {}
     for times in (1, GROWTH):
         with _place(store, {}) as (settings, head, folder), _bench(settings, head, folder, rows * times, 1) as bench:

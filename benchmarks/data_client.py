@@ -1,4 +1,4 @@
-"""What the client's process does: ours through the SDK, and the peers that are pyarrow alone. Each returns seconds."""
+"""The tasks of the client's process: ours through the SDK, and the peers of pyarrow alone. Each returns seconds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shared.dataset_version.columns import to_stored
 from shared.settings import StoreSettings
 from shared.storage import open_store
 
-# As our own files are written. Dictionaries do not pay where each value is an image.
+# The options of our own files. Dictionaries do not pay if each value is an image.
 WRITER_OPTIONS: dict[str, Any] = {
     "compression": "lz4",
     "row_group_size": 256,
@@ -38,19 +38,19 @@ def rows_in_memory(row_count: int) -> pa.Table:
 
 
 def warm_up(row_count: int) -> None:
-    """Makes the rows, so that no contender is charged for them."""
+    """Creates the rows in advance, so that no contender is charged for them."""
     rows_in_memory(row_count)
 
 
 def ingest(address: str, dataset: str, row_count: int, compression: str | None) -> tuple[float, str]:
-    """Uploads the rows as an Arrow stream and imports it while it arrives; returns the ACTIVE version's name, too."""
+    """Uploads the rows as an Arrow stream and imports it while it arrives; also returns the ACTIVE version's name."""
     table = rows_in_memory(row_count)
     upload_id = f"u{uuid.uuid4().hex[:12]}"
     operations: list[Operation[DatasetVersion]] = []
     with millrace_client.connect(data=address) as client:
 
         def follow(*_: int | None) -> None:
-            # The upload is there, and open: its import reads on as chunks arrive.
+            # The upload exists and is open: its import continues to read as chunks arrive.
             if not operations:
                 source = specs.arrow_source("train", f"{dataset}/uploads/{upload_id}")
                 operations.append(client.data.import_version(dataset, [source]))
@@ -65,8 +65,11 @@ def ingest(address: str, dataset: str, row_count: int, compression: str | None) 
 
 
 def write_with_pyarrow(settings: StoreSettings, row_count: int, as_bytes: bool) -> float:
-    """The same rows to the same store: the table that ours uploads as it is, whose tensors Parquet writes as lists; or
-    with images as bytes of a fixed size, as we keep them, which Parquet writes and reads much faster."""
+    """Writes the same rows to the same store with pyarrow.
+
+    It writes the table that ours uploads, whose tensors Parquet writes as lists. With `as_bytes`, images are bytes of a
+    fixed size, as in our files, which Parquet writes and reads much faster.
+    """
     table, store = rows_in_memory(row_count), open_store(settings)
     store.filesystem().create_dir("peers", recursive=True)
     began = time.perf_counter()
@@ -78,7 +81,7 @@ def write_with_pyarrow(settings: StoreSettings, row_count: int, as_bytes: bool) 
 
 
 def transform(address: str, source: str) -> tuple[float, str]:
-    """Our normalising pipeline, until the new version is ACTIVE."""
+    """Runs our normalising pipeline, until the new version is ACTIVE."""
     with millrace_client.connect(data=address) as client:
         began = time.perf_counter()
         operation = client.data.transform_version(
@@ -94,7 +97,7 @@ def delete(address: str, version: str) -> None:
 
 
 def read(address: str, version: str, row_count: int) -> float:
-    """`ReadVersion` into one Arrow table."""
+    """Reads the version with `ReadVersion` into one Arrow table."""
     with millrace_client.connect(data=address) as client:
         began = time.perf_counter()
         table = client.data.read_table(version, columns=COLUMNS)
@@ -104,7 +107,7 @@ def read(address: str, version: str, row_count: int) -> float:
 
 
 def read_with_pyarrow(settings: StoreSettings, paths: Sequence[str], row_count: int, together: bool) -> float:
-    """The same files, page checksums verified: one after the other, or as one dataset."""
+    """Reads the same files with page checksums verified: one after the other, or as one dataset."""
     filesystem = open_store(settings).filesystem()
     options: dict[str, Any] = {"columns": COLUMNS, "filesystem": filesystem, "page_checksum_verification": True}
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The memory that the data service and its workers take together."""
+"""The total memory of the data service and its workers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from tests.support.ray_head import RayHead
 from tests.support.service_process import ServiceProcess
 
 INTERVAL_S = 0.05
-# Ray's own, and workers that it keeps without work.
+# Ray's own processes, and idle workers.
 NOT_WORKERS = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
 
 class PeakMemory:
-    """Sums the proportional set sizes (PSS: shared pages are divided among those that share them) of the service, its
-    reconciler and Ray's busy workers, every `INTERVAL_S`."""
+    """Measures the peak memory of the service, its reconciler and Ray's busy workers.
+
+    Sums the proportional set sizes (PSS: shared pages are divided among the processes that share them) every
+    `INTERVAL_S`.
+    """
 
     def __init__(self, service: ServiceProcess, head: RayHead) -> None:
         self.idle_bytes = 0
@@ -51,7 +54,7 @@ class PeakMemory:
 
 
 def _family(pid: int) -> list[int]:
-    """The process and all that it started."""
+    """Returns the process and all its descendants."""
     found = [pid]
     with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():

@@ -1,5 +1,7 @@
-"""The peers on plain Ray Data, in a process of their own on the same cluster and store: the tutorial's way, and the
-same done well."""
+"""The peers on plain Ray Data, in a separate process on the same cluster and store.
+
+They are the tutorial's variant, and the same in an optimised form.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,14 @@ from shared.storage import open_store
 PIXELS = SIDE * SIDE
 FLOATS = pa.fixed_shape_tensor(pa.float32(), [1, SIDE, SIDE])
 BATCH_SIZES: Sequence[int | None] = (1024, 4096, 16384, None)
-# How the well-done way keeps images: as bytes of a fixed size, or as tensors.
+# The form of images in the optimised variant: bytes of a fixed size, or tensors.
 FORMS = ("bytes", "tensors")
-# How the tutorial's way finds them: as nested lists, as in the tutorial, or as bytes, which it reads faster.
+# The form of images in the tutorial's variant: nested lists, as in the tutorial, or bytes, which it reads faster.
 GIVEN_FORMS = ("lists", "bytes")
 
 
 def connect(address: str) -> None:
-    """To be called once in the process."""
+    """Connects to Ray; call it once in the process."""
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     context = DataContext.get_current()
@@ -39,8 +41,11 @@ def connect(address: str) -> None:
 
 
 def map_batches(settings: StoreSettings, paths: Sequence[str], into: str, batch_size: int | None, form: str) -> float:
-    """Zero-copy batches of Arrow, one vectorised pass in place, the same compression and checksums, no dictionaries.
-    Returns seconds."""
+    """Runs the optimised variant and returns seconds.
+
+    It uses zero-copy batches of Arrow, one vectorised pass in place, the same compression and checksums, and no
+    dictionaries.
+    """
 
     def run(filesystem: fs.FileSystem) -> None:
         rows = ray.data.read_parquet(list(paths), filesystem=filesystem, columns=["image", "label"])
@@ -83,7 +88,10 @@ def _normalised(column: pa.ChunkedArray) -> np.ndarray[tuple[int], np.dtype[np.f
 
 
 def row_map(settings: StoreSettings, row_count: int, into: str, form: str) -> float:
-    """As in Ray's tutorial: one Python call a row; `form` is one of `GIVEN_FORMS`. Returns seconds."""
+    """Runs the variant of Ray's tutorial and returns seconds.
+
+    It makes one Python call a row; `form` is one of `GIVEN_FORMS`.
+    """
     rows, store = digits(row_count), open_store(settings)
     if form == "lists":
         images = rows.column("image").combine_chunks().to_numpy_ndarray().tolist()

@@ -1,4 +1,4 @@
-"""What `make bench-data` says at its end: ratios of medians, and which bars they meet."""
+"""The result of `make bench-data`: ratios of medians, and the bars that they meet."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ RSS_GROWTH_AT_MOST = 1.3
 
 
 def report(rates: Rates, memory: Mapping[str, float], given: Mapping[str, Any]) -> dict[str, Any]:
-    """One JSON object; `memory` is empty, and ratios are missing, where they were not measured."""
+    """Returns the result as one JSON object.
+
+    `memory` is empty, and ratios are missing, if they were not measured.
+    """
     medians = {name: statistics.median(values) for name, values in rates.items()}
     ratios = {
         name: medians[ratio.ours] / max(medians[peer] for peer in ratio.peers)
@@ -62,8 +65,11 @@ def report(rates: Rates, memory: Mapping[str, float], given: Mapping[str, Any]) 
 
 
 def _without_bars(medians: Mapping[str, float]) -> dict[str, float]:
-    """Against the same peers in another form: pyarrow given the very table that ours uploads, whose tensors it writes
-    as lists; the tutorial's way given images as bytes instead of lists."""
+    """Returns ratios to the same peers with another form of input, which have no bars.
+
+    pyarrow writes the same table that ours uploads, whose tensors it writes as lists; the tutorial's variant gets
+    images as bytes instead of lists.
+    """
     more = {
         "ingest_vs_pyarrow_as_it_is": ("ingest", "pyarrow_write_as_it_is"),
         "transform_vs_ray_row_map_of_bytes": ("transform", "ray_row_map_of_bytes"),

@@ -1,11 +1,11 @@
-"""`make gpu-check`: what Millrace promises of a GPU, tried on the one that is here.
+"""`make gpu-check`: checks the GPU features of Millrace on the local GPU.
 
     python -m benchmarks.gpu_check [--device cuda|cpu] [--only nccl copies resume loop serving compile compiled
                                     tutorial]
 
-A line for each check as it ends, and last one JSON object. A check that fails makes the command fail at its end and
-stops no other. Without a GPU the command says so and ends with 2; `--device cpu` tries the checks themselves, small, on
-a machine that has none, and proves nothing of a GPU.
+Prints a line for each check as it ends, and finally one JSON object. A failed check stops no other; the command then
+fails at its end. Without a GPU the command reports that and exits with 2. `--device cpu` runs the checks themselves in
+a small size on a machine without a GPU, which proves nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ from train_service.learning.device import COMPILE_CACHE, DeviceBatches
 from train_service.loading.loader import Batch
 
 NO_GPU = "There is no GPU here that torch can use, so nothing of a GPU was checked."
-# By device: of runs whose speed is measured, and of those that are killed and resumed.
+# The sizes by device: of runs whose speed is measured, and of those that are killed and resumed.
 SMALL = "torchvision.shufflenet_v2_x0_5"
 MEASURED = {"cuda": Size(20_480, 128, 512, 3), "cpu": Size(192, 32, 32, 2, SMALL)}
 RESUMED = {
     "cuda": Size(2_560, 64, 128, 4, checkpoint_every=15),
     "cpu": Size(160, 32, 16, 3, SMALL, checkpoint_every=4),
 }
-# A CPU is given so many times as long.
+# The factor of the time limits on a CPU.
 CPU_SLOWER = 4
-# What a machine takes longer for is a failure, and says so.
+# A check that takes longer fails with that message.
 LIMITS_S = {
     "resume": 120,
     "copies": 40,
@@ -71,7 +71,7 @@ LIMITS_S = {
     "serving": 60,
     "tutorial": 480,
 }
-# What is promised of an H100 and an H200; other GPUs are measured, and held to the rest alone.
+# The bars for an H100 and an H200; other GPUs are measured, and only checked for the rest.
 BARS = {"ours_vs_bare": (0.85, "at least"), "busy": (0.8, "at least"), "prefetch_speedup": (1.2, "at least")}
 HELD_TO_BARS = ("H100", "H200")
 NCCL_TIMEOUT_S = 17.0
@@ -80,7 +80,7 @@ SERVED_ROWS, SERVED_TIMES = 64, {"cuda": 50, "cpu": 8}
 
 @dataclass
 class Check:
-    """What the checks have in common."""
+    """The common state of the checks."""
 
     device: torch.device
     folder: Path
@@ -105,7 +105,7 @@ class Check:
         return LIMITS_S[name] * (1 if self.is_gpu else CPU_SLOWER)
 
     def hold(self, name: str, value: float) -> None:
-        """Notes the figure. Raises `CheckFailed` where it misses its bar."""
+        """Records a figure; raises `CheckFailed` if it misses its bar."""
         self.figures[name] = round(value, 4)
         bar, way = BARS[name]
         missed = value < bar if way == "at least" else value > bar
@@ -118,7 +118,10 @@ class Check:
 
 
 def check_resume(check: Check) -> str:
-    """A killed run ends with the bits of an undisturbed one: in float32, TF32, and bfloat16 with channels last."""
+    """Checks that a killed run ends with the bits of an undisturbed one.
+
+    Runs in float32, TF32, and bfloat16 with channels last.
+    """
     place, size = check.place(check.resumed), RESUMED[check.device.type]
     seen: dict[str, Any] = {}
     failures: list[str] = []
@@ -131,7 +134,7 @@ def check_resume(check: Check) -> str:
             failures.append(str(error))
             say(f"    {error}")
 
-    # Side by side, for most of their time is spent on starting.
+    # In parallel, because most of their time is start-up.
     with ThreadPoolExecutor(4 if check.is_gpu else 1) as pool:
         list(pool.map(lambda pair: one(*pair), resumed_variants(size).items()))
     check.figures["resume"] = seen
@@ -142,7 +145,7 @@ def check_resume(check: Check) -> str:
 
 
 def check_copies(check: Check) -> str:
-    """Copying ahead from pinned memory, over a plain copy at each step; both with the same work on the device."""
+    """Compares prefetching copies from pinned memory with a plain copy at each step, with equal work on the device."""
     size = MEASURED[check.device.type]
     batches = _float_batches(size, 24)
     work = _work_like_a_copy(check.device, batches[0])
@@ -173,7 +176,7 @@ def check_copies(check: Check) -> str:
 
 
 def check_nccl(check: Check) -> str:
-    """A group of one rank is joined by the code of the service, adds up, and has the timeout that it was given."""
+    """Checks that the service's code joins a group of one rank, which adds up, with the given timeout."""
     place = check.place(check.resumed)
     place.run("nccl", ["-m", "benchmarks.gpu_group", check.device.type, str(NCCL_TIMEOUT_S)], check.limit_s("nccl"))
     said = json.loads(place.last_lines("nccl", 1))
@@ -184,8 +187,10 @@ def check_nccl(check: Check) -> str:
 
 
 def check_loop(check: Check) -> str:
-    """Images a second of the loop over those of a bare one, by precision and layout; how busy the GPU is meanwhile; and
-    what deterministic algorithms cost."""
+    """Measures the images a second of the loop, relative to a bare one, by precision and layout.
+
+    Also measures how busy the GPU is meanwhile, and the cost of deterministic algorithms.
+    """
     size = MEASURED[check.device.type]
     images, labels = gpu_runs.stripes(min(size.rows, 8192), size.side)
     told: dict[str, dict[str, float]] = {}
@@ -220,8 +225,10 @@ def check_loop(check: Check) -> str:
 
 
 def check_compile(check: Check) -> str:
-    """Seconds to the first step with an empty cache of torch.compile, and with what a process before left there; and a
-    compiled run that was killed ends with the bits of an undisturbed one."""
+    """Measures the seconds to the first step with an empty cache of torch.compile, and with a warm one.
+
+    Also checks that a killed compiled run ends with the bits of an undisturbed one.
+    """
     place, limit_s = check.place(check.resumed), check.limit_s("compile")
     half = resumed_variants(RESUMED[check.device.type])["bf16"]
     cache = {COMPILE_CACHE: str(check.folder / "compiled")}
@@ -240,7 +247,7 @@ def check_compile(check: Check) -> str:
 
 
 def check_compiled(check: Check) -> str:
-    """Images a second of a compiled model, over the bare loop's, compiled, too."""
+    """Measures the images a second of a compiled model, relative to a compiled bare loop."""
     size = MEASURED[check.device.type]
     spec = accelerated(spec_of(size, precision=BFLOAT16, compile=True, validation_split=""), channels_last=True)
     images, labels = gpu_runs.stripes(min(size.rows, 8192), size.side)
@@ -252,7 +259,7 @@ def check_compiled(check: Check) -> str:
 
 
 def check_serving(check: Check) -> str:
-    """A checkpoint's served model tells the same classes on the device as on a CPU; and how long it takes."""
+    """Checks that a served model predicts the same classes on the device as on a CPU; measures its time."""
     size = RESUMED[check.device.type]
     spec = replace(spec_of(replace(size, epochs=1)), seed=5)
     gpu_runs.run_ours(check.resumed, spec, check.device)
@@ -282,7 +289,7 @@ def check_serving(check: Check) -> str:
 
 
 def check_tutorial(check: Check) -> str:
-    """C25: the tutorial's notebook as it is, its trainer and its replica killed once each."""
+    """Runs the tutorial's notebook (C25) unchanged, killing its trainer and its replica once each."""
     from benchmarks.gpu_tutorial import run_tutorial  # imports ray
 
     said = run_tutorial(check.folder / "tutorial", gpus=check.is_gpu)
@@ -331,7 +338,7 @@ def _run(name: str, check: Check) -> str:
     try:
         with _limit(check.limit_s(name)):
             text = CHECKS[name](check)
-    except Exception as error:  # whatever it is, the other checks go on
+    except Exception as error:  # whatever it is, the other checks continue
         if not isinstance(error, CheckFailed):
             traceback.print_exc()
         say(f"FAILED  {name} ({time.monotonic() - begun:.1f} s): {error}")
@@ -390,7 +397,7 @@ def _float_batches(size: Size, count: int) -> list[Batch]:
 
 
 def _work_like_a_copy(device: torch.device, batch: Batch) -> Callable[[], None]:
-    """Products of matrices that take the device about as long as a plain copy of the batch."""
+    """Returns matrix products that take the device about as long as a plain copy of the batch."""
     side = 4096 if device.type == "cuda" else 256
     matrix = torch.ones(side, side, device=device)
     inputs = torch.from_numpy(batch.inputs)
@@ -411,7 +418,7 @@ def _work_like_a_copy(device: torch.device, batch: Batch) -> Callable[[], None]:
 
 
 def _newest(store: ObjectStore) -> Any:
-    """The final checkpoint of the run in this process, the newest of the store."""
+    """Returns the final checkpoint of the run in this process, the newest in the store."""
     names = {key.split("/")[1] for key in (one.key for one in store.list("trainingJobs/"))}
     entries = [
         entry for name in names for entry in CheckpointRegistry(store, f"trainingJobs/{name}").entries() if entry.final

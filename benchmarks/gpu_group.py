@@ -1,4 +1,4 @@
-"""One rank that joins a process group as the service does, and prints as JSON what it has of it.
+"""Joins a process group with one rank as the service does, and prints the group's properties as JSON.
 
 python -m benchmarks.gpu_group cuda|cpu TIMEOUT_S
 """

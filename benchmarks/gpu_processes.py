@@ -1,4 +1,4 @@
-"""Processes that the GPU check starts, waits for and kills: runs by the command of `train_service.standalone`."""
+"""The processes that the GPU check starts, waits for and kills: runs of `train_service.standalone`."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from train_service.records.reporting import Event, EventKind, EventLog
 POLL_INTERVAL_S = 0.01
 
 
-# Those that have not been waited for.
+# Processes that have not been waited for.
 _running: set[subprocess.Popen[bytes]] = set()
 
 
 def end_processes() -> None:
-    """Kills what a check that was cut short has left at work."""
+    """Kills the processes that an interrupted check left running."""
     for process in tuple(_running):
         process.kill()
 
 
 class CheckFailed(Exception):
-    """The text says what was seen."""
+    """A check failed; the text is the observation."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the processes of one check run."""
+    """The environment of one check's processes."""
 
     store: ObjectStore
     folder: Path
-    # Whether they are kept from the GPU.
+    # Whether the GPU is hidden from them.
     on_cpu: bool
 
     def environment(self, more: Mapping[str, str]) -> dict[str, str]:
@@ -56,7 +56,10 @@ class Place:
 
     @contextmanager
     def running(self, name: str, arguments: list[str], **more: str) -> Iterator[subprocess.Popen[bytes]]:
-        """A process of Python, killed if it is not over by then; what it prints is in the folder's `name`.log."""
+        """Runs a Python process, and kills it at the end if necessary.
+
+        Its output is in the folder's `name`.log.
+        """
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, *arguments], env=self.environment(more), stdout=log, stderr=log, start_new_session=True
@@ -95,9 +98,10 @@ def resumed_variants(size: Size) -> dict[str, TrainingSpec]:
 
 
 def killed_and_resumed(place: Place, variant: str, spec: TrainingSpec, timeout_s: float, **more: str) -> dict[str, int]:
-    """A run that nothing disturbs and one that is killed after a checkpoint and run again, one after the other. Returns
-    the steps. Raises `CheckFailed` unless both end with the same weights and the same state of the optimizer, bit for
-    bit."""
+    """Runs one undisturbed run, and one that is killed after a checkpoint and resumed; returns the steps.
+
+    Raises `CheckFailed` unless both end with the same weights and the same optimizer state, bit for bit.
+    """
     whole, broken = whole_job(variant), killed_job(variant)
     place.run(whole, place.command(whole, spec), timeout_s, **more)
     killed_at = _killed(place, broken, spec, timeout_s, more)
@@ -136,7 +140,7 @@ def _killed(place: Place, job: str, spec: TrainingSpec, timeout_s: float, more: 
 
 
 def seconds_to_first_step(store: ObjectStore, job: str) -> float:
-    """From the start of the job's last attempt to its first step, which compiling comes before."""
+    """Returns the time from the start of the job's last attempt to its first step, which includes compiling."""
     begun = _starts(store, job)[-1]
     points, _ = RunRecords(store).metrics(f"trainingJobs/{job}", 0, 10_000, "")
     return min(point.time for point in points if point.attempt == begun.attempt) - begun.time

@@ -1,4 +1,4 @@
-"""Runs of the training loop for the GPU check: generated images, one process, and a bare PyTorch loop beside it.
+"""Runs of the training loop for the GPU check, on generated images in one process, and a bare PyTorch loop.
 
 S = side of an image in pixels.
 """
@@ -58,15 +58,15 @@ TRANSFORM: dict[str, Any] = {
         {"normalize": {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}},
     ]
 }
-# Of a bare loop: steps before the clock starts, and steps that it times.
+# The steps of a bare loop before the clock starts, and the timed steps.
 WARM_UP_STEPS, TIMED_STEPS = 8, 40
-# NVML's share is over about as long.
+# About the period of NVML's utilisation.
 SAMPLE_EVERY_S = 0.1
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of one check: how many images of which side, in steps of how many."""
+    """The size of one check: the number and side of its images, and the batch size."""
 
     rows: int
     side: int
@@ -78,7 +78,7 @@ class Size:
 
 
 def stripes(rows: int, side: int, seed: int = 0) -> tuple[Any, Any]:
-    """Noisy images uint8 (rows, S, S, 3) whose label 0..9 is the place of a bright stripe."""
+    """Returns noisy images uint8 (rows, S, S, 3) whose label 0..9 is the position of a bright stripe."""
     generator = np.random.default_rng(seed)
     labels = generator.integers(0, 10, rows)
     images = generator.integers(0, 120, (rows, side, side, 3), np.uint8)
@@ -89,7 +89,7 @@ def stripes(rows: int, side: int, seed: int = 0) -> tuple[Any, Any]:
 
 
 def new_store(folder: Path, size: Size) -> ObjectStore:
-    """With the version of so many stripes, and as many as a batch to validate on."""
+    """Creates a store with a version of stripes, and a validation split of one batch."""
     store = open_store(store_settings({"MILLRACE_STORE": folder.resolve().as_uri()}))
     schema = pa.schema([tensor_field("image", pa.uint8(), (size.side, size.side, 3)), pa.field("label", pa.int64())])
     splits = {"train": stripes(size.rows, size.side), "validation": stripes(size.batch, size.side, 1)}
@@ -117,7 +117,7 @@ def accelerated(spec: TrainingSpec, **changes: Any) -> TrainingSpec:
 
 
 def settings_compared(spec: TrainingSpec) -> dict[str, TrainingSpec]:
-    """By the names that the report has."""
+    """Returns the compared settings, by their names in the report."""
     loader = replace(spec, acceleration=replace(spec.acceleration, transform_device="CPU"))
     last = {"channels_last": True}
     half = replace(spec, precision=BFLOAT16)
@@ -134,7 +134,7 @@ def settings_compared(spec: TrainingSpec) -> dict[str, TrainingSpec]:
 
 
 def set_up(device: torch.device, spec: TrainingSpec) -> None:
-    """As a worker's process begins, though this one has computed otherwise before."""
+    """Sets up the device as in a new worker process, though this one has computed before."""
     torch.use_deterministic_algorithms(False)
     torch.backends.cudnn.deterministic = torch.backends.cudnn.benchmark = False
     set_up_device(device, spec)
@@ -143,15 +143,17 @@ def set_up(device: torch.device, spec: TrainingSpec) -> None:
 @dataclass(frozen=True)
 class Measured:
     images_per_s: float
-    # Of the time between the first step and the last, 0..1; None where NVML is not there.
+    # The share between the first step and the last, 0..1; None without NVML.
     busy: float | None = None
-    # Of the steps' time: waiting for rows.
+    # The share of the steps' time spent waiting for rows.
     waited: float = 0.0
 
 
 def run_ours(store: ObjectStore, spec: TrainingSpec, device: torch.device) -> Measured:
-    """One run of the loop: reading, preparing, copying, learning, and a checkpoint with each epoch. A step's time is
-    the median: steps that an epoch's end follows, and those that cuDNN tries kernels in, are few."""
+    """Runs the loop once: reading, preparing, copying, learning, and a checkpoint with each epoch.
+
+    A step's time is the median: only a few steps are followed by an epoch's end, or used by cuDNN to try kernels.
+    """
     set_up(device, spec)
     name = f"trainingJobs/g{uuid.uuid4().hex}"
     jobs, now = Jobs(store, TRAIN_KIND), time.time()
@@ -173,8 +175,10 @@ def run_ours(store: ObjectStore, spec: TrainingSpec, device: torch.device) -> Me
 
 
 def run_bare(spec: TrainingSpec, device: torch.device, images: Any, labels: Any) -> Measured:
-    """The same model, optimizer, precision and layout; the inputs are ready on the device, and nothing is looked at,
-    told or kept."""
+    """Runs the same model, optimizer, precision and layout in a bare loop.
+
+    The inputs are ready on the device, and nothing is checked, reported or stored.
+    """
     set_up(device, spec)
     inputs, wanted = ready_tensors(spec, device, images, labels)
     torch.manual_seed(0)
@@ -204,7 +208,7 @@ def run_bare(spec: TrainingSpec, device: torch.device, images: Any, labels: Any)
 
 
 def ready_tensors(spec: TrainingSpec, device: torch.device, images: Any, labels: Any) -> tuple[Tensor, Tensor]:
-    """What the loop's model gets of these images: float32 (rows, 3, S, S), and labels (rows,), on the device."""
+    """Returns the model's inputs for these images: float32 (rows, 3, S, S), and labels (rows,), on the device."""
     by_device = accelerated(spec, transform_device=BY_DEVICE)
     shape = images.shape[1:]
     schema = pa.schema([tensor_field("image", pa.uint8(), shape), pa.field("label", pa.int64())])
@@ -224,7 +228,7 @@ def finish(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def sampled(device: torch.device) -> Iterator[list[tuple[float, float]]]:
-    """Pairs of a time and the share of time in which NVML saw the GPU at work, taken meanwhile; none of a CPU."""
+    """Collects (time, GPU utilisation by NVML) within the block; none for a CPU."""
     samples: list[tuple[float, float]] = []
     if device.type != "cuda":
         yield samples

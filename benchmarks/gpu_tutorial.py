@@ -1,6 +1,6 @@
-"""C25: the tutorial's notebook on a GPU, word for word: two workers on a quarter of it each, its actor, a deployment.
+"""C25: the tutorial's notebook on a GPU, unchanged: two workers on a quarter GPU each, its actor, and a deployment.
 
-Its trainer is killed once, and a replica once. Without a GPU the cells that say `.to("cuda")` are left out.
+Its trainer is killed once, and a replica once. Without a GPU the cells with `.to("cuda")` are left out.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ from tests.support.tutorial_cells import tutorial_script
 
 JOB = "tutorial"
 WORKER, REPLICA = "ray::RayTrainWorker", "ray::ServeReplica"
-# By whether there is a GPU; a CPU takes as long for a part.
+# By whether there is a GPU; a CPU takes as long for fewer rows.
 ROWS = {True: 7000, False: 1024}
 ASKED = 1000
-# Of all three modules' runs, on a tenth of the tutorial's rows; the third's rate is a hundred times the first's.
+# The settings of all three modules' runs, on a tenth of the tutorial's rows; the third's rate is a hundred times the
+# first's.
 CONFIG: dict[bool, dict[str, int]] = {True: {"num_epochs": 3, "global_batch_size": 128}, False: {}}
 RIGHT_SHARE = 0.95
-# The notebook leaves TF32 on, and its actor gets all rows at once: where two digits are as likely, kernels for another
-# number of rows may tell the other.
+# The notebook leaves TF32 on, and its actor gets all rows at once: if two digits are equally likely, kernels for
+# another number of rows may choose the other.
 MAX_APART = 3
 TIMEOUT_S = {True: 200.0, False: 800.0}
 ANSWERS = re.compile(r"ANSWERS (\[.*?\])")
-# Between the cell that asks the actor and the one that ends it.
+# Inserted between the cell that calls the actor and the one that ends it.
 ASK_ACTOR = f"""
 held_out = MNIST(root="/mnt/cluster_storage/data", train=False)
 asked = torch.stack([normalize_cpu(held_out[place][0]) for place in range({ASKED})])
@@ -75,7 +76,10 @@ class Predictor:
 
 
 def run_tutorial(folder: Path, *, gpus: bool) -> dict[str, Any]:
-    """Returns the figures and, under `text`, a sentence. Raises `CheckFailed`."""
+    """Runs the tutorial and returns the figures and, under `text`, a sentence.
+
+    Raises `CheckFailed`.
+    """
     folder.mkdir()
     settings = StoreSettings(url=(folder / "store").resolve().as_uri())
     try:
@@ -141,7 +145,7 @@ def _run(stack: TrainStack, head: RayHead, storage: Path, folder: Path, script: 
 
 
 def _kill_trainer(stack: TrainStack, head: RayHead, job: str, timeout_s: float) -> None:
-    """A worker of the run, once it has a checkpoint."""
+    """Kills a worker of the run, once it has a checkpoint."""
     stack.client.watch(job, timeout_s=timeout_s).until("checkpoint_committed")
     for pid in head.processes(WORKER)[:1]:
         os.kill(pid, signal.SIGKILL)
@@ -149,7 +153,7 @@ def _kill_trainer(stack: TrainStack, head: RayHead, job: str, timeout_s: float) 
 
 
 def _watched(stack: TrainStack, job: str) -> res.TrainingJob:
-    """To its end, with a line for each checkpoint and each attempt."""
+    """Follows the job to its end, printing each checkpoint and each attempt."""
     watch = stack.client.watch(job)
     for update in watch._updates():
         if update.WhichOneof("update") == "event":
@@ -161,7 +165,7 @@ def _watched(stack: TrainStack, job: str) -> res.TrainingJob:
 
 
 def _ends(stack: TrainStack, folder: Path) -> Iterator[str]:
-    """Of what the job and the services logged."""
+    """Yields the ends of the logs of the job and the services."""
     with suppress(MillraceError), mc.connect(train=stack.service.address) as millrace:
         text = "".join(one.text for one in millrace.train.stream_logs(f"trainingJobs/{JOB}", follow=False))
         yield f"the job's log: …{text[-4000:]}"
@@ -174,7 +178,7 @@ def _say(text: str) -> None:
 
 
 def _held_out(storage: Path) -> tuple[Any, Any]:
-    """float32 (rows, 1, 28, 28) as the tutorial normalizes them, and the labels."""
+    """Returns float32 (rows, 1, 28, 28), normalised as in the tutorial, and the labels."""
     raw = storage / "data" / "MNIST" / "raw"
     pixels = np.frombuffer((raw / "t10k-images-idx3-ubyte").read_bytes(), np.uint8, offset=16).reshape(-1, 1, 28, 28)
     labels = np.frombuffer((raw / "t10k-labels-idx1-ubyte").read_bytes(), np.uint8, offset=8)
@@ -215,7 +219,7 @@ def _served(
 
 
 def _asked(ask: Callable[[], Any], timeout_s: float) -> Any:
-    """The answer, asked for again while the replica is on its way back."""
+    """Returns the answer; repeats the request while the replica restarts."""
     deadline = time.monotonic() + timeout_s
     while True:
         with suppress(MillraceError):

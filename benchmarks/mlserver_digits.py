@@ -1,7 +1,7 @@
-"""The bench's model as a custom runtime of MLServer. It is run in MLServer's own environment, without this repository.
+"""The benchmark's model as a custom runtime of MLServer, run in MLServer's own environment without this repository.
 
-As well as it can be: inputs and outputs as numpy's raw bytes, and the model on a thread of its own, so that the server
-goes on reading while a batch is computed.
+It is optimised: inputs and outputs are numpy's raw bytes, and the model has its own thread, so that the server
+continues to read while a batch is computed.
 """
 
 from __future__ import annotations

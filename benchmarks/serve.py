@@ -1,9 +1,9 @@
-"""`make bench-serve`: a served model's throughput, latency and behaviour above its limit, beside the bare model, Ray
-Serve's own gRPC ingress and MLServer.
+"""`make bench-serve`: throughput, latency and overload behaviour of a served model.
 
-All serve the same ResNet-18 with the same weights, on one thread, in batches of at most 32, to the same clients in a
-process of their own, all on loopback. Contenders take turns, the first turn warms up; ratios are of medians. The last
-line is one JSON object; it says which bars are met.
+The peers are the bare model, Ray Serve's own gRPC ingress and MLServer. All serve the same ResNet-18 with the same
+weights, on one thread, in batches of at most 32, to the same clients in their own process, all on loopback. Contenders
+take turns, the first turn warms up; ratios are of medians. The last line is one JSON object, which lists the bars that
+are met.
 
     python -m benchmarks.serve [--repeats 3] [--seconds 5] [--only peers model alone overload swaps profile]
 """
@@ -35,15 +35,16 @@ from millrace_client.load import LATE, OK, Measured
 
 PARTS = ("model", "alone", "overload", "profile", "peers", "swaps")
 IN_FLIGHT = 64
-# Arrivals over what can be sustained, with what the figures of each are called, and how long each may take.
+# The overload factors, with the suffixes of their figures, and the deadline of each request.
 OVERLOADS, OVERLOAD_DEADLINE_S = {2.0: "", 4.0: "_at_4x"}, 0.2
-# What a server above its limit says; anything else is an error.
+# The statuses with which a server above its limit refuses; any other is an error.
 REFUSED = ("RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED")
-# A rate is sustained where so many are answered in time; tried are shares of what a closed loop of `IN_FLIGHT` reaches.
+# A rate is sustained if this share is answered in time; the tried rates are shares of the rate of a closed loop of
+# `IN_FLIGHT`.
 SUSTAINED, SHARES_TRIED = 0.99, (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5, 0.4, 0.3)
 ALONE_RUNS = 200
 TRIED_FOR_S = 3.0
-# Of logits, from one kind of batch to another: kernels of other sizes add in another order.
+# The tolerance of logits between batch sizes: kernels of other sizes add in another order.
 TOLERANCE = 1e-4
 CHECKED_ROWS = 8
 
@@ -78,7 +79,7 @@ def main() -> None:
 
 
 def _check(place: Place, name: str, address: str) -> None:
-    """That this contender gives the model's own answers."""
+    """Checks that this contender gives the model's own answers."""
     given = place.in_clients(serve_load.logits, address, CHECKED_ROWS)
     wanted = place.bare("logits", serve_load.images(serve_load.DISTINCT)[:CHECKED_ROWS])
     if not np.allclose(given, wanted, rtol=0, atol=TOLERANCE):
@@ -86,7 +87,7 @@ def _check(place: Place, name: str, address: str) -> None:
 
 
 def _in_turn(repeats: int, contenders: dict[str, Callable[[], float]], unit: str) -> dict[str, list[float]]:
-    """Figures of each, turn by turn, without the first."""
+    """Returns the figures of each contender, turn by turn, without the first turn."""
     found: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(repeats + 1):
         for name, run in contenders.items():
@@ -114,7 +115,7 @@ def _answered_or_refused(measured: Measured) -> None:
 
 
 def _peers(place: Place, repeats: int, seconds: float) -> dict[str, Any]:
-    """Each peer with the wait for a batch that was best for it, of those tried."""
+    """Measures each peer with the best of the tried batch waits."""
     with ExitStack() as stack:
         waits: dict[str, float] = {}
         waits["mlserver"] = _best(serve_mlserver.BATCH_WAITS_S, partial(_try_mlserver, place))
@@ -159,7 +160,7 @@ def _try_ray_serve(place: Place, address: str, set_wait: Callable[[float], None]
 
 
 def _model(place: Place, repeats: int, seconds: float) -> dict[str, Any]:
-    """Ours at `IN_FLIGHT`, and then the bare model on batches of its best size, and of the sizes that were served."""
+    """Measures ours at `IN_FLIGHT`, then the bare model at its best batch size, and at the served batch sizes."""
     served: Counter[int] = Counter()
     last: dict[int, int] = {}
 
@@ -192,7 +193,7 @@ def _model(place: Place, repeats: int, seconds: float) -> dict[str, Any]:
 
 
 def _alone(place: Place, repeats: int, seconds: float) -> dict[str, Any]:
-    """One request at a time, from the client's call to its answer."""
+    """Measures one request at a time, from the client's call to its answer."""
 
     def ours() -> float:
         measured: Measured = place.in_clients(serve_load.closed, place.address, 1, seconds)
@@ -213,9 +214,9 @@ def _alone(place: Place, repeats: int, seconds: float) -> dict[str, Any]:
 
 
 def _overload(place: Place, repeats: int, seconds: float) -> dict[str, Any]:
-    """Arrivals at twice the rate that can be sustained, and at four times, run in turn with arrivals at that rate.
+    """Measures arrivals at two and four times the sustainable rate, in turn with arrivals at that rate.
 
-    The clients share the machine with what they measure, so their CPU time is reported too.
+    The clients share the machine with the service, so their CPU time is reported too.
     """
     rate = _sustainable(place, seconds)
     clients_cpus: dict[float, list[float]] = {}
@@ -254,7 +255,7 @@ def _overload(place: Place, repeats: int, seconds: float) -> dict[str, Any]:
 
 
 def _sustainable(place: Place, seconds: float) -> float:
-    """The highest rate of arrivals, of those tried, of which `SUSTAINED` are answered within the deadline."""
+    """Returns the highest tried rate at which `SUSTAINED` of the requests are answered within the deadline."""
     most = _throughput(place, place.address, seconds)
     for share in SHARES_TRIED:
         measured: Measured = place.in_clients(

@@ -1,4 +1,4 @@
-"""Replicas of a deployment killed, one after the other, while clients ask without a pause."""
+"""Kills replicas of a deployment, one after the other, while clients send requests without a pause."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from inference_service.serve.ray_serve import NAMESPACE
 from millrace_client.load import Measured
 from tests.support.waiting import wait_until
 
-# Of all kills, of one replica's replacement, and of load on both between two kills.
+# The time limits of all kills and of one replica's replacement, and the time of load between two kills.
 TIMEOUT_S, REPLACED_TIMEOUT_S, BETWEEN_S = 600.0, 120.0, 2.0
 REPLICA = "ray::ServeReplica"
 
 
 def kills(place: Place, count: int, replicas: int) -> Measured:
-    """What clients of the deployment, which has so many replicas, were answered meanwhile."""
+    """Returns the clients' results during the kills; the deployment has `replicas` replicas."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn, initializer=_connect, initargs=(place.head.address,)) as watcher:
         try:
@@ -37,7 +37,7 @@ def _kill_each(place: Place, watcher: ProcessPoolExecutor, count: int, replicas:
     victim = 0
     for number in range(count):
         _wait_until_replaced(place, watcher, replicas, victim)
-        time.sleep(BETWEEN_S)  # a load on both, not a wait for something
+        time.sleep(BETWEEN_S)  # applies load to both replicas; it does not wait for an event
         victim = sorted(place.head.processes(REPLICA))[number % replicas]
         os.kill(victim, signal.SIGKILL)
         print(f"killed replica {number + 1} of {count}", flush=True)
@@ -46,7 +46,7 @@ def _kill_each(place: Place, watcher: ProcessPoolExecutor, count: int, replicas:
 
 
 def _wait_until_replaced(place: Place, watcher: ProcessPoolExecutor, replicas: int, victim: int) -> None:
-    """Until Ray Serve calls all of them running, and none of them is the victim."""
+    """Waits until Ray Serve reports all replicas running, without the victim."""
 
     def replaced() -> bool:
         pids = place.head.processes(REPLICA)
@@ -60,6 +60,6 @@ def _connect(address: str) -> None:
 
 
 def _running() -> int:
-    """Replicas, of all applications, that Ray Serve calls running."""
+    """Returns the replicas, of all applications, that Ray Serve reports as running."""
     deployments = [one for app in serve.status().applications.values() for one in app.deployments.values()]
     return sum(one.replica_states.get(ReplicaState.RUNNING, 0) for one in deployments)

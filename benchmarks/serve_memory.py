@@ -1,4 +1,4 @@
-"""What a process holds, from second to second."""
+"""The memory of a process over time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Held:
-    """Medians of the first and of the last quarter of a stretch of time."""
+    """The medians of the first and of the last quarter of a period, in MiB."""
 
     first_mib: float
     last_mib: float
@@ -21,7 +21,7 @@ class Held:
 
 
 class ProcessMemory:
-    """Raises `FileNotFoundError` once the process has ended."""
+    """Samples the memory of a process; raises `FileNotFoundError` once it has ended."""
 
     def __init__(self, pid: int) -> None:
         self._folder = Path(f"/proc/{pid}")
@@ -32,16 +32,16 @@ class ProcessMemory:
         self._resident_mib.append(int(line.split()[1]) / 1024)
 
     def open_files(self) -> int:
-        """Sockets, too."""
+        """Returns the number of open files, including sockets."""
         return len(list((self._folder / "fd").iterdir()))
 
     def held(self, warm_up_share: float, min_warm_up: float) -> Held:
-        """Without the first samples: that share of them, and so many at least."""
+        """Returns the quarters without the first samples: a share of them, and at least `min_warm_up`."""
         return quarters(self._resident_mib, warm_up_share, min_warm_up)
 
 
 def quarters(samples: Sequence[float], warm_up_share: float, min_warm_up: float) -> Held:
-    """Raises `ValueError` where fewer than four samples are left."""
+    """Returns the quarters; raises `ValueError` if fewer than four samples are left."""
     counted = samples[round(max(len(samples) * warm_up_share, min_warm_up)) :]
     if len(counted) < 4:
         raise ValueError(f"{len(samples)} samples are too few; soak for longer")

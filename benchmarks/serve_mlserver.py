@@ -1,4 +1,4 @@
-"""The peer MLServer: an environment of its own from `mlserver.lock`, and a process that serves the same weights."""
+"""The peer MLServer: a separate environment from `mlserver.lock`, and a process that serves the same weights."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ HERE = Path(__file__).parent
 LOCK = HERE / "mlserver.lock"
 MODEL = "digits"
 MAX_BATCH = 32
-# Tried for the bench's load: a batch waits so long for more requests.
+# The tried times that a batch waits for more requests.
 BATCH_WAITS_S = (0.002, 0.02)
 INSTALL_TIMEOUT_S, START_TIMEOUT_S, STOP_TIMEOUT_S = 900.0, 120.0, 20.0
 HOST = "127.0.0.1"
 
 
 def environment() -> Path:
-    """The Python of MLServer's environment, made below MILLRACE_CACHE when it is not there: one for each lock."""
+    """Returns the Python of MLServer's environment, which is created below MILLRACE_CACHE if necessary, one for each
+    lock.
+    """
     cache = Path(os.environ.get("MILLRACE_CACHE") or ".cache").absolute()
     folder = cache / f"mlserver-{hashlib.sha256(LOCK.read_bytes()).hexdigest()[:12]}"
     python = folder / "bin" / "python"
@@ -47,7 +49,7 @@ def environment() -> Path:
 
 @contextmanager
 def running(weights: Path, threads: int, batch_wait_s: float) -> Iterator[str]:
-    """Its gRPC address, from when the model answers."""
+    """Yields the gRPC address once the model answers."""
     python = environment()
     with tempfile.TemporaryDirectory(prefix="bench-mlserver-") as scratch:
         folder = Path(scratch)
@@ -77,8 +79,8 @@ def running(weights: Path, threads: int, batch_wait_s: float) -> Iterator[str]:
 
 
 def _write_settings(folder: Path, ports: tuple[int, ...], batch_wait_s: float) -> None:
-    # Everything that costs time and is not wanted is off; the model stays in the server's own process, since a
-    # worker's process would only add a copy.
+    # All unneeded features that cost time are off. The model stays in the server's own process, since a worker process
+    # would only add a copy.
     grpc_port, http_port, metrics_port = ports
     server = {
         "debug": False,

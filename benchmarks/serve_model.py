@@ -1,4 +1,4 @@
-"""The model that all contenders serve, a ResNet-18 of one channel with seeded weights, and how fast it is by itself."""
+"""The model that all contenders serve, a ResNet-18 with one channel and seeded weights, and its own speed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from shared.settings import StoreSettings
 from shared.storage import open_store
 from tests.integration.inference_service.checkpoints import make_module, write
 
-# Of each batch size, after as many runs that are not counted as there are in `WARM_UP_RUNS`.
+# The timed runs of each batch size, after `WARM_UP_RUNS` untimed ones.
 RUNS, WARM_UP_RUNS = 7, 2
 
 
 def write_checkpoints(settings: StoreSettings) -> tuple[tuple[str, ...], Path]:
-    """Commits two checkpoints, of the same weights, to a store in a folder. Returns their names, and the file of the
-    weights of the first."""
+    """Commits two checkpoints with the same weights to a store in a folder.
+
+    Returns their names, and the file of the weights of the first.
+    """
     store = open_store(settings)
     written = [write(store, name) for name in ("c1", "c2")]
     weights = Path(settings.url.removeprefix("file://")) / written[0].entry.folder / WEIGHTS
@@ -31,20 +33,20 @@ def write_checkpoints(settings: StoreSettings) -> tuple[tuple[str, ...], Path]:
 
 
 class BareModel:
-    """The module alone, in this process, on `threads`: a tensor in, a tensor out, nothing else."""
+    """The module alone, in this process, on `threads` threads."""
 
     def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
         self._module = make_module()
 
     def logits(self, given: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> np.ndarray:
-        """(B, 10) of uint8 images (B, 28, 28)."""
+        """Returns (B, 10) logits of uint8 images (B, 28, 28)."""
         with torch.inference_mode():
             made: np.ndarray = self._module(prepared(given)).numpy()
         return made
 
     def seconds(self, batch_size: int, runs: int = RUNS) -> list[float]:
-        """How long each of `runs` forward passes took."""
+        """Returns the seconds of each of `runs` forward passes."""
         inputs = prepared(images(batch_size))
         took_s = []
         with torch.inference_mode():
@@ -56,11 +58,11 @@ class BareModel:
         return took_s
 
     def limit_per_s(self, batches: Mapping[int, int]) -> float:
-        """Images a second, if it did nothing but batches of these sizes, so many of each, one after the other."""
+        """Returns the images a second of consecutive batches with these sizes and counts, and nothing else."""
         total_s = sum(count * statistics.median(self.seconds(size)) for size, count in batches.items())
         return sum(size * count for size, count in batches.items()) / total_s
 
 
 def prepared(given: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> torch.Tensor:
-    """As the checkpoint's steps prepare them: float32 (B, 1, 28, 28)."""
+    """Prepares images as the checkpoint's steps do: float32 (B, 1, 28, 28)."""
     return ((torch.from_numpy(given.copy()).float() / 255 - MEAN) / STD).unsqueeze(1)

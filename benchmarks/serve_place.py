@@ -1,4 +1,4 @@
-"""Where the contenders run: each beside the others, on loopback, with nothing of its own left when it is over."""
+"""The processes of the contenders: all on loopback, and cleaned up at the end."""
 
 from __future__ import annotations
 
@@ -26,16 +26,18 @@ from tests.support.waiting import wait_until
 
 LOADED_TIMEOUT_S = 180.0
 THREADS, MAX_BATCH = 1, 32
-# Tickets, not cores: the replicas of a roll-out fit beside those before it.
+# Ray's logical CPUs, not cores: during a roll-out, old and new replicas both fit.
 RAY_CPUS = 4
-# Of the load on a deployment that is changed.
+# The load on a deployment that is changed.
 SWAP_IN_FLIGHT, SWAP_DEADLINE_S = 8, 5.0
 
 
 @dataclass(frozen=True)
 class Serving:
-    """Our service on a Ray head of its own, with two checkpoints in its store, and clients in a process of their own.
-    `metrics` is host:port."""
+    """Our service on its own Ray head, with two checkpoints in its store, and clients in their own process.
+
+    `metrics` is host:port.
+    """
 
     head: RayHead
     service: ServiceProcess
@@ -53,8 +55,10 @@ class Serving:
         return self.clients.submit(task, *arguments).result()
 
     def asked_meanwhile(self, work: Callable[[], None], timeout_s: float) -> Measured:
-        """What clients that ask without a pause, each request with `SWAP_DEADLINE_S`, are answered while `work` does
-        what it does to the deployment."""
+        """Returns the clients' results while `work` changes the deployment.
+
+        The clients send requests without a pause, each with `SWAP_DEADLINE_S`.
+        """
         stop = self.folder / f"stop-{uuid.uuid4().hex}"
         load = self.clients.submit(
             serve_load.closed_until, self.address, SWAP_IN_FLIGHT, SWAP_DEADLINE_S, stop, timeout_s
@@ -67,7 +71,7 @@ class Serving:
         return measured
 
     def deploy(self, replicas: int = 1) -> None:
-        """The checkpoint as the model of the load, in place of one that is there; returns when it answers."""
+        """Deploys the checkpoint as the model of the load, replacing an existing one; returns when it answers."""
         name = f"deployments/{MODEL}"
         with millrace_client.connect(inference=self.address) as client:
             if any(one.name == name for one in client.deployments.list_deployments()):
@@ -81,12 +85,12 @@ class Serving:
 
 @dataclass(frozen=True)
 class Place(Serving):
-    """With the bare model in a process of its own."""
+    """Also has the bare model in its own process."""
 
     model: ProcessPoolExecutor
 
     def bare(self, method: str, *arguments: Any) -> Any:
-        """A method of `BareModel`."""
+        """Calls a method of `BareModel`."""
         return self.model.submit(_bare, method, *arguments).result()
 
 
@@ -101,7 +105,7 @@ def serving(folder: Path) -> Iterator[Serving]:
             **store_environ(settings),
             "RAY_ADDRESS": head.address,
             "MILLRACE_METRICS_LISTEN": metrics,
-            # No line for each call, as of the peers.
+            # No log line for each call, as for the peers.
             "MILLRACE_LOG_LEVEL": "WARNING",
         }
         with (
@@ -125,7 +129,7 @@ def our_place(folder: Path) -> Iterator[Place]:
 
 @contextmanager
 def ray_serve(weights: Path) -> Iterator[tuple[str, Callable[[float], None]]]:
-    """The address of the peer on Ray Serve, and what sets how long its batches wait."""
+    """Yields the address of the peer on Ray Serve, and a function that sets its batch wait."""
     port, http_port = free_ports(2)
     spawn = multiprocessing.get_context("spawn")
     with (

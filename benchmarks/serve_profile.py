@@ -1,4 +1,4 @@
-"""Where a request's time goes, and whose CPU it takes: the table of `docs/serving-time.md`."""
+"""The time of a request by stage, and the CPU by process: the table of `docs/serving-time.md`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def profile(place: Place, seconds: float) -> tuple[str, list[dict[str, float]]]:
-    """The table in Markdown, and its figures, a dictionary a load. Times are means, in milliseconds."""
+    """Returns the table in Markdown, and its figures as a dictionary for each load.
+
+    Times are means, in milliseconds.
+    """
     found = [_of_load(place, in_flight, seconds) for in_flight in LOADS]
     head = " | ".join(f"{one['in_flight']} in flight" for one in found)
     rows = [
@@ -62,7 +65,7 @@ def _of_load(place: Place, in_flight: int, seconds: float) -> dict[str, float]:
 
 
 def _cpu_s(pids: Sequence[int]) -> float:
-    """Seconds that these processes have spent on a CPU so far."""
+    """Returns the CPU seconds of these processes so far."""
     ticks = 0
     for pid in pids:
         with suppress(OSError):  # one that has ended

@@ -1,7 +1,7 @@
-"""The peer on Ray Serve, in a process of its own on a Ray head of its own: its gRPC ingress and `@serve.batch`.
+"""The peer on Ray Serve, in a separate process on its own Ray head: its gRPC ingress and `@serve.batch`.
 
-Done as its documentation shows, and as well as it can be: the same protocol, raw tensors, one replica with the model on
-a thread of its own, so that the next batch gathers while one is computed; no access log.
+It follows Ray's documentation and is optimised: the same protocol, raw tensors, one replica whose model has its own
+thread, so that the next batch gathers while one is computed; no access log.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ HOST = "127.0.0.1"
 # Ray's own switch for throughput, to be set in all processes.
 ENVIRONMENT = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}
 MAX_BATCH = 32
-# Tried for the bench's load: the first request of a batch waits so long for others.
+# The tried times that the first request of a batch waits for others.
 BATCH_WAITS_S = (0.002, 0.02, 0.05)
 # More than any load here has in flight.
 MAX_ONGOING = 512
 
 
 def loopback_only() -> None:
-    """To be run in each of Ray's workers: Serve's own gRPC proxy binds all interfaces, and has no option for it."""
+    """Binds Serve's gRPC proxy to loopback; run it in each of Ray's workers.
+
+    The proxy binds all interfaces, and has no option for it.
+    """
     from ray.serve._private import default_impl
 
     def add_grpc_address(server: Any, address: str) -> None:
@@ -40,7 +43,7 @@ def loopback_only() -> None:
 
 
 def start(ray_address: str, weights: str, threads: int, port: int, http_port: int) -> None:
-    """Serves on `port` from when this returns. To be called once in the process."""
+    """Starts serving on `port`, before it returns; call it once in the process."""
     ray.init(
         address=ray_address,
         log_to_driver=False,
@@ -60,7 +63,7 @@ def start(ray_address: str, weights: str, threads: int, port: int, http_port: in
 
 
 def wait(weights: str, threads: int, batch_wait_s: float) -> None:
-    """Serves with this wait from when it returns; a replica that is there already goes on."""
+    """Sets the batch wait before it returns; an existing replica continues."""
     deployment = serve.deployment(
         num_replicas=1,
         max_ongoing_requests=MAX_ONGOING,
@@ -72,7 +75,7 @@ def wait(weights: str, threads: int, batch_wait_s: float) -> None:
 
 
 def stop() -> None:
-    """Before its head goes: else Ray ends this process."""
+    """Disconnects from Ray; call it before the head ends, since otherwise Ray ends this process."""
     ray.shutdown()
 
 
@@ -82,7 +85,7 @@ class Digits:
         self._module = self._thread.submit(_load, weights, threads).result()
 
     def reconfigure(self, config: dict[str, float]) -> None:
-        """Ray Serve calls it with the deployment's `user_config`."""
+        """Applies the deployment's `user_config`, which Ray Serve passes."""
         self._batched.set_batch_wait_timeout_s(config["batch_wait_s"])  # type: ignore[attr-defined]
 
     async def ModelInfer(self, request: pb.ModelInferRequest) -> pb.ModelInferResponse:  # noqa: N802

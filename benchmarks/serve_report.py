@@ -1,4 +1,4 @@
-"""What `make bench-serve` says at its end: the figures, and which bars they meet."""
+"""The result of `make bench-serve`: the figures, and the bars that they meet."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ BARS = {
 
 
 def report(figures: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """One JSON object. Bars whose part was not run are told, and not met or missed."""
+    """Returns the result as one JSON object.
+
+    Bars of parts that were not run are listed, but neither met nor missed.
+    """
     met = {
         name: figures[name] >= bar if sense == "at least" else figures[name] <= bar
         for name, (bar, sense) in BARS.items()

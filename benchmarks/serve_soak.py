@@ -1,8 +1,8 @@
-"""`make soak`: minutes of good, malformed, cancelled, late, oversized and abandoned requests at a real service with two
-replicas on a Ray of its own. Memory must be flat, no good request may fail, and nothing may be left over.
+"""`make soak`: a soak test of a real service with two replicas on its own Ray head.
 
-The last line is one JSON object: requests by kind and status, and of each process what it held. Exit status 1 where
-something is wrong; `wrong` says what.
+For minutes it sends good, malformed, cancelled, late, oversized and abandoned requests. Memory must stay flat, no good
+request may fail, and no connection or queued row may remain. The last line is one JSON object: requests by kind and
+status, and the memory of each process. If a check fails, the exit status is 1 and `wrong` has the reason.
 
     python -m benchmarks.serve_soak [--minutes 4] [--seed 0]
 """
@@ -31,11 +31,11 @@ REPLICAS = 2
 REPLICA = "ray::ServeReplica"
 QUEUED = "millrace_inference_queued_rows"
 EVERY_S = 1.0
-# What a process loads and caches in its first requests is no leak.
+# A process loads and caches data in its first requests, which is no leak.
 WARM_UP_SHARE, MIN_WARM_UP_S = 0.2, 20.0
-# The last quarter's memory over the first one's; allocators move by a few per cent.
+# The limit of the last quarter's memory over the first one's; allocators vary by a few per cent.
 MAX_GROWTH = 1.05
-# Connections of clients that have gone are closed within this, and all rows have left the queue.
+# Within this time the connections of disconnected clients are closed, and the queue is empty.
 SETTLED_TIMEOUT_S = 30.0
 MAX_MORE_FILES = 8
 
@@ -72,7 +72,7 @@ def _soaked(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
 
 
 def _watch(load: Future[Counted], head: RayHead, service: ServiceProcess) -> dict[str, Held]:
-    """Of the service, and of each replica, until the load ends."""
+    """Samples the memory of the service and of each replica until the load ends."""
     pids = {"service": service.pid, **{f"replica {pid}": pid for pid in head.processes(REPLICA)}}
     assert len(pids) == 1 + REPLICAS, pids
     watched = {name: ProcessMemory(pid) for name, pid in pids.items()}

@@ -1,6 +1,6 @@
-"""The clients of the soak: those that ask well, and those of whom a server must not keep anything.
+"""The clients of the soak: well-behaved ones, and those whose requests a server must not retain.
 
-Each kind asks over a connection of its own, without a pause where that costs the others little.
+Each kind has its own connection, and pauses only if it would slow the others down.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from inference import grpc_service_pb2_grpc as pb_grpc
 from millrace_client.inference import infer_request
 from tests.support.mutated_requests import flipped, mutated
 
-# Statuses by kind; the names of gRPC's, or `LEFT`.
+# Statuses by kind: gRPC's names, or `LEFT`.
 Counted = dict[str, Counter[str]]
 
 LEFT = "LEFT"
 OPTIONS = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
-# A good request has all the time that it may need beside the others.
+# A good request has ample time, even with the other load.
 MIN_TIME_LEFT_S = 30.0
 IN_A_STREAM = 16
 STREAMS_LEFT, ASKING_OF_THEM = 1000, 100
 OVERSIZED_BYTES = 65 * 2**20
 NAMES, OUTPUTS = ("image", "picture", "image.null"), ("logits", "label", "y")
 
-# What may become of each kind. A cancelled or late request may just have been answered, a malformed one still be good.
-# Where the front has no time to spare, who has milliseconds left is turned away unread: OVERLOADED.
+# The allowed statuses of each kind. A cancelled or late request may just have been answered, and a malformed one may
+# still be valid. If the frontend has no time to spare, it refuses requests with milliseconds left unread: OVERLOADED.
 EXPECTED = {
     "unary": {"OK"},
     "stream": {"OK"},
@@ -51,7 +51,7 @@ EXPECTED = {
 
 
 def soak(address: str, seconds: float, seed: int) -> Counted:
-    """For so long; each call is followed to its end."""
+    """Runs the clients for `seconds`; each call is followed to its end."""
     return asyncio.run(_soak(address, seconds, seed))
 
 
@@ -136,20 +136,20 @@ async def _flood(_: str, channel: aio.Channel, random_: random.Random) -> list[s
 
 
 async def _left(address: str, _: aio.Channel, random_: random.Random) -> list[str]:
-    """Opens streams over one more connection, asks on some of them, and goes without a word."""
+    """Opens streams over another connection, sends requests on some of them, and disconnects abruptly."""
     async with _channel(address) as channel:
         streams = [_stub(channel).ModelStreamInfer() for _ in range(STREAMS_LEFT)]
         asking = streams[-ASKING_OF_THEM:]
         for stream in asking:
             await stream.write(_good(random_))
-        # The last one's answer says that the server has seen them all; the others wait for theirs.
+        # The last stream's answer shows that the server has seen them all; the others are still waiting.
         await asking[-1].read()
     return [LEFT] * STREAMS_LEFT
 
 
 Ask = Callable[[str, aio.Channel, random.Random], Awaitable[list[str]]]
 
-# How it asks, how many such clients there are, and how long each pauses, in seconds.
+# The client function, the number of such clients, and the pause of each in seconds.
 KINDS: dict[str, tuple[Ask, int, float]] = {
     "unary": (_unary, 8, 0.0),
     "stream": (_stream, 2, 0.0),
@@ -175,12 +175,12 @@ def _stub(channel: aio.Channel) -> Any:
 
 
 def _raw(channel: Any) -> Any:
-    """For messages that are bytes, which its types have no room for."""
+    """Returns a call for messages given as bytes, which the stub's types do not allow."""
     return channel.unary_unary(METHOD)
 
 
 def _good(random_: random.Random) -> pb.ModelInferRequest:
-    """One to four images."""
+    """Returns a request of one to four images."""
     first, count = random_.randrange(len(IMAGES) - 4), random_.randint(1, 4)
     return infer_request(MODEL, {"image": np.ascontiguousarray(IMAGES[first : first + count])})
 

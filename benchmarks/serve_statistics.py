@@ -1,4 +1,4 @@
-"""What the service itself says of a stretch of time: its batches, and where its requests spent their time."""
+"""The service's own statistics of a period: its batches, and the stages of its requests."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from inference import grpc_service_pb2 as pb
 from inference import grpc_service_pb2_grpc as pb_grpc
 from millrace_client.calls import open_channel
 
-# Of ModelStatistics, in nanoseconds; `success` is the whole request in the front.
+# The fields of ModelStatistics, in nanoseconds; `success` is the whole request in the frontend.
 PARTS = ("success", "queue", "compute_input", "compute_infer", "compute_output")
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """`batches`: how many of each size. `mean_ms` of each of `PARTS` is a request's; `batch_ms` a batch's: the round
-    trip to a replica, and of it the preprocessing and the model."""
+    """The statistics of a period.
+
+    `batches` counts batches by size. `mean_ms` has the mean of each of `PARTS` for a request. `batch_ms` has the round
+    trip of a batch to a replica, and within it the preprocessing and the model.
+    """
 
     batches: Mapping[int, int]
     mean_ms: Mapping[str, float]
@@ -29,7 +32,7 @@ class Stretch:
 
 
 class ServiceStatistics:
-    """Reads the statistics of one model; `stretch` tells what was added since they were read the last time."""
+    """Reads the statistics of one model; `stretch` returns the change since the last read."""
 
     def __init__(self, address: str, metrics: str, model: str) -> None:
         self._address = address
@@ -64,7 +67,7 @@ class ServiceStatistics:
 
 
 def metric(address: str, name: str, model: str) -> float:
-    """What Prometheus reads at host:port of that model, its versions added up."""
+    """Returns the metric of that model at host:port, summed over its versions."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(f"http://{address}/metrics", timeout=10.0) as answer:
         lines = answer.read().decode().splitlines()

@@ -1,4 +1,4 @@
-"""What clients notice of a deployment that changes under them: roll-outs, and replicas that are killed."""
+"""The errors that clients see while a deployment changes: roll-outs, and killed replicas."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from benchmarks.serve_place import LOADED_TIMEOUT_S, Place
 from millrace_client.load import OK, Measured
 
 REPLICAS, ROLLOUTS, KILLS = 2, 20, 10
-# Percent of the traffic, and seconds of it.
+# Percent of the traffic, and its duration in seconds.
 STEPS = ((50, 1.0), (100, 1.0))
 ROLLOUTS_TIMEOUT_S = 3000.0
 
 
 def swaps(place: Place, rollouts: int = ROLLOUTS, killed: int = KILLS) -> dict[str, Any]:
-    """`swap_errors` are all requests, of both parts, that were not answered in time."""
+    """Returns the figures; `swap_errors` counts all requests of both parts that were not answered in time."""
     place.deploy(replicas=REPLICAS)
     moved = place.asked_meanwhile(lambda: _rollout_each(place, rollouts), ROLLOUTS_TIMEOUT_S)
     print(f"{rollouts} roll-outs: {moved.as_dict()}", flush=True)
@@ -34,7 +34,7 @@ def swaps(place: Place, rollouts: int = ROLLOUTS, killed: int = KILLS) -> dict[s
 
 
 def _rollout_each(place: Place, count: int) -> None:
-    """From one checkpoint to the other and back. `wait` raises where one of them is rolled back."""
+    """Rolls out the checkpoints alternately; `wait` raises if a roll-out is rolled back."""
     with millrace_client.connect(inference=place.address) as client:
         for number in range(count):
             checkpoint = place.checkpoints[(number + 1) % len(place.checkpoints)]

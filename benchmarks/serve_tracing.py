@@ -1,7 +1,7 @@
-"""What tracing costs the front: CPU a request of its process, switched off, on but not recorded, and recorded.
+"""The cost of tracing in the frontend: its CPU per request with tracing off, on but not recorded, and recorded.
 
-The front's own servicer, batcher and interceptor behind a real socket, with a model that answers at once, so that
-nothing else is in the figures; each turn in fresh processes. The last line is one JSON object.
+It runs the frontend's own servicer, batcher and interceptor behind a real socket, with a model that answers at once, so
+that the figures cover nothing else. Each turn uses new processes. The last line is one JSON object.
 
     python -m benchmarks.serve_tracing [--repeats 5] [--seconds 4]
 """
@@ -66,13 +66,13 @@ def _turn(mode: str, seconds: float) -> float:
             ours.send("end")
             spent_s: float = ours.recv()
         finally:
-            server.kill()  # SIGTERM would only have its server stop
+            server.kill()  # SIGTERM would only stop its server
             server.join()
     return spent_s / answered * 1e6
 
 
 def _serve(pipe: Any, environ: dict[str, str]) -> None:
-    """Answers until it is ended; tells the CPU time from "begin" to "end"."""
+    """Answers until it is killed; reports the CPU time from "begin" to "end"."""
     os.environ.update(environ)
     configure_tracing("inference", os.environ)
 

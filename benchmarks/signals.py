@@ -1,4 +1,4 @@
-"""How a bench ends when it is interrupted."""
+"""Ends an interrupted benchmark cleanly."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import sys
 
 
 def exit_on_signals() -> None:
-    """Makes SIGTERM and SIGHUP end this process as Ctrl-C does, by an exception: each `with` then ends what it started,
-    the Ray heads and the services among it."""
+    """Makes SIGTERM and SIGHUP end this process by an exception, like Ctrl-C.
+
+    Each `with` then ends what it started, including the Ray heads and the services.
+    """
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda received, _: sys.exit(128 + received))

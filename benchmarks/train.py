@@ -1,7 +1,7 @@
-"""`make bench-train`: loader, step, checkpoint and recovery of the train service, over peers in the same run, and what
-ten kills cost.
+"""`make bench-train`: loader, step, checkpoint and recovery of the train service, and the cost of ten kills.
 
-Contenders take turns; ratios are of medians. The last line is one JSON object; it says which bars are met.
+Peers run in the same run. Contenders take turns; ratios are of medians. The last line is one JSON object, which lists
+the bars that are met.
 
     python -m benchmarks.train [--rows 200000] [--pairs 7] [--only loader bytes steps recovery kills]
 """
@@ -35,9 +35,9 @@ from tests.support.versions import commit_version
 from tests.support.witnessed import killed_beside_undisturbed, witness_environment, witnessed_stack
 
 PARTS = ("loader", "bytes", "steps", "recovery", "kills")
-# The tutorial's way makes a few thousand rows a second.
+# The tutorial's variant prepares a few thousand rows a second.
 ROW_MAP_ROWS = 20_000
-# An epoch of so many rows is what the step loops run.
+# The rows of an epoch of the step loops.
 STEP_ROWS = 25_600
 BARS = {
     "share_of_pyarrow_limit": (0.6, "at least"),
@@ -84,12 +84,12 @@ def main() -> None:
 
 @contextmanager
 def _driven_head() -> Iterator[RayHead]:
-    """A Ray head whose driver this process is."""
+    """Runs a Ray head with this process as its driver."""
     with ray_head(num_cpus=4) as head:
         ray.init(address=head.address, log_to_driver=False)
         try:
             yield head
-        finally:  # before its head goes: else Ray ends this process, and no error is seen
+        finally:  # before its head ends: otherwise Ray ends this process, and hides the error
             ray.shutdown()
 
 
@@ -107,7 +107,7 @@ def _loader(folder: Path, store: ObjectStore, rows: int, pairs: int) -> dict[str
     contenders: dict[str, tuple[Callable[[], int], int]] = {
         "millrace": (train_loader.ours(store), rows),
         "pyarrow_limit": (train_loader.pyarrow_limit(files), rows),
-        # As many as the folder has: torchvision's data set cannot be repeated.
+        # All rows of the folder: torchvision's data set cannot be repeated.
         **{f"torch_dataloader_{n}": (train_loader.torch_dataloader(plain, n), train_rows) for n in (0, 1, 2)},
         "ray_map_batches": (train_loader.ray_map_batches(files), rows),
         "ray_row_map": (train_loader.ray_row_map(files, ROW_MAP_ROWS), ROW_MAP_ROWS),
@@ -166,7 +166,7 @@ def _kills(folder: Path) -> dict[str, Any]:
 
 
 def _unpacked(folder: Path) -> Path:
-    """torchvision reads plain IDX files only."""
+    """Unpacks the files, since torchvision reads only plain IDX files."""
     raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for file in mnist_folder().iterdir():

@@ -1,6 +1,6 @@
 """Ready, shuffled, normalised tensors: rows/s of our loader and of its peers, all on the same MNIST rows.
 
-Every contender gives float32 (128, 1, 28, 28) batches of one epoch, but the limit, which reads in file order.
+Every contender yields float32 (128, 1, 28, 28) batches of one epoch, except for the limit, which reads in file order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SPEC = TrainingSpec(
     epochs=1,
     global_batch_size=BATCH,
 )
-# What runs an epoch and says how many rows it gave.
+# Runs an epoch and returns its number of rows.
 Epoch = Callable[[], int]
 
 
@@ -61,7 +61,7 @@ def loader(store: ObjectStore, rank: int = 0, world_size: int = 1) -> tuple[Load
 
 
 def ours(store: ObjectStore) -> Epoch:
-    """From a version that was never opened, as an attempt begins."""
+    """Loads from a newly opened version, as at the start of an attempt."""
 
     def epoch() -> int:
         made, _ = loader(store)
@@ -71,7 +71,9 @@ def ours(store: ObjectStore) -> Epoch:
 
 
 def bytes_read_times_workers(store: ObjectStore, workers: int) -> float:
-    """The most bytes that a rank asks the store for in an epoch, times the ranks, over those of the version's files."""
+    """Returns the maximum bytes that a rank fetches in an epoch, times the ranks, over the bytes of the version's
+    files.
+    """
 
     def fetched(rank: int) -> int:
         made, reader = loader(store, rank, workers)
@@ -84,7 +86,7 @@ def bytes_read_times_workers(store: ObjectStore, workers: int) -> float:
 
 
 def pyarrow_limit(files: list[Path]) -> Epoch:
-    """The same Parquet files in file order, each row group made float by one vectorised operation."""
+    """Reads the same Parquet files in file order, with one vectorised conversion to float for each row group."""
     scale, offset = np.float32(1 / 255 / STD), np.float32(MEAN / STD)
 
     def epoch() -> int:
@@ -115,7 +117,7 @@ def torch_dataloader(root: Path, workers: int) -> Epoch:
 
 
 def ray_map_batches(files: list[Path]) -> Epoch:
-    """Plain Ray Data done well: batches as numpy, a local shuffle, torch tensors at the end."""
+    """Loads with optimised plain Ray Data: batches as numpy, a local shuffle, torch tensors at the end."""
 
     def normalize(batch: pa.Table) -> dict[str, np.ndarray[Any, Any]]:
         images = batch.column("image").combine_chunks()
@@ -132,7 +134,7 @@ def ray_map_batches(files: list[Path]) -> Epoch:
 
 
 def ray_row_map(files: list[Path], limit: int) -> Epoch:
-    """The tutorial's way, on `limit` rows."""
+    """Loads with the tutorial's variant, on `limit` rows."""
 
     def normalize(row: dict[str, Any]) -> dict[str, Any]:
         pixels = np.frombuffer(row["image"], np.uint8).reshape(1, 28, 28)

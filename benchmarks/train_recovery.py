@@ -1,7 +1,7 @@
-"""Seconds from the SIGKILL of a worker to the first new optimiser step.
+"""Measures the seconds from the SIGKILL of a worker to the first new optimiser step.
 
-Our service, and a plain TorchTrainer loop that keeps checkpoints: same model, rows, batch, workers and steps between
-checkpoints, each on a Ray head of its own. Both take their steps with the same function, which writes down when.
+Compares our service with a plain TorchTrainer loop that keeps checkpoints: same model, rows, batch, workers and steps
+between checkpoints, each on its own Ray head. Both take their steps with the same function, which records the time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from tests.support.waiting import wait_until
 from tests.support.witnessed import WORKER, WitnessedStack, witnessed_spec
 
 WORKERS, CHECKPOINT_EVERY = 2, 10
-# Long runs are meant: struck is one that has trained for so long, and whose idle processes have nothing more to do.
+# This models long runs: the worker is killed after it has trained for this long, and once the idle processes have
+# settled.
 STRIKE_AFTER_S = 45.0
 AT_REST_FOR_S, AT_REST_CPU_S = 15.0, 0.5
 STEPS = 100_000
@@ -37,7 +38,9 @@ TIMEOUT_S = 300.0
 
 
 def ours(place: WitnessedStack) -> dict[str, float]:
-    """Seconds from the blow to `noticed`, `next_attempt_begun`, `resumed` (the weights are loaded) and `first_step`."""
+    """Returns the seconds from the kill to `noticed`, `next_attempt_begun`, `resumed` (the weights are loaded) and
+    `first_step`.
+    """
     client = place.stack.client
     job = client.create(witnessed_spec(epochs=5000, workers=WORKERS, checkpoint_every_steps=CHECKPOINT_EVERY)).name
     struck, first_step = _recovery(place.witness, place.head)
@@ -58,8 +61,10 @@ def ours(place: WitnessedStack) -> dict[str, float]:
 
 
 def plain_ray_train(witness: Path, head: RayHead) -> float:
-    """Of the loop that Ray's documentation shows: `report` with a checkpoint, `get_checkpoint` at the start. The caller
-    is a driver of that head."""
+    """Measures the loop of Ray's documentation: `report` with a checkpoint, `get_checkpoint` at the start.
+
+    The caller is a driver of that head.
+    """
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as pool:
         trainer = TorchTrainer(
             _loop,
@@ -75,8 +80,10 @@ def plain_ray_train(witness: Path, head: RayHead) -> float:
 
 
 def _recovery(witness: Path, head: RayHead) -> tuple[float, float]:
-    """Waits for the steps of new processes, strikes in the middle of them, and waits for new processes again. When it
-    struck, and when the first of these took its first step."""
+    """Kills a worker in the middle of its steps, and waits for the steps of new processes.
+
+    Returns the time of the kill, and of the first step of the new processes.
+    """
     before = set(witness.iterdir())
     wait_until(lambda: _first_step(witness, before) > 0, "the first step", TIMEOUT_S)
     time.sleep(STRIKE_AFTER_S)
@@ -90,18 +97,18 @@ def _recovery(witness: Path, head: RayHead) -> tuple[float, float]:
 
 
 def _first_step(witness: Path, before: set[Path]) -> float:
-    """When the first of the processes that are not in `before` took its first step; 0 while none has."""
+    """Returns the time of the first step of processes that are not in `before`; 0 if there is none."""
     texts = [path.read_text() for path in set(witness.iterdir()) - before]
     return min((json.loads(text.splitlines()[0])["time"] for text in texts if "\n" in text), default=0.0)
 
 
 def _cpu_s_of_idle(head: RayHead, timeout_s: float) -> float:
-    """Seconds of a processor that the processes which wait for work take for themselves."""
+    """Returns the CPU seconds that idle worker processes use."""
 
     def ticks() -> int:
         total = 0
         for pid in idle:
-            with suppress(OSError):  # one that Ray has ended
+            with suppress(OSError):  # a process that Ray has ended
                 fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
                 total += int(fields[11]) + int(fields[12])
         return total

@@ -1,9 +1,10 @@
-"""Seconds per optimiser step of a run of ours, over a bare DDP loop on tensors in memory; and what checkpoints cost.
+"""Measures the seconds per optimiser step of our runs over a bare DDP loop on tensors in memory, and the cost of
+checkpoints.
 
-Runs of ours use torch's fused optimizer, and so does the bare loop that they are held to. A second one is written as
-most are, `AdamW(parameters)`, which takes parameter by parameter on a CPU.
+Our runs use torch's fused optimizer, and so does the bare loop of the bar. A second bare loop is written as most are,
+`AdamW(parameters)`, which processes parameter by parameter on a CPU.
 
-W processes joined by gloo, as Ray Train's workers are, one thread each. Contenders take turns in the same processes.
+W processes joined by gloo, like Ray Train's workers, with one thread each. Contenders take turns in the same processes.
 """
 
 from __future__ import annotations
@@ -37,15 +38,17 @@ from train_service.learning.ranks import Ranks
 from train_service.records.reporting import TRAIN_KIND
 from train_service.worker.loop import LoopConfig, Run
 
-# A small convolutional network: a step takes tens of milliseconds, so that an overhead of one shows.
+# A small convolutional network: a step takes tens of milliseconds, so that an overhead of one is visible.
 MODEL = ModelSpec(builder="torchvision.shufflenet_v2_x0_5", in_channels=1, num_classes=10)
 CHECKPOINT_EVERY = 20
 
 
 def measure(settings: StoreSettings, images: Any, labels: Any, *, workers: int, pairs: int) -> dict[str, float]:
-    """`step_overhead`, of seconds per step between the first and the last, also over the bare loop whose optimizer is
-    not fused, and `checkpoint_cost`, of whole runs, as medians over pairs; images uint8 (rows, 28, 28), labels
-    (rows,)."""
+    """Returns `step_overhead` and `checkpoint_cost`, as medians over pairs.
+
+    `step_overhead` is the ratio of seconds per step between the first and the last, also over the bare loop with an
+    unfused optimizer; `checkpoint_cost` is that of whole runs. Images are uint8 (rows, 28, 28), labels (rows,).
+    """
     with tempfile.TemporaryDirectory() as folder:
         processes: Any = multiprocessing
         processes.spawn(_rank, (workers, folder, settings, images, labels, pairs), nprocs=workers)
@@ -67,7 +70,7 @@ def measure(settings: StoreSettings, images: Any, labels: Any, *, workers: int, 
 
 @dataclass(frozen=True)
 class _Times:
-    """Of a whole run, and of one step of it: the mean between the first step and the last."""
+    """The times of a whole run, and of one step: the mean between the first step and the last."""
 
     run_s: float
     step_s: float
@@ -91,7 +94,7 @@ def _rank(rank: int, workers: int, folder: str, settings: StoreSettings, images:
     if rank == 0:
         (Path(folder) / "result").write_bytes(pickle.dumps(seconds))
     dist.barrier()
-    os._exit(0)  # gloo's threads may outlive the interpreter's end and abort the process then
+    os._exit(0)  # gloo's threads may outlive the interpreter and then abort the process
 
 
 def _spec(workers: int) -> TrainingSpec:
@@ -99,7 +102,7 @@ def _spec(workers: int) -> TrainingSpec:
 
 
 def _ours(ranks: Ranks, settings: StoreSettings, spec: TrainingSpec) -> _Times:
-    """Of one epoch; the steps by their own metrics."""
+    """Runs one epoch; the steps are timed by their own metrics."""
     store = open_store(settings)
     name: str = ranks.share(f"trainingJobs/b{uuid.uuid4().hex}")
     if ranks.rank == 0:
@@ -119,7 +122,7 @@ def _ours(ranks: Ranks, settings: StoreSettings, spec: TrainingSpec) -> _Times:
 
 
 def _bare(ranks: Ranks, images: Any, labels: Any, *, fused: bool = True) -> _Times:
-    """Of as many steps: the rank's rows are ready tensors in memory, and nothing is told or kept."""
+    """Runs as many steps on the rank's rows as ready tensors in memory, without reports or checkpoints."""
     mine = slice(ranks.rank, None, ranks.world_size)
     inputs = ((torch.from_numpy(images[mine]).float().unsqueeze(1) / 255 - MEAN) / STD).contiguous()
     wanted = torch.from_numpy(labels[mine]).long()

@@ -1,4 +1,4 @@
-"""The composition root: settings → store → domain → servicers → server, and the reconciler beside it."""
+"""The composition root: settings → store → domain → servicers → server, with the reconciler as a child process."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def main() -> int:
     try:
         settings = data_settings(os.environ)
         token = bearer_token(os.environ)
-        # Refuses a setting with which strangers could run code.
+        # Refuses settings that would let remote callers run code.
         callers_code = own_code(os.environ, settings.service.listen, has_token=token is not None)
         configure_logging("data", settings.service.log_level)
         configure_tracing("data", os.environ)

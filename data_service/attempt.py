@@ -1,4 +1,4 @@
-"""What every attempt at making a version has: folders to write to, and a last act that commits the version."""
+"""The common parts of every attempt at creating a version: its folders, and the final commit."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from shared.jobs import AttemptContext
 from shared.storage import ObjectStore
 
 # --- Attempt folder ---
-# Where an attempt at making a version writes: a folder of its own in the store, and one on local disk.
+# The folders of an attempt at creating a version: its own folder in the store, and one on the local disk.
 
-# A full disk is looked at again so much later.
+# The delay before a full disk is tried again.
 FULL_RETRY_S = 30.0
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
 def attempt_folder(context: AttemptContext) -> Iterator[tuple[str, Path]]:
-    """Gives the folder in the store, and a local one for scratch that goes with the body.
+    """Provides the attempt's folder in the store, and a local scratch folder that is deleted afterwards.
 
-    Before, what lost attempts left is taken away; and if the body fails, so is what it wrote: nothing that failed stays
-    readable. Raises `ResourceExhausted` where the local disk is full.
+    First deletes the folders of lost attempts. If the body fails, deletes what it wrote, so that nothing of a failed
+    attempt stays readable. Raises `ResourceExhausted` if the local disk is full.
     """
     folder = f"{context.folder}/data/a{context.attempt:05d}-{uuid.uuid4().hex[:8]}"
     try:
@@ -68,7 +68,10 @@ def attempt_folder(context: AttemptContext) -> Iterator[tuple[str, Path]]:
 
 
 def _sweep_lost_attempts(context: AttemptContext) -> None:
-    """Takes away what earlier attempts left: the log has fenced them, so none of it can be committed any more."""
+    """Deletes the folders of earlier attempts.
+
+    The log has fenced them, so they cannot be committed any more.
+    """
     own = f"a{context.attempt:05d}"
     for attempt in context.store.folders(f"{context.folder}/data"):
         if attempt < own:
@@ -76,11 +79,11 @@ def _sweep_lost_attempts(context: AttemptContext) -> None:
 
 
 # --- Commit ---
-# The last act of every job that makes a version: what lies beside the rows, and then the manifest.
+# The last step of every job that creates a version: writes the report, the quarantined rows, and then the manifest.
 
 
 def columns_of(schema: pa.Schema, value_names: Mapping[str, Sequence[str]]) -> list[Column]:
-    """The manifest's columns for a logical schema without `_row_id`."""
+    """Returns the manifest's columns for a logical schema without `_row_id`."""
     return [
         Column(
             name=field.name,
@@ -107,8 +110,10 @@ def commit_version(
     transforms: Sequence[dict[str, Any]] = (),
     prediction: Prediction | None = None,
 ) -> dict[str, Any]:
-    """Writes report, quarantined rows and manifest below `folder`, and returns the job's result, which names the
-    manifest: only that makes the version. `report` is a QualityReport as JSON, `quarantine` a local file of JSON lines.
+    """Writes report, quarantined rows and manifest below `folder`.
+
+    Returns the job's result, which names the manifest; only that result creates the version. `report` is a
+    QualityReport as JSON, `quarantine` a local file of JSON lines.
     """
     attachments = [_attach(store, folder, REPORT, json.dumps(report, sort_keys=True, separators=(",", ":")).encode())]
     if quarantine is not None and quarantine.stat().st_size:
@@ -143,17 +148,19 @@ def _attach_file(store: ObjectStore, folder: str, path: str, local: Path) -> Att
 
 
 # --- Scratch ---
-# Folders on local disk for what is not yet in the store. They go with the work, or with the next one's beginning.
+# Folders on the local disk for data that is not yet in the store. They are deleted after the work, or before the next
+# work begins.
 
 PREFIX = "millrace-scratch-"
 
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A new folder, which goes with the body. What processes left that were killed is taken away before.
+    """Provides a new folder that is deleted afterwards.
 
-    Its owner holds a lock on the folder itself, which the kernel gives back when the owner dies. Process numbers would
-    not do: containers that share a temporary folder do not see each other's processes.
+    First deletes the folders of killed processes. The owner holds a lock on the folder itself, which the kernel
+    releases when the owner dies. Process numbers would not do, since containers that share a temporary folder do not
+    see each other's processes.
     """
     _sweep_unowned()
     folder, lock = _owned_folder()
@@ -167,10 +174,10 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def _owned_folder() -> tuple[Path, int]:
-    """A new folder, and the descriptor that holds its lock."""
+    """Returns a new folder, and the descriptor that holds its lock."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-        # Another process may sweep the folder before it is locked: then it is gone once we have the lock.
+        # Another process may sweep the folder before it is locked; then it no longer exists once we have the lock.
         with suppress(FileNotFoundError):
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -184,11 +191,11 @@ def _sweep_unowned() -> None:
         try:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:
-            continue  # gone just now, another user's, or no folder
+            continue  # deleted just now, owned by another user, or not a folder
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)  # what cannot be removed stays for a later sweep
         except BlockingIOError:
-            continue  # its owner lives
+            continue  # its owner is alive
         finally:
             os.close(lock)

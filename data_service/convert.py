@@ -1,5 +1,6 @@
-"""Between the wire's messages and the domain's values: datasets, the requests that make versions, versions, and
-operations.
+"""Converts between messages and domain values.
+
+Datasets, the requests that create versions, versions, and operations.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from shared.jobs import JobRecord, JobState
 from shared.paging import PAGE_BYTES
 
 # --- Times ---
-# Seconds since the epoch as `google.protobuf.Timestamp`.
+# Converts seconds since the epoch to `google.protobuf.Timestamp`.
 
 
 def timestamp(seconds: float) -> Timestamp:
@@ -40,13 +41,13 @@ def timestamp(seconds: float) -> Timestamp:
 
 
 # --- Datasets ---
-# Datasets as messages, and what is asked of them as values.
+# Converts datasets to messages, and requests about them to domain values.
 
 NANOS = 1_000_000_000
 
 
 def dataset_message(found: Dataset) -> resources_pb2.Dataset:
-    """A dataset that was only checked has neither uid nor etag."""
+    """Converts a dataset; one that was only checked has neither uid nor etag."""
     message = resources_pb2.Dataset(
         name=found.name,
         uid=found.uid,
@@ -68,13 +69,13 @@ def retention_from(message: resources_pb2.Retention) -> Retention:
 
 
 def _duration(seconds: float) -> Duration:
-    # By its digits: times a thousand million a float is another one, and a fraction may be rounded to a whole second.
+    # Uses the decimal digits: a float times 10^9 is rounded, and a fraction may be rounded to a whole second.
     whole, nanos = divmod(round(Decimal(repr(seconds)) * NANOS), NANOS)
     return Duration(seconds=whole, nanos=nanos)
 
 
 # --- Imports ---
-# An ImportVersionRequest as a domain value.
+# Converts an ImportVersionRequest to a domain value.
 
 _APPEND, _REPLACE = data_service_pb2.Base.MODE_APPEND, data_service_pb2.Base.MODE_REPLACE
 MODES = {_APPEND: "append", _REPLACE: "replace"}
@@ -135,7 +136,7 @@ def _base(base: data_service_pb2.Base) -> import_spec.Base:
 
 
 # --- Predictions ---
-# A PredictVersionRequest as a domain value.
+# Converts a PredictVersionRequest to a domain value.
 
 
 def predict_spec_from(request: data_service_pb2.PredictVersionRequest) -> PredictSpec:
@@ -158,7 +159,7 @@ def predict_spec_from(request: data_service_pb2.PredictVersionRequest) -> Predic
 
 
 # --- Transforms ---
-# A TransformVersionRequest as a domain value, and a ReadVersionRequest.
+# Converts a TransformVersionRequest, and a ReadVersionRequest, to domain values.
 
 
 def transform_spec_from(request: data_service_pb2.TransformVersionRequest) -> TransformSpec:
@@ -205,21 +206,21 @@ def _nanoseconds(period: data_service_pb2.Period) -> int | None:
 
 
 # --- Bounded answer ---
-# A preview that fits into one message: what is long of the version and of its quality report is left out.
+# Limits a preview to one message: long parts of the version and of its quality report are left out.
 
-# As of a page.
+# The same limit as that of a page.
 ANSWER_BYTES = PAGE_BYTES
 
 
 def bound_answer(answer: data_service_pb2.PreviewVersionResponse) -> None:
-    """Takes from the version and the report of `answer` what makes the whole larger than `ANSWER_BYTES`; nothing where
-    it fits.
+    """Removes parts of the version and the report until `answer` fits `ANSWER_BYTES`.
 
-    What says least for its size goes first, and only as much as must: the `values` of columns, and of the version its
-    `files`, its `transform` and the `value_names` of columns, the largest first; then histograms, and the examples of
-    quarantine reasons, the last ones first; then whole entries, those of columns, of quarantine reasons and of checks,
-    the last ones first, and at last the version's columns, so, too. What is left is right as it stands, and the same
-    for equal answers. The stored report keeps all, and GetVersion has the whole version.
+    The least informative parts for their size are removed first, and no more than necessary. First come the `values` of
+    columns and, of the version, its `files`, its `transform` and the `value_names` of columns, the largest first. Then
+    come histograms, and the examples of quarantine reasons, the last ones first. Then come whole entries of columns,
+    quarantine reasons and checks, the last ones first, and finally the version's columns, also from the end. The
+    remaining parts are correct as they stand, and the same for equal answers. The stored report keeps everything, and
+    GetVersion has the whole version.
     """
     excess = answer.ByteSize() - ANSWER_BYTES
     for message, field in _parts(answer):
@@ -232,7 +233,7 @@ def bound_answer(answer: data_service_pb2.PreviewVersionResponse) -> None:
 
 
 def keep_first(entries: MutableSequence[Any], excess_bytes: int) -> int:
-    """Takes the last messages away until they had `excess_bytes` together. How many bytes are still too many."""
+    """Removes the last messages until `excess_bytes` are removed; returns the bytes that remain to be removed."""
     keep = len(entries)
     while keep and excess_bytes > 0:
         keep -= 1
@@ -242,7 +243,7 @@ def keep_first(entries: MutableSequence[Any], excess_bytes: int) -> int:
 
 
 def _parts(answer: data_service_pb2.PreviewVersionResponse) -> Iterator[tuple[Message, str]]:
-    """What can be cleared: a message and its field, that which goes first first."""
+    """Yields the (message, field) pairs that can be cleared, in order of removal."""
     version, report = answer.version, answer.report
     lists: list[tuple[int, Message, str]] = [
         *((sum(value.ByteSize() for value in column.values), column, "values") for column in report.columns),
@@ -257,14 +258,14 @@ def _parts(answer: data_service_pb2.PreviewVersionResponse) -> Iterator[tuple[Me
 
 
 def _without(message: Message, field: str) -> int:
-    """Clears the field. By how many bytes the message grows: less than 0."""
+    """Clears the field and returns the change of the message's size, which is negative."""
     before = message.ByteSize()
     message.ClearField(field)
     return message.ByteSize() - before
 
 
 # --- Versions ---
-# Versions, and the operations that make them, as messages.
+# Converts versions, and the operations that create them, to messages.
 
 State = resources_pb2.DatasetVersion.State
 
@@ -281,8 +282,11 @@ VERSION_STATES = {
 
 
 def version_message(version: Version, *, brief: bool = False) -> resources_pb2.DatasetVersion:
-    """`brief`: as lists have it, without its files, the names of values and its transform; and of columns that are more
-    than one message may have the first ones."""
+    """Converts a version.
+
+    `brief` is the short form of lists: without its files, value names and transform. If the columns exceed one message,
+    it has only the first ones.
+    """
     job = version.job
     message = resources_pb2.DatasetVersion(
         name=job.name,
@@ -306,7 +310,7 @@ def version_message(version: Version, *, brief: bool = False) -> resources_pb2.D
 
 
 def listed_message(versions: Sequence[Version], next_page_token: str) -> data_service_pb2.ListVersionsResponse:
-    """A page, cut short where the versions are more than one message may have."""
+    """Returns a page of versions, shortened if they exceed one message."""
     answer = data_service_pb2.ListVersionsResponse(next_page_token=next_page_token)
     size_bytes = 0
     for version in versions:
@@ -322,7 +326,10 @@ def listed_message(versions: Sequence[Version], next_page_token: str) -> data_se
 def operation_message(
     version: Version, progress: Mapping[str, Any], waiting_for: str = "", *, brief: bool = False
 ) -> operations_pb2.Operation:
-    """`waiting_for`: what the cluster lacks for it. `brief`: with its version as lists have it."""
+    """Converts an operation.
+
+    `waiting_for`: the resources that the cluster lacks for it. `brief`: with its version in the short form of lists.
+    """
     job = version.job
     operation = operations_pb2.Operation(name=f"operations/{operation_id(job)}", done=job.state.final)
     operation.metadata.Pack(_metadata(job, progress, waiting_for))
@@ -341,7 +348,7 @@ def operation_message(
 
 
 def checked_operation(job: JobRecord) -> operations_pb2.Operation:
-    """What `validate_only` answers: which version would be made."""
+    """Returns the answer to `validate_only`: the version that would be created."""
     operation = operations_pb2.Operation()
     operation.metadata.Pack(_metadata_type(job)(version=job.name))
     return operation

@@ -1,4 +1,4 @@
-"""The datasets in the store: each is a resource log below `datasets/{d}/log`."""
+"""The datasets in the store, each a resource log below `datasets/{d}/log`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from shared.log import ResourceLog
 from shared.requests import claimed
 from shared.storage import ObjectStore
 
-# Whose request ids these are.
+# The service that these request ids belong to.
 SERVICE = "data"
 PATTERN = "datasets/{d}"
 NO_RETENTION = Retention()
-# So many are named in an error.
+# The number of versions that an error lists.
 SHOWN_VERSIONS = 5
 
 
@@ -40,7 +40,7 @@ class Datasets:
         validate_only: bool,
         retention: Retention = NO_RETENTION,
     ) -> Dataset:
-        """Raises `InvalidArgument` and `AlreadyExists`."""
+        """Creates a dataset; raises `InvalidArgument` and `AlreadyExists`."""
         check_fields(dataset_id, display_name, description)
         check_retention(retention)
         request_id = names.check_request_id("request_id", request_id)
@@ -61,7 +61,7 @@ class Datasets:
             return self._append(dataset)
 
     def get(self, name: str, field: str = "name") -> Dataset:
-        """Raises `InvalidArgument` naming `field`, and `NotFound`."""
+        """Returns a dataset; raises `InvalidArgument` naming `field`, and `NotFound`."""
         names.parse(field, name, PATTERN)
         dataset = self.find(name)
         if dataset is None:
@@ -69,20 +69,20 @@ class Datasets:
         return dataset
 
     def find(self, name: str) -> Dataset | None:
-        """None where none ever was, or where it was deleted."""
+        """Returns a dataset; None if it never existed or was deleted."""
         found = self._newest(name)
         return None if found is None or found.deleted else found
 
     def list(self, page_size: int, page_token: str) -> tuple[list[Dataset], str]:
-        """One page in the order of names, and the token of the next."""
+        """Returns one page in the order of names, and the token of the next."""
         found, next_token = paging.page(self._store.folders("datasets"), page_size, page_token)
         datasets = [self.find(f"datasets/{one}") for one in found]
         return [dataset for dataset in datasets if dataset], next_token
 
     def update(self, name: str, etag: str, mask: Iterable[str], **values: Any) -> Dataset:
-        """Changes those of `display_name`, `description` and `retention` that the mask names; empty: all three.
+        """Changes those of `display_name`, `description` and `retention` that the mask names; all three if it is empty.
 
-        Raises `InvalidArgument`, `NotFound`, and `Conflict` when `etag` is given and not the present one.
+        Raises `InvalidArgument`, `NotFound`, and `Conflict` if `etag` is given and not the present one.
         """
         names.parse("dataset.name", name, PATTERN)
         changes = {path: values[path] for path in check_mask(mask)}
@@ -96,12 +96,13 @@ class Datasets:
         check_uploads: Callable[[str, str], None],
         delete_uploads: Callable[[str, str], None],
     ) -> None:
-        """Leaves a tombstone in the log. Calls `check_uploads` with the dataset's name and uid before, and
-        `delete_uploads` after it.
+        """Deletes a dataset by a tombstone in its log.
 
-        Raises `InvalidArgument`, `NotFound`, `Conflict` when `etag` is given and not the present one, what
-        `check_uploads` raises, and `FailedPrecondition` naming the versions there are. A version that is being made
-        at the same time is seen here, or its maker sees the tombstone: see `check_still_there`.
+        Calls `check_uploads` with the dataset's name and uid before, and `delete_uploads` after it.
+
+        Raises `InvalidArgument`, `NotFound`, `Conflict` if `etag` is given and not the present one, the errors of
+        `check_uploads`, and `FailedPrecondition` naming the existing versions. A version that is created at the same
+        time is either seen here, or its creator sees the tombstone: see `check_still_there`.
         """
         names.parse("name", name, PATTERN)
         dataset = _expected(self.get(name), etag)
@@ -120,19 +121,21 @@ class Datasets:
         delete_uploads(name, dataset.uid)
 
     def check_still_there(self, name: str, uid: str) -> None:
-        """For who has just made something in the dataset. Raises `NotFound` where it was deleted meanwhile: then what
-        was made must go again."""
+        """Raises `NotFound` if the dataset was deleted meanwhile.
+
+        Called after something was created in the dataset; the caller must then delete it again.
+        """
         dataset = self.find(name)
         if dataset is None or dataset.uid != uid:
             raise not_found(name, "it was deleted meanwhile")
 
     def deleted_uid(self, name: str) -> str | None:
-        """The uid of the dataset that had the name last, where that was deleted; None where it exists or never did."""
+        """Returns the uid of the deleted dataset that had the name last; None if it exists or never did."""
         found = self._newest(name)
         return found.uid if found is not None and found.deleted else None
 
     def unearth(self, name: str, uid: str) -> None:
-        """Takes back the deletion of the dataset with that uid: there is a version in it."""
+        """Reverts the deletion of the dataset with that uid, because it has a version."""
 
         def decide(newest: Dataset) -> Dataset:
             return replace(newest, deleted=False) if newest.deleted and newest.uid == uid else newest
@@ -140,7 +143,7 @@ class Datasets:
         self._transition(name, decide, tombstones=True)
 
     def version_names(self, name: str) -> Sequence[str]:
-        """Those of all versions that exist, in any state."""
+        """Returns the names of all existing versions, in any state."""
         jobs = Jobs(self._store, IMPORT_KIND)
         there = [f"{name}/versions/{one}" for one in self._store.folders(f"{name}/versions")]
         return [one for one in there if jobs.find(one)]
@@ -152,13 +155,13 @@ class Datasets:
         if free and log.append(last, dataset.as_state()):
             return dataset
         winner = self.find(dataset.name)
-        # A repeated call, or one of two at the same time, is answered with what the first made.
+        # Of repeated or concurrent calls, all get the result of the first.
         if winner and dataset.request_id and winner.request_id == dataset.request_id:
             return winner
         raise already_exists(dataset.name)
 
     def _transition(self, name: str, decide: Callable[[Dataset], Dataset], *, tombstones: bool = False) -> Dataset:
-        """Appends what `decide` makes of the newest state; nothing where it returns that state itself."""
+        """Appends the state that `decide` returns for the newest; nothing if it returns the same object."""
 
         def step(record: Any) -> dict[str, Any] | None:
             before = Dataset.from_state(record.state) if record else None

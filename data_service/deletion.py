@@ -1,5 +1,6 @@
-"""The end of versions and datasets: one version's deletion, and the sweep that takes away what nothing names any
-more.
+"""Deletes versions and datasets.
+
+One version's deletion, and the sweep that removes unreferenced objects.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ logger = logging.getLogger(__name__)
 
 
 # --- Lifecycle ---
-# The end of a version: its log says DELETING, nobody may use it, its files go, its log says DELETED.
+# The deletion of a version: its log becomes DELETING, its use is refused, its files are deleted, its log becomes
+# DELETED.
 #
-# Whoever uses a version leaves a marker and then looks whether it is ACTIVE; here it is the other way round, so one of
-# both sees the other. Once no user was found the log says so (`deleted_from` is gone), and there is no way back: of
-# several that delete at the same time none can give a version back whose files another is removing. Each step can be
-# done again, so what a process leaves half-way the next one finishes.
+# A user of a version writes a marker and then checks that it is ACTIVE. The deletion works in reverse, so one of both
+# sees the other. Once no user was found, the log records it (`deleted_from` is cleared), and the deletion cannot be
+# undone: of several concurrent deletions, none can restore a version whose files another is removing. Each step can be
+# repeated, so the next process completes what another left unfinished.
 
 
 class Deletions:
-    """`clock` gives seconds since the epoch."""
+    """Deletes versions; `clock` returns seconds since the epoch."""
 
     def __init__(self, store: ObjectStore, jobs: Jobs, clock: Callable[[], float] = time.time) -> None:
         self._store = store
@@ -41,10 +43,11 @@ class Deletions:
         self._clock = clock
 
     def delete(self, name: str, etag: str = "", uid: str = "") -> None:
-        """Takes the version away, with its files; with `uid` given only that one, and no other of its name.
+        """Deletes the version with its files.
 
-        Raises `InvalidArgument`, `NotFound`, `Conflict` when `etag` is given and not the present one, and
-        `FailedPrecondition` while it is being made or somebody uses it.
+        With `uid`, deletes only that version, and no other of its name. Raises `InvalidArgument`, `NotFound`,
+        `Conflict` if `etag` is given and not the present one, and `FailedPrecondition` while it is being created or in
+        use.
         """
         names.parse("name", name, NAME_PATTERN)
         self._jobs.get(name, name)
@@ -53,15 +56,16 @@ class Deletions:
             if uid and newest.uid != uid:
                 raise not_found(name)
             _check_deletable(newest, etag)
-            # The time of a version's last transition is that of its commit, to which a refusal goes back.
+            # A refused deletion restores the state, so the time stays that of the last transition: the commit.
             return request_delete(newest, newest.update_time)
 
         self._finish(self._jobs.transition(name, decide))
 
     def finish(self, name: str) -> None:
-        """Takes on a deletion that was begun. Nothing to do for a version that is not DELETING.
+        """Continues a deletion that was begun.
 
-        Raises `FailedPrecondition` where somebody uses it: then it is what it was before.
+        Does nothing for a version that is not DELETING. Raises `FailedPrecondition` if it is in use; it then has its
+        former state again.
         """
         job = self._jobs.find(name)
         if job is not None and job.state is JobState.DELETING:
@@ -78,7 +82,7 @@ class Deletions:
         while_deleting(self._jobs, job, lambda newest: confirm_delete(newest, self._clock()))
 
     def _remove_files(self, job: JobRecord) -> None:
-        """Only what was there before the log was read: later there may be a new version's files."""
+        """Removes the files listed before the log is read: later ones may belong to a new version."""
         keys = [info.key for info in self._store.list(job.name) if not info.key.startswith(f"{job.name}/log/")]
         remove_objects(self._store, self._jobs, job, keys)
 
@@ -97,7 +101,7 @@ def _check_deletable(job: JobRecord, etag: str) -> None:
 
 
 def _is_undone(job: JobRecord) -> bool:
-    """Whether this, or another that looked at the same time, found a user."""
+    """Returns whether this deletion, or a concurrent one, found a user."""
     return job.state in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
 
 
@@ -111,28 +115,30 @@ def _in_use(job: JobRecord, references: list[str]) -> FailedPrecondition:
 
 
 # --- Sweeper ---
-# Takes away what nothing names any more, a bounded piece of it at a time.
+# Removes unreferenced objects, a bounded amount in each pass.
 #
-# Everything that it removes was listed before the log was read that says it may go, and is named once for all
-# (attempts' folders have a nonce, markers a uid): what somebody makes meanwhile is never met. So any number of sweepers
-# may run.
+# Every object was listed before the log was read that allows its removal, and has a unique name (attempts' folders have
+# a nonce, markers a uid). So objects that are created meanwhile are never removed, and any number of sweepers may run.
 
 
-# After a week nobody repeats a call, hoping for its first answer.
+# After a week no client repeats a call to get its first answer.
 REQUEST_CLAIM_S = 7 * 24 * 3600.0
-# What a writer that was killed left goes after so long: no object, and no job's last act, takes as long to write.
+# The age at which objects of a killed writer are removed: writing an object, or a job's last step, never takes as long.
 LEFT_FOR_S = 3600.0
-# Those that have gone since are among them, so now and then all are forgotten.
+# These sets also have entries that no longer exist, so each is cleared when it reaches its limit.
 TIDY_REMEMBERED = OPERATIONS_REMEMBERED = 100_000
-# A pass ends after the dataset with which it has looked at so many versions; the next one goes on behind it.
+# A pass ends after the dataset with which it has seen this many versions; the next pass continues after it.
 VERSIONS_A_PASS = 1000
 CLAIMS_A_PASS = 10_000
 OPERATIONS_A_PASS = 1000
 
 
 class Sweeper:
-    """`sweep_uploads` is called with the time, `delete_uploads` with the name and the uid of a deleted dataset.
-    `clock` gives seconds since the epoch."""
+    """Removes unreferenced objects.
+
+    `sweep_uploads` is called with the time, `delete_uploads` with the name and the uid of a deleted dataset. `clock`
+    returns seconds since the epoch.
+    """
 
     def __init__(
         self,
@@ -151,17 +157,21 @@ class Sweeper:
         self._sweep_uploads = sweep_uploads
         self._delete_uploads = delete_uploads
         self._clock = clock
-        # The dataset that the last pass ended with, where it did not come to the end.
+        # The dataset after which the last pass stopped; empty if it reached the end.
         self._after = ""
-        # Likewise the operation.
+        # The operation after which the last pass stopped.
         self._after_operation = ""
-        # Operations whose job was made: it takes them with it when it is deleted.
+        # Operations with a job: the job's deletion removes them.
         self._with_job: set[str] = set()
-        # Committed folders in which there is nothing but what their manifests name, nor will be: looked through once.
+        # Committed folders that have only objects that their manifests name, and will get no others: they are checked
+        # once.
         self._tidy: set[str] = set()
 
     def sweep(self) -> None:
-        """One pass. What goes wrong with one resource is logged and leaves the others be; raises `Unavailable`."""
+        """Runs one pass.
+
+        An error with one resource is logged and does not affect the others; raises `Unavailable`.
+        """
         self._run_isolated("request claims", self._sweep_claims)
         self._run_isolated("operations", self._sweep_operations)
         self._run_isolated("uploads", lambda: self._sweep_uploads(self._clock()))
@@ -187,7 +197,7 @@ class Sweeper:
         try:
             step()
         except Unavailable:
-            raise  # which holds for everything
+            raise  # which affects all resources
         except (FailedPrecondition, ResourceExhausted) as error:
             logger.info("%s stays: %s", what, error.message)
         except Exception:
@@ -203,7 +213,10 @@ class Sweeper:
             self._store.delete(key)
 
     def _sweep_operations(self) -> None:
-        """Those whose job was never made: whoever was to make it died, and nobody repeats its call any more."""
+        """Removes operations whose job was never created.
+
+        Their creator died, and no client repeats the call any more.
+        """
         old = operations_before(self._store, self._clock() - REQUEST_CLAIM_S)
         waiting = [one for one in old if one > self._after_operation and one not in self._with_job]
         for operation in waiting[:OPERATIONS_A_PASS]:
@@ -230,23 +243,26 @@ class Sweeper:
         for version in outlived(dataset.retention, committed, self._clock()):
             if not live_references(self._store, version, self._clock()):
                 logger.info("%s has outlived the retention of its dataset", version)
-                # This one alone: another of its name would be the newest.
+                # With the uid, since another version of this name would be the newest.
                 self._run_isolated(version, partial(self._deletions.delete, version, uid=active[version].uid))
 
     def _sweep_deleted_dataset(self, name: str, uid: str, jobs: Sequence[JobRecord]) -> None:
-        """What was made while the dataset was being deleted, and whose maker had no time to take it back, brings the
-        dataset back; what was cancelled or failed goes after it."""
+        """Settles versions in a deleted dataset.
+
+        A version that was created during the deletion, and whose creator died before it could cancel it, restores the
+        dataset. Cancelled and failed versions are deleted with it.
+        """
         if any(_is_active(job) or not job.state.final for job in jobs if job.state is not JobState.CANCELLING):
             self._datasets.unearth(name, uid)
             return
         if any(job.state is JobState.CANCELLING for job in jobs):
-            return  # its maker has taken it back; should the cancel come too late, it is ACTIVE at a later pass
+            return  # its creator has cancelled it; if that comes too late, a later pass sees it ACTIVE
         for job in jobs:
             self._run_isolated(job.name, partial(self._deletions.delete, job.name, uid=job.uid))
         self._delete_uploads(name, uid)
 
     def _sweep_version(self, name: str) -> None:
-        # In this order: whatever is listed here was written before the log said what it says below.
+        # In this order: the objects listed here were written before the log had the state read below.
         attempts = [f"{name}/data/{one}" for one in self._store.folders(f"{name}/data")]
         references = markers(self._store, name)
         job = self._jobs.newest(name)
@@ -267,14 +283,16 @@ class Sweeper:
             self._tidy_up(job, committed)
 
     def _tidy_up(self, job: JobRecord, committed: str) -> None:
-        """Takes away what the attempt that made the version had no time to: only what was there before the manifest
-        was read, and only where that is the one that was committed."""
+        """Removes leftovers of the attempt that created the version.
+
+        Removes only objects listed before the manifest was read, and only if that is the committed manifest.
+        """
         before = self._clock() - LEFT_FOR_S
         found = list(self._store.list(committed))
         try:
             manifest = committed_version(self._store, job).manifest
         except (DataLoss, NotFound):
-            return  # what it named nobody knows; or it was deleted just now
+            return  # the manifest's names are unknown, or the version was just deleted
         paths = (*(file.path for file in manifest.files), *(one.path for one in manifest.attachments))
         named = {job.result["manifest"], *(f"{committed}/{path}" for path in paths)}
         others = [info for info in found if info.key not in named]
@@ -282,7 +300,7 @@ class Sweeper:
             if info.modified < before:
                 logger.info("%s is named by no manifest and goes", info.key)
                 self._store.delete(info.key)
-        # Later nobody writes there any more.
+        # After that, no process writes there any more.
         if job.update_time < before and all(info.modified < before for info in others):
             if len(self._tidy) >= TIDY_REMEMBERED:
                 self._tidy.clear()

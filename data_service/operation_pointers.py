@@ -1,4 +1,4 @@
-"""`operations/{o}/pointer.json`: an operation points to the version whose making it shows."""
+"""The pointers `operations/{o}/pointer.json` from operations to the versions that they create."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from shared.errors import not_found
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.storage import ObjectMissing, ObjectStore
 
-# The keys of a job's spec that say how it makes a version, which its operation's id begins with: other services keep
-# their operations in the same store. Operations of other makers, such as predictions, begin with the first.
+# The keys of a job's spec that begin its operation's id, since other services keep their operations in the same store.
+# Operations of other kinds, such as predictions, begin with the first.
 MAKERS = ("import", "transform")
 _PREFIXES = tuple(f"{maker}-" for maker in MAKERS)
 
@@ -20,7 +20,7 @@ def operation_id(job: JobRecord) -> str:
 
 
 def record_operation(store: ObjectStore, job: JobRecord) -> None:
-    """To be called before the job is made, so that no job is without its operation."""
+    """Records the operation; call it before the job is created, so that every job has its operation."""
     store.put(_key(operation_id(job)), json.dumps({"version": job.name, "uid": job.uid}).encode())
 
 
@@ -29,7 +29,10 @@ def withdraw_operation(store: ObjectStore, job: JobRecord) -> None:
 
 
 def job_of_operation(store: ObjectStore, jobs: Jobs, name: str) -> JobRecord:
-    """Raises `NotFound`; also where whoever was to make the job died before it did."""
+    """Returns the job of an operation.
+
+    Raises `NotFound`, even if the job's creator died before it created the job.
+    """
     try:
         pointer = json.loads(store.get(_key(name.removeprefix("operations/"))))
     except ObjectMissing:
@@ -45,14 +48,16 @@ def operation_ids(store: ObjectStore) -> list[str]:
 
 
 def operations_before(store: ObjectStore, time_s: float) -> list[str]:
-    """The ids of those last recorded before that time, in seconds since the epoch, sorted."""
+    """Returns the sorted ids of operations last recorded before `time_s`, in seconds since the epoch."""
     recorded = [(info.key.split("/")[1], info.modified) for info in store.list("operations")]
     return sorted(one for one, modified in recorded if one.startswith(_PREFIXES) and modified < time_s)
 
 
 def withdraw_if_without_job(store: ObjectStore, jobs: Jobs, operation: str) -> bool:
-    """Takes the operation away where its job was never made, or was deleted; False where it has one. Only for one that
-    is old: a repeated call may make its job yet."""
+    """Removes the operation if its job was never created, or was deleted; returns False if it has one.
+
+    Only for old operations, since a repeated call may still create the job.
+    """
     try:
         pointer = json.loads(store.get(_key(operation)))
     except ObjectMissing:

@@ -1,4 +1,4 @@
-"""What Ray runs: an attempt at making a version, by whichever way its job names."""
+"""The entry point on Ray: one attempt at creating a version, by the kind of its job."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from shared.jobs import AttemptContext
 
 
 def run(context: AttemptContext) -> dict[str, Any]:
-    """The entry of the one kind of job that this service has. The result names the manifest."""
-    # Imported here: an import needs none of what a transform needs, and should not wait for it.
+    """Runs one attempt of a version job; the result names the manifest."""
+    # Imported here: an import needs no module of a transform, and should not wait for it.
     if "transform" in context.job.spec:
         from data_service.transforms.job import run_transform
         from data_service.transforms.parallel import WAITING
@@ -28,12 +28,12 @@ def run(context: AttemptContext) -> dict[str, Any]:
 
 
 def prepare() -> None:
-    """Imports what imports, transforms and predictions need, in a process that has nothing to do yet."""
+    """Preloads the modules of imports, transforms and predictions in an idle process."""
     import data_service.imports.job
     import data_service.transforms.job
     import data_service.transforms.predict_job  # noqa: F401
     from shared import dataset_stream
 
     dataset_stream.prepare()
-    # Arrow imports pandas with the first array that it makes of Python's values, and only then.
+    # Arrow imports pandas only with its first array of Python values.
     pa.array([0])

@@ -1,4 +1,4 @@
-"""The first rows of a committed version, to look at: as values, and its images as one sheet."""
+"""Previews the first rows of a committed version: as values, and its images as one sheet."""
 
 from __future__ import annotations
 
@@ -22,23 +22,25 @@ from shared.transforms.steps.decoding import FORMATS
 from shared.value_texts import value_shown
 
 # --- Preview ---
-# The first rows of a committed version, to look at.
+# The first rows of a committed version, for people to look at.
 
 DEFAULT_PREVIEW_ROWS, MAX_PREVIEW_ROWS = 10, 100
-# A preview is one message, and most clients take no more than 4 MiB: rows, sheet and report share it.
+# A preview is one message, and most clients accept at most 4 MiB: rows, sheet and report share it.
 ARROW_BYTES = 1024 * 1024 + 256 * 1024
 SHEET_BYTES = 1024 * 1024
-# Arrow's mark that a stream ends.
+# Arrow's end-of-stream marker.
 END_BYTES = 8
-# Of the rows that are looked at, whether or not they are given as rows: a sheet shows images that are too large for it.
+# The limit of the rows that are read, even if they are not returned as rows: the sheet shows images that are too large
+# for that.
 READ_BYTES = 32 * 1024 * 1024
 
 
 @dataclass(frozen=True)
 class Preview:
-    """`arrow_ipc` has a column `split` in front; `contact_sheet_png` is empty where no column is an image.
+    """A preview.
 
-    They have at most `ARROW_BYTES` and `SHEET_BYTES`. Of columns whose bare schema is larger the first are given.
+    `arrow_ipc` has an extra first column `split`; `contact_sheet_png` is empty if no column is an image. They have at
+    most `ARROW_BYTES` and `SHEET_BYTES`. If the schema alone is larger, only the first columns are included.
     """
 
     arrow_ipc: bytes
@@ -46,10 +48,11 @@ class Preview:
 
 
 def preview(reader: VersionReader, rows_per_split: int) -> Preview:
-    """The first rows of each split, fewer where they would not fit one message: none where the first alone does not.
+    """Returns the first rows of each split, fewer if they do not fit one message.
 
-    The contact sheet shows images of rows that `arrow_ipc` has no room for. Rows are whole, never cut. About
-    `READ_BYTES` of rows are in memory at once, and one row group of each split beyond.
+    There are none if the first row does not fit. The contact sheet also shows images of rows that do not fit
+    `arrow_ipc`. Rows are never truncated. About `READ_BYTES` of rows are in memory at once, plus one row group of each
+    split.
     """
     if not 0 <= rows_per_split <= MAX_PREVIEW_ROWS:
         raise invalid_field(
@@ -65,14 +68,14 @@ def preview(reader: VersionReader, rows_per_split: int) -> Preview:
 
 
 def _first_rows(reader: VersionReader, split: str, rows: int, max_bytes: int) -> pa.Table:
-    """In one chunk; at least one row where the split has one."""
+    """Returns the first rows in one chunk; at least one if the split has one."""
     pieces: list[pa.Table] = []
     missing, left_bytes = rows, max_bytes
     for group in reader.row_groups_from(split, 0):
         wanted = reader.read(group).slice(0, missing)
         piece = _fitting(wanted, left_bytes, at_least=0 if pieces else 1)
         if piece.num_rows:
-            # A copy, which lets go of the rest of its group.
+            # A copy, which frees the rest of its group.
             pieces.append(piece.take(pa.array(range(piece.num_rows))))
         missing -= piece.num_rows
         left_bytes -= piece.nbytes
@@ -82,7 +85,7 @@ def _first_rows(reader: VersionReader, split: str, rows: int, max_bytes: int) ->
 
 
 def _fitting(table: pa.Table, max_bytes: int, *, at_least: int) -> pa.Table:
-    """The first rows of at most `max_bytes`."""
+    """Returns the first rows that fit `max_bytes`."""
     fitting = bisect_right(range(1, table.num_rows + 1), max_bytes, key=lambda rows: table.slice(0, rows).nbytes)
     return table.slice(0, max(fitting, min(at_least, table.num_rows)))
 
@@ -98,14 +101,17 @@ def _arrow_ipc(tables: Mapping[str, pa.Table]) -> bytes:
         for table in labelled:
             for batch in table.select(range(len(schema))).to_batches():
                 fitting = _fitting_message(batch, capacity)
-                # One of no rows takes as many bytes for each column as one of some.
+                # A batch without rows would still take bytes for each column.
                 if fitting.num_rows:
                     stream.write_batch(fitting)
     return bytes(sink.getvalue().to_pybytes())
 
 
 def _fitting_schema(schema: pa.Schema) -> pa.Schema:
-    """Of its first columns, where all are too many; then half of the room is for rows."""
+    """Returns the schema of the first columns that fit.
+
+    If not all fit, half of the space is kept for rows.
+    """
 
     def size_bytes(columns: int) -> int:
         return int(pa.schema([schema.field(place) for place in range(columns)]).serialize().size)
@@ -117,7 +123,7 @@ def _fitting_schema(schema: pa.Schema) -> pa.Schema:
 
 
 def _fitting_message(batch: pa.RecordBatch, max_bytes: int) -> pa.RecordBatch:
-    """The first rows that make a message of at most `max_bytes`, or none."""
+    """Returns the first rows whose message fits `max_bytes`, or none."""
 
     def size_bytes(rows: int) -> int:
         return int(pa.ipc.get_record_batch_size(batch.slice(0, rows)))
@@ -126,22 +132,22 @@ def _fitting_message(batch: pa.RecordBatch, max_bytes: int) -> pa.RecordBatch:
 
 
 def _sheet(tables: Mapping[str, pa.Table], value_names: Mapping[str, Sequence[str]]) -> bytes:
-    """Of fewer rows where it would be too large."""
+    """Returns the contact sheet, with fewer rows if it would be too large."""
     while len(png := contact_sheet(tables, value_names)) > SHEET_BYTES:
         most = max(table.num_rows for table in tables.values())
         if most <= 1:
             return b""
-        # By the sheet's size, less a tenth: images are not of one size.
+        # Scales by the sheet's size minus a tenth, since image sizes differ.
         keep = max(1, min(most - 1, most * SHEET_BYTES * 9 // (10 * len(png))))
         tables = {split: table.slice(0, keep) for split, table in tables.items()}
     return png
 
 
 # --- Contact sheet ---
-# A contact sheet: the images of some rows in a grid, each with its label, as one PNG.
+# The contact sheet: the images of some rows in a grid, each with its label, as one PNG.
 #
 # Images are uint8 tensors of shape (H, W) or (H, W, C), float tensors of shape (C, H, W) or (H, W, C), or the bytes of
-# encoded images, of the formats that an import takes. C is 1 or 3.
+# encoded images, of the formats that an import accepts. C is 1 or 3.
 
 LABEL = "label"
 COLUMNS = 10
@@ -151,10 +157,10 @@ CELL_PX = 84
 CAPTION_PX = 14
 GAP_PX = 6
 MAX_CAPTION = 14
-# A file may claim to be larger than memory: none of more pixels than this is decoded.
+# A file may declare a size beyond memory: images with more pixels are not decoded.
 MAX_DECODED_PX = 50_000_000
-# Of one sheet, so that it takes seconds, whatever the rows hold: values whose headers are read, and pixels that are
-# decoded. Of a JPEG an eighth counts, for no more is worked out of one that is shrunk while it is decoded.
+# The limits of one sheet, so that it takes seconds whatever the rows contain: values whose headers are read, and pixels
+# that are decoded. A JPEG counts for 1 / JPEG_SHARE of its pixels, because it is shrunk while it is decoded.
 MAX_HEADERS = 20_000
 MAX_SHEET_PX = 200_000_000
 JPEG_SHARE = 8
@@ -165,21 +171,27 @@ Pixels = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Tile:
-    """`image` is a tensor that `is_drawable`; None where the row has none."""
+    """One image on the sheet.
+
+    `image` is a tensor that `is_drawable`; None if the row has none.
+    """
 
     image: npt.NDArray[Any] | None
     caption: str
 
 
 class _Work:
-    """What is left of the work that one sheet may take."""
+    """The remaining work limit of one sheet."""
 
     def __init__(self) -> None:
         self._headers = MAX_HEADERS
         self._pixels = MAX_SHEET_PX
 
     def opened(self, data: bytes) -> Image.Image | None:
-        """Read as far as its header; None where it is no image, or too large a one, or too many were opened."""
+        """Opens an image up to its header.
+
+        Returns None if it is no image, too large, or over the limit of headers.
+        """
         if not self._headers:
             return None
         self._headers -= 1
@@ -201,16 +213,16 @@ class _Work:
             image.draft("RGB", (2 * CELL_PX, 2 * CELL_PX))  # JPEG then decodes at a fraction of its size
             image.thumbnail((CELL_PX, CELL_PX))
             return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
-        except Exception:  # truncated, or damaged behind its header: the decoders raise nearly everything then
+        except Exception:  # truncated or damaged after the header, for which decoders raise nearly any exception
             return None
 
 
 def contact_sheet(tables: Mapping[str, pa.Table], value_names: Mapping[str, Sequence[str]] | None = None) -> bytes:
-    """A PNG of the first image columns of these rows, a block for each of them and each split; empty where no column is
-    an image.
+    """Returns a PNG of the first image columns of these rows; empty without image columns.
 
-    Captions are the values of the column `label`, by their `value_names` where there are some. Depends on the rows
-    alone: images beyond the work that one sheet may take are not drawn, the first ones are.
+    It has a block for each column and split. Captions are the values of the column `label`, by their `value_names` if
+    it has some. The result depends on the rows alone: the first images are drawn, and those beyond the work limit are
+    not.
     """
     work = _Work()
     names = next(iter(tables.values())).schema.names
@@ -225,7 +237,7 @@ def contact_sheet(tables: Mapping[str, pa.Table], value_names: Mapping[str, Sequ
 
 
 def is_drawable(value_type: str, shape: Sequence[int]) -> bool:
-    """Whether a tensor column of such rows can be drawn."""
+    """Returns whether a tensor column with rows of this shape can be drawn."""
     if value_type == "uint8":
         return len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3))
     is_float = value_type in ("halffloat", "float", "double")
@@ -233,7 +245,7 @@ def is_drawable(value_type: str, shape: Sequence[int]) -> bool:
 
 
 def draw(sections: Sequence[tuple[str, Sequence[Tile]]]) -> bytes:
-    """A PNG with one titled block for each (title, tiles)."""
+    """Returns a PNG with one titled block for each (title, tiles)."""
     width = GAP_PX + COLUMNS * (CELL_PX + GAP_PX)
     row_px = CELL_PX + CAPTION_PX + GAP_PX
     height = GAP_PX + sum(CAPTION_PX + GAP_PX + math.ceil(len(tiles) / COLUMNS) * row_px for _, tiles in sections)
@@ -287,7 +299,10 @@ def _caption(value: pa.Scalar, names: Sequence[str]) -> str:
 
 
 def _pixels(tensor: npt.NDArray[Any]) -> Pixels:
-    """One image as bytes. Floats from 0 to 1 as they are, all others from their least to their greatest value."""
+    """Converts one image to bytes.
+
+    Floats from 0 to 1 are used as they are; other ranges are scaled from minimum to maximum.
+    """
     if tensor.dtype == np.uint8:
         return tensor.view(np.uint8)
     values = np.nan_to_num(tensor.astype(np.float64), nan=0.0, posinf=1.0, neginf=0.0)
@@ -301,7 +316,10 @@ def _pixels(tensor: npt.NDArray[Any]) -> Pixels:
 
 
 def _fit(pixels: Pixels) -> Image.Image:
-    """Whole multiples for small images, so that each pixel stays a square; smooth shrinking for large ones."""
+    """Scales an image to a cell.
+
+    Small images are enlarged by whole multiples, so that each pixel stays a square; large ones are shrunk smoothly.
+    """
     image = Image.fromarray(pixels[:, :, 0] if pixels.ndim == 3 and pixels.shape[2] == 1 else pixels)
     longer = max(image.size)
     if longer <= CELL_PX:
@@ -312,5 +330,5 @@ def _fit(pixels: Pixels) -> Image.Image:
 
 
 def _drawable_text(text: str) -> str:
-    """One line of it."""
+    """Returns the text as one line."""
     return " ".join(text.split()) or " "

@@ -1,4 +1,4 @@
-"""Rows of a committed version as Arrow IPC, a few row groups in memory at a time."""
+"""Reads rows of a committed version as Arrow IPC, a few row groups in memory at a time."""
 
 from __future__ import annotations
 
@@ -16,23 +16,26 @@ from shared.dataset_version.reader import GroupSizes, ReadBytes
 from shared.errors import invalid_field
 from shared.streaming import framed
 
-# Below the 4 MiB that most clients take.
+# Below the 4 MiB limit of most clients.
 MESSAGE_BYTES = 3 * 1024 * 1024 + 512 * 1024
 BATCH_BYTES = MESSAGE_BYTES - 64 * 1024
 # The number of the field `arrow_ipc` in a ReadVersionResponse.
 ARROW_IPC = 1
-# So much is read and decoded at a time, in so many threads.
+# The bytes that are read and decoded at a time, in READ_AHEAD threads.
 CHUNK_BYTES = 3 * 1024 * 1024
-# And no more than so much of several groups, also where they are those that hide the most.
+# The limit for several groups together, even if their dictionary encoding hides the most.
 MAX_CHUNK_BYTES = 12 * 1024 * 1024
 READ_AHEAD = 2
-# As Arrow's format has it: a continuation marker, and a message of length 0.
+# Arrow's end of a stream: a continuation marker, and a message of length 0.
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Which rows and columns: an empty split means all, no columns all but `_row_id`, a limit of 0 none."""
+    """The selected rows and columns.
+
+    An empty split means all splits, no columns all but `_row_id`, a limit of 0 no limit.
+    """
 
     split: str
     columns: Sequence[str]
@@ -41,11 +44,11 @@ class Selection:
 
 
 def read_stream(reader: VersionReader, selection: Selection) -> Generator[bytes, None, None]:
-    """One Arrow IPC stream in serialized `ReadVersionResponse`s of about `MESSAGE_BYTES`, in the order of row ids.
+    """Yields one Arrow IPC stream, in the order of row ids.
 
-    A message holds whole Arrow messages, so that a reader need not copy them together, unless a row is larger. While
-    one is sent the next ones are read, at most `READ_AHEAD` chunks of them.
-    Raises `InvalidArgument` for an unknown split or column or a negative range, and `DataLoss`.
+    The pieces are serialized `ReadVersionResponse`s of about `MESSAGE_BYTES`. A piece has whole Arrow messages, so that
+    a reader need not concatenate them, unless a row is larger. While a piece is sent, up to `READ_AHEAD` chunks are
+    read. Raises `InvalidArgument` for an unknown split or column or a negative range, and `DataLoss`.
     """
     for field, value in (("offset", selection.offset), ("limit", selection.limit)):
         if value < 0:
@@ -70,7 +73,7 @@ def read_stream(reader: VersionReader, selection: Selection) -> Generator[bytes,
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Row groups that are read together, and the rows of them that are wanted."""
+    """Row groups that are read together, and the selected rows in them."""
 
     groups: list[RowGroup]
     skip: int
@@ -78,7 +81,10 @@ class _Chunk:
 
 
 def _chunks(reader: VersionReader, selection: Selection, columns: Sequence[str]) -> Iterator[_Chunk]:
-    """The selected rows in chunks of about a message. A group before the offset or after the limit is not read."""
+    """Yields the selected rows in chunks of about a message.
+
+    Groups before the offset or after the limit are not read.
+    """
     manifest = reader.version.manifest
     splits = [reader.version.split(selection.split)] if selection.split else manifest.splits
     left = selection.limit or sum(split.row_count for split in splits)
@@ -106,7 +112,7 @@ def _chunks(reader: VersionReader, selection: Selection, columns: Sequence[str])
 
 
 def _groups_of(reader: VersionReader, splits: Sequence[Split], offset: int) -> tuple[Iterator[RowGroup], int]:
-    """The row groups from the row `offset` of all these splits on, and how many rows of the first come before it."""
+    """Returns the row groups from row `offset` of these splits on, and the rows of the first group to skip."""
     left = list(splits)
     while left and offset >= left[0].row_count:
         offset -= left.pop(0).row_count
@@ -121,7 +127,7 @@ def _groups_of(reader: VersionReader, splits: Sequence[Split], offset: int) -> t
 
 
 def _encoded(reader: VersionReader, chunk: _Chunk, schema: pa.Schema) -> list[bytes]:
-    """The chunk's rows as Arrow messages, cut into messages of ours."""
+    """Returns the chunk's rows as Arrow messages, split into response messages."""
     table = reader.read_many(chunk.groups, schema.names).slice(chunk.skip, chunk.row_count)
     return [
         framed(ARROW_IPC, parts) for batch in _batches(table) for parts in _cut(_arrow_message(batch), MESSAGE_BYTES)
@@ -129,11 +135,11 @@ def _encoded(reader: VersionReader, chunk: _Chunk, schema: pa.Schema) -> list[by
 
 
 def _arrow_message(batch: pa.RecordBatch) -> list[memoryview]:
-    """The batch as Arrow's stream format has it, in parts that are the batch's own memory."""
+    """Returns the batch in Arrow's stream format, in parts that share the batch's memory."""
     sink = _Parts()
     with pa.ipc.new_stream(sink, batch.schema) as stream:
         stream.write_batch(batch)
-        # The schema goes before the first batch of a stream; this one is not the first.
+        # The schema precedes the first batch of a stream, and was sent before.
         schema_bytes = batch.schema.serialize().size
         while schema_bytes > 0:
             schema_bytes -= len(sink.parts.pop(0))
@@ -141,7 +147,7 @@ def _arrow_message(batch: pa.RecordBatch) -> list[memoryview]:
 
 
 def _cut(parts: list[memoryview], max_bytes: int) -> Iterator[list[memoryview]]:
-    """The same bytes in lists of at most `max_bytes` each."""
+    """Yields the same bytes in lists of at most `max_bytes` each."""
     taken: list[memoryview] = []
     capacity = max_bytes
     for part in parts:
@@ -155,7 +161,7 @@ def _cut(parts: list[memoryview], max_bytes: int) -> Iterator[list[memoryview]]:
 
 
 class _Parts:
-    """A sink for Arrow that keeps what is written without copying it."""
+    """A sink for Arrow that keeps the written parts without copying them."""
 
     closed = False
 
@@ -167,21 +173,21 @@ class _Parts:
         return len(data)
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Does nothing: no data is buffered."""
 
     def close(self) -> None:
-        """The parts stay."""
+        """Does nothing: the parts stay."""
 
 
 def _batches(table: pa.Table) -> Iterator[pa.RecordBatch]:
-    """Batches whose messages are smaller than `MESSAGE_BYTES`, unless a row is larger."""
+    """Yields batches whose messages are smaller than `MESSAGE_BYTES`, unless a row is larger."""
     rows = max(1, table.num_rows * BATCH_BYTES // max(table.nbytes, 1))
     for batch in table.to_batches(max_chunksize=rows):
         yield from _halved(batch)
 
 
 def _halved(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """Until each part fits: rows are not all of one size."""
+    """Halves the batch until each part fits, because row sizes differ."""
     if batch.nbytes <= BATCH_BYTES or batch.num_rows == 1:
         yield batch
         return

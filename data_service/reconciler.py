@@ -1,4 +1,4 @@
-"""The service's one process that talks to Ray: `python -m data_service.reconciler`, supervised by the server."""
+"""The only process of the service that talks to Ray: `python -m data_service.reconciler`, supervised by the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`millrace.data.v1.DataService`: convert, delegate, convert. Uploads have a part of their own."""
+"""`millrace.data.v1.DataService`: convert, delegate, convert. Uploads are in their own part."""
 
 from __future__ import annotations
 
@@ -41,14 +41,13 @@ from shared.storage import ObjectStore
 from shared.streaming import Slots, in_threads
 
 # --- Servicer ---
-# `millrace.data.v1.DataService`: convert, delegate, convert. Uploads have a part of their own.
 
 Context = aio.ServicerContext[Any, Any]
 
-# Of all that stream a version's content; each holds about 40 MiB.
+# The limit of concurrent streams of versions' content; each holds about 40 MiB.
 MAX_READS = 32
 
-# Whatever asks for a new version.
+# The requests that create a version.
 VersionRequest = (
     data_service_pb2.ImportVersionRequest
     | data_service_pb2.TransformVersionRequest
@@ -191,7 +190,7 @@ class DataServicer(UploadServicerPart):
     ) -> AsyncIterator[data_service_pb2.ReadVersionResponse | bytes]:
         version = await asyncio.to_thread(self._versions.active, request.name)
         with self._reads.one() as slot:
-            # Messages that are serialized already: their bytes are many, and each copy of them would cost.
+            # The messages are already serialized: they are large, and each copy of their bytes would be expensive.
             async for message in in_threads(reading.read_stream(version.reader, selection_from(request))):
                 with slot.waiting():
                     yield message
@@ -228,7 +227,7 @@ def _verified_message(state: verification.Verified) -> data_service_pb2.VerifyVe
 # --- Operations ---
 # Imports, transforms and predictions as `google.longrunning.Operation`s.
 
-# The states in which an attempt may be held back for want of room.
+# The states in which an attempt may wait for capacity.
 WAITING = (JobState.PENDING, JobState.RECOVERING)
 
 
@@ -241,7 +240,10 @@ class VersionOperations:
         self._versions = versions
 
     def get(self, name: str, *, brief: bool = False) -> operations_pb2.Operation:
-        """`brief`: with its version as lists have it. Raises `NotFound`."""
+        """Returns an operation; raises `NotFound`.
+
+        `brief`: with its version in the short form of lists.
+        """
         return self.of(job_of_operation(self._store, self._jobs, name), brief=brief)
 
     def of(self, job: JobRecord, *, brief: bool = False) -> operations_pb2.Operation:
@@ -255,6 +257,9 @@ class VersionOperations:
         return operation_ids(self._store)
 
     def cancel(self, name: str) -> None:
-        """Raises `NotFound`. A job that is over stays as it is."""
+        """Cancels an operation; a finished job stays as it is.
+
+        Raises `NotFound`.
+        """
         job = job_of_operation(self._store, self._jobs, name)
         self._jobs.cancel(job.name, job.name, uid=job.uid)

@@ -1,4 +1,4 @@
-"""What the data service is started with."""
+"""The settings of the data service."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ DEFAULT_SWEEP_INTERVAL_S = 300.0
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
     service: ServiceSettings
-    # The folders below which file:// sources may lie; none: file:// is refused.
+    # The folders allowed for file:// sources; none: file:// is refused.
     import_roots: tuple[PurePosixPath, ...] = ()
-    # What custom transform steps may name, `module:function` each; none: they are refused.
+    # The functions that custom transform steps may name, as `module:function`; none: custom steps are refused.
     custom_transforms: frozenset[str] = frozenset()
-    # How often what nobody needs any more is looked for and removed.
+    # How often unreferenced objects are swept, in seconds.
     sweep_interval_s: float = DEFAULT_SWEEP_INTERVAL_S
-    # Whether an idle process waits for the next import or transform, to save it the start.
+    # Whether an idle process waits for the next import or transform, to save its start-up time.
     standby_attempt: bool = True
 
 
 def data_settings(environ: Mapping[str, str]) -> DataSettings:
-    """Raises `SettingsError` naming the variable."""
+    """Reads the settings; raises `SettingsError` naming the variable."""
     roots = tuple(PurePosixPath(root) for root in environ.get("MILLRACE_IMPORT_ROOTS", "").split(os.pathsep) if root)
     for root in roots:
         if not root.is_absolute() or ".." in root.parts:

@@ -1,12 +1,12 @@
-"""Which version follows which: of several writers that append to or replace one version, one wins.
+"""The order of versions: of several writers that append to or replace one version, one wins.
 
 `datasets/{d}/versions/{v}/successors/{uid}/log` names the version that follows v. A claim is taken before the job is
-made and holds while that job lives or has succeeded; a job that failed, was cancelled or deleted gives its place free,
-and so does a call that was refused after all.
+created and holds while that job is live or has succeeded. A job that failed, was cancelled or deleted releases the
+claim, and so does a refused call.
 
-A claim without a job may be taken over after a while, and its claimant may yet make the job. So each attempt confirms
-the claim before it works: that appends to the same log, in which one of both comes first. Who takes over afterwards
-finds the job; who is confirmed afterwards finds the other's claim, and fails.
+A claim without a job may be taken over after a while, though its claimant may still create the job. So each attempt
+confirms the claim before it works. That appends to the same log, in which one of both comes first: a later takeover
+finds the job, and a later confirmation finds the other's claim and fails.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from shared.log import Record, ResourceLog, State
 from shared.requests import OUTCOME_UNKNOWN
 from shared.storage import ObjectStore
 
-# Whoever claims makes the job at once. A claim without one for so long was left by a process that died in between.
+# A claimant creates its job at once. A claim without a job after this time was left by a process that died in between.
 JOB_APPEARS_TIMEOUT_S = 60.0
-# A job that was deleted has left its tombstone: it is not still to come.
+# A deleted job has left a tombstone, so it is not still to come.
 GIVE_FREE = (JobState.FAILED, JobState.CANCELLED, JobState.DELETING, JobState.DELETED)
 FREE: State = {"version": "", "uid": ""}
 
 
 @contextmanager
 def following(store: ObjectStore, base: JobRecord, successor: JobRecord) -> Iterator[None]:
-    """Makes `successor` the version that follows `base` while the body makes its job; the place is free again if that
-    is refused, but not when an outage leaves open whether it was made.
+    """Makes `successor` the version that follows `base`, while the body creates its job.
 
-    Raises `Conflict` where another version follows already, or is being made to.
+    The claim is released if the body is refused, but not if an outage leaves it unknown whether the job was created.
+    Raises `Conflict` if another version follows already, or is about to.
     """
     log = _log(store, base)
     _append_claim(store, log, base, successor)
@@ -42,13 +42,16 @@ def following(store: ObjectStore, base: JobRecord, successor: JobRecord) -> Iter
         yield
     except MillraceError as error:
         if not isinstance(error, OUTCOME_UNKNOWN):
-            with suppress(*STORE_OUTAGES):  # then the claim is free once its job has not come for a minute
+            with suppress(*STORE_OUTAGES):  # otherwise the claim expires after a minute without a job
                 log.update(lambda newest: FREE if newest and newest.state["uid"] == successor.uid else None)
         raise
 
 
 def confirm_follows(store: ObjectStore, base: JobRecord, successor: JobRecord) -> None:
-    """For the attempt of `successor`, before it works. Raises `Conflict` where another version has taken its place."""
+    """Confirms the claim of `successor`, before its attempt works.
+
+    Raises `Conflict` if another version has taken its place.
+    """
     _append_claim(store, _log(store, base), base, successor, confirmed=True)
 
 

@@ -1,4 +1,4 @@
-"""Reads every stored byte of a committed version again and tells all that is not as it was committed."""
+"""Reads every stored byte of a committed version again and reports all differences from the commit."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from shared.dataset_version.version import MANIFEST, check_not_deleted
 from shared.errors import DataLoss
 from shared.storage import ObjectMissing, ObjectStore
 
-# So much is in memory at a time, besides one decoded row group.
+# The bytes in memory at a time, besides one decoded row group.
 READ_BYTES = 4 * 1024 * 1024
-# A message at least so often.
+# A message is sent at least after this many bytes.
 REPORT_EVERY_BYTES = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True)
 class Damage:
-    """`path` is relative to the version's folder."""
+    """A damaged file; `path` is relative to the version's folder."""
 
     path: str
     description: str
@@ -32,7 +32,7 @@ class Damage:
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """How far it is. `damages` are those found since the one before."""
+    """The progress; `damages` are those found since the previous message."""
 
     files_checked: int = 0
     files_total: int = 0
@@ -49,10 +49,10 @@ class _Step:
 
 
 def verify(store: ObjectStore, version: DatasetVersion) -> Generator[Verified, None, None]:
-    """Checks each file's size and SHA-256, then each page's checksum, the rows of each group and their ids.
+    """Checks each file's size and SHA-256, each page's checksum, and the rows and row ids of each group.
 
-    The manifest is one of the files. Damage is told, never raised. Raises `Unavailable`, and `NotFound` where the
-    version is deleted meanwhile: then what is missing was not lost.
+    The manifest is one of the files. Damage is reported, never raised. Raises `Unavailable`, and `NotFound` if the
+    version is deleted meanwhile: missing files are then no damage.
     """
     manifest = version.manifest
     state = Verified(files_total=1 + len(manifest.files) + len(manifest.attachments))
@@ -84,7 +84,7 @@ def _files(store: ObjectStore, version: DatasetVersion) -> Iterator[Iterator[_St
 
 
 def _manifest(store: ObjectStore, version: DatasetVersion) -> Iterator[_Step]:
-    """It was read when the version was found, which may have been long ago."""
+    """Checks the manifest, which may have been read long ago."""
     try:
         data = store.get(f"{version.folder}/{MANIFEST}")
     except ObjectMissing:
@@ -99,8 +99,8 @@ def _data_file(store: ObjectStore, version: DatasetVersion, file: DataFile) -> I
     yield from _bytes_of(store, version, file.path, file.size_bytes, file.sha256)
     if store.size(f"{version.folder}/{file.path}") is None:
         check_not_deleted(store, version)
-        return  # told already; each of its groups would say so again
-    # A reader that knows this file alone: another's damage is not this one's, and no footer was read before.
+        return  # reported already; each of its groups would report it again
+    # A reader of this file alone, so that another file's damage does not count here, and no cached footer is used.
     reader = VersionReader(store, replace(version, manifest=replace(version.manifest, files=[file])))
     try:
         schema = reader.schema
@@ -116,7 +116,7 @@ def _data_file(store: ObjectStore, version: DatasetVersion, file: DataFile) -> I
 
 
 def _other_columns(version: DatasetVersion, schema: pa.Schema) -> str:
-    """What is said of a file whose columns are not those of the manifest; empty where they are."""
+    """Returns the problem if the file's columns are not those of the manifest; else empty."""
     found = [(one.name, str(one.type)) for one in schema]
     wanted = [*((one.name, one.arrow_type) for one in version.columns), (ROW_ID, str(ROW_ID_FIELD.type))]
     if found == wanted:
@@ -164,7 +164,7 @@ def _row_group(reader: VersionReader, path: str, group: RowGroup) -> _Step:
 
 
 def _why(error: DataLoss) -> str:
-    """Arrow tells a wrong checksum by its text alone."""
+    """Returns the reason; Arrow reports a wrong checksum only by its text."""
     cause = error.__cause__
     if isinstance(cause, (pa.ArrowException, OSError)) and "CRC" in str(cause):
         return "a page's checksum is wrong"

@@ -1,4 +1,4 @@
-"""Starting the durable jobs that make versions: imports, transforms and predictions, and what they refer to."""
+"""Starts the durable jobs that create versions: imports, transforms and predictions, and records what they refer to."""
 
 from __future__ import annotations
 
@@ -45,19 +45,22 @@ from shared.requests import OUTCOME_UNKNOWN, claimed, claimed_before, uid_of
 from shared.storage import ObjectStore
 
 # --- Jobs ---
-# Starting the durable jobs that make versions: imports, transforms and predictions.
 
-# The ids that we give, from v1 to v999999999. What looks like one and is longer is a client's: it holds a date, say.
+# The ids that the service assigns, from v1 to v999999999. A longer id of this form comes from a client, for example
+# with a date.
 NUMBERED_ID = re.compile(r"v([1-9][0-9]{0,8})")
 LAST_NUMBER = 999_999_999
-# So often in a row others may take the id that was free.
+# The number of times in a row that other jobs may take the free id.
 MAX_TURNS = 100
 
 
 class VersionJobs:
-    """`import_roots` are the folders below which file:// sources may lie, `custom_allowed` the functions that custom
-    steps may name; `wake` is called when a job was made. `own_code` says whether models of users' own code may
-    predict; None: they may not."""
+    """Starts version jobs.
+
+    `import_roots` are the folders allowed for file:// sources, `custom_allowed` the functions that custom steps may
+    name. `wake` is called when a job was created. `own_code` says whether models of users' own code may predict; by
+    default they may not.
+    """
 
     def __init__(
         self,
@@ -90,10 +93,11 @@ class VersionJobs:
         body_sha256: str,
         validate_only: bool,
     ) -> JobRecord:
-        """Makes the import durable and returns at once. With `validate_only` the job has no uid and is not written.
+        """Records the import durably and returns at once.
 
-        Raises `InvalidArgument`, `NotFound` (the dataset, the base or an upload), `FailedPrecondition` (the base),
-        `Conflict` (the base has a successor) and `AlreadyExists`.
+        With `validate_only` the job has no uid and is not written. Raises `InvalidArgument`, `NotFound` (the dataset,
+        the base or an upload), `FailedPrecondition` (the base), `Conflict` (the base has a successor) and
+        `AlreadyExists`.
         """
 
         def made_by() -> dict[str, Any]:
@@ -101,7 +105,7 @@ class VersionJobs:
             parse_checks(spec.checks)
             return {
                 "import": with_base(self._versions, parent, spec).as_record(),
-                # The attempt runs on a node of Ray, whose environment is not ours.
+                # The attempt runs on a Ray node with another environment.
                 "import_roots": [str(root) for root in self._import_roots],
             }
 
@@ -117,8 +121,11 @@ class VersionJobs:
         body_sha256: str,
         validate_only: bool,
     ) -> JobRecord:
-        """As `start_import`. Raises `InvalidArgument` naming the step, `NotFound`, `FailedPrecondition` (the source is
-        not ACTIVE) and `AlreadyExists`."""
+        """Starts a transform, like `start_import`.
+
+        Raises `InvalidArgument` naming the step, `NotFound`, `FailedPrecondition` (the source is not ACTIVE) and
+        `AlreadyExists`.
+        """
 
         def made_by() -> dict[str, Any]:
             transform_spec.check(spec)
@@ -138,8 +145,11 @@ class VersionJobs:
         body_sha256: str,
         validate_only: bool,
     ) -> JobRecord:
-        """As `start_import`. Raises `InvalidArgument` naming the column or field, `NotFound`, `FailedPrecondition`
-        (source or checkpoint), `DataLoss` (the checkpoint's manifest) and `AlreadyExists`."""
+        """Starts a prediction, like `start_import`.
+
+        Raises `InvalidArgument` naming the column or field, `NotFound`, `FailedPrecondition` (source or checkpoint),
+        `DataLoss` (the checkpoint's manifest) and `AlreadyExists`.
+        """
 
         def made_by() -> dict[str, Any]:
             predict_spec.check(spec)
@@ -159,9 +169,9 @@ class VersionJobs:
         body_sha256: str,
         validate_only: bool,
     ) -> JobRecord:
-        """`made_by` checks what the version shall be made of."""
+        """Starts a job; `made_by` checks the request and returns the job's spec."""
         request_id = names.check_request_id("request_id", request_id)
-        # Before the checks: what a repeated call names may have been deleted since it was first answered.
+        # Before the checks: the resources of a repeated call may have been deleted since its first answer.
         if not validate_only and (first := self._first_answer(parent, request_id, body_sha256)):
             return first
         spec = {**made_by(), "request_id": request_id}
@@ -203,7 +213,7 @@ class VersionJobs:
                 except AlreadyExists:
                     if version_id:
                         raise
-                    # Another job took the free id in between.
+                    # Another job took the free id meanwhile.
         raise Conflict(
             f"version_id: other jobs took each of the {MAX_TURNS} ids that were free in {parent}; choose an id",
             reason="NO_FREE_ID",
@@ -211,8 +221,11 @@ class VersionJobs:
         )
 
     def _keep_unless_dataset_is_gone(self, dataset: Dataset, job: JobRecord) -> None:
-        """Whoever deletes a dataset says so and then looks for versions again; whoever makes one does it the other way
-        round."""
+        """Cancels the job if its dataset was deleted meanwhile.
+
+        A deletion writes its tombstone and then looks for versions again; a creation writes the version and then looks
+        at the dataset. So one of them sees the other.
+        """
         try:
             self._datasets.check_still_there(dataset.name, dataset.uid)
         except NotFound:
@@ -221,7 +234,7 @@ class VersionJobs:
 
     def _create(self, make: Callable[[str], JobRecord], name: str) -> JobRecord:
         job = make(name)
-        # A repeated call, or one of two at the same time, is answered with what the first made.
+        # Of repeated or concurrent calls, all get the result of the first.
         if first := self._jobs.made_by(job.spec["request_id"], name):
             return first
         record_operation(self._store, job)
@@ -235,11 +248,12 @@ class VersionJobs:
                 return first
             withdraw_operation(self._store, job)
             if first := self._jobs.made_by(job.spec["request_id"], name):
-                # Just then, by an equal call. Either looks after it wrote, so that the job has its operation.
+                # An equal call created it just then. Each call checks after its write, so that the job keeps its
+                # operation.
                 record_operation(self._store, job)
                 return first
             raise
-        with suppress(*STORE_OUTAGES):  # it is there, unless such a call has withdrawn it
+        with suppress(*STORE_OUTAGES):  # it exists, unless an equal call has withdrawn it
             record_operation(self._store, made)
         return made
 
@@ -253,7 +267,10 @@ class VersionJobs:
         return None
 
     def _is_anothers(self, request_id: str, name: str) -> bool:
-        """Also where that was deleted since: of several that repeat a call one may have gone on to the next id."""
+        """Returns whether the id belongs to another request, even if that version was deleted since.
+
+        Of several repeated calls, one may have gone on to the next id.
+        """
         newest = self._jobs.newest(name)
         return newest is not None and newest.spec.get("request_id") != request_id
 
@@ -267,13 +284,15 @@ class VersionJobs:
 
 
 # --- References ---
-# What a job that makes a version refers to: versions, uploads and checkpoints that it reads, and the version that it
-# follows.
+# The references of a job that creates a version: the versions, uploads and checkpoints that it reads, and the version
+# that it follows.
 
 
 def with_base(versions: Versions, parent: str, spec: ImportSpec) -> ImportSpec:
-    """The spec with the digest of its base. Raises `InvalidArgument`, `NotFound` and `FailedPrecondition` unless the
-    import may follow it."""
+    """Returns the spec with the digest of its base.
+
+    Raises `InvalidArgument`, `NotFound` and `FailedPrecondition` unless the import may follow it.
+    """
     base = spec.base
     if base is None:
         return spec
@@ -287,11 +306,10 @@ def with_base(versions: Versions, parent: str, spec: ImportSpec) -> ImportSpec:
 
 @contextmanager
 def referring(store: ObjectStore, job: JobRecord) -> Iterator[None]:
-    """Marks what `job` reads as used, and claims its place behind its base, before the body makes it. Marks that are
-    left over when the body is refused are taken away.
+    """Marks what `job` reads as used, and claims its place after its base, before the body creates it.
 
-    Raises `NotFound` and `FailedPrecondition` where something of it is gone, and `Conflict` where another version
-    follows the base.
+    If the body is refused, the marks are removed. Raises `NotFound` and `FailedPrecondition` if a resource was deleted,
+    and `Conflict` if another version follows the base.
     """
     with ExitStack() as marks:
         if "transform" in job.spec:

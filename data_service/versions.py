@@ -1,4 +1,7 @@
-"""The versions of datasets, to be read: a version is what a durable job makes, and that job's log is its log."""
+"""Reads the versions of datasets.
+
+A version is the result of a durable job, and the job's log is its log.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,18 @@ from shared.jobs import JobRecord, Jobs, JobState
 from shared.storage import ObjectMissing, ObjectStore
 
 KEPT_READERS = 64
-# Of all their footers together, parsed: of a hundred columns of doubles those of 600 MiB of rows.
+# The limit of all parsed footers together. It is enough for 600 MiB of rows with a hundred columns of doubles.
 FOOTER_BYTES = 256 * 1024 * 1024
-# Of quarantined rows so much is in memory at a time.
+# The bytes of quarantined rows that are in memory at a time.
 PIECE_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True)
 class Version:
-    """In any state; an ACTIVE one is an `ActiveVersion` or, where its manifest is damaged, a `DamagedVersion`."""
+    """A version in any state.
+
+    An ACTIVE one is an `ActiveVersion` or, if its manifest is damaged, a `DamagedVersion`.
+    """
 
     job: JobRecord
 
@@ -51,12 +57,15 @@ class Versions:
         self._readers = _Readers(store)
 
     def get(self, name: str) -> Version:
-        """Raises `InvalidArgument`, `NotFound`, and `DataLoss` for a damaged manifest."""
+        """Returns a version.
+
+        Raises `InvalidArgument`, `NotFound`, and `DataLoss` for a damaged manifest.
+        """
         names.parse("name", name, NAME_PATTERN)
         return self.of(self._jobs.get(name, name))
 
     def list(self, parent: str, page_size: int, page_token: str) -> tuple[list[Version], str]:
-        """One page in the order of names, and the token of the next."""
+        """Returns one page in the order of names, and the token of the next."""
         self._datasets.get(parent, "parent")
         found, next_token = paging.page(self.store.folders(f"{parent}/versions"), page_size, page_token)
         jobs = [self._jobs.find(f"{parent}/versions/{one}") for one in found]
@@ -64,17 +73,23 @@ class Versions:
         return [version for version in versions if version], next_token
 
     def active(self, name: str, field: str = "name") -> ActiveVersion:
-        """Raises as `get`, naming `field`, and `FailedPrecondition` unless the version is ACTIVE."""
+        """Returns an ACTIVE version.
+
+        Raises the errors of `get`, naming `field`, and `FailedPrecondition` if the version is not ACTIVE.
+        """
         names.parse(field, name, NAME_PATTERN)
         job = self._jobs.get(name, name)
         return ActiveVersion(job, self._readers.of(job))
 
     def of(self, job: JobRecord) -> Version:
-        """Raises `DataLoss` for a damaged manifest."""
+        """Returns the version of a job; raises `DataLoss` for a damaged manifest."""
         return ActiveVersion(job, self._readers.of(job)) if job.state is JobState.SUCCEEDED else Version(job)
 
     def listed(self, job: JobRecord) -> Version | None:
-        """One damaged manifest must not hide all the other versions. None for one that was deleted just now."""
+        """Returns the version for a list; None if it was just deleted.
+
+        A damaged manifest becomes a `DamagedVersion`, so that it does not hide the other versions.
+        """
         try:
             return self.of(job)
         except DataLoss as error:
@@ -83,13 +98,18 @@ class Versions:
             return None
 
     def report(self, version: ActiveVersion) -> dict[str, Any]:
-        """Its QualityReport as JSON. Raises `DataLoss`, and `NotFound` where the version is deleted meanwhile."""
+        """Returns the QualityReport as JSON.
+
+        Raises `DataLoss`, and `NotFound` if the version is deleted meanwhile.
+        """
         return read_report(self.store, version.reader.version)
 
     def quarantine(self, version: ActiveVersion) -> Generator[bytes, None, None]:
-        """The rows that were left out, as JSON Lines in pieces; none where there are none. Raises `DataLoss`, before
-        the first piece where the file is not what was committed: it is read once for that, and again for the rows; and
-        `NotFound` where the version is deleted meanwhile."""
+        """Yields the quarantined rows as JSON Lines in pieces; nothing if there are none.
+
+        The file is read once for its digest, and again for the rows. Raises `DataLoss` before the first piece if it is
+        not the committed file, and `NotFound` if the version is deleted meanwhile.
+        """
         attachment = version.reader.version.manifest.attachment(QUARANTINE)
         if attachment is None:
             return
@@ -111,7 +131,7 @@ class Versions:
                 raise self._damaged(version, attachment) from None
 
     def _damaged(self, version: ActiveVersion, attachment: Attachment) -> DataLoss:
-        """Raises `NotFound` where the version was deleted meanwhile."""
+        """Returns the error for a damaged file; raises `NotFound` if the version was deleted meanwhile."""
         check_not_deleted(self.store, version.reader.version)
         name = version.job.name
         return DataLoss(
@@ -122,8 +142,10 @@ class Versions:
 
 
 class _Readers:
-    """The readers last used: a committed version never changes, so its manifest is read once, and so are its footers
-    while there is room."""
+    """Caches the last used readers.
+
+    A committed version never changes, so its manifest is read once. Footers are cached while they fit `FOOTER_BYTES`.
+    """
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
@@ -132,8 +154,11 @@ class _Readers:
         self._footers = Footers(FOOTER_BYTES)
 
     def of(self, job: JobRecord) -> VersionReader:
-        """Looks at the job's state first: what is being deleted has a reader no more."""
-        manifest = job.result.get("manifest", "")  # whose folder has a nonce
+        """Returns the reader of a job's version.
+
+        Checks the job's state first: a version in deletion has no reader.
+        """
+        manifest = job.result.get("manifest", "")  # the manifest's folder has a nonce, so the key is unique
         with self._lock:
             known = self._kept.get(manifest)
             if known and job.state is JobState.SUCCEEDED:

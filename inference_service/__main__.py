@@ -1,6 +1,6 @@
-"""The composition root: settings → store → domain → servicers → server, and the bond with Ray beside it.
+"""The composition root: settings → store → domain → servicers → server, and the connection to Ray.
 
-With several fronts this is their parent, which starts each as `python -m inference_service NUMBER FOLDER`.
+With several frontends this is their parent, which starts each as `python -m inference_service NUMBER FOLDER`.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from shared.tracing import configure_tracing, tracing
 
 logger = logging.getLogger("inference_service")
 
-# Of these, more may come than can be read.
+# The methods that the load shedder covers, since more of their requests may arrive than can be read.
 SHED_METHODS = ("/inference.GRPCInferenceService/ModelInfer",)
-# Twice the rows that a model's queue has room for by default: calls of one row each can fill it. Bytes of requests have
-# a bound of their own, `InFlightBytes`.
+# Twice the default queue capacity of a model in rows, so that calls of one row each can fill it. The bytes of requests
+# are limited separately, by `InFlightBytes`.
 MAX_CALLS = 8192
 
 
 async def run(
     settings: InferenceSettings, store: ObjectStore, check: StoreCheck, peers: Peers, token: BearerToken | None
 ) -> int:
-    """Serves until told to stop. Returns the process's exit status."""
+    """Serves until a signal to stop; returns the process's exit status."""
     deployments = Deployments(store)
     operations = DeploymentOperations(store, deployments)
     applications = ServeApplications(settings.service.store.url, replica_sockets=settings.replica_sockets)
@@ -142,7 +142,7 @@ async def _stop_without_parent(stop: asyncio.Event) -> None:
 
 
 async def _first_of(wanted: Coroutine[Any, Any, None], other: Coroutine[Any, Any, object]) -> bool:
-    """Whether the wanted one ended first; the one that did not is cancelled. Raises what it raises."""
+    """Returns whether the wanted one ended first; cancels the other, and raises the wanted one's error."""
     first, second = asyncio.create_task(wanted), asyncio.create_task(other)
     done, left = await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
     for task in left:
@@ -157,7 +157,7 @@ def main() -> None:
     try:
         settings = settings_from(os.environ)
         token = bearer_token(os.environ)
-        # Refuses a setting with which strangers could run code.
+        # Refuses settings that would let remote callers run code.
         callers_code = own_code(os.environ, settings.service.listen, has_token=token is not None)
         settings = replace(settings, own_code=callers_code)
         configure_logging("inference", settings.service.log_level)
@@ -174,10 +174,11 @@ def main() -> None:
             number, folder = sys.argv[1:]
             peers = Peers(Path(folder), int(number))
             settings = replace(settings, metrics_listen=metrics_of(settings.metrics_listen, int(number)))
-        # What is loaded by now stays: the collector need not look through it while requests are answered.
+        # Freezes the objects loaded so far, so that the garbage collector does not scan them while requests are
+        # answered.
         gc.collect()
         gc.freeze()
-        # Not asyncio.run, which would wait for threads that wait for a Ray that is gone.
+        # Not asyncio.run, which would join threads that wait for a lost Ray.
         status = asyncio.new_event_loop().run_until_complete(run(settings, store, check, peers, token))
     except (SettingsError, StoreRefused, MillraceError) as error:
         print(f"inference_service: {error}", file=sys.stderr)
@@ -190,7 +191,10 @@ def main() -> None:
 
 
 def _end(status: int) -> NoReturn:
-    """Not by sys.exit, which would wait for threads that wait for a Ray that is gone, or for a store that is silent."""
+    """Ends the process without joining threads.
+
+    sys.exit would join threads that wait for a lost Ray or an unresponsive store.
+    """
     flush_logs()
     os._exit(status)
 

@@ -1,5 +1,7 @@
-"""What one frontend process has beside its server: the check of the store, the bond with Ray, and the reports of its
-state to its peers and of its load to replicas.
+"""The parts of one frontend process besides its server.
+
+They check the store, keep the connection to Ray, and report this process's state to its peers and its load to the
+replicas.
 """
 
 from __future__ import annotations
@@ -33,23 +35,26 @@ logger = logging.getLogger(__name__)
 
 
 # --- Ray ---
-# This process's bond with Ray: waits for it, joins it, and ends the process when it is lost.
+# The connection of this process to Ray: waits for Ray, joins it, and ends the process when Ray is lost.
 #
-# Why end, and not reconnect: Ray's client library holds the old cluster in threads and globals of C++ and Python,
-# aborts the process by itself about a minute after the head has gone, and Serve's handles belong to the old controller.
-# A new process has none of that, starts in seconds, and reads from the logs what to serve; the supervisor provides it.
-# Until Ray is reached, Get and List answer from the store and health says NOT_SERVING.
+# Why not reconnect: Ray's client library holds the old cluster in threads and globals of C++ and Python, and aborts the
+# process about a minute after the head's death. Serve's handles belong to the old controller, too. A new process has
+# none of that state, starts in seconds, and reads from the logs what to serve; the supervisor starts it. Until Ray is
+# reached, Get and List answer from the store and health is NOT_SERVING.
 
 EXIT_RAY_LOST = 75  # EX_TEMPFAIL of sysexits.h
 RAY_POLL_INTERVAL_S = 0.5
 CONNECT_TIMEOUT_S = 60.0
-# Not asyncio's connections: they resolve a host name in the event loop's threads. These may all wait for the store, and
-# Ray would seem to be gone.
+# Separate threads, since asyncio's own connections resolve host names in the event loop's default threads. All of those
+# may be waiting for the store, and Ray would then seem to be lost.
 WATCHING = ThreadPoolExecutor(4, thread_name_prefix="watching-ray")
 
 
 class RayConnection:
-    """`exit_status` is the process's, once `run` has ended; `ready` is set once it has seen what there is to serve."""
+    """Keeps the connection to Ray.
+
+    `exit_status` is the process's, once `run` has ended. `ready` is set after the first reconciliation.
+    """
 
     def __init__(
         self,
@@ -71,7 +76,10 @@ class RayConnection:
         self.ready = asyncio.Event()
 
     async def run(self) -> None:
-        """Serves Ray's side until cancelled; when Ray is lost it sets `exit_status` and stops the server."""
+        """Runs until cancelled.
+
+        When Ray is lost, sets `exit_status` and stops the server.
+        """
         try:
             await self._join()
             async with asyncio.TaskGroup() as tasks:
@@ -85,7 +93,7 @@ class RayConnection:
             self._stop.set()
 
     async def _join(self) -> None:
-        # Ray's own client gives up after a while, and not always gently.
+        # Ray's own client gives up after a while, and may abort the process.
         while True:
             if await _listens(self._address):
                 break
@@ -93,16 +101,19 @@ class RayConnection:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await to_serve_thread(self._applications.connect, self._address)
-        except Exception as error:  # Ray's client raises half a dozen kinds here
+        except Exception as error:  # Ray's client raises half a dozen types here
             raise RayLost(f"joining failed: {error!r}") from error
-        # Ray's library put handlers of its own over ours, which print a stack as if SIGTERM were a crash.
+        # Ray's library has replaced our signal handlers by its own, which print a stack as if SIGTERM were a crash.
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
         logger.info("joined Ray at %s", self._address)
 
     async def _watch(self) -> None:
-        """Raises `RayLost` when the head's port has been closed for a while: its client would only hang."""
+        """Raises `RayLost` after the head's port has been closed for a while.
+
+        Ray's client would only hang.
+        """
         seen_at = time.monotonic()
         while time.monotonic() - seen_at < self._gone_after_s:
             if await _listens(self._address):
@@ -130,14 +141,17 @@ async def _listens(address: str) -> bool:
 
 
 # --- Reports to peers ---
-# Tells the other front processes of this service, several times a second, what they must know of this one; at once,
-# what it begins to take out of Serve.
+# Reports this process's state to the other frontend processes of this service several times a second, and at once when
+# it begins to remove an application from Serve.
 
 STATISTICS_EVERY_S = 1.0
 
 
 class PeerReports:
-    """Lives on the event loop of `models`. `ready` is set once this process answers."""
+    """Exchanges state with the peers.
+
+    Lives on the event loop of `models`. `ready` is set once this process answers.
+    """
 
     def __init__(
         self,
@@ -159,20 +173,26 @@ class PeerReports:
         reconciler.on_going(self._exchange)
 
     async def run(self) -> None:
-        """Until cancelled; returns at once where there are no others. What they have written or loaded is seen soon."""
+        """Exchanges state until cancelled; returns at once without peers.
+
+        The deployments that peers have changed or loaded are noticed soon.
+        """
         while self._peers.are_there:
             self._exchange()
             await asyncio.sleep(POLL_INTERVAL_S)
 
     async def turn_to_listen(self) -> None:
-        """Returns when this process may open the port, and tells the others that it does."""
+        """Waits until this process may open the port, and reports to the peers that it does."""
         while not self._peers.may_listen(self._ready.is_set(), self._reconciler.holds()):  # noqa: ASYNC110 - files tell nobody
             await asyncio.sleep(POLL_INTERVAL_S)
         self._listens = True
         self._exchange()
 
     def _exchange(self) -> None:
-        """A folder that is full or cannot be written or read must not end what is served: it is tried again."""
+        """Writes this process's state and reads that of the peers.
+
+        A folder that is full or not accessible must not stop the service: the next exchange tries again.
+        """
         self._peers.heartbeat()
         try:
             self._tell()
@@ -204,7 +224,7 @@ class PeerReports:
         )
 
     def _counts(self, deployment: Deployment) -> list[tuple[str, Counts]]:
-        """Of the versions that limits compare, as long as they do."""
+        """Returns the request counts of versions that a roll-out's limits compare."""
         rollout = deployment.rollout
         if rollout is None or rollout.state is not RolloutState.SHIFTING:
             return []
@@ -219,15 +239,18 @@ class PeerReports:
 
 
 # --- Reports to replicas ---
-# Tells the replicas of versions that scale what this process has for them to do, every few seconds.
+# Reports this process's load to the replicas of versions with autoscaling, every few seconds.
 #
-# They hand it on to Ray Serve's controller, which decides: so several front processes add up, and none decides alone.
+# The replicas pass it on to Ray Serve's controller, which decides on the total of all frontend processes.
 
 REPORT_EVERY_S = 2.0
 
 
 class LoadReporter:
-    """Lives on the event loop of `models`."""
+    """Reports the load to replicas.
+
+    Lives on the event loop of `models`.
+    """
 
     def __init__(self, applications: ServeApplications, models: Models) -> None:
         self._applications = applications
@@ -236,7 +259,10 @@ class LoadReporter:
         self._under_way: set[str] = set()
 
     async def run(self) -> None:
-        """Until cancelled. Replicas that do not answer delay nobody else's report."""
+        """Reports until cancelled.
+
+        Replicas that do not answer delay no other report.
+        """
         async with asyncio.TaskGroup() as tasks:
             while True:
                 for name in set(self._scaled()) - self._under_way:
@@ -257,21 +283,21 @@ class LoadReporter:
             batcher = self._models.find_batcher(name)
             if batcher is not None:
                 await self._applications.report_load(name, self._frontend, batcher.load())
-        except Exception as error:  # Ray's half a dozen kinds; the next report is as good
+        except Exception as error:  # Ray raises half a dozen types; the next report replaces this one
             logger.warning("the replicas of %s do not hear what there is for them to do: %r", name, error)
         finally:
             self._under_way.discard(name)
 
 
 # --- Check of the store ---
-# Whether the store can be used: asked before the service starts, and until it has answered once.
+# Checks that the store can be used, before the service starts, and until it has answered once.
 #
-# A store that cannot be used for good (no bucket, refused credentials, no put-if-absent) is a fault of the settings,
-# and the process ends. One that is full or silent is an outage: replicas that run need no store, so the service starts
-# without it, and serves what it knows.
+# A store that can never be used (no bucket, refused credentials, no put-if-absent) is an error of the settings, and the
+# process ends. A full or unresponsive store is an outage: running replicas need no store, so the service starts without
+# it, and serves the deployments that it knows.
 
 
-# Longer than a healthy store takes; a silent one is given up by its client only after half a minute.
+# Longer than a healthy store takes. The client of an unresponsive store gives up only after half a minute.
 CHECKED_TIMEOUT_S = 10.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 
@@ -282,8 +308,8 @@ class StoreCheck:
         self.passed = False
 
     def begin(self) -> None:
-        """Checks once, and returns after `CHECKED_TIMEOUT_S` seconds at the latest. Raises `StoreRefused`."""
-        # Of its own, and not waited for at the end: the store may be silent for longer than that.
+        """Checks once, for at most `CHECKED_TIMEOUT_S` seconds; raises `StoreRefused`."""
+        # A separate thread that is not joined: an unresponsive store may take longer than the timeout.
         thread = ThreadPoolExecutor(1, thread_name_prefix="store-check")
         try:
             thread.submit(self._check).result(CHECKED_TIMEOUT_S)
@@ -296,7 +322,7 @@ class StoreCheck:
             thread.shutdown(wait=False)
 
     async def finish(self) -> None:
-        """Checks again and again, ever more seldom, until the store has answered. Raises `StoreRefused`."""
+        """Checks with growing pauses until the store has answered; raises `StoreRefused`."""
         pause_s = FIRST_PAUSE_S
         while not self.passed:
             await asyncio.sleep(pause_s)
@@ -322,18 +348,18 @@ class StoreCheck:
 
 
 # --- Large buffers ---
-# Has the memory of large buffers go back to the system when they are freed.
+# Returns the memory of large buffers to the system when they are freed.
 
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 LARGE_BYTES = 64 * 1024
 
 
 def give_back_large_buffers() -> None:
-    """From now on each has pages of its own, which end with it.
+    """Gives each large buffer pages of its own, which are unmapped when it is freed.
 
-    gRPC takes in a message that is over the limit before it refuses it, in buffers that many threads allocate and free;
-    glibc keeps such memory, and a server that was sent 65 MiB now and then held 300 MiB more after minutes. Elsewhere
-    than with glibc this does nothing.
+    gRPC reads a message that is over the limit before it refuses it, into buffers that many threads allocate and free.
+    glibc keeps such memory: a server that was sent 65 MiB now and then held 300 MiB more after minutes. Without glibc
+    this does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -1,5 +1,6 @@
-"""Several frontend processes on one port: a parent starts each, watches its signs of life, and starts it again when it
-dies or hangs.
+"""Several frontend processes on one port.
+
+A parent starts each process, watches its heartbeat, and restarts it when it dies or hangs.
 """
 
 from __future__ import annotations
@@ -24,21 +25,20 @@ logger = logging.getLogger(__name__)
 
 
 # --- Frontends ---
-# Several front processes on one port: a parent that starts each, and starts it again when it dies or hangs.
+# Several frontend processes on one port: a parent starts each, and restarts it when it dies or hangs.
 
 
-# A front that is told to stop answers what it has, for 5 s at most, and leaves Ray.
+# A stopping frontend answers its pending requests, for 5 s at most, and disconnects from Ray.
 STOP_TIMEOUT_S = 12.0
-# The exit status of a process whose settings cannot be had.
+# The exit status of a process with invalid settings.
 REFUSED = 2
 
 
 async def run_frontends(module: str, listen: str, frontends: int, metrics_listen: str = "") -> int:
-    """Runs `python -m module NUMBER FOLDER` for each number until SIGTERM or SIGINT. Returns the exit status: 0, or
-    `REFUSED` where one of them ends with that when it is first started.
+    """Runs `python -m module NUMBER FOLDER` for each number until SIGTERM or SIGINT.
 
-    Raises `SettingsError` where one of the ports cannot be had: if another service has the one that they share, the
-    kernel would share out the calls among both.
+    Returns the exit status: 0, or `REFUSED` if a process ends with that at its first start. Raises `SettingsError` if
+    one of the ports is taken: the kernel would distribute the calls over both services.
     """
     _check_free(
         listen, [metrics_of(metrics_listen, frontend) for frontend in range(frontends)] if metrics_listen else []
@@ -62,7 +62,7 @@ async def run_frontends(module: str, listen: str, frontends: int, metrics_listen
                 refusal=REFUSED,
                 hangs=lambda pid: hangs(folder, frontend, pid),
             )
-        except ChildRefused:  # it has said why
+        except ChildRefused:  # the process has logged the reason
             status = REFUSED
             stop.set()
 
@@ -83,7 +83,10 @@ def _folder() -> Path:
 
 
 def _check_free(listen: str, metrics: Sequence[str]) -> None:
-    """All are held until the last is seen, so that none of them is another."""
+    """Raises `SettingsError` unless all ports are free.
+
+    All are held until the last is checked, so that no two settings name the same port.
+    """
     with ExitStack() as held:
         for name, address in (("MILLRACE_LISTEN", listen), *(("MILLRACE_METRICS_LISTEN", one) for one in metrics)):
             host, _, port = address.rpartition(":")
@@ -101,7 +104,7 @@ def _check_free(listen: str, metrics: Sequence[str]) -> None:
 
 
 async def parent_gone() -> None:
-    """Returns when this process's standard input ends, which its parent holds."""
+    """Waits until this process's standard input ends, which its parent holds open."""
     ended = asyncio.Event()
 
     class Protocol(asyncio.Protocol):
@@ -113,16 +116,19 @@ async def parent_gone() -> None:
 
 
 # --- Signs of life ---
-# Whether a front process hangs, by the signs of life that it gives several times a second.
+# Detects a hung frontend process by its heartbeat, which it writes several times a second.
 
 POLL_INTERVAL_S = 5.0
-# In a row. They are counted, not timed: who was stopped with its parent has its time once both go on.
+# The consecutive polls without a heartbeat. Polls are counted, not timed: a process that was suspended together with
+# its parent gets its full time after both resume.
 UNRESPONSIVE_POLLS = 12
 
 
 async def hangs(folder: Path, number: int, pid: int) -> None:
-    """Returns once the front of this number has given no sign of life for a minute, having given one before. A folder
-    in which no file can be touched, read-only by now, says nothing of those who try."""
+    """Waits until the frontend of this number stops its heartbeat for a minute, after a first one.
+
+    If no file in the folder can be touched, for example when it is read-only, a missing heartbeat does not count.
+    """
     heartbeat_before, unresponsive = None, 0
     while unresponsive < UNRESPONSIVE_POLLS:
         await asyncio.sleep(POLL_INTERVAL_S)
@@ -135,7 +141,7 @@ async def hangs(folder: Path, number: int, pid: int) -> None:
 
 
 def _touched_at(path: Path) -> int | None:
-    """None where this process has not begun."""
+    """Returns the file's modification time; None before the process has begun."""
     try:
         return path.stat().st_mtime_ns
     except OSError:

@@ -1,4 +1,4 @@
-"""The models' statistics for Prometheus, over HTTP: the same numbers that ModelStatistics answers with."""
+"""Exports the models' statistics to Prometheus over HTTP: the same numbers as ModelStatistics."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ DURATIONS: dict[str, tuple[str, Callable[[Statistics], Histogram]]] = {
 
 
 class ModelCollector(Collector):
-    """Reads the numbers when it is asked, from any thread: nothing is counted twice, and nothing need be undone."""
+    """Collects the present numbers on each scrape, from any thread.
+
+    It keeps no counters of its own.
+    """
 
     def __init__(self, models: Models) -> None:
         self._models = models
@@ -38,7 +41,7 @@ class ModelCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         listed = list(self._models.listed())
         requests = CounterMetricFamily(f"{PREFIX}_requests", "requests by how they ended", labels=(*LABELS, "status"))
-        # Those that no version was found for: no such model, or it is not READY.
+        # Requests without a version: no such model, or it is not READY.
         for status, histogram in list(self._models.unchosen.requests.items()):
             requests.add_metric(("", "", status), histogram.count)
         for one in listed:
@@ -79,9 +82,9 @@ class ModelCollector(Collector):
 
 @contextmanager
 def metrics_served(listen: str, models: Models) -> Iterator[None]:
-    """Answers http://`listen`/metrics meanwhile; with an empty `listen`, nothing.
+    """Serves http://`listen`/metrics within the block; nothing if `listen` is empty.
 
-    Raises `SettingsError` where the port or the address cannot be had.
+    Raises `SettingsError` if the port or the address is not available.
     """
     if not listen:
         yield

@@ -1,7 +1,7 @@
-"""What the front processes of one service, which share its port, know of each other: a file of each, in one folder.
+"""The state that the frontend processes of one service share: a file for each, in one folder.
 
-The first of them leads: it alone asks Ray Serve for applications and takes them away, and drives roll-outs, by what all
-have seen. Should it die, the parent process starts it again; meanwhile the others go on answering.
+Process number 0 leads: it alone deploys and removes applications in Ray Serve, and drives roll-outs, by the counts of
+all processes. If it dies, the parent process restarts it; meanwhile the others continue to answer.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ from inference_service.domain.statistics import Counts
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.25
-# One that lives, and has told nothing for so long, hangs or cannot write: what it told last may be true no more.
+# A live process that has not reported for this long hangs or cannot write: its last report may be outdated.
 UNRESPONSIVE_AFTER_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerState:
-    """By one process: whether it listens on the port, whether it is ready to answer, the applications that it may send
-    batches to, those that it is taking out of Serve, how many logs it has written, and its own requests of versions
-    that a roll-out is about, by application."""
+    """The state that one process reports.
+
+    It has whether the process listens on the port, whether it is ready to answer, the applications that it may send
+    batches to (`holds`), those that it is removing from Serve (`going`), how many logs it has written, and its request
+    counts of versions in a roll-out, by application.
+    """
 
     pid: int
     listens: bool
@@ -51,7 +54,10 @@ class PeerState:
 
 
 class Peers:
-    """Without a `folder` there are none. `number` counts from 0."""
+    """The peers of this process; none without a `folder`.
+
+    `number` counts from 0.
+    """
 
     def __init__(self, folder: Path | None = None, number: int = 0) -> None:
         self._folder = folder
@@ -63,12 +69,15 @@ class Peers:
 
     @property
     def are_there(self) -> bool:
-        """Whether there may be any."""
+        """Whether this process may have peers."""
         return self._folder is not None
 
     def heartbeat(self) -> None:
-        """The sign of life that the parent process looks for. It raises nothing, and but for the first it needs neither
-        a descriptor nor room on the disk: who lacks these, and answers, does not hang."""
+        """Touches the heartbeat file that the parent process watches.
+
+        Raises nothing. After the first call it needs neither a file descriptor nor disk space: a process that lacks
+        these but answers does not hang.
+        """
         if self._folder is None:
             return
         own = heartbeat_of(self._folder, self._number, os.getpid())
@@ -79,15 +88,18 @@ class Peers:
             own.touch()
 
     def tell(self, told: PeerState) -> None:
-        """Replaces what this process told before; who reads meanwhile reads one or the other."""
+        """Replaces this process's reported state; a concurrent reader sees the old or the new one."""
         self._write("json", json.dumps(asdict(told)).encode())
 
     def leave(self, name: str, data: bytes) -> None:
-        """Replaces what this process left before under that name."""
+        """Replaces this process's data under that name."""
         self._write(name, data)
 
     def left(self, name: str) -> list[bytes]:
-        """By each other process; by one that has died until it is started again."""
+        """Returns the other processes' data under that name.
+
+        A dead process's data stays until its restart.
+        """
         found = []
         for path in self._folder.glob(f"*.{name}") if self._folder is not None else ():
             if path.stem != str(self._number):
@@ -96,7 +108,7 @@ class Peers:
         return found
 
     def counts(self, application: str) -> Iterable[Counts]:
-        """Of each other process that tells."""
+        """Returns the counts of each other process with a recent report."""
         return [
             told.counts[application]
             for reported_at, told in self._others()
@@ -104,9 +116,13 @@ class Peers:
         ]
 
     def may_listen(self, ready: bool, holds: Iterable[str]) -> bool:
-        """Whether this process, which `holds` these applications, may open the port: what the kernel gives it is then
-        answered as well as by those that have it. So while nobody has, the first does, to say that the service starts;
-        the others once all are ready, and it reaches whatever those reach that still tell."""
+        """Returns whether this process, which `holds` these applications, may listen on the shared port.
+
+        The kernel (SO_REUSEPORT) distributes connections over all listeners, so a new listener must serve everything
+        that the existing ones serve. The leader may listen at once if no other process does, so that clients get
+        STARTING instead of a refused connection. Otherwise this process and every listening peer with a recent report
+        must be ready, and this process must hold all their applications.
+        """
         listening = [(at, told) for at, told in self._others() if told.listens]
         if self.is_leader and not listening:
             return True
@@ -114,8 +130,10 @@ class Peers:
         return ready and all(told.ready and own.issuperset(told.holds) for at, told in listening if _is_recent(at))
 
     def all_hold(self, application: str, unresponsive_s: float) -> bool:
-        """Whether every other process that has the port can send batches there; one that has told nothing for
-        `unresponsive_s` does not count."""
+        """Returns whether every other listening process can send batches to the application.
+
+        A process without a report for `unresponsive_s` does not count.
+        """
         return all(
             application in told.holds
             for reported_at, told in self._others()
@@ -123,18 +141,24 @@ class Peers:
         )
 
     def going(self) -> set[str]:
-        """The applications that another process is taking out of Serve. It has read a log that did not want them, and
-        waits until nobody sends batches there: so nobody may, though the log should want them again by now."""
+        """Returns the applications that another process is removing from Serve.
+
+        That process has read a log without them, and waits until no process sends them batches. So no process may, even
+        if the log names them again by now.
+        """
         return {name for reported_at, told in self._others() if _is_recent(reported_at) for name in told.going}
 
     def news(self) -> dict[int, tuple[int, list[str], list[str]]]:
-        """How many logs each other process has written, what it holds and what it is taking out, by pid."""
+        """Returns by pid how many logs each other process has written, what it holds and what it removes."""
         return {told.pid: (told.written, told.holds, told.going) for _, told in self._others()}
 
     async def let_go(self, application: str, since_s: float, unresponsive_s: float) -> None:
-        """Returns once no other process sends batches there any more, as each has told after `since_s`, in seconds
-        since the epoch: what it told before this process said that the application goes, it may have taken over since.
-        One that has told nothing for `unresponsive_s` is not waited for."""
+        """Waits until no other process sends batches to the application.
+
+        Each must have reported so after `since_s`, in seconds since the epoch, which is when this process announced the
+        removal: until it reads that, a peer may still attach. A process without a report for `unresponsive_s` is not
+        waited for.
+        """
         while any(  # noqa: ASYNC110 - files tell nobody
             (reported_at <= since_s or application in told.holds) and time.time() - reported_at < unresponsive_s
             for reported_at, told in self._others()
@@ -142,7 +166,7 @@ class Peers:
             await asyncio.sleep(POLL_INTERVAL_S)
 
     def _others(self) -> Iterator[tuple[float, PeerState]]:
-        """What those that live told last, and when, in seconds since the epoch."""
+        """Yields the last report of each live peer, with its time in seconds since the epoch."""
         if self._folder is None:
             return
         for path in self._folder.glob("*.json"):
@@ -166,7 +190,7 @@ class Peers:
 
 
 def heartbeat_of(folder: Path, number: int, pid: int) -> Path:
-    """The empty file that the front process of this number and pid touches as long as it goes on."""
+    """Returns the empty file that the process of this number and pid touches as its heartbeat."""
     return folder / f"{number}.{pid}.beat"
 
 
@@ -179,6 +203,6 @@ def _lives(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # somebody else's by now
+    except PermissionError:  # the pid belongs to another user's process by now
         return False
     return True

@@ -1,4 +1,4 @@
-"""What the inference service is started with."""
+"""The settings of the inference service."""
 
 from __future__ import annotations
 
@@ -16,35 +16,37 @@ MAX_FRONTENDS = 64
 @dataclass(frozen=True, kw_only=True)
 class InferenceSettings:
     service: ServiceSettings
-    # host:port of the metrics for Prometheus; empty: none. Whoever reaches it reads the models' names and load. Of
-    # several fronts each has its own, on the ports from this one on.
+    # host:port of the metrics for Prometheus; empty: none. Anyone who can reach it can read the models' names and load.
+    # Several frontends use consecutive ports, beginning with this one.
     metrics_listen: str = ""
-    # How many processes answer on the service's port.
+    # The number of processes that answer on the service's port.
     frontends: int = 1
-    # Whether batches go to the replicas on this machine over sockets of theirs, or all through Ray Serve's handle.
+    # Whether batches go to the replicas on this machine over their sockets, or all through Ray Serve's handle.
     replica_sockets: bool = False
-    # What the cluster has at most, when it has grown; None: what it has now is all that is known.
+    # The maximum resources of a cluster that grows; None: only the present nodes are known.
     cluster_max: Mapping[str, float] | None = None
-    # How often the logs are compared with what Ray Serve runs, in seconds.
+    # How often the logs are compared with the state of Ray Serve, in seconds.
     reconcile_every_s: float = 2.0
-    # Ray is given up, and this process with it, after so many seconds in which its head's port is closed,
+    # Ray counts as lost, and this process ends, after its head's port has been closed for this many seconds.
     ray_gone_after_s: float = 5.0
-    # or in which it listens and does not answer: a busy machine must not look like a dead one.
+    # Ray also counts as lost after it has listened without answering for this many seconds: a busy machine must not
+    # look like a dead one.
     ray_unresponsive_after_s: float = 60.0
-    # A version that goes answers what it has first, and gives that up after so many seconds in which it answered none.
+    # A version that is removed answers its pending requests first, and gives up after this many seconds without an
+    # answer.
     drain_unresponsive_after_s: float = 60.0
-    # How long a version that gets no traffic any more stays, so that every serving process has read of it, in seconds.
+    # How long a version without traffic stays, so that every serving process has read of its retirement, in seconds.
     retired_for_s: float = 6.0
     # How long the replicas of a roll-out's version may take to start, and to be compared, in seconds.
     rollout_load_timeout_s: float = 600.0
-    # OpenTelemetry's variables, which replicas get, too; none where no spans are exported.
+    # OpenTelemetry's variables, which replicas get, too; empty if no spans are exported.
     tracing: Mapping[str, str] = field(default_factory=dict, repr=False)
     # Whether replicas run users' own code.
     own_code: OwnCode = field(default_factory=OwnCode)
 
 
 def settings_from(environ: Mapping[str, str]) -> InferenceSettings:
-    """Raises `SettingsError`."""
+    """Reads the settings from the environment; raises `SettingsError`."""
     service = service_settings(environ, DEFAULT_LISTEN)
     host, _, port = service.ray_address.rpartition(":")
     if not host or not port.isdigit():
@@ -60,7 +62,7 @@ def settings_from(environ: Mapping[str, str]) -> InferenceSettings:
 
 
 def metrics_of(listen: str, frontend: int) -> str:
-    """Where a front's own metrics are."""
+    """Returns the metrics address of one frontend."""
     host, _, port = listen.rpartition(":")
     return f"{host}:{int(port) + frontend}" if listen else ""
 

@@ -1,14 +1,14 @@
-"""How costs grow: the real code against simulated size, at 1, 10, 100 and 1,000 times.
+"""Measures how costs grow: the real code against simulated data, at 1, 10, 100 and 1,000 times the size.
 
-Prints one JSON line. Of each operation it has, by size, processor seconds, requests, bytes and peak memory, what a unit
-costs, and `NAME_ratio`: the cost of a unit at 1,000 times over that at 10 times, where the cost is processor time and
-what a store of 15 ms a request and 1 GB/s would have been waited for. An operation that is to cost the same at every
-size has one unit. What is simulated stands in the docstring of each case (`benchmarks.scale.data_cases`,
-`benchmarks.scale.train_cases`) and of `benchmarks.scale.simulated_store`. What is not here yet: reconciling with Ray,
-sweeps, deletion and watching.
+Prints one JSON line. For each operation and size it has processor seconds, requests, bytes, peak memory, the cost of a
+unit, and `NAME_ratio`: the cost of a unit at 1,000 times over that at 10 times. The cost is processor time plus the
+time that a store with 15 ms a request and 1 GB/s would have taken. An operation that must cost the same at every size
+has one unit. The docstring of each case says what is simulated (`benchmarks.scale.data_cases`,
+`benchmarks.scale.train_cases`), as does that of `benchmarks.scale.simulated_store`. Not covered yet: reconciling with
+Ray, sweeps, deletion and watching.
 
-Each size of a case runs in a process of its own with a limit of memory and of time. One that exceeds a limit, or fails,
-is reported in `missed` with the reason; what it had done before counts, and the other ratios are left out.
+Each size of a case runs in its own process with limits of memory and time. A process that exceeds a limit, or fails, is
+reported in `missed` with the reason; its completed operations count, and the other ratios are left out.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ SIZES = (1, 10, 100, 1000)
 MEMORY_BYTES = 6 * 1024**3
 TIME_S = 240.0
 POLL_INTERVAL_S = 0.2
-# Below this a processor's time is not worth a ratio: it says how the clock ticks.
+# Below this, processor time reflects the clock's resolution and gives no useful ratio.
 MIN_S = 0.002
 
 Case = Callable[[Costs, int], None]
 
 
 def cases() -> dict[str, Case]:
-    """Imported in the children alone."""
+    """Returns the cases; they are imported only in the children."""
     from benchmarks.scale import data_cases, train_cases
 
     return {
@@ -67,7 +67,7 @@ NAMES = (
 
 
 def run_here(case: str, scale: int) -> None:
-    """In a child: prints each cost as a line of JSON."""
+    """Runs a case in a child, and prints each cost as a line of JSON."""
 
     def tell(name: str, cost: dict[str, Any]) -> None:
         print(json.dumps({"name": name, "cost": cost}), flush=True)
@@ -77,7 +77,7 @@ def run_here(case: str, scale: int) -> None:
 
 
 def run_child(case: str, scale: int) -> tuple[dict[str, Any], str]:
-    """What each operation cost, and why some are missed; empty where none is."""
+    """Returns the cost of each operation, and why some are missing; empty if none is."""
     command = [sys.executable, "-m", "benchmarks.scale", "--child", case, str(scale)]
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(command, stdout=output, stderr=errors)
@@ -91,7 +91,7 @@ def run_child(case: str, scale: int) -> tuple[dict[str, Any], str]:
 
 
 def _wait_within_limits(child: subprocess.Popen[bytes]) -> str:
-    """Which limit it exceeded, and was killed for; empty where it ended by itself."""
+    """Returns the limit that the child exceeded, and was killed for; empty if it ended by itself."""
     until = time.monotonic() + TIME_S
     while True:
         try:

@@ -36,7 +36,10 @@ MIB = 1024 * 1024
 
 
 def import_files(costs: Costs, scale: int) -> None:
-    """The files of an import are found: 1,000 at 1x, in folders of 1,000. Simulated: the S3 endpoint's listing."""
+    """Finds the files of an import: 1,000 at 1x, in folders of 1,000.
+
+    Simulated: the S3 endpoint's listing.
+    """
     files = 1000 * scale
     found = SourceFiles([PurePosixPath("/")], cast(fs.FileSystem, _Listing(files)))
     with costs.measured("import_files", units=files):
@@ -59,8 +62,10 @@ class _Listing:
 
 
 def version(costs: Costs, scale: int) -> None:
-    """A version of 100,000 row groups at 1x: opened, ten rows and a preview of it read, a transform of it planned.
-    Simulated: all its files have the bytes of one of 2,500 groups."""
+    """Opens a version of 100,000 row groups at 1x, reads ten rows and a preview, and plans a transform.
+
+    Simulated: all its files have the bytes of one of 2,500 groups.
+    """
     store = SimulatedStore()
     data, digest = _manifest(store, 100_000 * scale)
     store.put("v/manifest.json", data)
@@ -81,7 +86,10 @@ def version(costs: Costs, scale: int) -> None:
 
 
 def _manifest(store: SimulatedStore, groups: int) -> tuple[bytes, str]:
-    """Of one split, and its digest. The bytes are put together as text: as objects they would take the most memory."""
+    """Returns a manifest of one split, and its digest.
+
+    The bytes are assembled as text, since as objects they would take the most memory.
+    """
     schema = pa.schema([("text", pa.string())])
     rows = ROWS_A_GROUP * GROUPS_A_FILE
     with TemporaryDirectory() as scratch:
@@ -108,8 +116,10 @@ def _manifest(store: SimulatedStore, groups: int) -> tuple[bytes, str]:
 
 
 def upload_commit(costs: Costs, scale: int) -> None:
-    """An upload of 1 GB at 1x is committed, of which this process has no digest. Simulated: its bytes are zeros, and
-    beyond 1x they are not hashed: `hash_upload` is the hashing of 1 GB."""
+    """Commits an upload of 1 GB at 1x without a cached digest.
+
+    Simulated: its bytes are zeros, and beyond 1x they are not hashed: `hash_upload` is the hashing of 1 GB.
+    """
     store, size_bytes = SimulatedStore(), 1000 * MIB * scale
     name = "datasets/d/uploads/u"
     record = UploadRecord(name=name, uid="u", create_time=0.0, update_time=0.0)
@@ -137,7 +147,10 @@ def _not_hashed(digest: chunks.RunningDigest, data: bytes) -> None:
 
 
 def columns(costs: Costs, scale: int) -> None:
-    """1,024 rows of 5 columns at 1x: statistics and a preview. Nothing is simulated but the store."""
+    """Computes statistics and a preview of 1,024 rows of 5 columns at 1x.
+
+    Only the store is simulated.
+    """
     count, store = 5 * scale, SimulatedStore()
     rng = np.random.default_rng(0)
     table = pa.table({f"c{number}": rng.random(1024) for number in range(count)})

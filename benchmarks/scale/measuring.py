@@ -1,4 +1,4 @@
-"""What one operation cost: processor time, requests, bytes and memory."""
+"""The cost of one operation: processor time, requests, bytes and memory."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from benchmarks.scale.simulated_store import SimulatedStore
 
 @dataclass
 class Cost:
-    """`units` are what a bulk operation did, and 1 for one that is to cost the same at every size. `cpu_s` is processor
-    time, which other work on the machine changes less than the clock's; `store_s` is what a real store would have been
-    waited for."""
+    """The cost of an operation.
+
+    `units` is the amount of work of a bulk operation, and 1 for one that must cost the same at every size. `cpu_s` is
+    processor time, which other work on the machine affects less than wall time; `store_s` is the time that a real store
+    would have taken.
+    """
 
     units: float = 1
     cpu_s: float = 0.0
     requests: int = 0
     bytes: int = 0
     store_s: float = 0.0
-    # Of the process so far, above what it had once it had imported the code.
+    # The peak of the process so far, above its memory after the imports.
     peak_mib: float = 0.0
 
     @property
@@ -37,7 +40,7 @@ def _peak_mib() -> float:
 
 @dataclass
 class Costs:
-    """Tells what each operation cost as soon as it is done: a later one may exceed a limit."""
+    """Reports the cost of each operation as soon as it is done, since a later one may exceed a limit."""
 
     tell: Callable[[str, dict[str, Any]], None]
     start_mib: float = field(default_factory=_peak_mib)

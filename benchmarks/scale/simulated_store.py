@@ -1,7 +1,7 @@
-"""An object store in memory that counts requests and bytes, and adds up how long a real one would have taken.
+"""An object store in memory that counts requests and bytes, and adds up the time that a real one would have taken.
 
-Nothing sleeps: `waited_s` grows by `LATENCY_S` a request and by the bytes over `BYTES_PER_S`, as if one request came
-after the other. Requests that the code sends side by side count in full, so `waited_s` is an upper bound.
+Nothing sleeps: `waited_s` grows by `LATENCY_S` a request and by the bytes over `BYTES_PER_S`, as for sequential
+requests. Concurrent requests count in full, so `waited_s` is an upper bound.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from shared.storage.object_store import ObjectInfo
 
 LATENCY_S = 0.015
 BYTES_PER_S = 1e9
-# As S3 lists.
+# The page size of S3's listings.
 KEYS_A_LISTING = 1000
-# Bytes of objects that are of zeros alone.
+# The bytes of objects that have only zeros.
 ZEROS = memoryview(bytes(64 * 1024 * 1024))
 
 
 @functools.lru_cache(maxsize=4)
 def _zeros(size_bytes: int) -> bytes:
-    """Made once: copying a terabyte of them is no cost of the code that reads it."""
+    """Returns cached zeros: copying a terabyte of them is no cost of the code that reads it."""
     return bytes(size_bytes)
 
 
@@ -36,10 +36,10 @@ class SimulatedStore(ObjectStore):
     def __init__(self) -> None:
         self.settings = StoreSettings(url="file:///simulated")
         self._objects: dict[str, bytes | int] = {}
-        # Keys in their order, for listings; None once there are others.
+        # Keys in order, for listings; None after a change.
         self._sorted: list[str] | None = []
         self._lock = threading.Lock()
-        # An object that keys with such an end stand for, whatever comes before.
+        # Objects by key suffix: each stands for all keys with that suffix.
         self._aliases: dict[str, bytes] = {}
         self.requests = 0
         self.bytes = 0
@@ -49,16 +49,18 @@ class SimulatedStore(ObjectStore):
         return self.requests * LATENCY_S + self.bytes / BYTES_PER_S
 
     def put_zeros(self, key: str, size_bytes: int) -> None:
-        """An object of zeros that takes no memory. Not a request: it is there before the case begins."""
+        """Adds an object of zeros that takes no memory; not counted as a request."""
         self._objects[key] = size_bytes
         self._sorted = None
 
     def put_alias(self, ending: str, data: bytes) -> None:
-        """All objects whose key has that ending are `data`. Not a request."""
+        """Makes `data` the content of all keys with that suffix; not counted as a request."""
         self._aliases[ending] = data
 
     def copy_folder(self, folder: str, to: str) -> None:
-        """All objects below `folder`, with its name in their bytes replaced, to `to`. Not a request."""
+        """Copies all objects below `folder` to `to`, replacing the folder's name in their bytes; not counted as
+        requests.
+        """
         for key in [key for key in self._objects if key.startswith(f"{folder}/")]:
             data = self._objects[key]
             assert isinstance(data, bytes)

@@ -30,7 +30,10 @@ JOB = "trainingJobs/j"
 
 
 def order(costs: Costs, scale: int) -> None:
-    """An epoch of a million rows at 1x on 1,000 ranks. Nothing is simulated."""
+    """Orders an epoch of a million rows at 1x on 1,000 ranks.
+
+    Nothing is simulated.
+    """
     rows = 1_000_000 * scale
     lanes = default_lanes(RANKS)
     groups = [ROWS_A_GROUP] * (rows // ROWS_A_GROUP) + [rows % ROWS_A_GROUP]
@@ -39,15 +42,17 @@ def order(costs: Costs, scale: int) -> None:
     with costs.measured("rows_of_a_step_of_a_rank"):
         mine = rank_positions(0, GLOBAL_BATCH, lanes, 3, RANKS)
         assert len(of_epoch.rows(mine)) == GLOBAL_BATCH // RANKS
-    # A program's rank takes every 1,000th position; as many as its window has.
+    # A program's rank takes every 1,000th position within its window.
     positions = np.arange(3, min(rows, lanes * of_epoch.window_rows), RANKS, dtype=np.int64)
     with costs.measured("rows_of_a_window_of_a_rank", units=len(positions)):
         of_epoch.rows(positions)
 
 
 def coverage(costs: Costs, scale: int) -> None:
-    """A million rows at 1x that were all consumed are counted. Simulated: parts of the record are made as they are
-    asked for, in an order that is shuffled within 2^20 rows."""
+    """Counts the coverage of a million rows at 1x that were all consumed.
+
+    Simulated: parts of the record are generated on request, in an order that is shuffled within 2^20 rows.
+    """
     rows, part_rows = 1_000_000 * scale, 1 << 20
     shuffled = np.random.default_rng(0).permutation(part_rows)
 
@@ -67,7 +72,10 @@ def coverage(costs: Costs, scale: int) -> None:
 
 
 def checkpoints(costs: Costs, scale: int) -> None:
-    """A registry of ten checkpoints at 1x. Simulated: no checkpoint has files."""
+    """Commits to a registry of ten checkpoints at 1x.
+
+    Simulated: no checkpoint has files.
+    """
     store, entries = SimulatedStore(), 10 * scale
     registry = CheckpointRegistry(store, JOB)
     registry.fence(1)
@@ -101,8 +109,10 @@ def _entry(step: int) -> CheckpointEntry:
 
 
 def jobs(costs: Costs, scale: int) -> None:
-    """A hundred jobs at 1x, of which one is live: a page of them, and what a look of the reconciler reads. Simulated:
-    all jobs are copies of two."""
+    """Lists a page of a hundred jobs at 1x, one of them live, and reads what the reconciler polls.
+
+    Simulated: all jobs are copies of two.
+    """
     store, count = SimulatedStore(), 100 * scale
     training = TrainingSpec(
         dataset_version="datasets/d/versions/v",
@@ -136,8 +146,11 @@ def jobs(costs: Costs, scale: int) -> None:
 
 
 def deployments(costs: Costs, scale: int) -> None:
-    """Ten deployments that were at 1x, and 100 that are at every size: a page, and what a look of the reconciler reads.
-    Simulated: all are copies of two."""
+    """Lists a page, and reads what the reconciler polls, of ten deleted deployments at 1x and 100 existing ones at
+    every size.
+
+    Simulated: all are copies of two.
+    """
     store = SimulatedStore()
     kept = Deployments(store)
     kept.create(deployment("there"))

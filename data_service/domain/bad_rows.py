@@ -1,4 +1,4 @@
-"""Rows that were left out, and the quality report that says so."""
+"""Rows that were left out, and the quality report that lists them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shared.errors import InvalidArgument
 from shared.value_texts import value_shown
 
 # --- Bad rows ---
-# Rows that were left out: counted by their reason, and written down one a line.
+# Rows that were left out: counted by reason, and listed one a line.
 
 MAX_REASONS, MAX_EXAMPLES, MAX_EXCERPT = 100, 5, 500
 MAX_LINES = 100_000
@@ -26,7 +26,10 @@ OTHER_REASONS = "other reasons"
 
 @dataclass(frozen=True)
 class BadRowPolicy:
-    """Whether bad rows are left out, or end everything; `max_rows`: how many may be left out, 0 is no limit."""
+    """The policy for bad rows: they are left out, or end the job.
+
+    `max_rows` is the number that may be left out; 0 is no limit.
+    """
 
     quarantines: bool = False
     max_rows: int = 0
@@ -54,20 +57,23 @@ class _Reason:
 
 @dataclass(frozen=True)
 class BadRowPart:
-    """What one part of a parallel job left out. Parts are merged in the order of the rows. Picklable."""
+    """The rows that one part of a parallel job left out.
+
+    Parts are merged in the order of the rows. Picklable.
+    """
 
     reasons: dict[str, _Reason]
     lines: list[str]
-    # With those beyond `MAX_LINES`, which `lines` does not have.
+    # Includes the lines beyond `MAX_LINES`, which `lines` lacks.
     line_count: int
 
 
 class BadRowLog:
-    """Takes bad rows in the order of their sources; writes the first `MAX_LINES` of them as JSON lines to `path`.
+    """Takes bad rows in the order of their sources.
 
-    It keeps `MAX_REASONS` reasons, those that came first; all more are counted together as `other reasons`. What it
-    finds depends on the rows and their order alone. Every text is cut where it is long: sources name files, members of
-    archives and columns as they like.
+    Writes the first `MAX_LINES` of them as JSON lines to `path`. It keeps the first `MAX_REASONS` reasons; all others
+    are counted together as `other reasons`. The result depends on the rows and their order alone. Long texts are
+    truncated, since names of files, archive members and columns have no limit.
     """
 
     def __init__(self, path: Path, policy: BadRowPolicy) -> None:
@@ -87,9 +93,9 @@ class BadRowLog:
         self._file.close()
 
     def add(self, source: str, place: str, reason: str, excerpt: str, rows: int = 1) -> None:
-        """A row, or several that stand together, that a source cannot give. `source`: a URI or a version.
+        """Adds one row, or several adjacent ones, that a source cannot read.
 
-        Raises `InvalidArgument` where the policy has none of it, or not so many.
+        `source` is a URI or a version. Raises `InvalidArgument` if the policy allows no bad rows, or not so many.
         """
         source, place, reason = _cut(source), _cut(place), _cut(reason)
         if not self._policy.quarantines:
@@ -109,26 +115,32 @@ class BadRowLog:
             )
 
     def leave_out(self, source: str, place: str, reason: str, excerpt: str, rows: int = 1) -> None:
-        """The same for rows that a check has quarantined, whatever the policy says of bad ones."""
+        """Adds rows that a check has quarantined, which the policy does not limit."""
         example, reason = Example(_cut(source), _cut(place), _cut(excerpt)), _cut(reason)
         self._count(reason, rows, [example])
         self._write([json.dumps({**example.to_json(), "reason": reason, "rows": rows}, ensure_ascii=False)], 1)
 
     def part(self) -> BadRowPart:
-        """All of it, to be merged into another log. Nothing may be added afterwards."""
+        """Returns the contents, to be merged into another log.
+
+        Nothing may be added afterwards.
+        """
         self.close()
         with self.path.open(encoding="utf-8", newline="\n") as lines:
             kept = [line.rstrip("\n") for line in lines]
         return BadRowPart(self._reasons, kept[:MAX_LINES], self._line_count)
 
     def merge(self, part: BadRowPart) -> None:
-        """Takes in the next part in the order of rows; the policy has judged its rows already."""
+        """Adds the next part in row order; the policy was applied to its rows already."""
         for reason, found in part.reasons.items():
             self._count(reason, found.row_count, found.examples)
         self._write(part.lines, part.line_count)
 
     def close(self) -> None:
-        """Ends the file; says in its last line where lines are missing. May be called again."""
+        """Closes the file; its last line reports missing lines, if any.
+
+        May be called again.
+        """
         if self._file.closed:
             return
         missing = self._line_count - MAX_LINES
@@ -138,7 +150,7 @@ class BadRowLog:
         self._file.close()
 
     def to_json(self) -> list[dict[str, Any]]:
-        """QuarantineReasons, the most frequent first, of equally frequent ones the first that came."""
+        """Returns the QuarantineReasons by descending frequency, then by first occurrence."""
         ordered = sorted(self._reasons.items(), key=lambda item: -item[1].row_count)
         return [
             {"reason": reason, "rowCount": found.row_count, "examples": [one.to_json() for one in found.examples]}
@@ -152,14 +164,14 @@ class BadRowLog:
         self._reasons.setdefault(reason, _Reason()).add(rows, examples)
 
     def _write(self, lines: Sequence[str], line_count: int) -> None:
-        """`line_count`: with those that `lines` no longer has."""
+        """Writes lines; `line_count` includes those that `lines` no longer has."""
         for line in lines[: max(0, MAX_LINES - self._line_count)]:
             self._file.write(line + "\n")
         self._line_count += line_count
 
 
 def excerpt(table: pa.Table, row: int) -> str:
-    """A row as text, cut where it is long: without tensors, and bytes are not spelt out."""
+    """Returns a row as text, truncated, without tensors and without spelling out bytes."""
     shown = {}
     for field_, column in zip(table.schema, table.columns, strict=True):
         if isinstance(field_.type, pa.FixedShapeTensorType):
@@ -173,7 +185,7 @@ def excerpt(table: pa.Table, row: int) -> str:
 
 
 def _in_python(value: pa.Scalar) -> Any:
-    """As text where Python has no such value."""
+    """Returns the value as text if Python has no such value."""
     try:
         return value.as_py()
     except (OverflowError, ValueError):
@@ -181,21 +193,21 @@ def _in_python(value: pa.Scalar) -> Any:
 
 
 def _cut(text: str) -> str:
-    # Half a surrogate, as undecodable bytes leave it, has no place in UTF-8.
+    # Lone surrogates, from undecodable bytes, are not valid in UTF-8.
     text = text.encode("utf-8", "replace").decode()
     return text if len(text) <= MAX_EXCERPT else text[: MAX_EXCERPT - 1] + "…"
 
 
 # --- Quality report ---
-# The quality report of a version: statistics, checks, and what was left out.
+# The quality report of a version: statistics, checks, and rows that were left out.
 
 
 def build_report(
     splits: Mapping[str, SplitStatistics], results: Mapping[int, CheckResult], bad_rows: BadRowLog
 ) -> dict[str, Any]:
-    """A QualityReport in the shape of its proto JSON.
+    """Returns a QualityReport in the shape of its proto JSON.
 
-    `splits` in the order of the version; `results` by the index of the check: those of rows and those of the gate.
+    `splits` are in the order of the version; `results` are by the index of the check, both for rows and for the gate.
     """
     return {
         "columns": [one.to_json() for split, statistics in splits.items() for one in statistics.result(split)],

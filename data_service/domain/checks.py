@@ -1,5 +1,6 @@
-"""Quality checks: conditions on rows, and on a version as a whole, that gate its publication; and how they are
-read from proto JSON.
+"""Quality checks: conditions on rows, and on a whole version, that gate its publication.
+
+Also parses them from proto JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from data_service.domain.statistics.result import (
 from shared.errors import first_line, invalid_field, invalid_fields
 
 # --- Checks ---
-# Quality checks: conditions on rows, and on a version as a whole, that gate its publication.
 
 CHECK_FAILED = "QUALITY_CHECK_FAILED"
 
@@ -38,7 +38,7 @@ class NotNull:
         return {}
 
     def broken(self) -> str:
-        """What is wrong with a value that does not pass, for people."""
+        """Describes a value that fails the check, for people."""
         return "is null"
 
 
@@ -56,7 +56,7 @@ class Unique:
 
 @dataclass(frozen=True)
 class Range:
-    """Both are inclusive; None is no limit."""
+    """Inclusive limits of numbers; None is no limit."""
 
     kind: ClassVar[str] = "range"
     json_name: ClassVar[str] = "range"
@@ -91,7 +91,7 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Pattern:
-    """RE2; the whole string must match."""
+    """An RE2 expression that the whole string must match."""
 
     kind: ClassVar[str] = "pattern"
     json_name: ClassVar[str] = "pattern"
@@ -111,7 +111,10 @@ class Pattern:
 
 @dataclass(frozen=True)
 class RowCount:
-    """Of one split, or of all where `split` is empty. `max` 0 is no limit."""
+    """The number of rows of one split, or of all if `split` is empty.
+
+    A `max` of 0 is no limit.
+    """
 
     kind: ClassVar[str] = "row_count"
     json_name: ClassVar[str] = "rowCount"
@@ -126,7 +129,10 @@ class RowCount:
 
 @dataclass(frozen=True)
 class ClassBalance:
-    """`max_share` 0 is no limit."""
+    """The share of each class in a column.
+
+    A `max_share` of 0 is no limit.
+    """
 
     kind: ClassVar[str] = "class_balance"
     json_name: ClassVar[str] = "classBalance"
@@ -157,7 +163,10 @@ CONDITIONS: Sequence[type[Condition]] = (NotNull, Unique, Range, OneOf, Pattern,
 
 @dataclass(frozen=True)
 class Check:
-    """A row that does not pass is left out where `quarantines`, else it ends the making of the version."""
+    """A check.
+
+    A row that fails is left out if `quarantines`, else it ends the job.
+    """
 
     column: str
     condition: Condition
@@ -168,7 +177,7 @@ class Check:
         return isinstance(self.condition, RowCondition)
 
     def to_json(self) -> dict[str, Any]:
-        """In the shape of the proto's JSON."""
+        """Returns the check in the shape of the proto's JSON."""
         return {
             "column": self.column,
             "action": "ACTION_QUARANTINE" if self.quarantines else "ACTION_FAIL",
@@ -176,7 +185,7 @@ class Check:
         }
 
     def reason(self) -> str:
-        """Why a row does not pass, for people: `age is null`. For checks of rows."""
+        """Returns why a row fails, for people: `age is null`; only for row checks."""
         if not isinstance(self.condition, RowCondition):
             raise TypeError(f"{self.condition.kind} is no check of rows")
         return f"{self.column} {self.condition.broken()}"
@@ -184,7 +193,10 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    """What became of a check. `violations`: rows that did not pass; for checks of the whole version 0 or 1."""
+    """The result of a check.
+
+    `violations` is the number of rows that failed; for checks of the whole version 0 or 1.
+    """
 
     check: Check
     violations: int = 0
@@ -201,7 +213,7 @@ class CheckResult:
 
 
 # --- Parsing ---
-# Quality checks as clients send them: read from proto JSON, and held against the columns that they name.
+# Parses quality checks from proto JSON, and checks them against the columns that they name.
 
 MAX_CHECKS = 100
 MAX_REGEX_LENGTH = 1024
@@ -214,12 +226,12 @@ _QUARANTINES = {
     "ACTION_FAIL": False,
     "ACTION_QUARANTINE": True,
 }
-# A refused field: its path, the value, and the remedy.
+# An invalid field: its path, the value, and the remedy.
 Problem = tuple[str, object, str]
 
 
 def parse_checks(records: Sequence[Mapping[str, Any]], field: str = "checks") -> list[Check]:
-    """From proto JSON in either spelling of field names.
+    """Parses checks from proto JSON, in either spelling of field names.
 
     Raises `InvalidArgument` naming all malformed fields by their paths, e.g. `checks[3].range.min`.
     """
@@ -239,9 +251,9 @@ def fits(
     splits: Collection[str] | None = None,
     field: str = "checks",
 ) -> None:
-    """Raises `InvalidArgument` naming all checks that cannot be made of these logical columns.
+    """Raises `InvalidArgument` naming all checks that do not fit these logical columns.
 
-    Without `splits` the names of splits are not looked at.
+    Without `splits` the names of splits are not checked.
     """
     problems: list[Problem] = []
     for index, check in enumerate(checks):
@@ -313,7 +325,7 @@ def _pattern(record: Mapping[str, Any], path: str, problems: list[Problem]) -> P
         problems.append((f"{path}.regex", pattern.regex, f"use 1 to {MAX_REGEX_LENGTH:,} characters"))
         return pattern
     try:
-        # By itself, too: `a)|(b` is only well-formed within the group that anchors it.
+        # Tested unanchored, too: `a)|(b` is well-formed only within the group that anchors it.
         for regex in (pattern.regex, pattern.anchored):
             pc.match_substring_regex(pa.array([""]), pattern=regex)
     except pa.ArrowInvalid as error:
@@ -381,7 +393,7 @@ def _number(value: Any, path: str, problems: list[Problem]) -> float | None:
 
 
 def _unfit(condition: Condition, arrow_type: pa.DataType) -> str:
-    """Why a check cannot look at values of this type; empty where it can."""
+    """Returns why a check does not support values of this type; empty if it does."""
     is_number = kinds.is_integer(arrow_type) or kinds.is_floating(arrow_type) or kinds.is_decimal(arrow_type)
     is_text = kinds.is_string(arrow_type) or kinds.is_large_string(arrow_type)
     is_boolean = kinds.is_boolean(arrow_type)

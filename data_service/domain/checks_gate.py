@@ -1,4 +1,4 @@
-"""Quality checks of a whole version, the last gate before it is published; among them drift from another version."""
+"""Quality checks of a whole version, the last gate before its publication; includes drift from another version."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from data_service.domain.statistics.result import ColumnStatistics, NumberStatis
 from shared.errors import FailedPrecondition
 
 # --- The gate ---
-# Quality checks of a whole version: the last gate before it is published.
 
 Splits = Mapping[str, SplitStatistics]
 
 
 def gate(checks: Sequence[Check], splits: Splits, parent_report: Mapping[str, Any] | None) -> dict[int, CheckResult]:
-    """Judges the checks of the whole version, by their index; checks of rows are not among them.
+    """Evaluates the checks of the whole version, by their index; row checks are not included.
 
-    `splits`: the whole splits' statistics; `parent_report`: the first parent's QualityReport as proto JSON. Raises
-    `FailedPrecondition` that lists all that fail.
+    `splits` are the statistics of the whole splits; `parent_report` is the first parent's QualityReport as proto JSON.
+    Raises `FailedPrecondition` listing all failed checks.
     """
     judged = {index: _judge(check, splits, parent_report) for index, check in enumerate(checks) if not check.is_of_rows}
     failed = [index for index, result in judged.items() if result.violations]
@@ -93,7 +92,7 @@ def _drift(condition: Drift, column: str, splits: Splits, parent_report: Mapping
 
 
 def _counts(column: str, splits: Splits) -> dict[Any, int] | None:
-    """Over all splits."""
+    """Returns the counts over all splits; None if a split's are unknown."""
     total: dict[Any, int] = {}
     for one in splits.values():
         counts = one.value_counts(column)
@@ -119,16 +118,16 @@ def _sentence(result: CheckResult) -> str:
 
 
 # --- Drift ---
-# How far the values of a column moved between two versions: the population stability index.
+# The drift of a column's values between two versions: the population stability index.
 #
 # PSI = Σ (a - e) ln(a / e) over bins, where e is the parent's share of a bin and a the new version's. Source: Siddiqi,
 # Credit Risk Scorecards, 2006; customary limits are 0.1 and 0.25.
 #
-# A column's index is that of its values plus that of the three bins value, null and NaN. Were nulls one bin more beside
-# those of the values, a column of few values would hide how these moved.
+# A column's index is that of its values plus that of the three bins value, null and NaN. If nulls were another bin of
+# the values, drift of the values would be hidden in a column with few of them.
 
 DECILES = np.arange(1, 10) / 10
-# An empty bin counts as this share; its logarithm would be infinite.
+# The share assumed for an empty bin, whose logarithm would be infinite.
 MIN_SHARE = 1e-4
 
 Counts = Mapping[Any, int]
@@ -136,8 +135,11 @@ Counts = Mapping[Any, int]
 
 @dataclass(frozen=True)
 class Comparison:
-    """`psi` is None where one of the two has no values, or too many different ones. Shares are of all rows, 0 to 1: the
-    parent's, then the new version's."""
+    """The drift of one column.
+
+    `psi` is None if one of the two has no values, or too many distinct ones. Shares are of all rows, 0 to 1: the
+    parent's, then the new version's.
+    """
 
     psi: float | None
     null_shares: tuple[float, float]
@@ -145,7 +147,10 @@ class Comparison:
 
     @property
     def missing(self) -> str:
-        """Which shares of rows have no value, for people: `nulls 0 % before, 95 % now`. Empty where all have one."""
+        """The shares of rows without a value, for people: `nulls 0 % before, 95 % now`.
+
+        Empty if all rows have a value.
+        """
         shares = (("nulls", self.null_shares), ("NaN", self.nan_shares))
         return "; ".join(
             f"{name} {100 * before:.3g} % before, {100 * now:.3g} % now"
@@ -157,7 +162,10 @@ class Comparison:
 def compare(
     parent: Sequence[ColumnStatistics], new: Sequence[ColumnStatistics], new_counts: Counts | None
 ) -> Comparison:
-    """Of one column; one statistics for each split, `new_counts` over all of them where they are known."""
+    """Compares one column.
+
+    Each sequence has one statistics for each split; `new_counts` covers all splits, if known.
+    """
     null_shares = (_share(parent, "null_count"), _share(new, "null_count"))
     nan_shares = (_share(parent, "nan_count"), _share(new, "nan_count"))
     values = population_stability_index(parent, new, new_counts)
@@ -175,10 +183,10 @@ def _share(splits: Sequence[ColumnStatistics], count: str) -> float:
 def population_stability_index(
     parent: Sequence[ColumnStatistics], new: Sequence[ColumnStatistics], new_counts: Counts | None
 ) -> float | None:
-    """Of the values that are neither null nor NaN.
+    """Returns the index of the values that are neither null nor NaN.
 
-    Numbers are compared over the parent's deciles, everything else over the parent's frequent values, with bins for all
-    others. None where one of the two has no values, or too many different ones.
+    Numbers are compared over the parent's deciles, other values over the parent's frequent values, with bins for the
+    rest. None if one of the two has no values, or too many distinct ones.
     """
     if not (_present(parent) and _present(new)):
         return None
@@ -189,7 +197,7 @@ def population_stability_index(
     if parent_counts is not None and new_counts is not None:
         expected, found = _Steps(parent_counts), _Steps(new_counts)
         return _over_deciles(expected.edges(), expected.reached, found.reached)
-    # Both from what a report tells, so that equal values give 0.
+    # Both from the data of reports, so that equal values give 0.
     line, other = _Line(parent), _Line(new)
     return _over_deciles(line.edges(), line.reached, other.reached)
 
@@ -203,7 +211,7 @@ class _Steps:
         self._shares = np.cumsum([count for _, count in numbers]) / sum(counts.values())
 
     def reached(self, edges: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """The share of values at or below each edge."""
+        """Returns the share of values at or below each edge."""
         places = np.searchsorted(self._values, edges, side="right")
         return np.concatenate([[0.0], self._shares])[places]
 
@@ -212,7 +220,7 @@ class _Steps:
 
 
 class _Line:
-    """The distribution that quantiles and histograms of the splits draw, straight between the points they give."""
+    """The distribution from quantiles and histograms of the splits, interpolated linearly."""
 
     def __init__(self, splits: Sequence[ColumnStatistics]) -> None:
         self._parts = [(_present([one]), _points(one.numbers)) for one in splits if one.numbers]
@@ -249,9 +257,10 @@ def _over_deciles(edges: npt.NDArray[np.float64], expected: Any, found: Any) -> 
 
 @dataclass(frozen=True)
 class _Listed:
-    """How often each value occurs, as far as reports tell that list the frequent values of each split alone.
+    """The counts of values, as far as reports that list each split's frequent values determine them.
 
-    One that no split lists occurs `unlisted` times at most, since in each it is no more frequent than those listed.
+    A value that no split lists occurs at most `unlisted` times, since in each split it is no more frequent than those
+    listed.
     """
 
     total: int
@@ -261,9 +270,9 @@ class _Listed:
 
     @classmethod
     def of(cls, splits: Sequence[ColumnStatistics]) -> _Listed | None:
-        """None where a split has values and lists none."""
+        """Returns the counts; None if a split has values but lists none."""
         least: Counter[Any] = Counter()
-        known: Counter[Any] = Counter()  # of `unlisted`, the part of the splits that list the value
+        known: Counter[Any] = Counter()  # the part of `unlisted` from splits that list the value
         total = unlisted = 0
         for one in splits:
             if not (there := _present([one])):
@@ -280,10 +289,10 @@ class _Listed:
 
 
 def _over_values(parent: _Listed, found: Counts) -> float:
-    """Where the parent's count of a value may be one of several, it is the one next to what was found.
+    """Compares over values; an uncertain count of the parent is taken closest to the found one.
 
-    So equal values give 0, whatever the reports leave out. The last two bins have the values that the parent does not
-    list: those that are more frequent now than they can have been, and the others.
+    So equal values give 0, even if the reports omit some. The last two bins have the values that the parent does not
+    list: those that are now more frequent than they can have been, and the others.
     """
     total = sum(found.values())
     shares = [found.get(value, 0) / total for value in parent.least]
@@ -317,7 +326,7 @@ def _has_booleans(one: ColumnStatistics) -> bool:
 
 
 def _complete_counts(splits: Sequence[ColumnStatistics]) -> dict[Any, int] | None:
-    """Over all splits, where their reports have every value."""
+    """Returns the counts over all splits, if their reports have every value."""
     counts: dict[Any, int] = {}
     for one in splits:
         for value, count in one.values:

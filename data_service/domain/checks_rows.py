@@ -1,5 +1,6 @@
-"""Quality checks of rows: the conditions on single values, uniqueness over all rows, and what becomes of rows that
-fail.
+"""Quality checks of rows.
+
+Conditions on single values, uniqueness over all rows, and the handling of rows that fail.
 """
 
 from __future__ import annotations
@@ -33,23 +34,26 @@ from shared.errors import FailedPrecondition
 from shared.value_texts import value_shown
 
 # --- Checks of rows ---
-# Quality checks of rows: which pass, and what becomes of the others.
+# Quality checks of rows: which rows pass, and the handling of the others.
 #
-# Each check looks at a row by itself, but for `unique`, which is judged last, among the rows that pass everything else:
-# so a row that is left out for another reason never makes a good one a repeat.
+# Each check evaluates a row by itself, except for `unique`, which is evaluated last, among the rows that pass
+# everything else: so a row that is left out for another reason never makes a good one a repeat.
 
 PASSES = -1
 
 
 class RepeatFinder(Protocol):
-    """Knows which rows repeat the value of an earlier one: `Repeats` (from a pass before), or `KeepFirst`."""
+    """Finds rows that repeat the value of an earlier one.
+
+    Implemented by `Repeats` (from an earlier pass) and `KeepFirst`.
+    """
 
     def find(self, check: int, array: pa.Array, ordinals: Ordinals) -> Mask: ...
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The first row that a failing check does not let pass."""
+    """The first row that violates a failing check."""
 
     ordinal: int
     check: int
@@ -58,9 +62,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class RowVerdict:
-    """Of a table's rows. `first_failed`: the index of the first check that a row does not pass, -1 where it passes all.
+    """The verdict on a table's rows.
 
-    `violations`: by check, how many rows do not pass it. `failure` is set where a check that fails met a bad row.
+    `first_failed` is the index of the first check that a row fails, -1 if it passes all. `violations` counts the rows
+    that fail each check. `failure` is set if a row violates a failing check.
     """
 
     checks: Sequence[Check]
@@ -74,7 +79,7 @@ class RowVerdict:
         return kept
 
     def quarantined(self) -> Iterator[tuple[int, str]]:
-        """(row's index in the table, reason) of each row that is left out."""
+        """Yields (row's index in the table, reason) for each row that is left out."""
         for row in np.flatnonzero(self.first_failed != PASSES).tolist():
             check = self.checks[self.first_failed[row]]
             if check.quarantines:
@@ -82,10 +87,10 @@ class RowVerdict:
 
 
 class RowChecks:
-    """The checks of rows among `checks`; knows nothing of the rows that it saw. Picklable.
+    """The row checks among `checks`; keeps no state about rows.
 
-    Ordinals order the rows of a version and name them: a row's id, or its place in the source. An int is that of the
-    table's first row, others follow; an array has one for each row.
+    Picklable. Ordinals order the rows of a version and identify them: a row's id, or its position in the source. An int
+    is the ordinal of the table's first row, with consecutive ones following; an array has one for each row.
     """
 
     def __init__(self, checks: Sequence[Check], schema: pa.Schema) -> None:
@@ -98,7 +103,7 @@ class RowChecks:
 
     @property
     def needs_keys(self) -> bool:
-        """Whether parallel parts need a pass of their own for `keys`."""
+        """Whether parallel parts need a separate pass for `keys`."""
         return bool(self._unique)
 
     @property
@@ -106,7 +111,7 @@ class RowChecks:
         return not (self._local or self._unique)
 
     def apply(self, table: pa.Table, first_ordinal: int | Ordinals, repeats: RepeatFinder | None = None) -> RowVerdict:
-        """Raises `ValueError` where a check is `unique` and there are no `repeats`."""
+        """Evaluates the checks; raises `ValueError` for `unique` checks without `repeats`."""
         ordinals = _ordinals(table, first_ordinal)
         first_failed, violations = self._apply_local(table)
         for index in self._unique:
@@ -119,7 +124,7 @@ class RowChecks:
         return RowVerdict(self.checks, first_failed, violations, self._failure(table, first_failed, ordinals))
 
     def keys(self, table: pa.Table, first_ordinal: int | Ordinals) -> UniqueKeys:
-        """The keys of the rows that pass all other checks, for a pass ahead of `apply`."""
+        """Returns the keys of the rows that pass all other checks, for a pass before `apply`."""
         ordinals = _ordinals(table, first_ordinal)
         found = UniqueKeys({index: self.checks[index].quarantines for index in self._unique})
         first_failed, _ = self._apply_local(table)
@@ -141,7 +146,10 @@ class RowChecks:
         return first_failed, violations
 
     def _goes_on(self, first_failed: npt.NDArray[np.int16]) -> Mask:
-        """Rows that are not left out: a failing check ends everything, whatever else is found of its row."""
+        """Returns the rows that are not left out.
+
+        A row that violates a failing check counts, too, because it ends the job anyway.
+        """
         leaves_out = np.array([check.quarantines for check in self.checks], np.bool_)
         goes_on: Mask = (first_failed == PASSES) | ~leaves_out[first_failed]
         return goes_on
@@ -157,7 +165,10 @@ class RowChecks:
 
 
 class KeepFirst:
-    """Judges rows as they stream by once, in the order of their ordinals. Keeps 16 bytes a row for each `unique`."""
+    """Checks rows in one streaming pass, in the order of their ordinals.
+
+    Keeps 16 bytes a row for each `unique`.
+    """
 
     def __init__(self, rows: RowChecks) -> None:
         self._rows = rows
@@ -171,7 +182,10 @@ class KeepFirst:
 
 
 class CheckCounts:
-    """What the checks of rows found in all tables. Parts can be merged in any order. Picklable."""
+    """The results of the row checks over all tables.
+
+    Parts can be merged in any order. Picklable.
+    """
 
     def __init__(self, checks: Sequence[Check]) -> None:
         self._checks = tuple(checks)
@@ -197,7 +211,7 @@ class CheckCounts:
         return int(self._quarantined.sum())
 
     def results(self) -> dict[int, CheckResult]:
-        """By the index of the check; those of the whole version are not among them."""
+        """Returns the results by the index of the check; row checks only."""
         found = {}
         for index, check in enumerate(self._checks):
             if check.is_of_rows:
@@ -209,7 +223,7 @@ class CheckCounts:
         return found
 
     def refuse(self, place: Callable[[int], str] = lambda ordinal: f"row {ordinal}") -> None:
-        """Raises `FailedPrecondition` for the first row (by its ordinal) that a failing check does not let pass."""
+        """Raises `FailedPrecondition` for the first row, by ordinal, that violates a failing check."""
         failure = self.failure
         if failure is None:
             return
@@ -239,13 +253,13 @@ def _ordinals(table: pa.Table, first_ordinal: int | Ordinals) -> Ordinals:
 
 
 def _passing(table: pa.Table, column: str, goes_on: Mask) -> tuple[pa.Array, npt.NDArray[np.int64]]:
-    """The column's values in the rows that go on and have one, and those rows' indices."""
+    """Returns the column's non-null values in the rows that go on, and those rows' indices."""
     values = table.column(column)
     rows = np.flatnonzero(goes_on & np.asarray(values.is_valid()))
     if len(rows) < table.num_rows:
         values = values.take(pa.array(rows))
     array = values.combine_chunks()
-    if isinstance(array, pa.ChunkedArray):  # what `combine_chunks` gives for no rows, and for extension types
+    if isinstance(array, pa.ChunkedArray):  # `combine_chunks` returns this for no rows, and for extension types
         array = (
             array.chunk(0) if array.num_chunks == 1 else pa.concat_arrays(array.chunks or [pa.array([], array.type)])
         )
@@ -253,7 +267,7 @@ def _passing(table: pa.Table, column: str, goes_on: Mask) -> tuple[pa.Array, npt
 
 
 def _shown_value(value: pa.Scalar) -> str:
-    """Empty for a null, of which all is said by its name."""
+    """Returns the value for an error; empty for a null, which the reason names already."""
     if not value.is_valid:
         return ""
     if isinstance(value.type, pa.FixedShapeTensorType) or pa.types.is_binary(value.type):
@@ -262,11 +276,14 @@ def _shown_value(value: pa.Scalar) -> str:
 
 
 # --- Conditions ---
-# The conditions on single rows, a column at a time.
+# The conditions on single rows, evaluated a column at a time.
 
 
 def violating(condition: Condition, column: pa.ChunkedArray) -> Mask:
-    """True in the rows whose value does not pass. Raises `TypeError` for conditions on more than one row."""
+    """Returns True for the rows whose value fails.
+
+    Raises `TypeError` for conditions on more than one row.
+    """
     match condition:
         case NotNull():
             return _mask(column.is_null())
@@ -285,7 +302,7 @@ def _out_of_range(condition: Range, column: pa.ChunkedArray) -> Mask:
     low: float
     high: float
     if kinds.is_integer(column.type):
-        # Whole limits: compared as floats, integers from 2**53 on would be taken for their neighbours.
+        # Integer limits: compared as floats, integers from 2**53 on would equal their neighbours.
         limits = np.iinfo(column.type.to_pandas_dtype())
         low = limits.min if least is None else math.ceil(least)
         high = limits.max if most is None else math.floor(most)
@@ -302,7 +319,7 @@ def _out_of_range(condition: Range, column: pa.ChunkedArray) -> Mask:
 
 def _value_set(condition: OneOf, arrow_type: pa.DataType) -> pa.Array:
     values: Any = condition.values
-    if kinds.is_integer(arrow_type):  # a value that the column cannot have is in no row
+    if kinds.is_integer(arrow_type):  # values that the column's type cannot hold occur in no row
         limits = np.iinfo(arrow_type.to_pandas_dtype())
         values = [value for value in values if limits.min <= value <= limits.max]
     return pa.array(values, arrow_type)
@@ -314,10 +331,10 @@ def _mask(values: pa.ChunkedArray) -> Mask:
 
 
 # --- Uniqueness ---
-# Which rows repeat the value of an earlier one, for columns of any number of rows.
+# Finds rows that repeat the value of an earlier one, for columns of any number of rows.
 #
 # A value becomes a key of 128 bits: numbers exactly, everything else by XXH3-128 of its bytes (two of 10^12 values
-# share one with a probability of 10^-15).
+# share a key with a probability of 10^-15).
 
 Mask = npt.NDArray[np.bool_]
 Ordinals = npt.NDArray[np.int64]
@@ -325,7 +342,10 @@ Ordinals = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Keys:
-    """Two words a value. The high one looks random, so values seldom share it."""
+    """Keys of two words each.
+
+    The high word looks random, so values seldom share it.
+    """
 
     high: npt.NDArray[np.uint64]
     low: npt.NDArray[np.uint64]
@@ -345,7 +365,7 @@ class Keys:
 
 
 def keys_of(array: pa.Array) -> Keys:
-    """Of values without nulls. -0.0 is 0.0, and NaN is equal to NaN."""
+    """Returns the keys of values without nulls; -0.0 equals 0.0, and NaN equals NaN."""
     if isinstance(array.type, pa.FixedShapeTensorType):
         rows = tensor_rows(array)
         if rows.dtype.kind == "f":
@@ -359,16 +379,17 @@ def keys_of(array: pa.Array) -> Keys:
 
 
 class KeySet:
-    """A growing set of keys of 16 bytes each, in runs of which each is at most half as long as the one before.
+    """A growing set of keys of 16 bytes each.
 
-    A run is in the order of the high words; keys that share one stand next to each other in any order.
+    It has sorted runs, each at most half as long as the one before. A run is in the order of the high words; keys with
+    the same high word are adjacent, in any order.
     """
 
     def __init__(self) -> None:
         self._runs: list[Keys] = []
 
     def add_new(self, keys: Keys) -> Mask:
-        """Adds the keys; true where one was there already, or earlier among these."""
+        """Adds the keys; returns True for those already present, or earlier among these."""
         order = np.lexsort((keys.low, keys.high))  # stable: of equal keys the earlier row comes first
         ordered = keys.at(order)
         repeats = np.empty(len(keys), np.bool_)
@@ -398,12 +419,12 @@ class KeySet:
 
 @dataclass(frozen=True)
 class Repeats:
-    """By check: the ordinals, ascending, of the rows that repeat the value of an earlier one."""
+    """The ascending ordinals of the rows that repeat an earlier value, by check."""
 
     ordinals: Mapping[int, Ordinals]
 
     def find(self, check: int, array: pa.Array, ordinals: Ordinals) -> Mask:  # noqa: ARG002
-        """Of rows that pass everything so far and are not null: which are repeats."""
+        """Returns which of these rows are repeats; they passed everything so far and are not null."""
         repeated = self.ordinals.get(check, np.empty(0, np.int64))
         places = np.searchsorted(repeated, ordinals)
         if not len(repeated):
@@ -413,9 +434,10 @@ class Repeats:
 
 
 class UniqueKeys:
-    """The keys of a part's rows with the rows' ordinals: 24 bytes a row and check. Picklable.
+    """The keys of a part's rows with the rows' ordinals: 24 bytes a row and check.
 
-    `quarantines` says of each check, by its index, whether repeats are left out: the next check then does not see them.
+    Picklable. `quarantines` says for each check, by its index, whether repeats are left out: the next check then does
+    not see them.
     """
 
     def __init__(self, quarantines: Mapping[int, bool]) -> None:
@@ -423,17 +445,20 @@ class UniqueKeys:
         self._parts: dict[int, list[tuple[Keys, Ordinals]]] = {check: [] for check in quarantines}
 
     def add(self, check: int, array: pa.Array, ordinals: Ordinals) -> None:
-        """Values without nulls."""
+        """Adds values without nulls."""
         self._parts[check].append((keys_of(array), ordinals))
 
     def merge(self, other: UniqueKeys) -> None:
-        """Takes in the keys of another part. A part that knew of no checks, as it had no rows, fits any other."""
+        """Adds the keys of another part.
+
+        A part without rows has no checks, and fits any other.
+        """
         for check, parts in other._parts.items():
             self._quarantines.setdefault(check, other._quarantines[check])
             self._parts.setdefault(check, []).extend(parts)
 
     def repeats(self) -> Repeats:
-        """Of equal values the one with the lowest ordinal stays."""
+        """Returns the repeats; of equal values the one with the lowest ordinal stays."""
         found: dict[int, Ordinals] = {}
         left_out = np.empty(0, np.int64)
         for check, parts in sorted(self._parts.items()):

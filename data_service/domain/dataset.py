@@ -1,4 +1,4 @@
-"""A dataset: a name for a collection of versions, and which of these go by themselves."""
+"""A dataset: a name for a collection of versions, and the retention of these."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from shared.errors import invalid_field, invalid_fields
 from shared.names import ID, ID_REMEDY
 
 # --- Retention ---
-# Which versions of a dataset go by themselves.
+# The retention of a dataset's versions: which are deleted automatically.
 
-# What a `google.protobuf.Duration` holds: 10,000 years.
+# The maximum of `google.protobuf.Duration`: 10,000 years.
 MAX_AGE_S = 315_576_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Retention(Durable):
-    """`keep_newest` of 0 and `max_age_s` of 0 mean: no matter. With both at 0 nothing goes."""
+    """The retention rules; 0 disables a rule.
+
+    With both at 0 no version is deleted.
+    """
 
     keep_newest: int = 0
     max_age_s: float = 0.0
@@ -39,7 +42,7 @@ class Committed:
 
 
 def check_retention(retention: Retention, field: str = "retention") -> None:
-    """Raises `InvalidArgument` naming every field that is wrong."""
+    """Raises `InvalidArgument` naming every invalid field."""
     problems: list[tuple[str, object, str]] = []
     if retention.keep_newest < 0:
         problems.append((f"{field}.keep_newest", retention.keep_newest, "use 0 (no matter) or more"))
@@ -51,15 +54,15 @@ def check_retention(retention: Retention, field: str = "retention") -> None:
 
 
 def outlived(retention: Retention, versions: Sequence[Committed], now: float) -> list[str]:
-    """The names of those that the retention lets go, the oldest first.
+    """Returns the names of versions that the retention deletes, the oldest first.
 
-    A version goes when every rule that is set says so; never one in use, and never the newest. Versions in use count
-    among those that `keep_newest` keeps.
+    A version is deleted if every enabled rule says so, but never one in use, and never the newest. Versions in use
+    count among those that `keep_newest` keeps.
     """
     if retention.keeps_all:
         return []
     newest_first = sorted(versions, key=lambda one: (one.commit_time, one.name), reverse=True)
-    # Without the rule of the newest, at least the newest one stays.
+    # Without a `keep_newest` rule, at least the newest one stays.
     candidates = newest_first[max(retention.keep_newest, 1) :]
     if retention.max_age_s:
         candidates = [one for one in candidates if now - one.commit_time > retention.max_age_s]
@@ -67,7 +70,6 @@ def outlived(retention: Retention, versions: Sequence[Committed], now: float) ->
 
 
 # --- Dataset ---
-# A dataset: a name for a collection of versions.
 
 MAX_DISPLAY_NAME = 63
 MAX_DESCRIPTION = 4096
@@ -76,7 +78,10 @@ UPDATABLE = ("display_name", "description", "retention")
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset(Durable):
-    """`create_time` is in seconds since the epoch; `request_id` is that of the call that made it, or empty."""
+    """A dataset.
+
+    `create_time` is in seconds since the epoch; `request_id` is that of the call that created it, or empty.
+    """
 
     name: str
     uid: str
@@ -84,7 +89,7 @@ class Dataset(Durable):
     description: str
     create_time: float
     request_id: str = ""
-    # Counts what was asked for: 1 for the creation, one more for each change.
+    # Counts the client's changes: 1 for the creation, one more for each change.
     generation: int = 1
     retention: Retention = field(default_factory=Retention)
     # A tombstone: the dataset does not exist, and a new one may begin in the same log.
@@ -105,9 +110,9 @@ class Dataset(Durable):
 
 
 def changed(dataset: Dataset, changes: Mapping[str, Any]) -> Dataset:
-    """The dataset with these of `UPDATABLE`; the same one where nothing is different.
+    """Returns the dataset with these of `UPDATABLE`; the same object if nothing changes.
 
-    Raises `InvalidArgument` naming every value that is wrong.
+    Raises `InvalidArgument` naming every invalid value.
     """
     wanted = replace(dataset, **changes)
     check_fields(None, wanted.display_name, wanted.description, prefix="dataset.")
@@ -116,7 +121,10 @@ def changed(dataset: Dataset, changes: Mapping[str, Any]) -> Dataset:
 
 
 def check_mask(paths: Iterable[str]) -> list[str]:
-    """What an update changes: all of `UPDATABLE` where the mask is empty. Raises `InvalidArgument`."""
+    """Returns the fields that an update changes: all of `UPDATABLE` if the mask is empty.
+
+    Raises `InvalidArgument`.
+    """
     given = list(paths)
     for index, path in enumerate(given):
         if path not in UPDATABLE:
@@ -125,7 +133,7 @@ def check_mask(paths: Iterable[str]) -> list[str]:
 
 
 def check_fields(dataset_id: str | None, display_name: str, description: str, prefix: str = "") -> None:
-    """Raises `InvalidArgument` naming every field that is wrong, with `prefix` in front."""
+    """Raises `InvalidArgument` naming every invalid field, prefixed by `prefix`."""
     problems: list[tuple[str, object, str]] = []
     if dataset_id is not None and not ID.fullmatch(dataset_id):
         problems.append(("dataset_id", dataset_id, ID_REMEDY))

@@ -1,7 +1,7 @@
 """IDX, the file format of MNIST: a magic of two zeros, a value type and a rank, the dimensions, then the values.
 
-Source: http://yann.lecun.com/exdb/mnist ("The IDX file format"). All numbers are big-endian. A header is never
-believed: memory is taken for bytes that were read, not for bytes that it claims.
+Source: http://yann.lecun.com/exdb/mnist ("The IDX file format"). All numbers are big-endian. Headers are not trusted:
+memory grows with the bytes read, not with the size that a header claims.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ MAX_ROW_BYTES = 16 * 1024 * 1024
 
 
 class IdxError(ValueError):
-    """The bytes are not a whole IDX file; the text says what is wrong with them."""
+    """The bytes are no complete IDX file; the text says why."""
 
 
 @dataclass(frozen=True)
 class IdxHeader:
-    """`row_shape` is the shape of one row, () where rows are scalars."""
+    """The header of an IDX file.
+
+    `row_shape` is the shape of one row, () if rows are scalars.
+    """
 
     value_type: np.dtype[Any]
     row_count: int
@@ -44,12 +47,12 @@ class IdxHeader:
 
     @property
     def size_bytes(self) -> int:
-        """Of the whole file that this header begins."""
+        """The size of the whole file with this header."""
         return 4 + 4 * (1 + len(self.row_shape)) + self.row_count * self.row_bytes
 
 
 def read_header(stream: BinaryIO) -> IdxHeader:
-    """Raises `IdxError`."""
+    """Reads and checks a header; raises `IdxError`."""
     magic = _read_exactly(stream, 4)
     if len(magic) < 4:
         raise IdxError(f"it ends after {len(magic)} bytes, within its magic number")
@@ -71,9 +74,9 @@ def read_header(stream: BinaryIO) -> IdxHeader:
 
 
 def read_rows(stream: BinaryIO, header: IdxHeader, rows_per_chunk: int) -> Iterator[np.ndarray[Any, Any]]:
-    """The rows behind the header as native (N, *row_shape) arrays, `rows_per_chunk` at a time.
+    """Yields the rows after the header as native (N, *row_shape) arrays, `rows_per_chunk` at a time.
 
-    Raises `IdxError` where the bytes end too early or go on after the last row.
+    Raises `IdxError` if the bytes end too early or continue after the last row.
     """
     done = 0
     while done < header.row_count:
@@ -94,7 +97,7 @@ def rows_per_chunk(header: IdxHeader, chunk_bytes: int) -> int:
 
 
 def _read_exactly(stream: BinaryIO, size: int) -> bytes:
-    """`size` bytes, or as many as there are: a stream may give fewer at a time."""
+    """Reads `size` bytes, or fewer at the end; a stream may return fewer at a time."""
     pieces = []
     while size > 0 and (piece := stream.read(size)):
         pieces.append(piece)

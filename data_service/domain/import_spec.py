@@ -1,4 +1,4 @@
-"""What an import is asked to do, checked as a whole: every problem is told at once."""
+"""The spec of an import, checked as a whole: all problems are reported at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shared.errors import invalid_fields
 from shared.names import ID, SPLIT, SPLIT_REMEDY
 
 # --- Arrow types ---
-# Arrow types as a request names them: in Arrow's own spelling, as the columns of a version are described.
+# Arrow types as requests name them: in Arrow's own spelling, as in the columns of a version.
 
 MAX_FIXED_BYTES = 16 * 1024 * 1024
 
@@ -61,8 +61,11 @@ class TypeRefused(ValueError):
 
 
 def parse_type(text: str) -> pa.DataType:
-    """The type that `text` names, such as `int64`, `timestamp[us, tz=UTC]`, `decimal128(10, 2)` or
-    `fixed_shape_tensor[value_type=uint8, shape=[28,28]]`. Raises `TypeRefused`."""
+    """Returns the type that `text` names.
+
+    Examples are `int64`, `timestamp[us, tz=UTC]`, `decimal128(10, 2)` and `fixed_shape_tensor[value_type=uint8,
+    shape=[28,28]]`. Raises `TypeRefused`.
+    """
     if text in _PLAIN:
         return _PLAIN[text]
     if match := _TIMESTAMP.fullmatch(text):
@@ -103,7 +106,6 @@ def _tensor(value_name: str, shape: list[int]) -> pa.DataType:
 
 
 # --- Import spec ---
-# What an import is asked to do, checked as a whole: every problem is told at once.
 
 MAX_SOURCES = 64
 MAX_HOLD_OUTS = 64
@@ -111,7 +113,7 @@ MAX_NULL_VALUES = 1000
 FORMATS = ("idx", "parquet", "arrow", "csv", "json_lines", "image_folder", "image_tar")
 PARTITIONINGS = ("hive", "none")
 ENCODINGS = ("utf-8", "utf-16", "latin-1", "windows-1252")
-# Fields that name one file, where others may name a folder or a pattern.
+# Fields that name one file; other fields may name a folder or a pattern.
 SINGLE_FILES = ("idx.images_uri", "idx.labels_uri")
 
 Problem = tuple[str, object, str]
@@ -119,7 +121,7 @@ Problem = tuple[str, object, str]
 
 @dataclass(frozen=True, kw_only=True)
 class CsvOptions:
-    """As the request has them: empty means the default."""
+    """The options of CSV, as in the request: empty means the default."""
 
     delimiter: str = ""
     column_names: list[str] = field(default_factory=list)
@@ -129,8 +131,11 @@ class CsvOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Rows of one split. `uris` maps a field of the request, e.g. `csv.uri`, to what it names; `format` is one of
-    `FORMATS`, or empty where the request sets none; `csv` is set for CSV alone."""
+    """A source of rows for one split.
+
+    `uris` maps a field of the request, e.g. `csv.uri`, to its URI; `format` is one of `FORMATS`, or empty if the
+    request sets none; `csv` is set for CSV only.
+    """
 
     split: str
     format: str
@@ -158,7 +163,10 @@ class HoldOut:
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnType:
-    """`arrow_type` in Arrow's spelling (`arrow_types.parse_type`)."""
+    """The type of a column.
+
+    `arrow_type` is in Arrow's spelling (`parse_type`).
+    """
 
     column: str
     arrow_type: str
@@ -166,7 +174,10 @@ class ColumnType:
 
 @dataclass(frozen=True, kw_only=True)
 class BadRows:
-    """`action` is `fail` or `quarantine`; `max_rows` bounds the quarantine, 0 leaves it unbounded."""
+    """The handling of bad rows.
+
+    `action` is `fail` or `quarantine`; `max_rows` limits the quarantine, 0 means no limit.
+    """
 
     action: str = "fail"
     max_rows: int = 0
@@ -178,8 +189,11 @@ class BadRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """The version that the new one follows; `mode` is `append` or `replace`, or empty where the request sets none.
-    `manifest_sha256` is that of the version as it was when the import was asked for."""
+    """The version that the new one follows.
+
+    `mode` is `append` or `replace`, or empty if the request sets none. `manifest_sha256` is the digest of the version
+    at the time of the request.
+    """
 
     version: str
     mode: str
@@ -188,9 +202,12 @@ class Base:
 
 @dataclass(frozen=True, kw_only=True)
 class ImportSpec:
-    """`checks` are quality checks as JSON, which `data_service.domain.checks` reads. `partitioning` is one of
+    """The spec of an import.
+
+    `checks` are quality checks as JSON, parsed by `data_service.domain.checks`. `partitioning` is one of
     `PARTITIONINGS`: whether folders `name=value` are columns. With `nan_as_null`, NaN of float columns becomes null;
-    tensors keep theirs."""
+    tensors keep theirs.
+    """
 
     sources: list[Source]
     hold_outs: list[HoldOut]
@@ -203,7 +220,7 @@ class ImportSpec:
 
     @property
     def imported_splits(self) -> list[str]:
-        """In the order in which sources first name them."""
+        """The imported splits, in the order in which sources first name them."""
         return list(dict.fromkeys(source.split for source in self.sources))
 
     @property
@@ -213,7 +230,7 @@ class ImportSpec:
 
     @property
     def types_by_column(self) -> dict[str, str]:
-        """In the order of the request, so that a place in it is an index of `column_types`."""
+        """The types by column, in the order of the request, so that an index is one of `column_types`."""
         return {one.column: one.arrow_type for one in self.column_types}
 
     def as_record(self) -> dict[str, Any]:
@@ -229,15 +246,17 @@ class ImportSpec:
             bad_rows=BadRows(**fields_of(BadRows, record.get("bad_rows", {}))),
             checks=list(record.get("checks", [])),
             base=None if base is None else Base(**fields_of(Base, base)),
-            # An import that was asked for before there was a choice ends as it began.
+            # An import that was requested before this option existed keeps its behavior.
             partitioning=record.get("partitioning", "none"),
             nan_as_null=record.get("nan_as_null", False),
         )
 
 
 def check(spec: ImportSpec, roots: Sequence[PurePosixPath], *, s3: bool) -> None:
-    """Raises `InvalidArgument` naming every field that is wrong. `roots` are the folders that files may come from,
-    `s3` says whether the server can read s3://."""
+    """Raises `InvalidArgument` naming every invalid field.
+
+    `roots` are the folders allowed for files, `s3` says whether the server can read s3://.
+    """
     problems = [
         *_source_problems(spec, roots, s3),
         *_hold_out_problems(spec),

@@ -1,4 +1,4 @@
-"""Which row goes into which split, and which ids its rows get."""
+"""Assigns rows to splits, and row ids to rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class LayoutError(ValueError):
-    """The splits cannot be cut as asked; the text says why. `hold_out` is the index of the one at fault, or None."""
+    """The splits cannot be divided as requested; the text says why.
+
+    `hold_out` is the index of the one at fault, or None.
+    """
 
     def __init__(self, message: str, hold_out: int | None = None) -> None:
         super().__init__(message)
@@ -23,7 +26,7 @@ class LayoutError(ValueError):
 
 
 class EmptySplit(LayoutError):
-    """There is no row for `split`."""
+    """The split has no rows."""
 
     def __init__(self, split: str) -> None:
         super().__init__(f"the split {split!r} has no rows")
@@ -32,7 +35,7 @@ class EmptySplit(LayoutError):
 
 @dataclass(frozen=True)
 class SplitRange:
-    """A split owns the row ids from `first_row_id` on, `row_count` of them."""
+    """The row ids of a split: `row_count` ids from `first_row_id`."""
 
     name: str
     first_row_id: int
@@ -41,9 +44,9 @@ class SplitRange:
 
 @dataclass(frozen=True)
 class Routing:
-    """Where an imported split's rows go: row i belongs to `targets[choice[i]]`; targets[0] is the split itself.
+    """The targets of an imported split's rows: row i belongs to `targets[choice[i]]`.
 
-    `counts` has the rows of each target; `choice` is None where all rows stay.
+    targets[0] is the split itself. `counts` has the rows of each target; `choice` is None if all rows stay.
     """
 
     targets: list[str]
@@ -52,16 +55,16 @@ class Routing:
 
 
 def held_out_count(row_count: int, fraction: float) -> int:
-    """The nearest whole number, halves up, at least 1."""
+    """Returns the nearest whole number, halves up, at least 1."""
     return max(1, math.floor(row_count * fraction + 0.5))
 
 
 def route(split: str, row_count: int, hold_outs: Sequence[HoldOut]) -> Routing:
-    """Cuts `hold_outs`, in order, off an imported split of `row_count` rows.
+    """Divides `hold_outs`, in order, from an imported split of `row_count` rows.
 
-    Each fraction is of the split as it was imported. A hold-out takes the rows, among those still there, with the
-    smallest hash of (its seed, the row's ordinal): no generator whose stream a new release may change.
-    Raises `LayoutError` unless at least one row stays behind, `EmptySplit` where there was none.
+    Each fraction is of the split as it was imported. A hold-out takes the remaining rows with the smallest hash of (its
+    seed, the row's ordinal), instead of a random generator whose stream a new release may change. Raises `LayoutError`
+    unless at least one row remains, `EmptySplit` if there was none.
     """
     own = [(index, one) for index, one in enumerate(hold_outs) if one.from_split == split]
     if not own:
@@ -88,9 +91,9 @@ def route(split: str, row_count: int, hold_outs: Sequence[HoldOut]) -> Routing:
 
 
 def lay_out(routings: Iterable[Routing], order: Sequence[str]) -> list[SplitRange]:
-    """Contiguous row ids: the imported splits in their order, then the hold-outs in theirs (`order` names all).
+    """Assigns contiguous row ids: the imported splits in order, then the hold-outs in theirs.
 
-    Raises `EmptySplit` for a split without rows.
+    `order` names all of them. Raises `EmptySplit` for a split without rows.
     """
     counts: dict[str, int] = {}
     for routing in routings:
@@ -106,7 +109,10 @@ def lay_out(routings: Iterable[Routing], order: Sequence[str]) -> list[SplitRang
 
 
 def ordinal_hashes(seed: int, row_count: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """SplitMix64 (Steele, Lea and Flood 2014) of each ordinal, in a stream that the seed begins. Overflow is meant."""
+    """Returns SplitMix64 (Steele, Lea and Flood 2014) of each ordinal, in the stream of the seed.
+
+    Overflow is intended.
+    """
     begin = _mix(np.array([seed], np.uint64) + _GOLDEN)
     return _mix(begin + np.arange(1, row_count + 1, dtype=np.uint64) * _GOLDEN)
 

@@ -1,4 +1,4 @@
-"""What a prediction over a version is asked to do, checked as a whole: every problem is told at once."""
+"""The spec of a prediction over a version, checked as a whole: all problems are reported at once."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
-    """`most` 0: as many as the cluster has room for. `cpus` are the threads of the model, too; it runs on a GPU where
-    `gpus` is above 0."""
+    """The workers of a prediction.
+
+    `most` 0: as many as fit the cluster. `cpus` is also the number of the model's threads. The model runs on a GPU if
+    `gpus` is above 0.
+    """
 
     most: int = 0
     batch_size: int = DEFAULT_BATCH_SIZE
@@ -36,8 +39,11 @@ class Workers:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRef:
-    """Which checkpoint. `folder` is the store's key prefix of its files, `sha256` the digest of its manifest; both are
-    empty until it was found."""
+    """A reference to a checkpoint.
+
+    `folder` is the store's key prefix of its files, `sha256` the digest of its manifest; both are empty until it is
+    found.
+    """
 
     name: str
     folder: str = ""
@@ -46,10 +52,10 @@ class CheckpointRef:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictSpec:
-    """`split` and `columns` empty: all; `outputs` empty: all but the logits.
+    """The spec of a prediction.
 
-    `source_sha256` is the digest of the source's manifest when it was asked for; `bad_rows` are those that a step
-    cannot work on.
+    `split` and `columns` empty: all; `outputs` empty: all but the logits. `source_sha256` is the digest of the source's
+    manifest at the request; `bad_rows` are those that a step cannot process.
     """
 
     source: str
@@ -73,7 +79,7 @@ class PredictSpec:
 
 
 def check(spec: PredictSpec) -> None:
-    """Raises `InvalidArgument` naming every field that is wrong, as far as that is known without what it names."""
+    """Raises `InvalidArgument` naming every field that is invalid regardless of the resources it names."""
     problems = list(_problems(spec))
     if problems:
         raise invalid_fields(problems)
@@ -105,6 +111,6 @@ def _worker_problems(workers: Workers) -> Iterator[Problem]:
         yield "workers.batch_size", workers.batch_size, f"use 1 to {MAX_BATCH_SIZE:,} rows"
     if not 1 <= workers.cpus <= MAX_CPUS:
         yield "workers.cpus", workers.cpus, f"use 1 to {MAX_CPUS:,}"
-    # More than one would be held, and not be used.
+    # More than one GPU would be reserved, but not used.
     if not 0 <= workers.gpus <= 1:
         yield "workers.gpus", workers.gpus, "use 0, part of a GPU, or 1"

@@ -1,4 +1,4 @@
-"""How rows are divided into splits: by a stable hash of keys, by a column's values, by time, or at random."""
+"""The rules that divide rows into splits: by a stable hash of keys, by a column's values, by time, or at random."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shared.errors import InvalidArgument, shown
 from shared.names import SPLIT, SPLIT_REMEDY
 
 # --- Key hashes ---
-# Hashes of rows' keys that stay the same for ever: on any machine, in any release, whatever the width of the integers.
+# Hashes of rows' keys that never change: on any machine, in any release, whatever the width of the integers.
 #
 # A key is one value of each key column, written as canonical bytes (a type tag, then the value; texts and bytes with
 # their length in front, so that ("ab", "c") and ("a", "bc") differ) and hashed with 64-bit XXH3 (Collet, xxHash 0.8),
@@ -35,12 +35,15 @@ _NS = {"s": 1_000_000_000, "ms": 1_000_000, "us": 1_000, "ns": 1}
 
 
 def can_be_key(arrow_type: pa.DataType) -> bool:
-    """Scalars of any kind that a version keeps; tensors are no keys."""
+    """Returns whether values of this type can be keys: all scalars, but no tensors."""
     return _encoder(arrow_type) is not None
 
 
 def key_hashes(columns: Sequence[pa.ChunkedArray], seed: int) -> NDArray[np.uint64]:
-    """One hash a row; `columns` are of equal length, at least one. Nulls are a value of their own."""
+    """Returns one hash a row; nulls are a separate value.
+
+    `columns` are of equal length, at least one.
+    """
     if len(columns) == 1:
         values, codes = _distinct(columns[0])
         return np.fromiter((_hash(value, seed) for value in values), np.uint64, len(values))[codes]
@@ -57,7 +60,7 @@ def _hash(key: bytes, seed: int) -> int:
 
 
 def _distinct(column: pa.ChunkedArray) -> tuple[list[bytes], NDArray[np.int64]]:
-    """The column's different values as canonical bytes, and each row's place among them."""
+    """Returns the column's distinct values as canonical bytes, and each row's index among them."""
     encode = _encoder(column.type)
     if encode is None:
         raise ValueError(f"values of type {column.type} are no keys")
@@ -70,7 +73,7 @@ def _distinct(column: pa.ChunkedArray) -> tuple[list[bytes], NDArray[np.int64]]:
 
 
 def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Times as their integers: Python's own have no nanoseconds."""
+    """Converts times to their integers, since Python's own have no nanoseconds."""
     if kinds.is_timestamp(column.type) or kinds.is_time64(column.type):
         return column.cast(pa.int64())
     if kinds.is_time32(column.type) or kinds.is_date32(column.type):
@@ -106,8 +109,8 @@ def _integer(value: int) -> bytes:
 
 def _double(value: float) -> bytes:
     if math.isnan(value):
-        value = math.nan  # of all its bit patterns one
-    return struct.pack("<d", value + 0.0)  # which makes -0.0 the same as 0.0
+        value = math.nan  # one bit pattern for all NaN
+    return struct.pack("<d", value + 0.0)  # turns -0.0 into 0.0
 
 
 def _sized(value: bytes) -> bytes:
@@ -115,7 +118,10 @@ def _sized(value: bytes) -> bytes:
 
 
 def _decimal(value: Decimal) -> bytes:
-    """The value alone: 1.50 and 1.5 are equal. `normalize` would round to the context's precision."""
+    """Encodes the value alone: 1.50 and 1.5 are equal.
+
+    `normalize` would round to the context's precision.
+    """
     sign, digits, exponent = value.as_tuple()
     assert isinstance(exponent, int)
     unscaled = int("".join(map(str, digits)))
@@ -125,7 +131,7 @@ def _decimal(value: Decimal) -> bytes:
 
 
 # --- Random order ---
-# Row ids in an order that is random, and the same for the same seed.
+# A random order of row ids that is the same for the same seed.
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _CHUNK_ROWS = 1 << 18
@@ -133,14 +139,19 @@ _RADIX_BITS = 16
 
 
 def row_hashes(seed: int, row_ids: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """SplitMix64 (Steele, Lea and Flood 2014) of each row id, in a stream that the seed begins: a bijection of the row
-    ids, so no two tie. Overflow is meant."""
+    """Returns SplitMix64 (Steele, Lea and Flood 2014) of each row id, in the stream of the seed.
+
+    It is a bijection of the row ids, so there are no ties. Overflow is intended.
+    """
     return mix(mix(np.array([seed], np.uint64)) + row_ids.astype(np.uint64) * _GOLDEN)
 
 
 def hashes_of_rank(seed: int, row_count: int, ranks: Sequence[int]) -> NDArray[np.uint64]:
-    """For each rank r the hash that exactly r rows' hashes are below, in memory that hardly grows with the rows: first
-    the hashes are counted by their upper bits, then only those around the ranks are sorted."""
+    """Returns for each rank r the hash above exactly r rows' hashes.
+
+    Memory hardly grows with the rows: a first pass counts the hashes by their upper bits, a second one sorts only those
+    around the ranks.
+    """
 
     def upper_bits() -> Iterator[tuple[NDArray[np.uint64], NDArray[np.int64]]]:
         for first in range(0, row_count, _CHUNK_ROWS):
@@ -167,12 +178,10 @@ def hashes_of_rank(seed: int, row_count: int, ranks: Sequence[int]) -> NDArray[n
 
 
 # --- Split rules ---
-# How rows are divided into splits: by a stable hash of keys, by a column's values, by time, or at random.
-#
-# Each rule is a function of a row alone (its key, its value, its row id), so any part of a version can be divided by
+# Each rule is a function of a single row (its key, its value, its row id), so any part of a version can be divided by
 # itself.
 
-# Values of a column that names splits: more than so many is some other column.
+# The maximum values of a column that names splits: with more, it is probably another column.
 MAX_SPLITS = 256
 FILL_REMEDY = "fill or filter nulls before dividing"
 
@@ -183,7 +192,7 @@ Problem = tuple[str, object, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """A share is `weight` of the sum of all weights."""
+    """The share of a split: `weight` of the sum of all weights."""
 
     split: str
     weight: float
@@ -191,7 +200,10 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Period:
-    """`before_ns` is in nanoseconds since 1970 (UTC), exclusive; None takes the rest."""
+    """A period of time.
+
+    `before_ns` is in nanoseconds since 1970 (UTC), exclusive; None takes the rest.
+    """
 
     split: str
     before_ns: int | None
@@ -199,21 +211,21 @@ class Period:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Row i goes to `splits[choice[i]]`."""
+    """The splits of rows: row i goes to `splits[choice[i]]`."""
 
     splits: list[str]
     choice: NDArray[np.intp]
 
 
 class Divider(Protocol):
-    """Divides rows that it gets a table at a time."""
+    """Divides rows, a table at a time."""
 
     @property
     def columns(self) -> list[str]:
-        """What `assign` reads."""
+        """The columns that `assign` reads."""
 
     def assign(self, rows: pa.Table, row_ids: NDArray[np.int64]) -> Assignment:
-        """Raises `InvalidArgument` naming the row that has no split."""
+        """Assigns each row to a split; raises `InvalidArgument` naming a row without a split."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,7 +290,7 @@ class TimeSplit:
         choice = np.zeros(len(times), np.intp)
         for period in self.periods[:-1]:
             assert period.before_ns is not None
-            # The first whole unit that is not before: exact, where the time in nanoseconds might overflow.
+            # The first whole unit that is not before: exact, even if the time in nanoseconds might overflow.
             bound = -(-period.before_ns // unit_ns)
             choice += np.array([time >= bound for time in times]) if abs(bound) >= 2**63 else times >= bound
         return Assignment([period.split for period in self.periods], choice)
@@ -286,7 +298,7 @@ class TimeSplit:
 
 @dataclass(frozen=True, kw_only=True)
 class RatioSplit:
-    """Divides only once the number of all rows is known: see `divider`."""
+    """Divides at random; needs the number of all rows: see `divider`."""
 
     field: ClassVar[str] = "splits.ratio"
     shares: list[Share]
@@ -302,8 +314,10 @@ SplitRule = HashSplit | ColumnSplit | TimeSplit | RatioSplit
 
 @dataclass(frozen=True)
 class RatioDivider:
-    """The rows with the smallest hashes of (seed, row id) go to the first split, those from `bounds[0]` on to the
-    second, and so on."""
+    """Divides by the hashes of (seed, row id).
+
+    The rows with the smallest hashes go to the first split, those from `bounds[0]` on to the second, and so on.
+    """
 
     shares: list[Share]
     seed: int
@@ -319,7 +333,10 @@ class RatioDivider:
 
 
 def divider(rule: SplitRule, row_count: int) -> Divider:
-    """`row_count` is that of the whole version, whose row ids go from 0 to `row_count`."""
+    """Returns the divider of a rule.
+
+    `row_count` is that of the whole version, with row ids from 0 to `row_count`.
+    """
     if not isinstance(rule, RatioSplit):
         return rule
     counts = share_counts(rule.shares, row_count)
@@ -328,19 +345,22 @@ def divider(rule: SplitRule, row_count: int) -> Divider:
 
 
 def split_order(rule: SplitRule, found: Sequence[str]) -> list[str]:
-    """The splits in the order of their row ids: as the rule gives them, or those found, by the bytes of their names."""
+    """Returns the splits in the order of their row ids.
+
+    The order is that of the rule, or for splits found in a column the byte order of their names.
+    """
     if isinstance(rule, ColumnSplit):
         return sorted(found)
     return [one.split for one in (rule.periods if isinstance(rule, TimeSplit) else rule.shares)]
 
 
 def taken_away(rule: SplitRule | None) -> list[str]:
-    """Columns that the new version does not have."""
+    """Returns the columns that the new version does not have."""
     return [rule.column] if isinstance(rule, ColumnSplit) else []
 
 
 def column_problems(rule: SplitRule, schema: pa.Schema) -> Iterator[Problem]:
-    """What is wrong with the columns that the rule names, as (field, value, remedy)."""
+    """Yields the problems of the rule's columns, as (field, value, remedy)."""
     if isinstance(rule, HashSplit):
         for index, name in enumerate(rule.key_columns):
             field = f"splits.hash.key_columns[{index}]"
@@ -356,8 +376,10 @@ def column_problems(rule: SplitRule, schema: pa.Schema) -> Iterator[Problem]:
 
 
 def share_counts(shares: Sequence[Share], row_count: int) -> list[int]:
-    """Whole numbers nearest to each share that add up to all rows: what rounding down leaves goes to those that lost
-    most by it (Hamilton's method), of equal ones to the first."""
+    """Returns whole numbers nearest to the shares that add up to all rows.
+
+    The remainder of rounding down goes to those that lost most by it (Hamilton's method), of equal ones to the first.
+    """
     weights = _weights(shares)
     exact = [row_count * weight / sum(weights) for weight in weights]
     counts = [int(one) for one in exact]
@@ -368,7 +390,7 @@ def share_counts(shares: Sequence[Share], row_count: int) -> list[int]:
 
 
 def _weights(shares: Sequence[Share]) -> list[Fraction]:
-    """Exact: every double is a fraction."""
+    """Returns the exact weights; every double is a fraction."""
     return [Fraction(share.weight) for share in shares]
 
 

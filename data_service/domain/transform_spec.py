@@ -1,4 +1,4 @@
-"""What a transform is asked to do, checked as a whole: every problem is told at once."""
+"""The spec of a transform, checked as a whole: all problems are reported at once."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ SOURCE_PATTERN = "datasets/{d}/versions/{v}"
 
 @dataclass(frozen=True, kw_only=True)
 class UnsetSplit:
-    """A split rule of which none was chosen; `check` refuses it."""
+    """A split rule with no choice set; `check` refuses it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformSpec:
-    """`transform` is a `millrace.common.v1.Transform` and each of `checks` a `QualityCheck`, both as proto JSON.
+    """The spec of a transform.
 
-    `source_sha256` is the digest of the source's manifest when the transform was asked for; empty: not looked at.
+    `transform` is a `millrace.common.v1.Transform` and each of `checks` a `QualityCheck`, both as proto JSON.
+    `source_sha256` is the digest of the source's manifest at the request; empty: not checked.
     """
 
     source: str
@@ -83,7 +84,7 @@ _KINDS = {HashSplit: "hash", ColumnSplit: "column", TimeSplit: "time", RatioSpli
 
 
 def check(spec: TransformSpec) -> None:
-    """Raises `InvalidArgument` naming every field that is wrong, as far as that is known without the source."""
+    """Raises `InvalidArgument` naming every field that is invalid regardless of the source."""
     problems = list(_problems(spec))
     if problems:
         raise invalid_fields(problems)
@@ -119,7 +120,7 @@ def _problems(spec: TransformSpec) -> Iterator[Problem]:
 
 
 def repeated_problems(field: str, columns: Sequence[str]) -> Iterator[Problem]:
-    """Of columns that are each named once."""
+    """Yields the problems of a list that must name each column once."""
     if len(columns) > MAX_COLUMNS:
         yield field, len(columns), f"name at most {MAX_COLUMNS}"
         return

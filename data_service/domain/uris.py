@@ -1,6 +1,4 @@
-"""Source URIs: which files a client may have imported, which files a pattern means, and the error about one that is
-missing.
-"""
+"""Source URIs: the allowed ones, the files that a pattern matches, and the error for missing ones."""
 
 from __future__ import annotations
 
@@ -15,34 +13,40 @@ from shared.errors import NotFound
 from shared.names import ID
 
 # --- Globs ---
-# Which files a path with `*`, `?` and `**`, or one that ends in `/`, means.
+# The files that a path with `*`, `?` and `**`, or one that ends in `/`, matches.
 #
-# `*` stands for any characters of one name, `?` for one character, `**` as a whole name for any number of folders, none
-# included. Names that begin with `.` or `_` below the folder where the pattern begins are never meant.
+# `*` matches any characters of one name, `?` one character, `**` as a whole name any number of folders, including none.
+# Names that begin with `.` or `_` below the folder where the pattern begins never match.
 
-# Deeper than people nest folders; what is deeper is refused where it is met, never left out in silence.
+# Deeper than people nest folders. A deeper folder is refused, never skipped silently.
 MAX_DEPTH = 64
 ANY_FOLDERS = "**"
 
 
 @dataclass(frozen=True)
 class Glob:
-    """`names` are the names of a path relative to a folder, percent-encoded and with wildcards."""
+    """A pattern.
+
+    `names` are the names of a path relative to a folder, percent-encoded and with wildcards.
+    """
 
     names: tuple[str, ...]
 
     @property
     def everything(self) -> bool:
-        """All files below the folder are meant."""
+        """Whether all files below the folder match."""
         return self.names == (ANY_FOLDERS,)
 
     @property
     def depth(self) -> int | None:
-        """How many names a path has that is meant; None for any number."""
+        """The number of names in a matching path; None for any number."""
         return None if ANY_FOLDERS in self.names else len(self.names)
 
     def matches(self, relative: str) -> bool:
-        """Walks all readings side by side: no pattern takes longer than names times wildcards."""
+        """Returns whether the path matches.
+
+        Follows all readings in parallel: no pattern takes longer than names times wildcards.
+        """
         states = self._with_skips({0})
         for name in relative.split("/"):
             following = set()
@@ -57,7 +61,7 @@ class Glob:
         return len(self.names) in states
 
     def _with_skips(self, states: Iterable[int]) -> set[int]:
-        """A `**` may also stand for no folder at all."""
+        """Adds the states in which a `**` matches no folder."""
         reached = set()
         for state in states:
             reached.add(state)
@@ -68,8 +72,10 @@ class Glob:
 
 
 def parse_glob(quoted_path: str) -> tuple[str, Glob | None]:
-    """Splits a percent-encoded path into the folder (or file) before the first wildcard, still encoded, and what is
-    meant below it; None where the path names one file."""
+    """Splits a percent-encoded path before its first wildcard.
+
+    Returns the folder (or file) before it, still encoded, and the pattern below it; None if the path names one file.
+    """
     if quoted_path.endswith("/") and not re.search(r"[*?]", quoted_path):
         return quoted_path.rstrip("/") or "/", Glob((ANY_FOLDERS,))
     first = re.search(r"[*?]", quoted_path)
@@ -89,7 +95,7 @@ def is_hidden(name: str) -> bool:
 @lru_cache(maxsize=1024)
 def _expression(name: str) -> re.Pattern[str]:
     pieces = [piece for piece in re.split(r"(\*+)", name) if piece]
-    # The first place where the text behind a star fits is as good as any later one: nothing is ever tried again.
+    # The first position where the text after a star fits is as good as any later one, so there is no backtracking.
     parts = []
     for index, piece in enumerate(pieces):
         if not piece.startswith("*"):
@@ -111,19 +117,22 @@ def _literal(text: str) -> str:
 
 
 # --- Uris ---
-# Source URIs: which files a client may have imported.
+# Source URIs: the files that a client may import.
 
 MAX_URI = 2048
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 
 
 class UriRefused(ValueError):
-    """The text is the remedy."""
+    """The URI is refused; the text is the remedy."""
 
 
 @dataclass(frozen=True)
 class FileSource:
-    """An absolute path without `..`. `glob` tells which files below it are meant, None: it is one file itself."""
+    """An absolute path without `..`.
+
+    `glob` selects files below it; None: it is one file itself.
+    """
 
     path: PurePosixPath
     glob: Glob | None = None
@@ -139,7 +148,10 @@ class FileSource:
 
 @dataclass(frozen=True)
 class S3Source:
-    """`key` is that of one object; with a `glob`, of the folder below which it looks, which may be empty."""
+    """An object, or objects, on S3.
+
+    `key` is that of one object; with a `glob`, of the folder below which it searches, which may be empty.
+    """
 
     bucket: str
     key: str
@@ -156,7 +168,7 @@ class S3Source:
 
 @dataclass(frozen=True)
 class UploadSource:
-    """`datasets/{d}/uploads/{u}`."""
+    """An upload: `datasets/{d}/uploads/{u}`."""
 
     name: str
     single = True
@@ -164,7 +176,10 @@ class UploadSource:
 
 
 def parse_uri(uri: str) -> FileSource | S3Source | UploadSource:
-    """Names are taken as the bytes that they are: nothing is normalised. Raises `UriRefused`."""
+    """Parses a URI; names are taken as bytes, without normalisation.
+
+    Raises `UriRefused`.
+    """
     if not uri or len(uri) > MAX_URI:
         raise UriRefused(f"use a URI of 1 to {MAX_URI} characters")
     if uri.startswith("datasets/"):
@@ -189,7 +204,7 @@ def parse_uri(uri: str) -> FileSource | S3Source | UploadSource:
             raise UriRefused("use file:///absolute/path: three slashes, no host")
         if not path.startswith("/"):
             raise UriRefused("use an absolute path without '..'")
-        # Two leading slashes are a path of their own in POSIX.
+        # Two leading slashes have their own meaning in POSIX.
         return FileSource(PurePosixPath("/" + path.lstrip("/")), glob)
     key = path.removeprefix("/")
     if host and not _BUCKET.fullmatch(host):
@@ -200,8 +215,10 @@ def parse_uri(uri: str) -> FileSource | S3Source | UploadSource:
 
 
 def check_allowed(source: FileSource | S3Source | UploadSource, roots: Sequence[PurePosixPath], *, s3: bool) -> None:
-    """Raises `UriRefused` unless the server may read the source. A file is judged by its spelling: whoever opens it
-    must look through links."""
+    """Raises `UriRefused` unless the server may read the source.
+
+    A file is judged by its path text: the code that opens it must resolve links.
+    """
     if isinstance(source, UploadSource):
         return
     if isinstance(source, S3Source):
@@ -222,7 +239,7 @@ def _upload(name: str) -> UploadSource:
 
 
 def _host_and_path(rest: str) -> tuple[str, str]:
-    """What follows the scheme's colon, as a URI's parts: a host only behind two slashes."""
+    """Splits the text after the scheme's colon; there is a host only after two slashes."""
     if not rest.startswith("//"):
         return "", rest
     host, slash, path = rest[2:].partition("/")
@@ -230,7 +247,7 @@ def _host_and_path(rest: str) -> tuple[str, str]:
 
 
 def _unquoted(text: str) -> str:
-    # As Python spells names of files: bytes that are no UTF-8 survive.
+    # Python's spelling of file names: bytes that are no UTF-8 survive.
     return unquote(text, errors="surrogateescape")
 
 

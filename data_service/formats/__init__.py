@@ -1,4 +1,4 @@
-"""What an import reads rows from, whatever the format: tables of logical columns, and bad rows to a sink."""
+"""The formats of an import's sources: each yields tables of logical columns, and passes bad rows to a sink."""
 
 from data_service.formats.interface import BadRowSink, OpenSource, RowSource
 from data_service.formats.opening import open_sources

@@ -1,4 +1,7 @@
-"""Arrow IPC, as a stream or as a file; each message is checked before Arrow's reader takes memory for its claims."""
+"""Arrow IPC, as a stream or as a file.
+
+Each message is checked before Arrow's reader allocates memory for its claims.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,14 @@ from data_service.storage.source_files import SourceFile
 from shared.dataset_version.columns import row_bytes
 
 # --- Arrow IPC ---
-# Arrow IPC, as a stream or as a file: both from front to back, so an upload is read while it grows.
+# Arrow IPC, as a stream or as a file: both are read from front to back, so an upload is read while it grows.
 
 
 class ArrowRows:
-    """One stream or file; its columns keep their types as far as a version has them (`logical_field`), and have that of
-    `types` where it does not.
+    """The rows of one stream or file.
 
-    Record batches may have any size up to `MAX_BODY_BYTES`; one is in memory at a time.
+    Columns keep their types if a version supports them (`logical_field`); others get that of `types`. Record
+    batches may have any size up to `MAX_BODY_BYTES`; one is in memory at a time.
     """
 
     class_names: list[str] | None = None
@@ -47,7 +50,7 @@ class ArrowRows:
                 batch.validate(full=any(_needs_a_look(field.type) for field in batch.schema))
                 for piece in self._pieces(batch):
                     yield columns.table(piece, bad)
-            # Arrow stops at the end marker; what follows it is looked at, too.
+            # Arrow stops at the end marker; the remaining bytes are checked, too.
             for _ in rest:
                 pass
 
@@ -73,7 +76,7 @@ class ArrowRows:
 
 
 def _needs_a_look(arrow_type: pa.DataType) -> bool:
-    """Whether values themselves can be malformed: offsets, indices, UTF-8, decimals, times of day."""
+    """Returns whether values can be malformed: offsets, indices, UTF-8, decimals, times of day."""
     if isinstance(arrow_type, pa.BaseExtensionType):
         return _needs_a_look(arrow_type.storage_type)
     if kinds.is_fixed_size_list(arrow_type):
@@ -84,7 +87,7 @@ def _needs_a_look(arrow_type: pa.DataType) -> bool:
 
 
 # --- Arrow messages ---
-# Arrow IPC messages, looked at before Arrow's reader takes memory for what they claim.
+# Checks Arrow IPC messages before Arrow's reader allocates memory for their claims.
 #
 # Source: https://arrow.apache.org/docs/format/Columnar.html (encapsulated message format, IPC file format) and
 # Message.fbs. A file is a stream between a magic and a footer, so both are read from front to back.
@@ -92,7 +95,7 @@ def _needs_a_look(arrow_type: pa.DataType) -> bool:
 FILE_MAGIC = b"ARROW1"
 CONTINUATION = b"\xff\xff\xff\xff"
 MAX_METADATA_BYTES = 16 * 1024 * 1024
-# Of one message: what a writer made of a whole record batch.
+# The limit of one message, which has a whole record batch.
 MAX_BODY_BYTES = 1024 * 1024 * 1024
 PIECE_BYTES = 16 * 1024 * 1024
 
@@ -100,12 +103,14 @@ _DICTIONARY_BATCH, _RECORD_BATCH = 2, 3
 
 
 class ArrowMessageError(ValueError):
-    """The bytes are no Arrow stream that can be read; the text says why."""
+    """The bytes are no readable Arrow stream; the text says why."""
 
 
 def checked_messages(stream: BinaryIO) -> Iterator[bytes]:
-    """An Arrow stream's bytes in pieces as Arrow's stream reader asks for them: prefix, length, metadata and body of
-    each message, then the end marker. Goes to the stream's very end. Raises `ArrowMessageError`.
+    """Yields an Arrow stream's bytes in the pieces that Arrow's stream reader requests.
+
+    The pieces are prefix, length, metadata and body of each message, then the end marker. Reads up to the very end of
+    the stream. Raises `ArrowMessageError`.
     """
     start = _exactly(stream, 8, "its beginning")
     in_file = start[:6] == FILE_MAGIC
@@ -145,7 +150,7 @@ def checked_messages(stream: BinaryIO) -> Iterator[bytes]:
 
 
 class PieceReader:
-    """Pieces as the file that Arrow's reader wants, without copying those that it asks for whole."""
+    """Presents pieces as a file to Arrow's reader; pieces that are requested whole are not copied."""
 
     closed = False
 
@@ -180,7 +185,10 @@ class PieceReader:
 
 
 class _Table:
-    """A flatbuffers table: fields by number, each optional. Source: https://flatbuffers.dev/internals."""
+    """A flatbuffers table: fields by number, each optional.
+
+    Source: https://flatbuffers.dev/internals.
+    """
 
     def __init__(self, data: bytes, position: int) -> None:
         self._data, self._position = data, position
@@ -218,7 +226,7 @@ class _Table:
 
 
 def _message(metadata: bytes) -> tuple[int, int, _Table | None]:
-    """(the header's type, the body's size, the record batch within it)."""
+    """Returns (the header's type, the body's size, the record batch within it)."""
     message = _Table(metadata, _unpack("<I", metadata, 0))
     kind = message.number(1, "<B")
     header = message.table(2)
@@ -229,7 +237,7 @@ def _message(metadata: bytes) -> tuple[int, int, _Table | None]:
 
 
 def _check_decompressed(record_batch: _Table, body: bytes) -> None:
-    """A compressed buffer begins with the size it decompresses to, which Arrow takes memory for."""
+    """Checks the declared sizes of compressed buffers, since Arrow allocates memory for them."""
     if record_batch.table(3) is None:
         return
     total = 0
@@ -274,7 +282,10 @@ def _exactly(stream: BinaryIO, size: int, what: str) -> bytes:
 
 
 def _some(stream: BinaryIO, size: int) -> bytes:
-    """`size` bytes or what there is; memory is taken for bytes that come, not for bytes that are claimed."""
+    """Reads `size` bytes, or fewer at the end.
+
+    Memory grows with the bytes read, not with the size that a message claims.
+    """
     first = stream.read(min(size, PIECE_BYTES)) if size else b""
     if len(first) == size or not first:
         return first

@@ -1,4 +1,4 @@
-"""Values out of text, and casts of columns that tell which rows do not fit, instead of failing as a whole."""
+"""Parses values from text, and casts columns row by row, so that bad rows do not fail the whole column."""
 
 from __future__ import annotations
 
@@ -16,30 +16,29 @@ from shared.dataset_version.columns import refuse_beyond_milliseconds
 from shared.value_texts import halves_of_texts, times_of_day, zone_hint, zone_problem
 
 # --- Text values ---
-# Values out of text, and which types all texts of a column fit.
+# Parses values from text, and infers the types that all texts of a column fit.
 #
-# The types that are inferred: bool (`true`, `false` in any case) < int64 < double < timestamp[us] (ISO 8601 without a
-# zone) < string. Text is never trimmed. A whole number that int64 does not hold, or that a double would change, keeps
-# the column from being numbers: its digits are not to be lost. So does one with zeros or a plus in front (`007`,
-# `+49`), and a fraction with such zeros: postcodes, ids and telephone numbers are text. `-0` is a double, which keeps
-# its sign.
+# The inferred types: bool (`true`, `false` in any case) < int64 < double < timestamp[us] (ISO 8601 without a zone) <
+# string. Text is never trimmed. A whole number that exceeds int64, or that a double would change, makes the column
+# string, so that no digit is lost. So does one with a leading zero or plus (`007`, `+49`), and a fraction with such
+# zeros: postcodes, ids and telephone numbers are text. `-0` is a double, which keeps its sign.
 #
-# A fraction of more digits than a double has (17) is one all the same where the double gives all of them back, as what
-# was printed of a double does: 0.1 with 20 decimals is 0.10000000000000000555. Where it does not, as of amounts and of
-# pi to 20 decimals, the column stays string; `column_types` may ask for a decimal, or for a double, which rounds.
+# A fraction with more digits than a double has (17) is a double if the double reproduces all digits, as for a printed
+# double: 0.1 with 20 decimals is 0.10000000000000000555. Otherwise, for example for amounts and for pi to 20 decimals,
+# the column stays string; `column_types` may ask for a decimal, or for a double, which rounds.
 
 INFERRED = (pa.bool_(), pa.int64(), pa.float64(), pa.timestamp("us"))
 EXACT_IN_DOUBLE = 2**53
-# A double gives back any 15 digits; what is written of one without loss has 17 at most.
+# A double reproduces any 15 digits; writing a double without loss takes at most 17.
 SAFE_DIGITS, WRITTEN_DIGITS = 15, 17
 
 
 def from_text(texts: pa.Array, target: pa.DataType) -> pa.Array:
-    """A string array as `target`, nulls staying null.
+    """Parses a string array as `target`; nulls stay null.
 
-    A float is the nearest to the text's digits. Raises `pa.ArrowInvalid` where a text does not fit, as a number beyond
-    the float's range or a whole number that even a double would change, `pa.ArrowNotImplementedError` where none ever
-    does.
+    A float is the nearest to the text's digits. Raises `pa.ArrowInvalid` if a text does not fit, for example a number
+    beyond the float's range or a whole number that even a double would change, and `pa.ArrowNotImplementedError` if no
+    text ever fits.
     """
     if kinds.is_string(target):
         return texts
@@ -53,14 +52,14 @@ def from_text(texts: pa.Array, target: pa.DataType) -> pa.Array:
 
 
 class InferredType:
-    """What one column's texts, seen a chunk at a time, can be read as."""
+    """Infers the type of one column from its texts, a chunk at a time."""
 
     def __init__(self) -> None:
         self._possible = list(INFERRED)
         self._any_text = False
 
     def update(self, texts: pa.Array) -> None:
-        """Takes a string array; nulls fit every type."""
+        """Adds a string array; nulls fit every type."""
         if not self._possible:
             return
         present = texts.drop_null()
@@ -71,7 +70,7 @@ class InferredType:
             self._possible = [one for one in self._possible if not (kinds.is_integer(one) or kinds.is_floating(one))]
         integers = _integers(present) if pa.int64() in self._possible else None
         if integers is not None:
-            # They are no other type but doubles, which need not be looked at one by one.
+            # Integers fit no other type but doubles, which need no check of each text.
             kept = {pa.int64()} | ({pa.float64()} if _exact_in_double(integers) else set())
             self._possible = [one for one in self._possible if one in kept]
         else:
@@ -80,7 +79,7 @@ class InferredType:
 
     @property
     def type(self) -> pa.DataType:
-        """The first type that all fit; string where there is none, or nothing but nulls."""
+        """The first type that all texts fit; string if there is none, or if all are null."""
         return self._possible[0] if self._possible and self._any_text else pa.string()
 
     def _fits(self, texts: pa.Array, candidate: pa.DataType) -> bool:
@@ -96,12 +95,12 @@ class InferredType:
 
 
 def _integers(texts: pa.Array) -> pa.Array | None:
-    """The texts as int64; None where one is none."""
+    """Parses the texts as int64; None if one is no integer."""
     try:
         values = texts.cast(pa.int64())
     except pa.ArrowInvalid:
         return None
-    # Arrow reads hexadecimal, too: such texts alone have a character beyond the digits and the minus.
+    # Arrow also reads hexadecimal; only such texts have a character beyond the digits and the minus.
     codes = np.frombuffer(texts.buffers()[2], np.uint8)
     if codes.max(initial=0) > ord("9") and pc.any(pc.match_substring(texts, "x", ignore_case=True)).as_py():
         return None
@@ -111,8 +110,11 @@ def _integers(texts: pa.Array) -> pa.Array | None:
 
 
 def _has_digits_of_text(texts: pa.Array) -> bool:
-    """Whether one of the texts, none of them null, has a zero in front of a digit, or is a whole number with a plus:
-    what a number would not give back. (Other texts may look so too; they are no numbers anyway.)"""
+    """Returns whether a text has a zero before a digit, or is a whole number with a plus.
+
+    A number would not reproduce such a text. The texts are not null. Texts that are no numbers may match, too, which
+    does no harm.
+    """
     offsets = np.frombuffer(texts.buffers()[1], np.int32)[texts.offset : texts.offset + len(texts) + 1]
     starts, ends = offsets[:-1], offsets[1:]
     some = starts < ends
@@ -151,10 +153,13 @@ def _fit_doubles(texts: pa.Array) -> bool:
 
 
 def _long_fractions(texts: pa.Array, values: pa.Array) -> pa.Array:
-    """Those of the texts, all of them numbers, whose digits a double may not give back. Of fractions beyond 2**53 a
-    double has no more than 15 for sure, and of those there are few."""
+    """Returns the texts, all of them numbers, whose digits a double may not reproduce.
+
+    For fractions beyond 2**53 a double guarantees only 15 digits; such fractions are rare.
+    """
     large = pc.greater_equal(pc.abs(values), float(EXACT_IN_DOUBLE))
-    # From the first digit that counts, less a point: of nearly all texts that is enough, without an expression.
+    # Counts from the first significant digit, without the point. For nearly all texts this is enough, and no regular
+    # expression is needed.
     counted = pc.utf8_ltrim(texts, "+-0.")
     points = pc.match_substring(counted, ".").cast(pa.int32())
     long = pc.or_(large, pc.greater(pc.subtract(pc.binary_length(counted), points), WRITTEN_DIGITS))
@@ -163,20 +168,23 @@ def _long_fractions(texts: pa.Array, values: pa.Array) -> pa.Array:
     found, values, large = texts.filter(long), values.filter(long), large.filter(long)
     count = pc.utf8_length(pc.utf8_trim(pc.replace_substring_regex(found, r"[eE].*$|[.+-]", ""), "0"))
     too_many = pc.or_(pc.greater(count, WRITTEN_DIGITS), pc.and_(large, pc.greater(count, SAFE_DIGITS)))
-    # Whole numbers are judged by themselves, and infinities have no digits.
+    # Whole numbers are checked separately, and infinities have no digits.
     is_fraction = pc.and_(pc.match_substring_regex(found, "[.eE]"), pc.is_finite(values))
     return found.filter(pc.and_(too_many, is_fraction))
 
 
 def _gives_back(text: str) -> bool:
-    """Whether the nearest double, written with as many digits, is the text's number."""
+    """Returns whether the nearest double, written with as many digits, equals the text's number."""
     number = Decimal(text)
     digits = len(number.normalize(Context(prec=MAX_PREC)).as_tuple().digits)
     return Decimal(f"{float(text):.{digits - 1}e}") == number
 
 
 def _floats(texts: pa.Array, target: pa.DataType) -> pa.Array:
-    """Raises `pa.ArrowInvalid` where digits became infinity, and where a double would change a whole number."""
+    """Parses floats.
+
+    Raises `pa.ArrowInvalid` if digits became infinity, or if a double would change a whole number.
+    """
     values = halves_of_texts(texts) if kinds.is_float16(target) else texts.cast(target)
     wide = values.cast(pa.float64())
     infinite = pc.is_inf(wide)
@@ -191,11 +199,11 @@ def _floats(texts: pa.Array, target: pa.DataType) -> pa.Array:
 
 
 def _whole(digits: str) -> int:
-    return int(Decimal(digits))  # int() itself refuses thousands of digits, be they leading zeros
+    return int(Decimal(digits))  # int() itself refuses thousands of digits, even leading zeros
 
 
 def _large_wholes(texts: pa.Array, values: pa.Array) -> pa.Array:
-    """Those of the texts that are nothing but digits, among those whose values a double may have changed."""
+    """Returns the texts of digits alone whose values a double may have changed."""
     large = pc.greater_equal(pc.abs(values), float(EXACT_IN_DOUBLE))
     if not pc.any(large).as_py():
         return texts.slice(0, 0)
@@ -204,19 +212,21 @@ def _large_wholes(texts: pa.Array, values: pa.Array) -> pa.Array:
 
 
 # --- Row casts ---
-# Casts of columns that tell which rows do not fit, instead of failing as a whole.
 
-# True for each row that fits; None where all do.
+# True for each row that fits; None if all do.
 Fits = NDArray[np.bool_] | None
 Cast = Callable[[pa.Array], pa.Array]
 
 
 class CastRefused(ValueError):
-    """No value of the one type can be had as the other; the text says why."""
+    """No value of one type can be cast to the other; the text says why."""
 
 
 def cast_rows(values: pa.Array, cast: Cast) -> tuple[pa.Array, Fits]:
-    """`cast(values)`, with null and False where it raises for a row: found by halving, so that good rows stay fast."""
+    """Returns `cast(values)`, with null and False for rows for which it raises.
+
+    Bad rows are found by halving, so that good rows stay fast.
+    """
     try:
         return cast(values), None
     except pa.ArrowInvalid:
@@ -230,7 +240,10 @@ def cast_rows(values: pa.Array, cast: Cast) -> tuple[pa.Array, Fits]:
 
 
 def cast_between(given: pa.DataType, wanted: pa.DataType) -> Cast | None:
-    """How values of a logical type become another's; None where they are already. Raises `CastRefused`."""
+    """Returns the cast from one logical type to another; None if they are equal.
+
+    Raises `CastRefused`.
+    """
     if given == wanted:
         return None
     if problem := zone_problem(given, wanted):
@@ -244,7 +257,7 @@ def cast_between(given: pa.DataType, wanted: pa.DataType) -> Cast | None:
 
 
 def misfit(value: str, wanted: pa.DataType) -> str:
-    """The reason of a bad row, whose `value` does not fit."""
+    """Returns the reason for a bad row whose `value` does not fit."""
     return f"{value} does not fit {wanted}{zone_hint(wanted)}"
 
 
@@ -286,8 +299,11 @@ def _tensor_cast(given: pa.DataType, wanted: pa.DataType) -> Cast:
 
 
 def _checked(given: pa.Array, cast: pa.Array) -> pa.Array:
-    """Refuses what Arrow lets pass: a finite number that became infinite in a narrower float, and seconds that a
-    version's files do not hold."""
+    """Checks a cast for errors that Arrow ignores.
+
+    These are a finite number that became infinite in a narrower float, and seconds beyond the range of a version's
+    files.
+    """
     if kinds.is_floating(cast.type) and (kinds.is_floating(given.type) or kinds.is_decimal(given.type)):
         wide = given.cast(pa.float64())
         if pc.any(pc.and_(pc.is_finite(wide), pc.is_inf(cast.cast(pa.float64())))).as_py():
@@ -297,7 +313,10 @@ def _checked(given: pa.Array, cast: pa.Array) -> pa.Array:
 
 
 def rows_without_nulls(lists: pa.FixedSizeListArray) -> tuple[pa.Array, Fits]:
-    """The lists' values as one array, and which lists are neither null nor hold one; values of others are zeros."""
+    """Returns the lists' values as one array, and which lists are valid.
+
+    A valid list is not null and has no null; the values of others are zeros.
+    """
     size = lists.type.list_size
     values = lists.values.slice(lists.offset * size, len(lists) * size)
     if not lists.null_count and not values.null_count:

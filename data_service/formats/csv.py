@@ -1,4 +1,4 @@
-"""Comma-separated values, RFC 4180: records with their lines, and rows whose types are inferred from all of them."""
+"""Comma-separated values (RFC 4180): records with their line numbers, and rows with inferred types."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ NULL_VALUES = ("NA", "N/A", "null", "NULL", "NaN", "nan")
 
 
 def open_csv(files: Sequence[SourceFile], options: CsvOptions | None, overrides: Overrides) -> list[RowSource]:
-    """One source for each file. Reads all files once, unless every column's type is given.
+    """Opens one source for each file.
 
-    Raises `InvalidArgument` where a file has no usable names, or others than the first.
+    Reads all files once to infer types, unless every column's type is given. Raises `InvalidArgument` if a file has no
+    usable column names, or others than the first file.
     """
     dialect = _Dialect(options or CsvOptions())
     names = dialect.names_of(files[0])
@@ -55,7 +56,7 @@ def open_csv(files: Sequence[SourceFile], options: CsvOptions | None, overrides:
 
 
 class _Dialect:
-    """How the files of one source are to be read."""
+    """How the files of one source are parsed."""
 
     def __init__(self, options: CsvOptions) -> None:
         self._delimiter = options.delimiter or ","
@@ -98,7 +99,7 @@ class _Dialect:
 def _infer(file: SourceFile, dialect: _Dialect, names: Sequence[str], inferred: Mapping[str, InferredType]) -> None:
     with dialect.records(file, names) as blocks:
         for records in blocks:
-            # A row that is bad for its bytes has no say in the types.
+            # A row with undecodable bytes does not influence the types.
             texts, all_fit = _texts(records.columns)
             for name, column in zip(names, texts, strict=True):
                 if name in inferred:
@@ -150,7 +151,7 @@ class _CsvRows:
 
 
 def _texts(columns: Sequence[pa.Array]) -> tuple[list[pa.Array], Fits]:
-    """Binary columns as strings, and which rows are UTF-8 in all of them."""
+    """Returns binary columns as strings, and which rows are UTF-8 in all of them."""
     cast = [cast_rows(column, lambda values: values.cast(pa.string())) for column in columns]
     misfits = [fits for _, fits in cast if fits is not None]
     return [texts for texts, _ in cast], (np.logical_and.reduce(misfits) if misfits else None)
@@ -170,11 +171,11 @@ def _shown(names: Sequence[str]) -> str:
 # --- CSV records ---
 # Comma-separated values, RFC 4180, as columns of bytes; each record knows its lines.
 #
-# Blocks without a quote are cut by Arrow, others by Python's csv module: in the former every line is a record.
+# Arrow splits blocks without a quote, in which every line is a record; Python's csv module splits the others.
 #
-# A quote that is not closed costs the line in which it opens and no other: that line is bad, and the next record begins
-# with the line after it. Reading stays linear in the file's size, however many such quotes it has, because every line
-# in the reach of a quote that failed is known to fail likewise where a quote is open at its beginning (`_OpenQuote`).
+# An unclosed quote spoils only the line in which it opens: that line is bad, and the next record begins with the line
+# after it. Reading stays linear in the file's size, however many such quotes it has: if a quote failed, every line
+# within its reach is known to fail likewise when a quote is open at its beginning (`_OpenQuote`).
 
 NEVER_CLOSED = "a quoted field begins in it, and no quote closes it"
 CLOSED_WITHIN_TEXT = "a quoted field begins in it, and the quote that closes it stands before further text"
@@ -186,7 +187,10 @@ class CsvHeaderError(ValueError):
 
 @dataclass(frozen=True)
 class BadRecord:
-    """`line` is its first line; `excerpt` is the beginning of that line."""
+    """A malformed record.
+
+    `line` is its first line; `excerpt` is the beginning of that line.
+    """
 
     line: int
     reason: str
@@ -201,9 +205,12 @@ class BadRecord:
 
 @dataclass(frozen=True)
 class Records:
-    """`columns` are binary arrays of equal length, nulls where a field is a null value; `lines` has each record's first
-    line and `line_counts` the number of its lines; `excerpt` gives a record's beginning. `bad` are records that have
-    other numbers of fields, and lines whose quotes are malformed."""
+    """Parsed records of one block.
+
+    `columns` are binary arrays of equal length, with nulls for null values. `lines` has each record's first line and
+    `line_counts` the number of its lines; `excerpt` returns a record's beginning. `bad` are records with another number
+    of fields, and lines with malformed quotes.
+    """
 
     columns: list[pa.Array]
     lines: NDArray[np.int64]
@@ -221,8 +228,11 @@ class _Record(NamedTuple):
 
 @dataclass(frozen=True)
 class _OpenQuote:
-    """What becomes of a quoted field that is open at the beginning of a line, up to `last_line`: it is not closed, for
-    `reason`; or it is, but the record ends at byte `end` of the text, too far away for most."""
+    """The fate of a quoted field that is open at the beginning of a line, up to `last_line`.
+
+    The field is not closed, for `reason`. With `end` it is closed, but the record ends at byte `end` of the text, too
+    far away for most lines.
+    """
 
     last_line: float
     reason: str
@@ -234,11 +244,14 @@ class _NotClosed(Exception):
 
 
 class _TooLong(Exception):
-    """A record goes on for longer than one may."""
+    """A record exceeds the maximum length."""
 
 
 class CsvReader:
-    """Reads one file's blocks once. Empty lines are skipped; null values count in quotes, too."""
+    """Reads one file's blocks once.
+
+    Empty lines are skipped. Null values count within quotes, too.
+    """
 
     def __init__(self, blocks: Iterator[LineBlock], delimiter: str, null_values: Sequence[str]) -> None:
         self._blocks = blocks
@@ -249,8 +262,10 @@ class CsvReader:
         self._nulls = frozenset(value.encode() for value in self._null_values)
 
     def header(self) -> list[str] | None:
-        """The fields of the first record; None where the file has none. Undecodable bytes become lone surrogates.
-        Raises `CsvHeaderError`."""
+        """Returns the fields of the first record; None if the file has none.
+
+        Undecodable bytes become lone surrogates. Raises `CsvHeaderError`.
+        """
         while (block := self._take()) is not None:
             if block.too_long:
                 raise CsvHeaderError(f"line {block.first_line}, which should name its columns, is too long")
@@ -261,7 +276,7 @@ class CsvReader:
         return None
 
     def records(self, width: int) -> Iterator[Records]:
-        """All that follow, of `width` fields each."""
+        """Yields all following records, which must have `width` fields each."""
         while (block := self._take()) is not None:
             if block.too_long:
                 reason = f"a line has more than {line_blocks.MAX_LINE_BYTES} bytes"
@@ -275,7 +290,10 @@ class CsvReader:
         return self._pushed_back.popleft() if self._pushed_back else next(self._blocks, None)
 
     def _plain(self, block: LineBlock, width: int) -> Records:
-        """A record a line: lines are told apart by counting delimiters, before anything is cut."""
+        """Parses a block in which each line is a record.
+
+        Lines are checked by counting delimiters before they are split.
+        """
         data = block.data if block.data.endswith(b"\n") else block.data + b"\n"
         codes = np.frombuffer(data, np.uint8)
         ends = np.flatnonzero(codes == 10) + 1
@@ -329,8 +347,10 @@ class CsvReader:
         return self._delimiter.encode().join(row)
 
     def _rows(self, block: LineBlock, most: int | None = None) -> Iterator[_Record | BadRecord]:
-        """The records that begin in `block`, or `most` of them; a last one may go on in the blocks that follow. What is
-        left is pushed back."""
+        """Yields the records that begin in `block`, at most `most` of them.
+
+        The last one may continue in the following blocks. Unread lines are pushed back.
+        """
         lines = _Lines(block, self._take)
         reader = self._reader(lines)
         found = 0
@@ -350,7 +370,10 @@ class CsvReader:
         self._pushed_back.extendleft(reversed(lines.left()))
 
     def _reason(self, error: Exception, lines: _Lines) -> str:
-        """Why the record that was read last is bad. Remembers what that tells of the lines behind its first one."""
+        """Returns why the record that was read last is bad.
+
+        Remembers what the failure implies for the lines after its first one.
+        """
         if isinstance(error, _NotClosed):
             return str(error)
         if lines.line_count == 0:
@@ -364,8 +387,10 @@ class CsvReader:
         return self._open_quote.reason
 
     def _followed(self, lines: _Lines) -> _OpenQuote:
-        """What becomes of the quote that is still open where a record reached its bound. Records that begin behind that
-        record's first line reach farther, so the quote is followed as far as any of them may go."""
+        """Follows the quote that is still open where a record reached its length limit.
+
+        Records that begin on later lines reach farther, so the quote is followed as far as any of them may reach.
+        """
         last_line = lines.number
         lines.begin_bound()
         try:
@@ -377,13 +402,13 @@ class CsvReader:
         return _OpenQuote(lines.number - 1, _too_far(), end=lines.byte)
 
     def _reader(self, lines: _Lines, opened_by: str = "") -> Any:
-        # A bound for the whole process, above any field that gets there: `_Lines` bounds records.
+        # This limit applies to the whole process and exceeds any field that gets here: `_Lines` limits records.
         csv.field_size_limit(2 * line_blocks.MAX_LINE_BYTES)
         return csv.reader(lines.texts(opened_by), delimiter=self._delimiter, strict=True)
 
 
 def _failed(lines: _Lines) -> _OpenQuote:
-    """Whatever line a quoted field is open at, up to the one that the reader failed at, it fails there."""
+    """Returns the fate of a quote that is open before the line at which the reader failed: it fails there, too."""
     if lines.ended:
         return _OpenQuote(math.inf, NEVER_CLOSED)
     return _OpenQuote(lines.number - 1, CLOSED_WITHIN_TEXT)
@@ -398,8 +423,10 @@ def _too_far() -> str:
 
 
 class _Lines:
-    """The lines of a block, and of those after it as far as a record goes on. Of the blocks ahead the text is kept, not
-    the lines, which would take many times the memory."""
+    """The lines of a block, and of the following blocks as far as a record continues.
+
+    The blocks ahead are kept as text, since split lines would take many times the memory.
+    """
 
     def __init__(self, block: LineBlock, take: Callable[[], LineBlock | None]) -> None:
         self._blocks = [block]
@@ -408,50 +435,52 @@ class _Lines:
         self._block_index = self._at = 0
         self._first_at = self._first_byte = 0
         self._open_quote: _OpenQuote | None = None
-        # From here on lines count against the bound of a record.
+        # The byte from which a record's length is counted.
         self._bound_begin = 0
         self.line_count = 0
-        # Of the next line: its number, and its place in the text.
+        # The number of the next line, and its position in the text.
         self.number, self.byte = block.first_line, block.first_byte
-        # Of the record's first line.
+        # The number of the record's first line.
         self.record_number = self.number
-        # There are no further lines.
+        # Whether all lines are read.
         self.ended = False
 
     @property
     def has_own(self) -> bool:
-        """The next line is one of the block itself."""
+        """Whether the next line belongs to the block itself."""
         return self._block_index == 0 and self._at < len(self._own)
 
     @property
     def first_line(self) -> bytes:
-        """The record's."""
+        """The first line of the record."""
         return self._own[self._first_at]
 
     def begin_record(self, open_quote: _OpenQuote | None) -> None:
-        """The next line, which is one of the block itself, is the first of a record. `open_quote`: what is known of the
-        lines behind it."""
+        """Begins a record at the next line, which belongs to the block itself.
+
+        `open_quote`: the known fate of a quote that is open on later lines.
+        """
         self._first_at, self._first_byte, self.record_number = self._at, self.byte, self.number
         self._bound_begin, self.line_count, self._open_quote = self.byte, 0, open_quote
 
     def begin_bound(self) -> None:
-        """As many bytes as a record may have are counted from here on."""
+        """Counts a record's maximum length from here on."""
         self._bound_begin, self.line_count, self._open_quote = self.byte, 0, None
 
     def go_back_to_second_line(self) -> None:
-        """The next line is the one after the record's first."""
+        """Goes back to the line after the record's first."""
         self.number, self.byte = self.record_number + 1, self._first_byte + len(self.first_line)
         self._lines, self._block_index, self._at = self._own, 0, self._first_at + 1
         self.ended = False
 
     def left(self) -> list[LineBlock]:
-        """All lines that were not read."""
+        """Returns all unread lines."""
         rest = b"".join(self._lines[self._at :])
         ahead = self._blocks[self._block_index + 1 :]
         return [LineBlock(rest, self.number, self.byte), *ahead] if rest else ahead
 
     def texts(self, opened_by: str) -> Iterator[str]:
-        """The lines as the csv module takes them; `opened_by` stands before the first."""
+        """Yields the lines for the csv module; `opened_by` precedes the first."""
         while self._at < len(self._lines) or self._has_next_block():
             if self.line_count:
                 self._raise_if_known_to_fail()
@@ -467,7 +496,7 @@ class _Lines:
         self.ended = True
 
     def _raise_if_known_to_fail(self) -> None:
-        """For the next line, at whose beginning a quoted field is open."""
+        """Raises `_NotClosed` if a field that is open at the next line is known to fail."""
         known = self._open_quote
         if known is None or self.number > known.last_line:
             return

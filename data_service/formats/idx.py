@@ -1,4 +1,4 @@
-"""A pair of IDX files, as MNIST has them."""
+"""A pair of IDX files, the format of MNIST."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from shared.dataset_version.columns import tensor_array, tensor_field
 
 
 class IdxPair:
-    """Images (N, …) of uint8 and labels (N) of any integer, as the columns `image` and `label`. No row of it is bad by
-    itself: what does not fit damages the whole."""
+    """Images (N, …) of uint8 and labels (N) of any integer, as the columns `image` and `label`.
+
+    No single row is bad: an error fails the whole pair.
+    """
 
     class_names: list[str] | None = None
 
@@ -60,12 +62,12 @@ class IdxPair:
         with content(self._images) as image_stream, content(self._labels) as label_stream:
             images = _blamed(self._images, image_stream, self._header, rows)
             labels = _blamed(self._labels, label_stream, self._header, rows)
-            # Both are run to their ends: what follows the last row is looked at there.
+            # Both are read to their ends, where bytes after the last row are detected.
             yield from zip(images, labels, strict=True)
 
 
 def _blamed(file: SourceFile, stream: BinaryIO, images: IdxHeader, rows: int) -> Iterator[np.ndarray[Any, Any]]:
-    """The rows behind a header that must still be the one that was checked."""
+    """Yields the rows after a header that must still be the checked one."""
     with blaming(file, "IDX"):
         header = read_header(stream)
         if header.row_count != images.row_count:

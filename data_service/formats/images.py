@@ -1,4 +1,7 @@
-"""Encoded images as rows, from a folder or from a tar: checked by decoding them, labelled by their class folders."""
+"""Encoded images as rows, from a folder or from a tar.
+
+They are checked by decoding them, and labelled by their class folders.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,11 @@ from shared.errors import InvalidArgument, shown
 from shared.transforms.steps.decoding import why_refused
 
 # --- Tar members ---
-# Tar archives from front to back: every member's name and content, nothing written anywhere.
+# Reads tar archives from front to back: every member's name and content, without writing any file.
 #
 # Source: POSIX.1-2017 pax (ustar interchange format, extended headers), and GNU tar's manual for its long names and
-# base-256 numbers. Links, devices, sparse files and names that lead elsewhere are refused: no data set needs them.
+# base-256 numbers. Links, devices, sparse files and names that lead out of the archive are refused: no data set needs
+# them.
 
 BLOCK = 512
 MAX_MEMBER_BYTES = 256 * 1024 * 1024
@@ -41,25 +45,34 @@ _REFUSED = {
 
 
 class TarError(ValueError):
-    """The bytes are no whole tar archive, or a member is none that may be read; the text says which and why."""
+    """The bytes are no complete tar archive, or a member is not allowed; the text says which and why."""
 
 
 @dataclass(frozen=True)
 class TarMember:
-    """A regular file. `name` is its path, without `.` and empty parts; bytes that are no UTF-8 are refused. Its content
-    is at hand until the next member is asked for."""
+    """A regular file in a tar.
+
+    `name` is its path, without `.` and empty parts; names that are no UTF-8 are refused. Its content is available until
+    the next member is requested.
+    """
 
     name: str
     size_bytes: int
     _stream: _Content
 
     def read(self) -> bytes:
-        """The whole content; to be called once. Raises `TarError` where the archive ends within it."""
+        """Returns the whole content; may be called once.
+
+        Raises `TarError` if the archive ends within it.
+        """
         return self._stream.read_all()
 
 
 def members(stream: BinaryIO) -> Iterator[TarMember]:
-    """Every regular file, in order. Goes to the stream's very end. Raises `TarError`."""
+    """Yields every regular file, in order, up to the very end of the stream.
+
+    Raises `TarError`.
+    """
     count = 0
     extended: dict[str, str] = {}
     while True:
@@ -129,7 +142,7 @@ def _size_of(header: bytes, extended: dict[str, str]) -> int:
 
 
 def _sum_fits(header: bytes) -> bool:
-    """Some old writers summed signed bytes."""
+    """Returns whether the header's checksum is right; some old writers summed signed bytes."""
     rest = header[:148] + b" " * 8 + header[156:]
     signed = sum(byte - 256 if byte > 127 else byte for byte in rest)
     try:
@@ -139,7 +152,7 @@ def _sum_fits(header: bytes) -> bool:
 
 
 def _number(field: bytes) -> int:
-    if field[0] & 0x80:  # base 256; a negative one begins with 0xFF
+    if field[0] & 0x80:  # base 256; a negative number begins with 0xFF
         if field[0] != 0x80:
             raise TarError("a header has a number that is out of range")
         return int.from_bytes(field[1:], "big")
@@ -152,7 +165,7 @@ def _number(field: bytes) -> int:
 
 
 def _extended(stream: BinaryIO, kind: bytes, size: int) -> dict[str, str]:
-    """What a header before a member's own says of it: its name, its size, whether it is sparse."""
+    """Reads an extended header: a member's name, its size, whether it is sparse."""
     most = MAX_NAME_BYTES if kind in (_LONG_NAME, _LONG_LINK) else MAX_PAX_BYTES
     if size > most:
         raise TarError(f"an extended header has {size} bytes; at most {most} are read")
@@ -164,7 +177,7 @@ def _extended(stream: BinaryIO, kind: bytes, size: int) -> dict[str, str]:
     if kind == _LONG_LINK:
         return {}
     found = dict(_pax_records(data))
-    # What holds for all members that follow says nothing that we need, unless it names or sizes them.
+    # Global headers apply to all following members; they matter only if they name or size them.
     if kind == _PAX_GLOBAL:
         if not found.keys().isdisjoint(("path", "size")):
             raise TarError("a global extended header names or sizes all members")
@@ -173,7 +186,7 @@ def _extended(stream: BinaryIO, kind: bytes, size: int) -> dict[str, str]:
 
 
 def _pax_records(data: bytes) -> Iterator[tuple[str, str]]:
-    """`length key=value\\n`, the length counting itself."""
+    """Parses records `length key=value\\n`, where the length includes itself."""
     at = 0
     while at < len(data):
         space = data.find(b" ", at, at + 8)
@@ -226,7 +239,10 @@ def _check_kind(kind: bytes, name: str, extended: dict[str, str]) -> None:
 
 
 def _some(stream: BinaryIO, size: int) -> bytes:
-    """`size` bytes or what there is; memory is taken for bytes that come, not for bytes that are claimed."""
+    """Reads `size` bytes, or fewer at the end.
+
+    Memory grows with the bytes read, not with the size that the archive claims.
+    """
     pieces = []
     while size > 0 and (piece := stream.read(min(size, PIECE_BYTES))):
         pieces.append(piece)
@@ -237,7 +253,8 @@ def _some(stream: BinaryIO, size: int) -> bytes:
 # --- Images ---
 # Encoded images as rows: checked by decoding them, labelled by their class folders.
 
-# What torchvision's ImageFolder looks at, as far as `decode_image` takes it; it leaves other files alone, and so do we.
+# The suffixes that torchvision's ImageFolder reads and `decode_image` supports. Other files are ignored, as in
+# torchvision.
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp")
 MAX_IMAGE_BYTES = 256 * 1024 * 1024
 MAX_CLASSES = 100_000
@@ -258,21 +275,24 @@ def is_image_name(name: str) -> bool:
 
 
 def problem_of(data: bytes) -> str | None:
-    """Why `decode_image` would not take these bytes; None where it would.
+    """Returns why `decode_image` would refuse these bytes; None if it would not.
 
-    Of an animation or a TIFF of many pages only the first is looked at: no more is ever used.
+    Only the first frame of an animation or page of a TIFF is checked: no other is ever used.
     """
     if len(data) > MAX_IMAGE_BYTES:
         return f"it has {len(data)} bytes; at most {MAX_IMAGE_BYTES} are read"
     try:
         refusal = why_refused(data)
-    except MemoryError:  # as hostile bytes can make a decoder raise, whatever memory there is
+    except MemoryError:  # hostile bytes can make a decoder raise this, whatever memory there is
         return "it takes more memory to decode than there is"
     return None if refusal is None else f"it {refusal}"
 
 
 class ClassNames:
-    """The classes of all image sources of a version: labels are their places in the order of their names' bytes."""
+    """The classes of all image sources of a version.
+
+    Labels are the classes' indices in the byte order of their names.
+    """
 
     def __init__(self) -> None:
         self._names: set[str] = set()
@@ -280,7 +300,7 @@ class ClassNames:
         self._labels: dict[str, int] = {}
 
     def add(self, names: Iterable[str]) -> None:
-        """Raises `InvalidArgument` for more than `MAX_CLASSES`."""
+        """Adds class names; raises `InvalidArgument` for more than `MAX_CLASSES`."""
         self._names.update(names)
         self._sorted = None
         if len(self._names) > MAX_CLASSES:
@@ -299,14 +319,17 @@ class ClassNames:
         return self._sorted
 
     def label(self, name: str) -> int:
-        """Once all sources are open: another class would move the labels."""
+        """Returns the label of a class; call it only once all sources are open.
+
+        Another class would change the labels.
+        """
         if self._sorted is None or name not in self._labels:
             _ = self.names
         return self._labels[name]
 
 
 class ImageBatch:
-    """Rows until there are enough for a table."""
+    """Collects rows until there are enough for a table."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[bytes, int, str]] = []
@@ -321,7 +344,7 @@ class ImageBatch:
         self._bytes += len(data)
 
     def taken(self) -> pa.Table | None:
-        """The rows so far, which are then forgotten; None where there are none."""
+        """Returns the rows so far and forgets them; None if there are none."""
         if not self._rows:
             return None
         columns = zip(*self._rows, strict=True)
@@ -331,20 +354,23 @@ class ImageBatch:
 
 
 # --- Image folder ---
-# A folder with a folder of images for each class, as torchvision's ImageFolder has it.
+# A folder with a folder of images for each class, in the layout of torchvision's ImageFolder.
 
 MAX_IMAGES = 2_000_000
 
 
 class ImageFolder:
-    """`files` are all files below the folder, in their order. The first folder on a file's way is its class, however
-    deep it lies; files that are no images by their suffix are left alone, both as in torchvision. An image that is in
-    no class's folder is a bad row."""
+    """The images in a folder.
+
+    `files` are all files below the folder, in order. The first folder on a file's path is its class, however deep the
+    file lies. Files without an image suffix are ignored. Both are as in torchvision. An image in no class folder is a
+    bad row.
+    """
 
     schema = SCHEMA
 
     def __init__(self, files: Sequence[SourceFile], classes: ClassNames) -> None:
-        """Raises `InvalidArgument` where no file is an image, or a name is no UTF-8."""
+        """Raises `InvalidArgument` if no file is an image, or a name is no UTF-8."""
         self._images = [file for file in files if is_image_name(file.relative)]
         if not self._images:
             raise files[0].corrupt("its folder has no image in a folder of a class")
@@ -384,9 +410,12 @@ def _is_utf8(text: str) -> bool:
 
 
 class ImageTar:
-    """The last two parts of a member's path are its class and its name. Members that are no images by their suffix, and
-    hidden ones, are left alone; hostile ones (see above) damage the whole. An image that is in no folder is a bad
-    row. Opening reads all names: labels need every class."""
+    """The images in a tar.
+
+    The last two parts of a member's path are its class and its name. Members without an image suffix, and hidden ones,
+    are ignored; hostile ones (see above) fail the whole archive. An image in no folder is a bad row. Opening reads all
+    names, since labels need every class.
+    """
 
     schema = SCHEMA
 
@@ -428,7 +457,7 @@ class ImageTar:
 
     @contextmanager
     def _members(self) -> Iterator[Iterator[TarMember]]:
-        """The members that are images by their names."""
+        """Yields the members with an image suffix."""
         with content(self._file) as stream, blaming(self._file, "tar"):
             try:
                 yield (member for member in members(stream) if _is_image(member))

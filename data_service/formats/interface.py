@@ -1,5 +1,6 @@
-"""The interface between formats and the import job, and what formats have in common: a file's bytes, gunzipped, errors
-that name the file, and the size of decoded rows.
+"""The interface between formats and the import job, and the code that formats share.
+
+The shared code opens and decompresses files, names the file in errors, and computes the size of decoded rows.
 """
 
 from __future__ import annotations
@@ -22,22 +23,24 @@ from data_service.storage.source_files import SourceFile
 from shared.errors import Unavailable, first_line
 
 # --- Decompression ---
-# Gzip, recognised by its first bytes rather than by a file's name, and bounded in what it may grow into.
+# Gzip, recognised by its first bytes rather than by a file's name, with a limit on the decompressed size.
 
 GZIP_MAGIC = b"\x1f\x8b"
-# Below so many decoded bytes nothing is refused; above, more than `MAX_RATIO` times what was read is a bomb. MNIST
-# grows fivefold; deflate cannot grow more than 1,032-fold.
+# Up to FREE_BYTES decoded bytes are always accepted. Beyond that, more than MAX_RATIO times the bytes read counts as a
+# decompression bomb. MNIST grows fivefold; deflate cannot grow more than 1,032-fold.
 FREE_BYTES = 256 * 1024 * 1024
 MAX_RATIO = 200
 
 
 class DecompressionError(ValueError):
-    """The bytes are not a whole gzip file, or grow beyond all bounds; the text says which."""
+    """The bytes are no complete gzip file, or decompress beyond the limit; the text says which."""
 
 
 def decompressed(stream: BinaryIO) -> BinaryIO:
-    """`stream` itself, or what is in it if it is gzip. Only `read(size)` of the result is to be used; it may give fewer
-    bytes at a time, and none only at the end."""
+    """Returns `stream`, or its decompressed content if it is gzip.
+
+    Use only `read(size)` of the result; it may return fewer bytes, and none only at the end.
+    """
     raw = _Raw(stream)
     buffered = io.BufferedReader(raw, 1024 * 1024)
     if buffered.peek(2)[:2] != GZIP_MAGIC:
@@ -46,7 +49,7 @@ def decompressed(stream: BinaryIO) -> BinaryIO:
 
 
 class _Raw(io.RawIOBase):
-    """Any object with `read` as a raw stream that counts its bytes."""
+    """A raw stream over any object with `read`, which counts the bytes."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -63,7 +66,10 @@ class _Raw(io.RawIOBase):
 
 
 class _Gunzip:
-    """Bounds what comes out by what went in so far: the whole file's size may not be known yet."""
+    """Decompresses gzip, with a limit relative to the bytes read so far.
+
+    The size of the whole file may not be known yet.
+    """
 
     def __init__(self, compressed: io.BufferedReader[_Raw], raw: _Raw) -> None:
         self._file = gzip.GzipFile(fileobj=compressed, mode="rb")
@@ -85,18 +91,24 @@ class _Gunzip:
 
 
 # --- Content ---
-# A source file's bytes, and errors about them that name it.
+# A source file's bytes, and errors that name the file.
 
 
 @contextmanager
 def content(file: SourceFile) -> Iterator[BinaryIO]:
-    """The file's bytes from the first on, gunzipped where they are gzip. Only `read(size)` is to be used."""
+    """Opens the file's bytes, decompressed if they are gzip.
+
+    Use only `read(size)` of the result.
+    """
     with closing(file.open()) as opened:
         yield cast(BinaryIO, _Watched(decompressed(opened), file.on_read))
 
 
 class _Watched:
-    """Types are inferred from whole files: that, too, must end when nobody wants it any more."""
+    """A stream that calls `on_read` before each read.
+
+    Type inference reads whole files, and must stop when the job is stopped.
+    """
 
     def __init__(self, stream: BinaryIO, on_read: Callable[[], None]) -> None:
         self._stream = stream
@@ -109,7 +121,7 @@ class _Watched:
 
 @contextmanager
 def blaming(file: SourceFile, kind: str) -> Iterator[None]:
-    """Turns whatever a reader says about the bytes into an error that names the source. `kind` is the format."""
+    """Turns a reader's errors about the bytes into errors that name the source; `kind` is the format."""
     try:
         yield
     except (IdxError, DecompressionError) as error:
@@ -121,11 +133,11 @@ def blaming(file: SourceFile, kind: str) -> Iterator[None]:
 
 
 # --- Decoded size ---
-# What a batch of a typed file takes in memory once it is decoded.
+# The memory that a batch of a typed file takes once it is decoded.
 
 
 def is_text(arrow_type: pa.DataType) -> bool:
-    """Strings and bytes of any length."""
+    """Returns whether the values are strings or bytes of any length."""
     checks = (
         kinds.is_string,
         kinds.is_binary,
@@ -138,7 +150,10 @@ def is_text(arrow_type: pa.DataType) -> bool:
 
 
 def decoded_bytes(batch: pa.RecordBatch) -> int:
-    """What the batch takes once every row has its own values: a long text that rows share takes it each time."""
+    """Returns the bytes of the batch once every row has its own values.
+
+    A text that several rows share counts for each of them.
+    """
     total = 0
     for column in (_plain(column) for column in batch.columns):
         if isinstance(column, pa.DictionaryArray):
@@ -159,7 +174,7 @@ def _plain(column: pa.Array) -> pa.Array:
 
 
 def _text_lengths(texts: pa.Array) -> pa.Array:
-    """In bytes; 0 for nulls."""
+    """Returns the lengths in bytes; 0 for nulls."""
     if kinds.is_string_view(texts.type) or kinds.is_binary_view(texts.type):
         # The first four bytes of each 16-byte view are its length.
         views = np.frombuffer(texts.buffers()[1], np.int32)[texts.offset * 4 : (texts.offset + len(texts)) * 4 : 4]
@@ -168,30 +183,31 @@ def _text_lengths(texts: pa.Array) -> pa.Array:
 
 
 # --- Interface ---
-# The interface between formats and the import job.
 
-# About so many bytes of rows are in one table.
+# The approximate bytes of rows in one table.
 CHUNK_BYTES = 4 * 1024 * 1024
-# And so many rows where they have no fixed width.
+# The maximum rows of a table whose rows have no fixed width.
 MAX_CHUNK_ROWS = 4096
-# What a few stored bytes may at most be decoded into at once.
+# The maximum bytes that a few stored bytes may be decoded into at once.
 MAX_DECODED_BYTES = 256 * 1024 * 1024
 EXCERPT_CHARACTERS = 200
 
 
 class BadRowSink(Protocol):
-    """Takes rows that cannot be had as their columns' types."""
+    """Takes rows that do not fit their columns' types."""
 
     def add(self, source: str, place: str, reason: str, excerpt: str, rows: int = 1) -> None:
-        """`source` is the file's URI, `place` where in it: `line 17`, `lines 4 to 6`, `row 4`,
-        `member train/ants/x.jpg`. `rows` is how many stand there: of a text file, its lines.
+        """Adds a bad row.
 
-        Raises `InvalidArgument` where no (more) bad rows are allowed.
+        `source` is the file's URI, `place` the position in it: `line 17`, `lines 4 to 6`, `row 4`, `member
+        train/ants/x.jpg`. `rows` is the number of rows there; for a text file, of lines.
+
+        Raises `InvalidArgument` if no (more) bad rows are allowed.
         """
 
 
 class RowSource(Protocol):
-    """The rows of one file, or of one pair or folder of files that belong together."""
+    """The rows of one file, or of a pair or folder of files that belong together."""
 
     @property
     def schema(self) -> pa.Schema:
@@ -199,18 +215,22 @@ class RowSource(Protocol):
 
     @property
     def class_names(self) -> list[str] | None:
-        """The names of the labels 0, 1, … where the source is of images in folders; else None."""
+        """The names of the labels 0, 1, … for images in folders; else None."""
 
     def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
-        """All good rows in their order, a bounded number at a time; bad rows go to the sink. May be called again.
+        """Yields all good rows in order, a bounded number at a time.
 
-        Raises `InvalidArgument` for a source that is damaged as a whole, `NotFound` and `Unavailable`.
+        Bad rows go to the sink. May be called again. Raises `InvalidArgument` for a source that is damaged as a whole,
+        `NotFound` and `Unavailable`.
         """
 
 
 @dataclass(frozen=True)
 class OpenSource:
-    """`index` is that of the request's source; a folder or a pattern gives one for each file, in their order."""
+    """An open source.
+
+    `index` is the index of the request's source; a folder or a pattern yields one for each file, in their order.
+    """
 
     index: int
     split: str
@@ -218,7 +238,7 @@ class OpenSource:
 
 
 def excerpt_of(value: object) -> str:
-    """The beginning of a bad row, as text that any message can carry: what is no text is shown escaped."""
+    """Returns the beginning of a bad row as text; undecodable bytes are escaped."""
     if isinstance(value, (bytes, memoryview)):
         text = bytes(value[: 4 * EXCERPT_CHARACTERS]).decode("utf-8", "backslashreplace")
     else:

@@ -1,4 +1,4 @@
-"""JSON Lines: one object a line; a key that any row has is a column, null where others lack it."""
+"""JSON Lines: one object a line; any row's key is a column, null in rows without it."""
 
 from __future__ import annotations
 
@@ -26,19 +26,18 @@ from shared.errors import invalid_field
 from shared.value_texts import zone_hint
 
 # --- JSON rows ---
-# JSON Lines: one object a line; a key that any row has is a column, null where others lack it.
-#
-# Whole numbers are never rounded to fit: a column with one beyond int64, or with one that a double would change beside
-# doubles, is inferred as strings. Where `column_types` gives a type that does not hold such a number, or where it is in
-# a list, its row is a bad one.
+# Whole numbers are never rounded: a column is inferred as strings if one number exceeds int64, or if it has doubles and
+# a number that a double would change. If `column_types` gives a type that cannot hold such a number, or if it is in a
+# list, its row is a bad one.
 
-# Of one line. An empty one takes two or three bytes of it, and thirty times as much once it is parsed.
+# The limit of one line. An empty list or object takes two or three bytes of it, and thirty times as much once it is
+# parsed.
 MAX_CONTAINERS = 250_000
-# Digits that may be a whole number beyond 64 bits, which orjson would make a double of.
+# Digits that may be a whole number beyond 64 bits, which orjson would turn into a double.
 _BEYOND = re.compile(rb"(?<![0-9.])[1-9][0-9]{18,}(?![0-9.eE])")
 _DIGITS = b"0" * 19
 _DIGITS_ALIKE = bytes(ord("0") if code in b"0123456789" else 0 for code in range(256))
-# What one column's values become: the array, with null where a value does not fit, and which do (None: all).
+# Builds a column's array, with null for values that do not fit, and the mask of those that fit (None: all).
 Build = Callable[[Sequence[Any]], tuple[pa.Array, "np.ndarray[Any, Any] | None"]]
 
 
@@ -57,8 +56,11 @@ class _BadLine:
 
 
 def open_json_lines(files: Sequence[SourceFile], overrides: Overrides) -> list[RowSource]:
-    """One source for each file, all with the columns of all, in the order in which they are first met. Reads all files
-    once. Raises `InvalidArgument` where they have no column, or too many."""
+    """Opens one source for each file, all with the columns of all files.
+
+    Columns are in the order of their first occurrence. Reads all files once. Raises `InvalidArgument` if they have no
+    column, or too many.
+    """
     inferred: dict[str, InferredColumn] = {}
     bad: tuple[SourceFile, _BadLine] | None = None
     for file in files:
@@ -130,7 +132,7 @@ def _parsed(block: LineBlock) -> Iterator[_Line | _BadLine]:
     if block.too_long:
         yield _BadLine(block.first_line, block.data, "the line is too long")
         return
-    beyond = _DIGITS in block.data.translate(_DIGITS_ALIKE)  # ten times as fast as the expression
+    beyond = _DIGITS in block.data.translate(_DIGITS_ALIKE)  # ten times as fast as the regular expression
     for number, data in enumerate(split_lines(block.data), block.first_line):
         if not data.strip():
             continue
@@ -157,7 +159,7 @@ def _parsed(block: LineBlock) -> Iterator[_Line | _BadLine]:
 
 
 def _build(overrides: Overrides, name: str, found: pa.DataType, wanted: pa.DataType) -> Build:
-    """How a column's values become an array of type `wanted`."""
+    """Returns the function that builds a column of type `wanted`."""
     try:
         if is_tensor(wanted):
             length = int(np.prod(wanted.shape))
@@ -178,10 +180,10 @@ def _scalars(wanted: pa.DataType, cast: Cast | None) -> Build:
             try:
                 return pa.array(values, wanted), None
             except (pa.ArrowInvalid, OverflowError):
-                pass  # an integer beyond the type: which one is told below
+                pass  # an integer beyond the type: the cast below finds its row
         texts = [_text(value, wanted) for value in values]
         column, fits = cast_rows(pa.array(texts, pa.string()), cast or (lambda given: given))
-        # Objects and lists are no text, and came as null.
+        # Objects and lists are no text, and are null in `texts`.
         whole = np.array([value is None or text is not None for value, text in zip(values, texts, strict=True)])
         return column, whole if fits is None else fits & whole
 
@@ -220,12 +222,12 @@ def _tensors(found: pa.FixedShapeTensorType, cast: Cast | None) -> Build:
 
 
 # --- JSON columns ---
-# JSON objects as rows: what kinds of values a column has, and values as the column's type.
+# Infers column types from JSON objects, and converts values to them.
 #
-# Scalars have the type that holds all of them: bool, int64, double, string; null fits each. Where scalars are of kinds
-# that do not go together, such as a number and a text, the column is of strings, and what is no text is kept as its
-# JSON. A column that has more lists than scalars is one of tensors, of the length that most lists have (of equally
-# frequent ones, the shortest). No whole number is rounded: one beyond int64, or one that a double would change beside
+# A column of scalars has the type that holds all of them: bool, int64, double, string; null fits each. If scalars are
+# of incompatible kinds, such as a number and a text, the column is of strings, and other values are kept as their JSON.
+# A column with more lists than scalars is one of tensors, of the length that most lists have (of equally frequent ones,
+# the shortest). No whole number is rounded: a number beyond int64, or one that a double would change in a column of
 # doubles, makes its column one of strings, which keep its digits; a list with such a number fits no column.
 
 MAX_LENGTHS = 10_000
@@ -234,17 +236,20 @@ _INT64 = range(-(2**63), 2**63)
 
 
 class InferredColumn:
-    """The kinds of values of one column, seen one after the other."""
+    """Collects the kinds of values of one column."""
 
     def __init__(self) -> None:
         self._scalars: Counter[type] = Counter()
-        # Whole numbers: any beyond int64, and any that a double would change.
+        # Whether any whole number exceeds int64, and whether a double would change any.
         self._beyond_int64 = self._beyond_double = False
         self._lengths: Counter[int] = Counter()
         self._doubles_in_lists: set[int] = set()
 
     def update(self, values: Sequence[Any]) -> None:
-        """Takes parsed JSON values. Those that fit no column, such as objects, have no say."""
+        """Adds parsed JSON values.
+
+        Values that fit no column, such as objects, are ignored.
+        """
         kinds = Counter(map(type, values))
         if kinds[int]:
             wholes = [value for value in values if type(value) is int]
@@ -264,7 +269,7 @@ class InferredColumn:
 
     @property
     def type(self) -> pa.DataType:
-        """String where nothing but nulls was seen."""
+        """The inferred type; string if all values were null."""
         if self._lengths.total() > self._scalars.total():
             length = min(self._lengths, key=lambda one: (-self._lengths[one], one))
             value_type = pa.float64() if length in self._doubles_in_lists else pa.int64()
@@ -280,14 +285,20 @@ class InferredColumn:
 
 
 def all_in_double(numbers: Sequence[int | float]) -> bool:
-    """Whether a double has each of the numbers exactly; there must be one, and none beyond the range of doubles."""
+    """Returns whether a double represents each of the numbers exactly.
+
+    There must be at least one, and none beyond the range of doubles.
+    """
     if min(numbers) >= -EXACT_IN_DOUBLE and max(numbers) <= EXACT_IN_DOUBLE:
         return True
     return all(float(one) == one for one in numbers)  # Python compares a whole number with a float exactly
 
 
 def numbers_kind(values: list[Any]) -> type | None:
-    """int or float for a list of numbers, the kind that has all of them exactly; None for another, or an empty one."""
+    """Returns int or float for a list of numbers, whichever represents all of them exactly.
+
+    Returns None for other lists, and for an empty one.
+    """
     kinds = set(map(type, values))
     if not kinds or not kinds <= {int, float} or len(values) > MAX_LIST:
         return None
@@ -302,8 +313,8 @@ def numbers_kind(values: list[Any]) -> type | None:
 
 
 def as_text(value: Any) -> str | None:
-    """A scalar as text: null stays null, what is no text is JSON."""
+    """Returns a scalar as text: null stays null, other values than text become JSON."""
     if value is None or isinstance(value, str):
         return value
-    # orjson writes no whole number of more than 64 bits.
+    # orjson does not write whole numbers of more than 64 bits.
     return str(value) if type(value) is int else orjson.dumps(value).decode()

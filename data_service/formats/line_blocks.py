@@ -1,4 +1,4 @@
-"""Text as UTF-8 in blocks of whole lines, whatever encoding a file has; no line takes more memory than it may."""
+"""Text as UTF-8 in blocks of whole lines, from any supported encoding, with a limit on a line's memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 BLOCK_BYTES = 1024 * 1024
-# Of one line, and of one CSV record that spans several.
+# The limit of one line, and of one CSV record that spans several.
 MAX_LINE_BYTES = 16 * 1024 * 1024
 PYTHON_ENCODINGS = {"utf-8": "utf-8", "utf-16": "utf-16", "latin-1": "latin-1", "windows-1252": "cp1252"}
 
@@ -19,9 +19,11 @@ class TextError(ValueError):
 
 @dataclass(frozen=True)
 class LineBlock:
-    """Whole lines, the last of a file perhaps without its end; `first_line` counts from 1. `first_byte` is its place in
-    the text, counted from 0. With `too_long` it is only the beginning of one line that is left out, and that
-    `first_byte` does not count."""
+    """A block of whole lines; a file's last line may lack its end.
+
+    `first_line` counts from 1; `first_byte` is the block's position in the text, from 0. With `too_long` it has only
+    the beginning of one line that is skipped and that `first_byte` does not count.
+    """
 
     data: bytes
     first_line: int
@@ -30,8 +32,10 @@ class LineBlock:
 
 
 def line_blocks(stream: BinaryIO, encoding: str) -> Iterator[LineBlock]:
-    """Lines end with LF, CR LF or CR. A byte-order mark is taken away. What is no character in the encoding comes out
-    as bytes that are no UTF-8, so that its row can be told. Raises `TextError`.
+    """Yields the text in blocks.
+
+    Lines end with LF, CR LF or CR. A byte-order mark is removed. Undecodable characters become bytes that are no UTF-8,
+    so that their rows can be reported. Raises `TextError`.
     """
     line, byte = 1, 0
     rest = b""
@@ -49,14 +53,14 @@ def line_blocks(stream: BinaryIO, encoding: str) -> Iterator[LineBlock]:
             line += count_lines(lines)
             byte += len(lines)
         if skipping:
-            rest = rest[-1:]  # a CR may be half of a line's end
+            rest = rest[-1:]  # a CR may be the first half of a line end
         elif len(rest) > MAX_LINE_BYTES:
             yield LineBlock(rest[:1024], line, byte, too_long=True)
             rest, skipping = rest[-1:], True
 
 
 def count_lines(data: bytes) -> int:
-    """Ends of lines, and one more where the last line has none."""
+    """Returns the number of lines, including a last one without an end."""
     ends = data.count(b"\n")
     if b"\r" in data:
         ends += data.count(b"\r") - data.count(b"\r\n")
@@ -64,7 +68,7 @@ def count_lines(data: bytes) -> int:
 
 
 def split_lines(data: bytes) -> list[bytes]:
-    """Lines with their ends."""
+    """Splits the text into lines with their ends."""
     return data.splitlines(keepends=True)
 
 
@@ -74,7 +78,10 @@ def _with_end(pieces: Iterator[bytes]) -> Iterator[bytes | None]:
 
 
 def _end_of_lines(data: bytes) -> int:
-    """Behind the last line that has its end; a CR that comes last may be followed by its LF."""
+    """Returns the position after the last complete line.
+
+    A final CR may be followed by its LF, so it does not count.
+    """
     return max(data.rfind(b"\n"), data.rfind(b"\r", 0, len(data) - 1)) + 1
 
 
@@ -95,7 +102,7 @@ def _utf8_pieces(stream: BinaryIO, encoding: str) -> Iterator[bytes]:
             yield data.removeprefix(codecs.BOM_UTF8) if first else data
             first = False
         return
-    # Lone surrogates stand for what could not be decoded, and are no UTF-8.
+    # Lone surrogates stand for undecodable bytes, and are no UTF-8.
     errors = "surrogatepass" if encoding == "utf-16" else "surrogateescape"
     data = stream.read(BLOCK_BYTES)
     while len(data) < 2 and (more := stream.read(BLOCK_BYTES)):
@@ -111,8 +118,10 @@ def _utf8_pieces(stream: BinaryIO, encoding: str) -> Iterator[bytes]:
 
 
 def _codec(encoding: str, beginning: bytes) -> str:
-    """Python's name of the encoding. UTF-16 may lack its byte-order mark: then the zero bytes of commas and line ends
-    tell the order."""
+    """Returns Python's name of the encoding.
+
+    If UTF-16 lacks its byte-order mark, the zero bytes of commas and line ends show the byte order.
+    """
     if encoding == "utf-16" and beginning[:2] not in (b"", codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
         upper_first, lower_first = beginning[0::2].count(0), beginning[1::2].count(0)
         if upper_first == lower_first:

@@ -1,4 +1,4 @@
-"""Opens what an import's request names, in its order: the registry of formats, and the partition columns of folders."""
+"""Opens the sources of an import's request, in order: the registry of formats, and the partition columns of folders."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ from shared.dataset_version.columns import MAX_COLUMNS
 from shared.errors import invalid_field
 
 # --- Opening ---
-# Opens what an import's request names, in its order.
 
-# Formats of rows, whose folders may be partition columns. Images have classes for folders.
+# The formats whose folders may be partition columns. For images, folders are classes.
 TABLES = ("parquet", "arrow", "csv", "json_lines")
 
 
@@ -36,13 +35,14 @@ def open_sources(
     column_types: Mapping[str, str],
     partitioning: str = "hive",
 ) -> list[OpenSource]:
-    """One source of rows for each file (pair, image folder), in order; types are inferred over all files of a source.
-    `partitioning` is one of `PARTITIONINGS`.
+    """Opens one row source for each file (pair, image folder), in order.
 
-    `column_types` are in the order of the request. Reads what inference needs: of CSV and JSON Lines, and of tars, all;
-    of other formats the beginnings. Waits for uploads that are still open as far as that.
+    Types are inferred over all files of a source. `partitioning` is one of `PARTITIONINGS`. `column_types` are in the
+    order of the request.
 
-    Raises `NotFound`, `Unavailable`, and `InvalidArgument` naming a source's field or `column_types[i]`.
+    Inference reads CSV, JSON Lines and tars completely, and the beginnings of other formats. It waits for open uploads
+    as far as needed. Raises `NotFound`, `Unavailable`, and `InvalidArgument` naming a source's field or
+    `column_types[i]`.
     """
     overrides = Overrides(column_types)
     classes = ClassNames()
@@ -90,9 +90,9 @@ def _rows_of_images(
 # --- Partitions ---
 # Hive partitioning: folders `name=value` between the folder that a request names and a file are columns of its rows.
 #
-# Names and values are read as `pyarrow.dataset` reads them: percent-decoded, and null for `__HIVE_DEFAULT_PARTITION__`.
-# A column is int32 where all files of the source have whole numbers that fit, else string; `column_types` may ask for
-# more.
+# Names and values are read as in `pyarrow.dataset`: percent-decoded, and null for `__HIVE_DEFAULT_PARTITION__`. A
+# column is int32 if all files of the source have whole numbers that fit, else string; `column_types` may ask for
+# another type.
 
 NULL_VALUE = "__HIVE_DEFAULT_PARTITION__"
 _WHOLE_NUMBER = re.compile(r"-?[0-9]+")
@@ -101,7 +101,10 @@ _REMEDY = "rename the folders, or set partitioning to PARTITIONING_NONE"
 
 @dataclass(frozen=True)
 class _Value:
-    """`values` has one element, of its column's type; it is null where the text in the folder's name does not fit."""
+    """The value of a partition column for one file.
+
+    `values` has one element of the column's type, null if the text in the folder's name does not fit.
+    """
 
     field: pa.Field
     text: str | None
@@ -110,8 +113,11 @@ class _Value:
 
 
 class HivePartitions:
-    """The partition columns of one source's files. Raises `InvalidArgument` for files with other folders than the first
-    one's, and for names that are no text."""
+    """The partition columns of one source's files.
+
+    Raises `InvalidArgument` for files with other partition folders than the first one's, and for names that are no
+    text.
+    """
 
     def __init__(self, files: Sequence[SourceFile], overrides: Overrides) -> None:
         self._texts = [_texts_of(file) for file in files]
@@ -135,8 +141,10 @@ class HivePartitions:
                 raise invalid_field(place, str(field.type), f"{refused}; use another") from None
 
     def added_to(self, sources: Iterator[RowSource]) -> Iterator[RowSource]:
-        """The sources, one for each file in their order, with the columns behind their own. Raises `InvalidArgument`
-        where a file has a column of such a name."""
+        """Yields the sources, one for each file in order, with the partition columns appended.
+
+        Raises `InvalidArgument` if a file has a column of such a name.
+        """
         if not self._fields:
             yield from sources
             return
@@ -177,7 +185,7 @@ class _PartitionedRows:
 
 
 def _texts_of(file: SourceFile) -> dict[str, str | None]:
-    """By the name of each partition column, in the order of the path, the text of its value; None for null."""
+    """Returns the text of each partition column's value, in the order of the path; None for null."""
     found: dict[str, str | None] = {}
     for folder in file.relative.split("/")[:-1]:
         name, equals, value = folder.partition("=")

@@ -1,5 +1,6 @@
-"""One Parquet file, decoded a bounded number of rows at a time; its footer and page headers are read first, so that no
-page takes more memory than it may.
+"""Reads one Parquet file, a bounded number of rows at a time.
+
+Its footer and page headers are checked first, so that no page takes more memory than allowed.
 """
 
 from __future__ import annotations
@@ -23,22 +24,23 @@ from data_service.storage.source_files import SourceFile
 from shared.dataset_version.columns import MAX_COLUMNS, is_tensor, row_bytes
 
 # --- Parquet rows ---
-# One Parquet file, decoded a bounded number of rows at a time.
+# Decodes one Parquet file, a bounded number of rows at a time.
 
 MAX_BATCH_ROWS = 1024
 MAX_PAGE_BYTES = 256 * 1024 * 1024
-# Of a list, at most: its numbers, or narrower ones and where lists begin.
+# The most bytes that a value of a list takes: its number, or a narrower one and its list's offset.
 VALUE_BYTES = 8
 MAX_FOOTER_BYTES = 64 * 1024 * 1024
 MAX_FOOTER_LIST = 100_000
 
 
 class ParquetRows:
-    """One Parquet file; its columns keep their types as far as a version has them (`logical_field`), and have that of
-    `types` where it does not.
+    """The rows of one Parquet file.
 
-    Nothing that it claims is believed: rows are counted as they are decoded, and pages that would need too much memory
-    are refused by their own headers before any is decoded.
+    Columns keep their types if a version supports them (`logical_field`); others get that of `types`.
+
+    No claim of the file is trusted: rows are counted as they are decoded, and pages that would need too much memory are
+    refused by their headers before any is decoded.
     """
 
     class_names: list[str] | None = None
@@ -46,7 +48,7 @@ class ParquetRows:
     def __init__(self, file: SourceFile, types: Mapping[str, pa.DataType] = MappingProxyType({})) -> None:
         self._file = file
         self._types = types
-        # Its footer is at the end, so an upload has to be there as a whole.
+        # The footer is at the end, so an upload must be complete.
         file.wait_until_whole()
         with self._opened() as opened:
             footer = self._footer(opened)
@@ -84,13 +86,13 @@ class ParquetRows:
                 raise self._file.corrupt(f"{batch.num_rows} of its rows decode to {size_bytes} bytes")
             yield columns.table(batch, bad)
         if row_count != footer.row_count:
-            # Arrow leaves some out without a word, such as a row group's only list where it is in several pages.
+            # Arrow silently skips some rows, such as a row group's only list if it spans several pages.
             raise self._file.corrupt(f"{row_count} rows are decoded, and its footer has {footer.row_count}")
 
     def _logical_schema(self, given: pa.Schema) -> pa.Schema:
         for field in given:
             if isinstance(field.type, pa.BaseExtensionType) and kinds.is_dictionary(field.type.storage_type):
-                # Arrow aborts the process behind the last batch of such a column.
+                # Arrow aborts the process after the last batch of such a column.
                 remedy = "which cannot be read from Parquet; write its values without a dictionary"
                 raise self._file.corrupt(f"column {field.name!r} has the type {field.type}, {remedy}")
         return logical_schema_of(self._file, given, self._types)
@@ -104,7 +106,7 @@ class ParquetRows:
                 raise self._file.corrupt(str(error)) from None
 
     def _footer(self, opened: BinaryIO) -> Footer:
-        """Looked at before Arrow parses it, and so is its size before it is read."""
+        """Checks the footer's size, reads it, and parses it before Arrow does."""
         size_bytes = _size(opened)
         if size_bytes < 12:
             raise self._file.corrupt("it is not a whole Parquet file: it has no footer")
@@ -124,7 +126,7 @@ class ParquetRows:
         return footer
 
     def _lists(self, schema: pq.ParquetSchema, index: int) -> _Lists | None:
-        """None for a column of one value a row."""
+        """Returns the list counter of a column; None for a column with one value a row."""
         if schema.column(index).max_repetition_level == 0:
             return None
         path = schema.column(index).path
@@ -133,9 +135,11 @@ class ParquetRows:
         return _Lists(path, math.prod(kept.shape) if kept is not None and is_tensor(kept) else 1)
 
     def _check_pages(self, opened: BinaryIO, footer: Footer, schema: pq.ParquetSchema) -> tuple[dict[str, int], int]:
-        """The columns of texts that Arrow cannot read as dictionaries, with the bytes that one text may have: it shares
-        bytes with those before it, or with a dictionary, but none has more than its page. And the bytes that a row's
-        list may have."""
+        """Checks all page headers before any page is decoded.
+
+        Returns the text columns that Arrow cannot read as dictionaries, with the maximum bytes of one text: texts may
+        share bytes with others, but none exceeds its page. Also returns the maximum bytes of one row's list.
+        """
 
         def read_at(position: int, size: int) -> bytes:
             opened.seek(position)
@@ -148,7 +152,7 @@ class ParquetRows:
         for group in footer.row_groups:
             for column, counted in zip(group.columns, lists, strict=True):
                 if column.size_bytes == 0:
-                    continue  # of a row group without rows
+                    continue  # a row group without rows
                 if column.begin < 4 or column.size_bytes < 0 or column.begin + column.size_bytes > file_bytes:
                     raise PageError(f"column {column.path!r} lies outside of the file")
                 for page in pages(read_at, column.begin, column.size_bytes):
@@ -158,13 +162,13 @@ class ParquetRows:
                         in_deltas.add(column.path)
         opened.seek(0)
         list_bytes = max((one.row_bytes(footer.row_count) for one in lists if one is not None), default=0)
-        # None where a file has no rows.
+        # A file without rows has no entry in `page_bytes`.
         whole = [name for name in self._texts if name in in_deltas] + self._extended_texts
         return {name: page_bytes[name] for name in whole if name in page_bytes}, list_bytes
 
 
 def _gathered(tables: Iterator[pa.Table], most: int) -> Iterator[pa.Table]:
-    """Up to so many tables as one: what becomes of a table takes its time for each, however few its rows."""
+    """Combines up to `most` tables into one, because each table has a fixed cost, however few its rows."""
     waiting: list[pa.Table] = []
     size_bytes = 0
     for table in tables:
@@ -185,19 +189,24 @@ def _as_one(tables: Sequence[pa.Table]) -> pa.Table:
 
 
 def _is_extended_text(arrow_type: pa.DataType) -> bool:
-    """Of such a column Arrow ends the process where it reads it as a dictionary."""
+    """Returns whether it is an extension type of texts, which Arrow cannot read as a dictionary without aborting the
+    process.
+    """
     return isinstance(arrow_type, pa.BaseExtensionType) and is_text(arrow_type.storage_type)
 
 
 def _size(opened: BinaryIO) -> int:
-    """In bytes; Arrow's files do not tell where they are sought to."""
+    """Returns the size in bytes.
+
+    Arrow's files do not return the position from `seek`.
+    """
     size_bytes = opened.seek(0, 2)
     return opened.tell() if size_bytes is None else size_bytes
 
 
 @dataclass
 class _Lists:
-    """A column of lists: how many values the version wants in each, and how many the pages claim."""
+    """A column of lists: the expected number of values in each list, and the number that the pages claim."""
 
     path: str
     size: int
@@ -209,11 +218,14 @@ class _Lists:
         self.most_in_a_page = max(self.most_in_a_page, page.values)
 
     def row_bytes(self, row_count: int) -> int:
-        """What a row may decode to: where it begins within a page nothing says, so it may have all of one, and the next
-        row all of the next. 0 where all rows together are not too much."""
+        """Returns the maximum bytes of one decoded row.
+
+        Page headers do not show where a row begins, so one row may have a whole page, and the next row the next page. 0
+        if all rows together are within the limit.
+        """
         if VALUE_BYTES * self.values <= interface.MAX_DECODED_BYTES:
             return 0
-        # Longer lists are bad rows, which is no reason to refuse a file; but no list goes on over pages without end.
+        # Longer lists are bad rows, which do not spoil the file. But lists may not continue over any number of pages.
         if self.values > 8 * self.size * row_count:
             raise PageError(
                 f"column {self.path!r} has {self.values} values in lists, where {row_count} rows of {self.size} are "
@@ -223,9 +235,12 @@ class _Lists:
 
 
 def _check_page(page: Page, column: str, lists: _Lists | None) -> None:
-    """A list's values are decoded row by row, however many a row has, and any number of equal ones takes a few bytes.
-    But where rows of the promised length begin, each takes a bit for each value, or at least a run's two bytes; only
-    rows of one value do not."""
+    """Checks the decoded size that a page's header claims.
+
+    A list's values are decoded row by row, however many a row has, and any number of equal values takes a few bytes.
+    But the starts of rows of the expected length take at least one bit per value, or the two bytes of a run; only rows
+    of one value do not.
+    """
     values = 0 if lists is None else page.values
     decoded_bytes = max(page.uncompressed_bytes, VALUE_BYTES * values)
     if decoded_bytes > MAX_PAGE_BYTES:
@@ -238,8 +253,8 @@ def _check_page(page: Page, column: str, lists: _Lists | None) -> None:
 
 
 def _parquet(opened: BinaryIO, as_dictionaries: Sequence[str] = ()) -> pq.ParquetFile:
-    # Unbuffered would hold whole column chunks, however large the writer made its row groups. Nanoseconds, Arrow's own
-    # reading of INT96, wrap around before 1677 and after 2262: microseconds hold every year that Spark writes.
+    # Without a buffer, whole column chunks would be held, however large the writer made its row groups. Nanoseconds,
+    # Arrow's default for INT96, overflow before 1677 and after 2262; microseconds cover every year that Spark writes.
     return pq.ParquetFile(
         opened,
         read_dictionary=list(as_dictionaries),
@@ -253,14 +268,14 @@ def _parquet(opened: BinaryIO, as_dictionaries: Sequence[str] = ()) -> pq.Parque
 
 
 # --- Parquet pages ---
-# Parquet's pages by their headers, without decoding them.
+# Reads Parquet's page headers, without decoding the pages.
 #
-# Source: https://github.com/apache/parquet-format (parquet.thrift, PageHeader). A decoder takes memory for the size
-# that a page's header claims, and never writes beyond it: so the claim is to be bounded.
+# Source: https://github.com/apache/parquet-format (parquet.thrift, PageHeader). A decoder allocates the size that a
+# page's header claims, and never writes beyond it, so limiting the claim limits the memory.
 
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 FIRST_READ_BYTES = 512
-# The fields of PageHeader for data pages of both versions, and in each that of the encoding.
+# The fields of PageHeader for data pages of both versions, mapped to the field of the encoding in each.
 _DATA_PAGES = {5: 2, 8: 4}
 DELTA_LENGTH_BYTE_ARRAY, DELTA_BYTE_ARRAY = 6, 7
 
@@ -268,13 +283,16 @@ ReadAt = Callable[[int, int], bytes]
 
 
 class PageError(ValueError):
-    """The bytes are no row of pages; the text says what is wrong with them."""
+    """The bytes are no sequence of pages; the text says why."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """Sizes as the header claims them. `values` counts those of nested lists, and nulls; 0 for a dictionary's page.
-    `encoding` is Parquet's number of it; -1 for a dictionary's page."""
+    """A page's header, with the sizes that it claims.
+
+    `values` counts the values of nested lists, and nulls; 0 for a dictionary page. `encoding` is Parquet's number of
+    the encoding; -1 for a dictionary page.
+    """
 
     uncompressed_bytes: int
     compressed_bytes: int
@@ -284,8 +302,10 @@ class Page:
 
 
 def pages(read_at: ReadAt, begin: int, size: int) -> Iterator[Page]:
-    """The pages of one column chunk, which has `size` bytes from `begin` on. `read_at(position, size)` gives the file's
-    bytes there, fewer only at its end. Raises `PageError`."""
+    """Yields the pages of one column chunk, `size` bytes from `begin`.
+
+    `read_at(position, size)` returns the file's bytes there, fewer only at its end. Raises `PageError`.
+    """
     position, end = begin, begin + size
     while position < end:
         page = _page(read_at, position, end)
@@ -326,7 +346,7 @@ def _parsed_page(data: bytes) -> Page:
 
 
 def _values(reader: CompactReader, encoding_field: int) -> tuple[int, int]:
-    """(number, encoding) of a DataPageHeader or a DataPageHeaderV2, which begin alike."""
+    """Returns (number, encoding) of a DataPageHeader or DataPageHeaderV2, whose first fields agree."""
     values = encoding = -1
     for field, kind in reader.fields():
         if field == 1 and kind in _WHOLE_NUMBERS:
@@ -339,23 +359,26 @@ def _values(reader: CompactReader, encoding_field: int) -> tuple[int, int]:
 
 
 # --- Parquet footer ---
-# Parquet's footer, as far as it says where columns lie.
+# Reads the parts of Parquet's footer that locate the columns.
 #
-# Source: https://github.com/apache/parquet-format (parquet.thrift, FileMetaData). Arrow's own reader takes a kilobyte
-# or more for each column chunk of a footer, where three bytes can claim one, and ends the process when it is asked for
-# the metadata of a chunk that contradicts itself; so a footer is read here before Arrow sees it.
+# Source: https://github.com/apache/parquet-format (parquet.thrift, FileMetaData). Arrow's reader allocates a kilobyte
+# or more for each column chunk of a footer, while three bytes can claim one. It also aborts the process when asked for
+# the metadata of an inconsistent chunk. So this code checks a footer before Arrow sees it.
 
 MAX_CHUNKS = 250_000
 MAX_VALUES = 10_000_000
 
 
 class FooterError(ValueError):
-    """The bytes are no footer that may be read; the text says why."""
+    """The bytes are no acceptable footer; the text says why."""
 
 
 @dataclass(frozen=True)
 class ColumnChunk:
-    """Its pages lie in the file's `size_bytes` from `begin` on. `path` joins the names of nested fields by dots."""
+    """A column chunk: its pages are the file's `size_bytes` bytes from `begin`.
+
+    `path` joins the names of nested fields by dots.
+    """
 
     path: str
     begin: int
@@ -370,7 +393,10 @@ class RowGroupFooter:
 
 @dataclass(frozen=True)
 class Footer:
-    """All as the file claims it. `leaf_count` is how many columns each row group must have."""
+    """A file's footer, as the file claims it.
+
+    `leaf_count` is the number of columns that each row group must have.
+    """
 
     row_count: int
     leaf_count: int
@@ -378,7 +404,7 @@ class Footer:
 
 
 def parse_footer(data: bytes) -> Footer:
-    """Raises `FooterError`."""
+    """Parses a footer; raises `FooterError`."""
     try:
         return _parsed(CompactReader(data, MAX_VALUES))
     except ThriftError as error:
@@ -392,7 +418,7 @@ def _parsed(reader: CompactReader) -> Footer:
     groups: list[RowGroupFooter] = []
     for field, kind in reader.fields():
         if field == 2:
-            # The first is the root, which holds all others.
+            # The first element is the root, which contains all others.
             leaf_count = sum([_is_leaf(reader) for _ in reader.structs(kind)][1:])
         elif field == 3:
             row_count = reader.whole_number(kind)
@@ -408,7 +434,7 @@ def _parsed(reader: CompactReader) -> Footer:
 
 
 def _is_leaf(reader: CompactReader) -> bool:
-    """Of a SchemaElement: whether it has no children."""
+    """Reads a SchemaElement and returns whether it has no children."""
     children = 0
     for field, kind in reader.fields():
         if field == 5:
@@ -455,16 +481,16 @@ def _column_metadata(reader: CompactReader) -> ColumnChunk:
             path = ".".join(name.decode("utf-8", "replace") for name in reader.texts(kind))
         elif field == 7:
             size_bytes = reader.whole_number(kind)
-        elif field in (9, 11):  # of the first data page, and of the dictionary's, which comes before
+        elif field in (9, 11):  # the first data page, and the dictionary page, which comes before it
             offsets.append(reader.whole_number(kind))
         else:
             reader.skip(kind)
-    # A column without a value has only the one or the other, at 0.
+    # A column without values has only one of the two, at offset 0.
     return ColumnChunk(path, min((one for one in offsets if one), default=0), size_bytes)
 
 
 # --- Thrift ---
-# Thrift's compact protocol, as much of it as Parquet's headers and footers need.
+# Thrift's compact protocol, as far as Parquet's headers and footers need it.
 #
 # Source: https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md
 
@@ -478,9 +504,11 @@ class ThriftError(ValueError):
 
 
 class CompactReader:
-    """Reads one struct from the first byte on. A parser that keeps what it meets takes memory for each struct and each
-    element of a list, so at most `max_values` of them are read. Raises `IndexError` at the end of the bytes, and
-    `ThriftError`."""
+    """Reads one struct from the first byte on.
+
+    A parser that keeps its values takes memory for each struct and list element, so at most `max_values` of them are
+    read. Raises `IndexError` at the end of the bytes, and `ThriftError`.
+    """
 
     def __init__(self, data: bytes, max_values: int = 1_000_000) -> None:
         self._data = data
@@ -488,7 +516,10 @@ class CompactReader:
         self.position = 0
 
     def fields(self) -> Iterator[tuple[int, int]]:
-        """(number, kind) of each field of the struct that begins here; the caller takes or skips its value."""
+        """Yields (number, kind) of each field of the struct that begins here.
+
+        The caller must read or skip each value.
+        """
         self._count(1)
         number = 0
         while header := self._byte():
@@ -497,7 +528,7 @@ class CompactReader:
             yield number, kind
 
     def whole_number(self, kind: int) -> int:
-        """The value of a field of this kind."""
+        """Returns the value of a field of this kind."""
         if kind not in _WHOLE_NUMBERS:
             raise ThriftError("a number is none")
         return self.zigzag()
@@ -515,7 +546,7 @@ class CompactReader:
         return self._data[begin : self.position]
 
     def structs(self, kind: int) -> Iterator[None]:
-        """Comes to the beginning of each struct of a list; the caller takes its fields."""
+        """Yields at the beginning of each struct of a list; the caller reads its fields."""
         count, inner = self._list(kind)
         if inner != _STRUCT and count:
             raise ThriftError("a list holds no structs")
@@ -556,7 +587,7 @@ class CompactReader:
                 self.skip(inner, nesting + 1)
 
     def _list(self, kind: int) -> tuple[int, int]:
-        """(number, kind) of the elements of the list that begins here."""
+        """Returns (number, kind) of the elements of the list that begins here."""
         if kind not in (_LIST, _SET):
             raise ThriftError("a list is none")
         header = self._byte()

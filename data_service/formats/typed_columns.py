@@ -1,5 +1,7 @@
-"""From the columns that a file has to a version's logical ones: lists become tensors, foreign types become known ones,
-and `column_types` overrides what the file says. Rows that do not fit go to the sink.
+"""Converts a file's columns to a version's logical ones.
+
+Lists become tensors, foreign types become known ones, and `column_types` overrides the file's types. Rows that do not
+fit go to the sink.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ from shared.errors import InvalidArgument, invalid_field
 from shared.value_texts import zone_problem
 
 # --- List tensors ---
-# Columns of lists, nested or not, as tensors: where a shape says how long each list has to be.
+# Converts columns of lists, nested or not, to tensors, if a shape gives the required length of each list.
 #
-# In the comments R = rows, and L0, L1, … = the lengths that lists must have, level by level.
+# In the comments R = rows, and L0, L1, … = the required lengths of lists, level by level.
 
 
 def is_list(arrow_type: pa.DataType) -> bool:
@@ -34,8 +36,11 @@ def is_list(arrow_type: pa.DataType) -> bool:
 
 
 def fits_lists(lists: pa.DataType, tensor: pa.FixedShapeTensorType) -> bool:
-    """Whether rows of `lists` may be such tensors: numbers, in lists of as many levels as the tensor has dimensions, or
-    of one level that has them all, row-major."""
+    """Returns whether rows of `lists` may be such tensors.
+
+    They must be numbers, in lists with one level for each dimension of the tensor, or in lists of one level with all
+    values, row-major.
+    """
     levels, value_type = _unnested(lists)
     if levels not in (1, len(tensor.shape)) or not _is_number(value_type):
         return False
@@ -47,7 +52,10 @@ def fits_lists(lists: pa.DataType, tensor: pa.FixedShapeTensorType) -> bool:
 
 
 def example_tensor(lists: pa.DataType) -> str | None:
-    """The spelling of a tensor's type that has the values of `lists`, of some shape; None where no tensor has them."""
+    """Returns the spelling of a tensor type for the values of `lists`, with some shape.
+
+    None if no tensor has such values.
+    """
     levels, value_type = _unnested(lists)
     if not levels or not _is_number(value_type):
         return None
@@ -55,8 +63,11 @@ def example_tensor(lists: pa.DataType) -> str | None:
 
 
 def tensors_of_lists(lists: pa.Array, wanted: pa.FixedShapeTensorType) -> tuple[pa.Array, Fits]:
-    """Rows whose lists have other lengths, or a null anywhere, do not fit, nor do those with numbers that the tensor
-    cannot hold. What stands in their places says nothing."""
+    """Converts lists to tensors.
+
+    Rows do not fit if a list has another length, if a value is null, or if the tensor cannot hold a number. The values
+    in their places are undefined.
+    """
     levels, value_type = _unnested(lists.type)
     lengths = wanted.shape if levels == len(wanted.shape) else [math.prod(wanted.shape)]
     values, fits = _values(lists, lengths)
@@ -75,9 +86,9 @@ def tensors_of_lists(lists: pa.Array, wanted: pa.FixedShapeTensorType) -> tuple[
 
 
 def _values(lists: pa.Array, lengths: Sequence[int]) -> tuple[pa.Array, NDArray[np.bool_]]:
-    """The values of the rows that fit, one after the other, and which those are: (R,)."""
+    """Returns the values of the rows that fit, concatenated, and which rows fit: (R,)."""
     fits = np.ones(len(lists), np.bool_)
-    each = 1  # entries that a row has on this level
+    each = 1  # the entries of a row on this level
     for length in lengths:
         right = pc.equal(pc.list_value_length(lists), length).fill_null(False)
         lists, each = _of_fitting(lists, right, each, fits).flatten(), each * length
@@ -85,14 +96,17 @@ def _values(lists: pa.Array, lengths: Sequence[int]) -> tuple[pa.Array, NDArray[
 
 
 def _of_fitting(entries: pa.Array, right: pa.Array, each: int, fits: NDArray[np.bool_]) -> pa.Array:
-    """Those of the rows of which all entries are right; other rows are taken out of `fits`."""
+    """Returns the entries of rows whose entries are all right.
+
+    Other rows are removed from `fits`.
+    """
     good = right.to_numpy(zero_copy_only=False).reshape(-1, each).all(axis=1)
     fits[fits] = good
     return entries if good.all() else entries.filter(pa.array(np.repeat(good, each)))
 
 
 def _unnested(arrow_type: pa.DataType) -> tuple[int, pa.DataType]:
-    """How many levels of lists there are, and the type of what is in them."""
+    """Returns the number of list levels, and the type of the innermost values."""
     levels = 0
     while is_list(arrow_type):
         levels, arrow_type = levels + 1, arrow_type.value_type
@@ -104,21 +118,21 @@ def _is_number(value_type: pa.DataType) -> bool:
 
 
 # --- Foreign types ---
-# Types of typed files that no version keeps: which of them `column_types` can turn into others.
+# Types of typed files that no version has, and which of them `column_types` can convert.
 #
-# An all-null column comes as `null`, as pandas writes it; whole milliseconds of days, durations and decimals of other
-# widths have a cast. Lists of numbers become tensors of a shape that is given. Other nested types have no cast.
+# An all-null column has type `null`, as pandas writes it. It has a cast, as have days in whole milliseconds, durations,
+# and decimals of other widths. Lists of numbers become tensors of a given shape. Other nested types have no cast.
 
 
 def plain_type(given: pa.DataType) -> pa.DataType:
-    """That of the values themselves, behind a dictionary or an extension."""
+    """Returns the type of the values themselves, inside of a dictionary or an extension."""
     if isinstance(given, pa.BaseExtensionType):
         return plain_type(given.storage_type)
     return plain_type(given.value_type) if kinds.is_dictionary(given) else given
 
 
 def is_foreign(plain: pa.DataType) -> bool:
-    """Whether a version keeps no values of that `plain_type`, nor any that they simply are."""
+    """Returns whether a version has no column for values of this `plain_type`, not even under another name."""
     simply_others = (
         kinds.is_large_string,
         kinds.is_large_binary,
@@ -130,14 +144,16 @@ def is_foreign(plain: pa.DataType) -> bool:
 
 
 def has_cast(given: pa.DataType) -> bool:
-    """Whether only `column_types` make a column of that type one of a version: its values are foreign, or an extension
-    says that they are more than they look like."""
+    """Returns whether a column of this type needs `column_types`.
+
+    That is the case if its values are foreign, or if an extension gives them another meaning.
+    """
     extended = isinstance(given, pa.BaseExtensionType) and not is_tensor(given)
     return extended or is_foreign(plain_type(given))
 
 
 def kept_type(plain: pa.DataType) -> pa.DataType:
-    """That of the column which a version makes of such values by itself; foreign ones stay what they are."""
+    """Returns the column type that a version uses for such values; foreign types are returned as they are."""
     try:
         return logical_field(pa.field("", plain)).type
     except InvalidArgument:
@@ -145,7 +161,7 @@ def kept_type(plain: pa.DataType) -> pa.DataType:
 
 
 def is_castable(plain: pa.DataType, wanted: pa.DataType) -> bool:
-    """Whether `column_types` may turn such values into `wanted`, save for lists."""
+    """Returns whether `column_types` may convert such values to `wanted`; excludes lists."""
     if kinds.is_nested(plain):
         return False
     try:
@@ -156,13 +172,13 @@ def is_castable(plain: pa.DataType, wanted: pa.DataType) -> bool:
 
 
 def lists_within(given: pa.DataType) -> pa.DataType | None:
-    """The lists that a column holds, itself or as an extension; None where it holds others."""
+    """Returns the lists that a column holds, itself or as an extension; else None."""
     storage = given.storage_type if isinstance(given, pa.BaseExtensionType) and not is_tensor(given) else given
     return storage if is_list(storage) else None
 
 
 def suggested_type(plain: pa.DataType) -> pa.DataType | None:
-    """A type of a version that can hold the values, if there is one."""
+    """Returns a type of a version that can hold the values; None if there is none."""
     candidates = [pa.timestamp("ms"), pa.int64(), pa.string()]
     if kinds.is_null(plain):
         candidates = [pa.string()]
@@ -176,16 +192,17 @@ def suggested_type(plain: pa.DataType) -> pa.DataType | None:
 
 
 # --- Typed columns ---
-# From the columns that a typed file (Parquet, Arrow) has to a version's logical ones; rows that do not fit go to the
+# Converts the columns of a typed file (Parquet, Arrow) to a version's logical ones; rows that do not fit go to the
 # sink.
 
 MAX_ROW_BYTES = 64 * 1024 * 1024
 
 
 def logical_schema_of(file: SourceFile, given: pa.Schema, types: Mapping[str, pa.DataType]) -> pa.Schema:
-    """The columns as a version keeps them; those whose own type it does not keep have that of `types`.
+    """Returns the columns as a version keeps them.
 
-    Raises `InvalidArgument` naming the file, and the column at fault.
+    Columns with an unsupported type get that of `types`. Raises `InvalidArgument` naming the file, and the column at
+    fault.
     """
     if len(given) > MAX_COLUMNS:
         raise file.corrupt(f"it has {len(given)} columns; at most {MAX_COLUMNS} are read")
@@ -212,7 +229,7 @@ def _logical_field(file: SourceFile, field: pa.Field, wanted: pa.DataType | None
 
 
 def _remedy(plain: pa.DataType, lists: pa.DataType | None) -> str:
-    """What else the request can say, or the file have."""
+    """Returns what the request or the file can change."""
     if lists is not None and (tensor := example_tensor(lists)):
         return f", or give it a type by column_types, such as {tensor} where all rows have that shape"
     if kinds.is_struct(plain):
@@ -237,7 +254,7 @@ class _Misfit:
 
 
 class TypedColumns:
-    """Turns batches of one file into tables of `schema`, its logical columns."""
+    """Converts batches of one file to tables of `schema`, its logical columns."""
 
     def __init__(self, file: SourceFile, schema: pa.Schema) -> None:
         self._file = file
@@ -245,7 +262,10 @@ class TypedColumns:
         self._row = 0
 
     def table(self, batch: pa.RecordBatch, bad: BadRowSink) -> pa.Table:
-        """The good rows of the next batch; rows are counted for the places of bad ones."""
+        """Returns the good rows of the next batch.
+
+        Rows are counted, to name the places of bad ones.
+        """
         columns, misfits = [], []
         for field, given in zip(self._schema, batch.columns, strict=True):
             column, fits = _logical(given, field.type)
@@ -255,7 +275,7 @@ class TypedColumns:
             if fits is not None:
                 misfits.append(_Misfit(fits, _reason(field, cast=_is_cast(given.type, field.type))))
             if not field.nullable and column.null_count:
-                # Writers take a schema's word, and so did pyarrow of whoever made this one.
+                # Writers do not check a schema's nullability, and neither does pyarrow.
                 reason = f"column {field.name!r} is null, and its schema says that it never is; declare it nullable"
                 misfits.append(_Misfit(column.is_valid().to_numpy(zero_copy_only=False), reason))
         table = pa.Table.from_arrays([_chunked(column) for column in columns], schema=self._schema)
@@ -273,7 +293,7 @@ class TypedColumns:
 
 
 def shown_row(rows: pa.RecordBatch | pa.Table, row: int) -> str:
-    """One row as text: its first columns, without what no text shows well."""
+    """Returns one row as text: its first columns, without values that text does not show well."""
     shown = []
     for name, column in zip(rows.schema.names[:20], rows.columns[:20], strict=True):
         kind = column.type.value_type if kinds.is_dictionary(column.type) else column.type
@@ -299,13 +319,15 @@ def _reason(field: pa.Field, *, cast: bool) -> str:
 
 
 def _is_cast(given: pa.DataType, wanted: pa.DataType) -> bool:
-    """Whether the request gave the column its type."""
+    """Returns whether the request gave the column its type."""
     return has_cast(given) if not is_tensor(wanted) else _is_given_shape(given)
 
 
 def _is_given_shape(given: pa.DataType) -> bool:
-    """Of what becomes a tensor: whether only the request says how long its lists are, and not they themselves, as
-    those do that `logical_field` takes. An extension's lists have any size, whatever the request says."""
+    """Returns whether only the request gives the lists of a tensor column their length.
+
+    Lists of fixed size, which `logical_field` accepts, have their own. The lists of an extension may have any size.
+    """
     if lists_within(given) is None:
         return False
     return not (kinds.is_fixed_size_list(given) and given.list_size > 0 and not is_list(given.value_type))
@@ -325,7 +347,7 @@ def _logical(given: pa.Array, wanted: pa.DataType) -> tuple[pa.Array, Fits]:
 
 
 def _as_given(storage: pa.Array, wanted: pa.DataType) -> tuple[pa.Array, Fits]:
-    """By the cast that the column would have, were its values all that it is."""
+    """Applies the cast that the column would have without its extension."""
     kept = kept_type(storage.type)
     values, are_kept = (storage, None) if is_foreign(storage.type) else _as_kept(storage, kept)
     cast = cast_between(kept, wanted)
@@ -338,7 +360,7 @@ def _as_given(storage: pa.Array, wanted: pa.DataType) -> tuple[pa.Array, Fits]:
 
 
 def _as_kept(storage: pa.Array, wanted: pa.DataType) -> tuple[pa.Array, Fits]:
-    """By the type that such values have in a version."""
+    """Converts values to the type that a version uses for them."""
     if is_tensor(wanted):
         return _tensors(storage, wanted)
     if kinds.is_string(wanted):
@@ -350,13 +372,16 @@ def _as_kept(storage: pa.Array, wanted: pa.DataType) -> tuple[pa.Array, Fits]:
 
 
 def _kept_as_milliseconds(seconds: pa.Array) -> tuple[pa.Array, Fits]:
-    """Parquet has no whole seconds: a version's files hold milliseconds, which some seconds are beyond."""
+    """Refuses seconds beyond the range of milliseconds.
+
+    Parquet has no whole seconds, so a version's files store milliseconds.
+    """
     _, fits = cast_rows(seconds, lambda values: values.cast(pa.timestamp("ms", seconds.type.tz)))
     return (seconds if fits is None else pc.if_else(pa.array(fits), seconds, pa.scalar(None, seconds.type))), fits
 
 
 def _bytes_of(text: pa.DataType) -> pa.DataType:
-    """Strings are looked at as bytes first: files may claim that they are UTF-8."""
+    """Returns the bytes type to which strings are cast first, since files may wrongly claim UTF-8."""
     return pa.large_binary() if kinds.is_large_string(text) else pa.binary()
 
 
@@ -371,11 +396,14 @@ def _chunked(column: pa.Array) -> pa.ChunkedArray:
 
 
 # --- Overrides ---
-# `column_types`: types that columns shall have, instead of those that a source has.
+# `column_types`: the types of columns that override those of a source.
 
 
 class Overrides:
-    """The types by column name. Remembers which columns were met, for one that no source has is a mistake."""
+    """The override types by column name.
+
+    Remembers which columns occurred, because a column that no source has is a mistake.
+    """
 
     def __init__(self, column_types: Mapping[str, str]) -> None:
         self._places = {name: index for index, name in enumerate(column_types)}
@@ -387,13 +415,13 @@ class Overrides:
         return self._types
 
     def types_among(self, names: list[str]) -> dict[str, pa.DataType]:
-        """Those of the columns `names` that have one."""
+        """Returns the override types of the columns `names`."""
         found = {name: self._types[name] for name in names if name in self._types}
         self._met.update(found)
         return found
 
     def field(self, name: str) -> str:
-        """The request's field that gives column `name` its type."""
+        """Returns the request's field that gives column `name` its type."""
         return f"column_types[{self._places[name]}]"
 
     def refuse_unknown(self) -> None:
@@ -403,8 +431,10 @@ class Overrides:
                 raise invalid_field(f"{self.field(name)}.column", name, "name a column that a source has")
 
     def applied_to(self, rows: RowSource, file: SourceFile) -> RowSource:
-        """`rows` with their columns cast; values that do not fit make bad rows. Raises `InvalidArgument` naming
-        `column_types[i]` where no value could fit."""
+        """Returns `rows` with their columns cast; values that do not fit make bad rows.
+
+        Raises `InvalidArgument` naming `column_types[i]` if no value could fit.
+        """
         casts = {}
         for name, wanted in self.types_among(rows.schema.names).items():
             try:
@@ -433,7 +463,7 @@ class _CastRows:
         return self._rows.class_names
 
     def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
-        # Rows are told by their places among those that the file itself has, good or bad.
+        # Bad rows are reported by their positions among all rows of the file, good or bad.
         counter = _Counter(bad)
         for table in self._rows.tables(counter):
             yield self._cast(table, counter)
@@ -461,7 +491,7 @@ class _CastRows:
 
 
 class _Counter:
-    """Passes bad rows on, and counts rows so that later ones are told by their places."""
+    """Passes bad rows on, and counts rows to report the positions of later ones."""
 
     def __init__(self, bad: BadRowSink) -> None:
         self._bad = bad

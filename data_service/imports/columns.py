@@ -1,5 +1,6 @@
-"""The columns that the sources of an import agree on, and rows brought to them; where an import appends to a version,
-that version's columns are among them.
+"""The common columns of an import's sources, and the conversion of rows to them.
+
+If an import appends to a version, that version's columns are included.
 """
 
 from __future__ import annotations
@@ -18,21 +19,22 @@ from shared.errors import InvalidArgument, first_line, shown
 from shared.storage import ObjectStore
 
 # --- Columns ---
-# The columns that the sources of an import agree on, and rows brought to them.
 
 LABEL = "label"
 
 
 class CommonColumns:
-    """`schema` is that of the version; `value_names` names the labels where a source has names for them.
+    """The columns of the new version.
 
-    A column that is of integers in one source and of doubles in another is of doubles: which of both a text file shows
-    depends on the rows that it happens to have. The types of a base stand: integers become its doubles, and doubles do
-    not fit its integers. Raises `InvalidArgument` naming the source that does not fit.
+    `schema` is the version's; `value_names` names the labels if a source has names for them.
+
+    A column with integers in one source and doubles in another becomes doubles, because a text file's rows determine
+    which of both it shows. The types of a base are fixed: integers become its doubles, and doubles do not fit its
+    integers. Raises `InvalidArgument` naming the source that does not fit.
     """
 
     def __init__(self, kept: BaseRows | None, sources: Sequence[OpenSource], *, nan_as_null: bool = False) -> None:
-        """`nan_as_null`: the sources' tables go through `with_nan_as_null`."""
+        """With `nan_as_null`, the sources' tables pass through `with_nan_as_null`."""
         schemas = [_with_nullable_floats(one.rows.schema) if nan_as_null else one.rows.schema for one in sources]
         given = [(f"sources[{source.index}]", schema) for source, schema in zip(sources, schemas, strict=True)]
         self.schema = _schema_of_base(kept.schema, given) if kept else _common_schema(given)
@@ -41,7 +43,10 @@ class CommonColumns:
             self._refuse_lossy_labels(source)
 
     def fitted(self, table: pa.Table, class_names: Sequence[str] | None) -> pa.Table:
-        """A source's rows as rows of the version. Raises `InvalidArgument` for an integer that no double has."""
+        """Converts a source's rows to the version's columns.
+
+        Raises `InvalidArgument` for an integer that no double represents.
+        """
         if class_names is not None and list(class_names) != self.value_names.get(LABEL):
             table = _renumbered(table, self._numbers(class_names))
         if table.schema.equals(self.schema):
@@ -58,12 +63,12 @@ class CommonColumns:
             ) from None
 
     def _numbers(self, class_names: Sequence[str]) -> NDArray[np.int64]:
-        """By the number that a source gives to a class, the one that it has in the version."""
+        """Maps a source's class numbers to those of the version."""
         places = {name: number for number, name in enumerate(self.value_names[LABEL])}
         return np.array([places[name] for name in class_names], np.int64)
 
     def _refuse_lossy_labels(self, source: OpenSource) -> None:
-        """`column_types` may have made the labels another type than that of numbers."""
+        """Refuses labels that `column_types` gave a type that cannot hold the numbers."""
         names = source.rows.class_names
         if not names or list(names) == self.value_names.get(LABEL):
             return
@@ -85,7 +90,7 @@ class CommonColumns:
 
 
 def with_nan_as_null(table: pa.Table) -> pa.Table:
-    """The same rows with null for each NaN in a column of floats; tensors, which have no nulls, stay as they are."""
+    """Replaces each NaN in float columns by null; tensors, which have no nulls, stay as they are."""
     schema = _with_nullable_floats(table.schema)
     columns = [_without_nan(column) if kinds.is_floating(column.type) else column for column in table.columns]
     return pa.Table.from_arrays(columns, schema=schema)
@@ -103,7 +108,7 @@ def _with_nullable_floats(schema: pa.Schema) -> pa.Schema:
 
 
 def _common_schema(given: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
-    """A column may be null where it may be in any source."""
+    """Returns the common schema; a column is nullable if it is in any source."""
     first_field, first = given[0]
     common = first
     for field, schema in given[1:]:
@@ -114,7 +119,7 @@ def _common_schema(given: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
 
 
 def _schema_of_base(base: pa.Schema, given: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
-    """The base's; but a column may be null where it may be in a source."""
+    """Returns the base's schema; a column is nullable if it is in any source."""
     for field, schema in given:
         _refuse_mismatch(field, schema, "base.version", base, _goes_into)
     return _nullable_as(base, [base, *(schema for _, schema in given)])
@@ -151,12 +156,12 @@ def _goes_into(one: pa.DataType, other: pa.DataType) -> bool:
 
 
 def known_classes(kept: BaseRows | None) -> list[str]:
-    """The names that the labels 0, 1, … have in the version that is appended to."""
+    """Returns the names of the labels 0, 1, … in the version that is appended to."""
     return next((one.value_names for one in kept.version.columns if one.name == LABEL), []) if kept else []
 
 
 def _value_names(kept: BaseRows | None, sources: Sequence[OpenSource]) -> Mapping[str, list[str]]:
-    """Of the base, whose labels keep their numbers, and then those classes of the sources that it does not have."""
+    """Returns the value names: those of the base, whose labels keep their numbers, then the sources' new classes."""
     names = {column.name: list(column.value_names) for column in kept.version.columns} if kept else {}
     classes = sorted({name for source in sources for name in source.rows.class_names or ()}, key=str.encode)
     if classes:
@@ -188,7 +193,7 @@ def _whole_numbers(labels: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedA
 
 
 class BaseRows:
-    """Raises `DataLoss` where the version cannot be read."""
+    """Reads the base's rows; raises `DataLoss` if the version cannot be read."""
 
     def __init__(self, store: ObjectStore, version: DatasetVersion) -> None:
         self.version = version
@@ -197,25 +202,28 @@ class BaseRows:
         self.splits = [split.name for split in version.manifest.splits]
 
     def tables(self, split: str) -> Iterator[pa.Table]:
-        """In the order of row ids; none for a split that the version does not have."""
+        """Yields the split's rows in the order of row ids; nothing for an unknown split."""
         if split in self.splits:
             for group in self._reader.row_groups_from(split, 0):
                 yield self._reader.read(group)
 
 
 # --- Mismatch ---
-# In what the columns of a source differ from those that it is to stand beside, told so that it can be mended.
+# Describes how the columns of a source differ from the expected ones, so that they can be corrected.
 
-# So many of them are named.
+# The number of columns that are named.
 SHOWN = 5
-# Characters of a name, where its type is told too.
+# The characters of a name that are shown, if its type is shown too.
 SHOWN_NAME = 200
 
 Fits = Callable[[pa.DataType, pa.DataType], bool]
 
 
 def difference(given: pa.Schema, first_field: str, first: pa.Schema, fits: Fits) -> str:
-    """`first` are the columns of `first_field`; `fits` says of one of its types whether another goes with it."""
+    """Describes the difference.
+
+    `first` are the columns of `first_field`; `fits` returns whether a type is compatible with one of them.
+    """
     theirs, ours = frozenset(first.names), frozenset(given.names)
     lacking = [name for name in first.names if name not in ours]
     more = [name for name in given.names if name not in theirs]
@@ -243,7 +251,7 @@ def _columns(names: Sequence[str]) -> str:
 
 
 def _some(first: Sequence[str], count: int) -> str:
-    """These, of `count`."""
+    """Joins these names, out of `count`."""
     return ", ".join(first) + (f" and {count - len(first):,} more" if count > len(first) else "")
 
 

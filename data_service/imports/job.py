@@ -1,4 +1,4 @@
-"""An import, as the durable job's attempt runs it: sources in, Parquet files and a manifest out."""
+"""An import as one attempt of the durable job: sources in, Parquet files and a manifest out."""
 
 from __future__ import annotations
 
@@ -33,15 +33,16 @@ from shared.jobs import AttemptContext, Jobs
 from shared.storage import ObjectStore
 
 # --- The job ---
-# An import, as the durable job's attempt runs it: sources in, Parquet files and a manifest out.
-#
-# One pass over the rows: splits are written one after the other, so a row's id is known when the row comes. Only
-# hold-outs need a pass before, which counts, for who is held out follows from the counts. Rows are in memory some row
-# groups at a time, a file on local disk until it is whole.
+# One pass over the rows: splits are written one after the other, so each row's id is known when the row is read. Only
+# hold-outs need a counting pass first, because the rows that are held out depend on the counts. A few row groups at a
+# time are in memory; a file stays on the local disk until it is complete.
 
 
 def run_import(context: AttemptContext) -> dict[str, Any]:
-    """The job's spec is `{"import": ImportSpec, "import_roots": [folders]}`; the result names the manifest."""
+    """Runs an import and returns the manifest's name.
+
+    The job's spec is `{"import": ImportSpec, "import_roots": [folders]}`.
+    """
     spec = ImportSpec.from_record(context.job.spec["import"])
     with attempt_folder(context) as (folder, scratch):
         return _Import(context, spec, folder, scratch).run()
@@ -107,11 +108,11 @@ class _Import:
 
     @property
     def _imported(self) -> list[str]:
-        """The base's splits in their order, then the sources'."""
+        """Returns the base's splits in their order, then the sources'."""
         return list(dict.fromkeys([*(self._kept.splits if self._kept else ()), *self._spec.imported_splits]))
 
     def _planned(self) -> dict[str, Routing]:
-        """The pass that counts."""
+        """Reads all rows once to count them, and routes each split."""
         screen = self._screen(f"counted-{QUARANTINE}")
         with screen.bad_rows:
             counts = {split: sum(len(table) for table in self._rows(split, screen)) for split in self._imported}
@@ -134,7 +135,7 @@ class _Import:
             raise _changed(split, counted)
 
     def _rows(self, split: str, screen: Screen) -> Iterator[pa.Table]:
-        """What is kept of the base's rows and then of each source's."""
+        """Yields the kept rows of the base, then of each source."""
         with self._problems.counting(split, screen.bad_rows):
             if self._kept:
                 yield from self._screened(self._kept.tables(split), screen, self._kept.version.name, None)
@@ -185,7 +186,7 @@ class _Import:
 
 
 def _base(store: ObjectStore, base: Base) -> DatasetVersion:
-    """Raises `FailedPrecondition` where another version has taken the name since."""
+    """Loads the base; raises `FailedPrecondition` if its name now belongs to another version."""
     version = load_version(store, base.version)
     if base.manifest_sha256 and version.manifest_sha256 != base.manifest_sha256:
         raise FailedPrecondition(
@@ -212,11 +213,14 @@ def _changed(split: str, counted: int) -> InvalidArgument:
 
 
 # --- Screening ---
-# Which rows of an import's sources are kept: those that their source can give and that no quality check leaves out.
+# Selects the rows of an import's sources to keep: those that the source can read and no quality check rejects.
 
 
 class Screen:
-    """One pass over all rows, in their order. It is the sink of the sources' bad rows."""
+    """One screening pass over all rows, in their order.
+
+    It is also the sink of the sources' bad rows.
+    """
 
     def __init__(self, checks: Sequence[Check], schema: pa.Schema, policy: BadRowPolicy, quarantine: Path) -> None:
         self._checks = RowChecks(checks, schema)
@@ -227,8 +231,10 @@ class Screen:
         self.add = self.bad_rows.add
 
     def kept(self, table: pa.Table, source: str) -> pa.Table:
-        """The rows of the next table that are kept. Raises `FailedPrecondition` for one that a failing check does not
-        let pass."""
+        """Returns the rows of the next table that are kept.
+
+        Raises `FailedPrecondition` for a row that violates a failing check.
+        """
         if self._checks.are_none:
             return table
         first = self._rows_seen
@@ -242,12 +248,15 @@ class Screen:
 
 
 # --- Split files ---
-# Writes one imported split, and what is held out of it, side by side; statistics are taken meanwhile.
+# Writes one imported split and its hold-outs at the same time, and computes their statistics.
 
 
 class SplitFiles:
-    """`first_row_ids` has those of the routing's targets; `statistics` and `row_counts` are by target. The thread of
-    `behind` writes the files."""
+    """The files of one imported split and its hold-outs.
+
+    `first_row_ids`, `statistics` and `row_counts` are keyed by the routing's targets. The thread of `behind` writes the
+    files.
+    """
 
     def __init__(
         self,
@@ -274,7 +283,7 @@ class SplitFiles:
         return sum(self.row_counts.values())
 
     def add(self, table: pa.Table) -> None:
-        """The next rows of the imported split."""
+        """Adds the next rows of the imported split."""
         begin = self.rows_added
         for number, target in enumerate(self._routing.targets):
             rows = self._routed(table, begin, number)
@@ -283,29 +292,34 @@ class SplitFiles:
             self.row_counts[target] += rows.num_rows
 
     def close(self) -> list[DataFile]:
-        """Writes and uploads what is pending. Returns the files."""
+        """Writes and uploads the pending rows; returns the files."""
         return [file for writer in self._writers.values() for file in self._behind.result(writer.close)]
 
     def _routed(self, table: pa.Table, begin: int, target: int) -> pa.Table:
-        """The rows of `table`, which starts at row `begin` of its split, that belong to the target of that number."""
+        """Returns the rows of `table` that belong to target number `target`.
+
+        `table` starts at row `begin` of its split.
+        """
         choice = self._routing.choice
         return table if choice is None else table.filter(pa.array(choice[begin : begin + table.num_rows] == target))
 
 
 # --- Threads ---
-# Reading, statistics and writing at the same time: each on a thread of its own, a few tables apart.
+# Reading, statistics and writing run at the same time, each on its own thread, a few tables apart.
 #
-# Arrow lets other threads run while it decodes, compresses and writes, so a second core is worth having.
+# Arrow releases the GIL while it decodes, compresses and writes, so a second core helps.
 
 Item = TypeVar("Item")
-# So many tables are ready before they are needed, and wait to be written.
+# The number of tables that are read ahead, and that wait to be written.
 DEPTH = 2
 _END = object()
 
 
 def ahead(items: Iterator[Item]) -> Generator[Item, None, None]:
-    """The same items, worked out on another thread, at most `DEPTH` before they are asked for. Whatever `items` raises
-    is raised here. Once this generator is closed, nothing is worked out any more."""
+    """Computes the items on another thread, at most `DEPTH` ahead.
+
+    Errors of `items` are raised here. Closing this generator cancels the items that are not begun.
+    """
     with ThreadPoolExecutor(1, thread_name_prefix="ahead") as pool:
         following: deque[Future[Any]] = deque(pool.submit(next, items, _END) for _ in range(DEPTH))
         try:
@@ -318,8 +332,11 @@ def ahead(items: Iterator[Item]) -> Generator[Item, None, None]:
 
 
 class Behind:
-    """Does work on another thread, in the order in which it comes, at most `DEPTH` pieces later. What a piece raises
-    is raised by a later call; at the latest when the body ends, which waits for all of it."""
+    """Runs work on another thread, in order, with at most `DEPTH` pieces pending.
+
+    The error of a piece is raised by a later call, or at the latest when the body ends. The body's end waits for all
+    pieces.
+    """
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="behind")
@@ -342,7 +359,7 @@ class Behind:
         self._waiting.append(self._pool.submit(work, *arguments))
 
     def result(self, work: Callable[[], Item]) -> Item:
-        """Does all that waits, then this, and gives what it returns."""
+        """Waits for all pending work, then runs this and returns its result."""
         self._settle(0)
         return self._pool.submit(work).result()
 
@@ -352,17 +369,17 @@ class Behind:
 
 
 # --- Problems of splits ---
-# What is to blame for splits that cannot be cut as asked: the request, or the rows that were left out.
+# Finds the cause of splits that cannot be built as requested: the request, or the rows that were left out.
 
 
 class SplitProblems:
     def __init__(self) -> None:
-        # By split: how many rows were left out in the last pass, by their reason.
+        # By split: the rows left out in the last pass, counted by reason.
         self._left_out: dict[str, Counter[str]] = {}
 
     @contextmanager
     def counting(self, split: str, bad_rows: BadRowLog) -> Iterator[None]:
-        """What the body leaves out is of that split."""
+        """Counts the rows left out within the body for `split`."""
         before = _counts(bad_rows)
         try:
             yield
@@ -371,8 +388,11 @@ class SplitProblems:
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """Raises `FailedPrecondition` for a split of which every row was left out, and for others `InvalidArgument`
-        naming the field to blame."""
+        """Translates layout errors of the body.
+
+        Raises `FailedPrecondition` for a split whose rows were all left out, and `InvalidArgument` naming the field for
+        other splits.
+        """
         try:
             yield
         except EmptySplit as error:
@@ -404,13 +424,13 @@ def _all_left_out(error: EmptySplit, left_out: Counter[str]) -> FailedPreconditi
 
 
 # --- Progress ---
-# How far an import is, for those who wait for it.
+# The progress of an import.
 
 REPORT_INTERVAL_S = 0.5
 
 
 class Progress:
-    """Tells how many rows were read and left out, at most twice a second."""
+    """Reports the rows read and left out, at most twice a second."""
 
     def __init__(self, context: AttemptContext) -> None:
         self._context = context
@@ -418,7 +438,7 @@ class Progress:
         self._reported_at = 0.0
 
     def add(self, rows: int, quarantined: int) -> None:
-        """`rows` more; `quarantined` in all."""
+        """Adds `rows` read rows; `quarantined` is the total so far."""
         self._rows += rows
         self._quarantined = quarantined
         if time.monotonic() - self._reported_at > REPORT_INTERVAL_S:

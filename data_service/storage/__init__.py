@@ -1,1 +1,1 @@
-"""Where the files of an import lie: local folders, S3, and uploads."""
+"""The storage of an import's files: local folders, S3, and uploads."""

@@ -1,7 +1,7 @@
 """Lists and opens local files below allowed roots.
 
-Links are followed first, and then the path without any link is opened name by name, each below the one before and none
-through a link. So what is opened is what was judged, even where somebody swaps a folder for a link in between.
+Links are resolved first. Then the path without links is opened name by name, each relative to the one before and
+without following a link. So the opened file is the checked one, even if a folder is replaced by a link meanwhile.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ class LocalFiles:
         self._roots = [Path(root).resolve() for root in roots]
 
     def open(self, field: str, uri: str, path: str) -> BinaryIO:
-        """Raises `NotFound`, and `InvalidArgument` for all but a regular file below a root."""
-        # A pipe must not block us.
+        """Opens a file.
+
+        Raises `NotFound`, and `InvalidArgument` for anything but a regular file below a root.
+        """
+        # Opening a pipe must not block.
         descriptor = self._descriptor(field, uri, path, os.O_NONBLOCK)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
@@ -32,8 +35,11 @@ class LocalFiles:
         return os.fdopen(descriptor, "rb")
 
     def lister(self, field: str, uri: str) -> Callable[[str], list[tuple[str, bool, int]]]:
-        """What lists one folder: (name, whether it is a folder, size in bytes) each. Links count as what they lead to,
-        as for torchvision's ImageFolder; those that lead nowhere, pipes, sockets and devices are left out."""
+        """Returns a function that lists one folder as (name, is a folder, size in bytes).
+
+        Links count as their targets, as in torchvision's ImageFolder; broken links, pipes, sockets and devices are left
+        out.
+        """
 
         def entries(path: str) -> list[tuple[str, bool, int]]:
             descriptor = self._descriptor(field, uri, path, os.O_DIRECTORY)
@@ -79,7 +85,7 @@ def _entry(folder: int, entry: os.DirEntry[str]) -> tuple[str, bool, int] | None
     try:
         found = os.stat(name, dir_fd=folder)
     except OSError:
-        return None  # a link that leads nowhere, or a file that went meanwhile
+        return None  # a broken link, or a file that was just deleted
     if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
         return None
     return name, stat.S_ISDIR(found.st_mode), found.st_size

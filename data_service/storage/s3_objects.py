@@ -16,7 +16,10 @@ class S3Objects:
         self._filesystem = filesystem
 
     def size(self, field: str, uri: str, path: str) -> int:
-        """In bytes. Raises `NotFound`, `Unavailable`, and `InvalidArgument` where we may not read it."""
+        """Returns the size in bytes.
+
+        Raises `NotFound`, `Unavailable`, and `InvalidArgument` if access is denied.
+        """
         try:
             info = self._filesystem.get_file_info(path)
         except OSError as error:
@@ -35,7 +38,7 @@ class S3Objects:
         return opened
 
     def lister(self, field: str, uri: str) -> Callable[[str], list[tuple[str, bool, int]]]:
-        """What lists one folder: (name, whether it is a folder, size in bytes) each; [] where there is none."""
+        """Returns a function that lists one folder as (name, is a folder, size in bytes); [] if it does not exist."""
 
         def entries(path: str) -> list[tuple[str, bool, int]]:
             try:

@@ -1,6 +1,4 @@
-"""Opens the files that an import names: local ones below the allowed roots, objects on the store's S3 endpoint, and
-uploads.
-"""
+"""Opens the files of an import: local ones below the allowed roots, objects on the store's S3 endpoint, and uploads."""
 
 from __future__ import annotations
 
@@ -33,19 +31,22 @@ from shared.errors import InvalidArgument, invalid_field
 from shared.storage import ObjectStore
 
 MAX_FILES = 100_000
-# Links to folders are followed, and may run in circles.
+# Links to folders are followed, and may form cycles.
 MAX_FOLDERS = 200_000
 
 
 def _nothing() -> None:
-    """Nobody wants to end a wait."""
+    """Does nothing: the default callback of a wait that is never interrupted."""
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """`field` is the request's field that names it. `size_bytes` is None while it is an upload that still grows.
-    `open` gives a fresh seekable file each time, at its first byte. `relative` is its path below the folder that was
-    named. `on_read` is to be called now and then by who reads all of it before there are rows."""
+    """A file of an import.
+
+    `field` is the request's field that names it. `size_bytes` is None while it is an upload that still grows. `open`
+    returns a new seekable file, at its first byte. `relative` is its path below the named folder. A reader that reads
+    the whole file before it yields rows must call `on_read` regularly.
+    """
 
     field: str
     uri: str
@@ -56,7 +57,7 @@ class SourceFile:
     on_read: Callable[[], None] = _nothing
 
     def corrupt(self, why: str) -> InvalidArgument:
-        """The error for content that cannot be imported; `why` is a sentence about the file."""
+        """Returns the error for content that cannot be imported; `why` is a sentence about the file."""
         return InvalidArgument(
             f"{self.field}: {self.uri} cannot be imported: {why}",
             reason="CORRUPT_SOURCE",
@@ -65,21 +66,27 @@ class SourceFile:
         )
 
     def wait_until_whole(self) -> None:
-        """For readers that seek: reads an upload once from its first byte to its last, which waits for its commit and
-        checks its digest. What they read then is held against what went by here. Other files are whole as they are."""
+        """Waits until an upload is complete and checks its digest, for readers that seek.
+
+        Reads the upload once from its first byte to its last. Later reads are compared with these bytes. Other files
+        are always complete.
+        """
         if self.is_upload:
             with self.open() as opened:
                 verify(opened)
 
 
-# (name, whether it is a folder, size in bytes) of all that is directly in a folder, in any order.
+# (name, is a folder, size in bytes) of all entries directly in a folder, in any order.
 Lister = Callable[[str], list[tuple[str, bool, int]]]
 
 
 class SourceFiles:
-    """`roots` are the folders that local files may come from; `s3` is None where there is no S3 endpoint; without a
-    `store` no upload can be read. `on_wait` is called again and again while an open upload is waited for, `on_read`
-    while a file is read that may give no rows for long; what they raise ends that."""
+    """Opens the sources of an import.
+
+    `roots` are the folders allowed for local files; `s3` is None without an S3 endpoint; without a `store` no upload
+    can be read. `on_wait` is called repeatedly while an open upload is awaited, `on_read` while a file is read that may
+    yield no rows for long; an error that they raise ends the wait or read.
+    """
 
     def __init__(
         self,
@@ -98,7 +105,10 @@ class SourceFiles:
         self._on_read = on_read
 
     def find(self, field: str, uri: str) -> SourceFile:
-        """The one file that is named. Raises `NotFound`, or `InvalidArgument` where it is none that may be read."""
+        """Returns the one named file.
+
+        Raises `NotFound`, or `InvalidArgument` if it may not be read.
+        """
         source = self._parsed(field, uri)
         if isinstance(source, UploadSource):
             return self._upload(field, source.name)
@@ -109,8 +119,10 @@ class SourceFiles:
         return self._file(field, uri, str(source.path), "")
 
     def find_all(self, field: str, uri: str, most: int = MAX_FILES) -> list[SourceFile]:
-        """All files that are named, in the order of their names' bytes. Raises as `find`, and `InvalidArgument` for
-        more than `most` files."""
+        """Returns all named files, in the byte order of their names.
+
+        Raises the errors of `find`, and `InvalidArgument` for more than `most` files.
+        """
         source = self._parsed(field, uri)
         if isinstance(source, UploadSource) or source.glob is None:
             return [self.find(field, uri)]
@@ -129,7 +141,7 @@ class SourceFiles:
     def _walk(
         self, field: str, uri: str, entries: Lister, base: str, glob: Glob, most: int
     ) -> list[tuple[str, str, int]]:
-        """(path, path relative to `base`, size) of the files that are meant, sorted."""
+        """Returns (path, path relative to `base`, size) of the matching files, sorted."""
         found: list[tuple[str, str, int]] = []
         waiting = [("", 0)]
         folders = 0
@@ -171,7 +183,7 @@ class SourceFiles:
         return SourceFile(field, uri, size, opened, relative, on_read=self._on_read)
 
     def _bucket(self) -> S3Objects:
-        assert self._s3 is not None  # `check_allowed` refuses s3:// without
+        assert self._s3 is not None  # `check_allowed` refuses s3:// without an endpoint
         return self._s3
 
     def _object(self, field: str, uri: str, path: str, relative: str, size: int | None = None) -> SourceFile:
@@ -189,7 +201,7 @@ class SourceFiles:
 
 
 def s3_of(store: ObjectStore) -> fs.FileSystem | None:
-    """The whole S3 endpoint behind an `s3://` store, from which sources may come; None on a `file://` store."""
+    """Returns the S3 endpoint of an `s3://` store, from which sources may come; None for a `file://` store."""
     filesystem: Any = store.filesystem()
     return filesystem.base_fs if isinstance(filesystem.base_fs, fs.S3FileSystem) else None
 

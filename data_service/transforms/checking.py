@@ -1,4 +1,4 @@
-"""What can be said of a transform or a prediction as soon as its source is known, before any row is read."""
+"""Checks transforms and predictions against their source, before any row is read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from shared.transforms.steps.encoding import OneHotEncode
 from shared.transforms.steps.step import Step
 
 # --- Transforms ---
-# What can be said of a transform as soon as its source is known, before any row is read.
+# Checks a transform against its source, before any row is read.
 
 FIELD = "transform"
 
@@ -52,7 +52,7 @@ def check_transform(spec: TransformSpec, source: Manifest, custom_allowed: Colle
     message = json_format.ParseDict(spec.transform, transform_pb2.Transform())
     pipeline = Pipeline.from_proto(message, field=FIELD, custom_allowed=custom_allowed)
     _refuse_augmentations(pipeline)
-    # An operator's function must not hang or end the service that answers.
+    # An operator's function must not hang or crash the service.
     with functions_in_children():
         output = output_schema(pipeline, remaining(given, spec.rule))
     splits = known_splits(spec.rule, source)
@@ -64,7 +64,7 @@ def check_transform(spec: TransformSpec, source: Manifest, custom_allowed: Colle
 
 
 def remaining(given: Schema, rule: SplitRule | None) -> Schema:
-    """The columns that the steps see. Raises `InvalidArgument` where the rule leaves none."""
+    """Returns the columns that the steps see; raises `InvalidArgument` if the rule leaves none."""
     left = {name: one for name, one in given.items() if name not in taken_away(rule)}
     if not left:
         raise invalid_field("splits.column.column", taken_away(rule)[0], "it is the only column, and is taken away")
@@ -72,9 +72,10 @@ def remaining(given: Schema, rule: SplitRule | None) -> Schema:
 
 
 def output_schema(pipeline: Pipeline, given: Schema) -> pa.Schema:
-    """The new version's logical columns; of a step that has still to learn its shape one element stands for all.
+    """Returns the new version's logical columns.
 
-    Raises `InvalidArgument` naming the step that does not fit, or the column that a version cannot keep.
+    If a step's shape is not fitted yet, a shape of one element stands in. Raises `InvalidArgument` naming the step that
+    does not fit, or the column that a version cannot have.
     """
     pipeline.output(given, FIELD)
     try:
@@ -86,7 +87,7 @@ def output_schema(pipeline: Pipeline, given: Schema) -> pa.Schema:
 
 
 def known_splits(rule: SplitRule | None, source: Manifest) -> list[str] | None:
-    """In the order of their row ids; None where only the rows tell."""
+    """Returns the splits in the order of their row ids; None if they depend on the rows."""
     if rule is None:
         return [split.name for split in source.splits]
     return None if isinstance(rule, ColumnSplit) else split_order(rule, [])
@@ -103,7 +104,7 @@ def _refuse_augmentations(pipeline: Pipeline) -> None:
 
 
 def _with_fitted_lengths(pipeline: Pipeline, given: Schema) -> Schema:
-    """The output as if each one_hot_encode that has still to learn had found one category."""
+    """Returns the output as if each unfitted one_hot_encode had found one category."""
     stand_ins = [
         replace(step, categories=("0",)) if isinstance(step, OneHotEncode) and not step.fitted else step
         for step in pipeline.steps
@@ -112,19 +113,22 @@ def _with_fitted_lengths(pipeline: Pipeline, given: Schema) -> Schema:
 
 
 # --- Predictions ---
-# Whether a checkpoint's model can be run over a version: from which step of its chain on, and from which columns.
+# Checks whether a checkpoint's model can run on a version: from which step of its pipeline on, and from which columns.
 
-# What errors call the checkpoint's chain of steps.
+# The name of the checkpoint's steps in errors.
 CHAIN = "checkpoint.transform"
-# They say which rows and columns there are, and leave every value as it is.
+# These steps select rows and columns, and leave every value as it is.
 KEEP_VALUES = ("select", "drop", "filter")
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """From rows of a version to the model's `input_column`, float32 (B, *shape). `reads` are the version's columns that
-    it takes, `images` those of them whose images it decodes, and `floats` those that hold floats, whose NaN are read as
-    `nans` says. `is_complete` is whether the input may have a NaN or an infinity. Picklable."""
+    """The preparation of rows of a version to the model's `input_column`, float32 (B, *shape).
+
+    `reads` are the version's columns that it needs, `images` those with images to decode, and `floats` the float
+    columns, whose NaN are handled by `nans`. `is_complete` says whether the input may have a NaN or an infinity.
+    Picklable.
+    """
 
     steps: Pipeline
     reads: list[str]
@@ -136,10 +140,10 @@ class Preparation:
 
 
 def preparation(content: CheckpointContent, source: Manifest, source_name: str) -> Preparation:
-    """The steps of the checkpoint's chain that the version's rows have not gone through, as serving runs them.
+    """Returns the checkpoint's steps that the version's rows have not passed yet, as in serving.
 
-    Raises `FailedPrecondition` where the rows went through others, and `InvalidArgument` naming each column that is
-    missing or of another type, or a step that does not fit.
+    Raises `FailedPrecondition` if the rows passed other steps, and `InvalidArgument` naming each column that is missing
+    or of another type, or a step that does not fit.
     """
     chain = chained(content.transforms).steps
     begin = _place_behind(chain, chained(source.transforms).steps, source_name)
@@ -162,13 +166,15 @@ def preparation(content: CheckpointContent, source: Manifest, source_name: str) 
 
 
 def chained(transforms: Iterable[Mapping[str, Any]]) -> Pipeline:
-    """Frozen `Transform`s as JSON, one after the other."""
+    """Concatenates frozen `Transform`s, given as JSON."""
     return reduce(Pipeline.then, map(Pipeline.from_config, transforms), Pipeline([]))
 
 
 def _place_behind(chain: Sequence[Step], gone: Sequence[Step], source_name: str) -> int:
-    """The index in `chain` from which on it is still to do, after the steps `gone`: those of them that change values
-    must be the first such ones of the chain, with all that they learnt."""
+    """Returns the index of the first step in `chain` that is still to do, after the steps `gone`.
+
+    Those of `gone` that change values must be the first such steps of the chain, with equal fitted values.
+    """
     place = 0
     for step in gone:
         if step.op in KEEP_VALUES:
@@ -218,7 +224,7 @@ def _check_input(made: ColumnType, content: CheckpointContent) -> None:
 
 
 # --- Columns of predictions ---
-# The columns of a version with predictions: what a model's outputs become, and what goes along.
+# The columns of a version with predictions: a model's outputs, and the columns kept from the source.
 
 PREDICTION, LABEL, SCORE, PROBABILITIES, LOGITS = "prediction", "prediction_label", "score", "probabilities", "logits"
 Array = NDArray[Any]
@@ -226,7 +232,10 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class PredictionColumns:
-    """Those that are added, by what they hold, in their order. Picklable."""
+    """The added columns, by their kind, in order.
+
+    Picklable.
+    """
 
     fields: Mapping[str, pa.Field]
     class_names: Sequence[str] = ()
@@ -237,12 +246,15 @@ class PredictionColumns:
 
     @property
     def value_names(self) -> dict[str, list[str]]:
-        """Of the class, by its column's name."""
+        """The class names, by the name of the class column."""
         has_names = PREDICTION in self.fields and self.class_names
         return {self.fields[PREDICTION].name: list(self.class_names)} if has_names else {}
 
     def arrays(self, outputs: Sequence[Array]) -> list[pa.Array]:
-        """`outputs` are those of `LoadedModel`, of B rows: an array of B for each column."""
+        """Returns an array of B values for each column.
+
+        `outputs` are those of `LoadedModel` for B rows.
+        """
         values = _regression(outputs) if len(outputs) == 1 else self._classification(outputs)
         return [values[kind] for kind in self.fields]
 
@@ -255,7 +267,7 @@ class PredictionColumns:
             LOGITS: tensor_array(logits),
         }
         if LABEL in self.fields:
-            # A model may have more classes than its data had names.
+            # A model may have more classes than its data has names.
             names = dict(enumerate(self.class_names))
             made[LABEL] = pa.array([names.get(label) for label in labels.tolist()], pa.string())
         return made
@@ -267,7 +279,7 @@ def _regression(outputs: Sequence[Array]) -> dict[str, pa.Array]:
 
 
 def prediction_columns(spec: PredictSpec, content: CheckpointContent) -> PredictionColumns:
-    """Raises `InvalidArgument` for an output that the checkpoint's model does not have."""
+    """Returns the prediction columns; raises `InvalidArgument` for an output that the model lacks."""
     there = _fields(spec.column_prefix, content)
     for index, name in enumerate(spec.outputs):
         if name not in there:
@@ -294,8 +306,11 @@ def _fields(prefix: str, content: CheckpointContent) -> dict[str, pa.Field]:
 
 @dataclass(frozen=True)
 class NewColumns:
-    """`kept` are the source's that go along, `schema` has them and, behind them, the predictions. `ingested` and
-    `transforms` are what the new version says of its rows' way since ingest."""
+    """The columns of the new version.
+
+    `kept` are the columns kept from the source; `schema` has them, followed by the predictions. `ingested` and
+    `transforms` record the rows' history since ingest.
+    """
 
     kept: list[str]
     predictions: PredictionColumns
@@ -306,8 +321,11 @@ class NewColumns:
 
 
 def new_columns(spec: PredictSpec, source: Manifest, content: CheckpointContent) -> NewColumns:
-    """Raises `InvalidArgument` for a column that is not there, an output that the model does not have, and a name that
-    a prediction would have twice."""
+    """Returns the columns of the new version.
+
+    Raises `InvalidArgument` for an unknown column, an output that the model lacks, and a prediction whose name is
+    taken.
+    """
     there = {column.name: column for column in source.columns}
     for index, name in enumerate(spec.columns):
         if name not in there:
@@ -319,7 +337,7 @@ def new_columns(spec: PredictSpec, source: Manifest, content: CheckpointContent)
     schema = pa.schema([*given, *predictions.fields.values()])
     value_names = {**{name: there[name].value_names for name in kept}, **predictions.value_names}
     columns = columns_of(schema, value_names)
-    # A version of before transforms says nothing of them.
+    # Versions written before transforms existed do not record them.
     ingested = [*(source.ingested or source.columns), *columns[len(kept) :]]
     transforms = _chain(source.transforms, predictions.names, schema.names)
     _check_chain(spec, ingested, transforms, predictions.names)
@@ -336,8 +354,11 @@ def _refuse_taken(kept: Sequence[str], predictions: PredictionColumns) -> None:
 def _chain(
     transforms: Sequence[Mapping[str, Any]], predictions: Sequence[str], columns: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """That of the source, which lets predictions pass as if they had been ingested with the rest, and then what leaves
-    the new version's `columns`: a model that is trained on predictions takes them from whoever asks it."""
+    """Returns the transforms of the new version.
+
+    They are the source's, which let predictions pass as if they had been ingested, followed by a selection of the new
+    version's `columns`. A model trained on predictions expects them in its requests.
+    """
     passing = []
     for transform in transforms:
         steps = [_passing(step, predictions) for step in transform.get("steps", [])]
@@ -354,7 +375,7 @@ def _passing(step: dict[str, Any], predictions: Sequence[str]) -> dict[str, Any]
 def _check_chain(
     spec: PredictSpec, ingested: Sequence[Column], chain: Sequence[Mapping[str, Any]], predictions: Sequence[str]
 ) -> None:
-    """A prediction's name may be that of a column that was dropped or renamed since ingest."""
+    """Refuses a prediction's name that a column dropped or renamed since ingest had."""
     names = [column.name for column in ingested]
     remedy = "was the name of another column since ingest; set column_prefix, or another one"
     for name in predictions:
@@ -369,11 +390,14 @@ def _check_chain(
 
 
 # --- Before a prediction's job ---
-# What can be said of a prediction as soon as its source and its checkpoint are known, before any row is read.
+# Checks a prediction against its source and its checkpoint, before any row is read.
 
 
 def found_checkpoint(store: ObjectStore, asked: CheckpointRef) -> CheckpointRef:
-    """Raises what `resolve` raises, and `FailedPrecondition` where a digest is asked for that it does not have."""
+    """Finds the checkpoint.
+
+    Raises the errors of `resolve`, and `FailedPrecondition` if it does not have the requested digest.
+    """
     entry = resolve(store, "checkpoint", asked.name)
     if asked.sha256 and asked.sha256 != entry.manifest_sha256:
         raise FailedPrecondition(
@@ -394,15 +418,18 @@ def check_predict(
     custom_allowed: Collection[str],
     own_code: OwnCode,
 ) -> None:
-    """Raises what `PredictVersion` says of a request. `custom_allowed` are the functions that custom steps may name,
-    `own_code` says whether a model of a user's own code may run; `spec` has passed `predict_spec.check`."""
+    """Raises the errors that `PredictVersion` documents.
+
+    `custom_allowed` are the functions that custom steps may name, `own_code` says whether a model of a user's own code
+    may run. `spec` has passed `predict_spec.check`.
+    """
     if spec.split:
         source.split(spec.split)
     content = load_checkpoint(store, checkpoint.folder, checkpoint.sha256).content
     if content.model.is_own:
         own_code.require_own_code(f"checkpoint: the model of {checkpoint.name} is made by a user's own code: ")
     check_functions(content.transforms, custom_allowed, "in the data service")
-    # An operator's function must not hang or end the service that answers.
+    # An operator's function must not hang or crash the service.
     with functions_in_children():
         preparation(content, source.manifest, source.name)
         new_columns(spec, source.manifest, content)

@@ -1,4 +1,4 @@
-"""A transform, as the durable job's attempt runs it: a version in, another out."""
+"""A transform as one attempt of the durable job: one version in, another out."""
 
 from __future__ import annotations
 
@@ -51,18 +51,19 @@ from shared.transforms.schema import arrow_type_of, schema_of
 from shared.transforms.steps.decoding import image_columns
 
 # --- The job ---
-# A transform, as the durable job's attempt runs it: a version in, another out.
-#
-# Passes over the source, each spread over the cluster: steps learn, in as many passes as it takes; where the rules and
-# the data alone do not tell how many rows each part has for each split, they are counted; then rows are written.
+# The job makes passes over the source, spread over the cluster. First the steps are fitted, in as many passes as they
+# need. Then, unless the rules and the source alone determine it, a pass counts how many rows each part has for each
+# split. Then the rows are written.
 
 
 def run_transform(context: AttemptContext, run_parts: PartRunner = run_on_ray) -> dict[str, Any]:
-    """The job's entry. Its spec is `{"transform": TransformSpec}`; the result names the manifest.
+    """Runs a transform and returns the manifest's name; the job's entry point.
 
-    Raises `InvalidArgument` (a row that a step cannot work on, named by its id), `FailedPrecondition` (the source is
-    another than was asked for, a split without rows, a check that fails), `DataLoss` (a damaged source) and
-    `Unavailable` (the cluster lost the work).
+    The job's spec is `{"transform": TransformSpec}`.
+
+    Raises `InvalidArgument` (a step cannot process a row, named by its id), `FailedPrecondition` (the source is not the
+    requested one, a split without rows, a failing check), `DataLoss` (a damaged source) and `Unavailable` (the cluster
+    lost the work).
     """
     spec = TransformSpec.from_record(context.job.spec["transform"])
     source = load_source(context.store, spec.source, spec.source_sha256)
@@ -71,8 +72,11 @@ def run_transform(context: AttemptContext, run_parts: PartRunner = run_on_ray) -
 
 
 def load_source(store: ObjectStore, name: str, sha256: str) -> DatasetVersion:
-    """The version that a job reads, whose manifest must have this digest (empty: any). Raises as `load_version`, and
-    `FailedPrecondition` for another one of that name."""
+    """Loads the version that a job reads.
+
+    Its manifest must have the digest `sha256`, if given. Raises the errors of `load_version`, and `FailedPrecondition`
+    if the name now belongs to another version.
+    """
     source = load_version(store, name)
     if sha256 and source.manifest_sha256 != sha256:
         raise FailedPrecondition(
@@ -117,7 +121,8 @@ class _Transform:
         work = WritePart(self._maker(schema, None), checks, repeats, self._folder)
         with closing(self._pass("WRITING", work, parts)) as results:
             for part, written in results:
-                # Rows that a failing check met are not written, and all parts are looked at before the first is told.
+                # The counts may differ if a failing check rejected rows here. That failure is raised at the commit,
+                # after all parts.
                 if written.rows != counts[part.number] and written.checks.failure is None:
                     raise impure(part)
                 outcome.add(part, written)
@@ -125,7 +130,10 @@ class _Transform:
         return outcome.commit(self._context.store, self._folder)
 
     def _fit(self) -> None:
-        """Each pass teaches the steps that depend on none that still has to learn."""
+        """Fits the steps, in one or more passes.
+
+        Each pass fits the steps that depend on no unfitted step.
+        """
         while self._pipeline.unfitted:
             parts = plan_parts(self._reader, output_schema(self._pipeline, self._given))
             if self._divider is None:
@@ -139,7 +147,7 @@ class _Transform:
             self._pipeline = fitter.fitted()
 
     def _columns_to_fit(self, fitter: Fitter) -> list[str]:
-        """Those of the source that it takes to bring the steps that learn now their columns."""
+        """Returns the source columns that the steps fitted in this pass need."""
         needed: set[str] = set()
         for index in fitter.fitting_steps:
             before = self._pipeline.with_steps(self._pipeline.steps[:index])
@@ -160,7 +168,10 @@ class _Transform:
     def _counts(
         self, parts: list[Part], schema: pa.Schema, checks: RowChecks, repeats: Repeats | None
     ) -> list[Counter[str]]:
-        """By part, how many rows it has for each split. Raises `FailedPrecondition` for a check that fails."""
+        """Returns how many rows each part has for each split.
+
+        Raises `FailedPrecondition` for a failing check.
+        """
         quarantines = any(check.is_of_rows and check.quarantines for check in checks.checks)
         if not self._pipeline.drops_rows and not quarantines:
             if self._divider is None:
@@ -180,7 +191,7 @@ class _Transform:
         return counts
 
     def _judging(self, schema: pa.Schema, checks: RowChecks) -> RowTransformer:
-        """Makes only what checks of rows look at."""
+        """Returns a maker of only the columns that row checks read."""
         columns = {check.column for check in checks.checks if check.is_of_rows}
         return self._maker(schema, columns)
 
@@ -215,15 +226,15 @@ def impure(part: Part) -> FailedPrecondition:
 
 
 # --- Row ids ---
-# Which row ids the rows of each part get: a split owns one range of them, its rows in the order of the source.
+# The row ids of each part's rows: a split owns one range of ids, with its rows in the order of the source.
 
 
 def lay_out(
     rule: SplitRule | None, source: Sequence[Split], parts: Sequence[Part], counts: Sequence[Counter[str]]
 ) -> tuple[list[SplitRange], list[Part]]:
-    """`counts[i]` has the rows of part i, by split. The parts come back with their first row ids.
+    """Assigns id ranges to the splits, and first row ids to the parts.
 
-    Raises `FailedPrecondition` for a split without rows.
+    `counts[i]` has the rows of part i, by split. Raises `FailedPrecondition` for a split without rows.
     """
     totals: Counter[str] = Counter()
     for count in counts:
@@ -257,12 +268,14 @@ def _empty(what: str, rule: SplitRule | None) -> FailedPrecondition:
 
 
 # --- Outcome ---
-# What the parts have become together: the new version's files, statistics and report.
+# The combined result of all parts: the new version's files, statistics and report.
 
 
 class Gathered:
-    """What was written, part by part in any order. Rows that were left out wait in `scratch`, so that memory does not
-    grow with them."""
+    """Collects the results of parts, in any order.
+
+    Rows that were left out are kept in `scratch`, so that memory does not grow with them.
+    """
 
     def __init__(self, schema: pa.Schema, ranges: Sequence[SplitRange], scratch: Path) -> None:
         self.statistics = {one.name: SplitStatistics(schema) for one in ranges}
@@ -280,7 +293,7 @@ class Gathered:
             self._bad_rows[part.number] = path
 
     def bad_rows(self) -> BadRowLog:
-        """Of all parts, in the order of rows."""
+        """Returns the rows left out of all parts, in row order."""
         with BadRowLog(self._scratch / "quarantine.jsonl", BadRowPolicy(quarantines=True)) as bad_rows:
             for number in sorted(self._bad_rows):
                 bad_rows.merge(pickle.loads(self._bad_rows[number].read_bytes()))
@@ -288,7 +301,7 @@ class Gathered:
 
 
 class Outcome:
-    """Takes parts in any order."""
+    """The result of a transform; takes parts in any order."""
 
     def __init__(
         self,
@@ -313,7 +326,10 @@ class Outcome:
         self._gathered.add(part, written)
 
     def commit(self, store: ObjectStore, folder: str) -> dict[str, Any]:
-        """The job's result. Raises `FailedPrecondition` for a check that fails."""
+        """Commits the version and returns the job's result.
+
+        Raises `FailedPrecondition` for a failing check.
+        """
         self._found.refuse(lambda row_id: f"row {row_id} of {self._source.name}")
         statistics = self._gathered.statistics
         judged = gate(self._checks, statistics, self._parent_report(store))
@@ -330,19 +346,23 @@ class Outcome:
             quarantine=bad_rows.path,
             quarantined_row_count=bad_rows.row_count,
             parents=[Parent(version=self._source.name, manifest_sha256=self._source.manifest_sha256)],
-            # A version of before transforms says nothing of them.
+            # Versions written before transforms existed do not record them.
             ingested=manifest.ingested or manifest.columns,
             transforms=[*manifest.transforms, self._frozen()],
         )
 
     def _frozen(self) -> dict[str, Any]:
-        """A column that the rule took away goes by a step of its own: the chain since ingest would have it still."""
+        """Returns the pipeline's config as the manifest keeps it.
+
+        A column that the split rule consumed is dropped by a step of its own. Otherwise the chain since ingest would
+        still have it.
+        """
         taken = taken_away(self._spec.rule)
         first = Pipeline.from_config({"steps": [{"drop": {"columns": taken}}] if taken else []})
         return first.then(self._pipeline).config
 
     def _parent_report(self, store: ObjectStore) -> Mapping[str, Any] | None:
-        """Only where a check compares with it."""
+        """Returns the source's report, or None if no check compares with it."""
         attached = self._source.manifest.attachment(REPORT)
         if attached is None or not any(isinstance(check.condition, Drift) for check in self._checks):
             return None
@@ -361,13 +381,16 @@ class Outcome:
 
 
 # --- Names of values ---
-# Which names the numbers of a column have, after steps that made or kept them.
+# The names of a column's values, after the steps that created or kept them.
 
 ValueNames = Mapping[str, list[str]]
 
 
 def value_names(given: ValueNames, pipeline: Pipeline) -> dict[str, list[str]]:
-    """`given` are those of the columns before the steps; a column whose numbers became others loses its names."""
+    """Returns the value names after the steps.
+
+    `given` are those before the steps. A column whose numbers were changed loses its names.
+    """
     names = {column: list(values) for column, values in given.items() if values}
     for step in pipeline.to_proto().steps:
         _follow(names, step)

@@ -1,5 +1,7 @@
-"""Runs one function on all parts of a version with Ray Data: the task that takes some parts, the pool of workers that
-runs it, which part a worker died on, and passes told as progress.
+"""Runs one function on all parts of a version with Ray Data.
+
+This file has the task for a group of parts, the pool of workers, the search for the part that killed a worker, and the
+progress of passes.
 """
 
 from __future__ import annotations
@@ -44,12 +46,12 @@ logger = logging.getLogger(__name__)
 
 
 # --- Passes ---
-# Passes over the parts of a version, told as progress: what transforms and predictions are made of.
+# Passes over the parts of a version, with progress: the building blocks of transforms and predictions.
 
 
 @dataclass(frozen=True)
 class Passes:
-    """`folder` is the attempt's own."""
+    """Runs passes over parts; `folder` is the attempt's own."""
 
     context: AttemptContext
     folder: str
@@ -59,7 +61,10 @@ class Passes:
     def over(
         self, phase: str, work: Work, parts: Sequence[Part], *, foreign_code: bool, pool: Pool | None = None
     ) -> Results:
-        """To be closed, before anything else is done, by whoever leaves it early: tasks may still write."""
+        """Yields each part with its result.
+
+        A caller that leaves early must close the generator first, because tasks may still write.
+        """
         self.progress.begin(phase, sum(part.row_count for part in parts))
         with closing(
             self.run_parts(self.context, self.folder, work, parts, foreign_code=foreign_code, pool=pool)
@@ -73,29 +78,33 @@ class Passes:
 # --- All parts on Ray ---
 # Runs one function on all parts of a version with Ray Data, streaming: groups of parts in, a small record of each out.
 #
-# The whole of a part's work lies within its task, so no row ever travels through Ray's object store.
+# A part's whole work happens within its task, so no row travels through Ray's object store.
 
-# How often a waiting attempt looks whether it is still wanted.
+# How often a waiting attempt checks whether it should stop.
 POLL_S = 0.2
-# A worker that dies takes its part with it; the part is done again so often before the attempt gives up.
+# If a worker dies, its part is retried MAX_RETRIES times before the attempt gives up.
 MAX_RETRIES = 1
-# Less than any record has, so that each goes on its way as soon as it is made, and none waits for more of its task.
+# Smaller than any record, so that Ray sends each record at once and does not collect a task's records into larger
+# blocks.
 RECORD_BYTES = 16
-# Of a task that is lost, so many parts are done again.
+# The most parts that are repeated if a task is lost.
 MAX_PARTS_A_TASK = 8
 TASKS_A_CPU = 4
 SINGLE_A_CPU = 2
-# At work, and with Ray already.
+# The tasks that are submitted to Ray per CPU: one running and one queued.
 SUBMITTED_A_CPU = 2
 
-# Parts with what their work returned.
+# Pairs of a part and its work's result.
 Results = Generator[tuple[Part, Any], None, None]
 
 
 @dataclass(frozen=True)
 class Pool:
-    """At most so many processes (0: as many as the cluster has room for) that stay for all parts which they are given,
-    each with so many CPUs and GPUs: for work that keeps what it has loaded."""
+    """A pool of processes that keep their state from part to part.
+
+    For work that keeps what it has loaded. `most` is the maximum number of processes, 0 for as many as fit the cluster;
+    each takes `cpus` CPUs and `gpus` GPUs.
+    """
 
     most: int
     cpus: int
@@ -113,11 +122,13 @@ class PartRunner(Protocol):
         foreign_code: bool,
         pool: Pool | None = None,
     ) -> Results:
-        """Every part with its result, as they come. Raises what the work raised, and what `raise_if_stopped` does; once
-        it has, or is closed, no part is being worked on any more.
+        """Yields every part with its result, in the order of completion.
 
-        `folder` is the attempt's own; `foreign_code` says that the work calls functions that may crash. Without a pool
-        each part is a task of its own, of one CPU.
+        Raises the work's errors and those of `raise_if_stopped`. After an error, or once it is closed, no part is being
+        processed any more.
+
+        `folder` is the attempt's own. `foreign_code` says that the work calls functions that may crash. Without a pool
+        each part is a task of its own with one CPU.
         """
 
 
@@ -130,19 +141,19 @@ def run_on_ray(
     foreign_code: bool,
     pool: Pool | None = None,
 ) -> Results:
-    """The `PartRunner` on the Ray cluster of this process."""
-    # Code that may crash its worker has a task for each part, so that the others are not tried again for it; and a
-    # worker of a pool has nothing to load between two.
+    """Runs the parts on this process's Ray cluster; a `PartRunner`."""
+    # Code that may crash its worker gets one task per part, so that a crash repeats no other part. A pool's worker
+    # keeps its state, so grouping would save nothing there.
     alone = foreign_code or pool is not None
     groups = [[part] for part in parts] if alone else grouped(parts, _cpus())
     if pool is None:
         WAITING.take(min(len(groups), _cpus()))
-    from shared.dataset_stream import DatasetStream, RayFailed  # ray.data: slow, and only the job needs it
+    from shared.dataset_stream import DatasetStream, RayFailed  # ray.data: slow to import, and only the job needs it
 
     by_number = {part.number: part for part in parts}
     begun = Begun(f"{folder}/begun")
     task = PartsTask(work, context.store.settings, begun)
-    # What a pool's workers do next is Ray Data's own business.
+    # Ray Data itself schedules the workers of a pool.
     dataset, submitted = _dataset(task, groups, pool), SUBMITTED_A_CPU if pool is None else 1
     stream = DatasetStream(dataset, submitted).tables(context.raise_if_stopped, POLL_S)
     left = set(by_number)
@@ -153,14 +164,14 @@ def run_on_ray(
             left.remove(record["part"])
             yield by_number[record["part"]], pickle.loads(record["result"])
         if left:
-            # A task that was tried again and failed earlier than before: Ray takes the end of the second for the
-            # task's, and its error for a record that has come already.
+            # A retried task failed earlier than its first try: Ray takes the end of the second try for the task's end,
+            # and its error record for one that has already arrived.
             raise Unavailable(f"Ray lost the results of {len(left)} parts", reason="WORKER_LOST")
     except RayFailed as failure:
         raise _lost(failure.__cause__, begun.tries(context.store), by_number, foreign_code, pool) from failure.__cause__
     finally:
         stream.close()
-        with suppress(*STORE_OUTAGES):  # what is left of them goes with the attempt's folder
+        with suppress(*STORE_OUTAGES):  # the rest is deleted with the attempt's folder
             begun.forget(context.store)
 
 
@@ -171,9 +182,11 @@ def _cpus() -> int:
 
 
 def grouped(parts: Sequence[Part], cpus: int) -> list[list[Part]]:
-    """Neighbours that one task works on, one after the other: between two tasks a worker of Ray has some to do for Ray.
-    Groups are smaller where there are few parts for each CPU, and the last ones have one part, so that no CPU idles
-    for long at the end."""
+    """Groups consecutive parts into tasks.
+
+    One task per part would be slow, because Ray's worker spends time between tasks. Groups are smaller when there are
+    few parts for each CPU, and the last ones have one part, so that no CPU idles for long at the end.
+    """
     cpus = max(cpus, 1)
     size = max(1, min(MAX_PARTS_A_TASK, len(parts) // (TASKS_A_CPU * cpus)))
     together = max(0, len(parts) - SINGLE_A_CPU * cpus) // size * size
@@ -193,22 +206,22 @@ def _dataset(task: PartsTask, groups: Sequence[Sequence[Part]], pool: Pool | Non
         if pool is None:
             return given.flat_map(task, num_cpus=1, max_retries=MAX_RETRIES, runtime_env=WARM_WORKERS.runtime_env)
         return given.flat_map(
-            PoolWorker,  # of a class Ray makes one in each actor
+            PoolWorker,  # Ray creates one instance in each actor
             fn_constructor_args=(task,),
-            # Those for which there is no room yet wait, and the others work meanwhile.
+            # Actors without capacity wait, and the others work meanwhile.
             compute=ray.data.ActorPoolStrategy(
                 size=min(len(groups), pool.most or _capacity(pool)), max_tasks_in_flight_per_actor=1
             ),
             num_cpus=pool.cpus,
             num_gpus=pool.gpus or None,
-            # One that died is started again, for all other parts; the part that it died over is tried once more.
+            # A dead actor is restarted for all remaining parts; the part on which it died is tried once more.
             max_restarts=-1,
             max_task_retries=MAX_RETRIES,
         )
 
 
 def _capacity(pool: Pool) -> int:
-    """How many of its processes the nodes could hold if they were empty; 1 where none could."""
+    """Returns how many of its processes fit the nodes if they were idle; at least 1."""
     import ray
 
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
@@ -216,7 +229,7 @@ def _capacity(pool: Pool) -> int:
 
 
 def pool_fits(pool: Pool, node: Mapping[str, float]) -> int:
-    """How many of its processes a node with these resources in all has room for."""
+    """Returns how many of its processes fit a node with these total resources."""
     fits = int(node.get("CPU", 0.0) // pool.cpus)
     return min(fits, int(node.get("GPU", 0.0)) * int(1 / pool.gpus)) if pool.gpus else fits
 
@@ -228,13 +241,16 @@ def _lost(
     foreign_code: bool,
     pool: Pool | None = None,
 ) -> MillraceError:
-    """What Ray says of work that it gave up; only what the work itself did wrong ends the job."""
+    """Translates the error with which Ray gave up the work.
+
+    Only an error of the work itself ends the job.
+    """
     from ray import exceptions
 
     logger.warning("Ray gave the work up: %r", cause)
-    # An actor of a pool was started again, and died again over the same part.
+    # The actor of a pool was restarted, and died again on the same part.
     if isinstance(cause, exceptions.WorkerCrashedError) or (pool and isinstance(cause, exceptions.RayActorError)):
-        # Actors die with their nodes, too, and that is nobody's fault; over one part twice is hardly chance.
+        # Actors also die with their nodes, which is not the work's fault; two deaths on one part are hardly chance.
         twice = any(count > 1 for count in tries.values())
         return crash_error(tries, parts, foreign_code=foreign_code and (pool is None or twice))
     if isinstance(cause, exceptions.OutOfMemoryError):
@@ -244,15 +260,15 @@ def _lost(
 
 
 # --- The task of some parts ---
-# What Ray's workers are asked to do: the work of some parts, one after the other, with a record of how each went.
+# The code in Ray's workers: processes a group of parts in order, and returns a record for each.
 
 
-# A part's work; it must travel by pickle, and so must what it returns.
+# The work on one part. It and its results must be picklable.
 Work = Callable[[Part], Any]
 
 
 class PartsTask:
-    """What Ray's worker calls, once for each group of parts."""
+    """The function that Ray's worker calls for each group of parts."""
 
     def __init__(self, work: Work, settings: StoreSettings, begun: Begun) -> None:
         self._work = work
@@ -260,7 +276,10 @@ class PartsTask:
         self._begun = begun
 
     def __call__(self, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """A record for each part, as it is done. Errors are records too: Ray would wrap them, and try some again."""
+        """Yields a record for each part as it completes.
+
+        Errors are records too: Ray would wrap an exception, and retry some.
+        """
         store = open_store(self._settings)
         for part in pickle.loads(row["parts"]):
             record = self._record(store, part)
@@ -278,7 +297,10 @@ class PartsTask:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """A task has one CPU. The worker may do other things later."""
+    """Limits Arrow to one thread, since a task has one CPU.
+
+    Restores the setting afterwards, because the worker may run other tasks.
+    """
     before = pa.cpu_count()
     pa.set_cpu_count(1)
     try:
@@ -288,7 +310,10 @@ def _one_thread() -> Iterator[None]:
 
 
 def _told(error: Exception, part: Part) -> MillraceError:
-    """The error of a part as the attempt gets it; one that nobody expected without its internals."""
+    """Returns the error of a part for the attempt.
+
+    The internals of an unexpected error are hidden.
+    """
     if isinstance(error, MillraceError):
         return error
     if isinstance(error, MemoryError):
@@ -301,7 +326,10 @@ def _told(error: Exception, part: Part) -> MillraceError:
 
 
 class PoolWorker:
-    """What an actor of a pool calls: its work stays from part to part."""
+    """The function that a pool's actor calls.
+
+    Its work keeps its state from part to part.
+    """
 
     def __init__(self, task: PartsTask) -> None:
         self._task = task
@@ -311,12 +339,15 @@ class PoolWorker:
 
 
 # --- Crashes ---
-# Which part a worker was on when it died: Ray says only that one did.
+# Finds the part that a worker was processing when it died: Ray reports only that a worker died.
 
 
 @dataclass(frozen=True)
 class Begun:
-    """A marker in the store for each part that is being worked on, and for each whose worker died over it."""
+    """Markers in the store for the parts in progress.
+
+    The marker of a part remains if its worker dies.
+    """
 
     folder: str
 
@@ -330,7 +361,7 @@ class Begun:
             store.delete(key)
 
     def tries(self, store: ObjectStore) -> Counter[int]:
-        """How often each part, by number, was begun and not ended."""
+        """Returns how often each part, by number, was begun and not ended."""
         return Counter(int(info.key.rsplit("/", 1)[-1].partition("-")[0]) for info in store.list(self.folder))
 
     def forget(self, store: ObjectStore) -> None:
@@ -338,10 +369,11 @@ class Begun:
 
 
 def crash_error(tries: Mapping[int, int], parts: Mapping[int, Part], *, foreign_code: bool) -> MillraceError:
-    """The error for work that took its worker with it too often; `tries` and `parts` are by the parts' numbers.
+    """Returns the error for work whose worker died too often.
 
-    With `foreign_code`, which runs what its author likes, the work is to blame and another attempt would end the same
-    way; without, whatever kills processes on this cluster.
+    `tries` and `parts` are keyed by the parts' numbers. With `foreign_code`, which may do anything, the work is to
+    blame and another attempt would end the same way. Otherwise the cause is outside of the work, such as a killed
+    process.
     """
     killers = [parts[number] for number, count in tries.items() if count > 1] or [parts[number] for number in tries]
     rows = ", ".join(f"{part.first_row_id} to {part.first_row_id + part.row_count - 1}" for part in killers)
@@ -357,28 +389,34 @@ def crash_error(tries: Mapping[int, int], parts: Mapping[int, Part], *, foreign_
 
 
 # --- Warm workers ---
-# Ray's workers that wait for the tasks of the next transform: a transform of a few seconds would spend most of them on
-# their start.
+# Idle Ray workers that wait for the tasks of the next transform: without them a transform of a few seconds would spend
+# most of its time on starting workers.
 
 WARM_WORKERS = WarmWorkers(
-    # The last two are what a dataset brings its tasks: its settings, and whoever watches them.
+    # The last two are modules that a dataset's tasks import: its settings, and Ray Data's issue detection.
     ("ray.data", "data_service.transforms.work", "shared.dataset_stream", "ray.data._internal.issue_detection"),
     kept_for_s=900,
 )
-# Each holds about 200 MiB.
+# The most idle workers; each takes about 200 MiB.
 MAX = 4
 
 
 class Waiting:
-    """Of one attempt, which has a process of its own: the workers that its tasks find waiting, and those that wait for
-    the next one's in their place. Ray does not tell how many there are, so only so many are started as were taken."""
+    """The warm workers of one attempt, which has its own process.
+
+    Counts the workers that its tasks take, so that the same number can be started for the next attempt. Ray does not
+    report how many are idle.
+    """
 
     def __init__(self) -> None:
         self._taken = 0
 
     def take(self, tasks: int) -> None:
-        """Where none wait, has some start while this process gets the first tasks ready: else it does so first, and
-        then they. Once is enough."""
+        """Starts `tasks` no-op tasks in the warm-worker environment.
+
+        Ray then spawns and preloads worker processes while this process prepares the first real tasks. If warm workers
+        already wait, this costs nothing. Runs once per attempt.
+        """
         if self._taken:
             return
         self._taken = tasks
@@ -387,11 +425,14 @@ class Waiting:
             meet.remote()
 
     def replace(self) -> None:
-        """To be called when the job is done. It must not fail of what is for the next."""
+        """Starts workers for the next attempt, after the job is done.
+
+        A failure is only logged: it must not fail this job.
+        """
         if not self._taken or not warm_workers.wanted():
             return
         try:
-            # Ray may be told of more CPUs than there are, and a start wants a real one.
+            # Ray may be configured with more CPUs than exist, and starting a worker needs a real one.
             start(min(self._taken, MAX, os.cpu_count() or 1))
         except Exception:
             logger.warning("no processes wait for the next transform", exc_info=True)
@@ -401,7 +442,7 @@ WAITING = Waiting()
 
 
 def start(count: int) -> None:
-    """Starts at most so many, one after the other on each node that has a CPU for them."""
+    """Starts at most `count` workers, spread over the nodes with free CPU slots."""
     nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     cpus = {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in nodes}
     rounds = ([node_id for node_id in cpus if cpus[node_id] > number] for number in range(MAX))
@@ -409,17 +450,20 @@ def start(count: int) -> None:
 
 
 def _meet() -> None:
-    """The worker has imported all when it is called."""
+    """Does nothing: the worker has imported all modules when it is called."""
 
 
 # --- Progress ---
-# How far a transform or a prediction is, told at most twice a second.
+# The progress of a transform or a prediction, reported at most twice a second.
 
 INTERVAL_S = 0.5
 
 
 class Progress:
-    """`phase`: FITTING or WRITING; of a prediction CHECKING or PREDICTING. Passes of one phase add up."""
+    """Reports the progress of a job's passes.
+
+    `phase` is FITTING or WRITING; for a prediction, CHECKING or PREDICTING. The rows of passes of one phase add up.
+    """
 
     def __init__(self, context: AttemptContext) -> None:
         self._context = context
@@ -428,7 +472,7 @@ class Progress:
         self._began_at = self._reported_at = 0.0
 
     def begin(self, phase: str, rows: int) -> None:
-        """A pass over so many rows begins."""
+        """Begins a pass over `rows` rows."""
         if phase != self._phase:
             self._phase = phase
             self._rows_done = self._rows_total = 0
@@ -452,12 +496,14 @@ class Progress:
 
 
 # --- Capacity ---
-# Whether the cluster has a node on which a worker of a prediction could ever be started.
+# Checks whether any node of the cluster could ever hold a worker of a prediction.
 
 
 def missing_capacity(job: JobRecord) -> str:
-    """What the cluster lacks for one worker of a prediction; empty for any other job. Busy nodes count: a worker waits
-    for its place on them."""
+    """Returns what the cluster lacks for one worker of a prediction.
+
+    Empty for any other job. Busy nodes count, since a worker waits for capacity on them.
+    """
     if "predict" not in job.spec:
         return ""
     workers = PredictSpec.from_record(job.spec["predict"]).workers

@@ -1,7 +1,7 @@
-"""Cuts a version into parts, each the work of one task: a function of the version and the new columns alone.
+"""Divides a version into parts, one for each task.
 
-What a part's files hold follows from the part, so the cluster must have no say in it: else the same transform on more
-machines would give other digests.
+The parts depend on the version and the new columns alone. A part's files depend on the part, so the cluster must not
+influence it: otherwise the same transform on more machines would give other digests.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ import pyarrow as pa
 from shared.dataset_version import RowGroup, VersionReader
 from shared.dataset_version.columns import ROW_ID, row_bytes
 
-# Of a part's rows before or after the work, uncompressed: enough to make a task worth its start, little enough to
-# keep several in a machine's memory.
+# The uncompressed bytes of a part's rows, before or after the work: enough to be worth a task, few enough to have
+# several in a machine's memory.
 MAX_PART_BYTES = 32 * 1024 * 1024
 MIN_PART_BYTES = 8 * 1024 * 1024
-# A version too small for that many parts of the greatest size has smaller ones, so that a cluster can share the work.
+# A version too small for this many parts of the maximum size has smaller parts, so that a cluster can share the work.
 WANTED_PARTS = 16
-# LZ4 makes texts and numbers about so much smaller.
+# The approximate compression factor of LZ4 for texts and numbers.
 COMPRESSION = 3
 
 
 @dataclass(frozen=True)
 class Part:
-    """Row groups of one split that follow each other. `number` counts from 0 in the order of row ids.
+    """Consecutive row groups of one split.
 
-    `first_row_ids` are those of the rows that it makes, by their split; empty until that is known.
+    `number` counts from 0 in the order of row ids. `first_row_ids` are the first row ids of its results, by split;
+    empty until they are known.
     """
 
     number: int
@@ -46,8 +47,11 @@ class Part:
 
 
 def plan_parts(reader: VersionReader, output: pa.Schema, splits: Sequence[str] = (), min_bytes: int = 0) -> list[Part]:
-    """`output` has the columns that the work makes; `splits` empty: all. `min_bytes` are those that make a part worth
-    its start, 0 those of a transform."""
+    """Divides a version into parts.
+
+    `output` has the columns of the work's results; `splits` empty: all. `min_bytes` is the minimum size of a part, 0
+    for that of a transform.
+    """
     widths = _work_bytes_per_row(reader, output)
     manifest = reader.version.manifest
     wanted = [split for split in manifest.splits if not splits or split.name in splits]
@@ -79,8 +83,11 @@ def _packed(groups: Sequence[RowGroup], widths: Sequence[int], max_bytes: int) -
 
 
 def _work_bytes_per_row(reader: VersionReader, output: pa.Schema) -> list[int]:
-    """Of each file's rows, the wider of what comes in and what goes out; where the types do not tell, by the file's
-    size: within a version rows may be of very unequal sizes, and a file bounds by how much."""
+    """Returns the bytes per row for each file, the wider of input and output.
+
+    If the types do not determine the width, the file's size does: row sizes may vary much within a version, and less
+    within a file.
+    """
     source = pa.schema([field for field in reader.schema if field.name != ROW_ID])
     fixed = [row_bytes(schema) for schema in (source, output)]
     stored = [COMPRESSION * file.size_bytes // max(file.row_count, 1) for file in reader.version.manifest.files]

@@ -1,7 +1,8 @@
-"""A prediction over a version, as the durable job's attempt runs it: a version and a checkpoint in, a version out.
+"""A prediction as one attempt of the durable job: a version and a checkpoint in, a version out.
 
-One pass over the source, its parts spread over workers that keep the model. Where rows may be left out, a pass before
-it makes the model's input alone and counts what is left: only then are the row ids of each part known.
+One pass over the source, whose parts are spread over workers that keep the model. If rows may be left out, a pass
+before it only prepares the model's input and counts the remaining rows, because each part's row ids depend on the
+counts.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from shared.dataset_version.version import DatasetVersion
 from shared.errors import InvalidArgument
 from shared.jobs import AttemptContext
 
-# A model takes far longer over a row than a step does, so that smaller parts are worth their start.
+# A model takes far longer for a row than a step does, so smaller parts are worth a task.
 MIN_PART_BYTES = 1024 * 1024
-# What is tried of a part at a time where rows are only counted.
+# The batch size where rows are only counted.
 COUNTED_ROWS = 256
 
 
 def run_predict(context: AttemptContext, run_parts: PartRunner = run_on_ray) -> dict[str, Any]:
-    """The job's entry. Its spec is `{"predict": PredictSpec}`; the result names the manifest.
+    """Runs a prediction and returns the manifest's name; the job's entry point.
 
-    Raises `InvalidArgument` (a row that a step cannot work on, named by its id, or too many of them),
-    `FailedPrecondition` (the source is another than was asked for, a split without rows, a model that does not load),
-    `DataLoss` (a damaged source or checkpoint) and `Unavailable` (the cluster lost the work).
+    The job's spec is `{"predict": PredictSpec}`. Raises `InvalidArgument` (a step cannot process a row, named by its
+    id, or too many rows), `FailedPrecondition` (the source is not the requested one, a split without rows, a model that
+    does not load), `DataLoss` (a damaged source or checkpoint) and `Unavailable` (the cluster lost the work).
     """
     spec = PredictSpec.from_record(context.job.spec["predict"])
     source = load_source(context.store, spec.source, spec.source_sha256)
@@ -71,7 +72,7 @@ class _Predict:
         self._reader = VersionReader(context.store, source)
         self._preparation = preparation(content, source.manifest, source.name)
         self._new = new_columns(spec, source.manifest, content)
-        # As the source stores them: a manifest does not tell which columns have no nulls.
+        # From the source's files, since a manifest does not record which columns have no nulls.
         kept = self._reader.select(self._new.kept)
         self._schema = pa.schema([*kept, *list(self._new.schema)[len(kept) :]])
 
@@ -113,7 +114,10 @@ class _Predict:
         )
 
     def _counts(self, parts: list[Part]) -> list[Counter[str]]:
-        """By part, how many rows are left. Raises `InvalidArgument` where more are bad than may be."""
+        """Returns how many rows remain of each part.
+
+        Raises `InvalidArgument` if there are more bad rows than allowed.
+        """
         if not self._spec.bad_rows.are_left_out:
             return [Counter({part.split: part.row_count}) for part in parts]
         counts: list[Counter[str]] = [Counter() for _ in parts]

@@ -1,4 +1,4 @@
-"""The rows of a part with what the model says of them: within one of Ray's workers, or in a test in this process."""
+"""The rows of a part with the model's predictions: within one of Ray's workers, or within the process in a test."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PreparedRows:
-    """Rows, and the model's input that the steps make of them: `prepared` float32 (B, *shape)."""
+    """Rows with the model's input: `prepared` float32 (B, *shape)."""
 
     rows: SplitRows
     prepared: Array
@@ -43,8 +43,11 @@ class PreparedRows:
 
 @dataclass(frozen=True)
 class Preparer:
-    """Makes the model's input, of the rows of which it can be made. `quarantines`: others are left out; else the first
-    is an `InvalidArgument` that names it. As a `RowMaker` it makes no column, so that such rows can be counted."""
+    """Prepares the model's input.
+
+    With `quarantines`, rows without a valid input are left out; otherwise the first one is an `InvalidArgument` that
+    names it. As a `RowMaker` it makes no column, so it can count the valid rows.
+    """
 
     source: RowSource
     preparation: Preparation
@@ -69,8 +72,10 @@ class Preparer:
                 yield self._without_bad_rows(rows, made)
 
     def _prepare(self, batch: Batch) -> tuple[Array, dict[int, BadRow]]:
-        """The model's input, and the rows for which it would have a NaN or an infinity, which serving refuses, too; the
-        first of them is a `RowError` unless bad rows are left out."""
+        """Returns the model's input, and the rows with a NaN or an infinity in it.
+
+        Serving refuses such rows, too. Unless bad rows are left out, the first of them raises a `RowError`.
+        """
         preparation = self.preparation
         steps, nans = preparation.steps, preparation.nans
         read = nans.nulls_for_nans({name: batch[name] for name in preparation.reads})
@@ -84,7 +89,10 @@ class Preparer:
         return made, bad
 
     def _without_bad_rows(self, rows: SplitRows, made: Sequence[tuple[Array, dict[int, BadRow]]]) -> PreparedRows:
-        """`made` is what `_prepare` returned for one run of the rows after the other."""
+        """Removes the bad rows.
+
+        `made` has the results of `_prepare` for consecutive pieces of the rows.
+        """
         prepared = made[0][0] if len(made) == 1 else np.concatenate([one for one, _ in made])
         begins = np.cumsum([0, *(len(one) for one, _ in made)]).tolist()
         bad = {begin + row: one for begin, (_, found) in zip(begins, made, strict=False) for row, one in found.items()}
@@ -99,7 +107,7 @@ class Preparer:
         return PreparedRows(_where(rows, good), prepared[good], left_out)
 
     def _one_by_one(self, rows: SplitRows) -> PreparedRows:
-        """A row comes out the same in any company, so each is tried alone."""
+        """Prepares each row by itself, since a row's result does not depend on the others."""
         good = np.zeros(len(rows.row_ids), np.bool_)
         prepared: list[Array] = []
         left_out: list[LeftOut] = []
@@ -129,7 +137,10 @@ def _told(bad: BadRow) -> str:
 
 @dataclass(frozen=True)
 class Predictor:
-    """A `RowMaker`: the kept columns and the predictions. Loads the model with the first rows, and keeps it."""
+    """The `RowMaker` of predictions: the kept columns and the predictions.
+
+    Loads the model with the first rows, and keeps it.
+    """
 
     preparer: Preparer
     checkpoint: CheckpointRef
@@ -159,12 +170,15 @@ class Predictor:
 
     @cached_property
     def _model(self) -> LoadedModel:
-        """Raises `DataLoss` for a damaged checkpoint, and `FailedPrecondition` where the model does not load."""
+        """Loads the model.
+
+        Raises `DataLoss` for a damaged checkpoint, and `FailedPrecondition` if the model does not load.
+        """
         found = load_checkpoint(open_store(self.source.settings), self.checkpoint.folder, self.checkpoint.sha256)
-        # Before torch is imported, which takes seconds: a damaged file is told at once.
+        # Before the import of torch, which takes seconds, so that a damaged file is reported at once.
         weights = found.read(WEIGHTS)
         if found.content.model.is_own:
-            # In this worker of Ray's alone: the service that made the job was asked whether such code may run.
+            # Only in this Ray worker: the service that created the job has checked that such code may run.
             load_code(open_store(self.source.settings), found.content.model.code_bundle)
         from shared.models.loaded import LoadedModel
 
@@ -187,7 +201,10 @@ def _fitting(run: LoadedModel, prepared: Array) -> Sequence[NDArray[np.generic]]
 
 
 def _set_threads(threads: int) -> None:
-    """At each part: OpenMP keeps their number per calling thread. The last bits of outputs hang on it."""
+    """Sets torch's thread count for each part, since OpenMP keeps it per calling thread.
+
+    The last bits of outputs depend on it.
+    """
     import torch
 
     torch.set_num_threads(threads)
@@ -204,9 +221,9 @@ def _device(workers: Workers) -> str:
             reason="NO_GPU",
             fields=[("workers.gpus", "torch finds no GPU")],
         )
-    # So that the same rows give the same bytes again.
+    # The same rows must give the same bytes again.
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
-    # As the CPU computes: a deployment's answers are close by.
+    # The precision of the CPU, so that predictions are close to a deployment's answers.
     torch.backends.cudnn.allow_tf32 = False
     return "cuda"

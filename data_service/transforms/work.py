@@ -1,5 +1,6 @@
-"""The work on one part of a version, within one task: its rows a batch at a time, the pipeline's steps, and what is
-written or counted of them.
+"""The work on one part of a version, within one task.
+
+Rows are read in batches, the pipeline's steps are applied, and the results are written or counted.
 """
 
 from __future__ import annotations
@@ -41,14 +42,17 @@ from shared.transforms.steps.decoding import DecodeImage, side_by_side
 from shared.transforms.steps.step import Step
 
 # --- Work on a part ---
-# What is done to one part of a version: within one task of Ray, or in a test in this process.
+# The work on one part of a version: within one Ray task, or within the process in a test.
 #
-# All of it is a function of the part alone, so a part that is done again gives the same bytes.
+# The result depends on the part alone, so a retried part gives the same bytes.
 
 
 @dataclass(frozen=True)
 class FitPart:
-    """Learns from the rows of `fit_split`: gives what `fitter`, which has seen nothing, has seen then."""
+    """Fits the steps on the part's rows of `fit_split`.
+
+    Returns a copy of `fitter`, which has seen no rows before, after it has seen these.
+    """
 
     source: RowSource
     fitter: Fitter
@@ -70,7 +74,7 @@ class FitPart:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A row of the source that nothing can be made of, and its beginning as text."""
+    """A row of the source with no result, and its beginning as text."""
 
     row_id: int
     reason: str
@@ -79,7 +83,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class TransformedRows:
-    """Rows of one split after the steps. `row_ids` are those that they have in the source."""
+    """Rows of one split after the steps; `row_ids` are their ids in the source."""
 
     split: str
     table: pa.Table
@@ -88,7 +92,10 @@ class TransformedRows:
 
 
 class RowMaker(Protocol):
-    """Makes the columns of `schema` of the rows of `source`. It travels by pickle to where it works."""
+    """Computes the columns of `schema` from the rows of `source`.
+
+    Must be picklable, to travel to Ray's workers.
+    """
 
     @property
     def source(self) -> RowSource: ...
@@ -96,12 +103,15 @@ class RowMaker(Protocol):
     def schema(self) -> pa.Schema: ...
 
     def rows(self, part: Part) -> Iterator[TransformedRows]:
-        """In the order of their ids. Raises as `RowSource.divided`, and `InvalidArgument` naming a row."""
+        """Yields the rows in the order of their ids.
+
+        Raises the errors of `RowSource.divided`, and `InvalidArgument` naming a row.
+        """
 
 
 @dataclass(frozen=True)
 class RowTransformer:
-    """A `RowMaker`, of the rows that filters leave."""
+    """The `RowMaker` of transforms: yields the rows that pass the filters."""
 
     source: RowSource
     chain: Chain
@@ -111,14 +121,17 @@ class RowTransformer:
         for rows in self.source.divided(part, self.chain.reads):
             batch, left = rows.apply_to_rows(self.chain.apply)
             row_ids = rows.row_ids if left is None else rows.row_ids[left]
-            # Counting may need no column at all.
+            # A counting pass may need no column at all.
             table = table_of(batch, self.schema) if len(self.schema) else pa.table({})
             yield TransformedRows(rows.split, table, row_ids)
 
 
 @dataclass(frozen=True)
 class FindKeys:
-    """For checks of uniqueness, the keys of the rows that pass all others."""
+    """Collects the keys for checks of uniqueness.
+
+    Uses the rows that pass all other checks.
+    """
 
     maker: RowTransformer
     checks: RowChecks
@@ -136,7 +149,7 @@ class FindKeys:
 
 @dataclass(frozen=True)
 class Counted:
-    """The rows that are left, by split, and what the checks found."""
+    """The remaining rows by split, and the results of the checks."""
 
     rows: Counter[str]
     checks: CheckCounts
@@ -144,7 +157,7 @@ class Counted:
 
 @dataclass(frozen=True)
 class CountPart:
-    """`maker` makes the columns that checks of rows look at."""
+    """Counts the part's rows; `maker` computes the columns that row checks read."""
 
     maker: RowMaker
     checks: RowChecks
@@ -164,7 +177,7 @@ class CountPart:
 
 @dataclass(frozen=True)
 class Written:
-    """What a part has become; `rows` by split."""
+    """The result of writing a part; `rows` counts by split."""
 
     rows: Counter[str]
     files: list[DataFile]
@@ -175,7 +188,7 @@ class Written:
 
 @dataclass(frozen=True)
 class WritePart:
-    """Writes the rows below `folder`, each split into files of its own."""
+    """Writes the rows below `folder`, with separate files for each split."""
 
     maker: RowMaker
     checks: RowChecks
@@ -248,32 +261,35 @@ class _Writing:
         )
 
     def _first_row_id(self, split: str) -> int:
-        # A split that the counting did not find here: the attempt finds out, and says why, when it compares the counts.
+        # The counting pass may not have found this split here. The attempt detects and reports that when it compares
+        # the counts.
         return self._part.first_row_ids.get(split, 0)
 
 
 # --- Rows ---
-# The rows of a part, a batch at a time, each in the split where it goes.
+# The rows of a part in batches, divided by the split that they go to.
 
-# Rows are worked on so many bytes at a time, before or after: what stays within a processor's cache.
+# The size of a batch, before or after the steps, whichever is wider: it fits a processor's cache.
 BATCH_BYTES = 2 * 1024 * 1024
 MIN_BATCH_ROWS, MAX_BATCH_ROWS = 16, 16_384
-# Of rows without a fixed width.
+# The batch size for rows without a fixed width.
 DEFAULT_BATCH_ROWS = 1024
-# So many bytes of them are read and decoded at once, unless one row group alone has more.
+# The bytes that are read and decoded at once, unless a single row group has more.
 READ_BYTES = 4 * 1024 * 1024
-# A dictionary hides how much its texts make, but no group makes more than its share; so few hold a batch of small rows.
+# Dictionary encoding hides the decoded size of a group's texts, but no group exceeds its share of the read. So read at
+# most the groups that make up a default batch.
 UNEQUAL_GROUPS = DEFAULT_BATCH_ROWS // DEFAULT_GROUP_ROWS
-# Decoded images may be large until they are resized: few at a time, and fewer where they claim too many pixels.
+# Decoded images may be large until they are resized. So few are decoded at a time, and fewer if they declare too many
+# pixels.
 DECODED_BATCH_ROWS = 16
-# A batch that fails sooner is searched for the row at fault.
+# If a batch fails within this time, it is searched for the row at fault.
 SEARCH_TIMEOUT_S = 1.0
 
 T = TypeVar("T")
 
 
 def batch_rows(pipeline: Pipeline, given: pa.Schema, made: pa.Schema) -> int:
-    """How many rows to work on at a time."""
+    """Returns the number of rows to process at a time."""
     if any(isinstance(step, DecodeImage) for step in pipeline.steps):
         return DECODED_BATCH_ROWS
     widths = [row_bytes(given), row_bytes(made)]
@@ -292,7 +308,10 @@ class SplitRows:
     row_ids: NDArray[np.int64]
 
     def apply_to_rows(self, work: Callable[[Batch], T]) -> T:
-        """What `work`, steps that work row by row, makes of the rows; raises as steps do, but names row ids."""
+        """Applies `work`, steps that work row by row, to the rows.
+
+        Raises the steps' errors, but with row ids.
+        """
         started = time.monotonic()
         try:
             return work(batch_of(self.table))
@@ -300,13 +319,16 @@ class SplitRows:
             row_id = str(self.row_ids[error.row])
             raise _told(error.path, f"row {row_id}: {error.problem}", {"row_id": row_id}) from error
         except InvalidArgument as error:
-            # A custom function says only that it failed. What is slow to fail would be slow to search.
+            # A custom function reports only that it failed. A slow failure would take long to search.
             searched = time.monotonic() - started < SEARCH_TIMEOUT_S
             rows = self._smallest_refused(work) if searched else self
             raise rows._named(error) from error
 
     def few_pixels(self, images: Sequence[str]) -> Iterator[SplitRows]:
-        """The same rows, as many at a time as may be decoded side by side; `images` are the columns that hold some."""
+        """Splits the rows into pieces whose images may be decoded together.
+
+        `images` are the columns with images.
+        """
         if not images:
             yield self
             return
@@ -314,7 +336,7 @@ class SplitRows:
             yield self._slice(begin, end)
 
     def _smallest_refused(self, work: Callable[[Batch], object]) -> SplitRows:
-        """Of rows that `work` refuses, the first row by whose half of a half of … it is refused still."""
+        """Halves the rows repeatedly to find the first row that `work` refuses."""
         half = len(self.row_ids) // 2
         if not half:
             return self
@@ -323,7 +345,7 @@ class SplitRows:
                 work(batch_of(part.table))
             except InvalidArgument:
                 return part._smallest_refused(work)
-        return self  # only all together
+        return self  # only all rows together are refused
 
     def _slice(self, begin: int, end: int) -> SplitRows:
         return SplitRows(self.split, self.table.slice(begin, end - begin), self.row_ids[begin:end])
@@ -344,10 +366,10 @@ def _told(field: str, why: str, metadata: dict[str, str]) -> InvalidArgument:
 
 @dataclass(frozen=True)
 class RowSource:
-    """Reads parts of a version, at most `batch_rows` rows at a time; travels to Ray's workers.
+    """Reads parts of a version, at most `batch_rows` rows at a time.
 
-    Without a divider rows stay in their split. `images` are columns whose images will be decoded: of them come as many
-    at a time as may be decoded side by side.
+    Picklable, to travel to Ray's workers. Without a divider rows stay in their split. `images` are columns whose images
+    will be decoded; they limit a batch to the rows that may be decoded together.
     """
 
     settings: StoreSettings
@@ -357,7 +379,10 @@ class RowSource:
     images: tuple[str, ...] = ()
 
     def divided(self, part: Part, columns: Sequence[str]) -> Iterator[SplitRows]:
-        """The named columns. Raises `InvalidArgument` for a row without a split, `DataLoss` for a damaged source."""
+        """Yields the part's rows with the named columns, by split.
+
+        Raises `InvalidArgument` for a row without a split, `DataLoss` for a damaged source.
+        """
         images = [name for name in self.images if name in columns]
         for rows in self._divided(part, columns):
             yield from rows.few_pixels(images)
@@ -382,7 +407,7 @@ class RowSource:
         reader = VersionReader(open_store(self.settings), self.version)
         for groups in self._together(reader, part.groups, columns):
             row_count = sum(group.row_count for group in groups)
-            # A table of no columns has no rows either.
+            # A table without columns would have no rows.
             table = reader.read_many(groups, columns) if columns else None
             for begin in range(0, row_count, self.batch_rows):
                 rows = min(self.batch_rows, row_count - begin)
@@ -392,8 +417,11 @@ class RowSource:
     def _together(
         self, reader: VersionReader, groups: Sequence[RowGroup], columns: Sequence[str]
     ) -> Iterator[list[RowGroup]]:
-        """As many groups as are read at a time, at least one: a read costs the same few milliseconds, however little it
-        brings, so it brings several batches where rows are wider after the work than before."""
+        """Yields the groups to read together, at least one at a time.
+
+        A read costs the same few milliseconds, however small, so it covers several batches if rows are wider after the
+        work than before.
+        """
         max_groups = UNEQUAL_GROUPS if row_bytes(reader.select(columns)) is None else MAX_BATCH_ROWS
         sizes = GroupSizes(reader, columns)
         packed: list[RowGroup] = []
@@ -410,22 +438,25 @@ class RowSource:
 
 
 # --- Chain ---
-# The steps of a pipeline as far as some columns need them, and which rows they leave.
+# The steps of a pipeline that some columns need, and the rows that remain after them.
 
-# A custom function that does not let Python interrupt it is given so long beyond its own timeout.
+# Time beyond its own timeout for a custom function that Python cannot interrupt.
 GRACE_S = 10.0
-# What a custom step means that names no timeout.
+# The timeout of a custom step that names none.
 DEFAULT_TIMEOUT_S = 60.0
 
 
 @contextmanager
 def ended_in_time(steps: Iterable[Step]) -> Iterator[None]:
-    """Ends this process where a custom function hangs outside Python: only then its own timeout does not."""
+    """Ends this process if a custom function hangs outside Python.
+
+    The function's own timeout works only while Python can interrupt it.
+    """
     limits_s = [step.to_proto().custom.timeout_s or DEFAULT_TIMEOUT_S for step in steps if step.op == "custom"]
     if not limits_s:
         yield
         return
-    # Its thread needs no lock of Python's, which the function may hold.
+    # This watchdog thread needs no Python lock, which the function may hold.
     faulthandler.dump_traceback_later(sum(limits_s) + GRACE_S, exit=True, file=sys.__stderr__ or sys.stderr)
     try:
         yield
@@ -441,7 +472,10 @@ class _BatchContext(BatchContext):
 
 @dataclass(frozen=True)
 class Chain:
-    """`reads` are the columns that it takes, `field` the path under which errors name the steps. Picklable."""
+    """A pipeline's steps, limited to the columns that are needed.
+
+    `reads` are its input columns, `field` the path under which errors name the steps. Picklable.
+    """
 
     steps: Sliced
     reads: list[str]
@@ -449,7 +483,7 @@ class Chain:
 
     @classmethod
     def towards(cls, pipeline: Pipeline, given: Schema, outputs: Collection[str] | None) -> Chain:
-        """What it takes to make these columns (None: all) and to know which rows are left."""
+        """Returns the chain that computes `outputs` (None: all) and the remaining rows."""
         schemas = [given]
         for step in pipeline.steps:
             schemas.append(step.output(schemas[-1]))
@@ -458,7 +492,10 @@ class Chain:
         return cls(sliced(pipeline.steps, [{name: given[name] for name in reads}, *schemas[1:]], needed), reads)
 
     def apply(self, batch: Batch) -> tuple[Batch, NDArray[np.intp] | None]:
-        """The rows that are left, and their indices in `batch`, None where all are. Raises as `Pipeline` does."""
+        """Returns the remaining rows and their indices in `batch`, None if all remain.
+
+        Raises the errors of `Pipeline`.
+        """
         walk = _BatchContext(batch)
         with ended_in_time(step for _, step in self.steps):
             for place, step in self.steps:

@@ -1,1 +1,1 @@
-"""Uploads: bytes that clients send into the store, to be imported from there."""
+"""Uploads: bytes that clients send to the store, for later imports."""

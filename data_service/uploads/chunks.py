@@ -1,4 +1,4 @@
-"""The chunks of an upload as they lie in the store: read in blocks, read ahead, and digested."""
+"""The chunks of an upload in the store: read in blocks, read ahead, and hashed."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from shared.errors import Cancelled, DataLoss
 from shared.storage import ObjectMissing, ObjectStore
 
 # --- Chunks ---
-# The chunks of one upload: an object each, named by the offset at which its bytes begin.
+# The chunks of one upload: an object each, named by the offset of its first byte.
 
-# One read of the store. Chunks that clients stream are no larger; parts put by URL may be of some GiB.
+# The size of one read from the store. Chunks that clients stream are no larger; parts put by URL may be of some GiB.
 BLOCK_BYTES = 8 * 1024 * 1024
 
 
 @dataclass(frozen=True)
 class Block:
-    """`length` bytes of an upload from `offset` on, which lie in one object from `start` on."""
+    """`length` bytes of an upload from `offset`, which are in one object from `start`."""
 
     key: str
     offset: int
     start: int
     length: int
-    # The object has no other bytes.
+    # Whether the object has no other bytes.
     whole: bool
 
 
 @dataclass
 class ChunkChain:
-    """The chunks that follow one another without a gap from byte 0 on: an upload's bytes as far as they are there."""
+    """The consecutive chunks from byte 0: an upload's bytes as far as they have arrived."""
 
     prefix: str
     end: int = 0
@@ -53,7 +53,7 @@ class ChunkChain:
         return self._blocks
 
     def extend(self, size_bytes: int) -> None:
-        """Takes in the chunk at `end`, of so many bytes."""
+        """Appends the chunk at `end`, with `size_bytes` bytes."""
         key = self.key(self.end)
         for start in range(0, size_bytes, BLOCK_BYTES):
             length = min(BLOCK_BYTES, size_bytes - start)
@@ -62,11 +62,11 @@ class ChunkChain:
         self.end += size_bytes
 
     def block_index(self, offset: int) -> int:
-        """The block that holds the byte at `offset`, which must be below `end`."""
+        """Returns the index of the block with the byte at `offset`, which must be below `end`."""
         return bisect_right(self._offsets, offset) - 1
 
     def between(self, start: int, stop: int) -> Iterator[Block]:
-        """The blocks that hold these bytes, the first and last in part."""
+        """Yields the blocks with these bytes; the first and last may be partial."""
         if start >= stop:
             return
         for block in self._blocks[self.block_index(start) : self.block_index(stop - 1) + 1]:
@@ -78,8 +78,11 @@ class ChunkChain:
 
 
 def chain_of(prefix: str, sizes: Iterable[tuple[int, int]]) -> ChunkChain:
-    """`sizes` are (offset, bytes) of the objects there are, in any order; those after a gap, or within another chunk,
-    are left out."""
+    """Builds the chain of the given objects.
+
+    `sizes` are (offset, bytes) of the existing objects, in any order; those after a gap, or within another chunk, are
+    left out.
+    """
     there = dict(sizes)
     chain = ChunkChain(prefix)
     while size_bytes := there.get(chain.end, 0):
@@ -92,7 +95,7 @@ def stored_chain(store: ObjectStore, prefix: str) -> ChunkChain:
 
 
 def read_block(store: ObjectStore, block: Block) -> bytes:
-    """Raises `DataLoss` where the chunk is gone or shorter than it was."""
+    """Reads a block; raises `DataLoss` if the chunk is missing or shorter than before."""
     try:
         if not block.whole:
             return store.get_range(block.key, block.start, block.length)
@@ -114,15 +117,18 @@ def read_block(store: ObjectStore, block: Block) -> bytes:
 
 
 # --- Blocks ahead ---
-# An upload's blocks, fetched by threads before they are asked for.
+# Prefetches an upload's blocks in threads.
 
 BLOCKS_AHEAD = 3
-# Those last read, for files whose readers go back and forth, as those of Parquet do.
+# The blocks that are cached, for readers that seek back and forth, as those of Parquet do.
 KEPT_BLOCKS = 6
 
 
 class BlocksAhead:
-    """Reads ahead where blocks are asked for in their order. Not for several threads at once."""
+    """Prefetches blocks that are read in order.
+
+    Not safe for several threads.
+    """
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
@@ -131,7 +137,7 @@ class BlocksAhead:
         self._last_index = -1
 
     def read(self, blocks: Sequence[Block], index: int) -> tuple[bytes, int]:
-        """The bytes of `blocks[index]` and their CRC32C. Raises as `read_block`."""
+        """Returns the bytes of `blocks[index]` and their CRC32C; raises the errors of `read_block`."""
         ahead = BLOCKS_AHEAD if index in (self._last_index, self._last_index + 1) else 0
         self._last_index = index
         for one in range(index, min(index + ahead + 1, len(blocks))):
@@ -144,7 +150,7 @@ class BlocksAhead:
         return self._kept[index].result()
 
     def clear(self) -> None:
-        """Forgets what was read: there are other blocks now."""
+        """Clears the cache, because the blocks have changed."""
         self._kept.clear()
 
     def close(self) -> None:
@@ -153,7 +159,10 @@ class BlocksAhead:
 
 
 def read_ahead(store: ObjectStore, blocks: Iterable[Block]) -> Generator[bytes]:
-    """The bytes of each block, in order; `BLOCKS_AHEAD` more are fetched meanwhile. Raises as `read_block`."""
+    """Yields the bytes of each block, in order, while `BLOCKS_AHEAD` more are fetched.
+
+    Raises the errors of `read_block`.
+    """
     threads = ThreadPoolExecutor(BLOCKS_AHEAD, thread_name_prefix="upload-hash-read")
     coming: deque[Future[bytes]] = deque()
     try:
@@ -173,14 +182,14 @@ def _fetch(store: ObjectStore, block: Block) -> tuple[bytes, int]:
 
 
 # --- Digests ---
-# SHA-256 of uploads: as their bytes arrive, so that a commit need not read them again, and as they are read.
+# SHA-256 of uploads: computed as bytes arrive, so that a commit need not read them again, and as they are read.
 
 KEPT_DIGESTS = 1024
 
 
 @dataclass
 class RunningDigest:
-    """Of the bytes from 0 to `end`."""
+    """The digest of the bytes from 0 to `end`."""
 
     end: int
     sha256: Any
@@ -198,7 +207,7 @@ class RunningDigest:
 
 
 class PassingDigest:
-    """SHA-256 of bytes as they go by, in a thread beside the reading of the next."""
+    """Computes the SHA-256 of passing bytes, in a thread that runs while the next are read."""
 
     def __init__(self) -> None:
         self.end = 0
@@ -208,7 +217,7 @@ class PassingDigest:
 
     def update(self, data: memoryview) -> None:
         if self._last:
-            self._last.result()  # at most one block waits
+            self._last.result()  # at most one block is pending
         self.end += len(data)
         self._last = self._thread.submit(self._sha256.update, data)
 
@@ -222,10 +231,10 @@ class PassingDigest:
 
 
 class KeptDigests:
-    """The digests of the uploads last written in this process, by their uid; merely a saving of time.
+    """Caches the digests of the uploads last written in this process, by uid; it only saves time.
 
-    `objects` names the very objects that the bytes lie in, for uploads whose objects can be written over; a digest is
-    of no use once these are others.
+    `objects` identifies the objects with the bytes, for uploads whose objects can be overwritten; a digest is invalid
+    once these have changed.
     """
 
     def __init__(self) -> None:
@@ -233,19 +242,19 @@ class KeptDigests:
         self._kept: OrderedDict[str, tuple[str, RunningDigest]] = OrderedDict()
 
     def get(self, uid: str, objects: str = "") -> RunningDigest:
-        """A copy that is the caller's own; the empty digest where none is kept."""
+        """Returns a copy of the cached digest; an empty digest if there is none."""
         with self._lock:
             of, kept = self._kept.get(uid, ("", None))
             return kept.copy() if kept and of == objects else RunningDigest.empty()
 
     def hashed_size(self, uid: str) -> int:
-        """The bytes from 0 on that the digest is of."""
+        """Returns the number of bytes from 0 that the cached digest covers."""
         with self._lock:
             _, kept = self._kept.get(uid, ("", None))
             return kept.end if kept else 0
 
     def keep(self, uid: str, digest: RunningDigest, objects: str = "") -> None:
-        """Unless one of the same objects that goes further is kept: both are of the same bytes."""
+        """Caches a digest, unless a longer one of the same objects is cached."""
         with self._lock:
             of, kept = self._kept.get(uid, ("", None))
             if kept is None or of != objects or kept.end < digest.end:
@@ -260,7 +269,7 @@ class KeptDigests:
 
 
 def catch_up(store: ObjectStore, chain: ChunkChain, digest: RunningDigest, end: int) -> None:
-    """Reads the bytes up to `end` that the digest has not seen. Raises `DataLoss` where some are missing."""
+    """Updates the digest with the bytes up to `end`; raises `DataLoss` if some are missing."""
     for block in chain.between(digest.end, end):
         digest.update(read_block(store, block))
 
@@ -273,10 +282,10 @@ def digest_of(
     objects: str = "",
     given_up: Callable[[], bool] = lambda: False,
 ) -> RunningDigest:
-    """Of the whole chain, from where the digest that is kept ends; each block that is read is kept in turn, so that
-    another call goes on where this one failed.
+    """Returns the digest of the whole chain.
 
-    Raises `DataLoss` where some bytes are missing, and `Cancelled` at the next block once nobody waits any more.
+    Continues the cached digest. Each block that is read updates the cache, so that another call continues where this
+    one failed. Raises `DataLoss` if bytes are missing, and `Cancelled` at the next block once `given_up` returns True.
     """
     digest = kept.get(uid, objects)
     with closing(read_ahead(store, chain.between(digest.end, chain.end))) as pieces:

@@ -1,4 +1,7 @@
-"""An upload as a seekable file. One that is still open is followed: reads wait for bytes that have yet to come."""
+"""An upload as a seekable file.
+
+An open upload is followed: reads wait for bytes that have not arrived yet.
+"""
 
 from __future__ import annotations
 
@@ -13,40 +16,45 @@ from shared.errors import DataLoss, FailedPrecondition
 from shared.storage import ObjectStore
 
 # --- Pins ---
-# What the blocks of an upload were when they were first read, so that whatever is read later is the same.
+# Pins the blocks of an upload at their first read, so that later reads give the same bytes.
 
 
 class PinnedBlocks:
-    """Holds the CRC32C of each block that was given out. Parts that clients put by URL can be written over at any time,
-    even after the commit: a digest says something of bytes that are read again only as long as they are the same.
+    """Remembers the CRC32C of each block that was read.
 
-    For one upload, and for any number of files that are open on it.
+    Parts that clients put by URL can be overwritten at any time, even after the commit: a digest is valid for bytes
+    that are read again only if they are unchanged. Serves one upload, and any number of files that are open on it.
     """
 
     def __init__(self) -> None:
-        # By object and place in it: the length, and the CRC32C.
+        # By (object, start in it): the length, and the CRC32C.
         self._known: dict[tuple[str, int], tuple[int, int]] = {}
         self._proven = False
 
     def holds(self, block: Block, crc32c: int) -> bool:
-        """Whether the block is what it was; a first reading pins it, until the whole was proven."""
+        """Returns whether the block is unchanged.
+
+        A first read pins it, until the whole upload was verified.
+        """
         now = (block.length, crc32c)
         if self._proven:
             return self._known.get((block.key, block.start)) == now
         return self._known.setdefault((block.key, block.start), now) == now
 
     def fit(self, chain: ChunkChain) -> bool:
-        """Whether all pinned blocks lie in the chain as they did."""
+        """Returns whether all pinned blocks are unchanged in the chain."""
         there = {(block.key, block.start): block.length for block in chain.blocks}
         return all(there.get(place) == length for place, (length, _) in self._known.items())
 
     def set_proven(self) -> None:
-        """All blocks went by in order and have the committed digest together: from here on there are no others."""
+        """Marks the upload as verified; further blocks are then refused.
+
+        All blocks were read in order and have the committed digest together.
+        """
         self._proven = True
 
 
 # --- Reader ---
-# An upload as a seekable file. One that is still open is followed: reads wait for bytes that have yet to come.
 
 OUTAGE_TIMEOUT_S = 600.0
 FIRST_POLL_S = 0.02
@@ -63,31 +71,36 @@ def open_upload(
     field: str = "name",
     pins: PinnedBlocks | None = None,
 ) -> BinaryIO:
-    """A seekable file of the upload's bytes; close it. It needs nothing but the store.
+    """Opens a seekable file of the upload's bytes; the caller must close it.
 
-    While the upload is open, a read past what is there waits for more, and a seek from the end waits for the commit;
-    `on_wait` is called before each look at the store, and may raise to end the wait.
+    It needs only the store. While the upload is open, a read past the available bytes waits for more, and a seek from
+    the end waits for the commit. `on_wait` is called before each poll of the store, and may raise to end the wait.
 
-    A file that is read in order from its first byte to its end gave the bytes that were committed, or raises `DataLoss`
-    by its end; `verify` does so for a file that was read in another order. Bytes that are read again are those that
-    they were before, or it is `DataLoss`: so it is for all files that share `pins`, once one of them was verified.
+    A file that is read in order from its first byte to its end returns the committed bytes, or raises `DataLoss` by its
+    end; `verify` does that for a file that was read in another order. Bytes that are read again are unchanged, or raise
+    `DataLoss`; that holds for all files that share `pins`, once one of them was verified.
 
-    Raises `InvalidArgument` naming `field` and `NotFound`; reads raise `FailedPrecondition` where the upload was
-    aborted or no byte came for `outage_timeout_s`, and `DataLoss` where bytes are missing or are not those committed.
+    Raises `InvalidArgument` naming `field` and `NotFound`. Reads raise `FailedPrecondition` if the upload was aborted
+    or no byte arrived for `outage_timeout_s`, and `DataLoss` if bytes are missing or are not the committed ones.
     """
     raw = _UploadFile(store, get_upload(store, name, field), outage_timeout_s, on_wait, pins or PinnedBlocks())
     return cast(BinaryIO, io.BufferedReader(raw, BUFFER_BYTES))
 
 
 def upload_size(store: ObjectStore, name: str) -> int | None:
-    """In bytes; None while it is open. Raises `InvalidArgument` and `NotFound`."""
+    """Returns the size in bytes; None while it is open.
+
+    Raises `InvalidArgument` and `NotFound`.
+    """
     upload = get_upload(store, name)
     return upload.size_bytes if upload.state is UploadState.COMMITTED else None
 
 
 def verify(file: BinaryIO) -> None:
-    """Reads what has not gone by in order, and raises `DataLoss` unless all bytes of a file that `open_upload` gave
-    are those committed. Waits for the commit of an open one."""
+    """Verifies a file of `open_upload` by reading the bytes that were not read in order.
+
+    Raises `DataLoss` unless all bytes are the committed ones. Waits for the commit of an open upload.
+    """
     raw = cast(io.BufferedReader, file).raw
     assert isinstance(raw, _UploadFile)
     raw.verify()
@@ -133,19 +146,19 @@ class _UploadFile(io.RawIOBase):
         return position
 
     def readinto(self, buffer: Any) -> int:
-        """As many bytes as the next block holds; 0 at the end."""
+        """Reads as many bytes as the next block has; 0 at the end."""
         wanted = memoryview(buffer).cast("B")
         if not wanted:
             return 0
         if not self._await_byte(self._position):
-            self._check_digest()  # the last bytes may have been given out before the commit
+            self._check_digest()  # the last bytes may have been read before the commit
             return 0
         index = self._chain.block_index(self._position)
         block = self._chain.blocks[index]
         data = self._block(index)
         self._hash(block, data)
         start = self._position - block.offset
-        # What lies past the committed size came too late, and is no part of it.
+        # Bytes beyond the committed size came too late, and do not belong to it.
         limit = self._upload.size_bytes if self._committed else self._chain.end
         count = min(len(wanted), block.length - start, limit - self._position)
         if self._committed and self._position + count == limit:
@@ -156,7 +169,7 @@ class _UploadFile(io.RawIOBase):
         return count
 
     def readall(self) -> bytes:
-        # The base class would go in steps of 8 KiB.
+        # The base class would read in steps of 8 KiB.
         pieces = []
         while piece := self.read(BLOCK_BYTES):
             pieces.append(piece)
@@ -188,7 +201,7 @@ class _UploadFile(io.RawIOBase):
         return self._upload.size_bytes
 
     def _await_byte(self, offset: int) -> bool:
-        """Waits until the byte is there; False where the upload ends before it."""
+        """Waits until the byte has arrived; returns False if the upload ends before it."""
         self._wait_until(lambda: self._committed or offset < self._chain.end)
         if not self._committed:
             return True
@@ -222,7 +235,7 @@ class _UploadFile(io.RawIOBase):
                 pause_s = min(2 * pause_s, LONGEST_POLL_S)
 
     def _poll(self) -> None:
-        """Takes in what came since the last look: chunks, and the commit."""
+        """Checks for changes since the last poll: chunks, and the commit."""
         grown = False
         while size_bytes := self._store.size(self._chain.key(self._chain.end)):
             self._chain.extend(size_bytes)
@@ -234,13 +247,13 @@ class _UploadFile(io.RawIOBase):
         if newest is None or newest.state is UploadState.GONE or newest.uid != self._upload.uid:
             raise _abandoned(self._upload.name, "it was aborted")
         if newest.state is UploadState.COMMITTED and newest.size_bytes < self._given_to:
-            # A second client's chunk came between the commit's count and the commit.
+            # A second client's chunk arrived between the commit's count and the commit.
             raise _changed(newest.name)
         self._upload = newest
 
     def _block(self, index: int) -> bytes:
         data, crc32c = self._blocks.read(self._chain.blocks, index)
-        # Here and not as it is fetched: what nobody asks for may change.
+        # Checked here and not at the fetch, because prefetched blocks that are not read may change.
         if not self._pins.holds(self._chain.blocks[index], crc32c):
             raise _changed(self._upload.name)
         return data
@@ -256,7 +269,7 @@ class _UploadFile(io.RawIOBase):
     def _check_digest(self) -> None:
         if self._verified or self._digest.end < self._upload.size_bytes:
             return
-        if self._digest.end > self._upload.size_bytes:  # hashed while the upload was open and there was more
+        if self._digest.end > self._upload.size_bytes:  # hashed while the upload was open and had more bytes
             self._digest.close()
             self._digest = PassingDigest()
             self.verify()

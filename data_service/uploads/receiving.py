@@ -1,4 +1,7 @@
-"""Taking in the chunks of one call: several are written at a time, and acknowledged in order once they are durable."""
+"""Receives the chunks of one call.
+
+Several are written at a time, and acknowledged in order once they are durable.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,23 @@ from shared.errors import Conflict, DataLoss, FailedPrecondition, MillraceError,
 from shared.storage import ObjectExists, ObjectStore
 
 MAX_CHUNK_BYTES = 8 * 1024 * 1024
-# Chunks of one call that are being written, and so the most that it keeps in memory but for one.
+# The chunks of one call that are written concurrently; with one more, the most that it has in memory.
 WRITES_IN_FLIGHT = 4
-# An acknowledgement is put off while more is about to become durable, but not for longer than this.
+# An acknowledgement is delayed while more bytes are about to become durable, within these limits.
 UNSAID_BYTES = 16 * 1024 * 1024
 UNSAID_S = 0.25
-# How often a call looks whether its upload was committed or aborted meanwhile.
+# How often a call checks whether its upload was committed or aborted meanwhile.
 POLL_INTERVAL_S = 2.0
-# A digest that is this far behind is left to the commit.
+# A digest that is further behind than this is left to the commit.
 CATCH_UP_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """`name` may be empty in all but a call's first; `crc32c` is of `data`."""
+    """One chunk.
+
+    `name` may be empty in all but a call's first chunk; `crc32c` is that of `data`.
+    """
 
     name: str
     offset: int
@@ -42,20 +48,25 @@ class Chunk:
 
 @dataclass(frozen=True)
 class _Flight:
-    """A chunk on its way. `written` gives False where there is such an object already; None: not tried yet."""
+    """A chunk that is being written.
+
+    `written` returns False if the object already exists; None: not tried yet.
+    """
 
     chunk: Chunk
     written: asyncio.Task[bool] | None
 
 
 async def receive(store: ObjectStore, digests: KeptDigests, chunks: AsyncIterator[Chunk]) -> AsyncGenerator[int, None]:
-    """Gives how many bytes from 0 on are durable, for every chunk or for some together.
+    """Yields how many bytes from 0 are durable, after each chunk or after several.
 
-    The end of `chunks` commits nothing, for it is also what a lost client looks like. A call that is cancelled leaves
-    whole chunks only. Raises `InvalidArgument`, `NotFound`, `DataLoss` (a chunk is not what its CRC32C says),
-    `OutOfRange` (a chunk after a gap), `Conflict` (other bytes are there), `FailedPrecondition` (the upload is
-    committed), `Unavailable` (it is being aborted, which may yet be refused) and `ResourceExhausted` (the store is
-    full), after whatever came before was acknowledged.
+    The end of `chunks` commits nothing, because a lost client looks the same. A cancelled call leaves only whole
+    chunks.
+
+    Raises `InvalidArgument`, `NotFound`, `DataLoss` (a chunk does not match its CRC32C), `OutOfRange` (a chunk after a
+    gap), `Conflict` (other bytes are already there), `FailedPrecondition` (the upload is committed), `Unavailable` (it
+    is being aborted, which may still be refused) and `ResourceExhausted` (the store is full), after all earlier chunks
+    were acknowledged.
     """
     first = await anext(chunks, None)
     if first is None:
@@ -82,8 +93,8 @@ async def receive(store: ObjectStore, digests: KeptDigests, chunks: AsyncIterato
         if unsaid:
             yield call.acknowledged
     finally:
-        # Writes in flight cannot be stopped, and need not: each makes a whole chunk or none. One cancellation may be
-        # taken for that of a lost place, whose error then waits for somebody to hear it.
+        # Writes in flight cannot be stopped, and need not: each creates a whole chunk or none. The task may take one
+        # cancellation for the loss of its slot, and then waits to pass that error on. So it is cancelled until it ends.
         while not feeding.done():
             feeding.cancel()
             await asyncio.sleep(0)
@@ -100,28 +111,28 @@ async def _failure_of(settling: Awaitable[None]) -> Exception | None:
 async def _feed(
     call: _Call, first: Chunk, rest: AsyncIterator[Chunk], waiting: asyncio.Queue[_Flight | Exception | None]
 ) -> None:
-    """Starts the write of each chunk as it comes, while fewer than `WRITES_IN_FLIGHT` are under way."""
+    """Starts the write of each chunk as it arrives, with fewer than `WRITES_IN_FLIGHT` in progress."""
     last: _Flight | Exception | None = None
     try:
         await waiting.put(call.launch(first))
         async for chunk in rest:
             await waiting.put(call.launch(chunk))
-    except Exception as error:  # told in its turn, by whoever settles what came before
+    except Exception as error:  # raised in order, after the earlier chunks have been settled
         last = error
     await waiting.put(last)
 
 
 class _Call:
-    """What one call knows of its upload."""
+    """One call's state of its upload."""
 
     def __init__(self, store: ObjectStore, digests: KeptDigests, upload: UploadRecord) -> None:
         self._store = store
         self._digests = digests
         self._upload = upload
         self._chain = stored_chain(store, upload.chunks_prefix)
-        # Where the next new chunk begins, once all that is in flight is durable.
+        # Where the next new chunk begins, once all writes in flight are durable.
         self._fed_to = self._chain.end
-        # Parts put by URL may be put again: only what is there at the commit counts, and it is read then.
+        # Parts put by URL may be put again: only the bytes at the commit count, and they are read then.
         self._digest = None if upload.presigned else digests.get(upload.uid)
         self._hashing: asyncio.Future[None] | None = None
         self._looked_at = time.monotonic()
@@ -138,12 +149,12 @@ class _Call:
         if not is_next:
             return _Flight(chunk, None)
         written = asyncio.create_task(asyncio.to_thread(self._write, chunk))
-        # Of a call that is over nobody hears how its last writes went; a new call finds out.
+        # After the call has ended, its last writes' errors are dropped; a new call detects their effect.
         written.add_done_callback(lambda task: task.cancelled() or task.exception())
         return _Flight(chunk, written)
 
     async def settle(self, flight: _Flight) -> None:
-        """Returns once the chunk, and with it all before, is durable."""
+        """Waits until the chunk, with all before it, is durable."""
         chunk = flight.chunk
         written = flight.written is not None and await flight.written
         if written and chunk.offset == self._chain.end:
@@ -162,7 +173,7 @@ class _Call:
             await self._hashing
 
     async def _hash(self, chunk: Chunk) -> None:
-        """Beside the next writes; waits for the chunk before."""
+        """Hashes the chunk while the next ones are written; waits for the chunk before."""
         if self._hashing:
             await self._hashing
         if self._digest and self._digest.end == chunk.offset:
@@ -180,8 +191,10 @@ class _Call:
         return True
 
     def _reconcile(self, chunk: Chunk) -> None:
-        """Some of the chunk is there already, from a call before or from another client: that must be equal; the rest
-        is written. Raises `Conflict`."""
+        """Handles a chunk that is partly present already, from an earlier call or another client.
+
+        The present bytes must be equal; the rest is written. Raises `Conflict`.
+        """
         position, chain = chunk.offset, self._chain
         while position < chunk.end:
             durable = min(chunk.end, chain.end)
@@ -198,7 +211,7 @@ class _Call:
                 chain.extend(len(rest))
             except ObjectExists:
                 size_bytes = self._store.size(chain.key(position))
-                if not size_bytes:  # it went away again
+                if not size_bytes:  # it was deleted again
                     raise self._conflict(position) from None
                 chain.extend(size_bytes)
         self._catch_up()
@@ -238,8 +251,11 @@ class _Call:
 
 
 def _open_upload(store: ObjectStore, name: str, uid: str = "") -> UploadRecord:
-    """Raises `InvalidArgument`, `NotFound`, `FailedPrecondition` where it takes no chunks (any more), and `Unavailable`
-    while it is being aborted, which may yet be refused."""
+    """Returns the open upload.
+
+    Raises `InvalidArgument`, `NotFound`, `FailedPrecondition` if it takes no chunks (any more), and `Unavailable` while
+    it is being aborted, which may still be refused.
+    """
     upload = get_upload(store, name)
     if upload.state is not UploadState.OPEN or uid not in ("", upload.uid):
         raise FailedPrecondition(

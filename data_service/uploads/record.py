@@ -1,5 +1,6 @@
-"""An upload's state and its legal transitions, what is left of it at present, and the markers of the jobs that read
-it.
+"""An upload's record.
+
+Its state and transitions, its expiry, and the markers of the jobs that read it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from shared.requests import OUTCOME_UNKNOWN
 from shared.storage import ObjectExists, ObjectMissing, ObjectStore
 
 # --- Record ---
-# An upload's state, its legal transitions, and where it lies in the store.
+# An upload's state, its transitions, and its location in the store.
 
 NAME_PATTERN = "datasets/{d}/uploads/{u}"
 
@@ -32,31 +33,34 @@ class UploadState(enum.StrEnum):
     #    └──────────┴──▶ GONE
     OPEN = "OPEN"
     COMMITTED = "COMMITTED"
-    # The tombstone: its bytes were taken away, and its id may be used again.
+    # The tombstone: its bytes were deleted, and its id may be used again.
     GONE = "GONE"
 
 
 @dataclass(frozen=True, kw_only=True)
 class UploadRecord(Durable):
-    """The whole state of an upload after one transition. Times are seconds since the epoch."""
+    """The complete state of an upload after one transition.
+
+    Times are seconds since the epoch.
+    """
 
     name: str
-    # Its chunks lie below it, so that what is written late for an upload that is gone never turns up in the next one
-    # of the same id.
+    # Its chunks are below the uid, so that a late write for a deleted upload never appears in the next one of the same
+    # id.
     uid: str
     create_time: float
     update_time: float
     state: UploadState = UploadState.OPEN
     request_id: str = ""
-    # Somebody is about to take it away, unless an import reads it: one nonce for each such attempt. No import may begin
-    # to read it, no byte is taken in, and it is not committed, until that is settled.
+    # A nonce of the present attempt to remove the upload, which fails if an import reads it. Until that is settled, no
+    # import may begin to read it, no byte is accepted, and it is not committed.
     ending: str = ""
-    # Clients put parts into the store by themselves, so that a chunk may be written over.
+    # Clients put parts into the store directly, so that a chunk may be overwritten.
     presigned: bool = False
-    # Of the dataset that it was started in: a later dataset of the same name has another. Empty: an earlier release
-    # started it.
+    # The uid of the dataset in which it was started: a later dataset of the same name has another. Empty: an earlier
+    # release started it.
     dataset_uid: str = ""
-    # Fixed by the commit.
+    # Set by the commit.
     size_bytes: int = 0
     sha256: str = ""
 
@@ -88,14 +92,14 @@ def log_of(store: ObjectStore, name: str) -> ResourceLog:
 
 
 def find_upload(store: ObjectStore, name: str) -> UploadRecord | None:
-    """None where it never was, and where it is gone."""
+    """Returns the upload; None if it never existed, or was deleted."""
     record = log_of(store, name).head()
     upload = UploadRecord.from_state(record.state) if record else None
     return None if upload is None or upload.state is UploadState.GONE else upload
 
 
 def get_upload(store: ObjectStore, name: str, field: str = "name") -> UploadRecord:
-    """Raises `InvalidArgument` naming `field`, and `NotFound`."""
+    """Returns the upload; raises `InvalidArgument` naming `field`, and `NotFound`."""
     names.parse(field, name, NAME_PATTERN)
     upload = find_upload(store, name)
     if upload is None:
@@ -104,7 +108,7 @@ def get_upload(store: ObjectStore, name: str, field: str = "name") -> UploadReco
 
 
 def transition(store: ObjectStore, name: str, decide: Callable[[UploadRecord], UploadRecord]) -> UploadRecord:
-    """Appends what `decide` makes of the newest state; nothing where it returns that state itself."""
+    """Appends the state that `decide` returns for the newest; nothing if it returns the same object."""
 
     def step(record: Record | None) -> State | None:
         assert record is not None
@@ -118,7 +122,7 @@ def transition(store: ObjectStore, name: str, decide: Callable[[UploadRecord], U
 
 
 def may_end(name: str) -> Unavailable:
-    """For whoever needs an upload of which is not settled yet whether it is taken away."""
+    """Returns the error for an upload whose removal is not settled yet."""
     return Unavailable(
         f"{name} is being aborted, unless an import reads it; try again, it is known in a moment",
         reason="UPLOAD_ENDING",
@@ -128,7 +132,7 @@ def may_end(name: str) -> Unavailable:
 
 
 # --- Expiry ---
-# An upload as it is at present: what is there of it, and when it is taken away unasked.
+# An upload's present state: its bytes so far, and its expiry.
 
 OPEN_FOR_S = 24 * 3600.0
 COMMITTED_FOR_S = 7 * 24 * 3600.0
@@ -136,8 +140,11 @@ COMMITTED_FOR_S = 7 * 24 * 3600.0
 
 @dataclass(frozen=True)
 class Upload:
-    """`expire_time` is in seconds since the epoch; `hashed_size` are the bytes from 0 on whose digest this process
-    has."""
+    """An upload at present.
+
+    `expire_time` is in seconds since the epoch; `hashed_size` is the number of bytes from 0 whose digest this process
+    has.
+    """
 
     record: UploadRecord
     acknowledged_size: int
@@ -155,25 +162,28 @@ def as_it_is(store: ObjectStore, record: UploadRecord) -> Upload:
 
 
 def has_expired(store: ObjectStore, record: UploadRecord, now: float) -> bool:
-    """Of one that is OPEN or COMMITTED; the chunks of one that is young are not listed."""
+    """Returns whether an OPEN or COMMITTED upload has expired.
+
+    The chunks of a recent one are not listed.
+    """
     return record.create_time + OPEN_FOR_S <= now and as_it_is(store, record).expire_time <= now
 
 
 # --- Users ---
-# Markers of who reads an upload: `datasets/{d}/uploads/{u}/users/{kind}-{uid}.json`.
+# Markers of an upload's readers: `datasets/{d}/uploads/{u}/users/{kind}-{uid}.json`.
 
-# A marker is written before its job is: for so long it counts without one.
+# A marker is written before its job: without a job it counts for this time.
 JOB_IS_COMING_S = 60.0
 
 
 def mark_used(store: ObjectStore, name: str, kind: str, uid: str, folder: str) -> None:
-    """Keeps the upload as long as the job `uid`, of this kind and in this folder, is not final.
+    """Keeps the upload while the job `uid`, of this kind and in this folder, is not final.
 
-    To be called before the job is made. Raises `NotFound` where the upload is gone, and `Unavailable` while it
-    is being aborted, which may yet be refused.
+    Call it before the job is created. Raises `NotFound` if the upload was deleted, and `Unavailable` while it is being
+    aborted, which may still be refused.
     """
     store.put(_key(name, kind, uid), _marker(folder))
-    # Whoever takes the upload away says so first and looks for markers then: one of us sees the other.
+    # A removal records its ending first and then looks for markers, so one of both sees the other.
     upload = find_upload(store, name)
     if upload is None or upload.ending:
         _let_go(store, name, kind, uid, folder)
@@ -184,28 +194,31 @@ def mark_used(store: ObjectStore, name: str, kind: str, uid: str, folder: str) -
 
 @contextmanager
 def using(store: ObjectStore, name: str, kind: str, uid: str, folder: str) -> Iterator[None]:
-    """As `mark_used`, while the body makes the job; the marker stays unless that is refused."""
+    """Marks the upload like `mark_used`, while the body creates the job.
+
+    The marker is removed if the body is refused.
+    """
     mark_used(store, name, kind, uid, folder)
     try:
         yield
     except MillraceError as error:
-        # After an outage the job may have been made all the same; a sweep settles that.
+        # After an outage the job may exist nevertheless; a sweep settles that.
         if not isinstance(error, OUTCOME_UNKNOWN):
             with suppress(*STORE_OUTAGES):
                 _let_go(store, name, kind, uid, folder)
         raise
-    # An equal call that was refused just before may have taken it away, see `_let_go`.
+    # An equal call that was refused just before may have removed the marker, see `_let_go`.
     with suppress(ObjectExists, *STORE_OUTAGES):
         store.put_if_absent(_key(name, kind, uid), _marker(folder))
 
 
 def unmark(store: ObjectStore, name: str, kind: str, uid: str) -> None:
-    """It is no error if there is no such marker."""
+    """Removes a marker; a missing one is no error."""
     store.delete(_key(name, kind, uid))
 
 
 def live_references(store: ObjectStore, name: str) -> list[str]:
-    """The names of what is being made from the upload at present. Markers that have had their time are removed."""
+    """Returns the names of the live jobs that read the upload; removes outdated markers."""
     references = []
     for info in store.list(f"{name}/users"):
         kind, _, uid = info.key.rsplit("/", 1)[-1].removesuffix(".json").rpartition("-")
@@ -213,7 +226,7 @@ def live_references(store: ObjectStore, name: str) -> list[str]:
             marker = json.loads(store.get(info.key))
         except ObjectMissing:  # unmarked just now
             continue
-        # The tombstone of one that was deleted, too: it is not still to come.
+        # Includes the tombstone of a deleted job, which is not still to come.
         job = Jobs(store, kind).newest_of(marker["folder"], uid)
         if job is not None:
             is_live = not job.state.final
@@ -227,8 +240,10 @@ def live_references(store: ObjectStore, name: str) -> list[str]:
 
 
 def _let_go(store: ObjectStore, name: str, kind: str, uid: str, folder: str) -> None:
-    """As `unmark`, for a call that was refused: where an equal call has made the job of that uid, it keeps the marker.
-    Whoever makes it marks again once it is there: one of us sees the other."""
+    """Removes the marker of a refused call, unless an equal call has created the job.
+
+    The creator of the job marks the upload again afterwards, so one of both sees the other.
+    """
     if not _is_made(store, kind, uid, folder):
         unmark(store, name, kind, uid)
         if _is_made(store, kind, uid, folder):

@@ -1,4 +1,4 @@
-"""The part of `millrace.data.v1.DataService` that is about uploads: convert, delegate, convert."""
+"""The uploads of `millrace.data.v1.DataService`: convert, delegate, convert."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shared.streaming import UPLOADS, Slot, Slots
 
 Context = aio.ServicerContext[Any, Any]
 
-# Of all that send chunks; each holds about 40 MiB.
+# The limit of concurrent senders of chunks; each holds about 40 MiB.
 MAX_SENDS = 32
 
 STATES = {
@@ -63,7 +63,8 @@ class UploadServicerPart(data_service_pb2_grpc.DataServiceServicer):
     async def CommitUpload(
         self, request: data_service_pb2.CommitUploadRequest, context: Context
     ) -> resources_pb2.Upload:
-        # A call that is over, for whatever reason, is cancelled here; its thread, which may read for long, is not.
+        # When the call ends, for whatever reason, this coroutine is cancelled; its thread, which may read for long, is
+        # not, so it polls `over`.
         over = threading.Event()
         try:
             upload = await asyncio.to_thread(

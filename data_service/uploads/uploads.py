@@ -1,4 +1,7 @@
-"""The uploads in the store: each is a resource log below `datasets/{d}/uploads/{u}/log`, and its chunks beside it."""
+"""The uploads in the store.
+
+Each is a resource log below `datasets/{d}/uploads/{u}/log`, with its chunks beside it.
+"""
 
 from __future__ import annotations
 
@@ -50,13 +53,15 @@ logger = logging.getLogger(__name__)
 
 
 # --- Uploads ---
-# The uploads in the store: each is a resource log below `datasets/{d}/uploads/{u}/log`, and its chunks beside it.
 
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class Uploads:
-    """`presigner` is None where the store is not S3. The methods that are no coroutines block."""
+    """Starts, commits and aborts uploads.
+
+    `presigner` is None if the store is not S3. Methods that are not coroutines block.
+    """
 
     def __init__(self, store: ObjectStore, datasets: Datasets, presigner: Presigner | None) -> None:
         self._store = store
@@ -69,11 +74,13 @@ class Uploads:
     def start(
         self, parent: str, upload_id: str, *, request_id: str, body_sha256: str, presigned: PresignedPut | None = None
     ) -> tuple[Upload, list[UploadPart]]:
-        """The parts are empty unless `presigned` is given; asked for again with the same id, they have new URLs, or are
-        empty once the upload is committed.
+        """Starts an upload.
+
+        The parts are empty unless `presigned` is given. A repeated call with the same id gets new URLs, or no parts
+        once the upload is committed.
 
         Raises `InvalidArgument`, `NotFound` (the dataset), `AlreadyExists`, and `FailedPrecondition` for presigned
-        parts where the store is not S3.
+        parts if the store is not S3.
         """
         if upload_id:
             names.check_id("upload_id", upload_id)
@@ -91,7 +98,7 @@ class Uploads:
             record = self._create(claim.name, request_id, presigned is not None, dataset.uid)
             self._keep_unless_dataset_is_gone(dataset, record)
         if record.state is UploadState.COMMITTED:
-            ranges = []  # whatever were put now would only damage it
+            ranges = []  # further parts would only damage it
         assert self._presigner is not None or not ranges
         key = chain_of(record.chunks_prefix, ()).key
         parts = [
@@ -101,23 +108,25 @@ class Uploads:
         return as_it_is(self._store, record), parts
 
     def get(self, name: str) -> Upload:
-        """Raises `InvalidArgument` and `NotFound`."""
+        """Returns an upload; raises `InvalidArgument` and `NotFound`."""
         upload = as_it_is(self._store, get_upload(self._store, name))
         if upload.record.state is UploadState.COMMITTED:
             return upload
         return replace(upload, hashed_size=self._digests.hashed_size(upload.record.uid))
 
     def receive(self, chunks: AsyncIterator[Chunk]) -> AsyncGenerator[int, None]:
-        """See `receiving.receive`."""
+        """Receives chunks; see `receiving.receive`."""
         return receiving.receive(self._store, self._digests, chunks)
 
     def commit(self, name: str, size_bytes: int, sha256: str, given_up: Callable[[], bool] = lambda: False) -> Upload:
-        """Fixes the bytes; again with the same size and digest it changes nothing. After a failure, another call goes
-        on reading where this one was; once `given_up`, it stops at the next block.
+        """Commits the bytes; a repeated call with the same size and digest changes nothing.
 
-        Raises `InvalidArgument`, `NotFound`, `FailedPrecondition` (not all bytes are there, or it was committed with
-        another size or digest), `DataLoss` (the bytes do not have that digest), `Unavailable` (it is being aborted,
-        which may yet be refused) and `Cancelled`.
+        After a failure, another call continues reading where this one stopped. Once `given_up` returns True, it stops
+        at the next block.
+
+        Raises `InvalidArgument`, `NotFound`, `FailedPrecondition` (bytes are missing, or it was committed with another
+        size or digest), `DataLoss` (the bytes do not have that digest), `Unavailable` (it is being aborted, which may
+        still be refused) and `Cancelled`.
         """
         if size_bytes < 0:
             raise invalid_field("size_bytes", size_bytes, "use 0 or more")
@@ -149,8 +158,10 @@ class Uploads:
         return as_it_is(self._store, committed)
 
     def abort(self, name: str) -> None:
-        """Takes the upload away, with its bytes. Raises `InvalidArgument`, `NotFound`, and `FailedPrecondition` while
-        an import reads it."""
+        """Deletes the upload with its bytes.
+
+        Raises `InvalidArgument`, `NotFound`, and `FailedPrecondition` while an import reads it.
+        """
         self._digests.forget(self._finisher.abort(name).uid)
 
     def check_unused(self, dataset: str, dataset_uid: str) -> None:
@@ -166,14 +177,16 @@ class Uploads:
         return self._finisher.sweep(now)
 
     def _keep_unless_dataset_is_gone(self, dataset: Dataset, record: UploadRecord) -> None:
-        """A deletion of the dataset is recorded before it looks for uploads; a start does it in reverse.
-        Raises `NotFound`."""
+        """Aborts the upload if its dataset was deleted meanwhile; raises `NotFound` then.
+
+        A deletion of the dataset is recorded before it looks for uploads; a start works in reverse.
+        """
         if record.dataset_uid != dataset.uid:
-            return  # a repeated call: the first one has looked
+            return  # a repeated call: the first one has checked
         try:
             self._datasets.check_still_there(dataset.name, dataset.uid)
         except NotFound:
-            with suppress(FailedPrecondition, NotFound):  # read already, so that it expires; or taken away just now
+            with suppress(FailedPrecondition, NotFound):  # an import reads it, so it expires; or it was just deleted
                 self._finisher.abort(record.name, record.uid)
             raise
 
@@ -197,7 +210,7 @@ class Uploads:
                 return record
             self._live.forget(record.uid, name)
         winner = find_upload(self._store, name)
-        # A repeated call, or one of two at the same time, is answered with what the first made.
+        # Of repeated or concurrent calls, all get the result of the first.
         if winner and request_id and winner.request_id == request_id:
             return winner
         raise already_exists(name)
@@ -214,13 +227,13 @@ class Uploads:
             )
         objects = ""
         if upload.presigned:
-            # Parts that were put by URL can be put again, even after the commit: what was read before counts for the
-            # very same objects alone, and whoever reads the upload holds it against the digest once more.
+            # Parts that were put by URL can be put again, even after the commit. So a digest counts for the same
+            # objects only, and readers of the upload compare it with their bytes once more.
             places = str([(offset, one.size_bytes, one.modified) for offset, one in parts])
             objects = hashlib.sha256(places.encode()).hexdigest()
         digest = digest_of(self._store, chain, self._digests, upload.uid, objects, given_up)
         if digest.sha256.hexdigest() != sha256:
-            # The store's times may be coarse: should a part have changed all the same, the next commit reads it.
+            # The store's times may be coarse: if a part has changed nevertheless, the next commit reads it.
             self._digests.forget(upload.uid)
             raise DataLoss(
                 f"the bytes of {upload.name} have the SHA-256 {digest.sha256.hexdigest()}, not {sha256}; abort the "
@@ -231,19 +244,22 @@ class Uploads:
 
 
 # --- Parts ---
-# How an upload that clients put by URL is cut into parts.
+# Divides an upload that clients put by URL into parts.
 
 DEFAULT_PART_BYTES = 64 * 1024 * 1024
 MIN_PART_BYTES = 5 * 1024 * 1024
 MAX_PART_BYTES = 5 * 1024 * 1024 * 1024
-# With their URLs they are one message of less than 4 MiB, also where host, bucket and key are as long as can be.
+# With their URLs the parts are one message of less than 4 MiB, even if host, bucket and key have their maximum lengths.
 MAX_PARTS = 2_000
 _MEBIBYTE = 1024 * 1024
 
 
 @dataclass(frozen=True)
 class PresignedPut:
-    """What a client asks for; a part size of 0 means 64 MiB, or as many more as it takes for `MAX_PARTS`."""
+    """A client's request for presigned parts.
+
+    A part size of 0 means 64 MiB, or more if needed to stay within `MAX_PARTS`.
+    """
 
     size_bytes: int
     part_size_bytes: int = 0
@@ -251,7 +267,7 @@ class PresignedPut:
 
 @dataclass(frozen=True)
 class UploadPart:
-    """`size_bytes` from `offset` on, to be put to `url`."""
+    """A part: `size_bytes` from `offset`, to be put to `url`."""
 
     offset: int
     size_bytes: int
@@ -259,7 +275,10 @@ class UploadPart:
 
 
 def parts_of(wanted: PresignedPut) -> list[UploadPart]:
-    """All of one size but the last, and without their URLs. Raises `InvalidArgument`."""
+    """Returns the parts without their URLs, all of one size except the last.
+
+    Raises `InvalidArgument`.
+    """
     if wanted.size_bytes < 1:
         raise invalid_field("presigned.size_bytes", wanted.size_bytes, "name the size of all parts together, 1 or more")
     if wanted.size_bytes > MAX_PARTS * MAX_PART_BYTES and not wanted.part_size_bytes:
@@ -280,39 +299,44 @@ def parts_of(wanted: PresignedPut) -> list[UploadPart]:
 
 
 def _min_part_bytes(size_bytes: int) -> int:
-    """In whole MiB, of a part of at most `MAX_PARTS`."""
+    """Returns the part size, in whole MiB, that gives at most `MAX_PARTS` parts."""
     return -(-size_bytes // (MAX_PARTS * _MEBIBYTE)) * _MEBIBYTE
 
 
 # --- Ending ---
-# The end of an upload: its log says that it is ending, no import reads it, its log says GONE, its bytes go.
+# The removal of an upload: its log records that it is ending, no import reads it, its log becomes GONE, its bytes are
+# deleted.
 #
-# Whoever begins to read an upload leaves a marker and then looks whether it is ending; here it is the other way round,
-# so one of both sees the other. GONE is the point of no return, before any byte is deleted: it is only said for the
-# very ending during which no reader was found. Meanwhile clients are told to come again.
+# A reader of an upload writes a marker and then checks whether the upload is ending. The removal works in reverse, so
+# one of both sees the other. GONE is the point of no return, before any byte is deleted: it is recorded only for the
+# same ending during which no reader was found. Meanwhile clients get UNAVAILABLE.
 
 
-# A pass looks at so many uploads; the next one goes on behind them.
+# A pass covers this many uploads; the next one continues after them.
 UPLOADS_A_PASS = 1000
-# A marker is written before its upload: for so long it may be without one.
+# A marker is written before its upload: it may be without one for this time.
 UPLOAD_IS_COMING_S = 3600.0
-# For so long after an upload is gone its URLs may put parts, and calls in flight write chunks.
+# For this time after an upload's removal its URLs may put parts, and calls in flight may write chunks.
 LATE_WRITES_S = VALID_FOR.total_seconds() + 600.0
 
 
 class UploadFinisher:
-    """All methods block. `sweep` is not for several threads."""
+    """Removes uploads.
+
+    All methods block. `sweep` is not safe for several threads.
+    """
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
         self._live = LiveUploads(store)
-        # The marker that the last pass ended with, where it did not come to the end.
+        # The marker after which the last pass stopped; empty if it reached the end.
         self._after = ""
 
     def abort(self, name: str, uid: str = "") -> UploadRecord:
-        """Takes the upload away, with its bytes; with `uid` given only that one, and no later one of its name.
+        """Deletes the upload with its bytes.
 
-        Raises `InvalidArgument`, `NotFound`, and `FailedPrecondition` while an import reads it.
+        With `uid`, deletes only that upload, and no later one of its name. Raises `InvalidArgument`, `NotFound`, and
+        `FailedPrecondition` while an import reads it.
         """
         upload = get_upload(self._store, name)
         if uid and upload.uid != uid:
@@ -326,7 +350,8 @@ class UploadFinisher:
         references = live_references(self._store, name) if _is_same(begun, upload) else []
 
         def settle(newest: UploadRecord) -> UploadRecord:
-            # Others may have settled this ending, and have begun another, for which the look at users came too early.
+            # Another process may have settled this ending and begun another one, for which the check for readers came
+            # too early.
             if not _is_same(newest, upload) or newest.ending != begun.ending:
                 return newest
             return replace(newest, ending="") if references else newest.gone(time.time())
@@ -339,20 +364,25 @@ class UploadFinisher:
         return upload
 
     def check_unused(self, dataset: str, dataset_uid: str) -> None:
-        """Of the dataset `datasets/{d}` with that uid. Raises `FailedPrecondition` naming one that an import reads."""
+        """Raises `FailedPrecondition` if an import reads an upload of this dataset.
+
+        The dataset is `datasets/{d}` with that uid.
+        """
         for upload in self._of(dataset, dataset_uid):
             if references := live_references(self._store, upload.name):
                 raise _in_use(upload.name, references[0])
 
     def abort_all(self, dataset: str, dataset_uid: str) -> None:
-        """Of the dataset `datasets/{d}` with that uid, and of no later one of its name. Those that imports read
-        stay."""
+        """Aborts the uploads of this dataset, and of no later one of its name.
+
+        Uploads that imports read stay.
+        """
         for upload in self._of(dataset, dataset_uid):
-            with suppress(FailedPrecondition, NotFound):  # in use; or another has taken it just now
+            with suppress(FailedPrecondition, NotFound):  # in use; or just removed by another process
                 self.abort(upload.name, upload.uid)
 
     def _of(self, dataset: str, dataset_uid: str) -> Iterator[UploadRecord]:
-        """The dataset's uploads that are not gone."""
+        """Yields the dataset's uploads that are not removed."""
         for key in self._live.markers(dataset):
             live = self._live.read(key)
             if live is None or live.gone_at is not None:
@@ -362,9 +392,9 @@ class UploadFinisher:
                 yield upload
 
     def sweep(self, now: float) -> list[str]:
-        """Takes away what has expired by `now` and no import reads, and what was written late for those that are gone.
+        """Removes uploads that have expired by `now` and no import reads, and late writes of removed ones.
 
-        Returns the names of those that it took away.
+        Returns the names of the removed uploads.
         """
         waiting = [key for key in self._live.markers() if key > self._after]
         expired = []
@@ -375,7 +405,7 @@ class UploadFinisher:
                 if live and self._sweep_one(live, now):
                     expired.append(live.name)
             except STORE_OUTAGES:
-                raise  # which holds for all
+                raise  # which affects all uploads
             except Exception:
                 logger.exception("the upload of %s cannot be swept; the others go on", key)
         if len(waiting) <= UPLOADS_A_PASS:
@@ -391,7 +421,7 @@ class UploadFinisher:
         record = log_of(self._store, live.name).head()
         upload = UploadRecord.from_state(record.state) if record else None
         if upload is None or upload.uid != live.uid:
-            # Not made yet, or never; or gone, and there is another of its name.
+            # Not created yet, or never; or removed, and another upload has its name.
             if now - live.marked_at > UPLOAD_IS_COMING_S:
                 self._settle_gone(live, now)
             return False
@@ -403,7 +433,7 @@ class UploadFinisher:
         try:
             self.abort(live.name, live.uid)
         except (FailedPrecondition, NotFound):
-            return False  # in use, and a later sweep takes it; or another has taken it just now
+            return False  # in use, and a later sweep removes it; or just removed by another process
         logger.info("%s has expired", live.name)
         return True
 
@@ -421,20 +451,23 @@ def _in_use(name: str, user: str) -> FailedPrecondition:
 
 
 def _is_same(newest: UploadRecord, upload: UploadRecord) -> bool:
-    """Not a later one of the same id, nor taken away by somebody else."""
+    """Returns whether it is the same upload, not a later one of its id, and not removed."""
     return newest.uid == upload.uid and newest.state is not UploadState.GONE
 
 
 # --- Live uploads ---
-# Markers `live/upload/{d}/{uid}.json` of the uploads that may still have bytes, so that a sweep need not look at all
-# the uploads that there ever were.
+# Markers `live/upload/{d}/{uid}.json` of uploads that may still have bytes, so that a sweep need not visit all the
+# uploads that ever existed.
 
 FOLDER = "live/upload"
 
 
 @dataclass(frozen=True)
 class LiveUpload(Durable):
-    """Times are in seconds since the epoch; `gone_at` is None as long as nobody saw that it is gone."""
+    """The marker of one upload.
+
+    Times are in seconds since the epoch; `gone_at` is None until its removal was noticed.
+    """
 
     uid: str
     name: str
@@ -447,7 +480,7 @@ class LiveUploads:
         self._store = store
 
     def mark(self, uid: str, name: str) -> None:
-        """To be called before the upload's log says that there is one."""
+        """Writes the marker; call it before the upload's log is created."""
         self._put(LiveUpload(uid, name, time.time()))
 
     def set_gone(self, live: LiveUpload, now: float) -> None:
@@ -457,12 +490,12 @@ class LiveUploads:
         self._store.delete(_key(uid, name))
 
     def markers(self, dataset: str = "") -> list[str]:
-        """The keys of all, or of those of `datasets/{d}`, sorted."""
+        """Returns the sorted keys of all markers, or of those of `datasets/{d}`."""
         folder = f"{FOLDER}/{dataset.removeprefix('datasets/')}" if dataset else FOLDER
         return sorted(info.key for info in self._store.list(folder))
 
     def read(self, key: str) -> LiveUpload | None:
-        """None where another sweep was faster."""
+        """Returns a marker; None if another sweep removed it first."""
         try:
             return LiveUpload(**fields_of(LiveUpload, json.loads(self._store.get(key))))
         except ObjectMissing:

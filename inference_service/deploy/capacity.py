@@ -1,4 +1,4 @@
-"""Whether the cluster could ever hold a deployment's replicas: on the nodes of Ray that this process has seen
+"""Checks whether the cluster could ever hold a deployment's replicas, on the Ray nodes that this process has seen
 lately.
 """
 
@@ -11,21 +11,24 @@ from inference_service.domain.deployment import Spec
 from shared.errors import FailedPrecondition
 
 # --- Fitting ---
-# Whether a cluster could ever hold a deployment's replicas: on what its nodes have in all, as plain values.
+# Checks whether a cluster could ever hold a deployment's replicas, by its nodes' total resources, as plain values.
 
 Resources = Mapping[str, float]
 
-# Amounts are multiples of a ten-thousandth in Ray, and sums of fractions are not exact.
+# Ray's amounts are multiples of a ten-thousandth, and sums of fractions are not exact.
 TOLERANCE = 1e-6
 
 
-# While a roll-out is under way, the new one beside the old.
+# During a roll-out the new version runs next to the old one.
 VERSIONS_OF_A_ROLLOUT = 2
 
 
 def check_fits(spec: Spec, nodes: Sequence[Resources], versions: int = 1) -> None:
-    """Raises `FailedPrecondition` naming the field where no node could hold a replica, or all together not the fewest
-    with which so many versions begin. Without nodes nothing is known."""
+    """Raises `FailedPrecondition` naming the field that no cluster of these nodes could satisfy.
+
+    A node must hold one replica, and all nodes together the minimum replicas of `versions` versions. Without nodes
+    nothing is checked.
+    """
     need = _need(spec)
     if not nodes:
         return
@@ -41,7 +44,7 @@ def check_fits(spec: Spec, nodes: Sequence[Resources], versions: int = 1) -> Non
 
 
 def check_within(spec: Spec, most: Resources, versions: int = 1) -> None:
-    """The same for a cluster that becomes no larger than `most` in all; what it does not name has no bound."""
+    """Checks the same for a cluster with at most `most` resources; missing resources are unlimited."""
     for name, amount in _need(spec).items():
         if name in most and amount > most[name] + TOLERANCE:
             why = f"a replica takes {amount:g} {name}, and the cluster never has more than {most[name]:g}"
@@ -51,7 +54,7 @@ def check_within(spec: Spec, most: Resources, versions: int = 1) -> None:
 
 
 def _need(spec: Spec) -> dict[str, float]:
-    """Of one replica, without zeros."""
+    """Returns the resources of one replica, without zeros."""
     scale = spec.scale()
     return {name: amount for name, amount in (("CPU", scale.cpus), ("GPU", scale.gpus)) if amount}
 
@@ -70,7 +73,7 @@ def _too_many(spec: Spec, versions: int, need: Resources, bound: str) -> FailedP
     if versions == 1:
         field = "spec.autoscaling.min_replicas" if spec.autoscaling else "spec.num_replicas"
         return _never(field, f"{spec.num_replicas} replicas take {_told(need)} each, and {bound}")
-    # A roll-out's request says nothing of replicas: its deployment does.
+    # A roll-out's request has no replica counts: its deployment has.
     why = (
         f"while it rolls out it has {versions} versions of {spec.num_replicas} replicas, which take {_told(need)} each"
     )
@@ -91,15 +94,18 @@ def _never(field: str, why: str) -> FailedPrecondition:
 
 
 # --- Cluster ---
-# The nodes of Ray that this process has seen lately: what none of them could hold is refused.
+# The Ray nodes that this process has seen lately: deployments that none of them could hold are refused.
 
-# A node that is away may be starting again, or be replaced by its like.
+# A missing node may be restarting, or be replaced by a similar one.
 REMEMBERED_S = 3600.0
 
 
 class Cluster:
-    """`most` is the operator's bound of a cluster that grows, None where there is none. `clock` gives seconds. Safe to
-    read from any thread."""
+    """Remembers the cluster's nodes.
+
+    `most` is the operator's limit of a growing cluster, None without a limit. `clock` returns seconds. Safe to read
+    from any thread.
+    """
 
     def __init__(self, most: Resources | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._most = most
@@ -107,14 +113,15 @@ class Cluster:
         self._seen: dict[str, tuple[Resources, float]] = {}  # by id
 
     def note(self, nodes: Mapping[str, Resources]) -> None:
-        """What the nodes that there are now have in all, by their ids."""
+        """Records the total resources of the present nodes, by their ids."""
         now_s = self._clock()
         kept = {name: one for name, one in self._seen.items() if now_s - one[1] < REMEMBERED_S}
         self._seen = {**kept, **{name: (resources, now_s) for name, resources in nodes.items()}}
 
     def check_fits(self, spec: Spec, versions: int = 1) -> None:
-        """Raises `FailedPrecondition` where the replicas of so many versions could never be placed at once, as far as
-        anybody knows."""
+        """Raises `FailedPrecondition` if the replicas of `versions` versions could never be placed together, as far as
+        known.
+        """
         if self._most is not None:
             check_within(spec, self._most, versions)
         else:

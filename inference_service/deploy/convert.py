@@ -1,4 +1,4 @@
-"""Between the messages of `DeploymentService` and plain values: deployments, their traffic, and their rollouts."""
+"""Converts between messages of `DeploymentService` and plain values: deployments, traffic, and roll-outs."""
 
 from __future__ import annotations
 
@@ -52,11 +52,10 @@ from shared.grpc_errors import status_proto_from_record
 from shared.requests import body_digest
 
 # --- Deployments ---
-# Between the messages of `DeploymentService` and plain values.
 
 
 def creation_from_proto(request: pb.CreateDeploymentRequest) -> Creation:
-    """Raises `InvalidArgument` for the spec's numbers."""
+    """Returns the checked creation; raises `InvalidArgument` for the spec's numbers."""
     if not request.HasField("spec"):
         raise invalid_field("spec", None, "say at least which checkpoint to serve")
     spec = request.spec
@@ -86,7 +85,10 @@ def creation_from_proto(request: pb.CreateDeploymentRequest) -> Creation:
 def deployment_to_proto(
     deployment: Deployment, replicas: Callable[[Deployment, ModelVersion], int | None] = lambda *_: None
 ) -> pb.Deployment:
-    """`replicas` are those of a version now, None where nobody knows."""
+    """Converts a deployment.
+
+    `replicas` returns a version's present replicas, None if unknown.
+    """
     version = find_version(deployment, "")
     assert version is not None
     message = pb.Deployment(
@@ -109,7 +111,7 @@ def deployment_to_proto(
 
 
 def _state_to_proto(state: State) -> pb.Deployment.State:
-    # A deployment that is gone is seen only as what an operation once made.
+    # A deleted deployment appears only in the result of an operation.
     shown = State.DELETING if state is State.GONE else state
     found: pb.Deployment.State = getattr(pb.Deployment, f"STATE_{shown}")
     return found
@@ -190,7 +192,7 @@ def _spec_to_proto(spec: Spec) -> pb.DeploymentSpec:
 
 
 # --- Traffic ---
-# Between the messages of a deployment's traffic and plain values.
+# Converts between messages of a deployment's traffic and plain values.
 
 PATHS = ("traffic.weights", "traffic.routes", "traffic.shadow", "spec.version_policy")
 
@@ -198,7 +200,7 @@ MAX_PATHS = 100
 
 
 def change_from_proto(request: pb.UpdateDeploymentRequest) -> tuple[str, TrafficChange, str]:
-    """The deployment's name, the change and the etag. Raises `InvalidArgument`."""
+    """Returns the deployment's name, the change and the etag; raises `InvalidArgument`."""
     if not request.HasField("deployment"):
         raise invalid_field("deployment", None, "give its name, and what is to be otherwise")
     check_count("update_mask", request.update_mask.paths, MAX_PATHS)
@@ -231,11 +233,11 @@ def traffic_to_proto(deployment: Deployment) -> pb.Traffic:
 
 
 # --- Rollouts ---
-# Between the messages of a roll-out, of the version policy, and plain values.
+# Converts between messages of a roll-out and of the version policy, and plain values.
 
 
 def rollout_change_from_proto(request: pb.RolloutRequest) -> RolloutChange:
-    """Raises `InvalidArgument` for the spec's fields."""
+    """Returns the checked roll-out; raises `InvalidArgument` for the spec's fields."""
     if not request.HasField("spec"):
         raise invalid_field("spec", None, "say at least which checkpoint to roll out")
     check_count("spec.steps", request.spec.steps, MAX_STEPS)
@@ -295,7 +297,7 @@ def _comparison_from_proto(given: rollout_pb2.Comparison) -> Comparison:
 
 
 def policy_from_proto(field: str, policy: pb.VersionPolicy) -> VersionPolicy:
-    """Raises `InvalidArgument`."""
+    """Returns the version policy; raises `InvalidArgument`."""
     chosen = policy.WhichOneof("choice")
     if chosen == "all":
         return VersionPolicy(Kept.ALL)
@@ -313,7 +315,7 @@ def policy_to_proto(policy: VersionPolicy) -> pb.VersionPolicy:
 
 
 def seconds_of(duration: Duration) -> float:
-    # Not ToTimedelta, which overflows on what a Duration can hold.
+    # Not ToTimedelta, which overflows for some valid Durations.
     return float(duration.seconds + duration.nanos / 1e9)
 
 

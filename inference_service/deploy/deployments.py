@@ -1,5 +1,6 @@
-"""Deployments in the object store, one resource log each: how they are read and changed, their operations, and the
-checks and records that create and delete them.
+"""Deployments in the object store, one resource log each.
+
+How they are read and changed, their operations, and the checks and records that create and delete them.
 """
 
 from __future__ import annotations
@@ -57,24 +58,29 @@ logger = logging.getLogger(__name__)
 
 
 DEPLOYMENTS = "deployments"
-# Of the markers at dataset versions and checkpoints.
+# The kind of the reference markers at dataset versions and checkpoints.
 REFERENCE_KIND = "deployment"
 
 Step = Callable[[Deployment], Deployment | None]
 
 
 class Deployments:
-    """Safe to call from several threads. Whatever reads a deployment raises `DataLoss` where its log cannot be read: a
-    record is damaged, or was written by a later release."""
+    """Reads and writes the deployments' logs.
+
+    Safe to call from several threads. Every read raises `DataLoss` if the log cannot be read: a record is damaged, or a
+    later release wrote it.
+    """
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
 
     def create(self, wanted: Deployment) -> Deployment:
-        """Makes it durable and returns it, or returns what is there if that came from the same `request_id`.
+        """Stores a new deployment and returns it.
 
-        Raises `AlreadyExists` where the id is taken, and `NotFound` where the request's own deployment is gone. An id
-        whose deployment is gone is free again for others.
+        If the existing deployment came from the same `request_id`, returns that one.
+
+        Raises `AlreadyExists` if the id is taken, and `NotFound` if the request's own deployment was deleted. The id of
+        a deleted deployment is free for other requests.
         """
 
         def decide(record: Record | None) -> dict[str, object] | None:
@@ -91,16 +97,19 @@ class Deployments:
         return made
 
     def find(self, name: str) -> Deployment | None:
-        """What the log says now, also of a deployment that is gone."""
+        """Returns the newest state in the log, even of a deleted deployment."""
         return _deployment(name, self._log(name).head())
 
     def follow(self, name: str) -> Callable[[], Deployment | None]:
-        """What the log says at each call, at the cost of one read where nothing is new. Not for several threads."""
+        """Returns a function that reads the newest state.
+
+        Each call costs one read if nothing changed. Not safe for several threads.
+        """
         log = self._log(name)
         return lambda: _deployment(name, log.head())
 
     def get(self, name: str) -> Deployment:
-        """Raises `NotFound`."""
+        """Returns the deployment; raises `NotFound`."""
         found = self.find(name)
         if found is None or found.state is State.GONE:
             raise not_found(name)
@@ -111,11 +120,14 @@ class Deployments:
         return found is not None and found.state is not State.GONE
 
     def history(self, name: str, uid: str) -> Deployment | None:
-        """The last known state of the deployment that had this uid, though its id may be another's by now."""
+        """Returns the last known state of the deployment with this uid.
+
+        Its id may belong to another deployment by now.
+        """
         return self._newest(name, lambda deployment: deployment.uid == uid)
 
     def made_by(self, name: str, request_id: str) -> Deployment | None:
-        """The last known state of the deployment that this request created."""
+        """Returns the last known state of the deployment that this request created."""
         return self._newest(name, lambda deployment: deployment.request_id == request_id)
 
     def _newest(self, name: str, fits: Callable[[Deployment], bool]) -> Deployment | None:
@@ -129,8 +141,10 @@ class Deployments:
         return None
 
     def page(self, size: int, token: str) -> tuple[list[Deployment], str]:
-        """In the order of names; those that are gone, or whose log cannot be read, are left out, so a page may be
-        short."""
+        """Returns one page of deployments, in the order of names.
+
+        Deleted and unreadable deployments are left out, so a page may be short.
+        """
         ids, next_token = paging.page(self._store.folders(DEPLOYMENTS), size, token)
         found, unreadable = self._read(ids)
         for error in unreadable.values():
@@ -138,7 +152,7 @@ class Deployments:
         return found, next_token
 
     def all(self) -> tuple[list[Deployment], dict[str, DataLoss]]:
-        """Every deployment that is not gone; and by name, why the logs of others cannot be read."""
+        """Returns all deployments that are not deleted, and the errors of unreadable logs by name."""
         return self._read(self._store.folders(DEPLOYMENTS))
 
     def _read(self, ids: Iterable[str]) -> tuple[list[Deployment], dict[str, DataLoss]]:
@@ -155,12 +169,14 @@ class Deployments:
         return found, unreadable
 
     def delete(self, name: str, etag: str, now_s: float) -> Deployment:
-        """Writes the wish. Raises `NotFound` and `Conflict`."""
+        """Records the deletion request; raises `NotFound` and `Conflict`."""
         return self.request(name, lambda before: with_deletion(before, name, etag, now_s))
 
     def request(self, name: str, decide: Callable[[Deployment | None], Deployment | None]) -> Deployment:
-        """Appends what `decide` makes of the newest state, and returns what is then the newest. Raises what it raises;
-        where there is no such deployment, that must be something."""
+        """Appends the state that `decide` returns for the newest state, and returns the newest.
+
+        Raises the errors of `decide`, which must raise if there is no such deployment.
+        """
 
         def appended(record: Record | None) -> dict[str, object] | None:
             after = decide(_deployment(name, record))
@@ -171,9 +187,9 @@ class Deployments:
         return newest
 
     def transition(self, name: str, uid: str, step: Step) -> Deployment | None:
-        """Appends what `step` makes of the newest state of the deployment with this uid; nothing where it returns None.
+        """Appends the state that `step` returns for the deployment with this uid.
 
-        Returns the newest state, None where the uid is no longer there.
+        Appends nothing if `step` returns None. Returns the newest state, None if the uid is no longer there.
         """
 
         def decide(record: Record | None) -> dict[str, object] | None:
@@ -185,17 +201,17 @@ class Deployments:
         return newest if newest is not None and newest.uid == uid else None
 
     def rollout_made_by(self, name: str, request_id: str) -> Deployment | None:
-        """The last known state of the deployment while the roll-out that this request began was its newest."""
+        """Returns the last known state with this request's roll-out as the newest."""
         return self._newest(name, lambda one: one.rollout is not None and one.rollout.request_id == request_id)
 
     def rollout(self, name: str, rollout_uid: str) -> Deployment | None:
-        """The same, by the roll-out's uid."""
+        """Returns the last known state with this roll-out as the newest."""
         return self._newest(name, lambda one: one.rollout is not None and one.rollout.uid == rollout_uid)
 
     def mark_datasets(self, deployment: Deployment, versions: Iterable[ModelVersion]) -> None:
-        """Keeps the dataset versions that these loaded versions' models come from, until `release`.
+        """Marks the dataset versions of these loaded models as used, until `release`.
 
-        One that is gone already is no loss: a model that is served reads nothing of it.
+        A version that was already deleted is no error: a served model does not read it.
         """
         for name in _dataset_versions(versions):
             try:
@@ -204,8 +220,10 @@ class Deployments:
                 logger.warning("%s: its dataset version cannot be kept: %s", deployment.name, error.message)
 
     def keep_checkpoints(self, deployment: Deployment, versions: Iterable[ModelVersion]) -> None:
-        """Keeps the checkpoints of these versions until `release`; whoever wished for them has marked them
-        already, unless the deployment is older than these marks."""
+        """Marks the checkpoints of these versions as used, until `release`.
+
+        The request for a version has already marked its checkpoint, unless the deployment is older than these marks.
+        """
         for version in versions:
             named = checkpoint_references.keep(
                 self._store,
@@ -220,8 +238,10 @@ class Deployments:
                 logger.warning("%s: its job no longer names %s", deployment.name, version.checkpoint)
 
     def release(self, deployment: Deployment, versions: Sequence[ModelVersion]) -> None:
-        """Lets the checkpoints and dataset versions of these versions go, but for those that others of the deployment
-        come from, too. It is no error if they were not marked."""
+        """Removes the marks of these versions' checkpoints and dataset versions.
+
+        Those that other versions of the deployment use stay marked. A missing mark is no error.
+        """
         going = {version.number for version in versions}
         others = [version for version in deployment.versions if version.number not in going]
         for name in {*_dataset_versions(versions)} - {*_dataset_versions(others)}:
@@ -234,7 +254,7 @@ class Deployments:
 
 
 class _Log(ResourceLog):
-    """A deployment's."""
+    """The log of one deployment."""
 
     def __init__(self, store: ObjectStore, name: str) -> None:
         super().__init__(store, f"{name}/log")
@@ -250,7 +270,10 @@ def _dataset_versions(versions: Iterable[ModelVersion]) -> list[str]:
 
 
 def check_not_gone(made: Deployment) -> None:
-    """Raises `NotFound` where what a request made was deleted since: its first answer cannot be given any more."""
+    """Raises `NotFound` if the deployment that a request made was deleted since.
+
+    The request's first answer can no longer be repeated.
+    """
     if made.state is State.GONE:
         made_it = f"request_id {made.request_id} made it, and it was deleted since"
         raise not_found(made.name, f"{made_it}; use a new UUID4")
@@ -267,7 +290,7 @@ def _deployment(name: str, record: Record | None) -> Deployment | None:
 
 @contextmanager
 def _reading(name: str) -> Iterator[None]:
-    """Raises `DataLoss` for what bytes that are no record of ours raise; an outage of the store stays what it is."""
+    """Turns the errors of unreadable records into `DataLoss`; an outage of the store stays as it is."""
     try:
         yield
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -280,14 +303,17 @@ def _reading(name: str) -> Iterator[None]:
 
 
 # --- Manager ---
-# Creating and deleting deployments: checks, the checkpoint that a name means, and the record that makes it durable.
+# Creates and deletes deployments: the checks, the checkpoint that a name resolves to, and the durable record.
 
 SERVICE = "inference"
 FIELD = "spec.checkpoint"
 
 
 class DeploymentManager:
-    """Blocking; safe to call from several threads."""
+    """Creates, reads and deletes deployments.
+
+    Blocking; safe to call from several threads.
+    """
 
     def __init__(
         self,
@@ -297,7 +323,7 @@ class DeploymentManager:
         cluster: Cluster,
         own_code: OwnCode | None = None,
     ) -> None:
-        """`own_code` says whether users' own code may run in replicas; None: it may not."""
+        """`own_code` says whether users' own code may run in replicas; by default it may not."""
         self._own_code = own_code or OwnCode()
         self._store = store
         self._deployments = deployments
@@ -305,11 +331,13 @@ class DeploymentManager:
         self._cluster = cluster
 
     def create(self, creation: Creation) -> Deployment:
-        """The durable deployment, LOADING; or, for a `request_id` seen before, what its first call made.
+        """Creates a deployment in state LOADING.
 
-        Raises `InvalidArgument`, `NotFound` (job or checkpoint; or what the first call made, where that was deleted
-        since), `FailedPrecondition` (the job has no checkpoint; the cluster could never hold it; its model is made by a
-        user's own code, which does not run here) and `AlreadyExists`.
+        For a `request_id` seen before, returns the deployment of its first call.
+
+        Raises `InvalidArgument`, `NotFound` (job or checkpoint; or the first call's deployment, if it was deleted
+        since), `FailedPrecondition` (the job has no checkpoint; the cluster could never hold it; its model is built by
+        a user's own code, which may not run here) and `AlreadyExists`.
         """
         wanted_name = f"deployments/{names.check_id('deployment_id', creation.deployment_id)}"
         request_id = names.check_request_id("request_id", creation.request_id)
@@ -330,17 +358,20 @@ class DeploymentManager:
             return self._make(wanted_name, request_id, creation.spec)
 
     def delete(self, name: str, etag: str) -> Deployment:
-        """Raises `InvalidArgument`, `NotFound` and `Conflict`."""
+        """Requests the deletion; raises `InvalidArgument`, `NotFound` and `Conflict`."""
         names.parse("name", name, "deployments/{m}")
         return self._deployments.delete(name, etag, time.time())
 
     def get(self, name: str) -> Deployment:
-        """Raises `InvalidArgument` and `NotFound`."""
+        """Returns the deployment; raises `InvalidArgument` and `NotFound`."""
         names.parse("name", name, "deployments/{m}")
         return self._deployments.get(name)
 
     def follow(self, name: str) -> Callable[[], Deployment | None]:
-        """Its state at each call, None once it is gone. Raises `InvalidArgument` and `NotFound`."""
+        """Returns a function that reads the newest state, None once it is deleted.
+
+        Raises `InvalidArgument` and `NotFound`.
+        """
         first, newest = self.get(name), self._deployments.follow(name)
 
         def poll() -> Deployment | None:
@@ -350,14 +381,14 @@ class DeploymentManager:
         return poll
 
     def page(self, size: int, token: str) -> tuple[list[Deployment], str]:
-        """Raises `InvalidArgument`."""
+        """Returns one page of deployments; raises `InvalidArgument`."""
         return self._deployments.page(size, token)
 
     def _make(self, name: str, request_id: str, spec: Spec) -> Deployment:
         self._cluster.check_fits(spec)
         uid = new_uid()
-        # Its mark keeps the checkpoint from the first moment on; should this process die, it counts until it is plain
-        # that no deployment of this uid comes.
+        # The mark keeps the checkpoint from now on. If this process dies, the mark counts until it is certain that no
+        # deployment with this uid will be created.
         marked = using(
             self._store, FIELD, spec.checkpoint, REFERENCE_KIND, uid, name, ends_in=State.GONE, of_programs=True
         )
@@ -365,30 +396,29 @@ class DeploymentManager:
             check_predictor(spec, entry)
             check_code(self._own_code, entry)
             deployment = _new(name, uid, request_id, spec, entry)
-            # The pointer first: an operation that was answered must be found, whatever dies in between.
+            # The pointer first: an answered operation must be found, wherever this process dies.
             self._operations.record(deployment)
             made = self._deployments.create(deployment)
-        if made.uid != uid:  # the same request, sent twice at once, was faster
+        if made.uid != uid:  # the same request was sent twice at once, and the other call was faster
             release(self._store, entry.name, REFERENCE_KIND, uid)
         return made
 
 
 def check_predictor(spec: Spec, entry: CheckpointEntry) -> None:
-    """Raises `InvalidArgument` for a predictor of a checkpoint that needs none."""
+    """Raises `InvalidArgument` for a predictor that the checkpoint does not need."""
     if spec.predictor and not entry.is_of_program:
         remedy = f"{entry.name} is of a model, which is served as it is; leave it out"
         raise invalid_field("spec.predictor", spec.predictor, remedy)
 
 
 def check_code(own_code: OwnCode, entry: CheckpointEntry) -> None:
-    """Raises `FailedPrecondition` (OWN_CODE_OFF) for a checkpoint that needs a user's own code to be served, where such
-    code does not run."""
+    """Raises `FailedPrecondition` (OWN_CODE_OFF) if the checkpoint needs user code, which may not run."""
     if entry.code_bundle:
         own_code.require_own_code(f"{entry.name} is served by code of {entry.code_bundle}: ")
 
 
 def version_of(entry: CheckpointEntry, number: str) -> ModelVersion:
-    """A version that is still to be loaded."""
+    """Returns a version that is still to be loaded."""
     return ModelVersion(
         number=number,
         checkpoint=entry.name,
@@ -417,11 +447,11 @@ def _new(name: str, uid: str, request_id: str, spec: Spec, entry: CheckpointEntr
 
 
 # --- Operations ---
-# The operations of this service: each loads one deployment or rolls a version out, and its state is read from that
+# The operations of this service. Each loads one deployment or rolls a version out; its state is read from that
 # deployment's log.
 
 OPERATIONS = "operations"
-# These tell this service's operations from those of the others in the same folder.
+# These prefixes distinguish this service's operations from those of the others in the same folder.
 PREFIX = "deploy-"
 ROLLOUT_PREFIX = "rollout-"
 
@@ -442,15 +472,15 @@ class DeploymentOperations:
         self._deployments = deployments
 
     def record(self, deployment: Deployment) -> None:
-        """Makes the operation findable, also after its deployment is gone. Writing it again changes nothing."""
+        """Makes the operation findable, even after its deployment is deleted; idempotent."""
         self._point(deployment.operation, deployment)
 
     def record_rollout(self, operation: str, deployment: Deployment) -> None:
-        """The same for the operation of a roll-out."""
+        """Makes a roll-out's operation findable; idempotent."""
         self._point(operation, deployment)
 
     def get(self, name: str, *, brief: bool = False) -> operations_pb2.Operation:  # noqa: ARG002
-        """The same in lists: nothing of it is long."""
+        """Returns an operation; `brief` has no effect, since operations are short."""
         if name.startswith(f"{OPERATIONS}/{ROLLOUT_PREFIX}"):
             return rollout_operation_of(self._rolled_out(name))
         return operation_of(self._deployment(name))
@@ -459,7 +489,10 @@ class DeploymentOperations:
         return [one for one in self._store.folders(OPERATIONS) if one.startswith((PREFIX, ROLLOUT_PREFIX))]
 
     def cancel(self, name: str) -> None:
-        """Deletes the deployment if it is still loading, or rolls back; afterwards there is nothing left to cancel."""
+        """Cancels an operation: deletes a loading deployment, or rolls back a roll-out.
+
+        A finished operation is left as it is.
+        """
         if name.startswith(f"{OPERATIONS}/{ROLLOUT_PREFIX}"):
             self._cancel_rollout(name)
             return
@@ -494,10 +527,10 @@ class DeploymentOperations:
         return pointer
 
     def _rolled_out(self, name: str) -> Deployment:
-        """The last known state of the deployment with this roll-out in it."""
+        """Returns the last known state of the deployment with this roll-out."""
         uid = name.removeprefix(f"{OPERATIONS}/{ROLLOUT_PREFIX}")
         deployment = self._deployments.rollout(self._pointer(name)["deployment"], uid)
-        if deployment is None:  # it was refused after the pointer was written
+        if deployment is None:  # the roll-out was refused after the pointer was written
             raise not_found(name)
         return deployment
 
@@ -512,7 +545,7 @@ class DeploymentOperations:
 
 
 def operation_of(deployment: Deployment) -> operations_pb2.Operation:
-    """The operation that loads, or loaded, this deployment."""
+    """Returns the operation that loads, or loaded, this deployment."""
     operation = operations_pb2.Operation(name=deployment.operation)
     operation.metadata.Pack(metadata_to_proto(deployment))
     if deployment.was_loaded:
@@ -530,7 +563,7 @@ def operation_of(deployment: Deployment) -> operations_pb2.Operation:
 
 
 def rollout_operation_of(deployment: Deployment) -> operations_pb2.Operation:
-    """The operation of the deployment's newest roll-out."""
+    """Returns the operation of the deployment's newest roll-out."""
     rollout = deployment.rollout
     assert rollout is not None
     operation = operations_pb2.Operation(name=rollout.operation, done=not rollout.under_way)
@@ -543,7 +576,7 @@ def rollout_operation_of(deployment: Deployment) -> operations_pb2.Operation:
 
 
 def checked_operation(deployment: Deployment) -> operations_pb2.Operation:
-    """The answer to `validate_only`: done, nameless, with the deployment as it would begin."""
+    """Returns the answer to `validate_only`: done, nameless, with the deployment as it would begin."""
     operation = operations_pb2.Operation(done=True)
     operation.metadata.Pack(metadata_to_proto(deployment))
     operation.response.Pack(deployment_to_proto(deployment))
@@ -551,7 +584,7 @@ def checked_operation(deployment: Deployment) -> operations_pb2.Operation:
 
 
 def checked_rollout_operation(deployment: Deployment) -> operations_pb2.Operation:
-    """The same for a roll-out."""
+    """Returns the answer to `validate_only` for a roll-out."""
     operation = operations_pb2.Operation(done=True)
     operation.metadata.Pack(rollout_metadata_to_proto(deployment))
     operation.response.Pack(deployment_to_proto(deployment))

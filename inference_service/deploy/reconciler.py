@@ -1,5 +1,6 @@
-"""Makes Ray Serve run what the resource logs say, on start-up and every few seconds: loads versions, removes them, and
-marks what they come from as used.
+"""The reconciler: makes Ray Serve run the versions in the resource logs.
+
+On start-up and every few seconds it loads versions, removes them, and marks the checkpoints and datasets that they use.
 """
 
 from __future__ import annotations
@@ -36,18 +37,19 @@ logger = logging.getLogger(__name__)
 
 
 # --- Reconciler ---
-# Makes Ray Serve run what the resource logs say, on start-up and every few seconds.
+# A restarted service finds its replicas again, a new Ray head gets all deployments back, and an application that no log
+# names is deleted. While a log cannot be read, the applications that it may name stay. Of several frontend processes
+# only the leader changes Serve; the others attach to what runs, and detach from what is removed.
 #
-# So a restarted service finds its replicas, a new Ray head gets all deployments back, and an application that no log
-# names goes; while a log cannot be read, those that it may name stay. Of several front processes the first does so; the
-# others take over what there is, and let go of what goes.
-#
-# What the logs say is also kept in Ray, for as long as the replicas themselves are: a process that starts while the
-# store does not answer serves what runs by that, and changes nothing.
+# Ray also keeps a copy of the logs' state, for as long as it keeps the replicas. A process that starts while the store
+# does not answer serves by that copy, and changes nothing.
 
 
 class RayLost(Exception):
-    """Ray has not answered for too long. Ray's own client cannot be trusted to recover: the process must start anew."""
+    """Ray has not answered for too long.
+
+    Ray's client cannot be trusted to recover: the process must restart.
+    """
 
 
 class Reconciler:
@@ -70,30 +72,36 @@ class Reconciler:
         self._unloader = ModelUnloader(deployments, applications, models, settings, peers, self.wake)
         self._reference_keeper = ReferenceKeeper(deployments)
         self._changed = asyncio.Event()
-        # The deployments whose logs could not be read the last time.
+        # The deployments whose logs could not be read in the last pass.
         self._unreadable: set[str] = set()
-        # Whether this process has read the logs at least once, and what of them Ray keeps by now.
+        # Whether this process has read the logs at least once, and the deployments that Ray keeps a copy of.
         self._has_read = False
         self._kept: list[Deployment] = []
 
     def holds(self) -> list[str]:
-        """The applications that this process may still send a batch to."""
+        """Returns the applications that this process may still send a batch to."""
         return [*self._models.attached(), *self._unloader.draining]
 
     def going(self) -> list[str]:
-        """The applications that this process is taking out of Serve, and that no other may send a batch to."""
+        """Returns the applications that this process is removing from Serve.
+
+        No other process may send them a batch.
+        """
         return list(self._unloader.going)
 
     def on_going(self, tell: Callable[[], None]) -> None:
-        """Has `tell` called whenever there is one more that is `going`."""
+        """Sets the callback for each application that starts to be removed."""
         self._unloader.on_going = tell
 
     def wake(self) -> None:
-        """Something changed: look now."""
+        """Starts a pass at once, because something has changed."""
         self._changed.set()
 
     async def run(self, on_first: Callable[[], Awaitable[None]]) -> None:
-        """Reconciles for ever; calls `on_first` after the first time. Raises `RayLost`."""
+        """Reconciles for ever; calls `on_first` after the first pass.
+
+        Raises `RayLost`.
+        """
         well_at = time.monotonic()
         first = True
         while True:
@@ -104,12 +112,11 @@ class Reconciler:
                 if first:
                     await on_first()
                     first = False
-                # Last: what is served is served whether or not it can be marked. Whoever wished for a version has
-                # marked its checkpoint already.
+                # Last, because serving does not depend on the marks. The request that added a version has already
+                # marked its checkpoint.
                 if self._peers.is_leader:
                     await self._reference_keeper.mark(self._models.deployments())
-            # The store, which does not answer or is full: Ray, which was asked before, has nothing to do with it, and
-            # what is served goes on being served.
+            # The store does not answer or is full. Ray answered before that, and serving continues.
             except MillraceError as error:
                 logger.warning("%s; trying again", error.message)
                 well_at = time.monotonic()
@@ -117,15 +124,16 @@ class Reconciler:
                 logger.warning("Ray Serve does not answer: %s", str(error).partition("\\n")[0])
                 if time.monotonic() - well_at > self._settings.ray_unresponsive_after_s:
                     raise RayLost(f"Ray Serve has not answered for long: {error}") from error
-            # A fault of ours: a new process would have it, too.
+            # A bug in this service: a restarted process would have it, too.
             except Exception:
                 logger.exception("unexpected while reconciling; trying again")
                 well_at = time.monotonic()
             await self._pause()
 
     async def reconcile(self) -> None:
-        """One comparison of the logs with Serve, and the steps that follow from it."""
-        # Serve first: what it runs was in a log before, so a log read later names it unless it is to go.
+        """Compares the logs with Serve once and takes the steps that follow."""
+        # Serve first: every application was in a log before it ran, so a log read later names it unless it is to be
+        # removed.
         running = await call_serve(self._applications.statuses)
         self._cluster.note(await call_serve(self._applications.nodes))
         self._models.scaled({name: one.replicas for name, one in running.items()})
@@ -133,7 +141,7 @@ class Reconciler:
         if unreadable is None:
             await self._attach_kept(running)
             return
-        # What was written since they were read may name more.
+        # Includes deployments that were written since the logs were read.
         deployments = self._models.deployments()
         wanted = {
             application_name(deployment, version): (deployment, version)
@@ -157,11 +165,14 @@ class Reconciler:
     ) -> None:
         try:
             await self._loading.step(name, deployment, version, application)
-        except Exception as error:  # one that cannot be helped now must not hold up the others
+        except Exception as error:  # one failing deployment must not hold up the others
             logger.warning("%s: %r; trying again", deployment.name, error)
 
     async def _attach_kept(self, running: Mapping[str, Application]) -> None:
-        """Sends requests to what runs of the deployments that Ray kept; nothing is started or taken away by that."""
+        """Attaches to running applications of the deployments that Ray kept.
+
+        Nothing is started or removed by that copy.
+        """
         for deployment in self._models.deployments():
             for version in deployment.versions if deployment.state in LIVE else ():
                 name = application_name(deployment, version)
@@ -169,7 +180,7 @@ class Reconciler:
                     await self._step(name, deployment, version, running[name])
 
     async def _keep(self, deployments: list[Deployment]) -> None:
-        """Has Ray keep what the logs say, where that is new."""
+        """Stores the deployments in Ray, if they changed."""
         if not self._peers.is_leader or deployments == self._kept:
             return
         try:
@@ -179,10 +190,12 @@ class Reconciler:
             logger.warning("Ray does not keep what is deployed, for starts without the store: %s", error)
 
     async def _read_logs(self) -> Collection[str] | None:
-        """Has `models` take over what they say. Returns the deployments whose logs cannot be read; None where the store
-        has answered this process never yet, and `models` has what Ray kept.
+        """Reads the logs into `models`.
 
-        Raises what the store raises, then only where Ray kept nothing.
+        Returns the deployments whose logs cannot be read. Returns None if the store has never answered this process,
+        and `models` has the copy that Ray kept.
+
+        Raises the store's errors; before the first answer, only if Ray kept no copy.
         """
         self._models.begin_reading()
         try:
@@ -193,12 +206,12 @@ class Reconciler:
             return None
         self._has_read = True
         self._report_unreadable(unreadable)
-        # One that can no longer be read is served as it was when it could.
+        # A deployment whose log can no longer be read is served in its last known state.
         self._models.replace([*read, *(one for one in self._models.deployments() if one.name in unreadable)])
         return unreadable
 
     async def _take_over_kept(self, outage: MillraceError) -> bool:
-        """Has `models` take over what Ray kept. Returns whether it kept anything."""
+        """Loads the copy that Ray kept into `models`; returns whether there was one."""
         data = await call_serve(self._applications.kept)
         if data is None:
             return False
@@ -219,15 +232,14 @@ class Reconciler:
         self._unreadable = set(unreadable)
 
     def _take_away(self, unwanted: set[str], deployments: list[Deployment], unreadable: Collection[str]) -> None:
-        """Begins to take the deployments away that are to be deleted, and of `unwanted` applications those that no log
-        names."""
+        """Starts to remove deleted deployments, and the `unwanted` applications that no log names."""
         going: set[str] = set()
         for deployment in deployments:
             if deployment.state is State.DELETING:
                 self._unloader.remove(deployment)
                 going.update(application_name(deployment, version) for version in deployment.versions)
         unnamed = unwanted - going
-        if unreadable:  # whose applications may be among them
+        if unreadable:  # the unreadable logs may name some of these applications
             known = {one.uid for one in deployments if one.name not in unreadable}
             unnamed = {name for name in unnamed if uid_of(name) in known}
         for name in unnamed:
@@ -246,17 +258,20 @@ def _to_json(deployments: list[Deployment]) -> bytes:
 
 
 # --- Loading ---
-# Loads versions: asks Ray Serve for their replicas, and has requests come to them once these say that they answer.
+# Loads versions: deploys their replicas on Ray Serve, and attaches requests once the replicas answer.
 
 
-# A version that was READY before and does not start now is tried again so often.
+# The delay before a version that was READY before, and does not start now, is tried again.
 RETRY_DELAY_S = 15.0
 
 
 @dataclass(eq=False)
 class ModelLoader:
-    """Lives on the event loop of `models`. Of several front processes only the first asks Serve for applications and
-    writes the logs; the others attach to what there is."""
+    """Loads versions step by step.
+
+    Lives on the event loop of `models`. Of several frontend processes only the leader deploys applications and writes
+    the logs; the others attach to what runs.
+    """
 
     deployments: Deployments
     applications: ServeApplications
@@ -264,18 +279,21 @@ class ModelLoader:
     cluster: Cluster
     settings: InferenceSettings
     peers: Peers
-    # What the replicas of those that requests are sent to have said of themselves.
+    # The descriptions that the replicas of attached applications returned.
     _loaded: dict[str, Loaded] = field(default_factory=dict, init=False)
     _not_before: dict[str, float] = field(default_factory=dict, init=False)
 
     def forget_all_but(self, wanted: Container[str]) -> None:
-        """What the replicas of applications said that are not `wanted` any more."""
+        """Forgets the descriptions of applications that are not `wanted` any more."""
         self._loaded = {name: loaded for name, loaded in self._loaded.items() if name in wanted}
 
     async def step(
         self, name: str, deployment: Deployment, version: ModelVersion, application: Application | None
     ) -> None:
-        """One step towards a loaded version. Its `application` is as Serve says, None where there is none."""
+        """Takes one step towards a loaded version.
+
+        `application` is Serve's state of it, None if it does not exist.
+        """
         if application is None:
             await self._start(name, deployment, version)
         elif application.running or _may_still_answer(version, application):
@@ -312,28 +330,37 @@ class ModelLoader:
         await call_serve(self.applications.deploy, name, spec, scale)
 
     def _warn_if_it_never_fits(self, deployment: Deployment) -> None:
-        """It was let in when the cluster was not known yet, or was another; nodes may come that hold it."""
+        """Logs a warning if no node of the cluster can hold the deployment.
+
+        It was accepted when the cluster was unknown or different; a suitable node may still join.
+        """
         try:
             self.cluster.check_fits(deployment.spec)
         except FailedPrecondition as error:
             logger.warning("%s waits for a node: %s", deployment.name, error.message)
 
     def _replicas_of_the_main(self, deployment: Deployment) -> int:
-        """Those of the version with the most traffic: another that is to take it over begins with as many."""
+        """Returns the replica count of the version with the most traffic.
+
+        A version that is to replace it starts with as many replicas.
+        """
         main = find_version(deployment, "")
         return (self.models.replicas(deployment, main) or 0) if main is not None else 0
 
     async def _attach(self, name: str, deployment: Deployment, version: ModelVersion, application: Application) -> bool:
-        """False where its replicas say that they never will answer, or another process is taking them away."""
+        """Attaches a batcher to the application.
+
+        Returns False if its replicas can never answer, or if another process is removing it.
+        """
         replicas = application.replicas
-        # Before it gets any traffic, all of them; where it was loaded before, any that there is does.
+        # Before the version gets any traffic, all replicas must answer. If it was loaded before, one is enough.
         wanted = max(replicas, deployment.spec.num_replicas) if version.signature is None else 1
         try:
             model, loaded = await answered(self.applications.describe(name, wanted))
         except (DataLoss, FailedPrecondition) as error:
             await self._fail(name, deployment, version, error)
             return False
-        if name in self.peers.going():  # meanwhile: it waits for those that hold it, and would not see this one
+        if name in self.peers.going():  # the remover waits only for known holders
             return False
         spec = deployment.spec
         limits = Limits(
@@ -348,7 +375,10 @@ class ModelLoader:
         return True
 
     def _may_say_loaded(self, name: str) -> bool:
-        """From then on requests come, to any of the fronts."""
+        """Returns whether the version can be declared loaded.
+
+        After that, requests for it come to any of the frontends.
+        """
         return self.peers.is_leader and self.peers.all_hold(name, self.settings.drain_unresponsive_after_s)
 
     async def _say_loaded(self, name: str, deployment: Deployment, version: ModelVersion) -> None:
@@ -360,9 +390,11 @@ class ModelLoader:
             logger.info("%s: version %s is loaded", deployment.name, version.number)
 
     async def _fail(self, name: str, deployment: Deployment, version: ModelVersion, error: MillraceError) -> None:
-        """Fails a new deployment, or ends a roll-out, for good. A version that was loaded before is tried again.
+        """Fails a new deployment, or ends a roll-out, for good.
 
-        Serve itself has given up by then: an application of which no replica ever started never gets another.
+        A version that was loaded before is tried again.
+
+        Serve has given up by then: it never restarts an application of which no replica ever started.
         """
         if not self.peers.is_leader:
             self._close_batcher(name)
@@ -388,8 +420,12 @@ class ModelLoader:
 
 
 def _may_still_answer(version: ModelVersion, application: Application) -> bool:
-    """Serve calls an application unhealthy from a replica's death until all have been placed again: for ever where
-    there is no room. A version that was loaded before is answered by those that are left, unless these go, too."""
+    """Returns whether an unhealthy application can still answer.
+
+    Serve calls an application unhealthy from a replica's death until all replicas have been placed again: for ever if
+    no node has capacity. A version that was loaded before is served by its remaining replicas, unless the application
+    is being removed.
+    """
     goes = application.failed or application.deleting
     return version.signature is not None and application.replicas > 0 and not goes
 
@@ -400,12 +436,15 @@ def _loaded(version: ModelVersion, loaded: Loaded) -> Callable[[Deployment], Dep
 
 
 # --- Removing ---
-# Takes versions out of Ray Serve once what is in flight is answered, and ends the logs of deployments that go.
+# Removes versions from Ray Serve once the requests in flight are answered, and ends the logs of deleted deployments.
 
 
 class ModelUnloader:
-    """Lives on the event loop of `models`. `wake` is called when something is gone, `on_going` when an application
-    begins to go. Of several front processes only the first takes away; the others let go."""
+    """Removes applications and deployments.
+
+    Lives on the event loop of `models`. `wake` is called when a removal is complete, `on_going` when one begins. Of
+    several frontend processes only the leader removes applications; the others detach from them.
+    """
 
     def __init__(
         self,
@@ -423,34 +462,38 @@ class ModelUnloader:
         self._peers = peers
         self._wake = wake
         self.on_going: Callable[[], None] = lambda: None
-        self._tasks: dict[str, asyncio.Task[None]] = {}  # by uid, and applications that no log names by theirs
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by deployment uid, or by the name of a single application
         self._draining: set[str] = set()
         self._going: set[str] = set()
 
     @property
     def draining(self) -> Collection[str]:
-        """The applications whose last batches are still to be sent or answered."""
+        """Returns the applications with batches still to be sent or answered."""
         return self._draining
 
     @property
     def going(self) -> Collection[str]:
-        """The applications that this process, where it is the first, is taking out of Serve: none of them can be taken
-        over again before it is gone."""
+        """Returns the applications that this process, as the leader, is removing from Serve.
+
+        None of them can be attached again before its removal is complete.
+        """
         return self._going
 
     @property
     def under_way(self) -> Collection[str]:
-        """The uids of the deployments that are going, and the applications that do by themselves."""
+        """Returns the uids of deployments, and the names of single applications, with a removal in progress."""
         return self._tasks.keys()
 
     def remove(self, deployment: Deployment) -> None:
-        """Begins to, unless that is under way."""
+        """Starts to remove a deployment, unless that is in progress."""
         if deployment.uid not in self._tasks:
             self._tasks[deployment.uid] = asyncio.create_task(self._remove(deployment))
 
     def retire(self, name: str) -> None:
-        """Begins to take an application out of Serve that no log wants, or, where another process does so, to let go of
-        it; unless that is under way."""
+        """Starts to remove an application that no log wants, unless that is in progress.
+
+        If another process removes it, this one only detaches from it.
+        """
         if name not in self._tasks:
             if self._peers.is_leader:
                 logger.info("deleting application %s, which no log wants", name)
@@ -466,16 +509,16 @@ class ModelUnloader:
         self._wake()
 
     async def _remove(self, deployment: Deployment) -> None:
-        """Answers what is in flight, then takes all its versions out of Serve and ends its log."""
+        """Drains all versions of a deployment, removes them from Serve, and ends its log."""
         try:
             for version in deployment.versions:
                 name = application_name(deployment, version)
-                if name in self._tasks:  # it was unloaded, and has not answered all that it has
+                if name in self._tasks:  # it was unloaded, and is still draining
                     await asyncio.wait({self._tasks[name]})
                 await self._take_out(name)
             if not self._peers.is_leader:
                 return
-            # Before its log ends, or nobody would come back to do it.
+            # Before the log ends: afterwards no process would release these marks.
             await asyncio.to_thread(self._deployments.release, deployment, deployment.versions)
             gone = await asyncio.to_thread(
                 self._deployments.transition,
@@ -493,14 +536,15 @@ class ModelUnloader:
             del self._tasks[deployment.uid]
 
     async def _take_out(self, name: str) -> None:
-        """Answers what is in flight, then takes the application out of Serve."""
+        """Drains the application, then removes it from Serve."""
         if not self._peers.is_leader:
             await self._drain(name)
             self._applications.forget(name)
             return
         self._going.add(name)
         try:
-            # At once: who has not heard of it may take the application over, and so counts as holding it.
+            # Announced at once: a process that has not heard of it may attach to the application, and so counts as
+            # holding it.
             self.on_going()
             reported_s = time.time()
             await self._drain(name)
@@ -520,20 +564,26 @@ class ModelUnloader:
 
 
 # --- Marking ---
-# Marks what the versions that are served come from as used, so that nobody deletes it meanwhile.
+# Marks the checkpoints and dataset versions of served models as used, so that they cannot be deleted meanwhile.
 
 
 class ReferenceKeeper:
-    """Remembers what this process has marked: the store is asked once for each version."""
+    """Marks what served versions use.
+
+    Remembers its marks, so the store is called once for each version.
+    """
 
     def __init__(self, deployments: Deployments) -> None:
         self._deployments = deployments
-        # The applications whose checkpoints, and whose dataset versions, are marked.
+        # The applications whose checkpoints (`_kept`) and whose dataset versions (`_marked`) are marked.
         self._kept: set[str] = set()
         self._marked: set[str] = set()
 
     async def mark(self, deployments: Iterable[Deployment]) -> None:
-        """Raises what the store raises where it does not answer or is full."""
+        """Marks the checkpoints and datasets of all live versions.
+
+        Raises the store's errors if it does not answer or is full.
+        """
         there = [
             (application_name(deployment, version), deployment, version)
             for deployment in deployments
@@ -551,7 +601,7 @@ class ReferenceKeeper:
                     self._marked.add(name)
             except STORE_OUTAGES:
                 raise
-            except Exception as error:  # a log of its job that cannot be read must not hold up the others
+            except Exception as error:  # an unreadable job log must not hold up the others
                 logger.warning("%s: what it uses is not marked: %r; trying again", deployment.name, error)
         names = {name for name, *_ in there}
         self._kept &= names

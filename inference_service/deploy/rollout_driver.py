@@ -1,4 +1,4 @@
-"""Takes rollouts from step to step, back when a limit is passed, and versions that have retired out of the logs."""
+"""Drives roll-outs from step to step, rolls them back at a limit, and removes retired versions from the logs."""
 
 from __future__ import annotations
 
@@ -43,18 +43,19 @@ logger = logging.getLogger(__name__)
 
 
 # --- Rollouts ---
-# Takes roll-outs from step to step, back when a limit is passed, and versions that have retired out of the logs.
-#
-# It decides by what this process and its siblings have seen since they began; where a roll-out stands is in the log, so
-# whichever process comes next goes on from there. Several may drive one roll-out: of those that take the same step, one
-# does; of the front processes of one service only the first tries.
+# Decisions use the counts that this process and its peers have collected since they started. The roll-out's step is in
+# the log, so another process can continue it. Several processes may drive one roll-out, since only one of them can
+# write each step; of the frontend processes of one service only the leader tries.
 
 
 POLL_INTERVAL_S = 0.2
 
 
 class Rollouts:
-    """Lives on the event loop of `models`. `changed` is told each deployment whose log was written."""
+    """Drives all roll-outs.
+
+    Lives on the event loop of `models`. `changed` is called with each deployment whose log was written.
+    """
 
     def __init__(
         self,
@@ -75,18 +76,18 @@ class Rollouts:
         self._comparing: dict[str, asyncio.Task[None]] = {}  # by uid
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         while True:
             for deployment in self._models.deployments():
                 if deployment.state is State.READY:
                     try:
                         await self.poll(deployment)
-                    except Exception as error:  # one that cannot be helped now must not hold up the others
+                    except Exception as error:  # one failing deployment must not hold up the others
                         logger.warning("%s: %r; trying again", deployment.name, error)
             await asyncio.sleep(POLL_INTERVAL_S)
 
     async def poll(self, deployment: Deployment) -> None:
-        """One look at a READY deployment, and what follows from it."""
+        """Checks a READY deployment once and takes the steps that are due."""
         due_s = time.time() - self._settings.retired_for_s
         going = [one for one in deployment.versions if one.retired_at is not None and one.retired_at < due_s]
         if going:
@@ -102,7 +103,7 @@ class Rollouts:
             return
         timeout_s = self._settings.rollout_load_timeout_s
         answers = self._answers(deployment, rollout)
-        # One look in one situation: silence ends a step's time, and an answer the silence.
+        # One timer per phase: losing the replicas ends a step's time, and getting an answer ends the loss.
         lasts_s = self._watching.lasts_s(rollout.uid, rollout.step if answers else UNRESPONSIVE)
         passed = self._passed_limit(deployment, rollout)
         if passed:
@@ -119,7 +120,10 @@ class Rollouts:
             await self._write(deployment, lambda before: with_next_step(before, rollout.uid, rollout.step, time.time()))
 
     async def _prepare(self, deployment: Deployment, rollout: Rollout) -> None:
-        """Before any traffic moves: gives up what takes too long, and compares what is to be compared."""
+        """Handles the phases before any traffic moves.
+
+        Rolls back after the timeout, and starts the comparison.
+        """
         timeout_s = self._settings.rollout_load_timeout_s
         if self._watching.lasts_s(rollout.uid, PREPARING) >= timeout_s:
             await self._back(deployment, rollout, _late(deployment, rollout, timeout_s))
@@ -175,12 +179,15 @@ class Rollouts:
         return Seen(0, 0, 0.0)
 
     def _answers(self, deployment: Deployment, rollout: Rollout) -> bool:
-        """Whether the new version does, be it that it has had no replica for a moment."""
+        """Returns whether the new version answers, even if it has had no replica for a moment."""
         version = find_version(deployment, rollout.version)
         return version is not None and self._models.answers(deployment, version)
 
     def _has_replicas(self, deployment: Deployment, rollout: Rollout) -> bool:
-        """Whether the new version has any at this moment: without, no step is taken, which may be the last one."""
+        """Returns whether the new version has replicas now.
+
+        Without replicas no step is taken, since it may be the last one.
+        """
         version = find_version(deployment, rollout.version)
         return version is not None and self._models.replicas(deployment, version) != 0
 
@@ -189,11 +196,14 @@ class Rollouts:
         await self._write(deployment, lambda before: with_traffic_back(before, rollout.uid, error, time.time()))
 
     async def _let_go(self, deployment: Deployment, going: Sequence[ModelVersion]) -> None:
-        """All that are due at once: of two with the same checkpoint, each would keep the other's mark."""
-        # The marks first: once no log names the versions, nobody would come back for them.
+        """Removes all due versions at once.
+
+        One by one, two with the same checkpoint would each keep the other's mark.
+        """
+        # The marks first: once no log names the versions, no process would remove them.
         await asyncio.to_thread(self._deployments.release, deployment, going)
-        # One that was wished for meanwhile may be of the same checkpoint or dataset version, and has lost its mark. Any
-        # that is wished for after this look is marked after it.
+        # A version that was requested meanwhile may share the checkpoint or dataset version, and has lost its mark. Any
+        # version that is requested after this read is marked after it.
         newest = await asyncio.to_thread(self._deployments.find, deployment.name)
         if newest is not None and newest.uid == deployment.uid and newest.state is State.READY:
             await asyncio.to_thread(self._deployments.keep_checkpoints, newest, _sharing(newest, going, "checkpoint"))
@@ -219,35 +229,40 @@ def _late(deployment: Deployment, rollout: Rollout, timeout_s: float) -> Deadlin
 
 
 def _sharing(newest: Deployment, going: Sequence[ModelVersion], field: str) -> list[ModelVersion]:
-    """The versions that stay, be it that they were rolled back to meanwhile, and have the same checkpoint, or dataset
-    version, as one of those that were to go."""
+    """Returns the remaining versions that share `field` with a removed one.
+
+    `field` is the checkpoint or the dataset version. A version that was rolled back to meanwhile counts as remaining.
+    """
     numbers, shared = {version.number for version in going}, {getattr(version, field) for version in going}
     stay = [one for one in newest.versions if one.number not in numbers or one.retired_at is None]
     return [one for one in stay if getattr(one, field) in shared]
 
 
 def _compared_versions(deployment: Deployment, rollout: Rollout) -> tuple[ModelVersion, ModelVersion]:
-    """The old one and the new one."""
+    """Returns the old and the new version."""
     by_number = {version.number: version for version in deployment.versions}
     return by_number[rollout.main], by_number[rollout.version]
 
 
 # --- Watching ---
-# For how long this process itself has watched a roll-out in one situation: what nobody watched says nothing.
+# Measures how long this process itself has seen a roll-out in one phase. Time without a check does not count.
 
-# What a roll-out waits for before any traffic moves, and when its version has lost its replicas; otherwise its step.
+# The phases before any traffic moves, and after the version has lost its replicas; otherwise the phase is the step.
 PREPARING = "PREPARING"
 UNRESPONSIVE = "SILENT"
 
 
 class PhaseTimer:
-    """Begins anew with each process, and each time that the situation is another than at the last look."""
+    """Times the phases of roll-outs.
+
+    Restarts with each process, and whenever the phase differs from the last check.
+    """
 
     def __init__(self) -> None:
         self._since_s: dict[str, tuple[str | int, float]] = {}  # by uid
 
     def lasts_s(self, uid: str, situation: str | int) -> float:
-        """Seconds since it was first seen in this situation; 0 at the first look."""
+        """Returns the seconds since the roll-out was first seen in this phase; 0 at first."""
         now_s = time.monotonic()
         before = self._since_s.get(uid)
         if before is None or before[0] != situation:
@@ -255,12 +270,12 @@ class PhaseTimer:
         return now_s - before[1]
 
     def forget(self, uid: str) -> None:
-        """After it has ended."""
+        """Forgets a roll-out that has ended."""
         self._since_s.pop(uid, None)
 
 
 # --- Comparison on held rows ---
-# What the old and the new version of a roll-out answer to the same held rows, before any traffic moves.
+# Compares the answers of the old and the new version to the same held-out rows, before any traffic moves.
 
 
 async def compared(
@@ -270,9 +285,9 @@ async def compared(
     versions: tuple[ModelVersion, ModelVersion],
     wanted: Comparison,
 ) -> Compared:
-    """How the old and the new one of `versions` differ on the held rows that are `wanted`.
+    """Compares the old and the new version on the requested held-out rows.
 
-    Raises as `holdout_rows` and `Models.try_out`, and `FailedPrecondition` where both refuse every row.
+    Raises the errors of `holdout_rows` and `Models.try_out`, and `FailedPrecondition` if both refuse every row.
     """
     signature = versions[0].signature
     assert signature is not None
@@ -294,7 +309,10 @@ async def compared(
 
 
 class _Comparing:
-    """`refusal` is what was wrong with the last row that a version refused."""
+    """Compares two versions.
+
+    `refusal` is the error of the last row that a version refused.
+    """
 
     def __init__(
         self,
@@ -311,8 +329,10 @@ class _Comparing:
         self.refusal = ""
 
     async def add(self, rows: Rows) -> None:
-        """As many as a queue and a batch have room for. Of those with a row that is refused each half is tried: a row
-        is answered alike in any company."""
+        """Compares the answers to these rows, which must fit a queue and a batch.
+
+        If a version refuses them, each half is tried: the answer to a row does not depend on the others in its batch.
+        """
         old, new = [await self._answered(version, rows) for version in self._versions]
         if old is not None and new is not None:
             self.difference.add(self._outputs, old, new)
@@ -324,7 +344,7 @@ class _Comparing:
             await self.add(rows.slice(middle, len(rows)))
 
     async def _answered(self, version: ModelVersion, rows: Rows) -> Sequence[Array] | None:
-        """None where it refuses one of them."""
+        """Returns the outputs; None if the version refuses one of the rows."""
         try:
             return await self._models.try_out(self._deployment, version, rows)
         except InvalidArgument as error:
@@ -333,15 +353,17 @@ class _Comparing:
 
 
 # --- Held rows ---
-# Rows of a dataset version, in the form in which a model takes them.
+# Reads held-out rows of a dataset version, in the form that a model takes.
 
 
 def holdout_rows(store: ObjectStore, version: str, split: str, most: int, signature: Signature) -> Rows:
-    """The first `most` rows of the split, raw where the version has the columns that raw rows are made of, else the
-    model's input itself, of a version that was transformed.
+    """Reads the first `most` rows of the split.
+
+    Rows are raw if the version has the columns of raw rows; otherwise they are the model's input, from a transformed
+    version.
 
     Raises `NotFound`, `InvalidArgument` (the split), `DataLoss` and `FailedPrecondition` (it is not ACTIVE, its columns
-    are not what the model takes, or it has no rows).
+    are not the model's, or it has no rows).
     """
     reader = VersionReader(store, load_version(store, version))
     schema = schema_of(reader.schema)

@@ -1,4 +1,6 @@
-"""Clients' wishes about roll-outs: checks, the checkpoint that a name means, and the record that makes them durable."""
+"""Handles clients' requests about roll-outs: the checks, the checkpoint that a name resolves to, and the durable
+record.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,15 @@ from shared.storage import ObjectStore
 
 logger = logging.getLogger(__name__)
 
-# Of the mark at a checkpoint while its roll-out is being written down.
+# The kind of the reference to a checkpoint while its roll-out is being recorded.
 MARK_KIND = "rollout"
 
 
 class RolloutManager:
-    """Blocking; safe to call from several threads."""
+    """Begins, changes and undoes roll-outs.
+
+    Blocking; safe to call from several threads.
+    """
 
     def __init__(
         self,
@@ -51,7 +56,7 @@ class RolloutManager:
         cluster: Cluster,
         own_code: OwnCode | None = None,
     ) -> None:
-        """`own_code` is that of `DeploymentManager`."""
+        """`own_code` is as in `DeploymentManager`."""
         self._own_code = own_code or OwnCode()
         self._store = store
         self._deployments = deployments
@@ -59,10 +64,12 @@ class RolloutManager:
         self._cluster = cluster
 
     def begin(self, request: RolloutChange) -> Deployment:
-        """The deployment with the durable roll-out, LOADING; for a `request_id` seen before, what its first call made.
+        """Begins a roll-out in state LOADING and returns the deployment.
 
-        Raises `InvalidArgument`, `NotFound`, `FailedPrecondition` (the cluster could never hold both versions, say),
-        `Conflict` (the etag) and `AlreadyExists` (the `request_id` was used with another body).
+        For a `request_id` seen before, returns the result of its first call.
+
+        Raises `InvalidArgument`, `NotFound`, `FailedPrecondition` (for example, the cluster could never hold both
+        versions), `Conflict` (the etag) and `AlreadyExists` (the `request_id` was used with another body).
         """
         names.parse("name", request.name, "deployments/{m}")
         request_id = names.check_request_id("request_id", request.request_id)
@@ -78,14 +85,14 @@ class RolloutManager:
             return self._begin(request, request_id)
 
     def back(self, name: str, etag: str) -> Deployment:
-        """Raises `InvalidArgument`, `NotFound`, `FailedPrecondition` and `Conflict`."""
+        """Rolls back; raises `InvalidArgument`, `NotFound`, `FailedPrecondition` and `Conflict`."""
         names.parse("name", name, "deployments/{m}")
         made = self._deployments.request(name, lambda before: with_rollback(before, name, etag, time.time()))
         self._mark(made, [version for version in made.versions if version.weight])
         return made
 
     def change(self, name: str, change: TrafficChange, etag: str) -> Deployment:
-        """Raises `InvalidArgument`, `NotFound`, `FailedPrecondition` and `Conflict`."""
+        """Changes the traffic; raises `InvalidArgument`, `NotFound`, `FailedPrecondition` and `Conflict`."""
         names.parse("deployment.name", name, "deployments/{m}")
         made = self._deployments.request(name, lambda before: with_change(before, name, change, etag, time.time()))
         if change.policy is not None:
@@ -101,14 +108,15 @@ class RolloutManager:
 
         def decide(found: Deployment | None) -> Deployment | None:
             if found is not None and _made_by(found, request_id):
-                return None  # the same request, sent twice at once, was faster
+                return None  # the same request was sent twice at once, and the other call was faster
             newest = _checked(found, request)
             if newest.uid != there.uid:
                 raise Conflict(f"{request.name} was deleted and created anew meanwhile; read it again")
             return _begun(newest, request, request_id, uid, entry)
 
-        # A mark of its own keeps the checkpoint meanwhile: the deployment's may be there already, of another version,
-        # and must not go if this is refused. Should this process die, it counts for ten minutes.
+        # A separate mark keeps the checkpoint meanwhile: the deployment's own mark may exist already for another
+        # version, and must not be removed if this request is refused. If this process dies, the mark counts for ten
+        # minutes.
         marked = using(
             self._store,
             FIELD,
@@ -121,29 +129,32 @@ class RolloutManager:
         )
         with marked as entry:
             check_code(self._own_code, entry)
-            # The pointer first: an operation that was answered must be found, whatever dies in between.
+            # The pointer first: an answered operation must be found, wherever this process dies.
             self._operations.record_rollout(rollout_operation_name(uid), there)
             made = self._deployments.request(request.name, decide)
         self._keep(made, uid, entry)
         return made
 
     def _keep(self, made: Deployment, uid: str, entry: CheckpointEntry) -> None:
-        """Marks the checkpoint as the deployment's, and takes the roll-out's own mark away."""
+        """Marks the checkpoint as the deployment's, and removes the roll-out's own mark."""
         try:
             if made.rollout is not None and made.rollout.uid == uid:
                 new = [version for version in made.versions if version.number == made.rollout.version]
                 self._deployments.keep_checkpoints(made, new)
             release(self._store, entry.name, MARK_KIND, uid)
-        except MillraceError as error:  # the roll-out is made, and the reconciler keeps it, too
+        except MillraceError as error:  # the roll-out is recorded, and the reconciler marks it, too
             logger.warning("%s: the marks are left to the reconciler: %s", made.name, error.message)
 
     def _mark(self, made: Deployment, versions: Sequence[ModelVersion]) -> None:
-        """Marks what these versions, which stay, come from: one that had retired may have lost its marks by now, if
-        what lets it go read the log before the wish. What reads it afterwards marks them by itself."""
+        """Marks what these remaining versions use.
+
+        A version that had retired may have lost its marks by now, if the removal read the log before this request. A
+        removal that reads the log afterwards marks them itself.
+        """
         try:
             self._deployments.keep_checkpoints(made, versions)
             self._deployments.mark_datasets(made, versions)
-        except MillraceError as error:  # the wish is written, and the reconciler marks them, too
+        except MillraceError as error:  # the change is recorded, and the reconciler marks them, too
             logger.warning("%s: the marks are left to the reconciler: %s", made.name, error.message)
 
 

@@ -33,8 +33,11 @@ Context = aio.ServicerContext[Any, Any]
 
 
 class DeploymentServicer(pb_grpc.DeploymentServiceServicer):
-    """`changed` is told each deployment whose log was written, so that it takes effect at once; `replicas` says how
-    many a version has now, None where that is not known."""
+    """Serves `DeploymentService`.
+
+    `changed` is called with each deployment whose log was written, so that the change takes effect at once. `replicas`
+    returns a version's present replicas, None if unknown.
+    """
 
     def __init__(
         self,
@@ -84,7 +87,7 @@ class DeploymentServicer(pb_grpc.DeploymentServiceServicer):
         deployment = await asyncio.to_thread(self._rollouts.begin, rollout_change_from_proto(request))
         if request.validate_only:
             return checked_rollout_operation(deployment)
-        # Of a request that is repeated after its roll-out ended, this is history.
+        # If the request is repeated after its roll-out has ended, nothing changes.
         if deployment.rollout is not None and deployment.rollout.under_way:
             self._changed(deployment)
         return rollout_operation_of(deployment)

@@ -1,5 +1,6 @@
-"""When to send which waiting rows to the model, and what to refuse at once: by how long batches take, and by the
-load.
+"""The batching policy: when to send which waiting rows to the model, and what to refuse at once.
+
+It decides by the time that batches take, and by the load.
 """
 
 from __future__ import annotations
@@ -11,19 +12,26 @@ from dataclasses import dataclass, field
 from shared.errors import DeadlineExceeded, ResourceExhausted, Unavailable
 
 # --- Load ---
-# What a model has to do: how many rows wait or are at work, and how many it had to refuse.
+# The load of a model: the rows that wait or are being computed, and the rows that were refused.
 
 
 @dataclass(frozen=True)
 class Load:
-    """Over some seconds: the mean of the rows that waited or were at work, and those refused for want of capacity."""
+    """The load over some seconds.
+
+    `rows` is the mean number of rows that waited or were being computed, `refused` the number of rows that were refused
+    for lack of capacity.
+    """
 
     rows: float
     refused: int
 
 
 class LoadMeter:
-    """Exact means over the time between two readings, however short the peaks. Times are seconds on one clock."""
+    """Measures exact means between two readings, however short the peaks.
+
+    Times are seconds on one clock.
+    """
 
     def __init__(self, now_s: float) -> None:
         self._rows = self._refused = 0
@@ -31,7 +39,7 @@ class LoadMeter:
         self._since_s = self._read_s = now_s
 
     def add(self, rows: int, now_s: float) -> None:
-        """So many more; fewer, where it is negative."""
+        """Adds `rows`; a negative number removes rows."""
         self._row_seconds += self._rows * (now_s - self._since_s)
         self._since_s = now_s
         self._rows += rows
@@ -40,7 +48,10 @@ class LoadMeter:
         self._refused += rows
 
     def read(self, now_s: float) -> Load:
-        """Since the last reading; what is now, where no time has passed."""
+        """Returns the load since the last reading.
+
+        If no time has passed, returns the present number of rows.
+        """
         self.add(0, now_s)
         passed_s = now_s - self._read_s
         load = Load(self._row_seconds / passed_s if passed_s > 0 else float(self._rows), self._refused)
@@ -49,41 +60,46 @@ class LoadMeter:
 
 
 # --- Batch times ---
-# How long a batch takes, learned from those that came back.
+# Estimates how long a batch takes, from the batches that came back.
 
-# Of the newest batch in the moving averages: of the way, and of the deviation; of what computing takes, by how much all
-# sizes are slower than they were, and by how much this size is.
+# The weights of the newest batch in the moving averages. WEIGHT: the transfer time and a rising deviation. PACE_WEIGHT:
+# the pace that all sizes share. SHAPE_WEIGHT: the compute time of one size.
 WEIGHT = 0.2
-# The deviation falls more slowly than it rises, so that a spell in which all take the same is not trusted too soon; and
-# what it is at first, before anybody knows.
+# CALMING_WEIGHT: the deviation falls more slowly than it rises, so that a quiet spell is not trusted too soon.
+# FIRST_DEVIATION: its initial value.
 CALMING_WEIGHT, FIRST_DEVIATION = 0.05, 0.25
 PACE_WEIGHT, SHAPE_WEIGHT = 0.15, 0.05
-# Of the newest pace in the usual one, which passing spells are to change little.
+# The weight of the newest pace in the usual pace, which short spells should hardly change.
 USUAL_WEIGHT = 0.02
-# Of the mean deviation, as in TCP's estimate of a round trip (Jacobson, 1988), which takes 4.
+# The mean deviations in an upper bound. TCP's estimate of a round trip (Jacobson, 1988) takes 4.
 DEVIATIONS = 3.0
-# A batch that took many times as long as expected tells of a hiccup, not of what batches take.
+# The largest relative deviation that is learned: a batch that took many times as long as expected was a hiccup.
 MAX_DEVIATION = 1.0
 
 
 class BatchTimes:
-    """A batch takes its way to the model and back, with any wait there for the one before it, which is thought to be
-    the same for all sizes; and what the model computes, by size in buckets of powers of two.
+    """Estimates the time of a batch: transfer time plus compute time.
 
-    What makes one size slower, such as a busy machine, makes most others so. Hence sizes share a pace beside what each
-    is seen to take, and the deviation; and none is thought to take longer than a larger one. What is refused because of
-    an estimate never runs, so it could not put that estimate right by itself: others do.
+    The transfer, there and back, includes the wait for the batch before and is assumed to be the same for all sizes.
+    The compute time is kept by size, in buckets of powers of two.
+
+    A cause that slows one size, such as a busy machine, slows most others. So all sizes share a pace and a deviation,
+    and no size is assumed to take longer than a larger one. A refused batch never runs, so it cannot correct its own
+    estimate: other sizes do.
     """
 
     def __init__(self, measured_s: Mapping[int, float] | None = None) -> None:
-        """`measured_s`: rows → seconds of computing, from the replica's warm-up."""
+        """`measured_s` maps rows → seconds of compute time, from the replica's warm-up."""
         self._shape_s = {bucket(rows): seconds for rows, seconds in (measured_s or {}).items()}
         self._pace = self._usual_pace = 1.0
         self._way_s: float | None = None
-        self._deviation = FIRST_DEVIATION  # relative to what was expected
+        self._deviation = FIRST_DEVIATION  # relative to the expected time
 
     def observe(self, rows: int, seconds: float, computed_s: float | None = None) -> None:
-        """Of a batch that was back after `seconds`, of which the model computed for `computed_s`: by default all."""
+        """Learns from a batch that returned after `seconds`.
+
+        `computed_s` is its compute time, by default all of it.
+        """
         key = bucket(rows)
         computed_s = seconds if computed_s is None else min(computed_s, seconds)
         way_s = seconds - computed_s
@@ -95,25 +111,27 @@ class BatchTimes:
         deviation = min(abs(seconds - before_s) / before_s, MAX_DEVIATION) if before_s else 0.0
         weight = WEIGHT if deviation > self._deviation else CALMING_WEIGHT
         self._deviation += weight * (deviation - self._deviation)
-        # The largest size has no larger one to put it right: one hiccup must not make it look too slow to be tried.
+        # No larger size can correct the largest one, so a single hiccup must not make it look too slow to try.
         max_s = before_s * (1 + MAX_DEVIATION)
         self._way_s += WEIGHT * (min(way_s, max_s) - self._way_s)
         expected_s = self._shape_s[key] * self._pace
         if expected_s:
             change = min(computed_s / expected_s - 1, MAX_DEVIATION)
-            # Both in one ratio, whatever the changes are: of two averages that follow a product each by itself, one
-            # would rise for ever and the other fall.
+            # Both factors change by one ratio. If each followed the product by itself, one could rise for ever while
+            # the other falls.
             self._pace *= math.exp(PACE_WEIGHT * change)
             self._usual_pace += USUAL_WEIGHT * (self._pace - self._usual_pace)
             self._shape_s[key] *= math.exp(SHAPE_WEIGHT * change)
 
     def expected_s(self, rows: int) -> float:
-        """What a batch of so many rows takes from here and back. 0 while nothing is known."""
+        """Returns the expected round trip of a batch, in seconds; 0 without measurements."""
         return self.computing_s(rows) + (self._way_s or 0.0)
 
     def computing_s(self, rows: int) -> float:
-        """What the model computes for; where that size was never seen, what the next smaller one known takes, so that
-        the estimate is rather too low."""
+        """Returns the expected compute time in seconds.
+
+        A size without measurements gets the time of the next smaller one, so the estimate is rather too low.
+        """
         wanted = bucket(rows)
         if wanted not in self._shape_s:
             wanted = max((size for size in self._shape_s if size < wanted), default=0)
@@ -121,44 +139,44 @@ class BatchTimes:
         return shape_s * self._pace
 
     def usually_s(self, rows: int) -> float:
-        """What the model computes for apart from spells in which all batches are faster or slower."""
+        """Returns the compute time at the usual pace, which ignores short spells."""
         return self.computing_s(rows) / self._pace * self._usual_pace
 
     def at_most_s(self, seconds: float, deviations: float = DEVIATIONS) -> float:
-        """What is expected to take so long, with so many mean deviations more."""
+        """Returns `seconds` plus `deviations` mean deviations."""
         return seconds * (1 + deviations * self._deviation)
 
     def bound_s(self, rows: int) -> float:
-        """What hardly any batch of so many rows takes longer than, from here and back."""
+        """Returns an upper bound of the round trip, which hardly any batch exceeds."""
         return self.at_most_s(self.expected_s(rows))
 
 
 def bucket(rows: int) -> int:
-    """The power of two at or above `rows`."""
+    """Returns the power of two at or above `rows`."""
     return 1 << (rows - 1).bit_length()
 
 
 def buckets(max_rows: int) -> list[int]:
-    """Batch sizes to warm: the powers of two below `max_rows`, and `max_rows` itself."""
+    """Returns the batch sizes to warm up: powers of two below `max_rows`, and `max_rows`."""
     return [*(1 << power for power in range((max_rows - 1).bit_length())), max_rows]
 
 
 # --- Policy ---
-# When to send which waiting rows to the model, and what to refuse at once.
-#
-# All times are seconds on one monotonic clock; `batch_s` is how long a full batch takes from here and back, 0 while
-# nobody knows. The rules, in order of weight: never run what comes too late, never exceed the model's share of batches
-# in flight, never let the model idle while rows wait, fill batches otherwise.
+# All times are seconds on one monotonic clock. The rules, by priority: never run rows that would be late, never exceed
+# the limit of batches in flight, never let the model idle while rows wait, and otherwise fill batches.
 
 MIN_RETRY_AFTER_S = 0.01
-# Of a batch that several requests share: on its way to a replica there are two more copies of it.
+# The limit of a batch that several requests share: two more copies of it exist on its way to a replica.
 MAX_BATCH_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """`max_in_flight` counts batches: one at work in each replica and one on its way there. `max_bytes`
-    bounds what is added to a batch, not its first rows."""
+    """The limits of a batcher.
+
+    `max_in_flight` counts batches: one computing in each replica and one in transit to it. `max_bytes` limits what is
+    added to a batch, not its first rows.
+    """
 
     max_rows: int
     max_delay_s: float
@@ -168,14 +186,17 @@ class Limits:
 
     @property
     def at_work(self) -> int:
-        """So many batches in flight leave no replica idle."""
+        """The number of batches in flight that keeps every replica busy."""
         return (self.max_in_flight + 1) // 2
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """Rows of one request. They stay together in one batch, unless they are `divisible`: then some may go, and the
-    others wait on. Only rows of one `form` share a batch."""
+    """The waiting rows of one request.
+
+    They stay together in one batch, unless they are `divisible`: then some may be sent while the others wait. Only rows
+    of one `form` share a batch.
+    """
 
     rows: int
     form: str
@@ -187,8 +208,11 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Decision:
-    """Positions in the queue: `late` is to be refused, `batch` to be sent now, with so many rows of each. `wake_s`:
-    decide again then, if nothing happens before."""
+    """A decision about the queue; positions are indices in the queue.
+
+    The rows at `late` are refused. `batch` is sent now, with the given number of rows from each position. At `wake_s`
+    the policy must decide again, if nothing happens before.
+    """
 
     late: tuple[int, ...] = ()
     batch: Mapping[int, int] = field(default_factory=dict)
@@ -196,7 +220,7 @@ class Decision:
 
 
 def pieces(rows: int, max_rows: int) -> list[tuple[int, int]]:
-    """A request's rows as [start, stop) pieces that each fit a batch."""
+    """Splits a request's rows into [start, stop) pieces that each fit a batch."""
     return [(start, min(start + max_rows, rows)) for start in range(0, rows, max_rows)]
 
 
@@ -210,10 +234,10 @@ def admit(
     drained_s: float,
     limits: Limits,
 ) -> None:
-    """Raises `DeadlineExceeded` or `ResourceExhausted` if rows that come now cannot be served.
+    """Raises `DeadlineExceeded` or `ResourceExhausted` if new rows cannot be served.
 
-    `ends_s` is when their answers should have arrived, `drained_s` how long the queue takes. What is refused here is
-    refused at once, and what is let in should be answered: so this is the stricter of the two looks at a deadline.
+    `ends_s` is when their answers should arrive, `drained_s` the time that the queue takes. Admission is stricter than
+    `decide`: a refusal here comes at once, and admitted rows should be answered.
     """
     if queued_rows + rows > limits.max_queued_rows:
         raise ResourceExhausted(
@@ -227,8 +251,10 @@ def admit(
 
 
 def starts_s(frees_s: Sequence[float], batches_ahead: int, full_batch_s: float) -> float:
-    """When a replica is expected to begin the batch that has so many others ahead of it in the queue, each of which
-    takes so long; `frees_s` is when each replica is expected to be free, the soonest first."""
+    """Returns when a replica is expected to begin the batch behind `batches_ahead` others.
+
+    Each of these takes `full_batch_s`. `frees_s` is when each replica is expected to be free, the earliest first.
+    """
     rounds, place = divmod(batches_ahead, len(frees_s))
     return frees_s[place] + rounds * full_batch_s
 
@@ -245,21 +271,24 @@ def decide(
     min_rows_to_send: int = 0,
     bound_s: float = 0.0,
 ) -> Decision:
-    """What to do now with the queue: rows of one form, the most urgent first and the older of two that are as urgent.
+    """Decides what to do now with the queue.
 
-    A batch that is sent now is expected to be answered at `ends_s`. `due_s` is when one should be on its way, so that
-    it arrives as a replica becomes free, and `full_due_s` the same of a full one. It gathers until then, however long
-    its rows have waited: in front of a busy replica nobody looks at deadlines again, nor would more urgent rows pass
-    it. `min_rows_to_send` are the rows that an idle replica's batch waits for, `max_delay_s` at most, and no longer
-    than leaves `bound_s` to each of its rows. It looks no further than one batch, so its cost does not grow with the
-    queue.
+    The queue has rows of one form, by priority, then by arrival.
+
+    A batch that is sent now is expected to be answered at `ends_s`. `due_s` is when a batch should be sent so that it
+    arrives as a replica becomes free; `full_due_s` is the same for a full batch. A batch gathers rows until then,
+    however long they have waited: once it is sent, its deadlines are not checked again, and more urgent rows cannot
+    overtake it.
+
+    An idle replica's batch waits for `min_rows_to_send` rows, but at most `max_delay_s`, and no longer than leaves
+    `bound_s` to each of its rows. The decision reads at most one batch, so its cost does not grow with the queue.
     """
     if in_flight >= limits.max_in_flight:
         return Decision()
     late: list[int] = []
     batch: dict[int, int] = {}
     rows, size_bytes, oldest_s, earliest_s, full = 0, 0.0, math.inf, math.inf, False
-    # An idle model always tries: an estimate that is too high could otherwise never be put right.
+    # An idle model always tries. Otherwise an estimate that is too high could never be corrected.
     soonest_s = ends_s if in_flight else now_s
     for position, waiting in enumerate(queue):
         if soonest_s >= waiting.deadline_s:
@@ -276,8 +305,8 @@ def decide(
         full = rows >= limits.max_rows or taken < waiting.rows
         if full:
             break
-    # An idle replica takes what there is, where no company is expected: waiting would only add to the latency. A busy
-    # one would not take it any earlier.
+    # An idle replica takes the waiting rows at once if no more are expected: waiting would only add latency. A busy one
+    # could not take them any earlier.
     delayed_s = oldest_s + limits.max_delay_s
     if in_flight >= limits.at_work:
         at_s = full_due_s if full else max(delayed_s, due_s)
@@ -289,7 +318,10 @@ def decide(
 
 
 def too_late(remaining_s: float, *, begun: bool = False) -> DeadlineExceeded:
-    """`begun`: the model has seen some of the request's rows, which took several batches."""
+    """Returns the error for rows that would be answered too late.
+
+    `begun`: the model has seen some of the request's rows, which took several batches.
+    """
     seen = "it saw a part of the request's rows; send fewer in one request" if begun else "it never saw the request"
     return DeadlineExceeded(
         f"the model cannot answer in the {max(remaining_s, 0) * 1000:.0f} ms that are left; {seen}",
@@ -302,7 +334,7 @@ def draining(why: str) -> Unavailable:
 
 
 def _that_fit(waiting: Waiting, rows: int, size_bytes: float) -> int:
-    """How many of these rows go into a batch that has room for so many more."""
+    """Returns how many of these rows fit a batch with this capacity left."""
     if not waiting.divisible:
         return waiting.rows if waiting.rows <= rows and waiting.size_bytes <= size_bytes else 0
     if size_bytes < waiting.size_bytes:

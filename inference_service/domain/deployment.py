@@ -1,5 +1,6 @@
-"""A deployment: what is to be served, at which scale and with which traffic, and how far it is. Transitions are
-functions from one value to the next.
+"""A deployment: its checkpoint, scale, traffic and state.
+
+Transitions are functions from one value to the next.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from shared.durable import Durable, as_state, fields_of, stored_as
 from shared.errors import Cancelled, Conflict, MillraceError, invalid_field, invalid_fields, not_found
 
 # --- Version policy ---
-# Which of a deployment's versions stay loaded although they have no traffic.
+# The versions of a deployment that stay loaded without traffic.
 
 MAX_LATEST = 100
 MAX_NAMED = 100
@@ -31,14 +32,17 @@ class Kept(StrEnum):
 
 @dataclass(frozen=True)
 class VersionPolicy:
-    """`count` is of the newest ones, `named` are numbers; each means something to its own kind only."""
+    """Which versions stay loaded.
+
+    `count` is the number of newest versions, for LATEST; `named` are version numbers, for NAMED.
+    """
 
     kept: Kept = Kept.LATEST
     count: int = 1
     named: tuple[str, ...] = ()
 
     def keeps(self, numbers: Iterable[str]) -> Collection[str]:
-        """Those of `numbers` that stay."""
+        """Returns those of `numbers` that stay."""
         ordered = sorted(numbers, key=int)
         if self.kept is Kept.ALL:
             return ordered
@@ -55,14 +59,14 @@ LATEST = VersionPolicy()
 
 
 def latest_policy(field: str, count: int) -> VersionPolicy:
-    """Raises `InvalidArgument`."""
+    """Returns the policy LATEST; raises `InvalidArgument`."""
     if not 0 <= count <= MAX_LATEST:
         raise invalid_field(f"{field}.latest.count", count, f"use 0 to {MAX_LATEST}; 0 means 1")
     return VersionPolicy(Kept.LATEST, count=count or 1)
 
 
 def named_policy(field: str, numbers: Collection[str]) -> VersionPolicy:
-    """Raises `InvalidArgument`."""
+    """Returns the policy NAMED; raises `InvalidArgument`."""
     if len(numbers) > MAX_NAMED:
         raise invalid_field(f"{field}.named.versions", f"{len(numbers)} versions", f"name at most {MAX_NAMED}")
     for number in numbers:
@@ -72,7 +76,7 @@ def named_policy(field: str, numbers: Collection[str]) -> VersionPolicy:
 
 
 # --- Scaling ---
-# How many replicas a version has, and what each of them takes of its node.
+# The replicas of a version, and the resources of each.
 
 MAX_REPLICAS = 64
 MAX_CPUS = 256.0
@@ -88,8 +92,11 @@ Problem = tuple[str, object, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Autoscaling(Durable):
-    """Between `min_replicas` and `max_replicas`: one for each `rows_per_replica` of the rows that wait or are at work.
-    There are more, or fewer, once those that there are have been too few, or too many, for so long."""
+    """Scales the replicas with the load.
+
+    One replica for each `rows_per_replica` rows that wait or are being computed, within `min_replicas` and
+    `max_replicas`. Replicas are added after too few for `up_after_s`, and removed after too many for `down_after_s`.
+    """
 
     min_replicas: int
     max_replicas: int
@@ -106,7 +113,7 @@ class Autoscaling(Durable):
 
 
 def autoscaling_problems(wanted: Autoscaling) -> list[Problem]:
-    """What is out of range: field, value and remedy each."""
+    """Returns the problems of out-of-range fields: field, value and remedy each."""
     low = wanted.min_replicas
     found: list[Problem] = []
     if not 1 <= low <= MAX_REPLICAS:
@@ -125,9 +132,9 @@ def autoscaling_problems(wanted: Autoscaling) -> list[Problem]:
 
 
 def share_problems(cpus: float | None, gpus: float) -> list[Problem]:
-    """The same of a replica's part of its node."""
+    """Returns the problems of a replica's CPU and GPU share."""
     found: list[Problem] = []
-    # Not a number is in no range.
+    # NaN is in no range.
     if cpus is not None and not MIN_SHARE <= cpus <= MAX_CPUS:
         remedy = f"use {MIN_SHARE:g} to {MAX_CPUS:g}, or leave it out for threads_per_replica"
         found.append(("spec.cpus_per_replica", cpus, remedy))
@@ -138,8 +145,10 @@ def share_problems(cpus: float | None, gpus: float) -> list[Problem]:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """What is asked of Ray Serve for one version: `initial` replicas, so many for ever unless there is `autoscaling`,
-    and CPUs and GPUs for each."""
+    """The scale of one version in Ray Serve.
+
+    `initial` replicas, constant unless there is `autoscaling`, with CPUs and GPUs for each.
+    """
 
     initial: int
     cpus: float
@@ -148,7 +157,7 @@ class Scale:
 
 
 # --- Traffic ---
-# How a deployment's requests are shared out beside the weights: by a header, and copies to a shadow.
+# How requests are routed besides the weights: by a header, and as copies to a shadow.
 
 MAX_WEIGHT = 1000
 MAX_WEIGHTS = 1000
@@ -156,13 +165,16 @@ MAX_ROUTES = 20
 MAX_VALUE = 200
 HEADER = re.compile(r"[a-z0-9_.-]{1,100}")
 HEADERS = "headers"
-# As much as gRPC takes of a call's own.
+# gRPC's limit for a call's metadata.
 MAX_HEADERS = 16_384
 
 
 @dataclass(frozen=True)
 class HeaderRoute(Durable):
-    """A request that names no version and whose `header`, in small letters, is exactly `value` goes to `version`."""
+    """Routes requests by a header.
+
+    A request that names no version goes to `version` if its `header`, in lower case, is exactly `value`.
+    """
 
     header: str
     value: str
@@ -171,7 +183,7 @@ class HeaderRoute(Durable):
 
 @dataclass(frozen=True)
 class Shadow(Durable):
-    """`version` gets copies of `percent` of the requests; nobody gets its answers."""
+    """A shadow: `version` gets copies of `percent` of the requests, and its answers are discarded."""
 
     version: str
     percent: int
@@ -179,7 +191,10 @@ class Shadow(Durable):
 
 @dataclass(frozen=True, kw_only=True)
 class TrafficChange:
-    """What a client wishes to be otherwise; None: as it is. A shadow of 0 % is none."""
+    """A client's change of the traffic; None leaves a field as it is.
+
+    A shadow of 0 % removes the shadow.
+    """
 
     weights: Mapping[str, int] | None = None
     routes: tuple[HeaderRoute, ...] | None = None
@@ -188,7 +203,7 @@ class TrafficChange:
 
 
 def check_change(change: TrafficChange) -> TrafficChange:
-    """The change, or `InvalidArgument` naming every field that is out of range."""
+    """Returns the change, or raises `InvalidArgument` naming every out-of-range field."""
     problems: list[tuple[str, object, str]] = []
     if change.weights is not None:
         problems += [
@@ -214,14 +229,15 @@ def check_change(change: TrafficChange) -> TrafficChange:
 
 
 def routed(routes: Sequence[HeaderRoute], headers: Mapping[str, str]) -> Iterable[str]:
-    """The numbers of the versions that these headers lead to, in the order of the routes."""
+    """Returns the versions that these headers route to, in the order of the routes."""
     return (route.version for route in routes if headers.get(route.header) == route.value)
 
 
 def headers_of(metadata: Iterable[tuple[str, str | bytes]], parameters: Parameters) -> dict[str, str]:
-    """Those of the call, and over them those of the request's own parameter `headers`, a JSON object of strings.
+    """Merges the call's headers with those of the request.
 
-    Raises `InvalidArgument` where that is none.
+    The request's parameter `headers`, a JSON object of strings, takes precedence. Raises `InvalidArgument` if it is no
+    such object.
     """
     headers = {name: value for name, value in metadata if isinstance(value, str)}
     given = parameters.get(HEADERS)
@@ -233,7 +249,7 @@ def headers_of(metadata: Iterable[tuple[str, str | bytes]], parameters: Paramete
         )
     try:
         own = json.loads(given) if isinstance(given, str) else None
-    except (ValueError, RecursionError):  # what is nested too deeply is no object of strings either
+    except (ValueError, RecursionError):  # RecursionError: too deep nesting is no object of strings either
         own = None
     if not isinstance(own, dict) or not all(isinstance(value, str) for value in own.values()):
         raise invalid_field(f"parameters.{HEADERS}", given, 'use a JSON object of strings, e.g. {"x-canary": "yes"}')
@@ -241,7 +257,7 @@ def headers_of(metadata: Iterable[tuple[str, str | bytes]], parameters: Paramete
 
 
 # --- Deployment ---
-# A deployment: what is to be served, and how far it is. Transitions are functions from one value to the next.
+# A deployment's spec and state. Transitions are functions from one value to the next.
 
 MAX_THREADS = 256
 MAX_BATCH_SIZE = 1024
@@ -261,7 +277,10 @@ ALL_TRAFFIC = 100
 #     ├──────▶ FAILED ─────▲ │          │ the same id may be created again, with a new uid
 #     └────────────────────┘            └──▶ LOADING
 class State(StrEnum):
-    """Only `GONE` has no counterpart on the wire: such a deployment is NOT_FOUND."""
+    """A deployment's state.
+
+    Only `GONE` has no counterpart in the API: such a deployment is NOT_FOUND.
+    """
 
     LOADING = "LOADING"
     READY = "READY"
@@ -276,8 +295,11 @@ LIVE = frozenset({State.LOADING, State.READY})  # these have an application in R
 
 @dataclass(frozen=True, kw_only=True)
 class Spec(Durable):
-    """`checkpoint` is as the client named it, a job or a checkpoint; everything else has its default filled in. With
-    `autoscaling` `num_replicas` are the fewest; of a replica whose `cpus_per_replica` are None, its threads count."""
+    """A deployment's spec, with defaults filled in.
+
+    `checkpoint` is as the client named it, a job or a checkpoint. With `autoscaling`, `num_replicas` is the minimum. If
+    `cpus_per_replica` is None, a replica takes `threads_per_replica` CPUs.
+    """
 
     checkpoint: str
     num_replicas: int
@@ -291,12 +313,15 @@ class Spec(Durable):
     gpus_per_replica: float = 0.0
     # Whether rows with a NaN or an infinity that no step fills are answered; else they are refused.
     allow_non_finite: bool = False
-    # Of a program's checkpoint: `module:name` of the class of its bundle that serves it; empty: `Predictor` of the
-    # program's module.
+    # Only for a program's checkpoint: `module:name` of the class in its bundle that serves it; empty: `Predictor` of
+    # the program's module.
     predictor: str = ""
 
     def scale(self, replicas: int = 0) -> Scale:
-        """What a version of it asks of Ray, with so many replicas to begin with where their number may change."""
+        """Returns a version's scale in Ray Serve.
+
+        With autoscaling it starts with `replicas`, within the limits.
+        """
         return Scale(
             initial=self.autoscaling.within(replicas) if self.autoscaling else self.num_replicas,
             cpus=self.threads_per_replica if self.cpus_per_replica is None else self.cpus_per_replica,
@@ -331,9 +356,10 @@ def check_spec(
     allow_non_finite: bool = False,
     predictor: str = "",
 ) -> Spec:
-    """The spec with its defaults, or `InvalidArgument` naming every number that is out of range.
+    """Returns the spec with its defaults.
 
-    Of `autoscaling`, 0 `min_replicas` mean 1, and 0 `rows_per_replica` a full batch.
+    Raises `InvalidArgument` naming every number that is out of range. In `autoscaling`, a `min_replicas` of 0 means 1,
+    and a `rows_per_replica` of 0 a full batch.
     """
     batch_size = max_batch_size or DEFAULT_BATCH_SIZE
     if autoscaling is not None:
@@ -384,7 +410,10 @@ def check_spec(
 
 @dataclass(frozen=True, kw_only=True)
 class Creation:
-    """A checked request to create. `digest` is that of the request's body without its `request_id`."""
+    """A checked creation request.
+
+    `digest` is the digest of the request's body without its `request_id`.
+    """
 
     deployment_id: str
     spec: Spec
@@ -395,16 +424,19 @@ class Creation:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelVersion(Durable):
-    """One checkpoint under one number. `folder` is where its files lie; `weight` its share of the traffic that names no
-    version; `dataset_version` and `signature` are known once a replica has loaded it. From `retired_at` on, in seconds
-    since the epoch, it gets no traffic any more; it answers what it has, and goes."""
+    """One checkpoint under one version number.
+
+    `folder` has its files; `weight` is its share of the traffic that names no version. `dataset_version` and
+    `signature` are known once a replica has loaded it. After `retired_at`, in seconds since the epoch, it gets no more
+    traffic, answers its pending requests, and is then removed.
+    """
 
     number: str
     checkpoint: str
     folder: str
     checkpoint_sha256: str
     training_job: str
-    # `codeBundles/{sha256}` of a user's own code that makes the model; empty of others.
+    # `codeBundles/{sha256}` of the user's own code that builds the model; empty without such code.
     code_bundle: str = ""
     dataset_version: str = ""
     weight: int = ALL_TRAFFIC
@@ -414,8 +446,11 @@ class ModelVersion(Durable):
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment(Durable):
-    """`generation` counts the wishes of clients and is the etag; times are seconds since the epoch. `versions` are all
-    that are loaded or are to be, in the order of their numbers; `numbers_used` is the last one given."""
+    """A deployment.
+
+    `generation` counts the clients' changes and is the etag; times are seconds since the epoch. `versions` are all that
+    are loaded or to be loaded, in the order of their numbers; `numbers_used` is the last number given.
+    """
 
     name: str
     uid: str
@@ -443,7 +478,7 @@ class Deployment(Durable):
 
     @property
     def was_loaded(self) -> bool:
-        """Whether it was ever READY, though it may be going by now."""
+        """Whether it was ever READY, though it may be in deletion by now."""
         return any(version.signature for version in self.versions)
 
     def as_record(self) -> dict[str, Any]:
@@ -475,21 +510,24 @@ class Deployment(Durable):
 
 
 def with_loaded(deployment: Deployment, loaded: ModelVersion, now_s: float) -> Deployment | None:
-    """After the first version was loaded, its signature known; None if that is no news (it was READY, or is going)."""
+    """Returns the deployment after its first version, `loaded`, was loaded.
+
+    None if that changes nothing, because it was READY or is being deleted.
+    """
     if deployment.state is not State.LOADING:
         return None
     return replace(deployment, state=State.READY, versions=(loaded,), update_time=now_s)
 
 
 def with_failure(deployment: Deployment, error: MillraceError, now_s: float) -> Deployment | None:
-    """After the first version could not be loaded for good; None if the deployment is no longer loading."""
+    """Returns the deployment after its first version failed for good; None if it is no longer loading."""
     if deployment.state is not State.LOADING:
         return None
     return replace(deployment, state=State.FAILED, error=error.as_record(), update_time=now_s)
 
 
 def with_deletion(deployment: Deployment | None, name: str, etag: str, now_s: float) -> Deployment | None:
-    """After a client's wish to delete it; None if that was wished before.
+    """Returns the deployment after a client's deletion request; None if it was requested before.
 
     Raises `NotFound` and `Conflict` (`etag` is not the present one).
     """
@@ -498,7 +536,7 @@ def with_deletion(deployment: Deployment | None, name: str, etag: str, now_s: fl
 
 
 def deleting(deployment: Deployment, now_s: float) -> Deployment:
-    """After the wish to delete it, which ends a roll-out as well."""
+    """Returns the deployment in state DELETING, with a running roll-out ended."""
     rollout = deployment.rollout
     if rollout is not None and rollout.under_way:
         error = Cancelled(f"{deployment.name} was deleted before the roll-out was done", reason="DELETED")
@@ -513,7 +551,10 @@ def deleting(deployment: Deployment, now_s: float) -> Deployment:
 
 
 def checked(deployment: Deployment | None, name: str, etag: str) -> Deployment:
-    """The deployment that a wish is about. Raises `NotFound` and `Conflict` (`etag` is not the present one)."""
+    """Returns the deployment that a request is about.
+
+    Raises `NotFound` and `Conflict` (`etag` is not the present one).
+    """
     if deployment is None or deployment.state is State.GONE:
         raise not_found(name)
     if etag and etag != deployment.etag:
@@ -526,21 +567,24 @@ def checked(deployment: Deployment | None, name: str, etag: str) -> Deployment:
 
 
 def with_removal(deployment: Deployment, now_s: float) -> Deployment | None:
-    """After its applications are gone; None unless it was being deleted."""
+    """Returns the deployment after its applications are removed; None unless it was being deleted."""
     if deployment.state is not State.DELETING:
         return None
     return replace(deployment, state=State.GONE, update_time=now_s)
 
 
 # --- Applications ---
-# The names of the applications in Ray Serve: one for each version of a deployment.
+# The names of the applications in Ray Serve, one for each version of a deployment.
 
 
 def application_name(deployment: Deployment, version: ModelVersion) -> str:
-    """The Ray Serve application of one version. The uid keeps a deployment from meeting its namesake's replicas."""
+    """Returns the Ray Serve application of one version.
+
+    The uid keeps a deployment apart from replicas of an earlier one with the same name.
+    """
     return f"{deployment.uid}-v{version.number}"
 
 
 def uid_of(application: str) -> str:
-    """Of its deployment: the inverse of `application_name`."""
+    """Returns the uid of the deployment: the inverse of `application_name`."""
     return application.rpartition("-v")[0]

@@ -1,6 +1,4 @@
-"""A rollout: what is asked of it, how far it is, what ends it early, and how its two versions differ on the same
-rows.
-"""
+"""A roll-out: its plan, its state, its limits, and the difference of its two versions on the same rows."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from shared.errors import MillraceError, invalid_fields
 from shared.names import SPLIT, SPLIT_REMEDY
 
 # --- Rollout ---
-# A roll-out: what is wished of it, how far it is, and what ends it early.
+# A roll-out: its plan, its state, and its limits.
 
 MAX_STEPS = 20
 MAX_INTERVAL_S = 86_400.0
@@ -34,7 +32,7 @@ DEFAULT_ROWS = 256
 
 #  LOADING ──▶ COMPARING ──▶ SHIFTING ──▶ SUCCEEDED ──▶ UNDONE
 #     ├────────────┼────────────▲ │
-#     └────────────┴──────────────┴──▶ ROLLED_BACK       COMPARING only where that is wished
+#     └────────────┴──────────────┴──▶ ROLLED_BACK       COMPARING only if the plan has a comparison
 class RolloutState(StrEnum):
     LOADING = "LOADING"
     COMPARING = "COMPARING"
@@ -49,7 +47,7 @@ UNDER_WAY = frozenset({RolloutState.LOADING, RolloutState.COMPARING, RolloutStat
 
 @dataclass(frozen=True)
 class RolloutStep(Durable):
-    """For `interval_s` the new version has `percent` of the requests that name no version."""
+    """One step: for `interval_s` the new version gets `percent` of the requests that name no version."""
 
     percent: int
     interval_s: float
@@ -60,7 +58,10 @@ DEFAULT_STEPS = tuple(RolloutStep(percent, 60.0) for percent in (5, 25, 50, 100)
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutLimits(Durable):
-    """None is no limit. They hold once there are `min_requests` in the last `window_s`; the ratio is to the old one."""
+    """The limits of a roll-out; None is no limit.
+
+    They apply once there are `min_requests` in the last `window_s`. The ratio is relative to the old version.
+    """
 
     max_error_share: float | None = None
     max_p99_s: float | None = None
@@ -71,8 +72,11 @@ class RolloutLimits(Durable):
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Durable):
-    """On the first `max_rows` of a split, before any traffic moves: the share of the rows whose labels must agree with
-    the old version's, and by how much outputs may differ. None is no limit."""
+    """A comparison before any traffic moves.
+
+    It uses the first `max_rows` of a split. `min_agreement` is the share of rows whose labels must agree with the old
+    version's, `max_difference` the greatest allowed difference of outputs. None is no limit.
+    """
 
     dataset_version: str
     split: str
@@ -83,8 +87,11 @@ class Comparison(Durable):
 
 @dataclass(frozen=True)
 class Compared(Durable):
-    """What a comparison found; `agreement` is None where the model gives no label. Both versions refuse `refused` rows,
-    which are no part of the `rows` that were compared; `refused_by_one` are, as different as can be."""
+    """The result of a comparison.
+
+    `agreement` is None if the model has no label. `refused` rows, which both versions refuse, are not part of `rows`;
+    `refused_by_one` are, and count as entirely different.
+    """
 
     rows: int
     agreement: float | None
@@ -95,7 +102,10 @@ class Compared(Durable):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutPlan(Durable):
-    """`checkpoint` is as the client named it, a job or a checkpoint; everything else has its default filled in."""
+    """The plan of a roll-out, with defaults filled in.
+
+    `checkpoint` is as the client named it, a job or a checkpoint.
+    """
 
     checkpoint: str
     steps: tuple[RolloutStep, ...] = DEFAULT_STEPS
@@ -106,8 +116,11 @@ class RolloutPlan(Durable):
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout(Durable):
-    """`before` are the weights by number to go back to; `step` is the place of the present one, or of the last. Times
-    are seconds since the epoch, 0 for what has not happened."""
+    """A roll-out.
+
+    `before` has the weights to go back to, by version number; `step` is the index of the present step, or of the last.
+    Times are seconds since the epoch, 0 for what has not happened.
+    """
 
     uid: str
     request_id: str
@@ -158,7 +171,10 @@ class Rollout(Durable):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutChange:
-    """A checked request to roll out. `digest` is that of the request's body without its `request_id`."""
+    """A checked request to roll out.
+
+    `digest` is the digest of the request's body without its `request_id`.
+    """
 
     name: str
     plan: RolloutPlan
@@ -176,7 +192,10 @@ def check_plan(
     allow_new_signature: bool = False,
     comparison: Comparison | None = None,
 ) -> RolloutPlan:
-    """The plan with its defaults, or `InvalidArgument` naming every field that is out of range."""
+    """Returns the plan with its defaults.
+
+    Raises `InvalidArgument` naming every out-of-range field.
+    """
     problems: list[tuple[str, object, str]] = []
     if len(steps) > MAX_STEPS:
         problems.append(("spec.steps", f"{len(steps)} steps", f"use at most {MAX_STEPS}"))
@@ -233,16 +252,18 @@ def _problems_of(wanted: Comparison) -> list[tuple[str, object, str]]:
 
 
 # --- Comparing ---
-# How two versions of a model differ on the same rows.
+# The difference of two versions of a model on the same rows.
 
 LABEL = "label"
 
 
 @dataclass
 class Difference:
-    """Gathered part by part. `agreeing` counts rows with equal labels, None where the model gives none; `greatest` is
-    the greatest absolute difference between numbers of outputs that are floats. `refused` and `refused_by_one` are
-    those of `Compared`."""
+    """Accumulates the difference, batch by batch.
+
+    `agreeing` counts rows with equal labels, None if the model has no label. `greatest` is the greatest absolute
+    difference of float outputs. `refused` and `refused_by_one` are as in `Compared`.
+    """
 
     rows: int = 0
     agreeing: int | None = None
@@ -251,18 +272,21 @@ class Difference:
     refused_by_one: int = 0
 
     def add(self, specs: Sequence[TensorSpec], old: Sequence[Array], new: Sequence[Array]) -> None:
-        """The outputs of both versions for some more rows, in the order of `specs`."""
+        """Adds the outputs of both versions for some rows, in the order of `specs`."""
         self.rows += len(old[0])
         for spec, one, other in zip(specs, old, new, strict=True):
             if spec.name == LABEL:
                 self.agreeing = (self.agreeing or 0) + int(np.count_nonzero(one == other))
             elif one.size and np.issubdtype(one.dtype, np.floating):
                 greatest = np.abs(one.astype(np.float64) - other.astype(np.float64)).max()
-                # One that is no number differs from everything.
+                # NaN counts as an infinite difference.
                 self.greatest = max(self.greatest, float("inf") if np.isnan(greatest) else float(greatest))
 
     def add_refused(self, specs: Sequence[TensorSpec], *, by_both: bool) -> None:
-        """One more row, to which one version gives the outputs of `specs`, or none does."""
+        """Adds a row that one version, or both, refuse.
+
+        `specs` are the outputs of the model.
+        """
         if by_both:
             self.refused += 1
             return
@@ -278,7 +302,7 @@ class Difference:
 
 
 def falls_short(wanted: Comparison, seen: Compared) -> str:
-    """What of the comparison is not as wanted, in words; empty: nothing."""
+    """Returns which limit of the comparison is not met; empty if all are."""
     if wanted.min_agreement is not None:
         if seen.agreement is None:
             return "its outputs have no label, so that there is no agreement to compare; use max_difference"

@@ -1,4 +1,7 @@
-"""How a deployment goes through a roll-out. Transitions are functions from one value to the next; None: no news."""
+"""The transitions of a deployment during a roll-out.
+
+They are functions from one value to the next; None means no change.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,10 @@ from shared.errors import Cancelled, FailedPrecondition, MillraceError, invalid_
 
 
 def shares(weights: Mapping[str, int], total: int) -> dict[str, int]:
-    """`total` shared out in proportion to the weights, of which one at least is not 0, in whole numbers: what is left
-    over goes to those that lost most by rounding down, the first of equals."""
+    """Divides `total` in proportion to the weights, in whole numbers.
+
+    At least one weight is not 0. The remainder goes to those that lost most by rounding down; of equal ones, the first.
+    """
     whole = sum(weights.values())
     shared = {number: total * weight // whole for number, weight in weights.items()}
     by_loss = sorted(weights, key=lambda number: -(total * weights[number] % whole))
@@ -32,7 +37,10 @@ def shares(weights: Mapping[str, int], total: int) -> dict[str, int]:
 
 
 def check_can_begin(deployment: Deployment, what: str = "a roll-out can begin") -> None:
-    """Raises `FailedPrecondition` unless `what` can happen now: it is READY, and no roll-out is under way."""
+    """Raises `FailedPrecondition` unless the deployment is READY, without a running roll-out.
+
+    `what` names the refused action in the error.
+    """
     if deployment.state is not State.READY:
         raise FailedPrecondition(
             f"{deployment.name} is {deployment.state}; only when it is READY {what}",
@@ -53,9 +61,9 @@ def next_number(deployment: Deployment) -> str:
 
 
 def begun(deployment: Deployment, version: ModelVersion, rollout: Rollout, now_s: float) -> Deployment:
-    """After the wish to roll `version` out, which has the next number; `rollout.before` becomes what is now.
+    """Returns the deployment with a new roll-out of `version`, which has the next number.
 
-    Raises as `check_can_begin`.
+    `rollout.before` becomes the present weights. Raises the errors of `check_can_begin`.
     """
     check_can_begin(deployment)
     return replace(
@@ -69,9 +77,11 @@ def begun(deployment: Deployment, version: ModelVersion, rollout: Rollout, now_s
 
 
 def with_version_loaded(deployment: Deployment, loaded: ModelVersion, now_s: float) -> Deployment | None:
-    """After a version was loaded, its signature known: the first makes the deployment READY, that of a roll-out gets
-    the share of the first step, unless it is to be compared before; or, where clients of the old one could not use it,
-    it ends the roll-out."""
+    """Returns the deployment after a version was loaded, with its signature.
+
+    The first version makes the deployment READY. A roll-out's version gets the traffic of the first step, or is
+    compared first if the plan has a comparison. If clients of the old version could not use it, it ends the roll-out.
+    """
     rollout = deployment.rollout
     if rollout is None or rollout.version != loaded.number or rollout.state is not RolloutState.LOADING:
         return with_loaded(deployment, loaded, now_s)
@@ -91,7 +101,7 @@ def with_version_loaded(deployment: Deployment, loaded: ModelVersion, now_s: flo
 
 
 def with_compared(deployment: Deployment, uid: str, compared: Compared, now_s: float) -> Deployment | None:
-    """After that roll-out's version was found to be enough like the old one: at the first step."""
+    """Returns the deployment at the first step, after the versions agreed enough."""
     rollout = deployment.rollout
     if rollout is None or (rollout.uid, rollout.state) != (uid, RolloutState.COMPARING):
         return None
@@ -101,7 +111,7 @@ def with_compared(deployment: Deployment, uid: str, compared: Compared, now_s: f
 def with_unlike(
     deployment: Deployment, uid: str, compared: Compared, error: MillraceError, now_s: float
 ) -> Deployment | None:
-    """After it was found to be too unlike: rolled back."""
+    """Returns the deployment rolled back, after the versions differed too much."""
     after = with_traffic_back(deployment, uid, error, now_s)
     if after is None or after.rollout is None:
         return None
@@ -109,8 +119,11 @@ def with_unlike(
 
 
 def with_version_failed(deployment: Deployment, number: str, error: MillraceError, now_s: float) -> Deployment | None:
-    """After a version could not be loaded for good: the first fails the deployment, that of a roll-out ends the
-    roll-out. Any other was loaded before, and is tried again."""
+    """Returns the deployment after a version failed to load for good.
+
+    The first version fails the deployment, a roll-out's version ends the roll-out. Any other version was loaded before,
+    and is tried again.
+    """
     rollout = deployment.rollout
     if rollout is not None and rollout.version == number and rollout.under_way:
         return with_traffic_back(deployment, rollout.uid, error, now_s)
@@ -118,7 +131,7 @@ def with_version_failed(deployment: Deployment, number: str, error: MillraceErro
 
 
 def with_next_step(deployment: Deployment, uid: str, step: int, now_s: float) -> Deployment | None:
-    """After `step` of that roll-out was long enough: at the next, or, after the last, done."""
+    """Returns the deployment after `step` of that roll-out: at the next step, or done after the last."""
     rollout = deployment.rollout
     if rollout is None or (rollout.uid, rollout.state, rollout.step) != (uid, RolloutState.SHIFTING, step):
         return None
@@ -129,7 +142,10 @@ def with_next_step(deployment: Deployment, uid: str, step: int, now_s: float) ->
 
 
 def with_traffic_back(deployment: Deployment, uid: str, error: MillraceError, now_s: float) -> Deployment | None:
-    """After something ended that roll-out: the old versions have their traffic back, and the new one goes."""
+    """Returns the deployment after that roll-out was ended early.
+
+    The old versions get their traffic back, and the new one is retired.
+    """
     rollout = deployment.rollout
     if deployment.state is not State.READY or rollout is None or rollout.uid != uid or not rollout.under_way:
         return None
@@ -137,9 +153,9 @@ def with_traffic_back(deployment: Deployment, uid: str, error: MillraceError, no
 
 
 def with_rollback(deployment: Deployment | None, name: str, etag: str, now_s: float) -> Deployment | None:
-    """After a client's wish to go back to what was before the newest roll-out; None if that is so already.
+    """Returns the deployment as before the newest roll-out, on a client's request; None if it is so already.
 
-    Raises `NotFound`, `Conflict` and `FailedPrecondition` (there is nothing to go back to, or not any more).
+    Raises `NotFound`, `Conflict` and `FailedPrecondition` (there is nothing to go back to, or no longer).
     """
     there = checked(deployment, name, etag)
     rollout = there.rollout
@@ -164,13 +180,13 @@ def with_rollback(deployment: Deployment | None, name: str, etag: str, now_s: fl
             reason="VERSION_NOT_LOADED",
             metadata={"resource": name, "model_version": missing[0]},
         )
-    # One that has retired is answered by every process until the log does not name it any more.
+    # A retired version is answered by every process until the log no longer names it.
     back = {one.number: replace(one, retired_at=None) for one in there.versions if rollout.before.get(one.number)}
     return _undone(_changed(requested, back, now_s), rollout, RolloutState.UNDONE, now_s, None)
 
 
 def with_policy_applied(deployment: Deployment, now_s: float) -> Deployment:
-    """Retires what has no traffic, is in no roll-out and is not kept by the version policy."""
+    """Retires versions that have no traffic, are in no roll-out and are not kept by the policy."""
     there = [version.number for version in deployment.versions if version.retired_at is None]
     kept = {*deployment.spec.version_policy.keeps(there)}
     if deployment.rollout is not None and deployment.rollout.under_way:
@@ -190,11 +206,12 @@ def with_policy_applied(deployment: Deployment, now_s: float) -> Deployment:
 
 
 def with_change(deployment: Deployment | None, name: str, change: TrafficChange, etag: str, now_s: float) -> Deployment:
-    """After a client's wish about its traffic and the versions that stay loaded; those among them that the roll-out has
-    just retired stay, too.
+    """Returns the deployment with a client's change of traffic and version policy.
 
-    Raises `NotFound`, `Conflict`, `InvalidArgument` (a version that is not there, or not loaded) and
-    `FailedPrecondition` (it is not READY; or a roll-out is under way, which has the weights).
+    Versions that the policy now keeps stay, even if the roll-out has just retired them.
+
+    Raises `NotFound`, `Conflict`, `InvalidArgument` (a version that does not exist, or is not loaded) and
+    `FailedPrecondition` (it is not READY; or the weights were changed during a roll-out, which controls them).
     """
     there = checked(deployment, name, etag)
     if there.state is not State.READY or change.weights is not None:
@@ -225,7 +242,7 @@ def with_change(deployment: Deployment | None, name: str, change: TrafficChange,
 
 
 def with_retired_gone(deployment: Deployment, numbers: Collection[str], now_s: float) -> Deployment | None:
-    """After these retired versions can no longer be meant by anybody."""
+    """Returns the deployment without these retired versions, once no process can use them."""
     left = tuple(one for one in deployment.versions if one.number not in numbers or one.retired_at is None)
     if deployment.state is not State.READY or left == deployment.versions:
         return None
@@ -233,8 +250,11 @@ def with_retired_gone(deployment: Deployment, numbers: Collection[str], now_s: f
 
 
 def _kept_again(deployment: Deployment, now_s: float) -> Deployment:
-    """With the old versions that its policy keeps, though the end of the newest roll-out has retired them: a policy
-    that was wished for with that may come later than its end."""
+    """Returns the deployment with the old versions that its policy keeps restored.
+
+    The end of the newest roll-out may have retired them, since a policy that was requested with the roll-out may arrive
+    after its end.
+    """
     rollout = deployment.rollout
     if rollout is None or rollout.state is not RolloutState.SUCCEEDED:
         return deployment
@@ -249,7 +269,7 @@ def _first_step(rollout: Rollout, now_s: float) -> Rollout:
 
 
 def _shifted(deployment: Deployment, rollout: Rollout, now_s: float) -> Deployment:
-    """With the traffic of the roll-out's present step."""
+    """Returns the deployment with the traffic of the roll-out's present step."""
     percent = rollout.present.percent
     weights = {**shares(rollout.before, ALL_TRAFFIC - percent), rollout.version: percent}
     return replace(_weighed(deployment, weights, now_s), rollout=rollout)
@@ -273,7 +293,7 @@ def _weights(versions: Iterable[ModelVersion]) -> dict[str, int]:
 
 
 def _weighed(deployment: Deployment, weights: Mapping[str, int], now_s: float) -> Deployment:
-    """Every version with its weight; those that have none there get no traffic."""
+    """Returns the deployment with these weights; versions without a weight get no traffic."""
     changed = {one.number: replace(one, weight=weights.get(one.number, 0)) for one in deployment.versions}
     return _changed(deployment, changed, now_s)
 
@@ -284,7 +304,7 @@ def _changed(deployment: Deployment, versions: Mapping[str, ModelVersion], now_s
 
 
 def _serves_alike(old: Signature, new: Signature | None) -> bool:
-    """Whether clients of the one are served by the other: more may be offered, but nothing less."""
+    """Returns whether the new version serves clients of the old: it may offer more, but not less."""
     return old == new and new is not None and len(old.offered) <= len(new.offered)
 
 

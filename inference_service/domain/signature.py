@@ -1,5 +1,6 @@
-"""What a model takes and gives, and whether a request fits it: rows, tensors by their names, the parameters of a
-request, and answers in words.
+"""The signature of a model, and the check of a request against it.
+
+Rows, tensors by name, the parameters of a request, and answers as text.
 """
 
 from __future__ import annotations
@@ -16,20 +17,21 @@ from inference_service.domain.tensors import DATATYPES, Array, WireTensor, check
 from shared.errors import InvalidArgument, MillraceError, invalid_field
 
 # --- Rows ---
-# Rows on their way to a model, gathered from several requests into batches, and what comes back for them.
+# The rows that are sent to a model, gathered from several requests into batches, and their outputs.
 
 RAW, PREPARED = "raw", "prepared"
-# So many of a request's bad rows are told one by one.
+# The number of bad rows of a request that an error lists individually.
 MAX_SHOWN_ROWS = 10
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """`values` has each input tensor's rows along its first axis; `form` is `RAW` or `PREPARED`.
+    """Rows of input tensors.
 
-    `nulls` says of some tensors where they are null: bool (rows,). What `values` holds there means nothing. `trace` are
-    the W3C's headers of the span that rows on their way to a replica are computed for, if that is recorded.
-    `size_bytes` is about what the values of a request's rows take in memory.
+    `values` has each input tensor's rows along its first axis; `form` is `RAW` or `PREPARED`. `nulls` has, for some
+    tensors, where they are null: bool (rows,); the content of `values` there is undefined. `trace` has the W3C trace
+    headers of the span for rows sent to a replica, if it is recorded. `size_bytes` is the approximate memory of a
+    request's rows.
     """
 
     form: str
@@ -43,14 +45,14 @@ class Rows:
         return len(next(iter(self.values.values())))
 
     def slice(self, start: int, stop: int) -> Rows:
-        """The rows `start` to `stop`, without a copy."""
+        """Returns the rows `start` to `stop`, without a copy."""
         values = {name: whole[start:stop] for name, whole in self.values.items()}
         nulls = {name: flags[start:stop] for name, flags in self.nulls.items()}
         return Rows(self.form, values, nulls, size_bytes=sum(map(bytes_of, values.values())))
 
     @staticmethod
     def joined(parts: Sequence[Rows]) -> Rows:
-        """The rows of all parts, which are of one form and one model, one part after the other."""
+        """Concatenates the rows of all parts, which have one form and one model."""
         if len(parts) == 1:
             return parts[0]
         names = {name: None for part in parts for name in part.nulls}
@@ -66,19 +68,18 @@ class Rows:
 
 
 def bytes_of(values: Array) -> int:
-    """What an array takes in memory; of one of bytes objects, what these do."""
+    """Returns the bytes of an array; for an object array, the bytes of its elements."""
     return sum(map(len, values.flat)) if values.dtype.kind == "O" else values.nbytes
 
 
 @dataclass(frozen=True, eq=False)
 class Outputs:
-    """What a model gives for some rows: one array an output, rows along the first axis.
+    """The outputs of a model for some rows: one array an output, rows along the first axis.
 
-    `refused` says of single rows what is wrong with them, by their place, and `failed` with what error others failed
-    through no fault of theirs; what the arrays hold there means nothing.
-    `input_s` and `infer_s` are how long the preprocessing and the model took for all of the batch; `sent_again` where a
-    first replica had died with it, so that the way there tells nothing of others'. `non_finite` are the places of rows
-    that are answered with a NaN or an infinity.
+    `refused` has the problems of bad rows by row index, and `failed` the errors of rows that failed through no fault of
+    theirs; the arrays' content there is undefined. `input_s` and `infer_s` are the preprocessing and compute times of
+    the whole batch. `sent_again` is True if a first replica died with it, so its round trip says nothing about other
+    batches. `non_finite` are the indices of rows answered with a NaN or an infinity.
     """
 
     arrays: Sequence[Array]
@@ -98,8 +99,11 @@ class Outputs:
         )
 
     def checked(self, first_row: int = 0) -> Sequence[Array]:
-        """The arrays. Raises `InvalidArgument` naming the rows that were refused, counted from `first_row`, or else the
-        error of the first row that failed."""
+        """Returns the arrays.
+
+        Raises `InvalidArgument` naming the refused rows, counted from `first_row`, or else the error of the first
+        failed row.
+        """
         if not self.refused and not self.failed:
             return self.arrays
         if not self.refused:
@@ -116,20 +120,22 @@ class Outputs:
 
 
 # --- Signature ---
-# What a model takes and gives, and whether a request fits it.
 
 FREE = -1  # a dimension that the request chooses
 MAX_SHOWN_NAME = 100
-# `age.null` says where `age` is null.
+# `age.null` has the null flags of `age`.
 NULLS = ".null"
 LABEL, LABEL_NAME = "label", "label_name"
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor; the first dimension of `shape` is always the rows, `FREE`. `nullable`: its rows may be null.
-    `class_names` names the numbers of a row, where there are names; `column_type` is Arrow's name of the type of a
-    column of dates or times, such as timestamp[us], whose numbers these are. The tensor is the same without both."""
+    """One tensor.
+
+    The first dimension of `shape` is always the rows, `FREE`. `nullable`: its rows may be null. `class_names` names the
+    numbers of a row, if they have names. `column_type` is Arrow's name of a date or time column's type, such as
+    timestamp[us]. Tensors are equal regardless of these two.
+    """
 
     name: str
     datatype: str
@@ -147,9 +153,12 @@ class TensorSpec:
 
     @cached_property
     def row_bytes(self) -> int:
-        """What a row of it takes in a message; of the names of classes the most that one takes; 0 where it varies."""
+        """The bytes of one row in a message.
+
+        For class names, the maximum; 0 if it varies.
+        """
         if self.name == LABEL_NAME and self.class_names:
-            return 4 + max(len(name.encode()) for name in self.class_names)  # behind its length
+            return 4 + max(len(name.encode()) for name in self.class_names)  # with its length prefix
         return DATATYPES[self.datatype].item_bytes * math.prod(max(size, 0) for size in self.shape[1:])
 
     def __str__(self) -> str:
@@ -158,13 +167,15 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Signature:
-    """`raw` is one row form, as the rows were ingested: a tensor for each column that the model's input is made of;
-    `prepared` the other, the model's input itself.
+    """The inputs and outputs of a model.
 
-    Metadata lists the raw form alone: the prepared one is for clients that did the preprocessing themselves.
+    `raw` is the row form as ingested: a tensor for each column of the model's input. `prepared` is the other form: the
+    model's input itself. Metadata lists the raw form only, since the prepared form is for clients that do the
+    preprocessing themselves.
 
-    No tensor of the protocol has nulls. So with a nullable tensor a request may send another, named like it and ending
-    in `NULLS`, BOOL of shape [rows]: true where the row is null. Not sent: no row is. The replica knows what NaN means.
+    The protocol's tensors have no nulls. So a request may send, with a nullable tensor, a BOOL tensor of shape [rows]
+    with the same name plus `NULLS`: true where the row is null. Without it, no row is null. The replica decides what
+    NaN means.
     """
 
     raw: tuple[TensorSpec, ...]
@@ -189,15 +200,17 @@ class Signature:
 
     @cached_property
     def null_flags(self) -> dict[str, TensorSpec]:
-        """What says where a nullable tensor is null, by its own name; a column of that name goes before it."""
+        """The null-flag tensors, by the name of the nullable tensor.
+
+        A column with the same name takes precedence.
+        """
         taken = self.by_name
         flags = [TensorSpec(spec.name + NULLS, "BOOL", (FREE,)) for spec in self.raw if spec.nullable]
         return {spec.name: spec for spec in flags if spec.name not in taken}
 
     @cached_property
     def offered(self) -> tuple[TensorSpec, ...]:
-        """The `outputs`, and behind them what is sent only where it is asked for: the names of labels, of a classifier
-        whose classes have names."""
+        """The `outputs`, followed by those sent only on request: the label names of a classifier with class names."""
         names = next((one.class_names for one in self.outputs if one.class_names), ())
         if not names or all(one.name != LABEL for one in self.outputs):
             return self.outputs
@@ -205,12 +218,12 @@ class Signature:
 
     @cached_property
     def max_inputs(self) -> int:
-        """Of the tensors of a request: raw rows with all flags of their nulls, or the prepared input."""
+        """The maximum tensors of a request: raw rows with all null flags, or the prepared input."""
         return max(len(self.raw) + len(self.null_flags), 1)
 
     @cached_property
     def answer_row_bytes(self) -> int:
-        """What a row of all outputs takes in a message at the most, without those for which that varies."""
+        """The maximum bytes of one row of all outputs in a message, without outputs of varying size."""
         return sum(spec.row_bytes for spec in self.offered)
 
 
@@ -231,10 +244,11 @@ def rows_of(
     max_rows: int,
     admit: Callable[[int, str], None] = lambda _rows, _form: None,
 ) -> Rows:
-    """The request's input, decoded and fitted to the model; `InvalidArgument` names the tensor that does not fit.
+    """Decodes the request's input and fits it to the model.
 
-    `admit` is asked with the number of rows and their form once their names and shapes are known to fit, and before
-    they are decoded, which may take much longer; it raises where they are not wanted.
+    Raises `InvalidArgument` naming the tensor that does not fit. `admit` is called with the number of rows and their
+    form after names and shapes are checked, and before the tensors are decoded, which may take much longer. It raises
+    to refuse the rows.
     """
     given, rows, form = _fitted(signature, tensors, max_rows)
     admit(rows, form)
@@ -248,8 +262,10 @@ def rows_of(
 
 
 def count_rows(signature: Signature, tensors: Sequence[WireTensor], max_rows: int) -> tuple[int, str]:
-    """How many rows `rows_of` would make of the tensors, and of which form; it raises the same, but for what is wrong
-    with their contents."""
+    """Returns the number of rows and the form that `rows_of` would return.
+
+    Raises the same errors, except those about the contents.
+    """
     _, rows, form = _fitted(signature, tensors, max_rows)
     return rows, form
 
@@ -257,7 +273,7 @@ def count_rows(signature: Signature, tensors: Sequence[WireTensor], max_rows: in
 def _fitted(
     signature: Signature, tensors: Sequence[WireTensor], max_rows: int
 ) -> tuple[dict[str, WireTensor], int, str]:
-    """The tensors by name, how many rows they have, and of which form."""
+    """Returns the tensors by name, their number of rows, and their form."""
     wanted = signature.by_name
     flags = signature.null_flags
     given: dict[str, WireTensor] = {}
@@ -286,7 +302,7 @@ def _fitted(
 
 
 def _is_prepared(signature: Signature, given: Mapping[str, WireTensor]) -> bool:
-    """A tensor that fits both forms is raw."""
+    """Returns whether the rows are prepared; a tensor that fits both forms is raw."""
     prepared = signature.prepared
     if list(given) != [prepared.name]:
         return False
@@ -299,7 +315,7 @@ def _is_prepared(signature: Signature, given: Mapping[str, WireTensor]) -> bool:
 
 
 def _rows_in(given: Mapping[str, WireTensor], max_rows: int) -> int:
-    """All tensors have equally many."""
+    """Returns the number of rows, which must be equal for all tensors."""
     first = next(iter(given.values()))
     for name, tensor in given.items():
         check_shape(tensor)
@@ -313,7 +329,7 @@ def _rows_in(given: Mapping[str, WireTensor], max_rows: int) -> int:
 
 
 def _size_bytes(given: Mapping[str, WireTensor], decoded: Mapping[str, Array]) -> int:
-    """About what they take in memory, without a look at each element of those whose bytes tell it."""
+    """Returns the approximate memory, without reading each element if the raw bytes give it."""
     size = 0
     for name, tensor in given.items():
         values = decoded[name]
@@ -322,7 +338,7 @@ def _size_bytes(given: Mapping[str, WireTensor], decoded: Mapping[str, Array]) -
 
 
 def _misfit(signature: Signature, spec: TensorSpec, tensor: WireTensor) -> InvalidArgument:
-    """`spec` is what the tensor of that name should be."""
+    """Returns the error for a tensor that should match `spec`."""
     accepted = [(spec, "raw rows" if spec in signature.raw else "")]
     if tensor.name == signature.prepared.name and spec != signature.prepared:
         accepted.append((signature.prepared, "prepared"))
@@ -341,7 +357,10 @@ def _inputs(signature: Signature) -> str:
 
 
 def outputs_wanted(signature: Signature, requested: Sequence[str]) -> tuple[TensorSpec, ...]:
-    """The outputs to send, in the order asked for; where none is named, all but those that are sent on request."""
+    """Returns the outputs to send, in the order requested.
+
+    If none is named, returns all but those sent only on request.
+    """
     if not requested:
         return signature.outputs
     known = {output.name: output for output in signature.offered}
@@ -355,7 +374,7 @@ def outputs_wanted(signature: Signature, requested: Sequence[str]) -> tuple[Tens
 
 
 def check_answer_fits(wanted: Sequence[TensorSpec], rows: int, max_bytes: int) -> None:
-    """Raises `InvalidArgument` where these outputs of so many rows have more bytes than an answer may."""
+    """Raises `InvalidArgument` if these outputs exceed the bytes of an answer."""
     row_bytes = sum(spec.row_bytes for spec in wanted)
     if rows * row_bytes > max_bytes:
         fewer = f"send at most {max_bytes // row_bytes} rows, or " if row_bytes <= max_bytes else ""
@@ -364,13 +383,13 @@ def check_answer_fits(wanted: Sequence[TensorSpec], rows: int, max_bytes: int) -
 
 
 # --- Request parameters ---
-# The parameters of a request, of its tensors and of the outputs that it asks for, as far as they mean something here.
+# The supported parameters of a request, of its tensors and of its requested outputs.
 #
-# What means nothing here is ignored, as Triton does, but for shared memory: its tensors would be missing.
+# Unsupported parameters are ignored, as in Triton, except for shared memory: its tensors would be missing.
 
 Parameters = Mapping[str, object]
 
-# 1 is the most urgent. Above the last level is the default's, as in Triton.
+# 1 is the most urgent. A value above the last level means the default, as in Triton.
 PRIORITY_LEVELS = 10
 DEFAULT_PRIORITY = 5
 SHARED_MEMORY = "shared_memory_region"
@@ -378,7 +397,10 @@ SHARED_MEMORY = "shared_memory_region"
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """`timeout_s`: in which it must be answered; None: no such wish."""
+    """The options of a request.
+
+    `timeout_s` is the time in which it must be answered; None: no limit.
+    """
 
     priority: int = DEFAULT_PRIORITY
     timeout_s: float | None = None
@@ -386,14 +408,17 @@ class RequestOptions:
 
 @dataclass(frozen=True)
 class RequestedOutput:
-    """`top`: so many of the greatest numbers of each row, as a classification; 0: the output itself."""
+    """A requested output.
+
+    `top` is the number of greatest values of each row in a classification; 0: the output itself.
+    """
 
     name: str
     top: int = 0
 
 
 def request_options_of(parameters: Parameters) -> RequestOptions:
-    """Raises `InvalidArgument` naming the parameter."""
+    """Returns the request's options; raises `InvalidArgument` naming the parameter."""
     priority = _count("parameters", parameters, "priority", "use 1, the most urgent, to 10; 0 is the default")
     timeout_us = _count("parameters", parameters, "timeout", "use microseconds; 0 is no timeout")
     return RequestOptions(
@@ -403,14 +428,17 @@ def request_options_of(parameters: Parameters) -> RequestOptions:
 
 
 def requested_output(field: str, name: str, parameters: Parameters) -> RequestedOutput:
-    """`field` is the output's path in the request. Raises `InvalidArgument`."""
+    """Returns a requested output; raises `InvalidArgument`.
+
+    `field` is the output's path in the request.
+    """
     check_no_shared_memory(field, name, parameters)
     field = f"{field}.parameters"
     return RequestedOutput(name, _count(field, parameters, "classification", "use the number of classes wanted"))
 
 
 def check_no_shared_memory(field: str, name: str, parameters: Parameters) -> None:
-    """Raises `InvalidArgument`: nothing would be found there, or written there."""
+    """Raises `InvalidArgument` for shared memory, which the service cannot read or write."""
     if SHARED_MEMORY in parameters:
         remedy = f"tensor {name[:100]!r}: shared memory is not served; send tensors in the messages"
         raise invalid_field(f"{field}.parameters.{SHARED_MEMORY}", parameters[SHARED_MEMORY], remedy)
@@ -424,11 +452,14 @@ def _count(field: str, parameters: Parameters, name: str, remedy: str) -> int:
 
 
 # --- Classification ---
-# Answers in words: the names of labels, and classifications, whose strings Triton's clients know to read.
+# Answers as text: label names, and classifications in Triton's string format.
 
 
 def check_classifiable(wanted: Sequence[TensorSpec], requested: Sequence[RequestedOutput]) -> None:
-    """Raises `InvalidArgument` naming an output whose rows are no lists of numbers; `wanted` are those `requested`."""
+    """Raises `InvalidArgument` naming an output that cannot be classified.
+
+    `wanted` has the outputs `requested`. Their rows must be lists of numbers.
+    """
     for index, (spec, asked) in enumerate(zip(wanted, requested, strict=False)):
         if asked.top and (len(spec.shape) < 2 or spec.datatype == "BYTES"):
             remedy = f"output {spec.name!r} has no classes, it is {spec}; ask for one that has, or without this"
@@ -436,7 +467,10 @@ def check_classifiable(wanted: Sequence[TensorSpec], requested: Sequence[Request
 
 
 def named(labels: Array, class_names: Sequence[str]) -> Array:
-    """`labels` (B), from 0, to (B) bytes objects, UTF-8; empty for a class that has no name."""
+    """Converts `labels` (B), from 0, to (B) bytes objects, UTF-8.
+
+    Empty for a class without a name.
+    """
     names = np.empty(len(class_names) + 1, object)
     names[:] = [*(name.encode() for name in class_names), b""]
     found: Array = names[np.minimum(labels, len(class_names))]
@@ -444,8 +478,11 @@ def named(labels: Array, class_names: Sequence[str]) -> Array:
 
 
 def classified(values: Array, top: int, class_names: Sequence[str] = ()) -> Array:
-    """`values` (B, …) to (B, min(top, numbers of a row)) bytes objects, "value:index", the greatest number first; of
-    equal numbers the first one first, NaN last. "value:index:name" for the numbers that have a name."""
+    """Converts `values` (B, …) to (B, min(top, numbers of a row)) bytes objects, "value:index".
+
+    The greatest number comes first; of equal numbers the first, and NaN last. Numbers with a name are
+    "value:index:name".
+    """
     rows = values.reshape(len(values), -1)
     top = min(top, rows.shape[1])
     greatest = np.argsort(-rows.astype(np.float64), axis=1, kind="stable")[:, :top]

@@ -1,5 +1,6 @@
-"""What one model version has answered and how long each part took: since the start, for ModelStatistics and the
-metrics, and in the last minutes, for the limits of rollouts.
+"""The request statistics of one model version.
+
+Totals since the start, for ModelStatistics and the metrics, and recent counts, for the limits of roll-outs.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from dataclasses import dataclass, field
 from inference_service.domain.rollout import MAX_WINDOW_S, RolloutLimits
 
 # --- The last minutes ---
-# The requests of the last minutes of one model version: how many, how many failed, how long they took.
+# The recent requests of one model version: their number, their failures and their latencies.
 
-# 5 % apart, from 0.1 ms to an hour: a percentile is told as the bound below it, which it surely passes.
+# 5 % apart, from 0.1 ms to an hour. A percentile is reported as the bound below it, which it certainly exceeds.
 BOUNDS_S = [0.0001 * 1.05**power for power in range(357)]
-# What is the client's fault, and what it left, says nothing about the version. FAILED_PRECONDITION is told by a replica
-# that was started again later and cannot load its checkpoint.
+# The statuses that count as the version's faults; a client's errors and cancellations do not. A replica that was
+# restarted and cannot load its checkpoint answers FAILED_PRECONDITION.
 FAULTS = frozenset(
     {"DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "INTERNAL", "DATA_LOSS", "FAILED_PRECONDITION"}
 )
@@ -26,7 +27,10 @@ LATE = "DEADLINE_EXCEEDED"
 
 @dataclass(frozen=True)
 class Seen:
-    """`p99_s` is of the answered ones and of those that ran out of time, 0 where there are none."""
+    """A summary of recent requests.
+
+    `p99_s` covers answered requests and those that ran out of time; 0 if there are none.
+    """
 
     requests: int
     faults: int
@@ -35,7 +39,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Counts:
-    """The same, so that those of several processes can be added up: `took` counts by place in `BOUNDS_S`."""
+    """Recent counts that can be summed over processes; `took` counts by index in `BOUNDS_S`."""
 
     answered: int = 0
     faults: int = 0
@@ -56,7 +60,7 @@ class _Second:
         self.second = second
         self.answered = 0
         self.faults = 0
-        self.took: dict[int, int] = {}  # by place in BOUNDS_S
+        self.took: dict[int, int] = {}  # by index in BOUNDS_S
 
     def took_s(self, total_s: float) -> None:
         place = bisect_left(BOUNDS_S, total_s)
@@ -64,7 +68,7 @@ class _Second:
 
 
 class Recent:
-    """A count for each second, so that its size does not depend on the load."""
+    """Counts requests by second, so that its size does not depend on the load."""
 
     def __init__(self) -> None:
         self._seconds: deque[_Second] = deque()
@@ -75,17 +79,20 @@ class Recent:
         second.took_s(total_s)
 
     def failed(self, now_s: float, status: str, total_s: float) -> None:
-        """`status` is the name of what the request ended with, `total_s` the time that it took or, if it was refused
-        because that would not do, the time that it had."""
+        """Counts a failed request.
+
+        `status` is the name of its status. `total_s` is its duration or, if it was refused because its time was too
+        short, the time that it had.
+        """
         if status not in FAULTS:
             return
         second = self._second(now_s)
         second.faults += 1
-        if status == LATE:  # otherwise a version that hangs would have the latencies of what it answers
+        if status == LATE:  # otherwise a hung version would show only the latencies of the requests that it answers
             second.took_s(total_s)
 
     def counts(self, now_s: float, window_s: float) -> Counts:
-        """Of the last `window_s`, to a second."""
+        """Returns the counts of the last `window_s`, to a second."""
         took: dict[int, int] = {}
         answered = faults = 0
         for one in self._seconds:
@@ -109,7 +116,7 @@ class Recent:
 
 
 def _p99_s(took: Mapping[int, int]) -> float:
-    left = -(-99 * sum(took.values()) // 100)  # in whole numbers: 0.99 * 100 is more than 99
+    left = -(-99 * sum(took.values()) // 100)  # in integers, since 0.99 * 100 is more than 99 in floats
     for place in sorted(took):
         left -= took[place]
         if left <= 0:
@@ -118,7 +125,7 @@ def _p99_s(took: Mapping[int, int]) -> float:
 
 
 def passed_limit(limits: RolloutLimits, new: Seen, old: Seen) -> str:
-    """Which of the limits the new version has passed, in words; empty: none."""
+    """Returns which limit the new version has exceeded; empty if none."""
     if new.requests < limits.min_requests:
         return ""
     share = new.faults / new.requests
@@ -138,7 +145,7 @@ def passed_limit(limits: RolloutLimits, new: Seen, old: Seen) -> str:
 
 
 # --- Statistics ---
-# What one model version has answered and how long each part took: the numbers of ModelStatistics and of the metrics.
+# The statistics of one model version: the numbers of ModelStatistics and of the metrics.
 #
 # All durations are seconds.
 
@@ -148,7 +155,11 @@ ROW_BOUNDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 
 
 class Histogram:
-    """`counts[i]` are the values at most `bounds[i]` and above the bound before; the last one, all the others."""
+    """A histogram.
+
+    `counts[i]` counts the values at most `bounds[i]` and above the bound before; the last entry counts all greater
+    values.
+    """
 
     def __init__(self, bounds: Sequence[float] = DURATION_BOUNDS_S) -> None:
         self.bounds = bounds
@@ -165,7 +176,7 @@ class Histogram:
 
 
 class Computing:
-    """Batches, or requests, by what the model did with them."""
+    """The durations of the stages of batches or requests."""
 
     def __init__(self) -> None:
         self.input = Histogram()
@@ -174,7 +185,10 @@ class Computing:
 
 
 class Statistics:
-    """Lives on one event loop; other threads may read it."""
+    """Collects the statistics of a version.
+
+    Lives on one event loop; other threads may read it.
+    """
 
     def __init__(self) -> None:
         self.requests: dict[str, Histogram] = {}  # by status, from the message to the answer
@@ -187,7 +201,7 @@ class Statistics:
         self.batch_round_trip = Histogram()
         self.batches: dict[int, Computing] = {}  # by rows
         self.recent = Recent()
-        self.shadowed: dict[str, int] = {}  # copies for a shadow, by status; SHED: left out
+        self.shadowed: dict[str, int] = {}  # copies for a shadow, by status; SHED: not sent
 
     def answered(
         self,
@@ -200,13 +214,16 @@ class Statistics:
         infer_s: float,
         output_s: float,
     ) -> None:
-        """A request, `total_s` after its message came. The batcher had it for `model_s`; `input_s` and `infer_s` of it
-        the model computed, what else passed there was waiting, and the way to the model and back."""
+        """Counts an answered request, `total_s` after its message arrived.
+
+        `model_s` is its time in the batcher, of which `input_s` and `infer_s` were preprocessing and compute; the rest
+        was waiting and transfer.
+        """
         self._ended(OK, total_s)
         self.recent.answered(now_s, total_s)
         self.rows += rows
         self.last_inference_s = now_s
-        # Pieces of one request may be computed side by side.
+        # Pieces of one request may be computed in parallel.
         self.queue.observe(max(model_s - input_s - infer_s, 0.0))
         self.computing.input.observe(input_s)
         self.computing.infer.observe(infer_s)
@@ -222,16 +239,19 @@ class Statistics:
         min_s: float = 0.0,
         had_part: bool = True,
     ) -> None:
-        """A request that ended with another status, by its name. `limit_s` is the time that it had, `min_s` what any
-        version needs: one that had less is late by its own fault. Where the version `had_part` not, having no replicas
-        yet, or this process no memory, that says nothing about how it answers."""
+        """Counts a request that ended with another status, by name.
+
+        `limit_s` is the time that it had, `min_s` the time that any version needs: a request with less is late by its
+        own fault. `had_part` is False if the version was not involved, because it had no replicas yet or this process
+        had no memory.
+        """
         self._ended(status, total_s)
         in_vain = status == LATE and limit_s is not None and limit_s < min_s
         if had_part and not in_vain:
             self.recent.failed(now_s, status, max(total_s, limit_s or 0.0))
 
     def shadow_ended(self, status: str) -> None:
-        """A copy of a request, which counts nowhere else."""
+        """Counts a copy of a request, which counts nowhere else."""
         self.shadowed[status] = self.shadowed.get(status, 0) + 1
 
     def batch_ran(self, *, rows: int, round_trip_s: float, input_s: float, infer_s: float, output_s: float) -> None:

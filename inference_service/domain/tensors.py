@@ -1,5 +1,6 @@
-"""Tensors of the Open Inference Protocol: their datatypes, and the way between their two wire forms and numpy, which
-refuses whatever is malformed.
+"""Tensors of the Open Inference Protocol.
+
+Their datatypes, and the conversion between their two wire forms and numpy, which refuses malformed tensors.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from shared.errors import InvalidArgument, invalid_field
 
 @dataclass(frozen=True)
 class Datatype:
-    """`dtype` is what arrays of it have in memory, always little-endian; `item_bytes` what one element takes on the
-    wire, 0 where that varies; `contents_field` the typed field of InferTensorContents, "" where only raw is defined."""
+    """A datatype of the protocol.
+
+    `dtype` is the little-endian dtype of its arrays in memory; `item_bytes` the size of an element on the wire, 0 if it
+    varies; `contents_field` the typed field of InferTensorContents, "" if only raw is defined.
+    """
 
     name: str
     dtype: np.dtype[np.generic]
@@ -61,32 +65,35 @@ DATATYPES: dict[str, Datatype] = {
 
 
 def datatype_of(dtype: np.dtype[Any]) -> str | None:
-    """The datatype whose elements are such numbers; None where the protocol has none."""
+    """Returns the datatype of these numbers; None if the protocol has none."""
     little = dtype.newbyteorder("<")
     exact = (name for name, one in DATATYPES.items() if one.dtype == little and name not in ("BF16", "BYTES"))
     return next(exact, None)
 
 
 def bfloat16_to_float32(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
-    """bfloat16 bit patterns, any shape, to the same numbers in float32 (exact)."""
+    """Converts bfloat16 bit patterns, any shape, to float32, exactly."""
     return (bits.astype("<u4") << np.uint32(16)).view("<f4")
 
 
 def float32_to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """float32 to bfloat16 bit patterns, rounding halves to even. A NaN stays a NaN and keeps its upper bits."""
+    """Converts float32 to bfloat16 bit patterns, rounding half to even.
+
+    A NaN stays a NaN and keeps its upper bits.
+    """
     bits = np.ascontiguousarray(values, "<f4").view("<u4")
     rounded = ((bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)).astype("<u2")
     upper = (bits >> np.uint32(16)).astype("<u2")
-    # Cutting a NaN whose payload is all in the lower bits would leave an infinity.
+    # Truncating a NaN whose payload is all in the lower bits would give an infinity.
     quiet = np.where(upper & np.uint16(0x7F), upper, upper | np.uint16(0x40))
     return np.where(np.isnan(values), quiet, rounded).astype("<u2")
 
 
 # --- Tensors ---
-# Tensors of the Open Inference Protocol: between their two wire forms and numpy, refusing whatever is malformed.
+# Converts tensors of the Open Inference Protocol between their two wire forms and numpy, refusing malformed ones.
 #
 # A tensor is sent either *raw* (row-major little-endian bytes; each BYTES element behind its 4-byte length) or *typed*
-# (a repeated field of its own kind). Raw numbers become arrays that look into the message's own bytes, without a copy.
+# (a repeated field of its own kind). Raw numbers become arrays that view the message's own bytes, without a copy.
 
 Array = npt.NDArray[Any]
 
@@ -97,9 +104,12 @@ MAX_SHOWN_SHAPE = 8
 
 @dataclass(frozen=True)
 class WireTensor:
-    """One tensor as it came: `raw` its bytes or None, `typed` its non-empty typed fields, each a repeated field, or
-    already an array of 64-bit integers or of the field's own kind; `field` is its path in the request, for errors.
-    `decoded` is what `decode` makes of it, array or error, where that is known already."""
+    """One tensor as it was received.
+
+    `raw` has its bytes or None. `typed` has its non-empty typed fields, each a repeated field, or already an array of
+    64-bit integers or of the field's own kind. `field` is its path in the request, for errors. `decoded` is the result
+    of `decode`, array or error, if it is already known.
+    """
 
     field: str
     name: str
@@ -111,7 +121,10 @@ class WireTensor:
 
 
 def decode_ahead(tensor: WireTensor) -> WireTensor:
-    """The same tensor, `decoded`. It raises nothing: whoever decodes the tensor may find something else wrong first."""
+    """Returns the same tensor, `decoded`.
+
+    Raises nothing: the later caller of `decode` may find another error first.
+    """
     try:
         return replace(tensor, decoded=decode(tensor))
     except InvalidArgument as error:
@@ -119,11 +132,11 @@ def decode_ahead(tensor: WireTensor) -> WireTensor:
 
 
 def decode(tensor: WireTensor) -> Array:
-    """The tensor as an array of its shape; read-only where it looks into the message.
+    """Returns the tensor as an array of its shape; read-only if it views the message.
 
-    BOOL is bool, BF16 float32, BYTES an object array of bytes. Refuses with `InvalidArgument`, naming the tensor: an
+    BOOL is bool, BF16 float32, BYTES an object array of bytes. Raises `InvalidArgument`, naming the tensor, for an
     unknown datatype, dimensions below zero or overflowing, both contents at once, contents of another kind, too few or
-    too many elements, numbers beyond the datatype, and BYTES lengths that do not fit the bytes.
+    too many elements, numbers out of the datatype's range, and BYTES lengths that do not fit the bytes.
     """
     if tensor.decoded is not None:
         if isinstance(tensor.decoded, InvalidArgument):
@@ -143,7 +156,10 @@ def decode(tensor: WireTensor) -> Array:
 
 
 def encode_raw(datatype: str, values: Array) -> bytes:
-    """The array in raw form. `values` has the datatype's own dtype: float32 for BF16, bytes objects for BYTES."""
+    """Returns the array in raw form.
+
+    `values` has the datatype's own dtype: float32 for BF16, bytes objects for BYTES.
+    """
     kind = DATATYPES[datatype]
     if datatype == "BYTES":
         return b"".join(struct.pack("<I", len(item)) + item for item in values.ravel())
@@ -153,7 +169,10 @@ def encode_raw(datatype: str, values: Array) -> bytes:
 
 
 def encode_typed(datatype: str, values: Array) -> tuple[str, list[Any]]:
-    """The array as (field of InferTensorContents, its elements in row-major order). FP16 and BF16 have no such form."""
+    """Returns (field of InferTensorContents, elements in row-major order).
+
+    FP16 and BF16 have no typed form.
+    """
     kind = DATATYPES[datatype]
     if not kind.contents_field:
         raise ValueError(f"{datatype} has only a raw form")
@@ -165,14 +184,17 @@ def has_typed_form(datatype: str) -> bool:
 
 
 def check_shape(tensor: WireTensor) -> int:
-    """How many elements it names. Raises `InvalidArgument` for dimensions below zero, overflowing, or too many."""
+    """Returns the number of elements.
+
+    Raises `InvalidArgument` for dimensions that are below zero, overflow, or are too many.
+    """
     shape = tensor.shape
     shown = list(shape[:MAX_SHOWN_SHAPE])
     if len(shape) > MAX_DIMENSIONS:
         raise _bad(tensor, "shape", shown, f"there are more than {MAX_DIMENSIONS} dimensions")
     if any(size < 0 for size in shape):
         raise _bad(tensor, "shape", shown, "every dimension must be 0 or more")
-    # Zeros count as ones here: numpy refuses a shape whose other dimensions overflow, even if it holds nothing.
+    # Zeros count as ones: numpy refuses a shape whose other dimensions overflow, even for an empty array.
     if math.prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
         raise _bad(tensor, "shape", shown, f"it names more than {MAX_ELEMENTS} elements")
     return math.prod(shape)
@@ -192,7 +214,7 @@ def _decode_raw(tensor: WireTensor, datatype: Datatype, elements: int, raw: byte
     if datatype.name == "BF16":
         return bfloat16_to_float32(np.frombuffer(raw, "<u2"))
     if datatype.name == "BOOL":
-        # A byte other than 0 and 1 would make a bool that compares equal to neither.
+        # A byte other than 0 and 1 would give a bool that equals neither.
         flags = np.frombuffer(raw, "u1")
         if flags.size and flags.max() > 1:
             raise _bad(tensor, "raw_input_contents", int(flags.max()), "a BOOL is the byte 0 or 1")

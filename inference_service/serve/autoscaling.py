@@ -1,9 +1,10 @@
-"""The rule by which Ray Serve's controller scales a version: by the rows that the fronts say wait or are at work.
+"""The rule by which Ray Serve's controller scales a version: by its waiting and computing rows, as the frontends
+report.
 
-Serve's own rule counts the calls that are at a replica. Batches are made in front of it, so those are never more than
-the fronts' windows, whether a row waits or a thousand: they tell when a replica is busy, not when it is too little.
+Serve's own rule counts the calls at a replica. Batches are formed before that, so these calls never exceed the
+frontends' windows, whether one row waits or a thousand: they show that a replica is busy, not that it is overloaded.
 
-The controller gets this module by value and imports nothing of ours.
+The controller receives this module by value and imports no other module of ours.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
 
 
-# As replicas record them.
+# The names under which replicas record the metrics.
 ROWS, REFUSED = "millrace_rows", "millrace_refused"
 
 
 def by_rows(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-    """How many replicas there should be; Serve applies bounds and delays. `target_ongoing_requests` are rows."""
+    """Returns the wanted number of replicas.
+
+    Serve applies limits and delays. `target_ongoing_requests` is in rows.
+    """
     rows, refused = _newest(context, ROWS), _newest(context, REFUSED)
-    if rows is None or context.config is None:  # nobody has told anything yet
+    if rows is None or context.config is None:  # no report yet
         return context.target_num_replicas, {}
     wanted = rows / context.config.get_target_ongoing_requests()
     if refused:
@@ -30,6 +34,9 @@ def by_rows(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
 
 
 def _newest(context: AutoscalingContext, metric: str) -> float | None:
-    """The greatest of what the replicas recorded last: all are told the same, and one may have missed it."""
+    """Returns the maximum of the replicas' last records.
+
+    All get the same reports, but one may have missed the last.
+    """
     recorded = (context.raw_metrics or {}).get(metric, {}).values()
     return max((series[-1].value for series in recorded if series), default=None)

@@ -1,4 +1,7 @@
-"""The batcher of one model version: rows of many requests wait in a queue, go to the model together, and come back."""
+"""The batcher of one model version.
+
+Rows of many requests wait in a queue, go to the model together, and are split into answers again.
+"""
 
 from __future__ import annotations
 
@@ -35,34 +38,38 @@ from shared.tracing import tracing
 
 # --- Batcher ---
 # The batcher of one model version: gathers rows of many requests into one call of the model.
-#
-# It stands in front of Ray, so that Ray's cost per call is paid once a batch. `domain.batching` decides; this asks it
-# whenever rows come, a batch is back, or time has passed, with the clock, the queue and the batches in flight before
-# it.
 
-BATCHES_PER_REPLICA = 2  # one at work, one on its way: the replica never waits for the wire
-# A batch is sent so long before its replica is expected to be free: the way there takes some of it, and estimates are
-# wrong by the rest. One that is full gains nothing by waiting, so it is there also where the one before is earlier than
-# expected by so many mean deviations.
+BATCHES_PER_REPLICA = 2  # one computes and one is in transit, so that the replica never waits for the network
+# A batch is sent SEND_AHEAD_S before its replica is expected to be free. The transfer takes part of that time, and the
+# rest covers errors of the estimate. A full batch gains nothing by waiting, so it is sent earlier still, by
+# FULL_LEAD_DEVIATIONS mean deviations, in case the batch before it ends early.
 SEND_AHEAD_S, FULL_LEAD_DEVIATIONS = 0.003, 2.0
-# Rows are admitted where they would be in time also if everything took so many mean deviations longer than expected.
+# Rows are admitted if they would meet their deadline even if everything took ADMIT_DEVIATIONS mean deviations longer
+# than expected.
 ADMIT_DEVIATIONS = 2.0
-# Where more requests arrive than the replicas can compute, others take the place of whoever is refused now, so a long
-# queue keeps no replica busier, and those in it meet every slow spell. Hence these deviations, and each whole batch
-# ahead in the queue, count as often as the fifth power of the load over `TOLERATED_LOAD`, from 1 to `MOST_CROWDED`.
-# Up to that load the queue is that of a burst or of a slow spell: whoever waits keeps the model at work after it.
+# When more requests arrive than the replicas can compute, a refused request is soon replaced by another. A long queue
+# then keeps no replica busier, and the rows in it are exposed to every slow spell. So the deviations above, and each
+# full batch ahead in the queue, are multiplied by (load / TOLERATED_LOAD)^5, clamped to 1..MOST_CROWDED. Up to
+# TOLERATED_LOAD the queue comes from a burst or a slow spell, and its rows keep the model busy afterwards.
 TOLERATED_LOAD, MOST_CROWDED = 1.4, 5.0
-# For rows of the next batch: they wait for the batches in flight alone, and without them it would leave half empty.
+# The maximum factor for rows of the next batch. They wait only for the batches in flight, and without them that batch
+# could leave half empty.
 MOST_CROWDED_NEXT = 3.0
-# The load is that of about so long, or since the model was idle, of which the first moments say little. What is
-# offered, other than what is refused, does not depend on the policy itself.
+# LOAD_S is the time constant of the measured load. The measurement restarts when the model is idle, and LITTLE_S is
+# added to the time since then, because the first moments say little. It counts all offered rows rather than the refused
+# ones, because the admission policy does not change what is offered.
 LOAD_S, LITTLE_S = 0.5, 0.05
-# An answer's way from this process to its client: it counts to the client's deadline, and nobody here sees it.
+# The time an answer needs from this process to its client. It counts toward the client's deadline, but this process
+# cannot measure it.
 WIRE_S = 0.005
 
 
 class Batcher:
-    """Lives on one event loop. `times` says how long batches take and learns from each; `statistics` counts them."""
+    """Batches the rows of one model version.
+
+    Lives on one event loop. `times` estimates how long batches take and learns from each batch; `statistics` counts
+    batches.
+    """
 
     def __init__(self, model: Model, limits: Limits, times: BatchTimes, statistics: Statistics) -> None:
         self._model = model
@@ -71,12 +78,13 @@ class Batcher:
         self._loop = asyncio.get_running_loop()
         self._queue = PriorityQueue(limits.max_rows)
         self._in_flight = InFlight(model, limits.at_work, times, statistics, self._pump)
-        # From a batch's return to when those who asked go on: each waits for those before it to be answered.
+        # The time from a batch's return until its callers resume. Each caller waits for the answers of those before it.
         self._answering = BatchTimes()
         self._load = LoadMeter(self._loop.time())
         self._timer: asyncio.TimerHandle | None = None
         self._closed: str | None = None
-        # Rows that arrived in requests no larger than a batch: larger ones take what these leave.
+        # Rows that arrived in requests no larger than a batch. Larger requests are left out because they only fill the
+        # space that these leave.
         self._offered, self._idle_s = Decaying(LOAD_S), self._loop.time()
         self._background: Batcher | None = None
 
@@ -88,15 +96,19 @@ class Batcher:
     async def submit(
         self, rows: Rows, remaining_s: float | None, priority: int = DEFAULT_PRIORITY, *, admitted: bool = False
     ) -> Outputs:
-        """The outputs of these rows, any number of them, in their order; `remaining_s` is the caller's time left, and
-        rows of a lower `priority`, 1 to `PRIORITY_LEVELS`, go first, however long others have waited. Of rows that took
-        several batches, the times are those of all of them. They are `admitted` where `admit` has just let them in.
+        """Returns the outputs of these rows, in their order.
 
-        Raises `ResourceExhausted` (the queue is full, or a batch's images too large), `DeadlineExceeded` (it would come
-        too late; no row reached the model, or of several batches the later ones did not), `InvalidArgument` (the model
-        refuses some of these rows; others' in the same batch are answered), `Internal` (it failed at them, alike),
-        `Unavailable` (draining, or the replica died twice) and what the model raises. Cancelled: rows that still wait
-        leave the queue, and a batch that nobody waits for any longer is given up.
+        A request may have any number of rows. `remaining_s` is the caller's remaining time, None for no deadline. Rows
+        with a lower `priority` value (1 to `PRIORITY_LEVELS`) are sent first, however long others have waited. If the
+        rows took several batches, the reported times are the sums over those batches. `admitted` is True if `admit` has
+        just accepted these rows.
+
+        Raises `ResourceExhausted` (the queue is full, or the images of a batch are too large), `DeadlineExceeded` (the
+        answer would be too late; no row reached the model, or the later batches of several did not), `InvalidArgument`
+        (the model refuses some of these rows; other requests in the same batch are answered), `Internal` (the model
+        failed at some of these rows; other requests are answered), `Unavailable` (draining, or the replica died twice)
+        and the model's own errors. On cancellation, rows that still wait leave the queue, and a batch with no remaining
+        caller is cancelled.
         """
         if self._closed is not None:
             raise draining(self._closed)
@@ -113,7 +125,7 @@ class Batcher:
             arrays, back_s, input_s, infer_s = entry.outputs(), entry.back_s, entry.input_s, entry.infer_s
         finally:
             self._queue.let_go(entry)
-            del entry  # see `PriorityQueue.let_go`
+            del entry  # drops the reference, see `PriorityQueue.let_go`
             self._load.add(-len(rows), self._loop.time())
         self._answering.observe(1, self._loop.time() - back_s)
         return Outputs(arrays, input_s=input_s, infer_s=infer_s)
@@ -127,8 +139,11 @@ class Batcher:
         *,
         again: bool = False,
     ) -> None:
-        """Raises what `submit` would at once, of so many rows that nobody has read yet. `again`: they were admitted
-        before, and time has passed since."""
+        """Checks a request before its rows are decoded.
+
+        Raises the errors that `submit` would raise at once for this many rows. `again` is True if the request was
+        admitted earlier and time has passed since.
+        """
         if self._closed is not None:
             raise draining(self._closed)
         now_s = self._loop.time()
@@ -136,13 +151,19 @@ class Batcher:
         self._admit(rows, form, deadline_s, priority, now_s, again=again)
 
     async def emptied(self) -> None:
-        """Returns once none of its own rows wait: what is no request then takes no turn of one that does."""
+        """Waits until no row of this batcher is queued.
+
+        Background work uses it to let requests go first.
+        """
         while self._queue:
             await self._queue.emptied.wait()
 
     def background(self) -> Batcher:
-        """One before the same model for rows that are no requests: with a queue of its own, so that they share no batch
-        with any, and counted nowhere. It closes with this one."""
+        """Returns the batcher for rows that belong to no request.
+
+        It sends to the same model but has its own queue, so its rows never share a batch with requests. Its batches are
+        not counted in the statistics. It closes with this batcher.
+        """
         if self._background is None:
             self._background = Batcher(self._model, self._limits, self._times, Statistics())
             if self._closed is not None:
@@ -150,7 +171,10 @@ class Batcher:
         return self._background
 
     def scale(self, replicas: int) -> None:
-        """The model has so many replicas now. While it has none, one batch at a time finds out when it has again."""
+        """Sets the number of replicas of the model.
+
+        With 0 replicas, batches are still sent, as for one replica, to find out when the model is back.
+        """
         limits = replace(self._limits, max_in_flight=BATCHES_PER_REPLICA * max(replicas, 1))
         if limits == self._limits:
             return
@@ -163,17 +187,21 @@ class Batcher:
             self._pump()
 
     def computing_s(self, rows: int) -> float:
-        """What the model computes for so many rows, or a full batch, without the way there, which has the wait for the
-        batch before; 0 while nobody knows."""
+        """Returns the expected compute time of `rows` rows, or of a full batch, in seconds.
+
+        Excludes the transfer, which includes the wait for the batch before. 0 while there is no measurement.
+        """
         return self._times.computing_s(self._of_a_batch(rows))
 
     def load(self) -> Load:
-        """What it had to do since this was last asked."""
+        """Returns the load since the last call."""
         return self._load.read(self._loop.time())
 
     async def drain(self, unresponsive_s: float) -> None:
-        """Takes no more rows and returns when all that it has are answered, however long that takes; gives up what is
-        left after `unresponsive_s` in which nothing was."""
+        """Stops accepting rows and waits until all accepted rows are answered.
+
+        There is no overall time limit. If `unresponsive_s` seconds pass without an answer, the remaining rows fail.
+        """
         self.close("the model is being taken out of service")
         if self._background is not None:
             await self._background.drain(0.0)
@@ -188,7 +216,7 @@ class Batcher:
         self._in_flight.give_up()
 
     def close(self, why: str) -> None:
-        """Refuses rows that come from now on."""
+        """Refuses all further rows."""
         self._closed = self._in_flight.why_given_up = why
         if self._background is not None:
             self._background.close(why)
@@ -206,7 +234,7 @@ class Batcher:
         if not ahead:
             crowding = min(crowding, MOST_CROWDED_NEXT)
         ends_s = starts_s(frees_s, ahead, full_batch_s * crowding)
-        # An idle model always tries: an estimate that is too high could otherwise never be put right.
+        # An idle model always accepts. Otherwise an estimate that is too high could never be corrected.
         if self._in_flight.batches:
             ends_s = self._ends_s(queued_rows + rows, now_s, ends_s, ADMIT_DEVIATIONS * crowding)
         if rows <= max_rows and not again:
@@ -222,21 +250,24 @@ class Batcher:
                 limits=self._limits,
             )
         except (ResourceExhausted, DeadlineExceeded):
-            # Where a replica of its own would have been too slow as well, more of them are no help.
+            # If even an idle replica would have been too slow, more replicas would not help, so the refusal does not
+            # count as load.
             if deadline_s > self._ends_s(rows, now_s, now_s, 0.0):
                 self._load.refuse(rows)
             raise
 
     def _crowding(self, now_s: float, replicas: int) -> float:
-        """How many times over what is ahead counts, see `TOLERATED_LOAD`."""
+        """Returns the factor for the work ahead, see `TOLERATED_LOAD`."""
         remembered_s = LOAD_S * (1 - math.exp((self._idle_s - now_s - LITTLE_S) / LOAD_S))
         batches_per_s = self._offered.at(now_s) / remembered_s / self._limits.max_rows
         load = batches_per_s * self._times.usually_s(self._limits.max_rows) / replicas
         return min(max(load / TOLERATED_LOAD, 1.0) ** 5, MOST_CROWDED)
 
     def _ends_s(self, rows: int, now_s: float, start_s: float, deviations: float) -> float:
-        """When the answers of a batch of so many rows that a replica begins then have arrived, if all takes so many
-        mean deviations longer than expected."""
+        """Returns when the answers of a batch of `rows` rows, begun at `start_s`, reach the client.
+
+        Assumes that everything takes `deviations` mean deviations longer than expected.
+        """
         takes_s = start_s - now_s + self._times.expected_s(self._of_a_batch(rows))
         return now_s + self._times.at_most_s(takes_s, deviations) + self._answer_s()
 
@@ -244,14 +275,14 @@ class Batcher:
         return {*self._in_flight.batches, *(entry.future for entry in self._queue)}
 
     def _answer_s(self) -> float:
-        """From a batch's return to its answers' arrival, at most."""
+        """Returns an upper bound of the time from a batch's return to its answers' arrival."""
         return self._answering.bound_s(1) + WIRE_S
 
     def _of_a_batch(self, rows: int) -> int:
         return min(max(rows, 1), self._limits.max_rows)
 
     def _pump(self) -> None:
-        """Sends and refuses whatever is due, until the policy says to wait."""
+        """Sends and refuses all entries that are due, until the policy says to wait."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -264,14 +295,16 @@ class Batcher:
                 (entry.waiting for entry in self._queue.of_next_form()),
                 in_flight=len(self._in_flight.batches),
                 now_s=now_s,
-                # Less strict than when they came: they have waited, and may well be in time.
+                # Uses no deviations, which is less strict than at admission: these rows have waited, and may well be in
+                # time.
                 ends_s=self._ends_s(queued_rows, now_s, free_s, 0.0),
                 bound_s=self._ends_s(queued_rows, now_s, now_s, ADMIT_DEVIATIONS) - now_s,
                 limits=self._limits,
                 due_s=free_s - SEND_AHEAD_S,
                 full_due_s=free_s - SEND_AHEAD_S - (self._times.at_most_s(full_s, FULL_LEAD_DEVIATIONS) - full_s),
-                # Where the last batch had many rows, the first of the next ones does not go alone: as many come again,
-                # most often, and one row costs a model a quarter of what 32 do.
+                # After a large batch the same clients usually send again at once. So an idle replica waits, at most
+                # `max_delay_s`, until half as many rows as in the last batch have arrived: a batch of 1 costs about a
+                # quarter of a batch of 32.
                 min_rows_to_send=self._in_flight.last_rows // 2,
             )
             positions = {*decision.late, *decision.batch}
@@ -281,7 +314,8 @@ class Batcher:
                 return
             first = islice(self._queue.of_next_form(), max(positions) + 1)
             chosen = {i: entry for i, entry in enumerate(first) if i in positions}
-            # A caller that has just been cancelled takes its rows from the queue only when it runs again.
+            # A cancelled caller removes its rows from the queue only when its task runs again, so it may still be
+            # queued here.
             if gone := [entry for entry in chosen.values() if entry.future.done()]:
                 for entry in gone:
                     self._queue.leave(entry)
@@ -296,30 +330,39 @@ class Batcher:
 
 
 # --- In flight ---
-# The batches on their way to a model, at work there, and back: each request's answer is cut out of its batch's.
+# The batches between this process and the model. Each request's answer is a slice of its batch's outputs.
 
-# Of the time that a batch has taken, so much is expected to be left of it at the least.
+# The minimum time left of a batch, as a fraction of the time that it has already taken.
 OVERDUE = 0.25
 
 
 class Model(Protocol):
-    """What runs a batch. Cancelling the call gives the batch up."""
+    """The interface of the model that runs a batch.
+
+    Cancelling the call cancels the batch.
+    """
 
     async def forward(self, rows: Rows) -> Outputs: ...
 
 
 @dataclass
 class Batch:
-    """That is expected to be computed for `computing_s`, and was begun at `begun_s`: None while a replica has another
-    one before it."""
+    """A batch in flight.
+
+    `computing_s` is its expected compute time. `begun_s` is when the replica began it, None while another batch is
+    ahead of it.
+    """
 
     computing_s: float
     begun_s: float | None
 
 
 class InFlight:
-    """Lives on one event loop. `batches` are in the order in which they were sent, of which so many as there are
-    `replicas` are at work; `last_rows` is how many rows the last one had; `ended` is called after each."""
+    """The batches between this process and a model.
+
+    Lives on one event loop. `batches` are in the order in which they were sent; the first `replicas` of them are being
+    computed. `last_rows` is the number of rows in the last batch. `ended` is called after each batch.
+    """
 
     def __init__(
         self, model: Model, replicas: int, times: BatchTimes, statistics: Statistics, ended: Callable[[], None]
@@ -332,7 +375,7 @@ class InFlight:
         self._loop = asyncio.get_running_loop()
         self.batches: dict[asyncio.Task[None], Batch] = {}
         self.last_rows = 0
-        # What those are told whose batch is given up.
+        # The error message for the callers of a batch that is cancelled.
         self.why_given_up = "the batch was given up"
 
     def scale(self, replicas: int) -> None:
@@ -340,14 +383,14 @@ class InFlight:
         self._begin()
 
     def frees_s(self, now_s: float) -> list[float]:
-        """When each replica is expected to be free, the soonest first."""
+        """Returns when each replica is expected to be free, the earliest first."""
         frees_s: list[float] = []
         behind = []
         for batch in self.batches.values():
             if batch.begun_s is None or len(frees_s) == self._replicas:
                 behind.append(batch)
             else:
-                # The longer one takes already, the longer it will still take.
+                # The longer a batch has overrun its estimate, the longer it is expected to take still.
                 at_least_s = now_s + OVERDUE * (now_s - batch.begun_s)
                 frees_s.append(max(batch.begun_s + batch.computing_s, at_least_s))
         frees_s += [now_s] * (self._replicas - len(frees_s))
@@ -357,9 +400,9 @@ class InFlight:
         return sorted(frees_s)
 
     def send(self, entries: list[Entry]) -> None:
-        """One batch, of rows of one form."""
+        """Sends one batch of rows of one form."""
         self.last_rows = sum(entry.waiting.rows for entry in entries)
-        # In the replica alone, without the way there and waiting for the one before.
+        # The compute time in the replica alone, without the transfer and the wait for the batch before.
         batch = Batch(self._times.computing_s(self.last_rows), None)
         task = self._loop.create_task(self._run(entries, batch))
         self.batches[task] = batch
@@ -379,7 +422,7 @@ class InFlight:
         task.add_done_callback(done)
 
     def _begin(self) -> None:
-        """Those that were behind one that is back are at work from now on."""
+        """Marks the batches that a returned batch has unblocked as begun."""
         for batch in islice(self.batches.values(), self._replicas):
             if batch.begun_s is None:
                 batch.begun_s = self._loop.time()
@@ -391,14 +434,14 @@ class InFlight:
     async def _run(self, entries: list[Entry], batch: Batch) -> None:
         rows: Rows | None = None
         try:
-            # One request alone is handed on as it came, without a copy.
+            # The rows of a single request are passed on without a copy.
             rows = Rows.joined([entry.rows for entry in entries])
             started_s = self._loop.time()
             with tracing().batch((entry.traced for entry in entries), len(rows)):
                 outputs = await self._model.forward(rows)
             back_s = self._loop.time()
             if not outputs.sent_again:
-                # Its wait for the one before is that one's time; it says nothing of how long this one took.
+                # The wait for the batch before is excluded: it is no part of this batch's compute time.
                 begun_s = started_s if batch.begun_s is None else max(started_s, batch.begun_s)
                 self._times.observe(len(rows), back_s - begun_s, outputs.input_s + outputs.infer_s)
             stop = 0
@@ -411,8 +454,9 @@ class InFlight:
                     its_own = outputs.slice(start, stop)
                     entry.future.set_result(its_own.checked(entry.first_row))
                     self._statistics.non_finite_rows += len(its_own.non_finite)
-                except MillraceError as error:  # this request's own; the others are fine
-                    # Its traceback has this frame, and with it the rows of all, see `PriorityQueue.let_go`.
+                except MillraceError as error:  # concerns this request only; the others in the batch are fine
+                    # The traceback refers to this frame, and so to the rows of the whole batch, see
+                    # `PriorityQueue.let_go`.
                     entry.future.set_exception(error.with_traceback(None))
             self._statistics.batch_ran(
                 rows=len(rows),
@@ -426,29 +470,31 @@ class InFlight:
             raise
         except Exception as error:
             fail(entries, error)
-            # See `PriorityQueue.let_go`.
+            # Frees the rows, see `PriorityQueue.let_go`.
             entries.clear()
             rows = None
 
 
 # --- Priority queue ---
-# The rows that wait for a batch: the most urgent first, and the older of two that are as urgent.
+# The rows that wait for a batch, ordered by priority, then by arrival.
 #
-# Requests larger than a batch come after all others that are as urgent, and fill what these leave of each batch. What
-# is left of a batch that they cannot share, and at least `GUARANTEED` of each, is owed to them, as in deficit round
-# robin (Shreedhar and Varghese, 1995): once that is a whole batch, one goes first.
+# Requests larger than a batch ("large requests") come after all others of the same priority and fill the space that
+# those leave in each batch. They are owed the space in batches that they could not share, and at least `GUARANTEED` of
+# each batch, as in deficit round robin (Shreedhar and Varghese, 1995). Once they are owed a whole batch, a large
+# request goes first.
 
-# Of a batch's rows: what requests larger than a batch get, however much the others ask for.
+# The fraction of each batch's rows that large requests get, however many rows the others have.
 GUARANTEED = 1 / 8
 
 
 class Entry:
-    """Rows that wait, or are in a batch, and the future of their outputs. `first_row` is the place of the first in its
-    request, `level` its place in the queue by urgency; `input_s`, `infer_s` and when it came `back_s` are known once it
-    is answered.
+    """Rows that are queued or in a batch, and the future of their outputs.
 
-    A request larger than a batch is one entry of the rows that still wait, of which pieces are taken into batches, each
-    an entry of its own; the outputs of all `pieces` are its own.
+    `first_row` is the index of the first row within its request, `level` the priority's index in the queue. `input_s`,
+    `infer_s` and `back_s`, the time of the batch's return, are known once it is answered.
+
+    A large request is one entry with the rows that still wait. Each batch takes a piece, which is an entry of its own;
+    the outputs of all `pieces` together are the request's outputs.
     """
 
     def __init__(
@@ -472,24 +518,27 @@ class Entry:
         self.traced = traced
 
     def outputs(self) -> Sequence[Array]:
-        """Once it is answered."""
+        """Returns the outputs; call it only once the entry is answered."""
         if not self.pieces:
             return self.future.result()
         return [np.concatenate(parts) for parts in zip(*(one.future.result() for one in self.pieces), strict=True)]
 
 
 class PriorityQueue:
-    """Lives on one event loop. `rows` are those that wait, of all requests. `emptied` is set while none waits."""
+    """The queue of waiting rows.
+
+    Lives on one event loop. `rows` counts the waiting rows of all requests. `emptied` is set while the queue is empty.
+    """
 
     def __init__(self, max_rows: int) -> None:
         self._max_rows = max_rows
         self._loop = asyncio.get_running_loop()
-        # By priority, and in each those that fit a batch before the larger ones, see `_turn`; each in order of arrival;
-        # leaving from the middle is cheap. The same by form, too: rows of two forms share no batch, so a batch is
-        # looked for among those of one.
+        # One dictionary per priority and size class, see `_turn`: within a priority, requests that fit a batch come
+        # before large ones. Each is in order of arrival, and removal from the middle is cheap. `_forms` holds the same
+        # by form: rows of two forms share no batch, so a batch is formed from the entries of one form.
         self._turns: list[dict[Entry, None]] = [{} for _ in range(2 * PRIORITY_LEVELS)]
         self._forms: dict[str, list[dict[Entry, None]]] = {}
-        # Of requests that fit a batch, by form and priority; the others are looked at one by one.
+        # Rows of requests that fit a batch, by form and priority. Large requests are few and are counted one by one.
         self._rows_at: dict[str, list[int]] = {}
         self._large: dict[Entry, None] = {}
         self._owed_rows = 0.0
@@ -504,14 +553,16 @@ class PriorityQueue:
         return any(self._turns)
 
     def of_next_form(self) -> Iterator[Entry]:
-        """Those that may share a batch with the first one, in their order."""
+        """Iterates over the entries that may share a batch with the first one, in order."""
         first = next(iter(self), None)
         return self._in_order(self._forms[first.waiting.form]) if first is not None else iter(())
 
     def batches_ahead(self, rows: int, form: str, priority: int) -> int:
-        """How many batches go before the one that has the last of so many rows, if these came now. Large requests that
-        are as urgent take turns in batches with another large one, and go before others only in batches that they are
-        owed by then; of one that waits for the same batch, only what is left over is in it."""
+        """Returns how many batches would go before the one with the last of `rows` new rows.
+
+        Large requests of the same priority alternate with another large request. They go before smaller ones only in
+        the batches that they are owed by then; in a shared batch they get only the space that is left over.
+        """
         ahead = {other: sum(at[:priority]) for other, at in self._rows_at.items()}
         turns = math.ceil(rows / self._max_rows) * self._max_rows
         peers = []
@@ -527,7 +578,7 @@ class PriorityQueue:
         batches = self._batches(ahead, rows, form)
         if not peers:
             return batches
-        if any(waiting.form != form for waiting in peers):  # in batches of their own, one after each
+        if any(waiting.form != form for waiting in peers):  # they alternate with batches of the other form
             return 2 * batches + 1
         return batches + int(self._owed_rows / self._max_rows + batches * GUARANTEED)
 
@@ -536,7 +587,7 @@ class PriorityQueue:
         return others + (ahead.get(form, 0) + rows - 1) // self._max_rows
 
     def put(self, rows: Rows, priority: int, now_s: float, deadline_s: float) -> Entry:
-        """A request's rows, any number of them."""
+        """Queues the rows of one request, any number of them."""
         large = len(rows) > self._max_rows
         waiting = Waiting(len(rows), rows.form, now_s, deadline_s, rows.size_bytes, divisible=large)
         future: asyncio.Future[Sequence[Array]] = self._loop.create_future()
@@ -547,12 +598,14 @@ class PriorityQueue:
         return entry
 
     def take(self, chosen: Sequence[tuple[Entry, int]]) -> list[Entry]:
-        """A batch of the first rows of some entries, so many of each. What is left of a large request, and only of that
-        one something may be, waits behind all that are as urgent."""
+        """Removes a batch from the queue: the first `rows` rows of each chosen entry.
+
+        Only of a large request may rows be left over; they wait behind all entries of the same priority.
+        """
         if self._large:
             large_rows = sum(rows for entry, rows in chosen if entry.waiting.divisible)
             left_rows = self._max_rows - sum(rows for entry, rows in chosen if not entry.waiting.divisible)
-            # A batch that it got because it was owed is paid off with its rows.
+            # If it went first because it was owed a batch, its rows pay off that debt.
             due_rows = 0.0 if self._large_first() else max(left_rows, GUARANTEED * self._max_rows)
             owed_rows = self._owed_rows + due_rows - large_rows
             self._owed_rows = min(max(owed_rows, 0.0), 2.0 * self._max_rows)
@@ -590,8 +643,11 @@ class PriorityQueue:
                 entry.traced.end()
 
     def let_go(self, entry: Entry) -> None:
-        """Of a request that is over. An error of its has it in its traceback, and is in its future, so that all its
-        rows would wait for the garbage collector if anything of it was kept."""
+        """Removes a finished request from the queue and breaks its reference cycles.
+
+        An error's traceback refers to the entry, and the entry's future to the error. Anything kept here would hold all
+        rows until the garbage collector runs.
+        """
         self.leave(entry)
         entry.future.cancel()
         for piece in entry.pieces:
@@ -628,12 +684,12 @@ class PriorityQueue:
 
 
 def _turn(entry: Entry) -> int:
-    """Its place among the kinds of entries, where nothing is owed to large ones."""
+    """Returns the index of the entry's priority and size class, when large requests are owed nothing."""
     return 2 * entry.level + int(entry.waiting.divisible)
 
 
 def _gather(entry: Entry, piece: Entry, answered: asyncio.Future[Sequence[Array]]) -> None:
-    """Ends a large request's wait once the last of its pieces is answered, or one has failed."""
+    """Completes a large request once its last piece is answered, or one has failed."""
     if answered.cancelled():
         return
     error = answered.exception()
@@ -650,7 +706,7 @@ def _gather(entry: Entry, piece: Entry, answered: asyncio.Future[Sequence[Array]
 
 
 def fail(entries: Iterable[Entry], error: Exception) -> None:
-    """Those that are not over already."""
+    """Fails all entries that are not done yet."""
     for entry in entries:
         if not entry.future.done():
             entry.future.set_exception(error)

@@ -1,4 +1,4 @@
-"""Between the messages of the Open Inference Protocol and plain values."""
+"""Converts between messages of the Open Inference Protocol and plain values."""
 
 from __future__ import annotations
 
@@ -36,13 +36,12 @@ from shared.errors import MillraceError, check_count, invalid_field
 from shared.grpc_errors import status_code
 
 # --- Messages ---
-# Between the messages of the Open Inference Protocol and plain values.
 
-# Of each map.
+# The limit of each parameter map.
 MAX_PARAMETERS = 64
-# So many beyond those of the model.
+# The excess over the model's own tensors that is refused at once.
 TOO_MANY_TENSORS = 100
-# Numbers that are put into a message in one go, while no other thread can run.
+# The numbers that are put into a message in one call, which blocks all other threads.
 TYPED_AT_ONCE = 64 * 1024
 PLATFORM = "millrace_pytorch"
 LINEAGE = (
@@ -52,8 +51,11 @@ LINEAGE = (
 
 
 def check_tensor_counts(request: pb.ModelInferRequest, signature: Signature | None) -> None:
-    """Raises `InvalidArgument` for far more tensors than the model takes and gives: each costs time to look at, so this
-    comes before any of that. Of a few too many, a later look says which is wrong."""
+    """Raises `InvalidArgument` for far more tensors than the model has.
+
+    Each tensor takes time to check, so this comes first. If there are only a few too many, a later check names the
+    wrong one.
+    """
     inputs, outputs = (0, 0) if signature is None else (signature.max_inputs, len(signature.offered))
     remedy = f"the model takes at most {inputs} tensors"
     check_count("inputs", request.inputs, inputs + TOO_MANY_TENSORS, remedy)
@@ -62,9 +64,9 @@ def check_tensor_counts(request: pb.ModelInferRequest, signature: Signature | No
 
 
 def inputs_from_proto(request: pb.ModelInferRequest) -> list[WireTensor]:
-    """Raises `InvalidArgument` where raw contents do not pair with inputs, or a tensor would be in shared memory.
+    """Returns the input tensors, which are not yet checked themselves.
 
-    Tensors themselves are checked later.
+    Raises `InvalidArgument` if the raw contents do not match the inputs, or a tensor is in shared memory.
     """
     for index, tensor in enumerate(request.inputs):
         field = f"inputs[{index}]"
@@ -79,7 +81,7 @@ def inputs_from_proto(request: pb.ModelInferRequest) -> list[WireTensor]:
             field=f"inputs[{index}]",
             name=tensor.name,
             datatype=tensor.datatype,
-            # One more than there may be tells that there are too many.
+            # One dimension beyond the limit is enough to detect that there are too many.
             shape=tuple(tensor.shape[: MAX_DIMENSIONS + 1]),
             raw=raw[index] if raw else None,
             typed={field.name: values for field, values in tensor.contents.ListFields()},
@@ -89,7 +91,7 @@ def inputs_from_proto(request: pb.ModelInferRequest) -> list[WireTensor]:
 
 
 def outputs_from_proto(request: pb.ModelInferRequest) -> list[RequestedOutput]:
-    """Raises `InvalidArgument` for an output's parameters."""
+    """Returns the requested outputs; raises `InvalidArgument` for an output's parameters."""
     return [
         requested_output(
             f"outputs[{index}]", output.name, parameters_from_proto(output.parameters, f"outputs[{index}].parameters")
@@ -99,7 +101,10 @@ def outputs_from_proto(request: pb.ModelInferRequest) -> list[RequestedOutput]:
 
 
 def parameters_from_proto(parameters: Mapping[str, pb.InferParameter], field: str = "parameters") -> Parameters:
-    """Without those that have no value. Raises `InvalidArgument` naming `field` where there are too many."""
+    """Returns the parameters that have a value.
+
+    Raises `InvalidArgument` naming `field` if there are too many.
+    """
     if not parameters:
         return {}
     check_count(field, parameters, MAX_PARAMETERS)
@@ -110,7 +115,10 @@ def parameters_from_proto(parameters: Mapping[str, pb.InferParameter], field: st
 def answer_to_proto(
     request: pb.ModelInferRequest, answer: Answer, requested: Sequence[RequestedOutput] = ()
 ) -> pb.ModelInferResponse:
-    """Outputs in the form that the inputs had, raw or typed; classified where that is `requested`."""
+    """Converts an answer.
+
+    Outputs are raw or typed like the inputs, and classified if `requested`.
+    """
     tops = {output.name: output.top for output in requested}
     outputs = [_in_words(*output, tops[output[0].name]) if tops else output for output in answer.outputs]
     response = pb.ModelInferResponse()
@@ -130,7 +138,10 @@ def answer_to_proto(
 
 
 def streamed_answer(response: pb.ModelInferResponse) -> pb.ModelStreamInferResponse:
-    """The answer as it stands in a stream; no request is answered twice, so it is the final one of its request."""
+    """Returns the answer as a message of a stream.
+
+    No request has several answers, so it is marked as the final one.
+    """
     streamed = pb.ModelStreamInferResponse(infer_response=response)
     streamed.infer_response.parameters["triton_final_response"].bool_param = True
     return streamed
@@ -144,8 +155,11 @@ def streamed_error(request: pb.ModelInferRequest, error: MillraceError) -> pb.Mo
 
 
 def metadata_to_proto(deployment: Deployment, signature: Signature) -> pb.ModelMetadataResponse:
-    """Lists the raw form, a tensor for each column; the prepared one, and flags of nulls, are accepted too. Of the
-    versions, those that may be asked for by number: loaded, and not on their way out."""
+    """Returns a model's metadata.
+
+    Inputs are in the raw form, a tensor for each column; the prepared form and null flags are accepted, too. Versions
+    are those that can be requested by number: loaded, and not retired.
+    """
     return pb.ModelMetadataResponse(
         name=deployment.model_name,
         versions=[one.number for one in deployment.versions if one.signature is not None and one.retired_at is None],
@@ -156,7 +170,7 @@ def metadata_to_proto(deployment: Deployment, signature: Signature) -> pb.ModelM
 
 
 def _in_words(spec: TensorSpec, values: Array, top: int) -> tuple[TensorSpec, Array]:
-    """Names of labels, and classifications; any other output as it is."""
+    """Converts label names and classifications to text; leaves other outputs as they are."""
     if spec.name == LABEL_NAME:
         return spec, named(values, spec.class_names)
     if not top:
@@ -165,7 +179,7 @@ def _in_words(spec: TensorSpec, values: Array, top: int) -> tuple[TensorSpec, Ar
 
 
 def _lineage_of(answer: Answer) -> tuple[str, ...]:
-    """In the order of `LINEAGE`."""
+    """Returns the values in the order of `LINEAGE`."""
     version = answer.version
     return (
         version.dataset_version,
@@ -180,10 +194,13 @@ def _lineage_of(answer: Answer) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=256)
 def _lineage(*values: str) -> pb.ModelInferResponse:
-    """What all answers of a version begin with: the fields of `millrace.common.v1.Lineage`, as parameters."""
+    """Returns the common start of a version's answers.
+
+    It has the fields of `millrace.common.v1.Lineage` as parameters.
+    """
     response = pb.ModelInferResponse()
     for name, value in zip(LINEAGE, values, strict=True):
-        if value or name != "code_bundle":  # which most models have not
+        if value or name != "code_bundle":  # most models have no code bundle
             response.parameters[name].string_param = value
     return response
 
@@ -193,30 +210,29 @@ def _tensor(spec: TensorSpec) -> pb.ModelMetadataResponse.TensorMetadata:
 
 
 # --- Typed contents ---
-# The numbers of large typed contents as arrays, so that no other request waits for them.
+# Decodes large typed contents to arrays, so that no other request waits for them.
 #
-# Both ways may run in any thread, and let others run meanwhile. Numbers of a fixed size lie on the wire one after the
-# other (packed), as protobuf has them in memory: the field is written once more, with hardly more than a copy, and its
-# bytes are looked at as an array. 57 MiB of FP32 take 0.07 s of CPU that way, and 0.7 s number by number in one call,
-# during which no other thread can run. Integers are varints on the wire: they are taken piece by piece, which is faster
+# Both ways may run in any thread, and let others run meanwhile. Fixed-size numbers are packed on the wire, in the same
+# layout as in protobuf's memory. So the field is serialized again, at hardly more than the cost of a copy, and an array
+# views its bytes. For 57 MiB of FP32 that takes 0.07 s of CPU, while reading number by number takes 0.7 s in one call,
+# during which no other thread can run. Integers are varints on the wire: they are read piece by piece, which is faster
 # than to decode varints with numpy (0.08 s instead of 0.4 s for 3.2 million).
 
-# Numbers that become an array within a millisecond, one by one.
+# The numbers that are converted to an array within a millisecond, one by one.
 FEW_ELEMENTS = 16 * 1024
-# What numbers of a fixed size are in memory, and integers once they are read.
+# The memory layout of fixed-size numbers, and of integers once they are read.
 FIXED = {"bool_contents": "?", "fp32_contents": "<f4", "fp64_contents": "<f8"}
 INTEGERS = {"int_contents": "<i8", "int64_contents": "<i8", "uint_contents": "<u8", "uint64_contents": "<u8"}
 
 
 def many_elements(tensors: Sequence[WireTensor]) -> int:
-    """How many elements typed contents have, where they take so long to decode that others should not wait for it; else
-    0."""
+    """Returns the number of typed elements if they take long to decode; else 0."""
     counts = [sum(map(len, tensor.typed.values())) for tensor in tensors]
     return sum(counts) if max(counts, default=0) > FEW_ELEMENTS else 0
 
 
 def decode_typed(request: pb.ModelInferRequest, tensors: Sequence[WireTensor]) -> list[WireTensor]:
-    """`tensors`, which are those of the request, all `decoded`."""
+    """Returns the request's `tensors`, all `decoded`."""
     return [
         decode_ahead(replace(tensor, typed={**tensor.typed, **_array(given.contents, tensor)}))
         for given, tensor in zip(request.inputs, tensors, strict=True)
@@ -224,7 +240,10 @@ def decode_typed(request: pb.ModelInferRequest, tensors: Sequence[WireTensor]) -
 
 
 def _array(contents: pb.InferTensorContents, tensor: WireTensor) -> dict[str, Array]:
-    """The only typed field as an array; nothing where there are several, which is wrong, or one that holds bytes."""
+    """Returns the only typed field as an array.
+
+    Returns nothing if there are several, which is an error, or if it holds bytes.
+    """
     if len(tensor.typed) != 1:
         return {}
     ((field, values),) = tensor.typed.items()
@@ -239,8 +258,8 @@ def _array(contents: pb.InferTensorContents, tensor: WireTensor) -> dict[str, Ar
 
 
 def _packed(contents: pb.InferTensorContents, count: int, dtype: np.dtype[np.generic]) -> Array:
-    """The numbers of the only field that is set; what else follows are fields that we do not know."""
+    """Returns the numbers of the only known field; unknown fields may follow it."""
     data = contents.SerializeToString()
-    # In front are the field's tag, of one byte, and its length as a varint, whose last byte is below 128.
+    # The data begins with the field's tag, one byte, and its length as a varint, whose last byte is below 128.
     begin = next(at for at in range(1, len(data)) if data[at] < 0x80) + 1
     return np.frombuffer(data, dtype, count, begin)

@@ -1,4 +1,4 @@
-"""A replica's share of the CPUs beside the frontend."""
+"""The CPU priority of a replica relative to the frontend."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-# Ray starts its workers with 15, so that its own processes come first. A frontend has 0.
+# Ray starts its workers with niceness 15, so that its own processes have priority. A frontend has 0.
 NICENESS = -10
 
 
 def raise_priority() -> None:
-    """Gives all threads of this process, and those that they start, priority over the frontend.
+    """Gives all threads of this process, and those they start, priority over the frontend.
 
-    What a replica computes was admitted, and what a frontend reads may still be refused. With equal priority, a
-    frontend that is flooded with calls doubles or triples the time of each batch, so that requests are late that were
-    admitted in time, and small batches leave. Logs a warning where the operating system forbids it.
+    A replica computes admitted requests, while a frontend may still refuse what it reads. At equal priority, a frontend
+    that is flooded with calls doubles or triples the time of each batch: admitted requests become late, and batches
+    become small. Logs a warning if the operating system forbids it.
     """
     try:
         for thread in Path("/proc/self/task").iterdir():

@@ -1,5 +1,6 @@
-"""One request, from its message to the message of its answer: checked, brought to the batcher of its version, answered
-within its time, and counted.
+"""One inference request, from its message to the message of its answer.
+
+A request is checked, passed to the batcher of its version, answered within its time limit, and counted.
 """
 
 from __future__ import annotations
@@ -60,26 +61,30 @@ logger = logging.getLogger(__name__)
 
 
 # --- Inference ---
-# One request, from its message to the message of its answer: checked, answered within its time, and counted.
+# One request, from its message to the message of its answer: checked, answered within its time limit, and counted.
 
-# Numbers of which the greatest are found within a few milliseconds.
+# The number of values that classification ranks within a few milliseconds on the event loop.
 CLASSIFIED_AT_ONCE = 5000
-# Bytes of outputs that become a message as fast, in typed contents, too.
+# The bytes of outputs that are converted to a message as fast, even in typed contents.
 CONVERTED_AT_ONCE = 256 * 1024
-# Threads of their own: the loop's wait for the store, which may be silent, and answers have nothing to do with it.
+# Separate threads: the default executor also waits for the object store, which may not answer, and must not delay
+# answers.
 CONVERTING = ThreadPoolExecutor(2, thread_name_prefix="answers")
-# Nor do answers wait for requests.
+# Separate from CONVERTING, so that answers do not wait for requests.
 DECODING = ThreadPoolExecutor(2, thread_name_prefix="inputs")
-# Of an answer: in a stream it gets some bytes more.
+# The limit of an answer's message: a stream adds a few bytes to it.
 MAX_ANSWER_BYTES = MAX_MESSAGE_BYTES - 1024
-# What the log has of a request's id, which may be as long as a message.
+# Characters of a request's id that are logged; an id may be as long as a message.
 MAX_SHOWN_ID = 100
-# Gives a call's pairs of str and str or bytes, or None: asked for only where it matters.
+# Returns a call's metadata as (str, str or bytes) pairs, or None. Called only when the metadata matters.
 Metadata = Callable[[], Any]
 
 
 class Inference:
-    """Safe to use from many tasks of one event loop."""
+    """Answers inference requests.
+
+    Safe to use from many tasks of one event loop.
+    """
 
     def __init__(self, models: Models, dispatcher: Dispatcher) -> None:
         self._models = models
@@ -93,10 +98,12 @@ class Inference:
         *,
         ends_itself: bool = False,
     ) -> pb.ModelInferResponse:
-        """`remaining_s` is the caller's time left, None for no deadline; `metadata` that of its call. With
-        `ends_itself` who calls cancels this when the time has passed.
+        """Answers one request.
 
-        Raises what `Models.choose` and `Dispatcher.infer` raise, and `DeadlineExceeded`.
+        `remaining_s` is the caller's remaining time, None for no deadline. `metadata` returns the metadata of the call.
+        With `ends_itself` the caller cancels this coroutine when the time has passed.
+
+        Raises the errors of `Models.choose` and `Dispatcher.infer`, and `DeadlineExceeded`.
         """
         began_s = time.perf_counter()
         statistics = self._models.unchosen
@@ -120,12 +127,12 @@ class Inference:
             limit_s = _limit(requests, remaining_s)
             decoding = None
             if elements := many_elements(inputs):
-                # Numbers are of 64 bits while they are decoded.
+                # Values take 8 bytes each while they are decoded.
                 decoding = Decoding(partial(_decoded, request), max(8 * elements, message_bytes()))
             inferring = self._dispatcher.infer(
                 deployment, version, inputs, requested, limit_s, requests.priority, decoding
             )
-            del inputs  # as in `Dispatcher.infer`
+            del inputs  # frees the inputs early, as in `Dispatcher.infer`
             if limit_s == remaining_s and ends_itself:
                 answer = await inferring
             else:
@@ -167,8 +174,11 @@ class Inference:
     async def streamed(
         self, request: pb.ModelInferRequest, remaining_s: float, metadata: Metadata
     ) -> pb.ModelStreamInferResponse:
-        """The same for a request of a stream, which goes on whatever is wrong with this one: a task of its own, with a
-        line in the log as a call has."""
+        """Answers one request of a stream.
+
+        Errors become error messages, so the stream continues after a failed request. Runs as its own task and logs one
+        line, as a call does.
+        """
         began_s = time.perf_counter()
         outcome, why = "CANCELLED", ""
         try:
@@ -189,17 +199,22 @@ class Inference:
 
 
 async def _decoded(request: pb.ModelInferRequest, inputs: Sequence[WireTensor]) -> Sequence[WireTensor]:
-    """Of large typed contents, in a thread. Cancelled before its turn has come, it decodes nothing."""
+    """Decodes large typed contents in a thread.
+
+    A cancelled call that has not started decodes nothing.
+    """
     return await asyncio.get_running_loop().run_in_executor(DECODING, decode_typed, request, inputs)
 
 
 async def _message(
     request: pb.ModelInferRequest, answer: Answer, requested: Sequence[RequestedOutput]
 ) -> pb.ModelInferResponse:
-    """Of the answer. Others' requests need not wait while many numbers become strings, or a large message.
+    """Converts the answer to its message.
 
-    Raises `InvalidArgument` where it is larger than a message may be, which is not told by the model's signature for
-    classifications and for integers in typed contents.
+    A large answer is converted in a thread, so that other requests do not wait.
+
+    Raises `InvalidArgument` if the message would be too large. The model's signature cannot predict the size of
+    classifications and of integers in typed contents.
     """
     in_words = any(output.top or output.name == LABEL_NAME for output in requested)
     classes = sum(values.size for _, values in answer.outputs) if in_words else 0
@@ -220,7 +235,7 @@ def _large_message(
 
 
 def _rows_of(request: pb.ModelInferRequest) -> int:
-    """As its first tensor says, be it wrong."""
+    """Returns the row count that the first tensor declares, without checking it."""
     return request.inputs[0].shape[0] if request.inputs and request.inputs[0].shape else 1
 
 
@@ -229,7 +244,7 @@ def _limit(requests: RequestOptions, remaining_s: float | None) -> float | None:
 
 
 async def _ended_within(limit_s: float | None, inferring: Awaitable[Answer]) -> Answer:
-    """Raises `DeadlineExceeded` where it takes longer."""
+    """Awaits the answer and raises `DeadlineExceeded` after `limit_s`."""
     try:
         async with asyncio.timeout(limit_s) as timer:
             return await inferring
@@ -242,22 +257,28 @@ async def _ended_within(limit_s: float | None, inferring: Awaitable[Answer]) -> 
 
 
 # --- Dispatcher ---
-# Brings the rows of requests to the batchers: as many as this process has room for, and copies of some to a shadow.
+# Passes the rows of requests to the batchers, within this process's memory limit, and copies some to a shadow.
 
-# Of the outputs alone: beside them an answer has names and parameters.
+# The limit of the outputs alone: an answer also has names and parameters.
 MAX_OUTPUT_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """`run` decodes tensors in another thread, once it is their turn; until then they take about `size_bytes`."""
+    """A pending decode of large inputs.
+
+    `run` decodes the tensors in another thread, once the request is admitted. Until then they take about `size_bytes`.
+    """
 
     run: Callable[[Sequence[WireTensor]], Awaitable[Sequence[WireTensor]]]
     size_bytes: int
 
 
 class Dispatcher:
-    """Lives on the event loop of `models`. `held` bounds the requests of all of them together."""
+    """Passes rows to the batchers of `models`.
+
+    Lives on the event loop of `models`. `held` bounds the bytes of the requests of all models together.
+    """
 
     def __init__(self, models: Models, held: InFlightBytes | None = None) -> None:
         self._models = models
@@ -274,24 +295,26 @@ class Dispatcher:
         priority: int = DEFAULT_PRIORITY,
         decoding: Decoding | None = None,
     ) -> Answer:
-        """The outputs themselves, also where a classification of them is `requested`; for `LABEL_NAME` the labels.
+        """Runs the model and returns its raw outputs.
 
-        `remaining_s` is the caller's time left, None for no deadline; `decoding` what is to decode the `inputs`, where
-        others should not wait for that.
-        Raises `InvalidArgument` naming the tensor, or `outputs` that no answer has room for, `Unavailable`,
-        `ResourceExhausted` (the model's queue is full, or this process's memory), `DeadlineExceeded`.
+        The outputs are not classified, even if `requested` asks for a classification; `LABEL_NAME` has the label's
+        values. `remaining_s` is the caller's remaining time, None for no deadline. `decoding`, if given, decodes the
+        `inputs` without blocking other requests.
+
+        Raises `InvalidArgument` naming the tensor, or `outputs` that do not fit an answer, `Unavailable`,
+        `ResourceExhausted` (the model's queue or this process's memory is full), `DeadlineExceeded`.
         """
         signature = signature_of(deployment, version)
         wanted = outputs_wanted(signature, [output.name for output in requested])
         check_classifiable(wanted, requested)
         batcher = self._models.batcher(deployment, version)
-        # A refusal costs the less, the less of a request was read before: its tensors are not.
+        # Admission comes before the tensors are read, because a cheap refusal saves the most under overload.
         max_rows = deployment.spec.max_queued_rows
         if decoding is not None:
             began_s = time.perf_counter()
             count, form = count_rows(signature, inputs, max_rows)
             batcher.admit(count, form, remaining_s, priority)
-            # What waits to be decoded takes memory like what waits for the model.
+            # Inputs that wait to be decoded take memory as rows that wait for the model do.
             with self._holding(decoding.size_bytes):
                 inputs = await decoding.run(inputs)
             if remaining_s is not None:
@@ -301,15 +324,15 @@ class Dispatcher:
             signature,
             inputs,
             max_rows,
-            # Others came while a large request was decoded, so it is looked at again.
+            # Other requests arrived while a large request was decoded, so it is checked again.
             lambda rows, form: batcher.admit(rows, form, remaining_s, priority, again=decoding is not None),
         )
-        del inputs  # what bytes objects were cut from need not wait with them
+        del inputs  # frees the bytes objects that the rows were cut from
         if len(rows) * signature.answer_row_bytes > MAX_OUTPUT_BYTES:
             check_answer_fits(_unclassified(wanted, requested), len(rows), MAX_OUTPUT_BYTES)
         began_s = time.perf_counter()
         with self._holding(rows.size_bytes):
-            # Of admitted requests alone: the shadow is to see what the version beside it sees.
+            # Only admitted requests are copied: the shadow must see the same requests as the real version.
             if deployment.shadow is not None:
                 self._shadow(deployment, version, deployment.shadow, rows, batcher)
             outputs = await batcher.submit(rows, remaining_s, priority, admitted=True)
@@ -327,14 +350,19 @@ class Dispatcher:
         )
 
     def turned_away(self) -> None:
-        """Counts a request that was refused before anybody read for which model it is. No model is told of it, so none
-        is scaled by it: this process was short of time, and no replica of any model makes up for that."""
+        """Counts a request that was refused before its model was known.
+
+        It counts as load of no model: this process was short of time, and more replicas would not help.
+        """
         self._models.unchosen.failed(status="RESOURCE_EXHAUSTED", now_s=time.time(), total_s=0.0)
 
     @contextmanager
     def _holding(self, size_bytes: int) -> Iterator[None]:
-        """Holds `size_bytes` of a request within it. Raises `MemoryFull`, which counts as load of no model: the memory
-        is this process's, and may be held by requests for others. These scale by the rows that wait."""
+        """Reserves `size_bytes` for a request within the block.
+
+        Raises `MemoryFull`, which counts as load of no model: the memory is this process's and may be held by requests
+        for other models. Models scale by the rows that wait.
+        """
         self._held.take(size_bytes)
         try:
             yield
@@ -344,9 +372,9 @@ class Dispatcher:
     def _shadow(
         self, deployment: Deployment, version: ModelVersion, shadow: Shadow, rows: Rows, batcher: Batcher
     ) -> None:
-        """Sends a copy on, if this request is one of those that the shadow is to get."""
+        """Sends a copy to the shadow for the configured percentage of requests."""
         target = find_version(deployment, shadow.version)
-        # One with traffic of its own would have copies and real requests in the same batches.
+        # A target with traffic of its own would have copies and real requests in the same batches.
         if target is None or target.weight or target.number == version.number or target.signature != version.signature:
             return
         if random.random() * 100 < shadow.percent:
@@ -356,12 +384,15 @@ class Dispatcher:
 
 
 def _unclassified(wanted: Sequence[TensorSpec], requested: Sequence[RequestedOutput]) -> Sequence[TensorSpec]:
-    """Those that are sent as they are; `wanted` are those `requested`, or all."""
+    """Returns the outputs that are sent unclassified.
+
+    `wanted` has the outputs `requested`, or all outputs.
+    """
     return [spec for spec, asked in zip(wanted, requested, strict=True) if not asked.top] if requested else wanted
 
 
 # --- Shadowing ---
-# Copies of requests for a version that is to be tried with real ones: nobody waits for them, and they come last.
+# Copies of requests for a version under test. No caller waits for them, and real requests go first.
 
 
 AT_ONCE = 16
@@ -370,18 +401,23 @@ SHED = "SHED"
 
 
 class Shadowing:
-    """Lives on one event loop. At most `AT_ONCE` copies are worked on; each costs its request only the making of a
-    task."""
+    """Sends copies of requests to shadow versions.
+
+    Lives on one event loop. At most `AT_ONCE` copies are in progress. A copy costs its request only the creation of a
+    task.
+    """
 
     def __init__(self, held: InFlightBytes) -> None:
         self._held = held
         self._copies: set[asyncio.Task[None]] = set()
 
     def copy(self, rows: Rows, real: Batcher, version: str, shadow: Batcher | None, statistics: Statistics) -> None:
-        """Sends the rows to the model of `shadow`, in batches of copies alone, and returns at once; sheds them where
-        anything waits for a model, so that a machine that is busy with real requests does not get busier, and where
-        they would leave these less than half of the bytes. `version`, its number, and `statistics` are the
-        shadow's."""
+        """Sends the rows to the shadow's model and returns at once.
+
+        Copies never share a batch with real requests. The copy is shed if anything waits for either model, so that a
+        busy machine does not get busier, or if it would leave real requests less than half of the memory limit.
+        `version`, its number, and `statistics` are the shadow's.
+        """
         waits = shadow is None or real.queued_rows or shadow.queued_rows or shadow.background().queued_rows
         size_bytes = rows.size_bytes
         many = len(self._copies) >= AT_ONCE or not self._held.would_leave_half(size_bytes)
@@ -396,7 +432,7 @@ class Shadowing:
 
 
 async def _send(rows: Rows, version: str, shadow: Batcher, statistics: Statistics) -> None:
-    identify(model_version=version)  # a task has the ids of who made it: here, of the real version
+    identify(model_version=version)  # a task inherits the log fields of its creator: here, those of the real version
     status = OK
     try:
         await shadow.submit(rows, TIMEOUT_S, PRIORITY_LEVELS)
@@ -408,30 +444,40 @@ async def _send(rows: Rows, version: str, shadow: Batcher, statistics: Statistic
 
 
 # --- Held bytes ---
-# How many bytes of requests this process has taken in and not answered, of all models together.
+# The bytes of requests that this process has accepted and not answered, over all models.
 #
-# Queues are bounded in rows, which says nothing of how large they are: 4,096 encoded images may be some megabytes, or
-# 200 gigabytes.
+# Queues are bounded in rows, which does not bound their size: 4,096 encoded images may take some megabytes, or 200
+# gigabytes.
 
-# Sixteen of the largest messages. Each takes two to three times as much memory, since its message waits with its rows.
+# Sixteen of the largest messages. Each takes two to three times its size in memory, since the message waits with its
+# rows.
 MAX_IN_FLIGHT_BYTES = 2**30
 RETRY_AFTER_S = 0.2
 
 
 class MemoryFull(ResourceExhausted):
-    """What is held is of all models: it says nothing of the one that was asked."""
+    """The memory limit of this process is reached.
+
+    The limit covers all models, so the error is not about the requested model.
+    """
 
 
 class InFlightBytes:
-    """Lives on one event loop."""
+    """Counts the bytes in flight.
+
+    Lives on one event loop.
+    """
 
     def __init__(self, most: int = MAX_IN_FLIGHT_BYTES) -> None:
         self._most = most
         self._held = 0
 
     def take(self, size: int) -> None:
-        """Until it is given back. One that is alone is taken, whatever its size; otherwise raises `MemoryFull`
-        for what would be too much."""
+        """Reserves `size` bytes until `give_back`.
+
+        A request is always accepted if nothing else is held, whatever its size. Otherwise raises `MemoryFull` if the
+        limit would be exceeded.
+        """
         if self._held and self._held + size > self._most:
             raise MemoryFull(
                 f"requests of {self._held} bytes wait already, of all models, and at most {self._most} may",
@@ -445,5 +491,5 @@ class InFlightBytes:
         self._held -= size
 
     def would_leave_half(self, size: int) -> bool:
-        """Whether half of all would be left for others."""
+        """Returns whether half of the limit would remain for others."""
         return self._held + size <= self._most // 2

@@ -1,5 +1,6 @@
-"""What this process can answer at this moment: the deployments as last read, which version of one answers a request,
-and a batcher for each version loaded.
+"""The models that this process serves at this moment.
+
+The deployments as last read, the choice of the version that answers a request, and a batcher for each loaded version.
 """
 
 from __future__ import annotations
@@ -18,17 +19,21 @@ from inference_service.serve.batcher import Batcher
 from shared.errors import FailedPrecondition, NotFound, Unavailable, invalid_field, not_found
 
 # --- Absences ---
-# Which applications have lost all their replicas: requests would wait for them nobody knows how long.
+# Detects applications that have lost all their replicas, whose requests would wait for an unknown time.
 #
-# Not those of which one is started again within seconds, nor those whose replicas Serve's controller does not know of
-# for a moment, after it was started again itself.
+# Applications that get a replica back within seconds do not count, nor those that Serve's controller does not know for
+# a moment after its own restart.
 
-# From the first of the readings that saw none to the last of them: what nobody has read says nothing.
+# The minimum time between the first and the last of the readings without replicas. Time without readings does not
+# count.
 LOST_AFTER_S = 3.0
 
 
 class LossDetector:
-    """`lost` is as of the last reading. Times are seconds on one clock."""
+    """Detects lost applications; `lost` is as of the last reading.
+
+    Times are seconds on one clock.
+    """
 
     def __init__(self, lost_after_s: float = LOST_AFTER_S) -> None:
         self._lost_after_s = lost_after_s
@@ -36,18 +41,18 @@ class LossDetector:
         self.lost: frozenset[str] = frozenset()
 
     def read(self, applications: Iterable[str], replicas: Mapping[str, int], now_s: float) -> None:
-        """So many replicas of each run now; of one that is not named, none."""
+        """Records the running replicas of each application; a missing one has none."""
         self._since_s = {name: self._since_s.get(name, now_s) for name in applications if not replicas.get(name, 0)}
         self.lost = frozenset(name for name, since_s in self._since_s.items() if now_s - since_s >= self._lost_after_s)
 
 
 # --- Models ---
-# What this process can answer at this moment: the deployments as last read, and a batcher for each version loaded.
+# The models that this process serves: the deployments as last read, and a batcher for each loaded version.
 
 
 @dataclass(frozen=True)
 class Listed:
-    """A version as it is at this moment."""
+    """The present state of a version."""
 
     deployment: Deployment
     version: ModelVersion
@@ -59,8 +64,11 @@ class Listed:
 
 @dataclass(frozen=True)
 class Answer:
-    """The outputs that were asked for, of so many `rows`, and who gave them. The batcher had the request for `model_s`;
-    `input_s` and `infer_s` are how long its batches were preprocessed and computed."""
+    """The requested outputs of `rows` rows, and the version that computed them.
+
+    `model_s` is the time in the batcher; `input_s` and `infer_s` are the preprocessing and compute times of its
+    batches.
+    """
 
     deployment: Deployment
     version: ModelVersion
@@ -72,10 +80,10 @@ class Answer:
 
 
 class Models:
-    """Read by the servicers, kept up to date by the reconciler; all on one event loop.
+    """Holds the models: read by the servicers, updated by the reconciler.
 
-    `unchosen` counts the requests that no version was found for, or looked for; `written`, the logs that this process
-    has written.
+    All on one event loop. `unchosen` counts the requests for which no version was found or looked up; `written` counts
+    the logs that this process has written.
     """
 
     def __init__(self, lost_after_s: float = LOST_AFTER_S) -> None:
@@ -91,9 +99,10 @@ class Models:
     def choose(
         self, model_name: str, model_version: str, headers: Callable[[], Mapping[str, str]] = dict
     ) -> tuple[Deployment, ModelVersion]:
-        """The version that answers a request; it is chosen for each anew. `headers` is called if it matters.
+        """Chooses the version that answers a request, anew for each request.
 
-        Raises `InvalidArgument` (no name), `NotFound`, `Unavailable` and `FailedPrecondition`.
+        `headers` is called only if routes need it. Raises `InvalidArgument` (no name), `NotFound`, `Unavailable` and
+        `FailedPrecondition`.
         """
         deployment = self._catalog.find(model_name)
         return deployment, choose_version(
@@ -101,38 +110,47 @@ class Models:
         )
 
     def deployments(self) -> list[Deployment]:
-        """As last read; none before that."""
+        """Returns the deployments as last read; none before that."""
         return self._catalog.deployments()
 
     async def try_out(self, deployment: Deployment, version: ModelVersion, rows: Rows) -> Sequence[Array]:
-        """A version's outputs, in the order of its signature, of rows that nobody asked for: in batches of their own,
-        counted as none, and sent once no request waits for the version. Raises as `batcher` and `Batcher.submit`."""
+        """Returns a version's outputs for rows that belong to no request.
+
+        The outputs are in the order of its signature. The rows get batches of their own, which the statistics do not
+        count, and are sent once no request waits for the version. Raises the errors of `batcher` and `Batcher.submit`.
+        """
         batcher = self.batcher(deployment, version)
         await batcher.emptied()
         return (await batcher.background().submit(rows, None, PRIORITY_LEVELS)).arrays
 
     def signature(self, model_name: str, model_version: str) -> tuple[Deployment, ModelVersion, Signature]:
-        """What a model takes and gives. Raises `NotFound`, and `Unavailable` while it is not READY."""
+        """Returns a model's signature.
+
+        Raises `NotFound`, and `Unavailable` while it is not READY.
+        """
         deployment = self._catalog.find(model_name, "name")
         version = choose_version(deployment, model_version, 0.0)
         return deployment, version, signature_of(deployment, version)
 
     def statistics(self, deployment: Deployment, version: ModelVersion) -> Statistics:
-        """Of a version, from the first time that it is asked for until its deployment is gone."""
+        """Returns the statistics of a version.
+
+        They live from the first call until the deployment is deleted.
+        """
         name = application_name(deployment, version)
         found = self._statistics.get(name)
-        if found is None:  # not setdefault alone, which would make one for every request
-            # Another thread may have made one since: the first one made is kept.
+        if found is None:  # setdefault alone would create one for every request
+            # Another thread may have created one since: the first one is kept.
             found = self._statistics.setdefault(name, Statistics())
         return found
 
     def listed(self) -> Iterator[Listed]:
-        """Every version of every deployment, by name. Nothing before the logs are read."""
+        """Yields every version of every deployment, by name; nothing before the logs are read."""
         for deployment in sorted(self._catalog.deployments(), key=lambda one: one.model_name):
             yield from self._listed(deployment)
 
     def listed_of(self, model_name: str, model_version: str) -> list[Listed]:
-        """The versions that are meant: without a name all, without a version all of that name.
+        """Returns the selected versions: without a name all, without a version all of that name.
 
         Raises `InvalidArgument`, `NotFound` and `Unavailable`.
         """
@@ -149,9 +167,9 @@ class Models:
         return found
 
     async def wait_until_ready(self, model_name: str) -> None:
-        """Returns once it answers.
+        """Waits until the model answers.
 
-        Raises `InvalidArgument` (no name), `Unavailable`, and `NotFound` or `FailedPrecondition` where it never will.
+        Raises `InvalidArgument` (no name), `Unavailable`, and `NotFound` or `FailedPrecondition` if it never will.
         """
         while True:
             changed = self._changed
@@ -173,12 +191,18 @@ class Models:
             await changed.wait()
 
     def answers(self, deployment: Deployment, version: ModelVersion) -> bool:
-        """Whether a request that names this version is answered now; for a moment, it may have no replica."""
+        """Returns whether a request that names this version is answered now.
+
+        The version may have no replica for a moment.
+        """
         name = application_name(deployment, version)
         return deployment.state is State.READY and name in self._batchers and name not in self._loss_detector.lost
 
     def is_ready(self, model_name: str, model_version: str) -> bool:
-        """Whether a request that names this would be answered. Raises `InvalidArgument` for an empty name."""
+        """Returns whether a request that names this would be answered.
+
+        Raises `InvalidArgument` for an empty name.
+        """
         try:
             deployment = self._catalog.find(model_name, "name")
         except (NotFound, Unavailable):
@@ -189,17 +213,20 @@ class Models:
         return version is not None and self.answers(deployment, version)
 
     def all_ready(self) -> bool:
-        """Whether the logs have been read, and every deployment that they call READY answers."""
+        """Returns whether the logs have been read, and every READY deployment answers."""
         return self._catalog.is_read and all(
             self._all_answer(deployment) for deployment in self.deployments() if deployment.state is State.READY
         )
 
     def begin_reading(self) -> None:
-        """Before the logs are read for `replace`: what is `put` from here on may be newer than what is read."""
+        """Marks the start of a read for `replace`.
+
+        Deployments that are `put` after this may be newer than those read.
+        """
         self._catalog.begin_reading()
 
     def replace(self, deployments: Iterable[Deployment]) -> None:
-        """Takes over what the logs said."""
+        """Replaces the deployments by those in the logs."""
         self._catalog.replace(deployments)
         there = {application_name(one, version) for one in self.deployments() for version in one.versions}
         for name in list(self._statistics):
@@ -208,14 +235,17 @@ class Models:
         self._tell()
 
     def put(self, deployment: Deployment) -> None:
-        """Takes over one deployment whose log was written just now."""
+        """Updates one deployment whose log was just written."""
         self.written += 1
         self._catalog.put(deployment)
         self._tell()
 
     def scaled(self, replicas: Mapping[str, int]) -> None:
-        """Takes over how many replicas run now, by application; batchers fill those that there are. One that has none
-        keeps its batcher: what comes, where no other version answers, waits in there for a replica that comes back."""
+        """Updates the number of running replicas, by application.
+
+        A version without replicas keeps its batcher: if no other version answers, requests wait there for a replica to
+        come back.
+        """
         self._replicas = replicas
         for name, batcher in self._batchers.items():
             batcher.scale(replicas.get(name, 0))
@@ -223,18 +253,18 @@ class Models:
         self._tell()
 
     def replicas(self, deployment: Deployment, version: ModelVersion) -> int | None:
-        """That run now; None before anybody told."""
+        """Returns the running replicas; None before the first `scaled`."""
         return None if self._replicas is None else self._replicas.get(application_name(deployment, version), 0)
 
     def attached(self) -> list[str]:
-        """The applications that requests are sent to."""
+        """Returns the applications that requests are sent to."""
         return list(self._batchers)
 
     def find_batcher(self, application: str) -> Batcher | None:
         return self._batchers.get(application)
 
     def batcher(self, deployment: Deployment, version: ModelVersion) -> Batcher:
-        """Raises `Unavailable` where the version has none."""
+        """Returns the version's batcher; raises `Unavailable` if it has none."""
         batcher = self._batchers.get(application_name(deployment, version))
         if batcher is None:
             raise Unavailable(
@@ -243,7 +273,10 @@ class Models:
         return batcher
 
     def min_s(self, deployment: Deployment, rows: int) -> float:
-        """What so many rows take the fastest of its versions at the least; 0 where one is not known yet."""
+        """Returns the compute time of `rows` rows on the fastest version, in seconds.
+
+        0 if one of them has no measurement.
+        """
         attached = (self._batchers.get(application_name(deployment, version)) for version in deployment.versions)
         return min((batcher.computing_s(rows) for batcher in attached if batcher), default=0.0)
 
@@ -255,7 +288,7 @@ class Models:
         return self._batchers.pop(application, None)
 
     def close(self, why: str) -> None:
-        """Refuses all requests that come from now on."""
+        """Refuses all further requests."""
         for batcher in self._batchers.values():
             batcher.close(why)
 
@@ -272,21 +305,26 @@ class Models:
             )
 
     def _tell(self) -> None:
-        """Wakes whoever waits for a change."""
+        """Wakes the tasks that wait for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     def _all_answer(self, deployment: Deployment) -> bool:
-        """Whether every version with traffic does; another may be loading, or on its way out."""
+        """Returns whether every version with traffic answers.
+
+        Versions without traffic may be loading or draining.
+        """
         return all(self.answers(deployment, version) for version in deployment.versions if version.weight)
 
 
 # --- Routing ---
-# Which version of a model answers a request.
 
 
 def find_version(deployment: Deployment, wanted: str) -> ModelVersion | None:
-    """The version with that number, in whatever state; without a number the one with the most traffic."""
+    """Returns the version with that number, in any state.
+
+    Without a number, returns the one with the most traffic.
+    """
     if wanted:
         return next((version for version in deployment.versions if version.number == wanted), None)
     return max(deployment.versions, key=lambda version: (version.weight, int(version.number)))
@@ -299,12 +337,14 @@ def choose_version(
     answers: Callable[[ModelVersion], bool] = lambda _: True,
     headers: Callable[[], Mapping[str, str]] = dict,
 ) -> ModelVersion:
-    """The version that answers: the one that is named, or that a header leads to; otherwise `draw` in [0, 1) shares out
-    by weight among those that can answer now, `answers`. While none of those can, the versions that had the traffic
-    before a roll-out that is under way do. `headers` is called if it matters.
+    """Chooses the version that answers a request.
 
-    Raises `NotFound` (no such version), `FailedPrecondition` (the deployment failed, or is unloaded: trying again is no
-    use) and `Unavailable` (it is loading or going).
+    A named version comes first, then one that a header routes to. Otherwise `draw` in [0, 1) chooses by weight among
+    the versions for which `answers` is true. If there is none, the versions with traffic before the present roll-out
+    are used. `headers` is called only if routes need it.
+
+    Raises `NotFound` (no such version), `FailedPrecondition` (the deployment failed, or is unloaded: a retry does not
+    help) and `Unavailable` (it is loading or being deleted).
     """
     if wanted and find_version(deployment, wanted) is None:
         raise no_version(deployment, wanted)
@@ -333,7 +373,7 @@ def choose_version(
 def weighed_answering(
     deployment: Deployment, answers: Callable[[ModelVersion], bool]
 ) -> list[tuple[ModelVersion, int]]:
-    """The versions that answer requests which name none now, with their weights; empty where there is none."""
+    """Returns the answering versions for requests without a version, with their weights."""
     rollout = deployment.rollout
     before = rollout.before if rollout is not None and rollout.under_way else {}
     for weights in ({version.number: version.weight for version in deployment.versions}, before):
@@ -352,7 +392,7 @@ def no_version(deployment: Deployment, wanted: str) -> NotFound:
 
 
 def signature_of(deployment: Deployment, version: ModelVersion) -> Signature:
-    """What the version takes and gives. Raises `Unavailable` until it has been loaded."""
+    """Returns the version's signature; raises `Unavailable` until it is loaded."""
     if version.signature is None:
         raise Unavailable(f"{deployment.name} is loading", reason="MODEL_NOT_READY", retry_after_s=1.0)
     return version.signature
@@ -372,13 +412,16 @@ def _by_weight(weighed: Sequence[tuple[ModelVersion, int]], draw: float) -> Mode
 
 
 # --- Catalog ---
-# The deployments as their logs said when they were last read, and as this process has written them since.
+# The deployments as last read from their logs, with this process's own writes since.
 
 MAX_SHOWN_NAME = 100
 
 
 class Catalog:
-    """Changed on one event loop, and read from any thread."""
+    """The known deployments.
+
+    Changed on one event loop, and read from any thread.
+    """
 
     def __init__(self) -> None:
         self._deployments: dict[str, Deployment] | None = None
@@ -390,12 +433,14 @@ class Catalog:
         return self._deployments is not None
 
     def deployments(self) -> list[Deployment]:
-        """None before the logs are read."""
+        """Returns the deployments; none before the logs are read."""
         return [*(self._deployments or {}).values()]
 
     def find(self, model_name: str, field: str = "model_name") -> Deployment:
-        """Raises `InvalidArgument` naming the `field` (no name), `NotFound`, and `Unavailable` before the logs are
-        read."""
+        """Returns the deployment of a model.
+
+        Raises `InvalidArgument` naming the `field` (no name), `NotFound`, and `Unavailable` before the logs are read.
+        """
         if not model_name:
             raise invalid_field(field, model_name, "name the model, which is the deployment's id")
         if self._deployments is None:
@@ -406,32 +451,35 @@ class Catalog:
         return found
 
     def begin_reading(self) -> None:
-        """Before the logs are read for `replace`: what is `put` from here on may be newer than what is read."""
+        """Marks the start of a read for `replace`.
+
+        Deployments that are `put` after this may be newer than those read.
+        """
         self._puts = []
 
     def replace(self, deployments: Iterable[Deployment]) -> None:
-        """Takes over what the logs said."""
+        """Replaces the deployments by those in the logs."""
         read: dict[str, Deployment] = {}
         for one in (*deployments, *self._puts):
             _take_over(read, one)
-        self._deployments = read  # at once: other threads read it
+        self._deployments = read  # one assignment, since other threads read it
 
     def put(self, deployment: Deployment) -> None:
-        """Takes over one deployment whose log was written just now."""
+        """Updates one deployment whose log was just written."""
         self._puts.append(deployment)
         if self._deployments is not None:
             _take_over(self._deployments, deployment)
 
 
 def starting() -> Unavailable:
-    """What is told of models before the logs are read."""
+    """Returns the error for requests before the logs are read."""
     return Unavailable("the service is starting; try again", reason="STARTING", retry_after_s=1.0)
 
 
 def _take_over(deployments: dict[str, Deployment], newest: Deployment) -> None:
     there = deployments.get(newest.model_name)
     if there is not None and there.uid == newest.uid and there.update_time > newest.update_time:
-        return  # two wrote, and the first came back last
+        return  # two processes wrote, and the earlier write was seen last
     if newest.state is not State.GONE:
         deployments[newest.model_name] = newest
     elif there is not None and there.uid == newest.uid:

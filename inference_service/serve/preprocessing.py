@@ -1,7 +1,7 @@
-"""From the rows of a request to the model's input: every row-wise step since ingest, with the code that training
-ran.
+"""Preprocessing: from the rows of a request to the model's input.
 
-It needs no torch, so it can be had without loading a model.
+It runs every row-wise step since ingest, with the code that training ran. It needs no torch, so it can be used without
+loading a model.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ logger = logging.getLogger(__name__)
 
 # --- Preprocessing ---
 # From the rows of a request to the model's input: every row-wise step since ingest, with the code that training ran.
-#
-# It needs no torch, so it can be had without loading a model.
 
 
 REMEDY = "; send finite numbers, or have the deployment allow_non_finite"
@@ -43,17 +41,21 @@ _STEP = re.compile(r"steps\[(\d+)\]")
 
 
 class Preprocessing:
-    """`raw` are the inputs that raw rows have, `prepared` is the model's own; `custom_s` is how long its custom
-    functions may take together, by their own limits. Immutable."""
+    """Computes the model's input.
+
+    `raw` are the inputs of raw rows, `prepared` is the model's own input. `custom_s` is the total time limit of its
+    custom functions, in seconds. Immutable.
+    """
 
     def __init__(
         self, content: CheckpointContent, custom_allowed: Collection[str] = (), *, allow_non_finite: bool = False
     ) -> None:
-        """`custom_allowed` are the functions that this node's operator lets custom steps name; `allow_non_finite` says
-        that rows with a NaN or an infinity that no step fills are computed like others.
+        """`custom_allowed` are the functions that this node's operator allows in custom steps.
 
-        Raises `InvalidArgument` where the steps do not fit, and `FailedPrecondition` for a column that cannot be sent
-        or a function that is not allowed.
+        With `allow_non_finite`, rows with a NaN or an infinity that no step fills are computed like others.
+
+        Raises `InvalidArgument` if the steps do not fit, and `FailedPrecondition` for a column that cannot be sent or a
+        function that is not allowed.
         """
         check_functions(content.transforms, custom_allowed, "on the nodes that serve")
         pipeline = content.serving()
@@ -81,14 +83,17 @@ class Preprocessing:
     def prepare(
         self, rows: Rows, moved: Callable[[], None] = lambda: None
     ) -> tuple[Array, dict[int, str], dict[int, MillraceError]]:
-        """The model's input of these rows, float32 (B, *shape), what is wrong with those that it cannot be made of, and
-        with what error others failed, by their place; both are zeros.
+        """Computes the model's input of these rows, float32 (B, *shape).
 
-        A row comes out the same in any company, so where one of many fails, each half is tried alone, and so on: the
-        fault of one request is not that of the others in its batch. Where many fail, what fails is no longer halved but
-        tried one by one, so that all take little more than a call for each. Images are, too: they may hold too many
-        pixels to be decoded side by side, and would be decoded anew in each half; and so is what a custom function took
-        all its time for, which would be as much in each half. `moved` is called before each try.
+        Also returns the problems of refused rows and the errors of failed rows, by row index; both kinds of rows are
+        zeros in the input.
+
+        A row's result does not depend on the other rows. So if one of many fails, each half is tried separately, and so
+        on: one request's bad row must not fail the other requests of its batch. After several failures, rows are no
+        longer halved but tried one by one, so that the total is little more than a call for each. Rows with images are
+        tried one by one from the start: they may have too many pixels to be decoded together, and each half would
+        decode them again. The same holds if a custom function used its whole time limit. `moved` is called before each
+        try.
 
         A row whose input would have a NaN or an infinity is refused, too, unless the deployment allows them.
         """
@@ -101,7 +106,7 @@ class Preprocessing:
             found = self._nans.bad_rows(prepared, list(self._columns), lambda: self._ingested(rows, self._floats))
         bad = {row: one for row, one in found.items() if row not in refused and row not in failed}
         if bad:
-            prepared = prepared.copy()  # a request's own lies in memory that is not to be written to
+            prepared = prepared.copy()  # a single request's input lies in memory that must not be written to
             prepared[list(bad)] = 0
         return (
             prepared,
@@ -120,12 +125,12 @@ class Preprocessing:
                 return self._zeros(1), *self._blamed(0, error)
         beyond = self._beyond_limits(rows)
         prepared, refused, failed = self._zeros(len(rows)), {**beyond.refused}, {**beyond.crowded}
-        # The last is tried first.
+        # A stack: the last part is tried first.
         if self._images or self._took_all_its_time(began_s):
             parts = [one for one in _singles(0, len(rows)) if one[0] not in beyond.skipped]
         else:
             parts = _halves(0, len(rows))
-        # As often as it takes to find four bad rows.
+        # The tries that it takes to find four bad rows.
         may_halve = 4 * (len(rows) - 1).bit_length()
         while parts:
             start, stop = parts.pop()
@@ -145,11 +150,11 @@ class Preprocessing:
         return prepared, refused, failed
 
     def _took_all_its_time(self, began_s: float) -> bool:
-        """Whether a custom function may have, in a try that began then and failed."""
+        """Returns whether a custom function may have used its whole time limit in a failed try."""
         return time.monotonic() - began_s >= self._overlong_s
 
     def _blamed(self, row: int, error: Exception) -> tuple[dict[int, str], dict[int, MillraceError]]:
-        """For what is wrong with the row, or for what went wrong with us."""
+        """Sorts an error into (refused, failed): the row is bad, or the preprocessing itself failed."""
         if isinstance(error, InvalidArgument):
             return {row: self._told(error)}, {}
         return {}, {row: hidden(error, logger, "the preprocessing of a row failed")}
@@ -165,7 +170,7 @@ class Preprocessing:
         return made
 
     def _ingested(self, rows: Rows, names: Iterable[str]) -> Batch:
-        """These columns as a version would have them."""
+        """Returns these columns as a dataset version would have them."""
         batch = {
             name: column_of_tensor(name, self._columns[name], rows.values[name], rows.nulls.get(name)) for name in names
         }
@@ -184,7 +189,7 @@ class Preprocessing:
         return np.zeros((rows, *self.prepared.shape[1:]), np.float32)
 
     def _told(self, error: InvalidArgument) -> str:
-        """What is wrong with a row, naming the tensors that it may come from."""
+        """Returns the problem of a row, naming the tensors that it may come from."""
         if not isinstance(error, RowError):
             return error.message
         place = _STEP.search(error.path)
@@ -200,33 +205,36 @@ def _of_tensors(names: Iterable[str], problem: str) -> str:
 
 
 def _halves(start: int, stop: int) -> list[tuple[int, int]]:
-    """The second one first."""
+    """Returns two halves, the second one first."""
     middle = (start + stop) // 2
     return [(middle, stop), (start, middle)]
 
 
 def _singles(start: int, stop: int) -> list[tuple[int, int]]:
-    """The last one first."""
+    """Returns single rows, the last one first."""
     return [(row, row + 1) for row in reversed(range(start, stop))]
 
 
 # --- Pixels ---
-# How many pixels of encoded images a replica decodes for one request and for one batch.
+# Limits the pixels of encoded images that a replica decodes for one request and for one batch.
 #
-# A few kilobytes may hold 100 megapixels, which take seconds of the model's thread and hundreds of megabytes. Headers
-# tell how many there are, before any is decoded.
+# A few kilobytes may hold 100 megapixels, which take seconds of the model's thread and hundreds of megabytes. Image
+# headers give the pixel counts before any image is decoded.
 
-# Of one request's rows in one batch: some 5 s of decoding. A single image is refused from 100 megapixels on.
+# The limit of one request's rows in one batch: some 5 s of decoding. A single image is refused from 100 megapixels on.
 REQUEST_PIXELS = 150_000_000
-# Of all requests' in one batch. As many requests as a batch has rows may have their share of it, whatever others send.
+# The limit of all requests in one batch. Each request of a full batch is sure of an equal share.
 BATCH_PIXELS = 4 * REQUEST_PIXELS
 RETRY_AFTER_S = 1.0
 
 
 @dataclass(frozen=True)
 class Beyond:
-    """Rows of requests that are not decoded at all: `refused` has for each request its last row, and what is wrong with
-    the request, `crowded` those that may well find room in another batch. `skipped` are all of their rows."""
+    """Rows that are not decoded because of the pixel limits.
+
+    `refused` has the last row of each request over its limit, and the problem. `crowded` has the last row of requests
+    that may fit another batch. `skipped` are all rows of both.
+    """
 
     refused: dict[int, str]
     crowded: dict[int, MillraceError]
@@ -234,14 +242,17 @@ class Beyond:
 
 
 def beyond_limits(pixels: Array, requests: Sequence[int], name: str) -> Beyond:
-    """`pixels` are those of each row, (rows); `requests` how many rows each request has, `name` the tensors'."""
+    """Applies the pixel limits.
+
+    `pixels` (rows,) has the pixels of each row, `requests` the row count of each request, `name` the tensors' names.
+    """
     ends = np.cumsum(requests)
     sums = [int(pixels[end - rows : end].sum()) for rows, end in zip(requests, ends, strict=True)]
     refused: dict[int, str] = {}
     crowded: dict[int, MillraceError] = {}
     skipped: set[int] = set()
     left = sum(one for one in sums if one <= REQUEST_PIXELS)
-    # The greatest first: so a request with small images never gives way to others.
+    # The largest request first, so that a request with small images is never the one to wait.
     for place in sorted(range(len(sums)), key=lambda place: -sums[place]):
         row = int(ends[place]) - 1
         if sums[place] > REQUEST_PIXELS:
@@ -264,7 +275,7 @@ def beyond_limits(pixels: Array, requests: Sequence[int], name: str) -> Beyond:
 
 
 # --- Raw columns ---
-# Columns as they were ingested, as tensors of the Open Inference Protocol, and back.
+# Converts columns, as they were ingested, to tensors of the Open Inference Protocol, and back.
 #
 #     column                            tensor
 #     tensors, integers, floats, bool   their own datatype
@@ -277,7 +288,10 @@ def beyond_limits(pixels: Array, requests: Sequence[int], name: str) -> Beyond:
 
 
 def tensor_of_column(name: str, given: ColumnType) -> TensorSpec:
-    """How a column is sent. Raises `FailedPrecondition` naming a column that the protocol has no datatype for."""
+    """Returns the tensor of a column.
+
+    Raises `FailedPrecondition` naming a column for which the protocol has no datatype.
+    """
     if isinstance(given, TensorType):
         return TensorSpec(name, _datatype(name, given, np.dtype(given.dtype)), (FREE, *map(_fixed, given.shape)))
     if _is_bytes(given.arrow_type):
@@ -291,9 +305,9 @@ def tensor_of_column(name: str, given: ColumnType) -> TensorSpec:
 
 
 def column_of_tensor(name: str, given: ColumnType, values: Array, nulls: Array | None) -> Column:
-    """The column whose rows are `values`, (B) or (B, *shape), and null where `nulls`, bool (B).
+    """Returns the column of `values`, (B) or (B, *shape), with nulls at `nulls`, bool (B).
 
-    Raises `InvalidArgument` naming the tensor for bytes that are no UTF-8, or not as many as the column's width.
+    Raises `InvalidArgument` naming the tensor for bytes that are no UTF-8, or that do not have the column's width.
     """
     if isinstance(given, TensorType):
         return values
@@ -308,8 +322,10 @@ def column_of_tensor(name: str, given: ColumnType, values: Array, nulls: Array |
 
 
 def values_of_column(given: ColumnType, column: Column) -> tuple[Array, Array]:
-    """The other way round: what stands for the column's rows in its tensor, (B) or (B, *shape), and where they are
-    null, bool (B)."""
+    """Returns a column's values, (B) or (B, *shape), and its nulls, bool (B).
+
+    The inverse of `column_of_tensor`.
+    """
     if isinstance(given, TensorType):
         return column, np.zeros(len(column), np.bool_)
     nulls = column.is_null().to_numpy(zero_copy_only=False)
@@ -328,7 +344,7 @@ def _is_bytes(arrow_type: pa.DataType) -> bool:
 
 
 def _sent_as(arrow_type: pa.DataType) -> pa.DataType | None:
-    """The type of the numbers that stand for the column's values, bit by bit."""
+    """Returns the number type with the same bits as the column's values."""
     if kinds.is_integer(arrow_type) or kinds.is_floating(arrow_type) or kinds.is_boolean(arrow_type):
         return arrow_type
     if kinds.is_timestamp(arrow_type) or kinds.is_time64(arrow_type):

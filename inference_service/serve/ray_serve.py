@@ -1,5 +1,6 @@
-"""Ray Serve, as far as this service uses it: applications by name, and calls of one, none of which is waited for longer
-than a healthy Serve would take.
+"""The use of Ray Serve: applications by name, and calls of them.
+
+No call waits longer than a healthy Serve would take.
 """
 
 from __future__ import annotations
@@ -49,22 +50,20 @@ logger = logging.getLogger(__name__)
 
 
 # --- Applications ---
-# Ray Serve, as far as this service uses it: applications by name, and calls of one.
-#
-# Nothing of Serve's listens: its proxies are off, requests come through our own front. It calls the replicas through a
-# `DeploymentHandle`, or those on its own machine over their sockets, unless these are switched off.
+# Serve's proxies are off, since requests come through our own frontend. The frontend calls the replicas through a
+# `DeploymentHandle`, and those on its own machine over their sockets, unless these are switched off.
 
 
 NAMESPACE = "millrace"
 ANSWER_TIMEOUT_S = 10.0
 CONSTRUCTOR_RETRIES = 3
 RUNNING = ReplicaState.RUNNING
-# More than several fronts send, copies for a shadow included, so that Serve never queues.
+# More calls than several frontends send, copies for a shadow included, so that Serve itself never queues.
 CALLS_PER_REPLICA = 100
-# How often a replica hands on what it was told; what the fronts tell is a mean already.
+# How often a replica passes its load to Serve; the frontends' reports are means already.
 RECORD_EVERY_S = 2.0
-# What a batch ends with whose replica is gone: it died, was killed for want of memory, or went with its node; or its
-# answer, which may be too large to travel by itself, did.
+# The errors of a batch whose replica was lost: it died, was killed for lack of memory, or was on a lost node; or its
+# answer, which may be an object of its own, was lost.
 LOST = (
     ReplicaLost,
     RayActorError,
@@ -78,8 +77,11 @@ LOST = (
 
 @dataclass(frozen=True)
 class Application:
-    """`running`: all that it should have when it was deployed are up, if not for ever. `failed`: Serve has given up;
-    `message` says why. `replicas` run now, be it that they are `deleting`, and none comes after them."""
+    """Serve's state of an application.
+
+    `running`: all replicas of the deployment are up, or were at first. `failed`: Serve has given up; `message` has the
+    reason. `replicas` are running now. `deleting`: it is being deleted, and gets no new replicas.
+    """
 
     running: bool
     failed: bool
@@ -89,10 +91,13 @@ class Application:
 
 
 class ServeApplications:
-    """The applications of one Millrace: those whose names begin with `millrace-` and a digest of its store's URL, so
-    that two of them, or somebody else's applications, can share a Ray cluster.
+    """The applications of one Millrace.
 
-    What is not a coroutine blocks: call it in threads. Every method raises Ray's own errors when Ray does not answer.
+    Their names begin with `millrace-` and a digest of the store's URL, so several Millraces and other applications can
+    share a Ray cluster.
+
+    Methods that are not coroutines block: call them in threads. Every method raises Ray's own errors when Ray does not
+    answer.
     """
 
     def __init__(self, store_url: str, *, replica_sockets: bool) -> None:
@@ -100,25 +105,25 @@ class ServeApplications:
         self._prefix = f"millrace-{hashlib.sha256(store_url.encode()).hexdigest()[:8]}-"
         self._kept_at = f"{self._prefix}deployments"
         self._models: dict[str, ServeModel] = {}
-        # Ray's name for the session of the cluster that was joined.
+        # Ray's session name of the joined cluster.
         self._cluster = ""
 
     def connect(self, address: str) -> None:
-        """Joins the cluster at host:port, and starts Serve there if it is not running."""
+        """Joins the cluster at host:port, and starts Serve there if necessary."""
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
         try:
             serve.start(proxy_location=ProxyLocation.Disabled)
-        except ValueError:  # another process started it at the same moment: its controller has the name
+        except ValueError:  # another process started it at the same moment, and its controller has the name
             serve.start(proxy_location=ProxyLocation.Disabled)
-        # A head makes it when it starts: another one, and the one that comes after it, has another.
+        # A head creates the name when it starts, so another or a restarted head has another name.
         self._cluster = ray.get_runtime_context().get_session_name()
 
     def nodes(self) -> dict[str, dict[str, float]]:
-        """What each node of the cluster has in all, by its id."""
+        """Returns the total resources of each node, by its id."""
         return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
 
     def statuses(self) -> dict[str, Application]:
-        """Our applications by name, the prefix left out here and everywhere."""
+        """Returns our applications by name; names have no prefix outside of this class."""
         found = {
             name.removeprefix(self._prefix): Application(
                 running=app.status is ApplicationStatus.RUNNING,
@@ -136,7 +141,7 @@ class ServeApplications:
         return found
 
     def deploy(self, name: str, spec: ReplicaSpec, scale: Scale) -> None:
-        """Asks for an application and returns without waiting for its replicas."""
+        """Deploys an application, without waiting for its replicas."""
         deployment = serve.deployment(
             name="model",
             num_replicas=scale.initial if scale.autoscaling is None else None,
@@ -145,7 +150,7 @@ class ServeApplications:
             ray_actor_options={"num_cpus": scale.cpus, "num_gpus": scale.gpus},
             max_constructor_retry_count=CONSTRUCTOR_RETRIES,
             health_check_period_s=2.0,
-            # The front drains before it deletes.
+            # The frontend drains before it deletes.
             graceful_shutdown_wait_loop_s=0.1,
             graceful_shutdown_timeout_s=5.0,
             logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
@@ -155,41 +160,44 @@ class ServeApplications:
         serve.run_many([target], wait_for_applications_running=False)
 
     def forget(self, name: str) -> None:
-        """Another process deletes it."""
+        """Forgets an application that another process deletes."""
         self._models.pop(name, None)
 
     def keep(self, data: bytes) -> None:
-        """Has Ray's head keep these bytes, over earlier ones, for whoever joins it with the same store. They go with
-        the head, as all replicas do."""
+        """Stores these bytes in Ray's head, for processes with the same store that join it.
+
+        They replace earlier ones, and are lost with the head, as all replicas are.
+        """
         _internal_kv_put(self._kept_at, data, overwrite=True, namespace=NAMESPACE)
 
     def kept(self) -> bytes | None:
-        """What `keep` was given last, by any process; None where there is nothing."""
+        """Returns the bytes last stored by `keep` in any process; None if there are none."""
         data: bytes | None = _internal_kv_get(self._kept_at, namespace=NAMESPACE)
         return data
 
     def delete(self, name: str) -> None:
-        """Returns when it is gone; no error if it was not there."""
+        """Deletes an application and waits for it; a missing one is no error."""
         self.forget(name)
         serve.delete(self._prefix + name)
-        # What replicas that were killed have left here; on other machines it goes when others start.
+        # Removes the sockets of killed replicas on this machine. On other machines they are removed when other replicas
+        # start.
         shutil.rmtree(socket_folder(self._cluster, self._prefix + name), ignore_errors=True)
 
     async def describe(self, name: str, replicas: int) -> tuple[ServeModel, Loaded]:
-        """A running application's model, for this event loop, once so many of its replicas say that they have loaded
-        it.
+        """Returns a running application's model, once `replicas` of its replicas have loaded it.
 
-        Raises what kept one from loading it, and `Unavailable` while fewer are known.
+        The model belongs to this event loop. Raises the error of a replica that could not load it, and `Unavailable`
+        while fewer are known.
         """
         handle: DeploymentHandle[Any] = await to_serve_thread(serve.get_app_handle, self._prefix + name)
-        # By default a handle has a thread with a loop of its own, which opens grpc.aio channels. All loops that do so
-        # are woken by each event of any of them, those of our own server too: it cost a seventh of the front's time.
-        if not handle.is_initialized:  # Serve keeps those that it has made
+        # By default a handle has its own thread and event loop, which opens grpc.aio channels. All such loops are woken
+        # by each event of any of them, our server's included: that took a seventh of the frontend's time.
+        if not handle.is_initialized:  # Serve caches initialized handles
             handle._init(_run_router_in_separate_loop=False)  # type: ignore[no-untyped-call]
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
-            with suppress(RayTaskError):  # unlike this call, the one to all does not wait until the handle knows of any
+            with suppress(RayTaskError):  # unlike `broadcast`, this call waits until the handle knows a replica
                 await handle.describe.remote()
-        # In a thread: there each replica has its time, and one that hangs is one exception among the answers.
+        # In a thread: there each replica has its own timeout, and a hung one is an exception among the answers.
         asked = handle.broadcast("describe")
         answers = await to_serve_thread(asked.results, timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True)
         loaded = [one for one in answers if isinstance(one, Loaded)]
@@ -197,49 +205,51 @@ class ServeApplications:
             failures = [_cause(one) for one in answers if isinstance(one, Exception)]
             for failure in sorted(failures, key=lambda one: not isinstance(one, MillraceError)):
                 raise failure
-            # Serve tells its handles of a replica a little later than its status does.
+            # Serve's handles learn of a replica a little later than its status shows it.
             raise Unavailable(f"{len(loaded)} of {replicas} replicas of {name} are known", reason="MODEL_NOT_READY")
-        # The application may have been deployed when the setting was another one.
+        # The application may have been deployed with another setting of replica sockets.
         folders = [one.sockets for one in loaded if one.sockets is not None and self._replica_sockets]
         local = LocalReplicas(folders[0] if folders else None, len(loaded), name)
         model = self._models[name] = ServeModel(handle, local)
         return model, loaded[0]
 
     async def report_load(self, name: str, frontend: str, load: Load) -> None:
-        """Tells all replicas of a described application what this front has for them to do."""
+        """Reports this frontend's load to all replicas of a described application."""
         model = self._models.get(name)
         if model is not None:
             await model.report_load(frontend, load)
 
 
 class ServeModel:
-    """Runs batches on whichever replica is free: on this machine over its socket, elsewhere through Serve's handle. A
-    batch whose replica dies is sent once more."""
+    """Runs batches on free replicas: locally over sockets, elsewhere through Serve's handle.
+
+    A batch whose replica dies is sent once more.
+    """
 
     def __init__(self, handle: DeploymentHandle[Any], local: LocalReplicas) -> None:
         self._handle = handle
         self._local = local
 
     def scaled(self, replicas: int) -> None:
-        """So many run now; any thread may say so."""
+        """Sets the number of running replicas; safe to call from any thread."""
         self._local.replicas = replicas
 
     async def report_load(self, frontend: str, load: Load) -> None:
-        """Raises what one of them raises, or why it was not reached; the others have been told."""
+        """Reports the load; raises the first error after all replicas were called."""
         told = self._handle.broadcast("report_load", frontend, load)
         for answer in await told.results_async(timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True):
             if isinstance(answer, Exception):
                 raise answer
 
     async def forward(self, rows: Rows) -> Outputs:
-        """Raises `Unavailable` when the second replica dies as well, or none is well, and what the replica raises."""
+        """Runs a batch; raises `Unavailable` if a second replica dies or none is healthy, and the replica's errors."""
         try:
             return await self._call(rows)
         except LOST:
             logger.warning("a replica died with a batch of %d rows; sending it once more", len(rows))
         try:
-            # A replica on this machine that is connected lives, as far as anybody knows; those that Serve's handle
-            # chooses from may be dead for seconds before it hears of it.
+            # A connected replica on this machine is alive as far as known. Serve's handle may choose replicas that have
+            # been dead for seconds before it learns of that.
             return replace(await self._call(rows, busy_too=True), sent_again=True)
         except LOST:
             raise Unavailable(
@@ -273,7 +283,7 @@ class ServeModel:
 
 def _autoscaling(wanted: Autoscaling, initial: int) -> AutoscalingConfig:
     with warnings.catch_warnings():
-        # Ray means to replace it by an environment variable of the replicas' nodes, whose default is 10 s.
+        # Ray plans to replace this setting by an environment variable of the replicas' nodes, whose default is 10 s.
         warnings.simplefilter("ignore", DeprecationWarning)
         return AutoscalingConfig(
             min_replicas=wanted.min_replicas,
@@ -288,18 +298,18 @@ def _autoscaling(wanted: Autoscaling, initial: int) -> AutoscalingConfig:
 
 
 def _cause(error: Exception) -> Exception:
-    """Our own error out of Ray's wrapping."""
+    """Returns our own error inside of Ray's wrapper."""
     cause = error.cause if isinstance(error, RayTaskError) else None
     return cause if isinstance(cause, MillraceError) else error
 
 
 # --- Calls of Serve ---
-# Calls of Ray Serve, none of which is waited for longer than a healthy Serve would take.
+# Calls Ray Serve with a timeout longer than a healthy Serve takes.
 
-# Longer than any healthy answer of Serve's controller; deploying waits for it to have taken note.
+# Longer than any healthy answer of Serve's controller. Deploying waits until the controller has recorded it.
 SERVE_TIMEOUT_S = 30.0
-# Threads of their own: those of the event loop wait for the store, which may be silent, and a Serve that had to wait
-# for them would be taken for one that does not answer.
+# Separate threads: those of the event loop wait for the store, which may be unresponsive, and Serve would then seem
+# unresponsive, too.
 SERVE_THREADS = ThreadPoolExecutor(16, thread_name_prefix="serve")
 
 T = TypeVar("T")
@@ -307,23 +317,26 @@ P = ParamSpec("P")
 
 
 class ServeUnresponsive(Exception):
-    """Ray Serve did not answer this time, or answered with an error of its own."""
+    """Ray Serve did not answer, or answered with an error of its own."""
 
 
 async def call_serve(call: Callable[..., T], *arguments: object) -> T:
-    """A blocking call of Serve, in a thread. Raises as `answered`."""
+    """Makes a blocking call of Serve in a thread; raises the errors of `answered`."""
     return await answered(to_serve_thread(call, *arguments))
 
 
 async def to_serve_thread(call: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-    """As `asyncio.to_thread`, in a thread that only waits for Ray."""
+    """Like `asyncio.to_thread`, in a thread that only waits for Ray."""
     run = partial(contextvars.copy_context().run, call, *arguments, **options)
     return await asyncio.get_running_loop().run_in_executor(SERVE_THREADS, run)
 
 
 async def answered(call: Awaitable[T]) -> T:
-    """What Serve answers; raises `ServeUnresponsive` rather than wait for a Ray that is gone, for whatever Ray raises,
-    and a `MillraceError` as it is: replicas raise them, too."""
+    """Returns Serve's answer.
+
+    Raises `ServeUnresponsive` after the timeout and for Ray's errors. A `MillraceError` is raised as it is, since
+    replicas raise them, too.
+    """
     try:
         async with asyncio.timeout(SERVE_TIMEOUT_S):
             return await call

@@ -44,17 +44,17 @@ logger = logging.getLogger(__name__)
 
 
 # --- Replica ---
-# The Ray Serve replica: one model in one process, on a thread of its own.
 
 T = TypeVar("T")
 
 STORE_OUTAGE_TIMEOUT_S = 120.0
 STORE_RETRY_S = 2.0
-# When Serve stops a replica: within the 5 s after which it kills it.
+# Time to shut down when Serve stops a replica. Serve kills the process after 5 s.
 TAKE_LEAVE_TIMEOUT_S = 4.0
 EXPORT_TIMEOUT_S = 0.5
-# A batch that makes no progress for so long never will. What its custom functions may take by their own limits counts
-# besides the rest, for which it has ten times what the model's largest batch took when it was loaded.
+# A batch that makes no progress for HANGS_AFTER_S counts as hung. The model's custom functions add their own time
+# limits; the rest of the batch gets TIMES_THE_LARGEST times the duration of the largest warm-up batch, at least
+# BESIDES_CUSTOM_S.
 HANGS_AFTER_S = 90.0
 BESIDES_CUSTOM_S = 30.0
 TIMES_THE_LARGEST = 10
@@ -62,28 +62,34 @@ TIMES_THE_LARGEST = 10
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaSpec:
-    """What a replica is started with. It says all: a replica that Serve starts again needs nobody's help."""
+    """The arguments of a replica.
+
+    They are complete: when Serve restarts a replica, it needs no other process.
+    """
 
     store: StoreSettings
     folder: str
     manifest_sha256: str
     threads: int
     max_batch_size: int
-    # OpenTelemetry's variables of the service; those of the replica's own node go before them. A default of the class,
-    # so that the specifications that Serve keeps of applications of earlier releases have it, too.
+    # The service's OpenTelemetry variables; those of the replica's own node take precedence. A class default, so that
+    # specifications that Serve keeps from earlier releases have it, too.
     tracing: Mapping[str, str] | None = field(default=None, repr=False)
-    # Whether rows with a NaN or an infinity that no step fills are computed. A default of the class, as for `tracing`.
+    # Whether rows with a NaN or an infinity that no step fills are computed. A class default, as for `tracing`.
     allow_non_finite: bool = False
-    # Whether a model that a user's own code makes may be loaded here. A default of the class, as for `tracing`.
+    # Whether a model built by a user's own code may be loaded here. A class default, as for `tracing`.
     own_code: bool = False
-    # Of a program's checkpoint: see `Spec.predictor`. A default of the class, as for `tracing`.
+    # Only for a program's checkpoint: see `Spec.predictor`. A class default, as for `tracing`.
     predictor: str = ""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a replica says of the checkpoint that it serves. `batch_s`: rows → seconds. `sockets` is the folder in which
-    it listens for a front on its machine, as do the others there; None where it does not."""
+    """A replica's description of the checkpoint that it serves.
+
+    `batch_s` maps rows → seconds. `sockets` is the folder in which the replicas of this machine listen for its
+    frontends; None if this replica does not listen.
+    """
 
     signature: Signature
     dataset_version: str
@@ -94,14 +100,14 @@ class Loaded:
 class ModelReplica:
     """Serves one checkpoint.
 
-    A checkpoint that can never be served does not raise here, since Serve would only try again: `describe` and
-    `forward` raise it instead. A store that does not answer does raise, and Serve tries again.
+    If the checkpoint can never be served, the constructor does not raise, since Serve would only retry: `describe` and
+    `forward` raise the error instead. If the store does not answer, it raises, and Serve retries.
     """
 
     def __init__(self, spec: ReplicaSpec, sockets: Path | None = None, *_of_earlier_releases: object) -> None:
         self._load_shedder: LoadShedder | None = None
-        # One thread: torch works on one batch while the event loop unpacks the next. Threads of torch's own are set
-        # inside it, since OpenMP keeps their number per calling thread.
+        # One thread: torch computes one batch while the event loop unpacks the next. torch's own thread count is set
+        # inside this thread, since OpenMP keeps it per calling thread.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
         self._model: ServedModel | ServedPredictor | None = None
         self._loaded: Loaded | None = None
@@ -109,7 +115,7 @@ class ModelReplica:
         self._loads = LoadAggregator()
         self._watch = HangWatch()
         _log()
-        # Before the model's thread starts, which inherits it.
+        # Before the model's thread starts, because the thread inherits the priority.
         raise_priority()
         _trace(spec.tracing or {})
         try:
@@ -123,7 +129,10 @@ class ModelReplica:
             self._loaded = replace(self._loaded, sockets=sockets if self._load_shedder is not None else None)
 
     def __del__(self) -> None:
-        """Serve calls it when it stops the replica, and knows nothing of what comes over the socket."""
+        """Closes the socket server when Serve stops the replica.
+
+        Serve does not know about requests that arrive over the socket.
+        """
         if self._load_shedder is not None:
             self._load_shedder.close(TAKE_LEAVE_TIMEOUT_S)
         tracing().close(EXPORT_TIMEOUT_S)
@@ -135,9 +144,9 @@ class ModelReplica:
         return self._loaded
 
     async def check_health(self) -> None:
-        """Asked by Ray Serve, every 2 s: a replica for which it raises three times in a row is replaced by another.
+        """Ray Serve calls this every 2 s, and replaces a replica after it raises three times in a row.
 
-        The thread of a model that hangs never comes back: only in a main thread could a function be interrupted.
+        The thread of a hung model cannot be interrupted: only a main thread could be.
         """
         lasts_s = self._watch.lasts_s()
         if lasts_s > self._hangs_after_s():
@@ -152,19 +161,19 @@ class ModelReplica:
         return max(HANGS_AFTER_S, self._model.custom_s + rest_s)
 
     async def report_load(self, frontend: str, load: Load) -> None:
-        """What this front has for all replicas of this version together."""
+        """Records the load of one frontend for all replicas of this version together."""
         self._loads.tell(frontend, load)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Asked by Ray Serve, where the version scales."""
+        """Returns the load for Ray Serve's autoscaler."""
         return self._loads.in_all()
 
     async def forward(self, rows: Rows) -> Outputs:
-        """The model's outputs for one batch, in the order of the signature."""
+        """Returns the model's outputs for one batch, in the order of the signature."""
         if self._model is None:
             raise self._why()
         loop = asyncio.get_running_loop()
-        # A batch that was cancelled while it waited for the thread is never run.
+        # A batch that is cancelled while it waits for the thread is never run.
         return await loop.run_in_executor(self._thread, self._compute, rows)
 
     def _compute(self, rows: Rows) -> Outputs:
@@ -180,8 +189,10 @@ class ModelReplica:
 
 
 def _log() -> None:
-    """As the services do, each line with the application's name, where Serve keeps this replica; elsewhere the process
-    is somebody else's."""
+    """Configures logging as the services do, with the application's name on each line.
+
+    Does nothing outside of Ray Serve, where the process belongs to another program.
+    """
     try:
         application = serve.get_replica_context().app_name
     except RayServeException:
@@ -190,7 +201,10 @@ def _log() -> None:
 
 
 def _trace(variables: Mapping[str, str]) -> None:
-    """Exports spans where the service does. What its node says otherwise goes first, and is no reason not to serve."""
+    """Exports spans as the service does.
+
+    The environment of this node takes precedence. A failure is logged, and the replica serves without spans.
+    """
     if not variables:
         return
     os.environ.update({**variables, **os.environ})
@@ -201,7 +215,7 @@ def _trace(variables: Mapping[str, str]) -> None:
 
 
 def _load(spec: ReplicaSpec) -> tuple[Any, Loaded]:
-    # Before torch is imported, which takes seconds: a damaged checkpoint is told at once.
+    # Before the import of torch, which takes seconds, so that a damaged checkpoint is reported at once.
     try:
         content, weights = _retry_on_outage(lambda: _read(spec))
     except FailedPrecondition as error:
@@ -215,7 +229,7 @@ def _load(spec: ReplicaSpec) -> tuple[Any, Loaded]:
     from inference_service.serve.served_model import ServedModel, assigned_device
 
     torch.set_num_threads(spec.threads)
-    # This node's own environment decides: what runs here is its operator's business.
+    # The functions are allowed by this node's environment, because its operator decides which code runs here.
     model = ServedModel(
         content,
         weights,
@@ -244,7 +258,10 @@ def _load_predictor(spec: ReplicaSpec) -> tuple[Any, Loaded]:
 
 
 def _load_own_code(spec: ReplicaSpec, content: CheckpointContent) -> None:
-    """Here and nowhere else in this service: a replica is a process of Ray's, not of the service."""
+    """Loads a user's own code, in the replica only.
+
+    A replica is a process of Ray, not of the service.
+    """
     OwnCode(is_trusted=spec.own_code).require_own_code(
         f"the model of {content.training_job} is made by code of {content.model.code_bundle}: "
     )
@@ -257,7 +274,10 @@ def _read(spec: ReplicaSpec) -> tuple[CheckpointContent, bytes]:
 
 
 def _retry_on_outage(read: Callable[[], T]) -> T:
-    """Waits for a store that does not answer: Serve tries a replica only a few times, and then never again."""
+    """Retries while the store does not answer.
+
+    Serve itself would retry a replica only a few times, and then never again.
+    """
     give_up_at = time.monotonic() + STORE_OUTAGE_TIMEOUT_S
     while True:
         try:
@@ -270,14 +290,18 @@ def _retry_on_outage(read: Callable[[], T]) -> T:
 
 
 # --- Hang watch ---
-# Whether a replica's model thread still moves. Nobody can interrupt what runs in it; who asks can have it replaced.
+# Watches whether a replica's model thread makes progress. A hung thread cannot be interrupted, but the replica can be
+# replaced.
 
 
 class HangWatch:
-    """Told by the one thread that works, asked by any other."""
+    """Measures how long the present piece of work has taken.
+
+    Written by the one model thread, read by any other.
+    """
 
     def __init__(self) -> None:
-        # Since when it has been at the same piece of work; None while it has none.
+        # When the present piece of work began; None while idle.
         self._since_s: float | None = None
         self._thread: int | None = None
 
@@ -291,39 +315,42 @@ class HangWatch:
             self._since_s = None
 
     def moved(self) -> None:
-        """It goes on to its next piece."""
+        """Marks the start of the next piece of work."""
         self._since_s = time.monotonic()
 
     def lasts_s(self) -> float:
-        """How long it has been at the present piece of work; 0 while it has none."""
+        """Returns the seconds since the present piece of work began; 0 while idle."""
         since_s = self._since_s
         return time.monotonic() - since_s if since_s is not None else 0.0
 
     def stack(self) -> str:
-        """Where it is in the code, as a traceback shows it."""
+        """Returns the thread's present stack, formatted as in a traceback."""
         frame = current_frames().get(self._thread or 0)
         return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
 
 # --- Loads of frontends ---
-# What the fronts have told a replica that they have for its model to do, for Ray Serve's controller.
+# The load that each frontend has reported to a replica, for Ray Serve's controller.
 
-# A front that has told nothing for so long has gone, or has nothing to do with this model any more.
+# A frontend that has not reported for LOAD_TTL_S has stopped, or no longer serves this model.
 LOAD_TTL_S = 15.0
 
 
 class LoadAggregator:
-    """`clock` gives seconds."""
+    """Sums the loads of the frontends.
+
+    `clock` returns seconds.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._loads: dict[str, tuple[Load, float]] = {}  # by front
+        self._loads: dict[str, tuple[Load, float]] = {}  # by frontend
 
     def tell(self, frontend: str, load: Load) -> None:
         self._loads = {**self._present(), frontend: (load, self._clock())}
 
     def in_all(self) -> dict[str, float]:
-        """Of all fronts together; empty before the first has told anything."""
+        """Returns the sum over all frontends; empty before the first report."""
         if not self._loads:
             return {}
         present = [load for load, _ in self._present().values()]

@@ -1,6 +1,4 @@
-"""Triton's extensions: the model repository, the configuration of models, and the statistics of all frontends
-together.
-"""
+"""Triton's extensions: the model repository, the model configuration, and the statistics of all frontends."""
 
 from __future__ import annotations
 
@@ -31,24 +29,33 @@ from shared.errors import NotFound, not_found
 from shared.names import ID, check_id
 
 # --- Model repository ---
-# Triton's model repository: deployments are taken out of service, and loaded again, by the names of their models.
+# Triton's model repository: unloads and reloads deployments by the names of their models.
 
 FIELD = "model_name"
 
 
 class ModelRepository:
-    """Blocking; safe to call from several threads. Each returns the newest state of the deployment."""
+    """Unloads and loads deployments.
+
+    Blocking; safe to call from several threads. Each method returns the newest state of the deployment.
+    """
 
     def __init__(self, deployments: Deployments) -> None:
         self._deployments = deployments
 
     def unload(self, model_name: str) -> Deployment:
-        """Changes nothing where it is unloaded. Raises `InvalidArgument` (no name), `NotFound` and `FailedPrecondition`
-        (it is not READY, or a roll-out is under way)."""
+        """Unloads a deployment; no effect if it is unloaded.
+
+        Raises `InvalidArgument` (no name), `NotFound` and `FailedPrecondition` (it is not READY, or a roll-out is
+        running).
+        """
         return self._request(model_name, with_unloaded)
 
     def load(self, model_name: str) -> Deployment:
-        """Changes nothing unless it is unloaded. Raises `InvalidArgument` (no name) and `NotFound`."""
+        """Loads an unloaded deployment; no effect on others.
+
+        Raises `InvalidArgument` (no name) and `NotFound`.
+        """
         return self._request(model_name, with_loaded_again)
 
     def _request(
@@ -72,13 +79,13 @@ def _unknown(model_name: str) -> NotFound:
 
 
 # --- Unloading ---
-# Taking a deployment out of service and back. What it serves, its traffic and its versions stay; its replicas go.
+# Takes a deployment out of service and back. Its spec, traffic and versions stay; its replicas are removed.
 
 
 def with_unloaded(deployment: Deployment | None, name: str, now_s: float) -> Deployment | None:
-    """After a client's wish to unload it; None if it is unloaded.
+    """Returns the deployment unloaded; None if it is unloaded already.
 
-    Raises `NotFound`, and `FailedPrecondition` where it is not READY, or a roll-out is under way.
+    Raises `NotFound`, and `FailedPrecondition` if it is not READY, or a roll-out is running.
     """
     there = checked(deployment, name, "")
     if there.state is State.UNLOADED:
@@ -88,8 +95,10 @@ def with_unloaded(deployment: Deployment | None, name: str, now_s: float) -> Dep
 
 
 def with_loaded_again(deployment: Deployment | None, name: str, now_s: float) -> Deployment | None:
-    """After a client's wish to have it loaded: READY, as after a loss of all replicas; None unless it is unloaded.
-    Raises `NotFound`."""
+    """Returns an unloaded deployment as READY; None if it is not unloaded.
+
+    Its replicas are then started as after the loss of all of them. Raises `NotFound`.
+    """
     there = checked(deployment, name, "")
     return _now(there, State.READY, now_s) if there.state is State.UNLOADED else None
 
@@ -99,13 +108,13 @@ def _now(deployment: Deployment, state: State, now_s: float) -> Deployment:
 
 
 # --- Messages ---
-# Between what a deployment is and Triton's messages for configuration, statistics and the repository's index.
+# Converts deployments to Triton's messages for configuration, statistics and the repository's index.
 
 BACKEND = "millrace"
-# Before an input's name: the type of its column of dates or times, whose unit no datatype tells.
+# The prefix of the parameter for an input column of dates or times: its column type, since no datatype has the unit.
 COLUMN_TYPE = "column_type."
 NS = 1_000_000_000
-# A READY deployment whose replicas are not back yet is LOADING, too.
+# A READY deployment without replicas yet is LOADING, too.
 STATES = {
     State.LOADING: "LOADING",
     State.READY: "LOADING",
@@ -211,7 +220,7 @@ def _reason(listed: Listed) -> str:
     if deployment.error:
         return str(deployment.error["message"])
     if deployment.state is State.UNLOADED:
-        return "unloaded"  # Triton's word
+        return "unloaded"  # Triton's term
     if version.retired_at is not None:
         return "the version is going"
     if deployment.state is State.READY and version.signature is None:
@@ -249,26 +258,27 @@ def _duration(*histograms: Histogram) -> pb.StatisticDuration:
 
 
 # --- Summed statistics ---
-# ModelStatistics of a service: what its front processes have counted, added up.
+# ModelStatistics of a service: the sum over its frontend processes.
 #
-# Each leaves its own in the folder that they share, once a second; who is asked reads them there.
+# Each process writes its statistics to the shared folder once a second, and the process that gets a request reads them
+# there.
 
 FILE = "statistics"
 
 
 class SummedStatistics:
-    """This process's as they are, those of the others as they left them last."""
+    """Sums this process's present statistics and the last ones written by its peers."""
 
     def __init__(self, models: Models, peers: Peers) -> None:
         self._models = models
         self._peers = peers
-        # By application: what it left of it, and by how many requests and batches that was.
+        # By application: the statistics last written, and the number of requests and batches in them.
         self._left: dict[str, pb.ModelStatistics] = {}
-        # None before the first time: what lies there then is by the process before this one.
+        # None before the first write: until then the file is from the previous process.
         self._counted: dict[str, tuple[int, int]] | None = None
 
     def leave(self) -> None:
-        """This process's own, for the others, where something was counted since it last did. Raises `OSError`."""
+        """Writes this process's statistics for its peers, if they have changed; raises `OSError`."""
         now = {_application(one): one for one in self._models.listed() if one.statistics.requests}
         counted = {application: _counted(one.statistics) for application, one in now.items()}
         before = self._counted or {}
@@ -277,7 +287,7 @@ class SummedStatistics:
             return
         for application in changed:
             self._left[application] = statistics_to_proto(now[application])
-            # A deployment that was deleted and made anew has the name of the one before.
+            # A deployment that was deleted and recreated has the same name, so the application name is used.
             self._left[application].name = application
         self._left = {application: self._left[application] for application in now}
         own = pb.ModelStatisticsResponse(model_stats=self._left.values())
@@ -285,7 +295,7 @@ class SummedStatistics:
         self._counted = counted
 
     def of(self, model_name: str, model_version: str) -> list[pb.ModelStatistics]:
-        """Of the versions that are meant, as `Models.listed_of`, which says what it raises."""
+        """Returns the statistics of the selected versions; raises the errors of `Models.listed_of`."""
         found = self._models.listed_of(model_name, model_version)
         others = [
             {one.name: one for one in pb.ModelStatisticsResponse.FromString(data).model_stats}
@@ -324,7 +334,7 @@ def _add(total: pb.ModelStatistics, other: pb.ModelStatistics) -> None:
 
 
 def _add_durations(total: Any, other: Any) -> None:
-    """Every `StatisticDuration` of two messages of one type."""
+    """Adds every `StatisticDuration` of one message to another of the same type."""
     for field, value in other.ListFields():
         if isinstance(value, pb.StatisticDuration):
             duration = getattr(total, field.name)

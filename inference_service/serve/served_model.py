@@ -1,5 +1,7 @@
-"""A checkpoint, loaded to be served: its device, its memory layout, its preprocessing, its model, and all of them
-together as one function of rows. Only replicas import this: torch takes seconds.
+"""A loaded checkpoint for serving.
+
+Its device, memory layout, preprocessing and model, combined to one function of rows. Only replicas import this, since
+torch takes seconds.
 """
 
 from __future__ import annotations
@@ -26,17 +28,21 @@ from shared.models.loaded import LoadedModel, does_not_load
 from shared.models.loaded import Outputs as ModelOutputs
 
 # --- Served model ---
-# A checkpoint, loaded to be served: its preprocessing, its model, and both together as one function of rows.
+# A loaded checkpoint for serving: its preprocessing and its model, combined to one function of rows.
 #
-# Only replicas import this: `shared.models.loaded` brings torch, which takes seconds, and the front does without it.
+# Only replicas import this: `shared.models.loaded` imports torch, which takes seconds and which the frontend does not
+# need.
 
 CPU = torch.device("cpu")
-WARM_UP_RUNS = 2  # the first pays for what the kernels prepare once per shape; the last is measured
+WARM_UP_RUNS = 2  # the first run includes one-time kernel setup per shape; the last is measured
 
 
 class ServedModel:
-    """Raises `FailedPrecondition` when the weights do not fit the model, or when a column that the model's input is
-    made of cannot be sent. Not for several threads at once."""
+    """Serves one checkpoint.
+
+    Raises `FailedPrecondition` if the weights do not fit the model, or if a column of the model's input cannot be sent.
+    Not safe for several threads.
+    """
 
     def __init__(
         self,
@@ -47,9 +53,11 @@ class ServedModel:
         *,
         allow_non_finite: bool = False,
     ) -> None:
-        """`weights` are the bytes of a safetensors file, verified; `custom_allowed` the functions that custom steps may
-        name. The model is on `device`, the preprocessing always on the CPU, as in training. `allow_non_finite` is
-        that of `Preprocessing`."""
+        """`weights` are the verified bytes of a safetensors file.
+
+        `custom_allowed` are the functions that custom steps may name. The model runs on `device`, the preprocessing
+        always on the CPU, as in training. `allow_non_finite` is as in `Preprocessing`.
+        """
         try:
             self.preprocessing = Preprocessing(content, custom_allowed, allow_non_finite=allow_non_finite)
         except (InvalidArgument, ValueError) as error:
@@ -65,13 +73,15 @@ class ServedModel:
 
     @property
     def custom_s(self) -> float:
-        """What the custom functions of its steps may take for a batch by their own limits."""
+        """The total time limit of its custom functions for a batch, in seconds."""
         return self.preprocessing.custom_s
 
     def forward(self, rows: Rows, moved: Callable[[], None] = lambda: None) -> Outputs:
-        """Of B rows, without those that the preprocessing refuses: logits (B, classes) float32, probabilities
-        (B, classes) float32 and label (B,) int64 of a classifier, values (B, numbers) float32 of a regression.
-        `moved` is that of `Preprocessing.prepare`."""
+        """Computes the outputs of B rows; those of refused rows are undefined.
+
+        A classifier returns logits (B, classes) float32, probabilities (B, classes) float32 and label (B,) int64. A
+        regression returns values (B, numbers) float32. `moved` is as in `Preprocessing.prepare`.
+        """
         started_s = time.perf_counter()
         prepared, refused, failed = self.preprocessing.prepare(rows, moved)
         prepared_s = time.perf_counter()
@@ -81,7 +91,7 @@ class ServedModel:
         return Outputs(arrays, refused, prepared_s - started_s, infer_s, failed=failed, non_finite=non_finite)
 
     def warm_up(self, max_rows: int) -> dict[int, float]:
-        """Runs each batch size that is likely, and decides on its layout in memory. Returns rows → seconds."""
+        """Runs each likely batch size and chooses its memory layout; returns rows → seconds."""
         self._run.choose(self.signature.prepared.shape[1:], buckets(max_rows))
         measured_s = {}
         for size in buckets(max_rows):
@@ -93,8 +103,11 @@ class ServedModel:
         return measured_s
 
     def _zeros(self, size: int) -> Rows:
-        """Raw rows where the model takes one tensor of numbers; no value is right for every other column, and such
-        models are measured without their preprocessing."""
+        """Returns rows of zeros for the warm-up.
+
+        They are raw if the model has one tensor of numbers. No value is right for every other column type, so other
+        models are measured without their preprocessing.
+        """
         (first, *others), prepared = self.signature.raw, self.signature.prepared
         form, spec = (PREPARED, prepared) if others or len(first.shape) == 1 else (RAW, first)
         return Rows(form, {spec.name: np.zeros((size, *spec.shape[1:]), DATATYPES[spec.datatype].dtype)})
@@ -103,7 +116,10 @@ class ServedModel:
 def _non_finite(
     arrays: Sequence[Array], refused: Mapping[int, str], failed: Mapping[int, MillraceError]
 ) -> tuple[int, ...]:
-    """The places of the rows whose answers are not finite; the first output, logits or values, tells it of all."""
+    """Returns the rows with non-finite answers.
+
+    The first output, logits or values, shows it for all outputs.
+    """
     rows = np.flatnonzero(~finite_rows(arrays[0])).tolist()
     return tuple(row for row in rows if row not in refused and row not in failed)
 
@@ -120,14 +136,15 @@ def _outputs(model: ModelSpec, class_names: tuple[str, ...]) -> tuple[TensorSpec
 
 
 # --- Layouts ---
-# How images lie in memory while a model works on them: channel after channel as rows come, or pixel after pixel with
-# the channels side by side. Which is faster depends on the model, the processor, and the images' size and number.
+# The memory layout of images in a model: channels first, as rows arrive, or channels last. The faster one depends on
+# the model, the processor, and the size and number of the images.
 
-# What the other layout must save of a batch's time: less is noise, and not worth a second copy of the weights.
+# The fraction of a batch's time that the other layout must save: less is noise, and does not justify a second copy of
+# the weights.
 WORTH_IT = 0.1
-# After one that pays for what kernels prepare. The fastest counts: what else the machine does only makes runs slower.
+# After one run for kernel setup. The fastest counts, because other load on the machine only makes runs slower.
 TIMED_RUNS = 3
-# Larger batches than could be tried in this time are laid out as the largest that was.
+# Batch sizes that could not be tried within this time use the layout of the largest that was.
 TRIED_FOR_S = 5.0
 
 Run = Callable[[NDArray[Any]], ModelOutputs]
@@ -139,11 +156,11 @@ def fastest_s(run: Run, inputs: NDArray[Any]) -> float:
 
 
 class Layouts:
-    """A model as one function of its prepared input, in whichever layout is faster for so many rows."""
+    """Runs a model in the faster memory layout for each batch size."""
 
     def __init__(self, model: LoadedModel) -> None:
         self._usual = model
-        # By batch size, in buckets of powers of two; the usual one for all others.
+        # By batch size, in buckets of powers of two; the usual layout for all others.
         self._chosen: dict[int, LoadedModel] = {}
 
     def __call__(self, prepared: NDArray[Any]) -> ModelOutputs:
@@ -151,14 +168,17 @@ class Layouts:
 
     @property
     def channels_last(self) -> frozenset[int]:
-        """The batch sizes, in buckets, whose images have their channels last."""
+        """The batch sizes, in buckets, that use channels last."""
         return frozenset(size for size, model in self._chosen.items() if model is not self._usual)
 
     def choose(
         self, shape: Sequence[int], sizes: Sequence[int], seconds: Callable[[Run, NDArray[Any]], float] = fastest_s
     ) -> None:
-        """Tries batches of `sizes`, ascending, of inputs of `shape` (without the rows) in both layouts, where the model
-        has convolutions of images. `seconds` tells how long a run takes."""
+        """Times batches of `sizes`, ascending, in both layouts.
+
+        Does nothing unless the model convolves images. `shape` is an input's shape without the rows. `seconds` measures
+        a run.
+        """
         if len(shape) != 3 or not any(isinstance(one, nn.Conv2d) for one in self._usual.module.modules()):
             return
         other = self._usual.channels_last()
@@ -178,13 +198,15 @@ def _seconds(run: Run, inputs: NDArray[Any]) -> float:
 
 
 # --- Device ---
-# Where a replica's model runs: on what Ray gave the replica. Only replicas import this: torch takes seconds.
+# The device of a replica's model: the GPU that Ray assigned to the replica. Only replicas import this, since torch
+# takes seconds.
 
 
 def assigned_device() -> torch.device:
-    """The GPU that Ray keeps for this replica, or keeps a part of, and alone shows to it; the CPU where there is none.
+    """Returns the GPU that Ray has assigned to this replica; the CPU if there is none.
 
-    Raises `FailedPrecondition` where torch cannot use it.
+    Ray may assign a fraction of a GPU, and shows only that GPU to the process. Raises `FailedPrecondition` if torch
+    cannot use it.
     """
     gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", []) if ray.is_initialized() else []
     if not gpus:
@@ -195,6 +217,6 @@ def assigned_device() -> torch.device:
             "install a driver and a torch for it, or deploy with gpus_per_replica=0",
             reason="GPU_CANNOT_BE_USED",
         )
-    # Else torch rounds in convolutions to TF32, and a replica on a GPU would answer otherwise than one on a CPU.
+    # Otherwise torch rounds convolutions to TF32, and a replica on a GPU would answer differently from one on a CPU.
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     return torch.device("cuda", 0)

@@ -1,4 +1,4 @@
-"""A program's checkpoint, served by a class of the program's own bundle: its predictor.
+"""A program's checkpoint, served by the predictor class in the program's own bundle.
 
     class Predictor:
         inputs = {"image": ("FP32", [1, 28, 28])}      # by name: a datatype and the shape of a row
@@ -32,20 +32,24 @@ SCRIPT_SUFFIX = ".py"
 DEFAULT_NAME = "Predictor"
 MAX_TENSORS = 100
 MAX_DIMENSIONS = 8
-WARM_UP_RUNS = 2  # the first pays for what is prepared once; the last is measured
+WARM_UP_RUNS = 2  # the first run includes one-time setup; the last is measured
 
 
 class ServedPredictor:
-    """Not for several threads at once."""
+    """Serves a program's checkpoint.
 
-    # A predictor says nothing of how long a batch may take.
+    Not safe for several threads.
+    """
+
+    # A predictor does not declare a time limit for a batch.
     custom_s = 0.0
 
     def __init__(self, content: ProgramContent, entry: str, checkpoint_dir: Path) -> None:
-        """`entry` is `module:name`; empty: `Predictor` of the program's own module. The bundle's code must be loaded.
+        """`entry` is `module:name`; empty: `Predictor` of the program's own module.
 
-        Raises `FailedPrecondition`, which names the user's line, for a class that cannot be made, and
-        BAD_PREDICTOR for one that does not say what it takes and gives."""
+        The bundle's code must be loaded. Raises `FailedPrecondition`, naming the user's line, for a class that cannot
+        be instantiated, and BAD_PREDICTOR for one that does not declare its inputs and outputs.
+        """
         self._bundle = content.code_bundle
         if not entry and content.entry.endswith(SCRIPT_SUFFIX):
             raise FailedPrecondition(
@@ -60,11 +64,14 @@ class ServedPredictor:
         if not callable(getattr(self._predictor, "predict", None)):
             raise self._bad("has no method predict(inputs)")
         inputs, outputs = self._tensors("inputs"), self._tensors("outputs")
-        # There is one form of rows: a tensor that fits the prepared one, too, is raw.
+        # There is only one row form: a tensor that fits both forms is raw.
         self.signature = Signature(raw=inputs, prepared=inputs[0], outputs=outputs)
 
     def forward(self, rows: Rows, moved: Callable[[], None] = lambda: None) -> Outputs:
-        """Where a batch of several requests fails, each of them is tried by itself: one bad request fails alone."""
+        """Computes the outputs.
+
+        If a batch of several requests fails, each is tried by itself, so that only the bad request fails.
+        """
         started_s = time.perf_counter()
         failed: dict[int, MillraceError] = {}
         try:
@@ -77,8 +84,10 @@ class ServedPredictor:
         return Outputs(arrays, infer_s=infer_s, failed=failed, non_finite=self._non_finite(arrays, failed))
 
     def warm_up(self, max_rows: int) -> dict[int, float]:
-        """Runs each batch size that is likely. Returns rows → seconds. Rows are those of the predictor's `example`, a
-        dict as `predict` takes it, where it has one, else zeros."""
+        """Runs each likely batch size; returns rows → seconds.
+
+        The rows are those of the predictor's `example`, a dict as `predict` takes it, if it has one, else zeros.
+        """
         example = getattr(self._predictor, "example", None)
         measured_s = {}
         for size in buckets(max_rows):
@@ -98,8 +107,8 @@ class ServedPredictor:
         return measured_s
 
     def _predict(self, values: Mapping[str, Array], count: int) -> list[Array]:
-        """The outputs in the signature's order. Raises `FailedPrecondition`."""
-        # A predictor may write to what it gets, and the same rows may be asked about again.
+        """Returns the outputs in the signature's order; raises `FailedPrecondition`."""
+        # A copy: a predictor may write to its inputs, and the same rows may be tried again.
         given = {name: np.array(one, order="C") for name, one in values.items()}
         made = self._called(lambda: self._predictor.predict(given))
         if not isinstance(made, Mapping):
@@ -143,7 +152,7 @@ class ServedPredictor:
         return [np.concatenate(columns) for columns in zip(*filled, strict=True)]
 
     def _non_finite(self, arrays: Sequence[Array], failed: Mapping[int, MillraceError]) -> tuple[int, ...]:
-        """The places of rows with a NaN or an infinity in one of the outputs."""
+        """Returns the rows with a NaN or an infinity in an output."""
         floats = [array for array in arrays if array.dtype.kind == "f"]
         bad = {row for array in floats for row in np.flatnonzero(~finite_rows(array)).tolist()}
         return tuple(sorted(bad - failed.keys()))
@@ -199,7 +208,7 @@ class ServedPredictor:
         return values
 
     def _called(self, call: Callable[[], Any]) -> Any:
-        """What it returns. A user's code may raise anything, SystemExit too."""
+        """Calls the user's code, which may raise anything, SystemExit too."""
         try:
             return call()
         except (KeyboardInterrupt, MillraceError):

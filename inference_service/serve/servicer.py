@@ -23,23 +23,25 @@ from shared.grpc_server import message_bytes
 from shared.grpc_server.server import MAX_MESSAGE_BYTES
 
 # --- Servicer ---
-# `inference.GRPCInferenceService`: the Open Inference Protocol, with Triton's extensions.
 
 Context = aio.ServicerContext[Any, Any]
 
 SERVER_NAME = "millrace"
-# Names of Triton's, and only those that are served whole.
+# Triton's names of the extensions that are fully supported.
 EXTENSIONS = ("classification", "model_configuration", "model_repository", "schedule_policy", "statistics")
-# Of `RepositoryModelUnload`: no model here depends on another, so none is left behind.
+# A parameter of `RepositoryModelUnload`. No model here depends on another, so it has no effect.
 UNLOAD_DEPENDENTS = "unload_dependents"
 STREAM_REQUESTS_AT_ONCE = 64
-# One request may have as many; while those that are worked on have, no other is read.
+# One request may have as many bytes. While the requests in progress have this many, no other is read.
 STREAM_BYTES_AT_ONCE = MAX_MESSAGE_BYTES
 STREAM_REQUEST_TIMEOUT_S = 60.0
 
 
 class OpenInferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
-    """`changed` is told each deployment whose log was written, so that it takes effect at once."""
+    """Serves the Open Inference Protocol.
+
+    `changed` is called with each deployment whose log was written, so that the change takes effect at once.
+    """
 
     def __init__(
         self,
@@ -73,7 +75,7 @@ class OpenInferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
         return metadata_to_proto(deployment, signature)
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
-        # gRPC cancels a call when its deadline passes, or our server where it has none of its own.
+        # gRPC cancels a call when its deadline passes; for a call without one, our server does.
         return await self._inference.answer(
             request, context.time_remaining(), context.invocation_metadata, ends_itself=True
         )
@@ -139,7 +141,7 @@ def _check_repository(name: str) -> None:
 
 
 # --- Streaming ---
-# Many requests over one stream.
+# Answers many requests of one stream.
 
 Asked = TypeVar("Asked")
 Answered = TypeVar("Answered")
@@ -154,13 +156,15 @@ async def in_order(
     answer_bytes: Callable[[Answered], int] = lambda _: 0,
     max_bytes: float = math.inf,
 ) -> AsyncGenerator[Answered, None]:
-    """The answers in the order of the requests, at most `most` of which are worked on, or wait to be taken, at a time,
-    and none is read while these have `max_bytes`: so a client that takes no answers is not read any further.
-    `size_bytes` is asked for a request as soon as it was read, by whoever read it, and `answer_bytes` for its answer:
-    the larger of both counts until it is taken.
+    """Yields the answers in the order of the requests.
 
-    Ends when the requests do. What reading them raises comes after the answers before it. Closed or cancelled: what is
-    being worked on is cancelled, and has ended when this returns.
+    At most `most` requests are in progress or wait to be taken, and none is read while these have `max_bytes`, so a
+    client that takes no answers is not read any further. The larger of `size_bytes` of a request and `answer_bytes` of
+    its answer counts until the answer is taken. `size_bytes` is called in the reading task, as soon as the request is
+    read.
+
+    Ends with the requests. An error of reading them is raised after the answers before it. If this generator is closed
+    or cancelled, the requests in progress are cancelled, and have ended when it returns.
     """
     waiting: asyncio.Queue[asyncio.Task[tuple[Answered, int]] | None] = asyncio.Queue()
     working: set[asyncio.Task[tuple[Answered, int]]] = set()
@@ -184,7 +188,7 @@ async def in_order(
                 working.add(task)
                 task.add_done_callback(working.discard)
                 waiting.put_nowait(task)
-                # Whoever waits, here and below, keeps nothing meanwhile: a stream may be idle for hours.
+                # Releases the references: the code waits here and below, and a stream may be idle for hours.
                 del request, task
                 while held >= most or in_flight_bytes >= max_bytes:
                     taken.clear()

@@ -1,5 +1,6 @@
-"""The short way between a frontend and the replicas on its machine: Unix sockets beside Ray's calls, both ends of
-them.
+"""Unix sockets between a frontend and the replicas on its machine: a faster path than Ray's calls.
+
+This file has both ends.
 """
 
 from __future__ import annotations
@@ -35,21 +36,24 @@ logger = logging.getLogger(__name__)
 
 
 # --- Frames ---
-# What the front and a replica on its machine send each other over a Unix socket.
+# The frames that a frontend and a replica on its machine exchange over a Unix socket.
 #
-# A frame is a header, a pickle, and the arrays' own bytes beside it, so that no array is copied into the pickle. Both
-# ends are processes of one user, in a folder that nobody else may enter: they trust each other as Ray's processes do.
+# A frame is a header, a pickle, and the raw bytes of the arrays, so that no array is copied into the pickle. Both ends
+# are processes of one user, in a folder that no other user may enter: they trust each other as Ray's processes do.
 
-# The call's number, the kind, the length of the pickle, and how many buffers there are; then the length of each buffer.
-# Where this changes, so does the suffix of the sockets: replicas of an earlier release may still run.
+# The call's number, the kind, the length of the pickle, and the number of buffers; the length of each buffer follows. A
+# change here must also change SUFFIX: replicas of an earlier release may still run.
 HEADER = struct.Struct("<QBQI")
 LENGTH = struct.Struct("<Q")
 
 
 class Kind(IntEnum):
-    """The front sends `FORWARD` with Rows, and `CANCEL` for a call that nobody waits for; the replica answers
-    `OUTPUTS`, or `ERROR` with an exception, or `CANCELLED` where the call never reached the model. `CLOSING`, of no
-    call, says that the replica stops: what is on its way is answered, and nothing more is to be sent."""
+    """The kind of a frame.
+
+    The frontend sends `FORWARD` with Rows, and `CANCEL` for a call that was cancelled. The replica answers `OUTPUTS`,
+    `ERROR` with an exception, or `CANCELLED` if the call never reached the model. `CLOSING` belongs to no call: the
+    replica is stopping, so it answers the calls in flight, and the frontend must send no more.
+    """
 
     FORWARD = 1
     CANCEL = 2
@@ -74,19 +78,25 @@ def encode(frame: Frame) -> bytes:
 
 
 def lengths_after(header: bytes | bytearray | memoryview) -> tuple[int, int]:
-    """Of a frame's header: how many bytes of lengths follow it, and of its pickle."""
+    """Returns how many bytes of lengths follow a frame's header, and the length of its pickle."""
     _, _, pickled, buffers = HEADER.unpack_from(header)
     return buffers * LENGTH.size, pickled
 
 
 def decode(header: bytes | bytearray | memoryview, pickled: Any, buffers: Sequence[Any]) -> Frame:
-    """Arrays look into `buffers`, and may be written to where these may."""
+    """Decodes a frame.
+
+    Its arrays are views of `buffers`, writable if these are.
+    """
     call, kind, _, _ = HEADER.unpack_from(header)
     return Frame(call, Kind(kind), pickle.loads(pickled, buffers=buffers))
 
 
 def is_private(folder: Path) -> bool:
-    """Whether it is a folder of this process's user that nobody else may enter: what is pickled in it is trusted."""
+    """Returns whether only this process's user may enter the folder.
+
+    Pickles from a private folder are trusted.
+    """
     try:
         found = folder.lstat()
     except OSError:
@@ -95,100 +105,113 @@ def is_private(folder: Path) -> bool:
 
 
 # --- Socket folders ---
-# Where the replicas on one machine listen: a folder for each application, below one of this user's own.
+# The folders in which the replicas on one machine listen: one for each application, below a folder of this user.
 
-# It says the form of the frames: a front does not find the sockets of replicas that have another, and calls these
-# through the handle.
+# The suffix names the version of the frames. A frontend ignores the sockets of replicas with another version, and calls
+# these replicas through Ray Serve's handle.
 SUFFIX = ".sock2"
 
 
 def socket_folder(cluster: str, application: str) -> Path:
-    """Of an application in one Ray cluster: another cluster's replicas may have its name, and even its store, and are
-    none of its own; so are those that a head left behind when it died. Short: a socket's path has 107 bytes."""
+    """Returns the socket folder of an application in one Ray cluster.
+
+    The cluster is part of the name: replicas of another cluster, or those that a dead head left behind, may have the
+    same application name and even the same store. The path is short because a socket's path has at most 107 bytes.
+    """
     digest = hashlib.sha256(f"{cluster}\n{application}".encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"millrace-{os.geteuid()}" / digest
 
 
 def make_private(folder: Path) -> None:
-    """Raises `OSError` where it cannot be had for this user alone."""
+    """Creates a private folder; raises `OSError` if another user could enter it."""
     folder.mkdir(mode=0o700, exist_ok=True)
     if not is_private(folder):
         raise PermissionError(f"{folder} must be this user's alone")
 
 
 def sweep(root: Path) -> None:
-    """Takes away what replicas that were killed have left in the folders below, of whichever application: nobody may
-    ever look there again."""
+    """Deletes the sockets that killed replicas left behind.
+
+    Covers the folders of all applications, since a deleted application's folder is never visited again.
+    """
     for folder in root.iterdir():
         if not is_private(folder):
             continue
-        with suppress(OSError):  # another sweeps, too; or one lives here
-            for path in folder.glob("*.sock*"):  # of earlier releases, too
+        with suppress(OSError):  # another process sweeps too, or a replica listens here
+            for path in folder.glob("*.sock*"):  # including those of earlier releases
                 if _is_dead(path):
                     path.unlink(missing_ok=True)
             folder.rmdir()
 
 
 def _is_dead(path: Path) -> bool:
-    """Whether nobody listens. To one that lives this is a front that comes and goes."""
+    """Returns whether no process listens on the socket.
+
+    A live listener sees a frontend that connects and disconnects.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
         caller.setblocking(False)
         try:
             caller.connect(str(path))
         except ConnectionRefusedError:
             return True
-        except OSError:  # it has no time for us, or has gone
+        except OSError:  # it is busy, or was removed
             return False
     return False
 
 
 # --- The frontend's end ---
-# The replicas of one application on this machine, called over their own sockets: that takes less than a millisecond a
-# batch, and a call of a Ray Serve handle several, and as much CPU.
+# Calls the replicas of one application on this machine over their sockets. That takes less than a millisecond a batch;
+# a call of a Ray Serve handle takes several milliseconds, and as much CPU.
 #
-# Serve still places them, starts them again and says what is well. Here nothing is kept but connections.
+# Serve still places, restarts and health-checks the replicas. This end only keeps connections.
 
 
-# One batch at work and one on its way, as the batcher counts them.
+# One batch computes and one is in transit, as in `BATCHES_PER_REPLICA` of the batcher.
 BATCHES_EACH = 2
-# What may wait beside them: calls that are given up.
+# Room for small frames in the write buffer: the cancellations.
 SMALL_FRAMES_BYTES = 64 * 1024
 SETTLED_NS = 50_000_000
-# A replica that has owed an answer for so long may hang; Serve finds out.
+# A replica with an answer overdue for this long may hang; Serve's health check decides.
 OWED_S = 5.0
-# A replica that died is started again within this, most often on the same machine; meanwhile those left do the work.
+# A dead replica restarts within this time, usually on the same machine; meanwhile the remaining ones do the work.
 STARTS_TIMEOUT_S = 60.0
-# After a socket that could not be connected to, or whose connection broke: a process that is being killed may lose its
-# connections before its listening socket, and would take the batch again that it has just lost.
+# The delay after a socket refused a connection or a connection broke. A process that is being killed may lose its
+# connections before its listening socket, and would accept the batch again that it has just lost.
 RETRY_DELAY_S = 1.0
 
 
 class ReplicaLost(Exception):
-    """It closed the connection with a batch that it had not answered."""
+    """The replica closed the connection with a batch unanswered."""
 
 
 class LocalReplicas:
-    """Finds them by the sockets in `folder`, and is of use where all `replicas` of the application are there: else
-    those on other machines would have little to do. `name` is for the log. Lives on one event loop; any thread may set
-    `replicas`."""
+    """Finds and connects the replicas by their sockets in `folder`.
+
+    They are used only if all `replicas` of the application are on this machine: otherwise those elsewhere would get few
+    batches. `name` is for the log. Lives on one event loop; any thread may set `replicas`.
+    """
 
     def __init__(self, folder: Path | None, replicas: int = 1, name: str = "") -> None:
         self._folder = folder
         self._name = name
         self._reported_that_some_are_elsewhere = False
         self.replicas = replicas
-        self._all_here_s = -math.inf  # when they were, last
-        # When the folder had last changed as it was looked through to its end.
+        self._all_here_s = -math.inf  # when all replicas were last connected
+        # The folder's modification time at the last complete search.
         self._seen_ns: int | None = None
         self._not_before_s = -math.inf
         self._connections: dict[Path, _FrontendConnection] = {}
-        # Those whose connection broke, and until when each is left alone.
+        # Sockets whose connection broke, and the time until which each is ignored.
         self._broken_s: dict[Path, float] = {}
         self._searching = asyncio.Lock()
 
     async def free(self, *, busy_too: bool = False) -> _FrontendConnection | None:
-        """The least busy with room for a batch; None where there is none such on this machine, or other machines have
-        replicas, too. With `busy_too`, any that takes batches."""
+        """Returns the least busy connection with capacity for a batch.
+
+        Returns None if no replica here has capacity, or if other machines have replicas, too. With `busy_too`, capacity
+        and location do not matter, as long as the replica takes batches.
+        """
         await self._search()
         now_s = time.monotonic()
         if len(self._connections) >= max(self.replicas, 1):
@@ -201,7 +224,7 @@ class LocalReplicas:
         return found if found is not None and (busy_too or found.in_flight < BATCHES_EACH) else None
 
     def _report_that_some_are_elsewhere(self) -> None:
-        """Once: else serving would be slow in silence."""
+        """Logs once that some replicas are elsewhere, which makes serving slower."""
         if self._folder is None or not self.replicas or self._reported_that_some_are_elsewhere:
             return
         self._reported_that_some_are_elsewhere = True
@@ -216,12 +239,15 @@ class LocalReplicas:
         )
 
     async def _search(self) -> None:
-        """Looks for new sockets where the folder has changed, which costs microseconds otherwise."""
+        """Connects new sockets if the folder has changed.
+
+        An unchanged folder costs microseconds.
+        """
         lost = [path for path, one in self._connections.items() if one.is_lost]
         for path in lost:
             del self._connections[path]
             self._broken_s[path] = time.monotonic() + RETRY_DELAY_S
-            self._seen_ns = None  # its replica may live
+            self._seen_ns = None  # the replica itself may still be alive
         if self._folder is None:
             return
         changed_ns = _changed_ns(self._folder)
@@ -230,7 +256,7 @@ class LocalReplicas:
         async with self._searching:
             if changed_ns == self._seen_ns or time.monotonic() < self._not_before_s:
                 return
-            # A file system's clock ticks slowly: what changes in the same tick would never be seen.
+            # File timestamps are coarse: a second change within the same tick would never be noticed.
             settled = time.time_ns() - changed_ns > SETTLED_NS
             complete = True
             found = _sockets(self._folder)
@@ -244,7 +270,7 @@ class LocalReplicas:
             self._not_before_s = -math.inf if complete else time.monotonic() + RETRY_DELAY_S
 
     async def _connect(self, path: Path) -> bool:
-        """False where it may succeed later."""
+        """Connects a socket; returns False if a later try may succeed."""
         try:
             _, connection = await asyncio.get_running_loop().create_unix_connection(_FrontendConnection, str(path))
         except ConnectionRefusedError:  # its replica is dead
@@ -279,17 +305,18 @@ def _remove(path: Path) -> None:
 
 
 class _FrontendConnection(asyncio.Protocol):
-    """One replica."""
+    """The connection to one replica."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._calls = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Outputs]] = {}
-        # Since when the replica owes the answer of each call, given up or not: it may be at work on it.
+        # When the replica received each call that it has not answered. Cancelled calls count, since it may be computing
+        # them.
         self._owed_since_s: dict[int, float] = {}
         self._read = bytearray()
         self._is_full = self._is_closing = False
-        # Of a batch, as it was sent.
+        # The size of the largest batch that was sent.
         self._largest_bytes = 0
         self.is_lost = False
 
@@ -298,12 +325,15 @@ class _FrontendConnection(asyncio.Protocol):
         return len(self._owed_since_s)
 
     def takes_batches(self, now_s: float) -> bool:
-        """Whether the replica reads what it is sent, answers in time, and is not about to stop."""
+        """Returns whether the replica reads, answers in time, and is not about to stop."""
         oldest_s = next(iter(self._owed_since_s.values()), now_s)
         return not (self.is_lost or self._is_closing or self._is_full) and now_s - oldest_s < OWED_S
 
     async def forward(self, rows: Rows) -> Outputs:
-        """Raises `ReplicaLost` where the connection ends before the answer, and what the replica raises."""
+        """Sends a batch and returns its outputs.
+
+        Raises `ReplicaLost` if the connection ends before the answer, and the replica's errors.
+        """
         if self._transport is None or self.is_lost or self._is_closing:
             raise ReplicaLost
         call = next(self._calls)
@@ -312,8 +342,8 @@ class _FrontendConnection(asyncio.Protocol):
         self._waiting[call] = future
         self._owed_since_s[call] = time.monotonic()
         if len(encoded) > self._largest_bytes:
-            # By itself asyncio calls a connection full where 64 KiB wait to be read, which may be less than a row. One
-            # batch on its way is no sign that the replica does not read.
+            # By default asyncio calls a connection full at 64 KiB of unsent data, which may be less than a row. One
+            # batch in transit does not mean that the replica has stopped reading.
             self._largest_bytes = len(encoded)
             limit = len(encoded) + SMALL_FRAMES_BYTES
             self._transport.set_write_buffer_limits(high=limit, low=limit)
@@ -326,7 +356,8 @@ class _FrontendConnection(asyncio.Protocol):
             raise
         finally:
             self._waiting.pop(call, None)
-            # An error is in the future, and this frame in its traceback: both would wait for the garbage collector.
+            # Breaks a reference cycle: an error is in the future, and this frame in the error's traceback, so both
+            # would wait for the garbage collector.
             del future, encoded
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -353,7 +384,7 @@ class _FrontendConnection(asyncio.Protocol):
             if frame.kind is Kind.CLOSING:
                 self._is_closing = True
             future = self._waiting.get(frame.call)
-            if future is None or future.done():  # given up meanwhile
+            if future is None or future.done():  # cancelled meanwhile
                 continue
             if frame.kind is Kind.OUTPUTS:
                 future.set_result(frame.content)
@@ -364,7 +395,7 @@ class _FrontendConnection(asyncio.Protocol):
             self._transport.close()
 
     def _next(self) -> Frame | None:
-        """The first whole frame that was read, taken out."""
+        """Removes the first complete frame from the read buffer and returns it."""
         if len(self._read) < HEADER.size:
             return None
         length_bytes, pickled_bytes = lengths_after(self._read)
@@ -385,21 +416,23 @@ class _FrontendConnection(asyncio.Protocol):
 
 
 # --- The replica's end ---
-# A replica's own door: a Unix socket for the front on its machine, beside Ray's calls, which take milliseconds.
+# A replica's Unix socket server for the frontends on its machine. Ray's own calls take milliseconds.
 
-# Of one front: answers that wait to be sent, which are more than the batches that it has on their way here.
+# The most unsent answers to one frontend, more than the batches that it may have in flight.
 MAX_UNSENT = 16
-# A front that reads nothing for so long has stopped.
+# A frontend that reads nothing for this long has stopped.
 SEND_TIMEOUT_S = 5.0
-# After an error of the listener, such as too many open files.
+# The delay after an error of the listener, such as too many open files.
 ACCEPT_RETRY_DELAY_S = 0.1
-# Another replica that stops may take the empty folder away between two of our steps.
+# Tries to open the socket: another replica that stops may delete the empty folder between two of the steps.
 TRIES = 5
 
 
 def listen(folder: Path, thread: ThreadPoolExecutor, forward: Callable[[Rows], Outputs]) -> LoadShedder | None:
-    """From now on answers calls over a socket in `folder` with `forward`, run in `thread`, until it is closed. Where
-    the folder cannot be had for this user alone, it does not, and Ray's calls remain."""
+    """Serves `forward` over a socket in `folder` until closed.
+
+    `forward` runs in `thread`. Returns None if the folder cannot be made private; then only Ray's calls remain.
+    """
     try:
         make_private(folder.parent)
         sweep(folder.parent)
@@ -412,7 +445,7 @@ def listen(folder: Path, thread: ThreadPoolExecutor, forward: Callable[[Rows], O
 
 def _opened(folder: Path, tries: int) -> tuple[socket.socket, Path]:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    # Under another name until it listens, so that nobody finds it refusing.
+    # The socket gets its final name only once it listens, so that no frontend finds it refusing connections.
     name = uuid.uuid4().hex[:12]
     try:
         make_private(folder)
@@ -427,7 +460,7 @@ def _opened(folder: Path, tries: int) -> tuple[socket.socket, Path]:
 
 
 class LoadShedder:
-    """A replica's listening socket, and the fronts that came in."""
+    """A replica's socket server: the listening socket and the connections of the frontends."""
 
     def __init__(
         self, listener: socket.socket, path: Path, thread: ThreadPoolExecutor, forward: Callable[[Rows], Outputs]
@@ -442,16 +475,19 @@ class LoadShedder:
         threading.Thread(target=self._accept, name="socket", daemon=True).start()
 
     def close(self, timeout_s: float) -> None:
-        """Lets nobody in any more, asks the fronts to send nothing more, and returns when they have what they asked for
-        and have gone, or after `timeout_s`. To be called from another thread than the model's; once is enough."""
+        """Stops accepting, and waits until the connected frontends have their answers.
+
+        Tells the frontends to send no more. After `timeout_s` the remaining connections are closed. Must not be called
+        from the model's thread; a second call has no effect.
+        """
         if self._closed.is_set():
             return
         self._closed.set()
         with suppress(OSError):
             self._path.unlink()
-        with suppress(OSError):  # there are others
+        with suppress(OSError):  # other replicas have sockets there
             self._path.parent.rmdir()
-        # Closing alone would leave `accept` waiting.
+        # `close` alone would leave `accept` waiting.
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -481,7 +517,7 @@ class LoadShedder:
 
     def _serve(self, one: _ReplicaConnection) -> None:
         try:
-            if self._closed.is_set():  # it came in while the door was being closed
+            if self._closed.is_set():  # it connected while the server was being closed
                 one.say_closing()
             one.serve()
         finally:
@@ -490,8 +526,11 @@ class LoadShedder:
 
 
 class _ReplicaConnection:
-    """One front. Its calls are read in one thread, answered in the model's, and the answers sent in a third: a front
-    that does not read them keeps nobody else waiting."""
+    """The connection to one frontend.
+
+    One thread reads the calls, the model's thread answers them, and a third sends the answers, so that a frontend that
+    does not read delays no other.
+    """
 
     def __init__(
         self, connection: socket.socket, thread: ThreadPoolExecutor, forward: Callable[[Rows], Outputs]
@@ -509,7 +548,7 @@ class _ReplicaConnection:
         self.ended = threading.Event()
 
     def serve(self) -> None:
-        """Until the front closes it, or sends what cannot be read."""
+        """Serves until the frontend closes the connection or sends an unreadable frame."""
         self._writer.start()
         try:
             while True:
@@ -517,7 +556,7 @@ class _ReplicaConnection:
                 if kind is Kind.FORWARD:
                     future = self._waiting[call] = self._thread.submit(self._answer, call, content)
                     future.add_done_callback(partial(self._forget, call))
-                # Given up; one that the model works on already is worked on to its end, and answered.
+                # A cancelled call. If the model has already begun it, it is completed and answered.
                 elif (given_up := self._waiting.get(call)) is not None and given_up.cancel():
                     self._send(encode(Frame(call, Kind.CANCELLED, None)))
         except (EOFError, OSError):
@@ -533,18 +572,18 @@ class _ReplicaConnection:
             self.ended.set()
 
     def say_closing(self) -> None:
-        """The front is to send nothing more, and to close the connection when all is answered."""
+        """Asks the frontend to send no more, and to close once all calls are answered."""
         self._send(encode(Frame(0, Kind.CLOSING, None)))
 
     def shut(self) -> None:
-        """Ends both threads, whatever they wait for."""
+        """Stops both threads, even while they wait."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         with suppress(queue.Full):
             self._unsent.put_nowait(None)
 
     def _answer(self, call: int, rows: Rows) -> None:
-        # Whatever a model raises, SystemExit too, ends its batch and not those who wait for it.
+        # Any exception of the model, SystemExit too, must fail its batch and must not stop the server.
         try:
             encoded = encode(Frame(call, Kind.OUTPUTS, self._forward(rows)))
         except MillraceError as error:
@@ -557,7 +596,7 @@ class _ReplicaConnection:
         self._waiting.pop(call, None)
 
     def _send(self, encoded: bytes) -> None:
-        """Never waits."""
+        """Queues an answer without waiting."""
         try:
             self._unsent.put_nowait(encoded)
         except queue.Full:
@@ -568,7 +607,7 @@ class _ReplicaConnection:
         try:
             while (encoded := self._unsent.get()) is not None:
                 self._socket.sendall(encoded)
-        except OSError as error:  # the front has gone, and with it those who wait, or it does not read
+        except OSError as error:  # the frontend has closed the connection, or does not read
             logger.info("nobody takes the answers of batches: %s", error)
             with suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
@@ -582,7 +621,7 @@ class _ReplicaConnection:
         return decode(header, pickled, [self._exactly(size) for size in sizes])
 
     def _exactly(self, count: int) -> bytearray:
-        """Raises `EOFError` where the front has closed it."""
+        """Reads `count` bytes; raises `EOFError` if the frontend has closed the connection."""
         read = bytearray(count)
         view, at = memoryview(read), 0
         while at < count:

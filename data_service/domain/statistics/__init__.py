@@ -1,4 +1,4 @@
-"""What is known of the values of a split, whatever the order in which they were seen."""
+"""The statistics of a split's values, independent of the order in which they were seen."""
 
 from data_service.domain.statistics.columns import SplitStatistics
 from data_service.domain.statistics.result import (

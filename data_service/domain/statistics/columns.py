@@ -1,5 +1,6 @@
-"""Statistics of a split: one accumulator for each kind of column, and `SplitStatistics`, which has one for each
-column.
+"""Column statistics of a split.
+
+One accumulator class for each kind of column, and `SplitStatistics`, which has an accumulator for each column.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from shared.value_texts import moment_text, value_text, whole_seconds
 
 
 def byte_slices(array: pa.Array) -> Iterator[memoryview]:
-    """Of strings, bytes, and fixed-size bytes, without nulls."""
+    """Yields the values of strings, bytes, and fixed-size bytes, without nulls."""
     if not len(array):
         return
     if kinds.is_fixed_size_binary(array.type):
@@ -60,22 +61,25 @@ def byte_slices(array: pa.Array) -> Iterator[memoryview]:
 
 
 # --- Every column ---
-# What every column's statistics have in common.
+# The statistics that all columns share.
 
 MAX_REPORTED_VALUES = 100
-# Of one text: a report is one message, and is kept with the version for ever.
+# The limit of one text: a report is a single message, and is kept with the version for ever.
 MAX_REPORTED_BYTES = 200
 
 
 class Column(ABC):
-    """Takes in the values of one column; of two columns of one type, either can take in the other."""
+    """Accumulates the values of one column.
+
+    Accumulators of one type can be merged in any order.
+    """
 
     def __init__(self) -> None:
         self.row_count = 0
         self.null_count = 0
 
     def update(self, array: pa.Array, hashes: Hashes) -> None:
-        """One chunk, and the hashes of its row ids."""
+        """Adds one chunk, with the hashes of its row ids."""
         self.row_count += len(array)
         if array.null_count:
             self.null_count += array.null_count
@@ -95,23 +99,26 @@ class Column(ABC):
         )
 
     def value_counts(self) -> Mapping[Any, int] | None:
-        """Of all values that are neither null nor NaN, exactly; None where they are too many, or of another kind."""
+        """Returns exact counts of all values that are neither null nor NaN.
+
+        None if there are too many values, or values of an unsupported kind.
+        """
         return None
 
     @abstractmethod
     def _update(self, array: pa.Array, hashes: Hashes) -> None:
-        """Values without nulls, at least one."""
+        """Adds values without nulls, at least one."""
 
     @abstractmethod
     def _merge(self, other: Any) -> None: ...
 
     @abstractmethod
     def _result(self) -> dict[str, Any]:
-        """The fields of `ColumnStatistics` beyond those that every column has."""
+        """Returns the fields of `ColumnStatistics` that only this kind of column has."""
 
 
 class Bounds:
-    """The least and the greatest value; None while there is none."""
+    """The minimum and maximum value; None without values."""
 
     def __init__(self) -> None:
         self.min: Any = None
@@ -127,10 +134,10 @@ class Bounds:
 
 
 def most_frequent(counts: Mapping[Any, int] | None) -> list[tuple[Any, int]]:
-    """At most `MAX_REPORTED_VALUES`, the most frequent first, of equally frequent ones the least.
+    """Returns at most `MAX_REPORTED_VALUES` values by descending frequency, then by value.
 
-    None where one of them is a text of more than `MAX_REPORTED_BYTES`: cut it would be another value, and without it
-    the list would not be of the most frequent.
+    Returns nothing if one of them is a text of more than `MAX_REPORTED_BYTES`: a truncated text would be another value,
+    and without it the list would not have the most frequent ones.
     """
     ordered = sorted((counts or {}).items(), key=lambda item: (-item[1], item[0]))[:MAX_REPORTED_VALUES]
     is_long = any(isinstance(value, str) and len(value.encode()) > MAX_REPORTED_BYTES for value, _ in ordered)
@@ -138,14 +145,14 @@ def most_frequent(counts: Mapping[Any, int] | None) -> list[tuple[Any, int]]:
 
 
 # --- Dates and times ---
-# Dates and timestamps as reports tell them.
+# Dates and timestamps in the form of reports.
 
-# What google.protobuf.Timestamp can hold, in seconds since 1970: 0001-01-01 to the end of 9999-12-31.
+# The range of google.protobuf.Timestamp, in seconds since 1970: 0001-01-01 to the end of 9999-12-31.
 _FIRST_SECOND, _LAST_SECOND = -62_135_596_800, 253_402_300_799
 
 
 def rfc3339(value: int, arrow_type: pa.DataType) -> str:
-    """A date or timestamp as google.protobuf.Timestamp has it in JSON; cut to the years 1 to 9999."""
+    """Formats a date or timestamp like google.protobuf.Timestamp in JSON, clipped to the years 1 to 9999."""
     seconds, rest = whole_seconds(value, arrow_type)
     if seconds < _FIRST_SECOND:
         seconds, rest = _FIRST_SECOND, 0
@@ -159,7 +166,7 @@ def rfc3339(value: int, arrow_type: pa.DataType) -> str:
 
 
 class _ScalarColumn(Column):
-    """Has a sample of the values as numbers, the number of different ones, and the frequent ones."""
+    """Statistics of scalar values: moments, bounds, a sample, the distinct count and the frequent values."""
 
     def __init__(self, dtype: npt.DTypeLike) -> None:
         super().__init__()
@@ -185,7 +192,7 @@ class _ScalarColumn(Column):
 
     @abstractmethod
     def _weighted(self) -> Weighted:
-        """All values where their counts are known, else the sample."""
+        """Returns all values if their counts are known, else the sample."""
 
     def _numbers(self, *, is_integer: bool) -> dict[str, Any]:
         if not self.moments.count:
@@ -203,7 +210,10 @@ class _ScalarColumn(Column):
 
 
 class IntegerColumn(_ScalarColumn):
-    """Integers; booleans as 0 and 1; dates, times and timestamps in their own unit."""
+    """Statistics of integers.
+
+    Booleans are 0 and 1; dates, times and timestamps are in their own unit.
+    """
 
     def __init__(self, arrow_type: pa.DataType) -> None:
         super().__init__(np.uint64 if kinds.is_uint64(arrow_type) else np.int64)
@@ -257,7 +267,10 @@ class IntegerColumn(_ScalarColumn):
 
 
 class FloatColumn(_ScalarColumn):
-    """Floats of any width and decimals; decimals are told apart exactly, and summed as the nearest float64."""
+    """Statistics of floats of any width and decimals.
+
+    Decimals are distinguished exactly, and summed as the nearest float64.
+    """
 
     def __init__(self, arrow_type: pa.DataType) -> None:
         super().__init__(np.float64)
@@ -275,7 +288,7 @@ class FloatColumn(_ScalarColumn):
             values = array.cast(pa.float64()).to_numpy()
             words, countable = words_of(array), array
         else:
-            values = array.to_numpy(zero_copy_only=False).astype(np.float64) + 0.0  # -0.0 is 0.0
+            values = array.to_numpy(zero_copy_only=False).astype(np.float64) + 0.0  # turns -0.0 into 0.0
             there = ~np.isnan(values)
             if not there.all():
                 self._nan_count += int((~there).sum())
@@ -316,7 +329,10 @@ class FloatColumn(_ScalarColumn):
 
 
 class TextColumn(Column):
-    """Strings and bytes. Bytes have no frequent values: a report is no place for them."""
+    """Statistics of strings and bytes.
+
+    Bytes have no frequent values, since a report should not contain them.
+    """
 
     def __init__(self, arrow_type: pa.DataType) -> None:
         super().__init__()
@@ -335,7 +351,7 @@ class TextColumn(Column):
         lengths = _lengths(array)
         self._total_bytes += int(lengths.sum())
         self._lengths.add(int(lengths.min()), int(lengths.max()))
-        if not self._is_text:  # mostly large and seldom equal: not worth a copy in a hash table
+        if not self._is_text:  # bytes are mostly large and seldom equal, so a hash table of them does not pay
             self._distinct.add(hash_bytes(byte_slices(array)))
         elif self._frequent.counts is None:
             self._distinct.add(hash_bytes(byte_slices(pc.unique(array))))
@@ -378,22 +394,22 @@ def _lengths(array: pa.Array) -> np.ndarray[Any, Any]:
 
 
 # --- Tensors ---
-# Statistics of tensor columns: of all values together. B = rows, K = values of one row.
+# Statistics of tensor columns: over all values together. B = rows, K = values of one row.
 
 _BYTES = 256
-# What is counted at a time: Pillow lets no other thread run meanwhile.
+# The bytes that are counted at a time: Pillow holds the GIL meanwhile.
 _COUNT_BLOCK_BYTES = 400_000
 _FLOAT_BLOCK_VALUES = 32_768
 
 
 def tensor_rows(array: pa.ExtensionArray) -> npt.NDArray[Any]:
-    """(B, K), without a copy."""
+    """Returns the values as (B, K), without a copy."""
     values: npt.NDArray[Any] = array.storage.flatten().to_numpy(zero_copy_only=True)
     return values.reshape(len(array), math.prod(array.type.shape))
 
 
 class ByteTensorColumn(Column):
-    """uint8: how often each byte occurs tells all, exactly."""
+    """Exact statistics of uint8 tensors, from the counts of each byte value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -427,10 +443,10 @@ class ByteTensorColumn(Column):
 
 
 class TensorColumn(Column):
-    """All other tensors.
+    """Statistics of all other tensors.
 
     Each row sums its own values and squares in float64, in an order that depends on K alone; the rows' sums are then
-    added exactly. A row whose own sums are not finite is added value by value.
+    added exactly. A row whose sums are not finite is added value by value.
     """
 
     def __init__(self, value_type: pa.DataType) -> None:
@@ -492,8 +508,11 @@ class TensorColumn(Column):
 
 
 def _byte_counts(values: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-    """Pillow counts the four bytes of a pixel apart, so that no count waits for the one before it where neighbours are
-    alike; bincount would make an index of 64 bits of each byte first."""
+    """Returns the counts of the 256 byte values.
+
+    Pillow counts the four bytes of a pixel separately, so equal neighbours cause no dependency between counts. bincount
+    would first convert each byte to a 64-bit index.
+    """
     whole = len(values) // 4 * 4
     counts: npt.NDArray[np.int64] = np.bincount(values[whole:], minlength=_BYTES).astype(np.int64)
     if whole:
@@ -507,10 +526,10 @@ def _byte_counts(values: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
 
 
 class SplitStatistics:
-    """Takes in rows of the logical columns of `schema`; small and picklable, at most a few 100 KB a column.
+    """Accumulates rows of the logical columns of `schema`.
 
-    What it finds depends on the rows and their ids alone, to the last bit: neither on the order in which rows come nor
-    on how they are divided among parts that are merged later.
+    Small and picklable, at most a few 100 KB a column. The result depends on the rows and their ids alone, to the last
+    bit. Neither the order of the rows nor their division into parts that are merged later changes it.
     """
 
     def __init__(self, schema: pa.Schema) -> None:
@@ -518,9 +537,9 @@ class SplitStatistics:
         self._columns = {field.name: _column(field.type) for field in schema}
 
     def update(self, table: pa.Table, first_row_id: int | npt.NDArray[np.int64]) -> None:
-        """Rows that follow each other from `first_row_id` on, or one id for each; no id may come twice.
+        """Adds rows with consecutive ids from `first_row_id`, or with one id each.
 
-        Columns of the table that the schema does not have are left out.
+        No id may occur twice. Columns of the table that the schema lacks are ignored.
         """
         if isinstance(first_row_id, int | np.integer):
             row_ids = np.arange(first_row_id, first_row_id + table.num_rows, dtype=np.int64)
@@ -535,17 +554,17 @@ class SplitStatistics:
                 start += len(chunk)
 
     def merge(self, other: SplitStatistics) -> None:
-        """Takes in the rows of another part of the same split."""
+        """Adds the rows of another part of the same split."""
         self.row_count += other.row_count
         for name, column in self._columns.items():
             column.merge(other._columns[name])
 
     def result(self, split: str = "") -> list[ColumnStatistics]:
-        """In the order of the columns."""
+        """Returns the statistics in the order of the columns."""
         return [column.result(split, name) for name, column in self._columns.items()]
 
     def value_counts(self, column: str) -> Mapping[Any, int] | None:
-        """All different values of a column and how often each occurs; None where there are more than 1,000."""
+        """Returns the count of each distinct value; None if there are more than 1,000."""
         return self._columns[column].value_counts()
 
 

@@ -1,4 +1,4 @@
-"""What is known of one column in one split: the values of the proto's `ColumnStatistics`, and their JSON."""
+"""The statistics of one column in one split: the values of the proto's `ColumnStatistics`, and their JSON."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _NAMED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 @dataclass(frozen=True, kw_only=True)
 class NumberStatistics:
-    """Over the values that are neither null nor NaN.
+    """Statistics of the numbers that are neither null nor NaN.
 
-    Infinities count as values: they are the minimum or maximum, the mean is what IEEE 754 makes of them (infinite, or
-    NaN where there are both), the deviation is NaN, and there is no histogram.
+    Infinities count as values: they are the minimum or maximum, the mean follows IEEE 754 (infinite, or NaN if both
+    occur), the deviation is NaN, and there is no histogram.
     """
 
     min: float
@@ -49,7 +49,10 @@ class NumberStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class TimeStatistics:
-    """`min` and `max` as RFC 3339 texts. Without a zone they are taken as UTC; the years end at 1 and 9999."""
+    """Statistics of dates and timestamps.
+
+    `min` and `max` are RFC 3339 texts. Without a zone they are taken as UTC; years are clipped to 1 and 9999.
+    """
 
     min: str
     max: str
@@ -61,7 +64,7 @@ class TimeStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class TextStatistics:
-    """Lengths in bytes."""
+    """Statistics of text lengths, in bytes."""
 
     min_bytes: int
     max_bytes: int
@@ -73,10 +76,10 @@ class TextStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnStatistics:
-    """`values`: the frequent ones with their counts, the most frequent first; none where one is a long text.
+    """Statistics of one column.
 
-    NaN is not a value: neither `distinct_count` nor `values` has it. Values of dates, times, timestamps and decimals
-    are given as texts.
+    `values` are the frequent ones with their counts, the most frequent first; empty if one is a long text. NaN is not a
+    value: it is neither in `distinct_count` nor in `values`. Values of dates, times, timestamps and decimals are texts.
     """
 
     split: str
@@ -92,7 +95,7 @@ class ColumnStatistics:
     values: Sequence[tuple[Value, int]] = field(default_factory=tuple)
 
     def to_json(self) -> dict[str, Any]:
-        """In the shape of the proto's JSON."""
+        """Returns the statistics in the shape of the proto's JSON."""
         record: dict[str, Any] = {
             "split": self.split,
             "column": self.column,
@@ -111,7 +114,7 @@ class ColumnStatistics:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> ColumnStatistics:
-        """From proto JSON in either spelling of field names; `times` and `texts` are left out."""
+        """Parses proto JSON in either spelling of field names; `times` and `texts` are ignored."""
         given = camel_case(record)
         return cls(
             split=given.get("split", ""),
@@ -127,26 +130,26 @@ class ColumnStatistics:
 
 
 def camel_case(record: Any) -> Any:
-    """Proto JSON with field names as its default mapping spells them."""
+    """Returns proto JSON with field names in the default spelling."""
     if isinstance(record, Mapping):
         return {_camel(name): camel_case(value) for name, value in record.items()}
     return [camel_case(one) for one in record] if isinstance(record, list | tuple) else record
 
 
 def number_json(value: float) -> float | str:
-    """Proto JSON has names for what JSON has no numbers for."""
+    """Returns a number for proto JSON, which has names for NaN and infinities."""
     if math.isfinite(value):
         return float(value)
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def number_from_json(value: Any) -> float:
-    """Raises `ValueError` or `TypeError` for what is no number."""
+    """Parses a number of proto JSON; raises `ValueError` or `TypeError`."""
     return _NAMED[value] if isinstance(value, str) and value in _NAMED else float(value)
 
 
 def scalar_json(value: Value) -> dict[str, Any]:
-    """The proto's `Scalar`. An integer that no int64 holds is a number there."""
+    """Returns the proto's `Scalar`; an integer beyond int64 becomes a number."""
     if isinstance(value, bool):
         return {"boolean": value}
     if isinstance(value, int):
@@ -155,7 +158,7 @@ def scalar_json(value: Value) -> dict[str, Any]:
 
 
 def scalar_from_json(record: Mapping[str, Any]) -> Value:
-    """Raises `ValueError` where no kind is set, or its value is not of it."""
+    """Parses a `Scalar`; raises `ValueError` if no kind is set, or its value is of another kind."""
     if "integer" in record:
         return int(record["integer"])
     if "number" in record:

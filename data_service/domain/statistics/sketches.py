@@ -1,5 +1,4 @@
-"""The sketches that statistics are made of: stable hashes, exact sums, a sample of rows, frequent values, and
-quantiles.
+"""The sketches that statistics use: stable hashes, exact sums, a sample of rows, frequent values, and quantiles.
 
 None depends on the order in which values were seen or on how they were grouped, so parts can be merged.
 """
@@ -21,8 +20,8 @@ import xxhash
 # --- Hashing ---
 # Hashes that are the same on every machine and in every run.
 #
-# They decide which rows a sample takes and how many different values a column has, so they may never change: two
-# versions made of the same rows would then differ in their reports.
+# They determine which rows a sample takes and how many distinct values a column has, so they may never change: two
+# versions of the same rows would then differ in their reports.
 
 Hashes = npt.NDArray[np.uint64]
 
@@ -42,21 +41,21 @@ def mix(words: npt.NDArray[Any]) -> Hashes:
 
 
 def row_hashes(row_ids: npt.NDArray[np.int64]) -> Hashes:
-    """One hash a row; different rows never share one."""
+    """Returns one hash a row; different rows never share one."""
     return mix(row_ids.view(np.uint64) ^ _ROW_SALT)
 
 
 def float_words(values: npt.NDArray[Any]) -> Hashes:
-    """Floats as 64-bit words, equal for equal values: -0.0 as 0.0, and every NaN alike."""
+    """Returns floats as 64-bit words, equal for equal values: -0.0 as 0.0, and every NaN alike."""
     doubles = values.astype(np.float64) + 0.0
     doubles[np.isnan(doubles)] = np.nan
     return doubles.view(np.uint64)
 
 
 def words_of(array: pa.Array) -> npt.NDArray[np.uint64]:
-    """Values without nulls as words that are equal exactly where the values are: (N,), or (N, 2) for decimals.
+    """Returns values without nulls as words that are equal if and only if the values are.
 
-    For numbers, booleans, dates, times, timestamps and decimals of 128 bits.
+    The shape is (N,), or (N, 2) for decimals. For numbers, booleans, dates, times, timestamps and decimals of 128 bits.
     """
     arrow_type = array.type
     if kinds.is_floating(arrow_type):
@@ -72,7 +71,7 @@ def words_of(array: pa.Array) -> npt.NDArray[np.uint64]:
 
 
 def integers_of(array: pa.Array) -> npt.NDArray[Any]:
-    """Integers, dates, times and timestamps without nulls as int64 in their own unit; uint64 stays uint64."""
+    """Returns integers, dates, times and timestamps without nulls as int64 in their own unit; uint64 stays uint64."""
     if kinds.is_temporal(array.type):
         array = array.view(pa.int32() if array.type.bit_width == 32 else pa.int64())
     values: npt.NDArray[Any] = array.to_numpy(zero_copy_only=False)
@@ -80,40 +79,43 @@ def integers_of(array: pa.Array) -> npt.NDArray[Any]:
 
 
 def hash_words(words: npt.NDArray[np.uint64]) -> Hashes:
-    """(N,) or (N, 2) words → N hashes."""
+    """Hashes (N,) or (N, 2) words to N hashes."""
     if words.ndim == 1:
         return mix(words)
     return mix(np.ascontiguousarray(words[:, 0]) ^ mix(np.ascontiguousarray(words[:, 1])))
 
 
 def hash_bytes(values: Iterable[bytes | memoryview]) -> Hashes:
-    """XXH3 of each value's bytes."""
+    """Returns XXH3 of each value's bytes."""
     return np.fromiter((xxhash.xxh3_64_intdigest(value) for value in values), np.uint64)
 
 
 # --- Moments ---
-# Sums that are exact, so that neither the order nor the grouping of values can change them.
+# Exact sums, which neither the order nor the grouping of values can change.
 #
 # A float64 is an integer times a power of two. Grouped by that power, the integers of a block are summed in limbs that
-# cannot overflow, and the sums go into one Python integer in units of the smallest number there is. (The idea of a long
+# cannot overflow, and the sums are added to one Python integer in units of the smallest float64. (The idea of a long
 # accumulator: Kulisch, Computer Arithmetic and Validity.)
 
-# frexp gives x = fraction * 2**exponent; fraction * 2**53 is an integer, and no exponent is below this.
+# frexp gives x = fraction * 2**exponent; fraction * 2**53 is an integer, and every exponent is at least
+# _LOWEST_EXPONENT.
 _MANTISSA_BITS, _LOWEST_EXPONENT = 53, -1073
-# All sums are kept in units of 2**-_UNIT_BITS, all sums of squares in units of its square.
+# All sums are in units of 2**-_UNIT_BITS, all sums of squares in units of its square.
 _UNIT_BITS = _MANTISSA_BITS - _LOWEST_EXPONENT
 _LIMB_BITS = 18
 _LIMB_MASK = (1 << _LIMB_BITS) - 1
-# Products of limbs have 36 bits and are added up to threes: so many of them stay below 2**53, where floats are exact.
+# Products of limbs have 36 bits and up to three are added: the sum of _BLOCK values stays below 2**53, where floats are
+# exact.
 _BLOCK = 1 << 14
-# Integers are squared in int64 while no sum of a block can leave it.
+# Integers are squared in int64 as long as no sum of a block can overflow.
 _SAFE_BITS = 62
 
 
 class ExactMoments:
-    """Count, sum and sum of squares. `mean` and `deviation` are the nearest float64 to the exact result.
+    """Count, sum and sum of squares.
 
-    Infinities are counted apart: they make mean and deviation what IEEE 754 says (inf or NaN).
+    `mean` and `deviation` are the nearest float64 to the exact result. Infinities are counted separately: they make
+    mean and deviation as in IEEE 754 (inf or NaN).
     """
 
     def __init__(self) -> None:
@@ -123,7 +125,7 @@ class ExactMoments:
         self._infinite = [0, 0]
 
     def add_floats(self, values: npt.NDArray[np.float64]) -> None:
-        """Values without NaN."""
+        """Adds values without NaN."""
         self.count += len(values)
         finite = np.isfinite(values)
         if not finite.all():
@@ -136,14 +138,14 @@ class ExactMoments:
             self._squares += squares
 
     def add_integers(self, values: npt.NDArray[Any], weights: npt.NDArray[np.int64] | None = None) -> None:
-        """Integers of any dtype; value i occurs `weights[i]` times."""
+        """Adds integers of any dtype; value i occurs `weights[i]` times."""
         total, squares = _integer_sums(values, weights)
         self.count += len(values) if weights is None else int(weights.sum())
         self._sum += total << _UNIT_BITS
         self._squares += squares << 2 * _UNIT_BITS
 
     def add_rows(self, count: int, sums: npt.NDArray[np.float64], squares: npt.NDArray[np.float64]) -> None:
-        """Rows of which each has summed its own values; all sums are finite."""
+        """Adds rows that have each summed their own values; all sums are finite."""
         self.count += count
         for start in range(0, len(sums), _BLOCK):
             self._sum += _block_sums(sums[start : start + _BLOCK])[0]
@@ -157,14 +159,14 @@ class ExactMoments:
 
     @property
     def mean(self) -> float:
-        """NaN of no values."""
+        """The mean; NaN without values."""
         if not self.count or any(self._infinite):
             return self._mean_of_infinities()
         return float(Fraction(self._sum, self.count << _UNIT_BITS))
 
     @property
     def deviation(self) -> float:
-        """Of the population. NaN of no values, and where a value is infinite."""
+        """The population's standard deviation; NaN without values, or if a value is infinite."""
         if not self.count or any(self._infinite):
             return math.nan
         scaled = max(0, self.count * self._squares - self._sum * self._sum)
@@ -178,17 +180,17 @@ class ExactMoments:
 
 
 def _root(scaled: int, count: int) -> float:
-    """sqrt(scaled) / count in units, without a float that could overflow on the way."""
+    """Returns sqrt(scaled) / count in units, without a float that could overflow on the way."""
     if not scaled:
         return 0.0
-    # 128 bits before the root are 64 after it: more than a float64 keeps.
+    # 128 bits before the root are 64 after it: more than a float64 has.
     shift = max(0, 128 - scaled.bit_length() + 1)
     shift += shift % 2
     return float(Fraction(math.isqrt(scaled << shift), count << (_UNIT_BITS + shift // 2)))
 
 
 def _block_sums(values: npt.NDArray[np.float64]) -> tuple[int, int]:
-    """Exact sum and sum of squares of at most `_BLOCK` finite values, in units."""
+    """Returns the exact sum and sum of squares of at most `_BLOCK` finite values, in units."""
     fractions, exponents = np.frexp(values)
     mantissas = np.ldexp(np.abs(fractions), _MANTISSA_BITS).astype(np.int64)
     signs = np.where(fractions < 0, -1.0, 1.0)
@@ -202,7 +204,7 @@ def _block_sums(values: npt.NDArray[np.float64]) -> tuple[int, int]:
 
 
 def _weighed(places: npt.NDArray[Any], lowest: int, limbs: list[npt.NDArray[np.float64]], power: int) -> int:
-    """The sum over all limbs, each shifted by its place and by `power` times its value's exponent."""
+    """Returns the sum over all limbs, each shifted by its place and by `power` times its value's exponent."""
     sums = [np.bincount(places, weights=limb) for limb in limbs]
     total = 0
     for place in np.unique(places).tolist():
@@ -228,15 +230,15 @@ def _integer_sums(values: npt.NDArray[Any], weights: npt.NDArray[np.int64] | Non
 # --- Sampling ---
 # A sample of a column that depends on the row ids alone.
 #
-# Every value has a priority: its level (0 for the first value taken of a row, 1 for the second, …) and then its row's
-# hash. The sample is the `SAMPLE` values of the least priority, which is the same whatever the order in which rows come
-# and however they are divided: bottom-k sampling (Cohen, Kaplan: Summarizing data using bottom-k sketches, 2007).
+# Every value has a priority: its level (0 for the first value taken from a row, 1 for the second, …) and then its row's
+# hash. The sample is the `SAMPLE` values with the lowest priority, which is the same whatever the order of the rows and
+# however they are divided: bottom-k sampling (Cohen, Kaplan: Summarizing data using bottom-k sketches, 2007).
 
 SAMPLE = 4096
 
 
 class Sample:
-    """At most `SAMPLE` values: all of them where there are no more. `values` have `dtype`."""
+    """At most `SAMPLE` values, or all if there are no more; `values` have `dtype`."""
 
     def __init__(self, dtype: npt.DTypeLike) -> None:
         self._levels = np.empty(0, np.uint16)
@@ -248,11 +250,11 @@ class Sample:
         return self._values
 
     def add(self, hashes: Hashes, values: npt.NDArray[Any]) -> None:
-        """One value of each row."""
+        """Adds one value of each row."""
         self._add_level(0, hashes, values)
 
     def add_rows(self, hashes: Hashes, rows: npt.NDArray[Any]) -> None:
-        """Rows of K values each, of shape (B, K); NaN is left out."""
+        """Adds rows of K values each, of shape (B, K); NaN is ignored."""
         per_row = rows.shape[1]
         stride = _coprime_stride(per_row)
         first = mix(hashes) % np.uint64(max(per_row, 1))
@@ -288,7 +290,7 @@ class Sample:
 
 
 def _coprime_stride(length: int) -> int:
-    """A step that visits all of `length` places, far apart: next to the golden section of it."""
+    """Returns a step that visits all of `length` places, far apart: close to the golden section."""
     stride = max(1, round(length * 0.618))
     while math.gcd(stride, length) != 1:
         stride += 1
@@ -296,19 +298,19 @@ def _coprime_stride(length: int) -> int:
 
 
 # --- Values ---
-# How many different values a column has, and which are frequent.
+# The number of distinct values of a column, and its frequent values.
 
 EXACT_DISTINCT = 4096
 MAX_FREQUENT = 1000
-# Of the different texts together: a column of long texts would make a report of megabytes.
+# The limit of all distinct texts together: a column of long texts would make a report of megabytes.
 MAX_FREQUENT_BYTES = 256 * 1024
 
 
 class DistinctCount:
-    """The least `EXACT_DISTINCT + 1` hashes of the values: exact while there are no more.
+    """Counts distinct values by their lowest `EXACT_DISTINCT + 1` hashes.
 
-    Beyond, the k-th least hash tells how dense they lie; the standard error is 1 / sqrt(k - 2), 1.6 %.
-    Source: Bar-Yossef and others, Counting distinct elements in a data stream, 2002.
+    The count is exact while there are no more. Beyond that, the k-th lowest hash estimates their density; the standard
+    error is 1 / sqrt(k - 2), 1.6 %. Source: Bar-Yossef and others, Counting distinct elements in a data stream, 2002.
     """
 
     def __init__(self) -> None:
@@ -336,7 +338,7 @@ class DistinctCount:
 
 
 class FrequentValues:
-    """Exact counts while at most `MAX_FREQUENT` different values were seen; `None` from then on, for good.
+    """Exact counts for at most `MAX_FREQUENT` distinct values; `None` after that, for good.
 
     That does not depend on the order: a part with too many values makes the whole have too many.
     """
@@ -346,7 +348,7 @@ class FrequentValues:
         self._bytes = 0
 
     def add(self, values: Iterable[Any], counts: Iterable[int]) -> None:
-        """Each value once, and how often it occurred."""
+        """Adds distinct values with their counts."""
         mine = self.counts
         if mine is None:
             return
@@ -361,7 +363,7 @@ class FrequentValues:
                 return
 
     def close(self) -> None:
-        """There are too many."""
+        """Stops counting, because there are too many values."""
         self.counts = None
 
     def merge(self, other: FrequentValues) -> None:
@@ -381,13 +383,19 @@ BARS = 20
 
 @dataclass(frozen=True)
 class Weighted:
-    """`values` without NaN, in any order; value i stands for `weights[i]` of them (each for one where None)."""
+    """Weighted values.
+
+    `values` are without NaN, in any order; value i counts `weights[i]` times (once if None).
+    """
 
     values: npt.NDArray[Any]
     weights: npt.NDArray[np.int64] | None = None
 
     def quantiles(self) -> list[Any]:
-        """At `QUANTILE_PERCENTS`: the least value at or below which so many lie. Always a value that occurs."""
+        """Returns the values at `QUANTILE_PERCENTS`.
+
+        Each is the lowest value at or below which that share lies, so it always occurs in the data.
+        """
         order = np.argsort(self.values, kind="stable")
         reached = np.cumsum(self._weights()[order])
         if not len(reached):
@@ -398,9 +406,10 @@ class Weighted:
         return values
 
     def histogram(self, least: Any, most: Any, total: int, *, is_integer: bool) -> list[int]:
-        """Counts in bars from `least` to `most`, scaled so that together they are `total`.
+        """Returns counts in bars from `least` to `most`, scaled to the sum `total`.
 
-        A bar for each integer where they are at most `BARS`, else `BARS` of equal width. None where an end is infinite.
+        There is a bar for each integer if at most `BARS` are possible, else `BARS` of equal width. Empty if an end is
+        infinite.
         """
         if not len(self.values) or not (math.isfinite(least) and math.isfinite(most)):
             return []
@@ -420,7 +429,7 @@ class Weighted:
 
 
 def scaled(counts: list[int], total: int) -> list[int]:
-    """Counts in the same proportions that add up to `total`: the largest remainders are rounded up."""
+    """Scales the counts to the sum `total`; the largest remainders are rounded up."""
     given = sum(counts)
     if not given:
         return counts
@@ -431,9 +440,9 @@ def scaled(counts: list[int], total: int) -> list[int]:
 
 
 def _places(values: npt.NDArray[Any], least: Any, most: Any) -> npt.NDArray[np.int64]:
-    if values.dtype.kind in "iu":  # large integers are close to each other only before they become floats
+    if values.dtype.kind in "iu":  # subtracts as integers, since close large ones are equal as floats
         share = (values.astype(np.uint64) - np.uint64(int(least) % 2**64)) / (int(most) - int(least))
-    elif math.isinf(most - least):  # halves of the two still have a difference
+    elif math.isinf(most - least):  # half of each avoids the overflow of the difference
         share = (values / 2 - least / 2) / (most / 2 - least / 2)
     else:
         share = (values - least) / (most - least)
