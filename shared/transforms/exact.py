@@ -1,8 +1,8 @@
-"""What steps learn from rows, exactly and for any order and cut of the rows: mean and deviation, and value counts.
+"""Learns exact statistics from rows: mean and deviation, and value counts.
 
-Mean and deviation of float64 values are correctly rounded. Every finite float64 is a whole number times
-2**-1126, if its mantissa is always taken as 53 bits; the sums are kept as such whole numbers, of any length, so nothing
-is ever rounded before the result.
+The results do not depend on the order or the cut of the rows. Mean and deviation of float64 values are correctly
+rounded. Every finite float64 is a whole number times 2**-1126, if its mantissa is always taken as 53 bits. The sums are
+kept as such whole numbers of any length, so nothing is rounded before the result.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ExactMoments:
         self._squares = 0
 
     def add(self, values: NDArray[np.float64]) -> None:
-        """Values of shape (N), all finite; N at most 2**31."""
+        """Add values of shape (N), all finite; N is at most 2**31."""
         if not len(values):
             return
         self.count += len(values)
@@ -68,7 +68,7 @@ class ExactMoments:
 
     @property
     def mean(self) -> float:
-        """The float64 next to the exact mean; there must be a value."""
+        """The float64 nearest to the exact mean. There must be a value."""
         return self._sum / (self.count << UNIT_BITS)  # Python divides whole numbers of any length with one rounding
 
     @property

@@ -352,9 +352,10 @@ Sliced = list[tuple[int, Step]]
 def needed_columns(
     steps: Sequence[Step], schemas: Sequence[Schema], outputs: Names, taps: Mapping[int, Names] | None = None
 ) -> list[Names]:
-    """What is needed before each step and, last, after all: len(steps) + 1 sets.
+    """Return the columns needed before each step and, last, after all steps: len(steps) + 1 sets.
 
-    `schemas[i]` are the columns before step i; `taps` are columns needed before a step beside what `outputs` need.
+    `schemas[i]` are the columns before step i; `taps` are columns needed before a step in addition to what `outputs`
+    need.
     """
     needed = [outputs]
     for index in range(len(steps) - 1, -1, -1):
@@ -364,10 +365,10 @@ def needed_columns(
 
 
 def sliced(steps: Sequence[Step], schemas: Sequence[Schema], needed: Sequence[Names]) -> Sliced:
-    """The steps, narrowed to what is needed (of `needed_columns`), from the columns `needed[0]` alone.
+    """Narrow the steps to what is needed (`needed` comes from `needed_columns`), starting from the columns `needed[0]`.
 
-    Columns are dropped as soon as nothing needs them any more, so names that the whole chain takes away and gives again
-    cannot meet. Steps added to drop columns carry the index of the step that they follow.
+    Columns are dropped as soon as no step needs them, so a name that the chain removes and makes again cannot collide.
+    Steps added to drop columns carry the index of the step that they follow.
     """
     part: Sliced = []
     present = {name: one for name, one in schemas[0].items() if name in needed[0]}
@@ -389,10 +390,10 @@ def sliced(steps: Sequence[Step], schemas: Sequence[Schema], needed: Sequence[Na
 
 
 class Fitter:
-    """Learns, in one pass over the training rows, the steps whose column depends on no step that is still unfitted.
+    """Fits, in one pass over the training rows, the steps whose column depends on no unfitted step.
 
-    Picklable; several may learn from a part of the rows each, and be merged. `schemas` are the columns before each step
-    of the pipeline, `field` the path under which errors name its steps.
+    Picklable. Several fitters may each see a part of the rows and then be merged. `schemas` are the columns before each
+    step of the pipeline; `field` is the path under which errors name its steps.
     """
 
     def __init__(self, pipeline: Pipeline, schemas: Sequence[Schema], field: str) -> None:
@@ -404,7 +405,7 @@ class Fitter:
             for index, step in enumerate(steps)
             if not step.fitted and _can_be_fitted(steps, schemas, index)
         }
-        # Before a step is applied, its learner, if any, sees the column.
+        # An accumulator sees the column before its step is applied.
         self._accumulators: dict[int, tuple[str, FitAccumulator]] = {
             index: (column, steps[index].accumulator(schemas[index][column])) for index, column in taps.items()
         }
@@ -412,16 +413,16 @@ class Fitter:
 
     @property
     def fitting_steps(self) -> list[int]:
-        """The indices of the steps that this pass teaches."""
+        """The indices of the steps that this pass fits."""
         return list(self._accumulators)
 
     @property
     def applies(self) -> list[Step]:
-        """The steps that the rows go through on their way to those."""
+        """The steps that the rows pass through before those steps."""
         return [step for steps in self._steps.values() for step in steps]
 
     def update(self, batch: Batch) -> None:
-        """Learns from training rows. Raises as `Pipeline.__call__` does."""
+        """Learn from training rows. Raises as `Pipeline.__call__` does."""
         context = BatchContext(batch)
         for index in range(len(self._pipeline.steps)):
             if index in self._accumulators:
@@ -431,7 +432,10 @@ class Fitter:
                 context.through(step, self._path(index), index)
 
     def merge(self, other: Fitter) -> None:
-        """Takes in what `other`, a fitter of the same pipeline, has seen. Raises `InvalidArgument` as `update` does."""
+        """Add what `other`, a fitter of the same pipeline, has seen.
+
+        Raises `InvalidArgument` as `update` does.
+        """
         if self.fitting_steps != other.fitting_steps:
             raise ValueError(
                 f"a fitter of the steps {other.fitting_steps} cannot be merged into one of {self.fitting_steps}"
@@ -443,7 +447,7 @@ class Fitter:
                 raise step_error(self._path(index), error) from None
 
     def fitted(self) -> Pipeline:
-        """The pipeline with what was learnt. Raises `InvalidArgument` for a step that saw too little."""
+        """Return the fitted pipeline. Raises `InvalidArgument` for a step that saw too little."""
         steps = list(self._pipeline.steps)
         for index, (_, accumulator) in self._accumulators.items():
             try:
@@ -463,7 +467,7 @@ def _can_be_fitted(steps: Sequence[Step], schemas: Sequence[Schema], index: int)
 
 
 def _steps_towards(taps: dict[int, str], steps: Sequence[Step], schemas: Sequence[Schema]) -> dict[int, list[Step]]:
-    """What it takes of the steps to bring each tapped column to its tap."""
+    """Return the parts of the steps that bring each tapped column to its tap."""
     if not taps:
         return {}
     last = max(taps)
