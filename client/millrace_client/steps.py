@@ -16,7 +16,7 @@ Value = int | float | str | bool
 
 
 def scalar(value: Value) -> pb.Scalar:
-    """One value, by its Python type."""
+    """Convert a value by its Python type."""
     if isinstance(value, bool):
         return pb.Scalar(boolean=value)
     if isinstance(value, int):

@@ -79,26 +79,29 @@ class ExactMoments:
 
 
 def _sums(words: NDArray[np.int64], starts: NDArray[np.intp]) -> list[int]:
-    """The exact sum of each stretch that begins at `starts`: halves of words, whose sums int64 holds."""
+    """Return the exact sum of each range that begins at `starts`.
+
+    Words are summed in halves, because int64 holds those sums.
+    """
     high = np.add.reduceat(words >> 32, starts).tolist()
     low = np.add.reduceat(words & _LOW_WORD, starts).tolist()
     return [(upper << 32) + lower for upper, lower in zip(high, low, strict=True)]
 
 
 def _root(numerator: int, denominator: int) -> float:
-    """The square root of the fraction, by 64 bits or more before its rounding to float64."""
+    """Return the square root of the fraction, with at least 64 bits before its rounding to float64."""
     shift = max(0, (denominator.bit_length() - numerator.bit_length()) // 2 + 66)
     return math.isqrt((numerator << 2 * shift) // denominator) / (1 << shift)
 
 
 # --- Value counts ---
 
-# New values are counted together once so many rows wait: each counting is a pass over all that is known.
+# New values are counted together once this many rows wait, because each count is a pass over all known values.
 ROWS_TO_WAIT_FOR = 1 << 16
 
 
 class ValueCounts:
-    """Keeps every distinct value, up to `limit`; `name` is the step's, for the error beyond it."""
+    """Counts every distinct value, up to `limit`. `name` is the step's, for the error beyond it."""
 
     def __init__(self, arrow_type: pa.DataType, limit: int, name: str) -> None:
         self._limit = limit
@@ -110,7 +113,7 @@ class ValueCounts:
         self._rows_waiting = 0
 
     def add(self, values: pa.Array) -> None:
-        """Counts values, none of them null. Raises `StepError` beyond the limit."""
+        """Count values, none of them null. Raises `StepError` beyond the limit."""
         values = values.cast(self._type)
         if pa.types.is_floating(values.type):
             values = pc.add(values, pa.scalar(0.0, values.type))  # -0.0 is the same value as 0.0
@@ -118,12 +121,12 @@ class ValueCounts:
         self._wait(pa.table({"value": counted.field("values"), "count": counted.field("counts")}))
 
     def merge(self, other: ValueCounts) -> None:
-        """Raises `StepError` beyond the limit."""
+        """Add another's counts. Raises `StepError` beyond the limit."""
         for table in (other._known, *other._waiting):
             self._wait(table)
 
     def ordered(self) -> tuple[pa.Array, NDArray[np.int64]]:
-        """The distinct values in ascending order (of numbers, or of bytes in UTF-8), and the count of each."""
+        """Return the distinct values in ascending order (numbers, or UTF-8 bytes), and the count of each."""
         self._count_waiting()
         self._check()
         values = self._known["value"].combine_chunks()
