@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final, TypedDict
 
 import obstore
 import pyarrow as pa
@@ -43,6 +44,18 @@ UNRESPONSIVE = "STORE_UNAVAILABLE"
 # How long such a failed write is repeated, and with what pauses.
 RETRY_TIMEOUT_S = 10.0
 RETRY_DELAY_S = 0.1
+
+
+class Parts(TypedDict):
+    """How obstore cuts an object into the parts of a multipart upload."""
+
+    chunk_size: int  # bytes
+    max_concurrency: int
+
+
+# Objects up to one part go in one PUT, which a server accepts in full or not at all. 10,000 parts make 156 GiB, and four
+# at once keep 64 MiB in memory.
+PARTS: Final[Parts] = {"chunk_size": 16 * 1024 * 1024, "max_concurrency": 4}
 
 # The local file of an object that is being written. No object can have such a key.
 TORN_NAME = re.compile(r".+#\d+")
@@ -77,7 +90,8 @@ class ObjectStore:
     Keys are relative and '/'-separated. Writes are atomic and, once returned, durable. In a local directory they
     survive the death of processes, but not a power failure. Every method raises `Unavailable` if the store does not
     answer, after its own retries. Methods that write raise `ResourceExhausted` with the reason STORE_FULL if the store
-    is full, and then leave nothing of the object.
+    is full, and then leave no object. After an aborted multipart upload an S3 server may keep a part that arrived late,
+    until its lifecycle rule removes it.
     """
 
     def __init__(self, backend: LocalStore | S3Store, filesystem: fs.FileSystem, settings: StoreSettings) -> None:
@@ -88,7 +102,7 @@ class ObjectStore:
 
     def put(self, key: str, data: bytes | bytearray | memoryview) -> None:
         """Write the object, replacing an existing one."""
-        _written(key, lambda: obstore.put(self._backend, key, data, mode="overwrite"))
+        _written(key, lambda: obstore.put(self._backend, key, data, mode="overwrite", **PARTS))
 
     def put_if_absent(self, key: str, data: bytes | bytearray | memoryview) -> None:
         """Write a new object.
@@ -206,7 +220,7 @@ class ObjectStore:
         Raises `FileNotFoundError` if the file is missing.
         """
         path.stat()
-        _written(key, lambda: obstore.put(self._backend, key, path, mode="overwrite"))
+        _written(key, lambda: obstore.put(self._backend, key, path, mode="overwrite", **PARTS))
 
     def put_pieces(self, key: str, pieces: Callable[[], Iterator[bytes]]) -> None:
         """Write the concatenated pieces as an object, in parts if it is large.

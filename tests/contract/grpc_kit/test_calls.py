@@ -373,7 +373,9 @@ def test_a_call_refused_as_unavailable_is_tried_again_by_clients_that_grpc_retri
         return []
 
     async def main() -> None:
-        options: dict[str, Any] = {"door": LoadShedder(["/test.Busy/Unary"], lambda: None)} if load_shedder else {}
+        options: dict[str, Any] = (
+            {"load_shedder": LoadShedder(["/test.Busy/Unary"], lambda: None)} if load_shedder else {}
+        )
         of_all = {"methodConfig": [{**RETRIES["methodConfig"][0], "name": [{}]}]}
         async with (
             running(register, **options) as kit,

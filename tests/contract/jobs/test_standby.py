@@ -56,7 +56,7 @@ ray.init(address=sys.argv[1], namespace=NAMESPACE, log_to_driver=False)
 standby = Standby("toy", "tests.support.toy_jobs:prepare")
 standby.hold(replace=True)
 os.kill(int(sys.stdin.readline()), signal.SIGKILL)
-print("taken" if standby.take() else "not taken", flush=True)
+print("took it" if standby.take() else "not taken", flush=True)
 """
 
 
@@ -66,7 +66,8 @@ def test_a_spare_that_died_a_moment_ago_is_not_taken(ray: RayHead) -> None:
     command = [sys.executable, "-c", TAKES_WHAT_IT_KILLS, ray.address]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as taking:
         said, _ = taking.communicate(f"{_standby(ray, besides=before)}\n", timeout=120)
-    assert said.splitlines()[-1] == "not taken"
+    # Ray prints lines of its own there, too.
+    assert "not taken" in said.splitlines(), said
 
 
 @pytest.mark.chaos

@@ -15,13 +15,13 @@ import pytest
 from shared.errors import ResourceExhausted
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
+from shared.storage.object_store import PARTS
 from shared.storage.opening import ensure_bucket
 from tests.support.s3_server import S3Program, running
 from tests.support.small_disk import small_disk
 
 MIB = 1024 * 1024
 FITTING = b"x" * (3 * MIB)
-# obstore writes objects above 5 MiB in parts.
 TOO_LARGE = b"y" * (14 * MIB)
 
 Write = Callable[[ObjectStore, Path], None]
@@ -80,6 +80,20 @@ def _put_soon(store: ObjectStore, key: str) -> None:
         except ResourceExhausted:
             if time.monotonic() > give_up_at:
                 raise
+
+
+@pytest.mark.parametrize("write", ["put", "upload_file"])
+def test_an_object_in_parts_that_does_not_fit_is_refused_and_is_not_there(
+    small_store: ObjectStore, tmp_path: Path, write: str
+) -> None:
+    in_parts = b"z" * (PARTS["chunk_size"] + len(FITTING))
+    file = tmp_path / "in-parts"
+    file.write_bytes(in_parts)
+
+    with pytest.raises(ResourceExhausted, match="free space"):
+        small_store.put("key", in_parts) if write == "put" else small_store.upload_file(file, "key")
+
+    assert list(small_store.list()) == []
 
 
 def test_an_object_that_was_to_be_written_over_is_as_it_was(small_store: ObjectStore) -> None:

@@ -50,7 +50,7 @@ commit_tables(open_store(settings), {"train": table})
 version = load_version(open_store(settings), SOURCE)
 (part,) = plan_parts(VersionReader(open_store(settings), version), table.schema)
 fitter = Pipeline.from_config({"steps": [hangs, {"column": "a", "standardize": {}}]}).fitter(given)
-FitPart(VersionRows(settings, version, None, 1024), fitter, "train", ["a"])(part)
+FitPart(RowSource(settings, version, None, 1024), fitter, "train", ["a"])(part)
 """
 
 
