@@ -27,7 +27,7 @@ OFF, TRUSTED = "off", "trusted"
 
 @dataclass(frozen=True, kw_only=True)
 class OwnCode:
-    """Whether a service accepts and runs its callers' code."""
+    """A service's policy for its callers' code."""
 
     is_trusted: bool = False
 

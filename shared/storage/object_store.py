@@ -53,8 +53,8 @@ class Parts(TypedDict):
     max_concurrency: int
 
 
-# Objects up to one part go in one PUT, which a server accepts in full or not at all. 10,000 parts make 156 GiB, and four
-# at once keep 64 MiB in memory.
+# Objects up to one part go in one PUT, which a server accepts in full or not at all. 10,000 parts make 156 GiB, and
+# four at once keep 64 MiB in memory.
 PARTS: Final[Parts] = {"chunk_size": 16 * 1024 * 1024, "max_concurrency": 4}
 
 # The local file of an object that is being written. No object can have such a key.

@@ -73,7 +73,10 @@ class ExactMoments:
 
     @property
     def deviation(self) -> float:
-        """Of the population: the root of the exact variance, to the last bit; exactly 0 where all values are equal."""
+        """Return the standard deviation of the population.
+
+        It is the root of the exact variance, to the last bit, and exactly 0 for equal values.
+        """
         spread = self.count * self._squares - self._sum * self._sum
         return _root(spread, self.count * self.count << 2 * UNIT_BITS)
 

@@ -65,7 +65,7 @@ class Step(ABC):
 
     @property
     def fitted(self) -> bool:
-        """Whether the step has nothing left to learn."""
+        """True if the step has nothing left to learn."""
         return True
 
     def accumulator(self, given: ColumnType) -> FitAccumulator:
