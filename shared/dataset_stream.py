@@ -156,8 +156,8 @@ class DatasetStream:
         The iterating thread calls this.
         """
         if self._closed.is_set():
-            for operator in executor._topology or ():  # some have started actors
-                operator.shutdown(Timer(), force=True)  # some operators have started actors
+            for operator in executor._topology or ():  # some operators have started actors
+                operator.shutdown(Timer(), force=True)  # type: ignore[no-untyped-call]
             raise _Closed
         # Ray itself shuts the executor down when a task fails.
         executor.shutdown = _Ending(executor, executor.shutdown)  # type: ignore[method-assign]
