@@ -1,10 +1,10 @@
-"""Bundles of users' own code in the object store: kept by their digest, read, listed, deleted, unpacked on nodes.
+"""Bundles of users' own code in the object store, named by their digest.
 
-A bundle is what `shared.code_packing` packs. It lies at `codeBundles/{sha256}/`:
+`shared.code_packing` packs a bundle. It is stored at `codeBundles/{sha256}/`:
 
     bundle.tar      the packed bytes
-    bundle.json     what is told of it; written last, so a bundle is there once this is
-    deleting.json   while it is being deleted
+    bundle.json     its description; written last, so the bundle exists once this file does
+    deleting.json   present while the bundle is being deleted
     users/          markers of the jobs that name it (`shared.reference_markers`)
 
 For the services:
@@ -14,15 +14,15 @@ For the services:
     record = bundles.get("codeBundles/{sha256}")
     records, token = bundles.page(page_size, page_token)
     bundles.delete("codeBundles/{sha256}")
-    with using_bundle(store, "codeBundles/{sha256}", kind, uid, user) as record: ...   # while a job is made
+    with using_bundle(store, "codeBundles/{sha256}", kind, uid, user) as record: ...   # while a job is created
     release_bundle(store, "codeBundles/{sha256}", kind, uid)                           # when it is deleted
 
-For the processes that run the code, which need nothing but an object with `get(key) -> bytes`:
+For the processes that run the code, which need only an object with `get(key) -> bytes`:
 
     folder = unpack_on_node(store, sha256, root)       # root: a folder of this node, e.g. below the attempt's own
 
-`folder` is read-only and holds the bundle's files; append it to `sys.path`. All calls of a node share it. Import with
-`sys.dont_write_bytecode = True`: `unpack_on_node` takes `__pycache__` out of it, since it could stand for other code.
+`folder` is read-only and holds the bundle's files; append it to `sys.path`. All calls on a node share it. Import with
+`sys.dont_write_bytecode = True`, because `unpack_on_node` removes `__pycache__`, which could contain other code.
 
 This module needs neither Ray nor torch.
 """
@@ -67,25 +67,25 @@ logger = logging.getLogger(__name__)
 COLLECTION = "codeBundles"
 PATTERN = "codeBundles/{sha256}"
 SHA256 = re.compile(r"[0-9a-f]{64}")
-# A deletion that was begun is over within this time, or whoever began it is dead.
+# A deletion ends within this time, unless the process that began it has died.
 DELETED_TIMEOUT_S = 60.0
 LEFT_OVER_AFTER_S = 24 * 3600.0
-# How often a bundle is stored again that was deleted at the same time.
+# Tries to store a bundle that is deleted at the same time.
 TRIES = 3
-# Another process of the node unpacks at most 64 MiB meanwhile.
+# Meanwhile another process of the node unpacks at most 64 MiB.
 UNPACKED_TIMEOUT_S = 300.0
 LOCK_POLL_INTERVAL_S = 0.05
 
 
 class Readable(Protocol):
-    """What workers read with. A missing key raises `ObjectMissing`."""
+    """The read access that workers need. A missing key raises `ObjectMissing`."""
 
     def get(self, key: str) -> bytes: ...
 
 
 @dataclass(frozen=True)
 class BundleRecord:
-    """A stored bundle. `create_time` is in seconds since the epoch; for the rest see `BundleFacts`."""
+    """A stored bundle. `create_time` is in seconds since the epoch. `BundleFacts` describes the other fields."""
 
     sha256: str
     size_bytes: int
@@ -101,16 +101,20 @@ class BundleRecord:
 
 
 class CodeBundles:
-    """All methods block on the store. Names are `codeBundles/{sha256}`."""
+    """Creates, reads, lists and deletes bundles.
+
+    All methods block on the store. Names are `codeBundles/{sha256}`.
+    """
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
 
     def create(self, spooled: Path, sha256: str) -> BundleRecord:
-        """Checks and stores the bytes of a local file. The same bytes again give the bundle that there is.
+        """Check and store the bytes of a local file.
 
-        Raises `InvalidArgument` for bytes that are no bundle or have another digest, `ResourceExhausted` for too many,
-        and `Unavailable` where the bundle is being deleted at the same time. Each leaves no bundle behind.
+        The same bytes again return the existing bundle. Raises `InvalidArgument` for bytes that are no bundle or have
+        another digest, `ResourceExhausted` for too many bytes, and `Unavailable` if the bundle is being deleted at the
+        same time. No error leaves a bundle behind.
         """
         with spooled.open("rb") as file:
             facts = checked(file)
@@ -124,11 +128,14 @@ class CodeBundles:
         raise _being_deleted(f"{COLLECTION}/{sha256}")
 
     def get(self, name: str) -> BundleRecord:
-        """Raises `InvalidArgument` and `NotFound`."""
+        """Return one bundle. Raises `InvalidArgument` or `NotFound`."""
         return load_bundle(self._store, "name", name)
 
     def page(self, page_size: int, page_token: str) -> tuple[list[BundleRecord], str]:
-        """In the order of their names. A page ends early where its bundles declare very many requirements."""
+        """List bundles in the order of their names.
+
+        A page ends early if its bundles declare very many requirements.
+        """
         digests, token = paging.page(self._store.folders(COLLECTION), page_size, page_token)
         records: list[BundleRecord] = []
         reported_bytes = 0
@@ -141,10 +148,14 @@ class CodeBundles:
         return records, token
 
     def delete(self, name: str) -> None:
-        """Raises `InvalidArgument`, `NotFound`, `FailedPrecondition` while a job that is not deleted names it, and
-        `Unavailable` while another call deletes it."""
+        """Delete a bundle.
+
+        Raises `InvalidArgument`, `NotFound`, `FailedPrecondition` while a job that is not deleted names it, and
+        `Unavailable` while another call deletes it.
+        """
         sha256 = load_bundle(self._store, "name", name, deleting=True).sha256
-        # Said first and looked for users then; a user marks first and looks for this then.
+        # The deletion is recorded first, then users are looked for. A user is marked first, then looks for a deletion.
+        # So at least one of the two sees the other.
         self._say_deleting(sha256)
         if references := live_references(self._store, name, time.time()):
             self._store.delete(_key(sha256, "deleting.json"))
@@ -157,8 +168,11 @@ class CodeBundles:
         self._take_away(sha256)
 
     def sweep(self) -> None:
-        """Finishes deletions whose caller died, takes away what uploads that died have left, and marks of jobs that are
-        gone. Raises where the store does not answer."""
+        """Finish interrupted deletions and remove leftovers.
+
+        Leftovers are bytes of uploads whose process died, and markers of jobs that no longer exist. Raises if the store
+        does not answer.
+        """
         for sha256 in filter(SHA256.fullmatch, self._store.folders(COLLECTION)):
             began = _deleting_since(self._store, sha256)
             if began is not None:
@@ -173,7 +187,7 @@ class CodeBundles:
         if _find(self._store, sha256, deleting=True) is None:
             self._take_away(sha256)
             return
-        with suppress(FailedPrecondition):  # somebody uses it: the deletion is taken back
+        with suppress(FailedPrecondition):  # the bundle is in use, so the deletion is withdrawn
             self.delete(f"{COLLECTION}/{sha256}")
 
     def _drop_dead_markers(self, sha256: str) -> None:
@@ -182,14 +196,19 @@ class CodeBundles:
                 self._store.delete(marker.key)
 
     def _drop_left_over(self, sha256: str) -> None:
-        """Bytes without a record, of an upload that has not got on for a day. Pushed at this moment they would be
-        pushed again: `_stored` looks once more at the end."""
+        """Remove bytes without a record whose upload has made no progress for a day.
+
+        If the same bundle is pushed at this moment it is stored again, because `_stored` checks once more at the end.
+        """
         for info in list(self._store.list(f"{COLLECTION}/{sha256}")):
             if time.time() - info.modified > LEFT_OVER_AFTER_S:
                 self._store.delete(info.key)
 
     def _existing(self, sha256: str) -> BundleRecord | None:
-        """The bundle that there is, unless its bytes are gone. Raises `Unavailable` while it is being deleted."""
+        """Return the stored bundle, or None if its bytes are missing.
+
+        Raises `Unavailable` while it is being deleted.
+        """
         began = _deleting_since(self._store, sha256)
         if began is not None:
             if time.time() - began < DELETED_TIMEOUT_S:
@@ -201,8 +220,9 @@ class CodeBundles:
         return record if there else None
 
     def _stored(self, spooled: Path, facts: BundleFacts) -> BundleRecord | None:
-        """Stores it; None where a deletion came in between."""
-        # Over what an upload that died, or a damaged store, may have left: whoever writes there writes these bytes.
+        """Store the bundle. Returns None if a deletion came in between."""
+        # This overwrites what an upload that died, or a damaged store, may have left. Every writer of this key writes
+        # the same bytes.
         self._store.upload_file(spooled, _key(facts.sha256, "bundle.tar"))
         record = BundleRecord(**{**asdict(facts), "create_time": time.time()})
         with suppress(ObjectExists):
@@ -210,7 +230,11 @@ class CodeBundles:
         return self._existing(facts.sha256)
 
     def _say_deleting(self, sha256: str) -> None:
-        """By one call at a time: one that finds users takes its word back, which must not be that of another."""
+        """Record that the bundle is being deleted.
+
+        Only one call may do so at a time: a call that finds users withdraws its record, and must not withdraw another
+        call's.
+        """
         key = _key(sha256, "deleting.json")
         word = json.dumps({"begun_at": time.time(), "by": uuid.uuid4().hex}).encode()
         try:
@@ -218,7 +242,7 @@ class CodeBundles:
         except ObjectExists:
             with suppress(ObjectMissing):
                 if self._store.get(key) == word:
-                    return  # a write whose answer was lost, and that was made again
+                    return  # the write succeeded, but its answer was lost and it was repeated
             began = _deleting_since(self._store, sha256)
             if began is None or time.time() - began < DELETED_TIMEOUT_S:
                 raise _being_deleted(f"{COLLECTION}/{sha256}") from None
@@ -233,7 +257,7 @@ class CodeBundles:
 
 
 def checked(file: BinaryIO) -> BundleFacts:
-    """`code_packing.check` with the errors of an RPC."""
+    """Run `code_packing.check`, and raise the errors of an RPC."""
     try:
         return check(file)
     except NotABundle as error:
@@ -241,9 +265,10 @@ def checked(file: BinaryIO) -> BundleFacts:
 
 
 def load_bundle(store: ObjectStore, field: str, name: str, *, deleting: bool = False) -> BundleRecord:
-    """Raises `InvalidArgument` for a malformed name in `field`, `NotFound` where there is no such bundle.
+    """Return the record of the bundle that `field` names.
 
-    With `deleting` also one whose deletion was begun.
+    Raises `InvalidArgument` for a malformed name and `NotFound` for a missing bundle. With `deleting`, bundles whose
+    deletion has begun are found, too.
     """
     found = _find(store, digest_of(field, name), deleting)
     if found is None:
@@ -252,7 +277,7 @@ def load_bundle(store: ObjectStore, field: str, name: str, *, deleting: bool = F
 
 
 def digest_of(field: str, name: str) -> str:
-    """The SHA-256 in a bundle's name. Raises `InvalidArgument`, naming `field`."""
+    """Return the SHA-256 in a bundle's name. Raises `InvalidArgument`, naming `field`."""
     collection, _, sha256 = name.partition("/")
     if collection != COLLECTION or not SHA256.fullmatch(sha256):
         raise invalid_field(field, name, f"use a name of the form {PATTERN}, 64 digits of lower-case hex")
@@ -263,11 +288,11 @@ def digest_of(field: str, name: str) -> str:
 def using_bundle(
     store: ObjectStore, name: str, kind: str, uid: str, holder: str, *, field: str = "spec.program.code_bundle"
 ) -> Iterator[BundleRecord]:
-    """Marks the bundle, which it gives, while the body makes the job `holder`; the marker stays unless that is refused.
-    `field` is the one of the specification that names it.
+    """Mark the bundle as used while the body creates the job `holder`.
 
-    As `shared.dataset_version.version.using`, but the mark counts until the job is deleted: one that is over still
-    names the bundle, which its checkpoints were made with. Raises what `load_bundle` raises.
+    Yields the bundle's record. The marker stays unless the job is refused. `field` is the field of the specification
+    that names the bundle. As in `shared.dataset_version.version.using`, but the marker counts until the job is deleted:
+    a job that has ended still names the bundle, which its checkpoints were made with. Raises what `load_bundle` raises.
     """
     digest_of(field, name)
     put_marker(store, name, kind, uid, holder, is_job=False, ends_in=JobState.DELETED)
@@ -281,24 +306,24 @@ def using_bundle(
 
 
 def release_bundle(store: ObjectStore, name: str, kind: str, uid: str) -> None:
-    """For a job that is being deleted. It is no error if it was not marked."""
+    """Unmark the bundle for a job that is being deleted. An unmarked bundle is no error."""
     unmark(store, name, kind, uid)
 
 
 def unpack_on_node(store: Readable, sha256: str, root: Path) -> Path:
-    """The folder below `root` that holds the files of the bundle, read-only; made once for all processes of the node.
+    """Return the read-only folder below `root` that holds the bundle's files.
 
-    Its files are compared with the digest each time, also when an earlier call has made it: what somebody changed since
-    is replaced. A process that is killed half way leaves nothing that a later call would take for the bundle.
+    All processes of the node share the folder. Each call compares its files with the digest and replaces a folder that
+    was changed. A process that is killed half way leaves nothing that a later call would mistake for the bundle.
 
-    Raises `NotFound` for a bundle that is not stored, `DataLoss` for stored bytes of another digest, `Unavailable`
-    where the store or another process of the node does not get on, and `OSError` of this node's disk.
+    Raises `NotFound` for a bundle that is not stored, `DataLoss` for stored bytes of another digest, `Unavailable` if
+    the store or another process of the node makes no progress, and `OSError` for faults of this node's disk.
     """
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = root / sha256
     with _locked(root / f"{sha256}.lock"):
         for left in root.glob(f"{sha256}.*.unpacking"):
-            _remove(left)  # of a process that was killed: whoever holds the lock is alone
+            _remove(left)  # of a killed process, because the lock excludes others
         if folder.exists():
             if _is_whole(folder, sha256):
                 return folder
@@ -321,7 +346,7 @@ def unpack_on_node(store: Readable, sha256: str, root: Path) -> Path:
 
 
 def read_bundle(store: Readable, sha256: str) -> bytes:
-    """The packed bytes, whose digest was compared. Raises `NotFound` and `DataLoss`."""
+    """Return the packed bytes after comparing their digest. Raises `NotFound` or `DataLoss`."""
     try:
         data = store.get(_key(sha256, "bundle.tar"))
     except ObjectMissing:
@@ -351,7 +376,7 @@ def _make_read_only(folder: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """With what is read-only in it."""
+    """Remove a file or folder, including read-only content."""
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
         return
@@ -362,7 +387,7 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def _locked(file: Path) -> Iterator[None]:
-    """Holds the lock of that file; the system lets it go when its holder dies."""
+    """Hold a lock on the file. The system releases it when the process dies."""
     until = time.monotonic() + UNPACKED_TIMEOUT_S
     with file.open("a") as opened:
         while True:
@@ -398,7 +423,7 @@ def _deleting_since(store: ObjectStore, sha256: str) -> float | None:
 
 
 def bundle_key(name: str) -> str:
-    """Where the packed bytes of the bundle `codeBundles/{sha256}` are in the store."""
+    """Return the store key of the packed bytes of `codeBundles/{sha256}`."""
     return f"{name}/bundle.tar"
 
 

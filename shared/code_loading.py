@@ -1,7 +1,7 @@
-"""A bundle's code in this process: unpacked on the node, importable, and the object that an entry names.
+"""Loads a bundle's code into this process: unpacks it, makes it importable, and finds its entry.
 
-For processes that may run callers' code alone: workers and replicas. A service never calls `load_code`, and nothing of
-a bundle can be found without it.
+Only processes that may run users' code use it: workers and replicas. A service never calls `load_code`, and without
+that call no code of a bundle can be found.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Any
 from shared.code_bundle import Readable, digest_of, unpack_on_node
 from shared.errors import FailedPrecondition, MillraceError, first_line
 
-# By the name of a bundle, `codeBundles/{sha256}`, the folder that holds it. One bundle for each process: modules of two
-# could have the same names.
+# The folder of each loaded bundle, by name (`codeBundles/{sha256}`). A process loads at most one bundle, because
+# modules of two could have the same names.
 _loaded: dict[str, Path] = {}
 _lock = threading.Lock()
 
 
 def node_folder() -> Path:
-    """Where bundles are unpacked on this node, for all processes of this user."""
+    """Return the folder for unpacked bundles on this node, shared by all processes of this user."""
     return Path(f"/tmp/millrace-{os.getuid()}/code")
 
 
 def load_code(store: Readable, code_bundle: str, root: Path | None = None) -> Path:
-    """Makes the modules of `codeBundles/{sha256}` importable in this process. Returns the folder that holds them, below
-    `root`, by default the node's.
+    """Make the modules of `codeBundles/{sha256}` importable in this process.
 
-    Raises `FailedPrecondition` where this process has loaded another bundle, and what `unpack_on_node` raises.
+    Returns the folder that holds them, below `root` (default: `node_folder()`). Raises `FailedPrecondition` if this
+    process has loaded another bundle, and what `unpack_on_node` raises.
     """
     sha256 = digest_of("code_bundle", code_bundle)
     with _lock:
@@ -47,26 +47,28 @@ def load_code(store: Readable, code_bundle: str, root: Path | None = None) -> Pa
         root = root or node_folder()
         root.parent.mkdir(mode=0o700, exist_ok=True)
         folder = unpack_on_node(store, sha256, root)
-        # Compiled files would change the folder, which is compared with the digest.
+        # Compiled files would change the folder, whose content is compared with the digest.
         sys.dont_write_bytecode = True
         if str(folder) not in sys.path:
-            # Behind all that is installed: no module of the bundle stands in for one of ours or of Python.
+            # At the end of the path, so that no module of the bundle replaces an installed one.
             sys.path.append(str(folder))
         _loaded[code_bundle] = folder
         return folder
 
 
 def adopt_code(code_bundle: str, folder: Path) -> None:
-    """Of a child process that looks at code before a job is made: the bundle lies unpacked in `folder`, which is on
-    `sys.path` already."""
+    """Register a bundle that is already unpacked in `folder` and on `sys.path`.
+
+    Used by the child process that checks code before a job is created.
+    """
     with _lock:
         _loaded[code_bundle] = folder
 
 
 def find_entry(code_bundle: str, entry: str) -> Any:
-    """The object that `module:name` means in a bundle that `load_code` has loaded. Imports the module.
+    """Import and return the object that `module:name` means in a loaded bundle.
 
-    Raises `FailedPrecondition`: CODE_NOT_LOADED in a process that does not run callers' code, MODULE_SHADOWED where an
+    Raises `FailedPrecondition`: CODE_NOT_LOADED in a process that does not run users' code, MODULE_SHADOWED if an
     installed module has the name, and ENTRY_FAILED, with the line of the bundle, for a module that cannot be imported
     or has no such object.
     """
@@ -81,7 +83,7 @@ def find_entry(code_bundle: str, entry: str) -> Any:
     module_name, _, name = entry.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the module's own import raises
+    except Exception as error:  # the module's import can raise anything
         raise entry_failed(code_bundle, entry, error) from error
     if not str(getattr(module, "__file__", None) or "").startswith(f"{folder}{os.sep}"):
         raise FailedPrecondition(
@@ -100,7 +102,10 @@ def find_entry(code_bundle: str, entry: str) -> Any:
 
 
 def entry_failed(code_bundle: str, entry: str, error: BaseException) -> MillraceError:
-    """The error of code of a bundle that raised: it names the exception and the innermost line of the bundle."""
+    """Make the error for an exception in a bundle's code.
+
+    It names the exception and the innermost line of the bundle.
+    """
     where = line_in_code(error)
     at = f" at {where}" if where else ""
     return FailedPrecondition(
@@ -111,7 +116,10 @@ def entry_failed(code_bundle: str, entry: str, error: BaseException) -> Millrace
 
 
 def line_in_code(error: BaseException) -> str:
-    """`train.py:12`, the innermost line of a loaded bundle that the error came through; empty where there is none."""
+    """Return the innermost line of a loaded bundle in the traceback, e.g. `train.py:12`.
+
+    Empty if there is none.
+    """
     where = ""
     for frame in traceback.extract_tb(error.__traceback__):
         for folder in _loaded.values():

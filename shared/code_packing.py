@@ -1,15 +1,15 @@
-"""A folder of code as one file whose bytes depend on nothing but the names and contents of its files.
+"""Packs a folder of code into one file whose bytes depend only on the names and contents of its files.
 
-The client packs with this module and the services check and unpack with it, so it needs the standard library alone.
+The client packs with this module, and the services check and unpack with it, so it needs only the standard library.
 
 A bundle is a tar archive (POSIX.1-1988 ustar) in one canonical form: regular files only, sorted by the bytes of their
 paths, no owners, mode 0644, mtime 0, two blocks of zeros at the end. It is not compressed: the output of deflate
-differs between builds of zlib, and with it the digest would differ between machines. Two things follow. A bundle cannot
-be a decompression bomb. And `check` accepts exactly the bytes that `pack` makes of the unpacked files, so unpacking and
+differs between builds of zlib, so the digest would differ between machines. Two properties follow. A bundle cannot be a
+decompression bomb. And `check` accepts exactly the bytes that `pack` makes of the unpacked files, so unpacking and
 packing again always gives the same digest.
 
     facts = pack(Path("project"), file)       # a folder, a wheel or one .py file
-    facts = check(file)                        # of bytes that nobody vouches for
+    facts = check(file)                        # of untrusted bytes
     unpack(file, Path("empty-folder"))         # checks in the same pass
 
 All three raise `NotABundle`, whose text names the path and the remedy.
@@ -35,16 +35,17 @@ from shared.code_requirements import RequirementsError, declared_requirements, i
 
 MAX_BUNDLE_BYTES = 64 * 1024 * 1024
 MAX_FILES = 10_000
-# In UTF-8. A tar header holds a name of 100 bytes and a prefix of 155.
+# UTF-8 bytes. A tar header holds a name of 100 bytes and a prefix of 155.
 MAX_PATH_BYTES = 240
-# The files that declare requirements, together.
+# The total size of the files that declare requirements.
 MAX_DECLARATION_BYTES = 1024 * 1024
 MAX_MODULES = 1_000
 
 IGNORE_FILE = ".millraceignore"
 MAX_IGNORE_BYTES = 64 * 1024
 MAX_IGNORE_PATTERNS = 1_000
-# Names of files and folders that are never packed, at any depth. So is no folder that holds a virtual environment.
+# Names of files and folders that are never packed, at any depth. Folders that hold a virtual environment are not packed
+# either.
 SKIPPED = (
     ".git",
     ".hg",
@@ -78,7 +79,10 @@ KINDS_OF_ENTRIES = {
 
 
 class NotABundle(ValueError):
-    """The folder cannot be packed, or the bytes are no bundle. `too_large`: for its size or its number of files."""
+    """The folder cannot be packed, or the bytes are no bundle.
+
+    `too_large` is set if the size or the number of files is the reason.
+    """
 
     def __init__(self, message: str, *, too_large: bool = False) -> None:
         super().__init__(message)
@@ -87,9 +91,10 @@ class NotABundle(ValueError):
 
 @dataclass(frozen=True)
 class BundleFacts:
-    """`sha256` and `size_bytes` are those of the packed bytes, `unpacked_size_bytes` the sum over the files.
+    """Facts about a bundle.
 
-    `requirements` are what the bundle declares, one each; `modules` are the top-level modules that it brings, sorted.
+    `sha256` and `size_bytes` are of the packed bytes, `unpacked_size_bytes` is the sum over the files. `requirements`
+    are the declared ones, one each; `modules` are the sorted top-level modules.
     """
 
     sha256: str
@@ -100,7 +105,7 @@ class BundleFacts:
     modules: tuple[str, ...]
 
 
-# What one file of a folder or wheel is read from: its size in bytes and how it is opened.
+# Opens one file of a folder or wheel for reading.
 _Opener = Callable[[], AbstractContextManager[BinaryIO]]
 
 
@@ -112,10 +117,10 @@ class _Source:
 
 
 def pack(source: Path, file: BinaryIO) -> BundleFacts:
-    """Writes the bundle of a folder, a wheel or one Python file to `file`, from where that stands.
+    """Write the bundle of a folder, a wheel or one Python file to `file`, from its present position.
 
     Raises `NotABundle` for links, devices, paths that no bundle can have, too many or too large files, and files that
-    change meanwhile; `OSError` for what cannot be read.
+    change meanwhile; `OSError` for unreadable files.
     """
     if source.is_dir():
         return _pack(_folder_files(source), file)
@@ -132,17 +137,17 @@ def pack(source: Path, file: BinaryIO) -> BundleFacts:
 
 
 def digest_of_folder(folder: Path) -> str:
-    """The digest of the bundle that the folder is unpacked from, as long as nobody changed it.
+    """Return the digest of the bundle that the folder was unpacked from, if it is unchanged.
 
-    Nothing is skipped but `__pycache__`. Raises as `pack`.
+    Only `__pycache__` is skipped. Raises as `pack`.
     """
     return _pack(_folder_files(folder, skipped=("__pycache__",), ignore_file=False), _Discarded()).sha256
 
 
 def check(file: BinaryIO) -> BundleFacts:
-    """Reads a bundle from where `file` stands to its end, in bounded memory.
+    """Check a bundle from the file's present position to its end, in bounded memory.
 
-    Raises `NotABundle` for anything else than the canonical bytes of allowed files.
+    Raises `NotABundle` for anything but the canonical bytes of allowed files.
     """
     reader = _Reader(file)
     for _ in reader.entries():
@@ -151,7 +156,10 @@ def check(file: BinaryIO) -> BundleFacts:
 
 
 def unpack(file: BinaryIO, folder: Path) -> BundleFacts:
-    """As `check`, and writes the files below `folder`, which must be empty. After an error a part of them is there."""
+    """Check a bundle as `check` does, and write its files below the empty `folder`.
+
+    After an error some of the files are there.
+    """
     reader = _Reader(file)
     for path, chunks in reader.entries():
         target = folder / path
@@ -164,7 +172,7 @@ def unpack(file: BinaryIO, folder: Path) -> BundleFacts:
 
 def _pack(sources: Iterable[_Source], file: BinaryIO) -> BundleFacts:
     paths = _Paths()
-    # With lone surrogates too, which names that are not UTF-8 become: they are refused below, by name.
+    # Names that are not UTF-8 contain lone surrogates. `_Paths.add` refuses them by name.
     found = sorted(sources, key=lambda one: one.path.encode(errors="surrogatepass"))
     writer = _Writer(file)
     for source in found:
@@ -175,7 +183,7 @@ def _pack(sources: Iterable[_Source], file: BinaryIO) -> BundleFacts:
 
 
 class _Facts:
-    """Gathers what is told of a bundle, as its entries pass by."""
+    """Collects the facts of a bundle while its entries are processed."""
 
     def __init__(self) -> None:
         self._sha256 = hashlib.sha256()
@@ -187,7 +195,7 @@ class _Facts:
         self._declared_bytes = 0
 
     def begin(self, path: str, size_bytes: int) -> bytearray | None:
-        """Counts a file. What it gives must be filled with the file's content."""
+        """Count a file. If a buffer is returned, fill it with the file's content."""
         self._files += 1
         if self._files > MAX_FILES:
             raise NotABundle(f"more than {MAX_FILES:,} files: {_keep_out('the rest')}", too_large=True)
@@ -260,7 +268,7 @@ class _Writer:
 
 
 class _Reader:
-    """Reads entries strictly: each header must be the one that `_Writer` writes for that path and size."""
+    """Reads entries strictly. Each header must equal the one that `_Writer` writes for that path and size."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -269,7 +277,7 @@ class _Reader:
         self._ended = False
 
     def entries(self) -> Iterator[tuple[str, Iterator[bytes]]]:
-        """The path and the content of each file; what is not read of the content is read over."""
+        """Yield the path and content of each file. Unread content is skipped."""
         before = b""
         while (header := self._read(BLOCK)) != END[:BLOCK]:
             path, size_bytes = _parsed(header)
@@ -315,7 +323,10 @@ REPACK = "pack the folder with `millrace code push`"
 
 
 class _Paths:
-    """The paths so far. Refuses what some file system cannot hold beside another, or at all."""
+    """The paths seen so far.
+
+    Refuses paths that some file system cannot hold, alone or beside another path.
+    """
 
     def __init__(self) -> None:
         self._spelled: dict[str, str] = {}
@@ -345,7 +356,7 @@ class _Paths:
 
 
 def path_problem(path: str) -> str:
-    """Why no bundle can have a file of that path, and the remedy; empty if it can."""
+    """Explain, with a remedy, why no bundle can have a file of that path; empty if it can."""
     parts = path.split("/")
     if not path or path.startswith("/"):
         return "is no relative path: use paths below the folder"
@@ -365,7 +376,7 @@ def path_problem(path: str) -> str:
 
 
 def _split_name(path: bytes) -> tuple[bytes, bytes] | None:
-    """(prefix, name) as a header holds them: the shortest prefix that leaves a name of at most 100 bytes."""
+    """Return (prefix, name) for a tar header: the shortest prefix that leaves at most 100 bytes."""
     if len(path) <= NAME_BYTES:
         return b"", path
     cut = path.find(b"/", len(path) - NAME_BYTES - 1)
@@ -384,7 +395,7 @@ def _header(path: str, size_bytes: int) -> bytes:
             b"0000000\0",
             b"%011o\0" % size_bytes,
             b"00000000000\0",
-            b" " * 8,  # the checksum, as it counts in itself
+            b" " * 8,  # the checksum field counts as spaces
             b"0",
             bytes(NAME_BYTES),
             b"ustar\x0000",
@@ -399,8 +410,10 @@ def _header(path: str, size_bytes: int) -> bytes:
 
 
 def _parsed(header: bytes) -> tuple[str, int]:
-    """The path and size of an entry. What they are taken for does not matter much: the header that is written for them
-    must be this one."""
+    """Return the path and size of an entry.
+
+    Parsing may be lenient, because the canonical header for the result must equal this one.
+    """
     if header[257:262] != b"ustar":
         raise NotABundle(f"it is no tar archive in Millrace's form: {REPACK}")
     name, prefix = header[:NAME_BYTES].rstrip(b"\0"), header[345:500].rstrip(b"\0")
@@ -431,7 +444,7 @@ def _folder_files(root: Path, skipped: Iterable[str] = SKIPPED, *, ignore_file: 
         folder, below = folders.pop()
         with os.scandir(folder) as entries:
             for entry in entries:
-                # Some systems store é as two code points; the same folder must give the same bytes on all.
+                # Some systems store é as two code points. The same folder must give the same bytes on all systems.
                 path = below + unicodedata.normalize("NFC", entry.name)
                 if skips.fullmatch(entry.name) or any(one.fullmatch(path) for one in ignores):
                     continue
@@ -442,7 +455,7 @@ def _folder_files(root: Path, skipped: Iterable[str] = SKIPPED, *, ignore_file: 
                     folders.append((Path(entry.path), path + "/"))
                 elif stat.S_ISREG(kind):
                     seen += 1
-                    if seen > MAX_FILES:  # before a folder of millions is gathered
+                    if seen > MAX_FILES:  # stops before a folder of millions of files is collected
                         raise NotABundle(f"more than {MAX_FILES:,} files: {_keep_out('the rest')}", too_large=True)
                     yield _local_source(path, Path(entry.path))
                 else:
@@ -455,8 +468,11 @@ def _local_source(path: str, file: Path) -> _Source:
 
 
 def _wheel_files(wheel: zipfile.ZipFile) -> Iterator[_Source]:
-    """As an installer lays them out in site-packages. Scripts, headers and data files of a wheel are left out."""
-    for info in wheel.infolist()[: MAX_FILES + 1]:  # one too many is refused when it is packed
+    """Yield the files as an installer puts them into site-packages.
+
+    Scripts, headers and data files of a wheel are left out.
+    """
+    for info in wheel.infolist()[: MAX_FILES + 1]:  # one file too many is refused when it is packed
         if info.is_dir():
             continue
         if stat.S_ISLNK(info.external_attr >> 16):
@@ -471,15 +487,15 @@ def _wheel_files(wheel: zipfile.ZipFile) -> Iterator[_Source]:
 
 
 def _wheel_opener(wheel: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Opener:
-    # Its reader gives at most the size that the wheel names, so a bomb is refused by that.
+    # The reader returns at most the size that the wheel names, which bounds a zip bomb.
     return lambda: wheel.open(info)  # type: ignore[return-value]
 
 
 def _ignore_patterns(file: Path) -> list[re.Pattern[str]]:
-    """Each matches whole relative paths, e.g. `data/raw`.
+    """Return patterns that match whole relative paths, e.g. `data/raw`.
 
-    As in .gitignore: a pattern without '/' matches a name at any depth, one with '/' a path from the root; `*` stays
-    within a name, `**` does not; a '/' at the end changes nothing here. There is no '!'.
+    As in .gitignore, a pattern without '/' matches a name at any depth, and one with '/' a path from the root. `*`
+    stays within a name, `**` does not. A '/' at the end has no effect here. '!' is not supported.
     """
     try:
         with file.open("rb") as opened:
@@ -533,7 +549,7 @@ def _quoted(path: str) -> str:
 
 
 class _Discarded(io.BytesIO):
-    """Takes bytes of which only the digest is wanted."""
+    """A sink for bytes of which only the digest is needed."""
 
     def write(self, data: Any) -> int:
         return len(data)

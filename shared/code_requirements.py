@@ -1,6 +1,7 @@
-"""What a bundle of code requires: read from its files without its code being run, and checked against the image.
+"""Requirements of a code bundle: reads them from its files, and compares them with the installed packages.
 
-The client packs with this, too: only `check_installed`, which the service calls, needs more than the standard library.
+No code of the bundle is run. The client uses this module for packing, too. Only `unmet` needs more than the standard
+library.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from collections.abc import Callable, Iterable, Mapping
 
 from shared.errors import shown
 
-# The first of them that a bundle has at its root is read; the others are not.
+# Only the first of these that a bundle has at its root is read.
 DECLARING_FILES = ("requirements.lock", "requirements.txt")
 METADATA = re.compile(r"[^/]+\.dist-info/METADATA")
 MAX_REQUIREMENTS = 1_000
 MAX_REQUIREMENT_CHARACTERS = 8_192
-# Options that say where an installer looks, which nothing here does.
+# Options for an installer's sources. Nothing here installs packages.
 INSTALLER_OPTIONS = (
     "-i",
     "--index-url",
@@ -40,14 +41,14 @@ class RequirementsError(ValueError):
 
 
 def is_declaration(path: str) -> bool:
-    """Whether a bundle's file of that path is read by `declared_requirements`."""
+    """Return whether `declared_requirements` reads a bundle's file of that path."""
     return path in DECLARING_FILES or METADATA.fullmatch(path) is not None
 
 
 def declared_requirements(files: Mapping[str, bytes]) -> list[str]:
-    """The requirements of a bundle, each as it is written, with its hashes; `files` are its declarations by path.
+    """Return a bundle's requirements as written, with their hashes.
 
-    Raises `RequirementsError`.
+    `files` are its declarations by path. Raises `RequirementsError`.
     """
     found: dict[str, None] = {}
     for path in (*[one for one in DECLARING_FILES if one in files][:1], *filter(METADATA.fullmatch, sorted(files))):
@@ -66,7 +67,7 @@ def declared_requirements(files: Mapping[str, bytes]) -> list[str]:
 
 
 def _of_requirements_file(path: str, text: str) -> Iterable[str]:
-    """In pip's format: a requirement a line, `\\` goes on in the next one, ` #` begins a comment."""
+    """Parse pip's format: one requirement per line, `\\` continues a line, ` #` begins a comment."""
     whole, begun = "", 0
     for number, raw in enumerate(text.splitlines(), 1):
         line = re.sub(r"(^|\s)#.*$", "", raw).rstrip()
@@ -91,11 +92,11 @@ def _of_metadata(text: str) -> Iterable[str]:
 
 
 def unmet(requirements: Iterable[str], installed: Callable[[str], str | None]) -> list[tuple[str, str]]:
-    """The requirements that the image does not meet, each with what is wrong.
+    """Return the requirements that are not met, each with the problem.
 
-    `installed` gives the version of a distribution, None where there is none. Hashes are not compared: an installed
-    distribution does not know which archive it came from. One whose marker is not for this machine, or for an extra, is
-    met.
+    `installed` returns the version of a distribution, or None. Hashes are not compared, because an installed
+    distribution does not know which archive it came from. A requirement whose marker is not for this machine, or for an
+    extra, counts as met.
     """
     from packaging.requirements import InvalidRequirement, Requirement
 

@@ -1,7 +1,7 @@
-"""What a Ray dataset makes, as it comes, in the hands of somebody who can stop it at any moment.
+"""Streams a Ray dataset's tables to a consumer that can stop at any moment.
 
-Ray Data blocks whoever waits for a block, and cancels tasks without waiting for their end. So its iterator runs on a
-thread of its own, and its executor is remembered, and ended as we need it.
+Ray Data blocks its consumer while it waits for a block, and cancels tasks without waiting for their end. So Ray's
+iterator runs on its own thread, and this module keeps its executor to shut it down properly.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from ray.data._internal.stats import Timer
 
 logger = logging.getLogger(__name__)
 
-# How long it waits for tasks before it looks which have ended. With its own tenth of a second, an eighth of what takes
-# two seconds is such waits.
+# How long Ray Data waits for tasks before it checks which have ended. With Ray's default of 0.1 s, such waits take an
+# eighth of a job of two seconds.
 LOOKED_AT_EVERY_S, RAYS_OWN_EVERY_S = 0.02, streaming_executor_state.WAIT_FOR_TASK_COMPLETION_TIMEOUT_S
 SHORT_S = 10.0
-# So many tables wait for whoever takes them.
+# The number of tables that are buffered for the consumer.
 TABLES_AHEAD = 16
-# Ray's own second is long where all the work takes two.
+# Ray's default of a second is long for a job of two seconds.
 SHARE_ASKED_EVERY_S = 0.1
 
-# A worker that is ended is gone in a moment; a node that cannot be reached takes longer, until Ray declares it dead.
+# A killed worker ends at once. An unreachable node takes longer, until Ray declares it dead.
 TASKS_END_TIMEOUT_S = 120.0
-# An executor that is only just being started cannot be shut down yet.
+# An executor that is still starting cannot be shut down yet.
 END_TRIED_EVERY_S = 0.05
 
 _streams: contextvars.ContextVar[DatasetStream] = contextvars.ContextVar("streams")
@@ -46,40 +46,43 @@ _END = object()
 
 
 class _Remember(ExecutionCallback):
-    """Ray makes it, on the thread that iterates."""
+    """Registers the executor with its stream. Ray constructs it on the iterating thread."""
 
     def before_execution_starts(self, executor: StreamingExecutor) -> None:
         _streams.get().begin(executor)
-        # It learns of its share of the cluster by asking twice, and works with one task until then.
+        # Ray asks twice before it knows its share of the cluster, and runs one task until then.
         manager = executor._resource_manager
         manager.GLOBAL_LIMITS_UPDATE_INTERVAL_S = SHARE_ASKED_EVERY_S  # type: ignore[assignment]
         manager._get_total_resources = _streams.get().counting(manager._get_total_resources)
 
 
 class _Closed(Exception):
-    """Nobody takes the tables any more."""
+    """The consumer has closed the stream."""
 
 
 class RayFailed(Exception):
-    """Ray Data gave up. The cause says why."""
+    """Ray Data failed. The cause has the reason."""
 
 
 def quiet_context(*, block_bytes: int) -> DataContext:
-    """The settings under which a dataset must be made that is to be streamed; its blocks have about `block_bytes`."""
+    """Return the settings for making a dataset to be streamed. Blocks have about `block_bytes`."""
     settings: DataContext = copy.deepcopy(ray.data.DataContext.get_current())
     settings.enable_progress_bars = False
     settings.enable_operator_progress_bars = False
     settings.enable_auto_log_stats = False
     settings.print_on_execution_start = False
     settings.target_max_block_size = block_bytes
-    # A custom function may take an hour for one batch, and has a timeout of its own.
+    # A custom function has its own timeout, and may take an hour for one batch.
     settings.execution_no_progress_timeout_s = -1
     settings.custom_execution_callback_classes = [_Remember]
     return settings
 
 
 def prepare() -> None:
-    """Imports what Ray Data puts off until a first dataset is run, which is most of a second. Needs a Ray cluster."""
+    """Import what Ray Data loads lazily for its first dataset, which takes most of a second.
+
+    Needs a Ray cluster.
+    """
     from ray.data._internal.logical.optimizers import get_execution_plan  # nothing else here depends on it
 
     with DataContext.current(quiet_context(block_bytes=1)):
@@ -90,8 +93,9 @@ def prepare() -> None:
 class DatasetStream:
     """The tables of a dataset that was made under `quiet_context`.
 
-    With several `tasks_a_cpu`, one is at work and the next has been submitted: else a CPU has nothing to do until Ray
-    Data, which looks every tenth of a second, has seen that its task has ended. At first it then looks more often.
+    With several `tasks_a_cpu`, one task runs while the next is already submitted. Otherwise a CPU is idle until Ray
+    Data, which checks every tenth of a second, has seen that its task has ended. For the first SHORT_S seconds Ray Data
+    then checks more often.
     """
 
     def __init__(self, dataset: Dataset, tasks_a_cpu: int = 1) -> None:
@@ -103,9 +107,10 @@ class DatasetStream:
         self._thread = threading.Thread(target=self._iterate, name="ray-data", daemon=True)
 
     def tables(self, while_waiting: Callable[[], None], interval_s: float) -> Generator[pa.Table, None, None]:
-        """Calls `while_waiting` every `interval_s` and before each table; what it raises ends the stream.
+        """Yield the tables, and call `while_waiting` every `interval_s` and before each table.
 
-        Raises `RayFailed`. In any case no task runs any more when the iterator is closed.
+        An exception of `while_waiting` ends the stream. Raises `RayFailed`. No task runs any more once the iterator is
+        closed.
         """
         while_waiting()
         short_until_s = time.monotonic() + (SHORT_S if self._tasks_a_cpu > 1 else 0.0)
@@ -129,13 +134,15 @@ class DatasetStream:
 
     @property
     def done(self) -> int:
-        """Grows whenever a task has made something or has ended, though nobody has its table yet."""
+        """A number that grows whenever a task has produced output or has ended, even before its table is consumed."""
         operators = [operator for executor in tuple(self._executors) for operator in executor._topology or ()]
         return sum(one.metrics.num_task_outputs_generated + one.metrics.num_tasks_finished for one in operators)
 
     def counting(self, share: Callable[[], ExecutionResources]) -> Callable[[], ExecutionResources]:
-        """What Ray Data takes for its share of the cluster. How many tasks run at once is up to Ray, which has the
-        CPUs."""
+        """Return the share of the cluster that Ray Data assumes.
+
+        Ray, which owns the CPUs, still decides how many tasks run at once.
+        """
 
         def counted() -> ExecutionResources:
             resources = share()
@@ -144,12 +151,15 @@ class DatasetStream:
         return counted
 
     def begin(self, executor: StreamingExecutor) -> None:
-        """Called by the thread that iterates, when the operators stand ready and no task has begun."""
+        """Register an executor whose operators are ready and whose tasks have not begun.
+
+        The iterating thread calls this.
+        """
         if self._closed.is_set():
-            for operator in executor._topology or ():  # some have started actors
+            for operator in executor._topology or ():  # some operators have started actors
                 operator.shutdown(Timer(), force=True)  # type: ignore[no-untyped-call]
             raise _Closed
-        # Ray shuts it down itself where a task fails.
+        # Ray itself shuts the executor down when a task fails.
         executor.shutdown = _Ending(executor, executor.shutdown)  # type: ignore[method-assign]
         self._executors.append(executor)
 
@@ -183,15 +193,15 @@ class DatasetStream:
 
 
 def _poll_interval(seconds: float) -> None:
-    """In all of this process: how often is no matter for what comes out."""
+    """Set Ray's poll interval for this whole process. It does not affect results."""
     streaming_executor_state.WAIT_FOR_TASK_COMPLETION_TIMEOUT_S = seconds
 
 
 class _Ending:
-    """Shuts an executor down, whoever asks for it, in such a way that no task of it runs any more.
+    """Shuts an executor down so that none of its tasks runs any more, whichever caller asks.
 
-    Ray lets the other tasks go on where one fails, starts some while it waits for its loop no longer than two seconds,
-    and even by force does not wait for their end.
+    When a task fails, Ray lets the others continue. It starts more tasks during shutdown, because it waits at most two
+    seconds for its loop. Even with force it does not wait for the tasks' end.
     """
 
     def __init__(self, executor: StreamingExecutor, shutdown: Callable[..., None]) -> None:
@@ -203,7 +213,7 @@ class _Ending:
         with executor._shutdown_lock:
             if not executor._execution_started or executor._shutdown:
                 return
-            executor._shutdown = True  # by which the loop that starts tasks ends
+            executor._shutdown = True  # makes the loop that starts tasks end
             executor.join(TASKS_END_TIMEOUT_S)
             executor._shutdown = False
             tasks = [

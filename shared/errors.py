@@ -1,7 +1,7 @@
 """The errors that domain code raises.
 
-They know nothing of gRPC: `shared.grpc_errors` holds the one table that turns each kind into a status. They can be
-written into a resource log and read back, so that a failed job tells later what went wrong.
+They do not depend on gRPC: `shared.grpc_errors` holds the one table that maps each kind to a status. They can be
+written into a resource log and read back, so that a failed job can still report its error later.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from collections.abc import Iterable, Mapping, Sized
 from typing import Any, ClassVar
 
 MAX_SHOWN_VALUE = 200
-# Of the fields that one request has wrong; their number is told besides.
+# Reported fields of one invalid request. The message also has their total number.
 MAX_REPORTED_FIELDS = 100
 
 
 class MillraceError(Exception):
     """Base of all errors that a caller may see.
 
-    `reason` is a constant in UPPER_SNAKE_CASE that programs can switch on; `metadata` names ids and values;
-    `fields` are (field path, description) pairs for input that was refused.
+    `reason` is a constant in UPPER_SNAKE_CASE that programs can switch on. `metadata` has ids and values. `fields` are
+    (field path, description) pairs of refused input.
     """
 
     reason: ClassVar[str] = "UNKNOWN"
@@ -40,11 +40,11 @@ class MillraceError(Exception):
         self.retry_after_s = retry_after_s
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Keyword-only state does not survive Exception's own pickling, and these errors cross Ray.
+        # Exception's own pickling loses keyword-only state, and these errors cross Ray.
         return (error_from_record, (self.as_record(),))
 
     def as_record(self) -> dict[str, Any]:
-        """The error as JSON-able values, for a resource log."""
+        """Return the error as JSON values, for a resource log."""
         return {
             "kind": type(self).__name__,
             "message": self.message,
@@ -56,7 +56,7 @@ class MillraceError(Exception):
 
 
 class InvalidArgument(MillraceError):
-    """The request can never succeed as it stands."""
+    """The request can never succeed unchanged."""
 
     reason = "INVALID_ARGUMENT"
 
@@ -70,13 +70,13 @@ class AlreadyExists(MillraceError):
 
 
 class Conflict(MillraceError):
-    """Somebody else changed it first; read again and decide again."""
+    """Another caller changed the resource first. Read it again and decide again."""
 
     reason = "CONFLICT"
 
 
 class FailedPrecondition(MillraceError):
-    """The request is fine, but not in this state of things."""
+    """The request is valid, but not in the present state."""
 
     reason = "FAILED_PRECONDITION"
 
@@ -96,12 +96,12 @@ class ResourceExhausted(MillraceError):
 
 
 class Unavailable(MillraceError):
-    """Something that we depend on does not answer at present."""
+    """A dependency does not answer at present."""
 
     reason = "UNAVAILABLE"
 
 
-# What a store raises that passes by itself or with an operator's help: it does not answer, or it is full.
+# Errors of a store that pass by themselves or with an operator's help: it does not answer, or it is full.
 STORE_OUTAGES = (Unavailable, ResourceExhausted)
 
 
@@ -110,7 +110,7 @@ class DeadlineExceeded(MillraceError):
 
 
 class Unauthenticated(MillraceError):
-    """The call does not say who makes it, or nobody that may."""
+    """The call has no token, or a wrong one."""
 
     reason = "UNAUTHENTICATED"
 
@@ -124,7 +124,7 @@ class Unimplemented(MillraceError):
 
 
 class Internal(MillraceError):
-    """A fault of ours, told without its internals."""
+    """A fault of the service, reported without its internals."""
 
     reason = "INTERNAL"
 
@@ -151,31 +151,34 @@ KINDS: dict[str, type[MillraceError]] = {
 
 
 def shown(value: object) -> str:
-    """A value as an error message shows it: quoted, and cut where it is long."""
-    # Not the whole of a value that is long: it may be of many megabytes.
+    """Format a value for an error message: quoted, and shortened if it is long."""
+    # Only a prefix is formatted, because the value may have many megabytes.
     text = repr(value[: MAX_SHOWN_VALUE + 1] if isinstance(value, str | bytes) else value)
     return text if len(text) <= MAX_SHOWN_VALUE else text[:MAX_SHOWN_VALUE] + "…"
 
 
 def first_line(error: BaseException) -> str:
-    """What a foreign error says, as an error message quotes it: its first line, cut where it is long."""
+    """Return the first line of a foreign error's text, shortened if it is long."""
     text = (str(error).splitlines() or [type(error).__name__])[0]
     return text if len(text) <= MAX_SHOWN_VALUE else text[:MAX_SHOWN_VALUE] + "…"
 
 
 def invalid_field(field: str, value: object, remedy: str) -> InvalidArgument:
-    """Refuses one field of a request. `field` is its path, e.g. `spec.optimizer.name`."""
+    """Refuse one field of a request. `field` is its path, e.g. `spec.optimizer.name`."""
     return invalid_fields([(field, value, remedy)])
 
 
 def invalid_fields(problems: Iterable[tuple[str, object, str]]) -> InvalidArgument:
-    """Refuses several fields of one request at once: (path, value, remedy) each. Of very many the first are told."""
+    """Refuse several fields of one request at once: (path, value, remedy) each.
+
+    Only the first MAX_REPORTED_FIELDS are described.
+    """
     described = []
     count = 0
     for count, (field, value, remedy) in enumerate(problems, 1):
         if count <= MAX_REPORTED_FIELDS:
             described.append((field, f"{shown(value)}: {remedy}"))
-    # In front, for what is long is cut at its end.
+    # The number comes first, because long messages are cut at their end.
     number = f"{count} fields are wrong, the first {MAX_REPORTED_FIELDS} are " if count > MAX_REPORTED_FIELDS else ""
     return InvalidArgument(
         number + "; ".join(f"{field}: {text}" for field, text in described),
@@ -186,7 +189,7 @@ def invalid_fields(problems: Iterable[tuple[str, object, str]]) -> InvalidArgume
 
 
 def check_count(field: str, given: Sized, most: int, remedy: str = "") -> None:
-    """Refuses a repeated field of more entries than `most`: before they are looked at one by one, which takes time."""
+    """Refuse a repeated field of more entries than `most`, before its entries are checked one by one."""
     if len(given) > most:
         raise invalid_field(field, f"{len(given)} entries", remedy or f"send at most {most}")
 
@@ -200,7 +203,7 @@ def already_exists(name: str, remedy: str = "choose another id") -> AlreadyExist
 
 
 def error_from_record(record: Mapping[str, Any]) -> MillraceError:
-    """The inverse of `MillraceError.as_record`."""
+    """Invert `MillraceError.as_record`."""
     return KINDS.get(record["kind"], Internal)(
         record["message"],
         reason=record["reason"],

@@ -1,6 +1,6 @@
-"""The one table from domain errors to gRPC statuses, and how an error travels in `google.rpc.Status`.
+"""The one table from domain errors to gRPC statuses, and their encoding as `google.rpc.Status`.
 
-In a call's trailers it stays below gRPC's limit of 8 KiB, or the status itself would be lost.
+In a call's trailers an error stays below gRPC's limit of 8 KiB. Beyond it the status itself would be lost.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def status_code(error: errors.MillraceError) -> grpc.StatusCode:
 
 
 def status_proto(error: errors.MillraceError) -> status_pb2.Status:
-    """The error with ErrorInfo, and BadRequest and RetryInfo where they apply."""
+    """Encode the error with ErrorInfo and, if they apply, BadRequest and RetryInfo."""
     number, _ = status_code(error).value
     status = status_pb2.Status(code=number, message=error.message)
     status.details.add().Pack(
@@ -64,13 +64,13 @@ def status_proto(error: errors.MillraceError) -> status_pb2.Status:
 
 
 def status_proto_from_record(record: Mapping[str, Any]) -> status_pb2.Status:
-    """The same for an error that a resource log holds (`MillraceError.as_record`)."""
+    """Encode an error from a resource log (`MillraceError.as_record`)."""
     return status_proto(errors.error_from_record(record))
 
 
 # --- Trailers ---
 
-# Together, in base64 and with their keys, about 7.5 KiB at the most.
+# Limits whose sum, in base64 and with keys, is about 7.5 KiB.
 MESSAGE_BYTES = 1000
 METADATA_BYTES = 1200
 FIELDS_BYTES = 1800
@@ -79,8 +79,8 @@ VALUE_BYTES = 400
 
 
 def details_and_status(error: MillraceError) -> tuple[str, bytes]:
-    """The status's message, and the serialized `google.rpc.Status`, both cut where they are too long."""
-    # Clients (grpc-status) refuse a status whose message is not the call's.
+    """Return the status's message and the serialized `google.rpc.Status`, both shortened if too long."""
+    # Clients (grpc-status) refuse a status whose message differs from the call's.
     message = _cut(error.message, MESSAGE_BYTES, percent_encoded=True)
     short = type(error).__new__(type(error))
     MillraceError.__init__(
@@ -95,7 +95,7 @@ def details_and_status(error: MillraceError) -> tuple[str, bytes]:
 
 
 def _within(budget: int, pairs: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, str]]:
-    """As many of the pairs, each cut, as fit."""
+    """Yield the leading pairs that fit, each shortened."""
     for key, value in pairs:
         pair = _cut(key, KEY_BYTES), _cut(value, VALUE_BYTES)
         budget -= sum(len(text.encode()) for text in pair)
@@ -105,9 +105,9 @@ def _within(budget: int, pairs: Iterable[tuple[str, ...]]) -> Iterator[tuple[str
 
 
 def _cut(text: str, limit: int, *, percent_encoded: bool = False) -> str:
-    """At most `limit` bytes of the text, on the wire."""
+    """Shorten the text to at most `limit` bytes on the wire."""
     if len(text) < limit - 9 and text.isascii() and text.isprintable() and "%" not in text:
-        return text  # a byte each
+        return text  # one byte per character
     capacity = limit - 9  # for the ellipsis
     for index, character in enumerate(text):
         plain = " " <= character <= "~" and character != "%"

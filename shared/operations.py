@@ -1,4 +1,4 @@
-"""`google.longrunning.Operations`, served from whatever keeps the operations (here: durable jobs)."""
+"""Serves `google.longrunning.Operations` from a service's source of operations (here: durable jobs)."""
 
 from __future__ import annotations
 
@@ -19,20 +19,23 @@ Context = aio.ServicerContext[Any, Any]
 
 
 class OperationSource(Protocol):
-    """Where a service's operations live. Called in threads. Names are `operations/{o}`."""
+    """A service's operations, by name (`operations/{o}`). Called in threads."""
 
     def get(self, name: str, *, brief: bool = False) -> operations_pb2.Operation:
-        """`brief`: as lists have it, of less than `PAGE_BYTES`. Raises `NotFound`."""
+        """Return one operation. `brief` limits it to `PAGE_BYTES`, as in lists. Raises `NotFound`."""
 
     def list_ids(self) -> list[str]:
-        """The ids of all operations of this service."""
+        """Return the ids of all operations of this service."""
 
     def cancel(self, name: str) -> None:
-        """Asks it to end. Raises `NotFound`."""
+        """Request the operation's end. Raises `NotFound`."""
 
 
 class OperationsServicer(operations_pb2_grpc.OperationsServicer):  # type: ignore[misc]
-    """Get, List, Wait and Cancel. Deleting is UNIMPLEMENTED: an operation is the history of a resource."""
+    """Serves Get, List, Wait and Cancel.
+
+    Delete is UNIMPLEMENTED, because an operation is the history of a resource.
+    """
 
     def __init__(self, source: OperationSource) -> None:
         self._source = source
@@ -48,9 +51,9 @@ class OperationsServicer(operations_pb2_grpc.OperationsServicer):  # type: ignor
         return await asyncio.to_thread(self._list, request.page_size, request.page_token)
 
     async def WaitOperation(self, request: Any, context: Context) -> operations_pb2.Operation:
-        """Answers when it is done, or with its present state after `timeout` (at most, and by default, 60 s)."""
+        """Return the operation once it is done, or in its present state after `timeout` (default and limit: 60 s)."""
         name = _checked(request.name)
-        # Not ToTimedelta, which refuses some of the durations that a client may send.
+        # ToTimedelta refuses some of the durations that a client may send.
         given = request.timeout.seconds + request.timeout.nanos / 1e9 if request.HasField("timeout") else LONGEST_WAIT_S
         remaining = context.time_remaining()
         # Answer before the caller's own deadline cuts the call off.
@@ -70,7 +73,7 @@ class OperationsServicer(operations_pb2_grpc.OperationsServicer):  # type: ignor
         raise Unimplemented("operations are kept as history; delete the resource that it made")
 
     def _list(self, page_size: int, page_token: str) -> operations_pb2.ListOperationsResponse:
-        """One page, cut short where the operations are more than one message may have."""
+        """Return one page, which ends early if its operations exceed one message."""
         ids, next_page_token = paging.page(self._source.list_ids(), page_size, page_token)
         answer = operations_pb2.ListOperationsResponse(next_page_token=next_page_token)
         size_bytes, last = 0, ""
@@ -89,7 +92,7 @@ class OperationsServicer(operations_pb2_grpc.OperationsServicer):  # type: ignor
     def _find(self, name: str) -> operations_pb2.Operation | None:
         try:
             return self._source.get(name, brief=True)
-        except NotFound:  # whoever was to start it died before it did
+        except NotFound:  # the caller died before it created the job
             return None
 
 

@@ -1,7 +1,7 @@
-"""Tracing that exports: OpenTelemetry's SDK, with OTLP over HTTP in a thread of its own.
+"""Tracing with export: OpenTelemetry's SDK, with OTLP over HTTP in its own thread.
 
-A receiver that is down or hangs costs spans and nothing else: they wait in a queue of bounded length and the oldest are
-dropped. `shared.tracing` says when any of this is imported.
+A receiver that is down or hangs costs only spans: they wait in a bounded queue, and the oldest are dropped.
+`shared.tracing` decides when this module is imported.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from shared.tracing import Headers
 
 W3C = TraceContextTextMapPropagator()
 TRACEPARENT, TRACESTATE = "traceparent", "tracestate"
-# By OpenTelemetry's conventions only these say that a server failed: the others are the client's.
+# By OpenTelemetry's conventions only these statuses are faults of a server; the others are the client's.
 FAULTS = ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
 
 
 class OtlpTracing(tracing.Tracing):
     def __init__(self, service: str) -> None:
-        # A provider of our own, never the process's: Ray and FastAPI would find that one and trace themselves.
+        # A private provider, because Ray and FastAPI would use the process's global one for their own traces.
         self._provider = TracerProvider(resource=_resource(service), shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         self._tracer = self._provider.get_tracer("millrace")
@@ -63,7 +63,7 @@ class OtlpTracing(tracing.Tracing):
     @contextmanager
     def batch(self, served: Iterable[tracing.QueueSpan | None], rows: int) -> Iterator[None]:
         asking = [one.asking for one in served if isinstance(one, _QueueSpan)]
-        if not asking:  # whatever is the present span here, it is none of theirs
+        if not asking:  # the present span belongs to another request
             with use_span(INVALID_SPAN):
                 yield
             return
@@ -72,7 +72,7 @@ class OtlpTracing(tracing.Tracing):
         parent = trace.set_span_in_context(asking[0], otel_context.Context())
         span = self._tracer.start_span("batch", parent, attributes=attributes, links=links)
         for one in asking:
-            if one.is_recording():  # whoever asked may have gone
+            if one.is_recording():  # the request may have ended
                 one.add_link(span.get_span_context())
         with _within(span):
             yield
@@ -99,7 +99,7 @@ class OtlpTracing(tracing.Tracing):
             span.end(began_ns)
 
     def close(self, timeout_s: float = tracing.EXPORT_TIMEOUT_S) -> None:
-        # In a thread, since the exporter's own bounds are of each attempt and not of all.
+        # In a thread, because the exporter's own timeouts apply to each attempt and not to all of them.
         closing = threading.Thread(target=self._provider.shutdown, name="spans", daemon=True)
         closing.start()
         closing.join(timeout_s)
@@ -107,7 +107,10 @@ class OtlpTracing(tracing.Tracing):
 
 @contextmanager
 def _within(span: Span) -> Iterator[None]:
-    """The present span, until it ends. An error of the client's does not fail it, and of none are internals told."""
+    """Make the span current, and end it afterwards.
+
+    Errors of the client do not mark it as failed, and internals of unexpected errors are not recorded.
+    """
     with use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
         try:
             yield
@@ -135,7 +138,7 @@ class _Call:
 
 
 class _QueueSpan:
-    """`asking` is the span that waits for an answer."""
+    """The time of a request in the queue. `asking` is the request's span."""
 
     def __init__(self, asking: Span, span: Span) -> None:
         self.asking = asking
@@ -146,7 +149,10 @@ class _QueueSpan:
 
 
 def _carrier(metadata: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:
-    """The W3C's headers of a call. Two parents are none; states that came in several headers are one list."""
+    """Return a call's W3C headers.
+
+    Several parents count as none. States from several headers are joined.
+    """
     parents: list[str] = []
     states: list[str] = []
     for key, value in metadata:

@@ -1,11 +1,11 @@
-"""Whether code that callers bring may run on the cluster: MILLRACE_OWN_CODE, `off` (the default) or `trusted`.
+"""Settings for users' own code on the cluster.
 
-Where it is `trusted`, whoever may create a job owns the cluster: the code runs with the rights of Ray's workers, and
-Ray is no boundary between jobs. So a service that others than this machine's users reach must know its callers by a
-token.
+MILLRACE_OWN_CODE is `off` (the default) or `trusted`. With `trusted`, anyone who may create a job controls the cluster:
+the code runs with the rights of Ray's workers, and Ray is no boundary between jobs. A service that is reachable beyond
+this machine must therefore demand a token.
 
-MILLRACE_CUSTOM_TRANSFORMS names the functions that `custom` transform steps may call; what takes a client's transform
-asks for it.
+MILLRACE_CUSTOM_TRANSFORMS lists the functions that `custom` transform steps may call. Every part that accepts a
+client's transform checks it.
 
 Installed packages add models, losses and training steps, found by name among entry points. They are looked up anew at
 each call, in the process that needs them: a package must be installed where its code runs.
@@ -31,13 +31,15 @@ OFF, TRUSTED = "off", "trusted"
 
 @dataclass(frozen=True, kw_only=True)
 class OwnCode:
-    """Of a service: whether it takes code of its callers and has it run."""
+    """A service's policy for its callers' code."""
 
     is_trusted: bool = False
 
     def require_own_code(self, what: str = "") -> None:
-        """Raises `FailedPrecondition` (OWN_CODE_OFF) where callers' code is not to run. `what` says first what needs
-        it."""
+        """Raise `FailedPrecondition` (OWN_CODE_OFF) unless callers' code may run.
+
+        `what` begins the message with what needs it.
+        """
         if not self.is_trusted:
             raise FailedPrecondition(
                 f"{what}this service runs no code of its callers; start it with {VARIABLE}={TRUSTED} if all who may "
@@ -48,10 +50,10 @@ class OwnCode:
 
 
 def own_code(environ: Mapping[str, str], listen: str, *, has_token: bool) -> OwnCode:
-    """Reads MILLRACE_OWN_CODE for a service that listens on `listen`, host:port.
+    """Read MILLRACE_OWN_CODE for a service that listens on `listen`, host:port.
 
-    Raises `SettingsError` for an unknown value, and for `trusted` where others than this machine's users reach the
-    service and it demands no token.
+    Raises `SettingsError` for an unknown value, and for `trusted` if the service is reachable beyond this machine and
+    demands no token.
     """
     text = environ.get(VARIABLE) or OFF
     if text not in (OFF, TRUSTED):
@@ -65,7 +67,10 @@ def own_code(environ: Mapping[str, str], listen: str, *, has_token: bool) -> Own
 
 
 def _is_loopback(listen: str) -> bool:
-    """Whether host:port is certainly this machine's own; a name other than localhost may mean any address."""
+    """Return whether host:port is certainly this machine's own.
+
+    A name other than localhost may mean any address.
+    """
     host = listen.rpartition(":")[0].removeprefix("[").removesuffix("]")
     if host == "localhost":
         return True
@@ -82,7 +87,10 @@ _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def allowed_functions(environ: Mapping[str, str]) -> frozenset[str]:
-    """`module:function` each; none where the variable is not set. Raises `SettingsError` naming it."""
+    """Read the allowed functions, `module:function` each; none if the variable is unset.
+
+    Raises `SettingsError`, naming the variable.
+    """
     functions = [one.strip() for one in environ.get(CUSTOM_TRANSFORMS_VARIABLE, "").split(",") if one.strip()]
     for function in functions:
         if not _FUNCTION.fullmatch(function):
@@ -91,10 +99,10 @@ def allowed_functions(environ: Mapping[str, str]) -> frozenset[str]:
 
 
 def check_functions(transforms: Iterable[Mapping[str, Any]], allowed: Collection[str], where: str) -> None:
-    """Whoever can write a checkpoint must not be able to have any function called.
+    """Refuse a checkpoint whose preprocessing calls a function that is not `allowed`.
 
-    `transforms` are a checkpoint's, `where` says whose environment allows. Raises `FailedPrecondition` naming the
-    first function that is not `allowed`.
+    Otherwise anyone who can write a checkpoint could have any function called. `transforms` are a checkpoint's; `where`
+    says whose environment allows. Raises `FailedPrecondition`, naming the first such function.
     """
     for transform in transforms:
         for step in transform.get("steps", []):

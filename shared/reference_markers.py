@@ -1,7 +1,7 @@
-"""Markers of who uses a resource: `{resource}/users/{kind}-{uid}.json`.
+"""Markers of the users of a resource: `{resource}/users/{kind}-{uid}.json`.
 
-A user leaves its marker and then looks whether the resource is still there; whoever takes the resource away says so
-first and looks for markers then. Whichever comes second sees the other.
+A user first writes its marker and then checks that the resource still exists. A deletion is first recorded and then
+checks for markers. Whichever comes second sees the other.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from shared.jobs import Jobs, JobState
 from shared.log import ResourceLog
 from shared.storage import ObjectExists, ObjectMissing, ObjectStore
 
-# A marker is written before its user is, or before that goes on: for so long it counts without one.
+# A marker is written before its user is created or resumed. It counts for this time without a live user.
 REFERENCE_APPEARS_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
 class ReferenceMarker:
-    """`holder` is a resource's name; `job_folder` is where its log is, None for a user that is no durable job.
+    """A marker of one user of a resource.
 
-    `ends_in` is the state in which such another user uses nothing more; empty where only taking the marker away ends
-    its use. `folder` is the part of the resource that is used, where it may be replaced. `marked_at` is in seconds
-    since the epoch.
+    `holder` is the user's resource name; `job_folder` is where its log is, None for a user that is no durable job.
+    `ends_in` is the state in which such another user no longer uses anything; empty if its use ends only with the
+    marker. `folder` is the used part of a resource that may be replaced. `marked_at` is in seconds since the epoch.
     """
 
     key: str
@@ -40,15 +40,20 @@ class ReferenceMarker:
     folder: str = ""
 
     def counts(self, store: ObjectStore, now: float) -> bool:
-        """Whether the user still lives, or may yet be made. One whose log we do not know is believed."""
+        """Return whether the user still lives or may yet be created.
+
+        A user whose log is unknown counts as live.
+        """
         if self.job_folder is not None:
-            job = Jobs(store, self.kind).newest(self.job_folder)  # its tombstone, too: it is not still to come
+            job = Jobs(store, self.kind).newest(
+                self.job_folder
+            )  # A tombstone counts as well: that job will not be created any more.
             if job is None or job.uid != self.uid:
                 return self._may_appear(now)
             if job.state in (JobState.FAILED, JobState.CANCELLED):
-                # One that is resumed marks what it needs before its log says that it goes on.
+                # A job that is resumed marks what it needs before its log says so.
                 return self.marked_at > job.update_time and self._may_appear(now)
-            # One that is suspended waits to go on with what it uses.
+            # A suspended job will continue with what it uses.
             return not job.state.final or job.state is JobState.SUSPENDED
         if not self.ends_in:
             return True
@@ -58,7 +63,7 @@ class ReferenceMarker:
         return bool(record.state.get("state") != self.ends_in)
 
     def has_holder(self, store: ObjectStore) -> bool:
-        """Whether the user was made, and uses it still. Never of one whose log we do not know."""
+        """Return whether the user exists and still uses the resource. False for a user whose log is unknown."""
         return bool(self.job_folder is not None or self.ends_in) and self.counts(store, math.inf)
 
     def _may_appear(self, now: float) -> bool:
@@ -77,7 +82,7 @@ def put_marker(
     folder: str = "",
     now: float = 0.0,
 ) -> None:
-    """Writes it, over the same user's earlier one."""
+    """Write a marker, replacing the same user's earlier one."""
     data = _data(kind, uid, holder, is_job, ends_in, folder, now)
     store.put(_key(resource, kind, uid), data)
 
@@ -93,8 +98,11 @@ def keep_marker(
     ends_in: str = "",
     folder: str = "",
 ) -> None:
-    """Once the user is made: an equal call that was refused just before may have taken the marker away, see `let_go`.
-    The user is there all the same where the store cannot be asked."""
+    """Write the marker again once the user exists.
+
+    An equal call that was refused just before may have removed the marker; see `let_go`. If the store does not answer,
+    the user exists all the same.
+    """
     with suppress(ObjectExists, *STORE_OUTAGES):
         store.put_if_absent(_key(resource, kind, uid), _data(kind, uid, holder, is_job, ends_in, folder))
 
@@ -111,38 +119,41 @@ def _data(kind: str, uid: str, holder: str, is_job: bool, ends_in: str, folder: 
 
 
 def unmark(store: ObjectStore, resource: str, kind: str, uid: str) -> None:
-    """It is no error if there is no such marker."""
+    """Remove a marker. A missing marker is no error."""
     store.delete(_key(resource, kind, uid))
 
 
 def let_go(store: ObjectStore, resource: str, kind: str, uid: str) -> None:
-    """As `unmark`, for a call that was refused: where an equal call, whose user has the same uid, has made that, it
-    keeps the marker. In an outage the marker stays until a sweep."""
+    """Remove the marker of a call that was refused.
+
+    The marker stays if an equal call, whose user has the same uid, has created that user. In an outage it stays until a
+    sweep.
+    """
     key = _key(resource, kind, uid)
     with suppress(ObjectMissing, *STORE_OUTAGES):
         data = store.get(key)
         marker = _marker(key, data)
         if not marker.has_holder(store):
             store.delete(key)
-            # Whoever makes its user marks again once that is there: one of us sees the other.
+            # The creator of the user writes the marker again afterwards, so one of the two calls sees the other.
             if marker.has_holder(store):
                 with suppress(ObjectExists):
                     store.put_if_absent(key, data)
 
 
 def markers(store: ObjectStore, resource: str) -> list[ReferenceMarker]:
-    """All that there are, in the order of their keys."""
+    """Return all markers in the order of their keys."""
     found = []
     for key in sorted(info.key for info in store.list(f"{resource}/users")):
         try:
             found.append(_marker(key, store.get(key)))
-        except ObjectMissing:  # let go just now
+        except ObjectMissing:  # removed just now
             continue
     return found
 
 
 def live_references(store: ObjectStore, resource: str, now: float) -> list[str]:
-    """The names of those whose markers count, sorted."""
+    """Return the sorted names of the users whose markers count."""
     return sorted({marker.holder for marker in markers(store, resource) if marker.counts(store, now)})
 
 

@@ -1,4 +1,7 @@
-"""`request_id`: the same id with the same body gets the first answer; with another body it is refused."""
+"""Idempotency by `request_id`.
+
+The same id with the same body gets the first answer; with another body it is refused.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,20 @@ from google.protobuf.message import Message
 from shared.errors import AlreadyExists, Cancelled, DeadlineExceeded, Internal, MillraceError, Unavailable
 from shared.storage import ObjectExists, ObjectMissing, ObjectStore
 
-# After these the creation may have happened all the same.
+# After these errors the resource may have been created all the same.
 OUTCOME_UNKNOWN = (Unavailable, DeadlineExceeded, Cancelled, Internal)
 
 
 @dataclass(frozen=True)
 class Claim:
-    """`name` is what the first call chose; `repeated` tells that this call is not the first."""
+    """A claimed request id. `name` is the first call's choice; `repeated` means that this call is not the first."""
 
     name: str
     repeated: bool
 
 
 def body_digest(request: Message) -> str:
-    """SHA-256 in hex of a request without its `request_id`, the same for equal messages."""
+    """Return the SHA-256 in hex of a request without its `request_id`, the same for equal messages."""
     body = type(request)()
     body.CopyFrom(request)
     body.ClearField("request_id")
@@ -35,8 +38,11 @@ def body_digest(request: Message) -> str:
 
 
 def uid_of(request_id: str, name: str) -> str:
-    """For the job `name` that a call makes: the same when the call is repeated, so that what the first one claimed and
-    marked is the second one's too, and what it made is known when it is gone."""
+    """Return the uid of the job `name` that a call creates.
+
+    A repeated call gets the same uid. It therefore shares the first call's claims and markers, and recognises a job
+    that was created and has been deleted since.
+    """
     return uuid.uuid5(uuid.UUID(request_id), name).hex if request_id else uuid.uuid4().hex
 
 
@@ -44,13 +50,13 @@ def uid_of(request_id: str, name: str) -> str:
 def claimed(
     store: ObjectStore, service: str, request_id: str, digest: str, name: str, turn: int = 1
 ) -> Iterator[Claim]:
-    """Claims a request id for the creation of `name` while the body runs; lets it go again if the creation is refused,
-    but not when an outage leaves open whether it happened.
+    """Claim a request id for the creation of `name` while the body runs.
 
-    A repeated call must return the resource that the claim names, or, where the first call died before it was made,
-    make it. Where others have taken that name meanwhile, and the caller left it to us, the claim of the next `turn`
-    names another: a claim is never changed, so that all who repeat a call come to the same one.
-    Raises `AlreadyExists` when the id was used with another body. An empty id claims nothing.
+    The claim is removed if the creation is refused, but not if an outage leaves its outcome open. A repeated call must
+    return the resource that the claim names, or create it if the first call died before. If other callers have taken
+    that name meanwhile, and the caller left its choice to the service, the claim of the next `turn` names another. A
+    claim is never changed, so that all repetitions of a call reach the same name. Raises `AlreadyExists` if the id was
+    used with another body. An empty id claims nothing.
     """
     if not request_id:
         yield Claim(name, repeated=False)
@@ -61,14 +67,17 @@ def claimed(
         yield claim
     except MillraceError as error:
         if not claim.repeated and not isinstance(error, OUTCOME_UNKNOWN):
-            with suppress(Unavailable):  # then the claim stays, and a repeated call tries once more
+            with suppress(Unavailable):  # then the claim stays, and a repeated call tries again
                 store.delete(key)
         raise
 
 
 def claimed_before(store: ObjectStore, service: str, request_id: str, digest: str, turn: int = 1) -> str | None:
-    """What an earlier call with this id named in that turn; it need not have been made. What it was made of may be gone
-    since, so look before a repeated call is checked again. Raises as `claimed`."""
+    """Return the name that an earlier call with this id claimed in that turn.
+
+    The resource need not exist. Call this before checking a repeated call again, because the call's inputs may have
+    been deleted since. Raises as `claimed`.
+    """
     if not request_id:
         return None
     try:
@@ -85,7 +94,7 @@ def _claim(store: ObjectStore, key: str, request_id: str, digest: str, name: str
         try:
             return Claim(_first_name(store.get(key), request_id, digest), repeated=True)
         except ObjectMissing:
-            continue  # the first call was refused just now, and let it go
+            continue  # the first call was refused just now, and removed its claim
 
 
 def _first_name(claim: bytes, request_id: str, digest: str) -> str:

@@ -1,6 +1,6 @@
-"""Settings that every service has, read once from the environment in `__main__` and handed on from there.
+"""Settings of every service, read once from the environment in `__main__` and passed on from there.
 
-MILLRACE_CLUSTER_MAX is how far the cluster grows, as its operator says: beyond it nothing is ever placed.
+MILLRACE_CLUSTER_MAX is the size to which the operator lets the cluster grow. Nothing is placed beyond it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class StoreSettings:
-    """Where every byte that must last is kept. It travels to Ray's workers, so it is plain values."""
+    """The object store of all durable data. It is sent to Ray's workers, so it has only plain values."""
 
     # file:///absolute/folder, or s3://bucket/prefix
     url: str
@@ -29,7 +29,7 @@ class StoreSettings:
     s3_access_key: str = ""
     s3_secret_key: str = ""
     s3_region: str = "us-east-1"
-    # The endpoint as clients outside the stack see it; only presigned URLs name it.
+    # The endpoint as seen by clients outside the stack; only presigned URLs name it.
     public_s3_endpoint: str = ""
 
     def __post_init__(self) -> None:
@@ -55,17 +55,17 @@ class StoreSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceSettings:
-    """What a service process is started with."""
+    """The settings of a service process."""
 
     listen: str
     store: StoreSettings
-    # host:port of the Ray head; empty: long work waits until a service is started with one
+    # host:port of the Ray head; empty: long work waits until a service is started with an address
     ray_address: str = ""
     log_level: str = "INFO"
 
 
 def store_settings(environ: Mapping[str, str]) -> StoreSettings:
-    """Reads MILLRACE_STORE and MILLRACE_S3_*."""
+    """Read MILLRACE_STORE and MILLRACE_S3_*."""
     if not environ.get("MILLRACE_STORE"):
         raise SettingsError("MILLRACE_STORE is not set: use file:///absolute/folder or s3://bucket/prefix")
     return StoreSettings(
@@ -79,7 +79,7 @@ def store_settings(environ: Mapping[str, str]) -> StoreSettings:
 
 
 def service_settings(environ: Mapping[str, str], default_listen: str) -> ServiceSettings:
-    """Reads what every service needs; `default_listen` is host:port."""
+    """Read the settings of every service; `default_listen` is host:port."""
     listen = environ.get("MILLRACE_LISTEN") or default_listen
     host, _, port = listen.rpartition(":")
     if not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
@@ -96,18 +96,20 @@ def service_settings(environ: Mapping[str, str], default_listen: str) -> Service
 
 
 def standby_attempt(environ: Mapping[str, str]) -> bool:
-    """Reads MILLRACE_STANDBY_ATTEMPT: whether an idle process waits for the next attempt, to save it the start."""
+    """Read MILLRACE_STANDBY_ATTEMPT: whether an idle process waits for the next attempt, to save its start-up time."""
     return is_on(environ, "MILLRACE_STANDBY_ATTEMPT", default=True)
 
 
 def warm_workers(environ: Mapping[str, str]) -> bool:
-    """Reads MILLRACE_WARM_WORKERS: whether idle processes wait for the workers of a run's next attempt, of about half a
-    gigabyte each, and for those of the next transform, of about 200 MiB each."""
+    """Read MILLRACE_WARM_WORKERS: whether idle worker processes wait for the next work.
+
+    A worker for a run's next attempt takes about half a gigabyte, one for the next transform about 200 MiB.
+    """
     return is_on(environ, "MILLRACE_WARM_WORKERS", default=True)
 
 
 def is_on(environ: Mapping[str, str], variable: str, *, default: bool) -> bool:
-    """Reads a variable that is 0 or 1, or unset or empty for the default. Raises `SettingsError`."""
+    """Read a variable that is 0 or 1; unset or empty means the default. Raises `SettingsError`."""
     text = environ.get(variable, "")
     if text not in ("", "0", "1"):
         raise SettingsError(f"{variable}: {text!r}: use 0 or 1")
@@ -126,7 +128,7 @@ CLUSTER_MAX_VARIABLE = "MILLRACE_CLUSTER_MAX"
 
 
 def largest_cluster(environ: Mapping[str, str]) -> dict[str, float] | None:
-    """Reads MILLRACE_CLUSTER_MAX, e.g. `CPU=512,GPU=64`; None where it is not set."""
+    """Read MILLRACE_CLUSTER_MAX, e.g. `CPU=512,GPU=64`; None if it is not set."""
     text = environ.get(CLUSTER_MAX_VARIABLE, "")
     if not text:
         return None
@@ -135,7 +137,7 @@ def largest_cluster(environ: Mapping[str, str]) -> dict[str, float] | None:
         most = {name.strip(): float(amount) for name, _, amount in pairs}
     except ValueError:
         most = {"": -1.0}
-    # Ray's own are CPU and GPU; a bound on another spelling would bound nothing.
+    # Ray's own names are CPU and GPU; another spelling would limit nothing.
     if not all(name and name not in ("cpu", "gpu") and amount >= 0 for name, amount in most.items()):
         raise SettingsError(
             f"{CLUSTER_MAX_VARIABLE}={text!r}: use names of Ray's resources and amounts, e.g. CPU=512,GPU=64"

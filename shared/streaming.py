@@ -1,4 +1,4 @@
-"""What servicers' streams are made of: blocking iterators run in threads, and messages that are bytes already."""
+"""Helpers for servicers' streams: blocking iterators in threads, limited slots, and ready-made messages."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ Item = TypeVar("Item")
 
 
 async def in_threads(items: Generator[Item, None, None]) -> AsyncIterator[Item]:
-    """Takes each item in a thread while the one before is sent, and no further: a slow client holds up its own
-    reading. Closes the generator at the end, also where the client has gone."""
+    """Compute each item in a thread while the one before it is sent, and not further ahead.
+
+    A slow client thus slows down only its own reading. The generator is closed at the end, also if the client has
+    disconnected.
+    """
     done = object()
     # A cancelled call leaves its step running in the thread, and a running generator cannot be closed.
     running = threading.Lock()
@@ -40,15 +43,18 @@ async def in_threads(items: Generator[Item, None, None]) -> AsyncIterator[Item]:
         await asyncio.to_thread(close)
 
 
-# A client that keeps its call waiting for so long gives its slot up to one that waits. A message has up to 3.5 MiB, so
-# whoever takes 60 KiB a second stays in any case, and while there are slots left so does whoever pauses.
+# A client that keeps its call waiting for this long gives its slot to a waiting one. A message has up to 3.5 MiB, so a
+# client that takes 60 KiB a second always keeps its slot. While slots are free, every client keeps its slot.
 STALLED_AFTER_S = 60.0
 
 
 @dataclass(frozen=True)
 class Wording:
-    """What refused clients are told: `full`, with the reason `full_reason`, where every slot is taken; `stalled`, with
-    `stalled_reason`, where theirs went to another."""
+    """Texts and reasons for refused clients.
+
+    `full` and `full_reason` are for a client that finds every slot taken; `stalled` and `stalled_reason` are for one
+    whose slot went to another.
+    """
 
     full: str
     full_reason: str
@@ -86,7 +92,7 @@ UPLOADS = Wording(
 
 
 class Slots:
-    """So many streams at once: each holds some tens of MiB, whatever its client does. For one event loop."""
+    """Limits concurrent streams, because each holds some tens of MiB. For one event loop."""
 
     def __init__(self, most: int, clock: Callable[[], float] = time.monotonic, wording: Wording = READS) -> None:
         self._most = most
@@ -96,7 +102,7 @@ class Slots:
 
     @contextmanager
     def one(self) -> Iterator[Slot]:
-        """Raises `ResourceExhausted` where all are taken by clients that do something."""
+        """Take a slot. Raises `ResourceExhausted` if active clients hold all slots."""
         if len(self._taken) >= self._most:
             self._take_from_stalled()
         slot = Slot(self._clock, self._wording)
@@ -119,24 +125,26 @@ class Slots:
 
 
 class Slot:
-    """Of one call, in whose tasks all is called but `lose`."""
+    """The slot of one call. The call's own tasks use all methods but `lose`."""
 
     def __init__(self, clock: Callable[[], float], wording: Wording) -> None:
         self._clock = clock
         self._wording = wording
-        # Since when each of the call's tasks waits for the client.
+        # The time since when each of the call's tasks waits for the client.
         self._waiting: dict[asyncio.Task[Any], float] = {}
         self._lost = False
 
     @property
     def stalled_s(self) -> float:
-        """How long the client has taken nothing of a message that lies ready, or sent none that is waited for."""
+        """Return how long the client has neither taken a ready message nor sent an awaited one."""
         return max((self._clock() - since for since in self._waiting.values()), default=0.0)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around each wait for the client: at the `yield` of a message, or until it sends one. Raises
-        `DeadlineExceeded` where the slot was lost meanwhile."""
+        """Measure a wait for the client: around the `yield` of a message, or until the client sends one.
+
+        Raises `DeadlineExceeded` if the slot was lost meanwhile.
+        """
         task = asyncio.current_task()
         assert task is not None
         self._waiting[task] = self._clock()
@@ -145,8 +153,8 @@ class Slot:
         finally:
             del self._waiting[task]
             if self._lost:
-                # A call's task waits in the interceptor, for its client to take the message. Its cancellation closes
-                # the servicer's generator, and here becomes an error that has a status.
+                # The call's task waits in the interceptor for its client to take the message. Its cancellation closes
+                # the servicer's generator, and becomes an error with a status here.
                 task.uncancel()
                 raise DeadlineExceeded(
                     self._wording.stalled.format(STALLED_AFTER_S), reason=self._wording.stalled_reason
@@ -159,8 +167,10 @@ class Slot:
 
 
 def framed(field_number: int, parts: Sequence[bytes | memoryview]) -> bytes:
-    """A protobuf message whose one set field, of type bytes, is `parts` one after the other: what the library makes of
-    it too, with one copy instead of three."""
+    """Encode a protobuf message whose one set field, of type bytes, is the concatenation of `parts`.
+
+    The result equals the library's, with one copy instead of three.
+    """
     return b"".join((_varint(field_number << 3 | 2), _varint(sum(len(part) for part in parts)), *parts))
 
 

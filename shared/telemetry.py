@@ -1,11 +1,11 @@
-"""Structured logs: one JSON object a line on standard error, each with the identity that its context carries.
+"""Structured logs: one JSON object per line on standard error, each with the identity of its context.
 
-A thread of its own writes the lines, so that nobody who logs waits for whoever reads them.
-A pipe that is not read takes some 64 KiB and then blocks each write, for as long as its reader stands still: an event
-loop that logs would stand still with it, and health checks with the loop. So lines wait in memory, up to a bound, and
-those above it are dropped; how many is said once lines are taken again.
+A separate thread writes the lines, so logging never waits for the reader. An unread pipe takes some 64 KiB and then
+blocks every write until its reader continues. An event loop that logs would be blocked, too, and health checks with it.
+Lines therefore wait in memory, up to a limit. Lines above it are dropped, and their number is logged once lines are
+written again.
 
-What a caller may see of an exception that nobody expected is `hidden`: its internals are in the log alone.
+`hidden` turns an unexpected exception into what a caller may see. Its internals are in the log alone.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _identity: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("iden
 
 @contextmanager
 def identity(**values: str) -> Iterator[None]:
-    """Puts ids (request_id, job, model_version, …) on every log line written inside."""
+    """Add ids (request_id, job, model_version, …) to every log line written inside."""
     token = _identity.set({**_identity.get(), **values})
     try:
         yield
@@ -44,22 +44,24 @@ def identity(**values: str) -> Iterator[None]:
 
 
 def identify(**values: str) -> None:
-    """Puts more ids on every log line of this task from here on, until the `identity` ends that it is in."""
+    """Add ids to every further log line of this task, until the enclosing `identity` ends."""
     _identity.set({**_identity.get(), **values})
 
 
 def log_outcome(
     logger: logging.Logger, what: str, status: str, duration_s: float, why: str = "", **fields: object
 ) -> None:
-    """How a call ended, or a request of a stream, with `fields` besides those that all have; `status` is gRPC's name,
-    `why` what is wrong."""
+    """Log the outcome of a call, or of a request of a stream.
+
+    `status` is gRPC's name, `why` the problem; `fields` are added to the common ones.
+    """
     duration_ms = duration_s * 1000
     told = {"status": status, "duration_ms": round(duration_ms, 3), **fields}
     logger.info("%s %s %.1f ms%s", what, status, duration_ms, f": {why}" if why else "", extra={"fields": told})
 
 
 class JsonFormatter(logging.Formatter):
-    """A record's `fields` (`extra={"fields": …}`) are members of its line, as `always` are of every line."""
+    """Formats a record as JSON. The members include its `fields` (`extra={"fields": …}`) and `always`."""
 
     def __init__(self, service: str, **always: str) -> None:
         super().__init__()
@@ -81,20 +83,22 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logging(service: str, level: str, **always: str) -> None:
-    """Sends all logs of this process to standard error as JSON lines, each with what is `always` so. Call once, when
-    the process starts. Who logs does not wait for whoever reads them, see `BackgroundHandler`; before `os._exit` call
-    `flush_logs`."""
+    """Send all logs of this process to standard error as JSON lines, each with the ids in `always`.
+
+    Call this once, when the process starts. Logging does not wait for the reader, see `BackgroundHandler`; call
+    `flush_logs` before `os._exit`.
+    """
     handler: logging.Handler
     try:
         handler = BackgroundHandler(sys.stderr)
-    except (OSError, ValueError, AttributeError):  # something of Python's stands there, which is no file
+    except (OSError, ValueError, AttributeError):  # standard error was replaced by an object that is no file
         handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(service, **always))
     logging.basicConfig(level=level, handlers=[handler], force=True)
 
 
 def flush_logs() -> None:
-    """Waits, for a short time at the most, until what was logged is written."""
+    """Wait, for at most FLUSH_TIMEOUT_S, until logged lines are written."""
     for handler in logging.getLogger().handlers:
         handler.flush()
 
@@ -102,27 +106,29 @@ def flush_logs() -> None:
 # --- Writing in the background ---
 
 MAX_WAITING_BYTES = 8 * 1024 * 1024
-# Up to so many bytes a write to a pipe is not mixed with those of other processes on the same pipe (POSIX: PIPE_BUF).
+# Writes of up to this size are not mixed with those of other processes on the same pipe (POSIX: PIPE_BUF).
 WRITE_BYTES = 4096
-# Between two looks while lines come: a thread that woke for each of them would take time from those who log.
+# The pause between two writes. Waking the thread for each line would slow down the callers that log.
 PAUSE_S = 0.01
-# How long the end of a process waits for a reader that stands still.
+# How long a process waits at its end for a blocked reader.
 FLUSH_TIMEOUT_S = 2.0
 
 
 class BackgroundHandler(logging.Handler):
-    """Lines keep the order in which they were logged. `flush`, which `logging.shutdown` calls at the end of a process,
-    waits until they are written, for `FLUSH_TIMEOUT_S` seconds at the most. In a forked child, which has no such
-    thread, lines are written at once."""
+    """Writes lines in the order in which they were logged, from its own thread.
+
+    `flush`, which `logging.shutdown` calls at the end of a process, waits at most `FLUSH_TIMEOUT_S` seconds until they
+    are written. In a forked child, which has no such thread, lines are written at once.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
-        # Below Python's buffers: a thread that waits in a write of theirs holds their lock, and a process that ends
-        # meanwhile is aborted for it.
+        # Writes bypass Python's buffers: a thread that is blocked in a buffered write holds the buffer's lock, and
+        # Python aborts a process that ends meanwhile.
         self._file = stream.fileno()
         self._changed = threading.Condition()
         self._lines: deque[bytes] = deque()
-        # Of the lines in the queue, and of those that are being written.
+        # Bytes of the lines in the queue, and of those that are being written.
         self._waiting_bytes = 0
         self._dropped = 0
         self._thread: threading.Thread | None = None
@@ -131,17 +137,20 @@ class BackgroundHandler(logging.Handler):
 
     @property
     def descriptor(self) -> int:
-        """Of the file that lines are written to."""
+        """The descriptor of the file that lines are written to."""
         return self._file
 
     def write_to(self, descriptor: int) -> None:
-        """Lines from here on go there; those that wait are written first, within `FLUSH_TIMEOUT_S` seconds."""
+        """Write further lines to another file.
+
+        Waiting lines are written first, within `FLUSH_TIMEOUT_S` seconds.
+        """
         self.flush()
         self._file = descriptor
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            # Here, not in the thread: a line's identity is of the context that logs it.
+            # Formatted here and not in the thread, because a line's identity belongs to the context that logs it.
             line = self.format(record).encode("utf-8", "backslashreplace") + b"\n"
         except Exception:
             self.handleError(record)
@@ -187,7 +196,10 @@ class BackgroundHandler(logging.Handler):
             self._waiting_bytes += len(line)
 
     def _write(self, lines: list[bytes]) -> None:
-        """Whole lines together, as many as are not mixed with others'; where nobody can read them any more, nothing."""
+        """Write whole lines, grouped so that they are not mixed with those of other processes.
+
+        If the file can no longer be written, the lines are discarded.
+        """
         chunk = b""
         for line in lines:
             if chunk and len(chunk) + len(line) > WRITE_BYTES:
@@ -200,9 +212,9 @@ class BackgroundHandler(logging.Handler):
         while chunk:
             try:
                 chunk = chunk[os.write(self._file, chunk) :]
-            except BlockingIOError:  # another process had its end of the file not wait, and it is full
+            except BlockingIOError:  # another process made the file non-blocking, and it is full
                 time.sleep(PAUSE_S)
-            except OSError:  # nobody has the other end any more, or the disk is full: there is nowhere to say so
+            except OSError:  # no reader is left, or the disk is full; there is no other place to report it
                 return
 
     def _after_fork(self) -> None:
@@ -216,7 +228,10 @@ class BackgroundHandler(logging.Handler):
 
 
 def hidden(error: BaseException, logger: logging.Logger, what: str) -> Internal:
-    """What a caller may see of `error`; the log has `what` happened and the traceback under the same correlation id."""
+    """Log `error`, and return what a caller may see of it.
+
+    The log has `what` happened and the traceback under the same correlation id.
+    """
     correlation_id = uuid.uuid4().hex
     fields = {"correlation_id": correlation_id}
     logger.error("%s; correlation_id=%s", what, correlation_id, exc_info=error, extra={"fields": fields})

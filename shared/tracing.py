@@ -1,7 +1,9 @@
-"""Spans of what happens to a call, for OpenTelemetry: off, and nothing of its SDK imported, unless an exporter is
-configured by its standard variables (`configure_tracing`).
+"""Spans of calls for OpenTelemetry.
 
-Names in here are those of the W3C's Trace Context: `headers` are `traceparent` and, where there is one, `tracestate`.
+Tracing is off, and OpenTelemetry's SDK is not imported, unless its standard variables configure an exporter
+(`configure_tracing`).
+
+Header names are those of the W3C's Trace Context: `headers` are `traceparent` and, if it exists, `tracestate`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from urllib.parse import urlsplit
 from shared.settings import SettingsError
 
 PREFIX = "OTEL_"
-# What a process that ends may wait for its last spans.
+# How long a process waits for its last spans at its end.
 EXPORT_TIMEOUT_S = 2.0
 PROTOCOL = "http/protobuf"
 
@@ -23,75 +25,84 @@ _NOTHING = nullcontext()
 
 
 class Call(Protocol):
-    """The span of a call, which is the present one until it ends. `ids` are those that its logs carry."""
+    """The span of a call, which is current until it ends. `ids` are added to the call's log lines."""
 
     @property
     def ids(self) -> Mapping[str, str]: ...
 
     def end(self, status: str, message: str = "") -> None:
-        """`status` is gRPC's, by its name."""
+        """End the span. `status` is gRPC's name."""
 
 
 class QueueSpan(Protocol):
-    """Of rows that wait for a batch."""
+    """The span of rows that wait for a batch."""
 
     def end(self) -> None: ...
 
 
 class Tracing:
-    """Switched off. Whatever is on does the same, and tells it (`OtlpTracing`).
+    """Tracing that is switched off. `OtlpTracing` has the same methods and exports spans.
 
-    A span is of a call, or of what a call that is recorded brought about: outside of one, none is begun.
+    A span belongs to a call, or to work that a recorded call caused. Outside of a recorded call no span begins.
     """
 
     def call(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Call | None:
-        """Begins the span of a call that came with this metadata. It is to be ended in the same task."""
+        """Begin the span of a call with this metadata. The same task must end it."""
         return None
 
     def span(self, name: str, *, outgoing: bool = False, **attributes: str | int) -> AbstractContextManager[object]:
-        """A part of what the present span is of."""
+        """Begin a child of the current span."""
         return _NOTHING
 
     def describe(self, **attributes: str | int) -> None:
-        """Says more about the present span."""
+        """Add attributes to the current span."""
 
     def waiting(self, rows: int) -> QueueSpan | None:
-        """Begins the span of so many rows of the present one in a queue."""
+        """Begin the queue span of `rows` rows of the current span."""
         return None
 
     def batch(self, served: Iterable[QueueSpan | None], rows: int) -> AbstractContextManager[object]:
-        """One span for many: a part of the first one's, with a link to each that it serves, and from each."""
+        """Begin one span for several requests.
+
+        It is a child of the first request's span, and is linked with each request that it serves, in both directions.
+        """
         return _NOTHING
 
     def headers(self) -> Headers | None:
-        """What makes another process's spans parts of the present one; None where it need not begin any."""
+        """Return the headers that make another process's spans children of the current one.
+
+        None if that process need not begin any.
+        """
         return None
 
     def received(self, name: str, headers: Headers | None, **attributes: str | int) -> AbstractContextManager[object]:
-        """A part of another process's span."""
+        """Begin a child of another process's span."""
         return _NOTHING
 
     def parts(self, began_ns: int, **seconds: float) -> None:
-        """Parts of the present span that followed one another from `began_ns`, since the epoch."""
+        """Record consecutive children of the current span, from `began_ns` since the epoch."""
 
     def close(self, timeout_s: float = EXPORT_TIMEOUT_S) -> None:
-        """Exports what is left, as far as there is time."""
+        """Export the remaining spans within the time limit."""
 
 
 _tracing = Tracing()
 
 
 def tracing() -> Tracing:
-    """This process's."""
+    """Return this process's tracing."""
     return _tracing
 
 
 def configure_tracing(service: str, environ: Mapping[str, str]) -> None:
-    """Switches it on where an exporter is configured. Call once, when a process starts; the SDK reads the rest of its
-    variables from the process's own environment. Raises `SettingsError`."""
+    """Switch tracing on if an exporter is configured.
+
+    Call this once, when a process starts. The SDK reads its other variables from the process's own environment. Raises
+    `SettingsError`.
+    """
     global _tracing
     if is_wanted(environ):
-        # Takes half a second, and is of no use to whoever exports nothing.
+        # The import takes half a second, which a process without an exporter saves.
         from shared.otlp_tracing import OtlpTracing
 
         try:
@@ -101,7 +112,7 @@ def configure_tracing(service: str, environ: Mapping[str, str]) -> None:
 
 
 def is_wanted(environ: Mapping[str, str]) -> bool:
-    """Whether spans are to be exported. Raises `SettingsError` for what the exporter cannot do."""
+    """Return whether spans are to be exported. Raises `SettingsError` for what the exporter cannot do."""
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return False
     exporter = environ.get("OTEL_TRACES_EXPORTER", "").strip()
@@ -122,10 +133,13 @@ def is_wanted(environ: Mapping[str, str]) -> bool:
 
 
 def tracing_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """OpenTelemetry's variables, for other processes; none where nothing is exported. Raises `SettingsError`."""
+    """Return OpenTelemetry's variables for other processes; none if nothing is exported.
+
+    Raises `SettingsError`.
+    """
     return {name: value for name, value in environ.items() if name.startswith(PREFIX)} if is_wanted(environ) else {}
 
 
 def _of_traces(environ: Mapping[str, str], what: str) -> str:
-    """What is said of traces alone goes before what is said of all signals."""
+    """Return a variable's value. The variable for traces takes precedence over that for all signals."""
     return (environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{what}") or environ.get(f"OTEL_EXPORTER_OTLP_{what}", "")).strip()

@@ -1,7 +1,8 @@
-"""Values of Arrow arrays as texts, and texts as values.
+"""Converts values of Arrow arrays to texts and back.
 
-Single values are shown as people read them. A half float is the nearest to its text's digits, which neither Arrow nor
-two roundings in a row make. Dates, times and timestamps are written and read in any year that Arrow holds.
+Single values are shown as people read them. A text becomes the half float that is nearest to its digits, which neither
+Arrow nor two successive roundings achieve. Dates, times and timestamps are written and read in any year that Arrow
+holds.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from shared.errors import MAX_SHOWN_VALUE, shown
 
 _PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _SECONDS_A_DAY = 86_400
-# Days from 0000-03-01 to 1970-01-01, and in 400 years, after which the Gregorian calendar begins anew.
+# Days from 0000-03-01 to 1970-01-01, and in 400 years, the period of the Gregorian calendar.
 _DAYS_TO_1970, _DAYS_OF_ERA, _YEARS_OF_ERA = 719_468, 146_097, 400
 # Years of more digits than Arrow reads, or before the year 0.
 _FAR = re.compile(r"(-\d{1,9}|\d{5,9})(-.*)", re.DOTALL)
 
 
 def value_text(value: int, arrow_type: pa.DataType) -> str:
-    """A value as people write it; timestamps with a zone are given in UTC, with a Z."""
+    """Format a value as people write it. Timestamps with a zone are given in UTC, with a Z."""
     seconds, rest = whole_seconds(value, arrow_type)
     if kinds.is_time(arrow_type):
         return _clock(seconds, rest)
@@ -40,8 +41,10 @@ def value_text(value: int, arrow_type: pa.DataType) -> str:
 
 
 def zone_problem(given: pa.DataType, wanted: pa.DataType) -> str | None:
-    """Why dates and times without a zone do not become moments of `wanted`: a cast would take them for UTC.
-    None for all other casts."""
+    """Explain why dates and times without a zone cannot become moments of `wanted`.
+
+    A cast would assume UTC. None for all other casts.
+    """
     naive = kinds.is_date(given) or (kinds.is_timestamp(given) and given.tz is None)
     if not (naive and kinds.is_timestamp(wanted) and wanted.tz is not None):
         return None
@@ -52,20 +55,20 @@ def zone_problem(given: pa.DataType, wanted: pa.DataType) -> str | None:
 
 
 def zone_hint(wanted: pa.DataType) -> str:
-    """What is to be added where texts do not fit `wanted`; empty for all types but moments."""
+    """Return the hint for texts that do not fit `wanted`; empty for all types but moments."""
     if not (kinds.is_timestamp(wanted) and wanted.tz is not None):
         return ""
     return "; each text needs its offset, such as 2024-07-01T12:00:00+02:00 or …Z"
 
 
 def moment_text(seconds: int, nanoseconds: int) -> str:
-    """In UTC; since 1970."""
+    """Format a moment since 1970 in UTC."""
     day, of_day = divmod(seconds, _SECONDS_A_DAY)
     return f"{_date(day)}T{_clock(of_day, nanoseconds)}Z"
 
 
 def whole_seconds(value: int, arrow_type: pa.DataType) -> tuple[int, int]:
-    """Whole seconds and nanoseconds."""
+    """Return whole seconds and nanoseconds."""
     if kinds.is_date32(arrow_type):
         return value * _SECONDS_A_DAY, 0
     per_second = _PER_SECOND["ms" if kinds.is_date64(arrow_type) else arrow_type.unit]
@@ -74,13 +77,13 @@ def whole_seconds(value: int, arrow_type: pa.DataType) -> tuple[int, int]:
 
 
 def value_of_text(text: str, arrow_type: pa.DataType) -> pa.Scalar:
-    """The inverse of `value_text`. Takes what Arrow takes besides. Raises `pa.ArrowInvalid`."""
+    """Invert `value_text`; Arrow's other spellings are accepted, too. Raises `pa.ArrowInvalid`."""
     if kinds.is_time(arrow_type):
         return times_of_day(pa.array([text]), arrow_type)[0]
     far = _FAR.fullmatch(text)
     if far is None:
         return pa.scalar(text).cast(arrow_type)
-    # Arrow reads the same day of an era that it knows.
+    # Arrow parses the same day in a 400-year period that it knows.
     eras, year = divmod(int(far[1]) - 2000, _YEARS_OF_ERA)
     near = pa.scalar(f"{2000 + year}{far[2]}").cast(arrow_type)
     per_day = 1 if kinds.is_date32(arrow_type) else _SECONDS_A_DAY * _PER_SECOND[arrow_type.unit]
@@ -92,9 +95,9 @@ def value_of_text(text: str, arrow_type: pa.DataType) -> pa.Scalar:
 
 
 def times_of_day(texts: pa.Array, arrow_type: pa.DataType) -> pa.Array:
-    """A string array as times, such as 12:00 or 12:00:00.5, nulls staying null; by itself Arrow casts none.
+    """Convert a string array to times, such as 12:00 or 12:00:00.5; nulls stay null. Arrow has no such cast.
 
-    Raises `pa.ArrowInvalid` where a text is none, or has more digits than the type.
+    Raises `pa.ArrowInvalid` if a text is no time, or has more digits than the type.
     """
     on_a_day = pc.binary_join_element_wise(pa.scalar("1970-01-01T"), texts, pa.scalar(""))
     return on_a_day.cast(pa.timestamp("ns")).cast(arrow_type)
@@ -109,7 +112,7 @@ def _clock(seconds: int, nanoseconds: int) -> str:
 
 
 def _date(days: int) -> str:
-    """The proleptic Gregorian date, for years that Python's own calendar does not have, too.
+    """Return the proleptic Gregorian date, also for years that Python's calendar lacks.
 
     Source: Howard Hinnant, chrono-Compatible Low-Level Date Algorithms, civil_from_days.
     """
@@ -126,7 +129,7 @@ def _date(days: int) -> str:
 
 
 def value_shown(value: pa.Scalar) -> str:
-    """As an error shows it, also where Python has no such value: its dates and times end with the year 9999."""
+    """Format a value for an error, also if Python has no such value: its dates and times end with the year 9999."""
     try:
         found = value.as_py()
         return str(found) if isinstance(found, date | time | timedelta | Decimal) else shown(found)
@@ -135,7 +138,7 @@ def value_shown(value: pa.Scalar) -> str:
     try:
         return shown(pc.cast(value, pa.string()).as_py())
     except pa.ArrowException:
-        # A type has the name of a time zone, which may be of any length.
+        # A type contains the name of a time zone, which may have any length.
         return f"a value beyond what {str(value.type)[:MAX_SHOWN_VALUE]} can be shown as"
 
 
@@ -146,12 +149,15 @@ DIGITS, MIN_EXPONENT = 11, -14
 
 
 def halves_of_texts(texts: pa.Array) -> pa.Array:
-    """Infinite beyond the range, nulls staying null. Raises `pa.ArrowInvalid` for a text that is no number."""
+    """Parse half floats: infinite beyond the range, nulls stay null.
+
+    Raises `pa.ArrowInvalid` for a text that is no number.
+    """
     doubles = texts.cast(pa.float64())
     values = doubles.to_numpy(zero_copy_only=False)
     with np.errstate(over="ignore"):
         halves = values.astype(np.float16)
-    # A double in the middle of two half floats may be the text's, rounded: its digits tell to which side.
+    # A double midway between two half floats may be a rounded text, whose digits decide the side.
     for row in np.flatnonzero(_in_the_middle(values)).tolist():
         digits, value = Decimal(texts[row].as_py()), Decimal(values[row])
         if digits != value:
@@ -160,7 +166,7 @@ def halves_of_texts(texts: pa.Array) -> pa.Array:
 
 
 def _in_the_middle(values: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Whether it takes one binary digit more than a half float has, and that digit is 1."""
+    """Return whether a value needs exactly one binary digit more than a half float has."""
     finite = np.where(np.abs(values) < 2.0**16, values, 0.0)
     exponents = np.maximum(np.frexp(finite)[1] - 1, MIN_EXPONENT)
     units = np.ldexp(finite, DIGITS - exponents)
@@ -169,7 +175,7 @@ def _in_the_middle(values: NDArray[np.float64]) -> NDArray[np.bool_]:
 
 
 def _next_to(half: np.float16, value: float, *, above: bool) -> np.float16:
-    """The half float above or below `value`, of which `half` is one."""
+    """Return the half float above or below `value`; `half` is one of the two."""
     if (float(half) > value) == above:
         return half
     return np.float16(np.nextafter(half, np.float16(np.inf if above else -np.inf)))

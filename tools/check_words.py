@@ -1,7 +1,7 @@
-"""Says where the tree still has a name that tools/renames.toml replaces. `make lint-python` runs it.
+"""Reports names in the tree that tools/renames.toml replaces. `make lint-python` runs it.
 
-It reads identifiers, dotted paths, messages, error reasons, environment variables and the names of files, as
-tools/rename.py does; prose is judged by readers.
+It reads identifiers, dotted paths, messages, error reasons, environment variables and file names, as tools/rename.py
+does. It does not check prose.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Renames identifiers, messages, error reasons, variables and files as tools/renames.toml says, over the whole tree.
+"""Renames identifiers, messages, error reasons, variables and files by tools/renames.toml, over the whole tree.
 
-`python tools/rename.py` may be run again at any time: what already has its new name stays as it is. In Python only
-names change, in code and inside f-strings, and strings that are dotted paths or the names in `getattr` and the like.
-Prose is left alone but for what it quotes: spans in backticks, and words that can only be identifiers (they have an
-underscore or two capitals). A string that is one plain word may be a key in a stored record, so it changes only where
-the map has it under [[strings]].
+`python tools/rename.py` may be run again at any time: new names stay unchanged. In Python only names change, in code
+and inside f-strings, and strings that are dotted paths or the names in `getattr` and similar calls. In prose, only
+spans in backticks change, and words that can only be identifiers (with an underscore or two capitals). A string that is
+one plain word may be a key in a stored record, so it changes only if the map has it under [[strings]].
 
-The script refuses to make two names of one scope the same, and says where it would have.
+The script refuses to give two names of one scope the same new name, and reports the place.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def find_clashes(text: str, path: str, rename: Callable[[str], str]) -> Iterator[str]:
-    """Says where two names that one scope uses would become the same."""
+    """Yield the places where two names of one scope would become the same."""
     for node in ast.walk(ast.parse(text)):
         lines: dict[str, int] = {}
         for name, line in _names_in(node):
@@ -43,7 +42,7 @@ def find_clashes(text: str, path: str, rename: Callable[[str], str]) -> Iterator
 
 
 def _names_in(scope: ast.AST) -> Iterator[tuple[str, int]]:
-    """The names that a function uses, or that a class or a module binds, with their lines; of other nodes none."""
+    """Yield the names that a function uses, or that a class or a module binds, with their lines."""
     if isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
         for node in ast.walk(scope):
             if isinstance(node, ast.Name):
@@ -77,7 +76,7 @@ def _bound_in(body: Iterable[ast.stmt]) -> Iterator[tuple[str, int]]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the map would change: the new texts by path, the moves, each old name at its place, and the clashes."""
+    """The changes of a map: new texts by path, moves, each old name with its place, and clashes."""
 
     texts: Mapping[str, str]
     moves: Mapping[str, str]
@@ -86,7 +85,7 @@ class Plan:
 
 
 def list_files(root: Path) -> list[str]:
-    """The files that git tracks or would track, without those that are gone."""
+    """Return the existing files that git tracks or would track."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     listed = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
     return sorted({path for path in listed.split("\0") if path and (root / path).is_file()})
@@ -118,8 +117,10 @@ def make_plan(root: Path, renames: Renames) -> Plan:
 
 
 def _paths_in_text(moves: Mapping[str, str], modules: Modules, files: Sequence[str]) -> dict[str, str]:
-    """The ways in which text names a file that moves: its path, its path below an import root, its dotted module, and
-    its name where no other file has the same."""
+    """Return the ways in which text names a file that moves.
+
+    These are its path, its path below an import root, its dotted module, and its name if that is unique.
+    """
     paths = dict(moves)
     for old, new in moves.items():
         for root in (*IMPORT_ROOTS, "protos/"):
@@ -161,7 +162,7 @@ def apply_plan(root: Path, plan: Plan) -> None:
 
 
 def sort_and_format(root: Path, plan: Plan) -> None:
-    """Imports and `__all__` in their order and lines of their length, as ruff has them, in the files that changed."""
+    """Sort imports and `__all__`, and wrap lines, with ruff in the changed files."""
     changed = sorted(plan.moves.get(path, path) for path in {*plan.texts, *plan.moves} if path.endswith(".py"))
     if changed:
         ruff = [sys.executable, "-m", "ruff"]

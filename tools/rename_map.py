@@ -1,4 +1,4 @@
-"""tools/renames.toml, read: which name an identifier, a string of one word or a file has by the map."""
+"""Reads tools/renames.toml, and maps identifiers, one-word strings and files to their new names."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Style = Literal["lower", "upper", "camel"]
 
 
 class RenameError(Exception):
-    """The map or the tree does not allow the renames. The message has a line for each problem."""
+    """The map or the tree does not allow the renames. The message has a line per problem."""
 
 
 @dataclass(frozen=True)
 class Word:
-    """A word inside an identifier: the underscores before it, its letters, and how its segment is written."""
+    """A word inside an identifier: the underscores before it, its letters, and its capitalisation."""
 
     separator: str
     text: str
@@ -32,7 +32,7 @@ class Word:
 
 @cache
 def split_words(identifier: str) -> tuple[Word, ...]:
-    """The words of `snake_case`, `UPPER_CASE` and `CamelCase`; a mixed name is split by underscores first."""
+    """Split `snake_case`, `UPPER_CASE` and `CamelCase`; a mixed name is split by underscores first."""
     words: list[Word] = []
     separator = ""
     for piece in re.split(r"(_+)", identifier):
@@ -52,7 +52,7 @@ def split_words(identifier: str) -> tuple[Word, ...]:
 
 @dataclass(frozen=True)
 class WordRule:
-    """`old` becomes `new` wherever it is one or more whole words of an identifier."""
+    """Replaces `old` by `new` if it is one or more whole words of an identifier."""
 
     old: tuple[str, ...]
     new: tuple[str, ...]
@@ -109,7 +109,10 @@ class Scoped:
 
 @dataclass(frozen=True, eq=False)
 class Renames:
-    """tools/renames.toml. Exact names come before words, and those of a scope before those of the whole tree."""
+    """The contents of tools/renames.toml.
+
+    Exact names take precedence over words, and those of a scope over those of the whole tree.
+    """
 
     words: tuple[WordRule, ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
@@ -141,7 +144,7 @@ class Renames:
         return renames
 
     def check(self) -> None:
-        """Raises `RenameError` where a new name would itself be renamed, so that a second run would change it again."""
+        """Raise `RenameError` if a new name would itself be renamed, because a second run would change it again."""
         problems = []
         for rule in self.words:
             new = "_".join(rule.new)
@@ -162,7 +165,7 @@ class Renames:
         return {**self.reasons, **self.environment}
 
     def rename(self, identifier: str, path: str) -> str:
-        """The new name of an identifier in the file `path`, or the same one."""
+        """Return the new name of an identifier in the file `path`, or the same one."""
         return self._rename(identifier, path)
 
     @cache  # noqa: B019 -- one object for each run
@@ -184,14 +187,14 @@ class Renames:
         return "".join(word.separator + word.text for word in words)
 
     def rename_string(self, text: str, path: str) -> str:
-        """The new text of a string that is one plain word."""
+        """Return the new text of a string that is one plain word."""
         for scope in self.strings:
             if text in scope.names and _is_within(path, scope.within):
                 return scope.names[text]
         return self._constants.get(text, text)
 
     def rename_path(self, path: str) -> str:
-        """Where the file `path` belongs. Folders keep their names unless the map names the file itself."""
+        """Return the new path of a file. Folders keep their names unless the map names the file itself."""
         if path in self.files:
             return self.files[path]
         if _is_within(path, self.keep_files) and self.keep_files:
@@ -199,7 +202,7 @@ class Renames:
         name = PurePosixPath(path)
         if name.suffix not in SOURCE_SUFFIXES:
             return path
-        # A test module is named for a module, not with a sentence: words of sentences count here, too.
+        # A test module is named for a module, not with a sentence, so words of sentences count here, too.
         lead = "test_" if name.stem.startswith("test_") else ""
         return str(name.with_name(lead + self.rename(name.stem.removeprefix(lead), path) + name.suffix))
 
@@ -218,7 +221,7 @@ def _word_rules(table: Iterable[Mapping[str, Any]]) -> Iterator[WordRule]:
         )
         for entry in table
     ]
-    yield from sorted(rules, key=lambda rule: -len(rule.old))  # longer ones first: they say more
+    yield from sorted(rules, key=lambda rule: -len(rule.old))  # longer rules first, because they are more specific
 
 
 def _scopes(table: Iterable[Mapping[str, Any]]) -> Iterator[Scoped]:

@@ -1,4 +1,4 @@
-"""Renames what one file contains: Python token by token, protos and other files by identifiers."""
+"""Renames the names in one file: Python by tokens, protos and other files by identifiers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENTRY = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")
 CODE_SPAN = re.compile(r"(`+)(.+?)\1", re.DOTALL)
 FENCE = re.compile(r"^(```+)([^\n]*)\n(.*?)^\1[ \t]*$", re.DOTALL | re.MULTILINE)
 STRING_TOKEN = re.compile(r"(?P<prefix>[A-Za-z]*)(?P<quote>\"\"\"|'''|\"|')(?P<body>.*)(?P=quote)", re.DOTALL)
-# The calls in which a string names an attribute, a field or a fixture, and the arguments that do.
+# Calls in which a string names an attribute, a field or a fixture, with those arguments.
 NAMING_CALLS: Mapping[str, tuple[int, ...]] = {
     "getattr": (1,),
     "setattr": (1,),
@@ -34,13 +34,13 @@ NAMING_CALLS: Mapping[str, tuple[int, ...]] = {
     "getfixturevalue": (0,),
     "broadcast": (0,),
 }
-# The directories below which a module's dotted name begins, besides the root of the tree.
+# Directories, besides the root of the tree, at which a module's dotted name begins.
 IMPORT_ROOTS = ("client/", "protos/gen/")
 
 
 @dataclass(frozen=True)
 class Change:
-    """An old name at its place. `line` is 0 where it is the name of the file."""
+    """An old name at its place. `line` is 0 for the name of the file."""
 
     path: str
     line: int
@@ -73,11 +73,11 @@ class Modules:
         return self._new[dotted]
 
     def path_of(self, dotted: str) -> str:
-        """The file of a module; of a folder without one, its path."""
+        """Return a module's file; for a folder without one, its path."""
         return self._paths.get(dotted, dotted.replace(".", "/") + "/")
 
     def longest_prefix(self, dotted: str) -> str:
-        """The part of `dotted` that is a module, or nothing."""
+        """Return the longest prefix of `dotted` that is a module, or an empty text."""
         while dotted and dotted not in self._new:
             dotted = dotted.rpartition(".")[0]
         return dotted
@@ -90,7 +90,7 @@ def module_name(path: str) -> str:
 
 
 class FileRenamer:
-    """Renames what one file contains. `changes` are then what it changed."""
+    """Renames the contents of one file, and records them in `changes`."""
 
     def __init__(self, path: str, renames: Renames, modules: Modules, paths: Mapping[str, str]) -> None:
         self._path = path
@@ -151,7 +151,7 @@ class FileRenamer:
         return _with_replaced(lines, replaced)
 
     def _imported_names(self, text: str) -> dict[str, str]:
-        """What the file imports from the tree by its own name, and the new names: those where it is defined."""
+        """Return the names that the file imports from the tree, with the new names at their definitions."""
         try:
             tree = ast.parse(text)
         except SyntaxError:
@@ -165,7 +165,7 @@ class FileRenamer:
         }
 
     def new_name(self, text: str) -> Callable[[str], str]:
-        """How the names of one file are renamed: as where they are defined, if it imports them."""
+        """Return the renaming of one file's names. Imported names are renamed as at their definition."""
         imported = self._imported_names(text)
         return lambda name: imported.get(name) or self._renames.rename(name, self._path)
 
@@ -188,7 +188,7 @@ class FileRenamer:
     def _rename_import(
         self, tokens: Sequence[tokenize.TokenInfo], at: int
     ) -> tuple[int, list[tuple[tuple[int, int], tuple[int, int], str]]]:
-        """The last token of the import statement that begins at `at`, and what in it is replaced."""
+        """Return the last token of the import statement that begins at `at`, and its replacements."""
         spans: list[tuple[tuple[int, int], tuple[int, int], str]] = []
         package = ""
         if tokens[at].string == "from":
@@ -234,7 +234,7 @@ class FileRenamer:
         return at - 1, spans
 
     def _rename_dotted(self, dotted: str) -> str:
-        """A dotted path: a module of the tree by its file's new name, the rest name by name."""
+        """Rename a dotted path: a module of the tree by its file's new name, the rest name by name."""
         module = self._modules.longest_prefix(dotted)
         rest = dotted[len(module) :]
         new = (self._modules.new_name(module) if module else "") + IDENTIFIER.sub(
@@ -266,7 +266,7 @@ class FileRenamer:
         return self.rename_python(body) if self._is_program(body) else self.rename_prose(body)
 
     def _is_program(self, text: str) -> bool:
-        """Whether a string is the source of a program that imports from the tree."""
+        """Return whether a string is a program that imports from the tree."""
         if "\n" not in text or "import" not in text:
             return False
         try:
@@ -278,7 +278,7 @@ class FileRenamer:
         return any(name.partition(".")[0] in self._modules.roots for name in imported)
 
     def _rename_f_string(self, body: str) -> Iterator[str]:
-        """The pieces of an f-string: its texts as any other, its expressions as code."""
+        """Yield the pieces of an f-string: texts as other strings, expressions as code."""
         text: list[str] = []
         at = 0
         while at < len(body):
@@ -310,7 +310,7 @@ class FileRenamer:
     # --- prose, protos and other files ------------------------------------------------------------------------------
 
     def rename_prose(self, text: str) -> str:
-        """Changes what prose quotes: spans in backticks, paths, and words that can only be identifiers."""
+        """Rename what prose quotes: spans in backticks, paths, and words that can only be identifiers."""
         pieces: list[str] = []
         at = 0
         for span in CODE_SPAN.finditer(text):
@@ -328,7 +328,7 @@ class FileRenamer:
             return self._rename_words_like_code(span)
         span = self._rename_path_in_text(span)
         if span.endswith(SOURCE_SUFFIXES):
-            return span  # the name of a file without its folder
+            return span  # a file name without its folder
         if DOTTED.fullmatch(span):
             return self._rename_dotted(span)
         return IDENTIFIER.sub(lambda found: self._rename_identifier(found[0]), span)
@@ -402,7 +402,7 @@ class FileRenamer:
 
 
 class _CallStack:
-    """The brackets that are open, with the function called before each and the number of the argument."""
+    """The open brackets, with the function called before each and the index of the argument."""
 
     def __init__(self) -> None:
         self._open: list[tuple[str, int]] = []
@@ -429,7 +429,7 @@ class _CallStack:
         self._before = token.string if token.type == tokenize.NAME else ""
 
     def takes_name(self) -> bool:
-        """Whether a string at this place names an attribute, a field, a parameter of a test or a fixture."""
+        """Return whether a string here names an attribute, a field, a test's parameter or a fixture."""
         if self._lists_names:
             return True
         innermost = self._open[-2:]
@@ -439,7 +439,7 @@ class _CallStack:
 
 
 def _dotted_chain(tokens: Sequence[tokenize.TokenInfo], at: int) -> tuple[str, int]:
-    """The names joined by dots that begin at `at`, and the place of the last one."""
+    """Return the dotted names that begin at `at`, and the index of the last one."""
     names = [tokens[at].string]
     while at + 2 < len(tokens) and tokens[at + 1].string == "." and tokens[at + 2].type == tokenize.NAME:
         at += 2
@@ -448,8 +448,10 @@ def _dotted_chain(tokens: Sequence[tokenize.TokenInfo], at: int) -> tuple[str, i
 
 
 def _expression_end(body: str, at: int) -> tuple[int, int]:
-    """Of the replacement field whose expression begins at `at`: where its brace closes, and where the expression ends
-    and a conversion or a format follows."""
+    """Return where a replacement field's brace closes, and where its expression ends.
+
+    `at` is the beginning of the expression; a conversion or a format may follow it.
+    """
     depth, quote, spec = 0, "", -1
     while at < len(body):
         letter = body[at]
@@ -470,7 +472,7 @@ def _expression_end(body: str, at: int) -> tuple[int, int]:
 
 
 def _with_replaced(lines: Sequence[str], replaced: Iterable[tuple[tuple[int, int], tuple[int, int], str]]) -> str:
-    """The text with each span, from (line, column) to (line, column), replaced by its new text."""
+    """Replace each span, from (line, column) to (line, column), by its new text."""
     starts = [0]
     for line in lines:
         starts.append(starts[-1] + len(line))
@@ -489,7 +491,7 @@ def _is_like_code(word: str) -> bool:
 
 
 def wrap_prose(text: str, comment: str = "# ") -> str:
-    """Breaks comments and lines of docstrings that have become longer than a line may be, between words."""
+    """Wrap comments and lines of docstrings that have become too long, between words."""
     lines = text.split("\n")
     at = 0
     while at < len(lines):

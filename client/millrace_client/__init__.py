@@ -1,4 +1,6 @@
-"""Millrace's client: raw data to a served model, over gRPC. It needs neither Ray nor torch.
+"""Millrace's client: raw data to a served model, over gRPC.
+
+The client needs neither Ray nor torch.
 
     import millrace_client
 
@@ -6,7 +8,7 @@
     table = millrace.data.read_table("datasets/digits/versions/v1", split="test")
     answer = millrace.inference.infer("digits", {"image": images})
 
-Everything public is named here. It is imported when it is first used, so that `millrace --help` stays quick.
+Every public name is listed here. Its module is imported on first use, so that `millrace --help` stays quick.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""Where the three services answer, and the token that they get with every call.
+"""Addresses of the three services, and the token sent with every call.
 
-One list of precedence, for each service on its own; the first that names an address wins:
+Each service's address is looked up separately. The first of these that names an address wins:
 
 1. the argument (`connect(data="host:port")`, `--data-address host:port`)
 2. the environment: MILLRACE_DATA_ADDRESS, MILLRACE_TRAIN_ADDRESS, MILLRACE_INFERENCE_ADDRESS
 3. the stack that `millrace up` runs: `stack.json` in MILLRACE_HOME (default: `.millrace` in the working directory)
 4. 127.0.0.1 with the default ports 50051, 50052, 50053
 
-The token is the header `authorization: Bearer TOKEN`. It comes from `connect(token=…)`, else from the
-file that MILLRACE_TOKEN_FILE names, the same variable and file as a service has. There is no variable for the token
-itself: every child process would inherit it.
+The token is sent as the header `authorization: Bearer TOKEN`. It comes from `connect(token=…)`, else from the file that
+MILLRACE_TOKEN_FILE names, the same variable and file that a service uses. No variable holds the token itself, because
+every child process would inherit it.
 
-Channels have no TLS yet, so the token travels in clear, and a listener on the way can use it. On networks that
-others share, send it through a tunnel.
+Channels have no TLS yet. The token travels in clear text, so anyone who can read the traffic can use it. On shared
+networks, send it through a tunnel.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ DEFAULT_PORTS = {"data": 50051, "train": 50052, "inference": 50053}
 
 @dataclass(frozen=True, kw_only=True)
 class Addresses:
-    """host:port of each service, and for each what named it (`argument`, `environment`, `stack` or `default`)."""
+    """The host:port of each service.
+
+    `origins` names the source of each: `argument`, `environment`, `stack` or `default`.
+    """
 
     data: str
     train: str
@@ -61,7 +64,10 @@ def resolve(
     inference: str | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Addresses:
-    """Applies the precedence above. A stack whose supervisor is dead names nothing."""
+    """Find each service's address by the precedence above.
+
+    A stack whose supervisor is dead counts as absent.
+    """
     arguments = {"data": data, "train": train, "inference": inference}
     record = read_record(millrace_home(environ))
     running = record.addresses if record is not None and record.is_running() else {}
@@ -83,18 +89,20 @@ def resolve(
 
 VARIABLE = "MILLRACE_TOKEN_FILE"
 HEADER = "authorization"
-# All headers of a call have 8 KiB together; a service takes no longer token either.
+# A call's headers are limited to 8 KiB in total, and a service accepts no longer token.
 MAX_CHARACTERS = 1024
 
 Headers = tuple[tuple[str, str], ...]
 
 
 def authorization(token: str | None = None, environ: Mapping[str, str] = os.environ) -> Headers:
-    """The headers that bring the token; none where neither the argument nor the environment names one. An empty
-    argument sends none, whatever the environment says.
+    """Return the headers that carry the token.
 
-    Raises `Unauthenticated` (TOKEN_UNUSABLE) where what is named cannot be sent: the token or its file is malformed, or
-    other users of this machine may read the file.
+    There are none if neither the argument nor the environment names a token. An empty argument sends none, whatever the
+    environment says.
+
+    Raises `Unauthenticated` (TOKEN_UNUSABLE) if the token or its file is malformed, or if other users of this machine
+    may read the file.
     """
     if token is None:
         path = environ.get(VARIABLE, "")

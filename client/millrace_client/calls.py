@@ -1,7 +1,7 @@
-"""How every RPC is called: a channel per service, a deadline, a request id, and errors of one family.
+"""Unary and streaming calls with deadlines, request ids, retries and typed errors.
 
-`RetryBudget` is how long a client waits for a server that is away, as while it restarts; `every_page` makes lists
-without pages.
+`RetryBudget` limits how long a client waits for an unreachable server, such as one that restarts. `every_page` turns
+paged lists into iterators.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from millrace_client.errors import (
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 DEFAULT_TIMEOUT_S = 30.0
-# Streams of answers to one request, all of which only read: gRPC begins them again where nothing has come of them yet.
-# Of other calls `Caller` knows better which may be made again, and for how long.
+# Read-only calls that stream their answers. gRPC repeats them if no answer has arrived yet. `Caller` decides which
+# other calls may be repeated, and for how long.
 READING_STREAMS = {
     "millrace.data.v1.DataService": ("ReadVersion", "ReadQuarantine", "VerifyVersion"),
     "millrace.inference.v1.DeploymentService": ("WatchDeployment",),
@@ -57,43 +57,43 @@ RETRIES = {
         },
     ]
 }
-# Requests that only read, by how their names begin.
+# Name prefixes of requests that only read.
 READS = (
     *("Get", "List", "Wait", "Preview", "Suggest"),
     *("Server", "ModelReady", "ModelMetadata", "ModelConfig", "ModelStatistics", "RepositoryIndex"),
 )
-# How gRPC begins to say that it found no connection to send a call over. Should it ever say it in other words, such
-# calls are made once only; a call that was sent is never taken for one that was not.
+# Beginnings of gRPC's messages for a call that found no connection. If gRPC changes the wording, such calls are no
+# longer repeated; a call that was sent is never mistaken for an unsent one.
 NEVER_SENT = ("failed to connect to all addresses", "errors resolving", "DNS resolution failed")
 
 Response = TypeVar("Response", bound=Message)
 
 
 def open_channel(address: str) -> grpc.Channel:
-    """A channel to host:port; it connects when it is first used."""
+    """Open a channel to host:port, which connects on first use."""
     options = [*channel_options(address), ("grpc.service_config", json.dumps(RETRIES))]
     return grpc.insecure_channel(address, options=options)
 
 
 def channel_options(address: str) -> list[tuple[str, Any]]:
-    """What every channel to host:port is opened with."""
+    """Return the options of every channel to host:port."""
     options: list[tuple[str, Any]] = [
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        # By itself gRPC finds a server that was away as late as two minutes after it came back.
+        # By default gRPC may notice only after two minutes that a server is back.
         ("grpc.max_reconnect_backoff_ms", 5_000),
     ]
     if address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]"):
-        # gRPC obeys http_proxy even for this machine itself.
+        # gRPC uses http_proxy even for loopback addresses.
         options.append(("grpc.enable_http_proxy", 0))
     return options
 
 
 class Caller:
-    """Calls the stubs of one service. Every error that it raises is a `MillraceError`.
+    """Calls the stubs of one service, and raises only `MillraceError`.
 
-    `timeout_s` and `reconnect_for_s` are what `unary` takes where it is given none; `authorization` are the headers
-    that bring the token.
+    `timeout_s` and `reconnect_for_s` are the defaults of `unary`; `authorization` are the headers that carry the
+    token.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Caller:
         self._authorization = authorization
 
     def headers(self, request_id: str) -> Headers:
-        """What every call is sent with: its id, and the token where there is one."""
+        """Return every call's headers: its id and, if there is one, the token."""
         return ((REQUEST_ID_KEY, request_id), *self._authorization)
 
     def unary(
@@ -123,10 +123,11 @@ class Caller:
         timeout_s: float | None = None,
         reconnect_for_s: float | None = None,
     ) -> Response:
-        """One request, one response, within `timeout_s` (unset: the caller's default).
+        """Send one request and return its response within `timeout_s`.
 
-        Where the service is UNAVAILABLE, as while it restarts, the call is made again for `reconnect_for_s` (unset: the
-        caller's default, and without that until the deadline; 0: never), if `may_repeat` allows it.
+        While the service is UNAVAILABLE, for example during a restart, the call is repeated for `reconnect_for_s` if
+        `may_repeat` allows it. `timeout_s` unset: the caller's default. `reconnect_for_s` unset: the caller's default,
+        or until the deadline if that is unset; 0: no repetition.
         """
         request_id = uuid.uuid4().hex
         began = time.monotonic()
@@ -157,9 +158,10 @@ class Caller:
         *,
         timeout_s: float,
     ) -> Response:
-        """A stream of requests, which `requests` begins anew for each try, and one response, within `timeout_s`.
+        """Send a stream of requests and return one response within `timeout_s`.
 
-        Where the service is UNAVAILABLE the call is made again, as in `unary`: it must be one that may be made twice.
+        `requests` starts the stream anew for each try. While the service is UNAVAILABLE the call is repeated, as in
+        `unary`, so the call must be safe to repeat.
         """
         request_id = uuid.uuid4().hex
         began = time.monotonic()
@@ -188,7 +190,8 @@ class Caller:
         *,
         timeout_s: float | None = None,
     ) -> Generator[Any, None, None]:
-        """One request, a stream of responses; closing the iterator cancels the call. Unset: no deadline."""
+        """Send one request and yield its responses. Closing the iterator cancels the call. `timeout_s` unset: no
+        deadline."""
         request_id = uuid.uuid4().hex
         call = method(request, timeout=timeout_s, metadata=self.headers(request_id))
         try:
@@ -200,8 +203,11 @@ class Caller:
 
 
 def may_repeat(request: Message, failed: grpc.RpcError) -> bool:
-    """Whether the call can be made again, and that may help: the service was UNAVAILABLE, and either it is certain that
-    nothing was sent, or the request only reads, or it carries a request id, by which the server knows it again."""
+    """Return whether the call may be repeated, and whether that can help.
+
+    The service must be UNAVAILABLE. In addition, either the call was certainly not sent, or the request only reads, or
+    it carries a request id by which the server recognises it.
+    """
     if failed.code() is not grpc.StatusCode.UNAVAILABLE:
         return False
     descriptor = request.DESCRIPTOR
@@ -210,8 +216,10 @@ def may_repeat(request: Message, failed: grpc.RpcError) -> bool:
 
 
 def was_never_sent(failed: grpc.RpcError) -> bool:
-    """Whether gRPC found no connection for the call. False where that is not certain: also of a call that broke off
-    before its answer nobody knows whether the server has done it."""
+    """Return whether gRPC certainly found no connection for the call.
+
+    False for a call that broke off before its answer, because the server may have executed it.
+    """
     trailers: Iterable[tuple[str, bytes]] = failed.trailing_metadata() or ()  # type: ignore[assignment]
     return (
         failed.code() is grpc.StatusCode.UNAVAILABLE
@@ -221,13 +229,13 @@ def was_never_sent(failed: grpc.RpcError) -> bool:
 
 
 def new_request_id() -> str:
-    """A UUID4, by which a server knows a create that it has seen before."""
+    """Return a UUID4 by which a server recognises a repeated create."""
     return str(uuid.uuid4())
 
 
 # --- Waiting for a server that is away ---
 
-# For so long without any progress a server may be away, before it is given up.
+# How long a server may be unreachable without any progress before the client gives up.
 OUTAGE_TIMEOUT_S = 120.0
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
@@ -236,8 +244,10 @@ Result = TypeVar("Result")
 
 
 class Backoff:
-    """Pauses that double, each cut at random to between a half and all of it: the clients of a server that restarts do
-    not all come back in the same moment."""
+    """Pauses that double, each randomly cut to between half and all of it.
+
+    The jitter keeps the clients of a restarted server from all returning at once.
+    """
 
     def __init__(self) -> None:
         self._pause_s = FIRST_PAUSE_S
@@ -249,15 +259,17 @@ class Backoff:
 
 
 class RetryBudget:
-    """Pauses between tries, the longer the longer nothing goes on, for at most `allowed_s` without progress, by default
-    `OUTAGE_TIMEOUT_S`."""
+    """Pauses between tries for at most `allowed_s` without progress.
+
+    The pauses grow while there is no progress. `allowed_s` defaults to `OUTAGE_TIMEOUT_S`.
+    """
 
     def __init__(self, allowed_s: float | None = None) -> None:
         self._allowed_s = allowed_s
         self.progressed()
 
     def allow(self, allowed_s: float | None = None) -> None:
-        """From now on that long; it begins anew."""
+        """Set a new limit and restart the count."""
         self._allowed_s = allowed_s
         self.progressed()
 
@@ -265,7 +277,7 @@ class RetryBudget:
         self._progressed_at, self._backoff = time.monotonic(), Backoff()
 
     def calling(self, call: Callable[[], Result]) -> Result:
-        """What it returns, also where the server is away for a while."""
+        """Repeat the call until it returns, or until the budget is used up."""
         while True:
             try:
                 return call()
@@ -273,7 +285,10 @@ class RetryBudget:
                 self.pause_after(error)
 
     def pause_after(self, error: MillraceError, at_most_s: float = LONGEST_PAUSE_S) -> None:
-        """Raises it where another try cannot help, or there was no progress for too long."""
+        """Pause before another try.
+
+        Raises the error if another try cannot help, or if there was no progress for too long.
+        """
         allowed_s = OUTAGE_TIMEOUT_S if self._allowed_s is None else self._allowed_s
         if not _may_pass(error) or time.monotonic() - self._progressed_at > allowed_s:
             raise error
@@ -281,8 +296,11 @@ class RetryBudget:
 
 
 def _may_pass(error: MillraceError) -> bool:
-    """A broken connection has many statuses, what went wrong on the wire is sent again, and a place becomes free; a
-    fault that the server tells of would come again."""
+    """Return whether another try may succeed.
+
+    A broken connection shows as many different statuses, data corrupted in transit can be sent again, and a taken place
+    becomes free. An error that the server itself reports would occur again.
+    """
     passing = ("WRONG_CRC32C", "TOO_MANY_UPLOADS", "TOO_MANY_DOWNLOADS")
     if isinstance(error, (Unavailable, DeadlineExceeded)) or error.reason in passing:
         return True
@@ -294,7 +312,7 @@ def _may_pass(error: MillraceError) -> bool:
 
 
 def every_page(caller: Caller, method: Any, request: Any, field: str) -> Iterator[Any]:
-    """Yields what `field` of the responses holds, asking for the next page when it is needed."""
+    """Yield the items in `field` of the responses, and request the next page when it is needed."""
     while True:
         response: Any = caller.unary(method, request, Message)
         yield from getattr(response, field)

@@ -1,8 +1,8 @@
-"""A checkpoint's files into a folder, and weights from elsewhere into a checkpoint, which the train service makes.
+"""Downloads of a checkpoint's files, and imports of external weights.
 
-Each file that comes is compared with its digest, and the folder is there once all of them are.
-What has come so far lies beside the folder, in `.{name}.millrace-partial`: `files/` are those that were compared,
-`part-{sha256}` is the one on its way. A download that was cut off, or whose process died, goes on from there.
+Each downloaded file is compared with its digest, and the folder appears once all files are complete. Until then the
+files lie beside it, in `.{name}.millrace-partial`: `files/` holds the verified files, `part-{sha256}` is the file in
+transit. A download that was cut off, or whose process died, continues from there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from millrace_client.errors import DataLoss, MillraceError
 
 # --- Downloads ---
 
-# Bytes that are there, bytes of all files.
+# Arguments: bytes present so far, bytes of all files.
 OnProgress = Callable[[int, int], None]
 READ_BYTES = 1 << 20
 
@@ -53,7 +53,7 @@ class _File:
 
 
 class _Download:
-    """Of one checkpoint into `target`, by way of `partial`, which is this process's alone."""
+    """The download of one checkpoint into `target`, by way of `partial`, which only this process uses."""
 
     def __init__(
         self, caller: Caller, stub: Any, name: str, target: Path, partial: Path, on_progress: OnProgress
@@ -67,13 +67,13 @@ class _Download:
         self._on_progress = on_progress
         self._checkpoint: resources_pb2.Checkpoint | None = None
         self._size_bytes = 0
-        # Of files that are there, each compared once.
+        # Files that are complete and verified, by path.
         self._done: dict[str, _File] = {}
-        # All that the manifest names, itself among them; empty before it has come.
+        # All files that the manifest names, and the manifest itself; empty until the manifest has arrived.
         self._listed: dict[str, _File] = {}
 
     def run(self) -> resources_pb2.Checkpoint:
-        # Nobody may be there at all; once the service has answered, it has longer to come back.
+        # The service may not be running at all. Once it has answered, it gets longer to come back.
         allowed_s = self._caller.reconnect_for_s
         retry_budget = RetryBudget(DEFAULT_TIMEOUT_S if allowed_s is None else allowed_s)
         while True:
@@ -87,7 +87,10 @@ class _Download:
                 return self._checkpoint
 
     def _call(self, retry_budget: RetryBudget) -> bool:
-        """One call, from the first file that is missing on. False where another has to go on."""
+        """Make one call, starting at the first missing file.
+
+        Returns False if another call has to continue.
+        """
         if self._listed and self._listed.keys() == self._done.keys():
             return self._is_there_already() or self._put_in_place()
         responses = self._caller.stream(self._stub.GetCheckpoint, self._request)
@@ -98,7 +101,7 @@ class _Download:
             if self._checkpoint is None:
                 retry_budget.allow()
                 self._begin(first.header)
-                if self._request.path:  # a part of it is here already
+                if self._request.path:  # this process already has a part of it
                     return False
             file: _File | None = None
             with self._writing() as writing:
@@ -121,7 +124,7 @@ class _Download:
         return self._is_there_already() or self._put_in_place()
 
     def _begin(self, header: pb.GetCheckpointResponse.Header) -> None:
-        """From now on it is this checkpoint, whatever its name may mean later."""
+        """Pin the download to this checkpoint, even if its name later means another one."""
         checkpoint = self._checkpoint = header.checkpoint
         self._size_bytes = header.size_bytes
         self._request = pb.GetCheckpointRequest(name=checkpoint.name, manifest_sha256=checkpoint.manifest_sha256)
@@ -129,13 +132,13 @@ class _Download:
             raise _in_the_way(self._target, "is no folder; name another place")
         marker = self._partial / "manifest_sha256"
         if not marker.exists() or marker.read_text() != checkpoint.manifest_sha256:
-            _empty(self._partial)  # it is of another checkpoint
+            _empty(self._partial)  # the partial files belong to another checkpoint
             marker.write_text(checkpoint.manifest_sha256)
         self._files.mkdir(exist_ok=True)
         self._take_up()
 
     def _take_up(self) -> None:
-        """What an earlier process has left, compared again; the request then asks for the rest."""
+        """Verify the files that an earlier process left, and request only the rest."""
         manifest = next((one for one in MANIFESTS if _digest(self._files / one) == self._sha256), None)
         if manifest is None or not self._sha256:
             return
@@ -166,7 +169,7 @@ class _Download:
             _check_path(one)
 
     def _finish(self, file: _File | None, writing: _Writing) -> None:
-        """The file on its way has come whole."""
+        """Verify the file in transit, which has arrived in full, and move it to its place."""
         if file is None:
             return
         expected = self._listed.get(file.path) if self._listed else _File(file.path, file.size_bytes, self._sha256)
@@ -187,8 +190,10 @@ class _Download:
         self._ask_on()
 
     def _is_there_already(self) -> bool:
-        """Whether the target holds all of this checkpoint and nothing else. Raises `FileExistsError` for other
-        content; False while the manifest has not come."""
+        """Return whether the target holds exactly the files of this checkpoint.
+
+        False while the manifest has not arrived. Raises `FileExistsError` if the target has other content.
+        """
         if not self._listed or not self._target.exists() or not any(self._target.iterdir()):
             return False
         found = {one.relative_to(self._target).as_posix() for one in self._target.rglob("*") if not one.is_dir()}
@@ -200,7 +205,7 @@ class _Download:
         return True
 
     def _put_in_place(self) -> bool:
-        """True, or an error."""
+        """Move the complete folder to the target. Returns True, or raises."""
         for folder, _, _ in os.walk(self._files, topdown=False):
             _sync(Path(folder))
         try:
@@ -228,7 +233,7 @@ class _Download:
 
 
 class _Writing:
-    """The file on its way, and its digest so far."""
+    """The file in transit, and its digest so far."""
 
     def __init__(self, place: Callable[[_File], Path]) -> None:
         self._place = place
@@ -266,19 +271,22 @@ class _Writing:
         self._handle, self.size_bytes = None, 0
 
 
-# As the service calls a model's and a program's.
+# Manifest names of a model's and of a program's checkpoint.
 MANIFESTS = ("manifest.json", "millrace-manifest.json")
 
 
 @contextmanager
 def _claimed(partial: Path) -> Iterator[Path]:
-    """The folder, for this process alone. What has come into it stays where the body fails, unless that is for another
-    folder's content: nothing can come of it then."""
+    """Lock the partial folder for this process alone.
+
+    If the body fails, the files stay for the next try. They are removed only if the target has other content, because
+    the download can then never be completed.
+    """
     while True:
         partial.mkdir(exist_ok=True)
         try:
             handle = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:  # its download has just ended
+        except FileNotFoundError:  # another process has just finished its download
             continue
         try:
             try:
@@ -293,7 +301,7 @@ def _claimed(partial: Path) -> Iterator[Path]:
                 shutil.rmtree(partial)
                 raise
             except BaseException:
-                with suppress(OSError):  # what has come stays
+                with suppress(OSError):  # keeps the downloaded files
                     partial.rmdir()
                 raise
             shutil.rmtree(partial)
@@ -308,7 +316,7 @@ def _file_of(message: pb.GetCheckpointResponse.File) -> _File:
 
 
 def _check_path(path: str) -> None:
-    """Raises `DataLoss` for a path that would lie outside: a service may not be what it seems."""
+    """Raise `DataLoss` for a path outside the folder, because the service may not be trustworthy."""
     pure = PurePosixPath(path)
     inside = path == "/".join(pure.parts) and ".." not in pure.parts
     if not path or not inside or "\\" in path or not path.isprintable():
@@ -316,7 +324,7 @@ def _check_path(path: str) -> None:
 
 
 def _digest(path: Path) -> str:
-    """Empty where it is no regular file."""
+    """Return the file's SHA-256 in hex, or an empty text if it is no regular file."""
     if path.is_symlink() or not path.is_file():
         return ""
     digest: str = _hash(path, path.stat().st_size).hexdigest()
@@ -355,9 +363,10 @@ def _in_the_way(path: Path, what: str) -> FileExistsError:
 # --- Imports ---
 
 CHUNK_BYTES = 1024 * 1024
-# To be sent, read by a child of the service and written to its store; a byte of a file takes so long at the most.
+# The timeout covers sending, reading by a child of the service, and writing to its store. BYTES_PER_S is the lowest
+# rate to expect.
 BASE_S, BYTES_PER_S = 300.0, 10 * 1024**2
-# What of a Hugging Face folder is weights, the first that there is; and what tells of them.
+# Weight files of a Hugging Face folder; the first existing alternative is used. CONFIG describes them.
 WEIGHTS = (
     ("model.safetensors",),
     ("model.safetensors.index.json", "*.safetensors"),
@@ -395,14 +404,17 @@ def import_weights(
                     yield checkpoint_import_pb2.ImportCheckpointRequest(chunk=data)
 
     timeout_s = BASE_S + sum(one.size_bytes for one in files) / BYTES_PER_S
-    # The header has a request id, by which the service knows it again.
+    # The header has a request id, so the service recognises a repeated call.
     return caller.send(
         stub.ImportCheckpoint, requests, checkpoint_import_pb2.ImportCheckpointResponse, timeout_s=timeout_s
     )
 
 
 def _files_of(source: Path) -> tuple[Path, Sequence[Path]]:
-    """The folder that paths are relative to, and the files to send. Raises `FileNotFoundError` and `ValueError`."""
+    """Return the folder that paths are relative to, and the files to send.
+
+    Raises `FileNotFoundError` or `ValueError`.
+    """
     if not source.is_dir():
         source.stat()
         return source.parent, [source]

@@ -1,6 +1,6 @@
-"""Quality checks: conditions that gate the publication of a version, one function each.
+"""Quality checks, which gate the publication of a version.
 
-With `quarantine` a row that does not pass is left out and kept aside; else it ends the making of the version.
+With `quarantine` a row that does not pass is left out and kept in quarantine. Otherwise it fails the version.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ def not_null(column: str, *, quarantine: bool = False) -> Check:
 
 
 def unique(column: str, *, quarantine: bool = False) -> Check:
-    """No value occurs twice; of equal ones the first row stays."""
+    """Require that no value occurs twice. Of equal values the first row stays."""
     return Check(column=column, action=_action(quarantine), unique=pb.Unique())
 
 
 def in_range(column: str, *, least: float | None = None, most: float | None = None, quarantine: bool = False) -> Check:
-    """Both ends are inclusive; nulls pass, NaN does not."""
+    """Require values in an inclusive range. Nulls pass; NaN does not."""
     return Check(column=column, action=_action(quarantine), range=pb.Range(min=least, max=most))
 
 
@@ -32,22 +32,25 @@ def one_of(column: str, values: Iterable[Value], *, quarantine: bool = False) ->
 
 
 def matches(column: str, regex: str, *, quarantine: bool = False) -> Check:
-    """RE2; the whole string must match."""
+    """Require that the whole string matches an RE2 expression."""
     return Check(column=column, action=_action(quarantine), pattern=pb.Pattern(regex=regex))
 
 
 def row_count(*, split: str = "", least: int = 0, most: int = 0) -> Check:
-    """Of one split, or of all; `most` 0: no limit."""
+    """Bound the rows of one split, or of all if `split` is empty. `most` 0: no limit."""
     return Check(row_count=pb.RowCount(split=split, min=least, max=most))
 
 
 def class_balance(column: str, *, min_share: float = 0.0, max_share: float = 0.0) -> Check:
-    """The share of the rarest and of the most frequent value, 0 to 1; `max_share` 0: no limit."""
+    """Bound the shares, 0 to 1, of the rarest and the most frequent value. `max_share` 0: no limit."""
     return Check(column=column, class_balance=pb.ClassBalance(min_share=min_share, max_share=max_share))
 
 
 def drift(column: str, most: float) -> Check:
-    """`most`: the population stability index against the parent; 0.1 is called slight, 0.25 strong."""
+    """Bound the drift from the parent version.
+
+    `most` is the population stability index; by convention 0.1 is slight and 0.25 strong.
+    """
     return Check(column=column, drift=pb.Drift(max_population_stability_index=most))
 
 

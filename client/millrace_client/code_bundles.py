@@ -1,4 +1,4 @@
-"""Sending a folder of code to the train service: packed here, checked and stored there."""
+"""Pushes code to the train service, which checks and stores it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from shared.code_packing import NotABundle, pack
 __all__ = ["NotABundle", "bundle_name", "push"]
 
 CHUNK_BYTES = 1024 * 1024
-# The most that a bundle has is 64 MiB, which the service checks and writes to the store.
+# A bundle has at most 64 MiB, which the service checks and writes to the store.
 PUSHED_TIMEOUT_S = 300.0
 
 
 def push(caller: Caller, stub: Any, source: str | os.PathLike[str]) -> code_bundle_pb2.CodeBundle:
-    """Packs a folder, a wheel or one Python file and stores it; what is stored already is the answer.
+    """Pack and store a folder, a wheel or one Python file. A bundle that is already stored is returned.
 
-    Raises `NotABundle`, a `ValueError` that names the path, for what cannot be packed.
+    Raises `NotABundle`, a `ValueError` that names the path, if it cannot be packed.
     """
     with tempfile.TemporaryFile() as file:
         facts = pack(Path(source), file)
@@ -33,12 +33,12 @@ def push(caller: Caller, stub: Any, source: str | os.PathLike[str]) -> code_bund
             yield pb.CreateCodeBundleRequest(header=header)
             yield from _chunks(file)
 
-        # The same bytes again make no second bundle, so the call may be made again.
+        # The same bytes make no second bundle, so the call may be repeated.
         return caller.send(stub.CreateCodeBundle, requests, code_bundle_pb2.CodeBundle, timeout_s=PUSHED_TIMEOUT_S)
 
 
 def bundle_name(source: str | os.PathLike[str]) -> str:
-    """`codeBundles/{sha256}` that pushing it would give. Raises `NotABundle`."""
+    """Return the name, `codeBundles/{sha256}`, that pushing the source would give. Raises `NotABundle`."""
     with tempfile.TemporaryFile() as file:
         return f"codeBundles/{pack(Path(source), file).sha256}"
 

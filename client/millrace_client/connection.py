@@ -1,4 +1,4 @@
-"""`connect()`: the clients of the three services, and whether these answer (`grpc.health.v1`)."""
+"""`connect()`: the clients of the three services, and their health (`grpc.health.v1`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from millrace_client.train import TrainClient
 
 
 class Millrace:
-    """The three services. Close it, or use it in a `with` statement."""
+    """The clients of the three services. Close it, or use it in a `with` statement."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Millrace:
         self.health = HealthClient(callers)
 
     def close(self) -> None:
-        """Closes the channels; calls still in flight fail as cancelled."""
+        """Close the channels. Calls in flight fail as cancelled."""
         for channel in self._channels.values():
             channel.close()
 
@@ -69,18 +69,17 @@ def connect(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     reconnect_for_s: float | None = None,
 ) -> Millrace:
-    """A client of the services at the addresses given, each host:port.
+    """Make a client for the services at these addresses, each host:port. Nothing is sent yet.
 
-    Addresses left out are found as `millrace_client.addresses` lists. `timeout_s` is the default deadline of a call.
-    Nothing is sent yet.
+    Missing addresses are found as `millrace_client.addresses` describes. `timeout_s` is the default deadline of a call.
 
-    `token` is sent with every call; unset, that of the file that MILLRACE_TOKEN_FILE names, where it names one; ""
-    sends none. It travels in clear, since channels have no TLS yet. Raises `Unauthenticated` for one that cannot be
-    sent.
+    `token` is sent with every call. Unset: the token in the file that MILLRACE_TOKEN_FILE names, if it is set; "":
+    none. It travels in clear text, because channels have no TLS yet. Raises `Unauthenticated` for a token that cannot
+    be sent.
 
-    Calls ride out a restart of a service: one that meets it UNAVAILABLE is made again, with growing pauses, for
-    `reconnect_for_s` (unset: until its deadline; 0: never), and then raises `Unavailable`. That holds for reads and for
-    what carries a request id; other calls, inference among them, are made again only if they were certainly not sent.
+    Calls survive a restart of a service: a call that finds it UNAVAILABLE is repeated, with growing pauses, for
+    `reconnect_for_s` (unset: until its deadline; 0: never), and then raises `Unavailable`. This holds for reads and for
+    calls with a request id. Other calls, including inference, are repeated only if they were certainly not sent.
     """
     addresses = resolve(data=data, train=train, inference=inference)
     return Millrace(addresses, timeout_s=timeout_s, reconnect_for_s=reconnect_for_s, authorization=authorization(token))
@@ -90,13 +89,13 @@ def connect(
 
 
 class HealthClient:
-    """Asks each service for its overall health; never raises for one that does not answer."""
+    """Asks each service for its overall health. It never raises if a service does not answer."""
 
     def __init__(self, callers: Mapping[str, Caller]) -> None:
         self._callers = callers
 
     def check(self, service: str, *, timeout_s: float = 2.0) -> str:
-        """`SERVING`, `NOT_SERVING`, or `UNREACHABLE`. `service` is `data`, `train` or `inference`."""
+        """Return `SERVING`, `NOT_SERVING`, or `UNREACHABLE`. `service` is `data`, `train` or `inference`."""
         stub: Any = health_pb2_grpc.HealthStub(self._callers[service].channel)
         try:
             answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)

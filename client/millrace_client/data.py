@@ -1,7 +1,7 @@
-"""The data service: datasets, uploads, what makes new versions, and reading those, which never change.
+"""The client of the data service: datasets, uploads, and immutable versions.
 
-`read_table` and its like make an Arrow IPC stream of ReadVersion's messages, with one copy of its bytes on the way;
-`image_rows` and its like make numpy arrays of image columns.
+`read_table` and similar methods turn ReadVersion's messages into an Arrow IPC stream with one copy of the bytes.
+`image_rows` turns image columns into numpy arrays.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class DatasetCalls(DataCalls):
         retention: resources_pb2.Retention | None = None,
         exist_ok: bool = False,
     ) -> resources_pb2.Dataset:
-        """A new, empty dataset. Raises `AlreadyExists`, unless `exist_ok`: then it is the one that exists."""
+        """Create an empty dataset. With `exist_ok` an existing one is returned; otherwise it raises `AlreadyExists`."""
         request = pb.CreateDatasetRequest(
             dataset_id=dataset_id,
             display_name=display_name,
@@ -71,7 +71,7 @@ class DatasetCalls(DataCalls):
         return self._caller.unary(self._stub.GetDataset, pb.GetDatasetRequest(name=name), resources_pb2.Dataset)
 
     def list_datasets(self) -> Iterator[resources_pb2.Dataset]:
-        """All of them, in the order of their names."""
+        """Yield all datasets in the order of their names."""
         return every_page(self._caller, self._stub.ListDatasets, pb.ListDatasetsRequest(), "datasets")
 
     def update_dataset(
@@ -83,7 +83,7 @@ class DatasetCalls(DataCalls):
         retention: resources_pb2.Retention | None = None,
         etag: str = "",
     ) -> resources_pb2.Dataset:
-        """Changes what is given. Raises `Aborted` where `etag` is given and not the present one."""
+        """Change the given fields. Raises `Aborted` if `etag` is set and not the present one."""
         given = {"display_name": display_name, "description": description, "retention": retention}
         changes: dict[str, Any] = {path: value for path, value in given.items() if value is not None}
         if not changes:
@@ -95,7 +95,7 @@ class DatasetCalls(DataCalls):
         return self._caller.unary(self._stub.UpdateDataset, request, resources_pb2.Dataset)
 
     def delete_dataset(self, name: str, *, etag: str = "") -> None:
-        """With its uploads. Raises `FailedPrecondition` while it has versions."""
+        """Delete a dataset and its uploads. Raises `FailedPrecondition` while it has versions."""
         self._caller.unary(self._stub.DeleteDataset, pb.DeleteDatasetRequest(name=name, etag=etag), empty_pb2.Empty)
 
 
@@ -106,7 +106,7 @@ class UploadCalls(DataCalls):
     def upload(
         self, dataset: str, source: Source, *, upload_id: str = "", on_progress: OnProgress | None = None
     ) -> resources_pb2.Upload:
-        """Sends a file or bytes into a new upload of `datasets/{d}`: see `millrace_client.uploads.upload`."""
+        """Send a file or bytes into a new upload of `datasets/{d}`; see `millrace_client.uploads.upload`."""
         from millrace_client.uploads import upload
 
         return upload(self._caller, self._stub, dataset, source, upload_id=upload_id, on_progress=on_progress)
@@ -120,7 +120,7 @@ class UploadCalls(DataCalls):
         part_size_bytes: int = 0,
         on_progress: OnProgress | None = None,
     ) -> resources_pb2.Upload:
-        """Sends a file past the service, straight to S3: see `millrace_client.presigned_upload.upload_presigned`."""
+        """Send a file directly to S3; see `millrace_client.presigned_upload.upload_presigned`."""
         from millrace_client.presigned_upload import upload_presigned
 
         return upload_presigned(
@@ -136,7 +136,7 @@ class UploadCalls(DataCalls):
     def resume_upload(
         self, name: str, source: Source, *, on_progress: OnProgress | None = None
     ) -> resources_pb2.Upload:
-        """Goes on with an upload that broke off: see `millrace_client.uploads.resume_upload`."""
+        """Continue an interrupted upload; see `millrace_client.uploads.resume_upload`."""
         from millrace_client.uploads import resume_upload
 
         return resume_upload(self._caller, self._stub, name, source, on_progress=on_progress)
@@ -145,26 +145,26 @@ class UploadCalls(DataCalls):
         return self._caller.unary(self._stub.GetUpload, pb.GetUploadRequest(name=name), resources_pb2.Upload)
 
     def abort_upload(self, name: str) -> None:
-        """Takes an upload away, with its bytes. Raises `FailedPrecondition` while an import reads it."""
+        """Remove an upload and its bytes. Raises `FailedPrecondition` while an import reads it."""
         self._caller.unary(self._stub.AbortUpload, pb.AbortUploadRequest(name=name), empty_pb2.Empty)
 
 
 # --- Arrow stream of ReadVersion ---
 
 METHOD = "/millrace.data.v1.DataService/ReadVersion"
-# The first byte of a response that has `arrow_ipc`: field 1, length-delimited.
+# The first byte of a response with `arrow_ipc`: field 1, length-delimited.
 _TAG = 0x0A
 
 
 def read_method(channel: grpc.Channel) -> Any:
-    """`ReadVersion`, whose responses are the bytes of `arrow_ipc` as they lie in the message received."""
+    """Return `ReadVersion` with responses that are views of the `arrow_ipc` bytes in the received message."""
     return channel.unary_stream(
         METHOD, request_serializer=pb.ReadVersionRequest.SerializeToString, response_deserializer=_payload
     )
 
 
 class ArrowBytes:
-    """The messages' bytes one after the other, as a file that Arrow reads."""
+    """The concatenated bytes of the messages, as a file that Arrow reads."""
 
     def __init__(self, messages: Iterator[memoryview]) -> None:
         self.closed = False
@@ -175,7 +175,7 @@ class ArrowBytes:
         return True
 
     def read(self, size: int) -> Any:
-        """Fewer bytes at the end alone. The memory is Arrow's own: aligned, and used again once it is free."""
+        """Read `size` bytes, or fewer at the end. Arrow allocates the memory: it is aligned, and reused once freed."""
         import pyarrow as pa
 
         buffer = pa.allocate_buffer(size, resizable=True)
@@ -192,7 +192,7 @@ class ArrowBytes:
         self.closed = True
 
     def _more(self) -> bool:
-        """Whether there are bytes left; takes the next message where the present one has none."""
+        """Return whether bytes are left, and take the next message if the present one is empty."""
         while not self._left:
             message = next(self._messages, None)
             if message is None:
@@ -202,7 +202,10 @@ class ArrowBytes:
 
 
 def _payload(message: bytes) -> memoryview:
-    """The parser would copy the bytes twice; where the field stands alone, as a server sends it, it is cut out."""
+    """Return the field's bytes without the parser, which would copy them twice.
+
+    This works if the field stands alone in the message, as the server sends it.
+    """
     if message and message[0] == _TAG:
         length, begin = _varint(message, 1)
         if begin + length == len(message):
@@ -211,7 +214,7 @@ def _payload(message: bytes) -> memoryview:
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """The number at `position` and where it ends."""
+    """Return the number at `position` and the position after it."""
     value = shift = 0
     for index in range(position, min(position + 10, len(data))):
         value |= (data[index] & 0x7F) << shift
@@ -227,9 +230,9 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
 def image_rows(
     table: pa.Table, image_column: str = "image", label_column: str = "label"
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64] | None]:
-    """Images of shape (N, H, W) or (N, H, W, C), and labels of shape (N,) where the table has them.
+    """Return images (N, H, W) or (N, H, W, C), and labels (N,) if the table has them.
 
-    Raises `KeyError` where there is no such image column, and `TypeError` where it holds no tensors of one shape.
+    Raises `KeyError` if there is no such image column, and `TypeError` if it holds no tensors of one shape.
     """
     if image_column not in table.column_names:
         raise KeyError(f"no column {image_column!r}; there are {', '.join(table.column_names)}")
@@ -242,7 +245,7 @@ def image_rows(
 def _tensors(column: Any) -> npt.NDArray[np.uint8]:
     import pyarrow as pa
 
-    if isinstance(column, pa.ChunkedArray):  # what `combine_chunks` gives for no rows
+    if isinstance(column, pa.ChunkedArray):  # the result of `combine_chunks` for no rows
         column = column.chunk(0) if column.num_chunks else pa.array([], column.type)
     if not isinstance(column.type, pa.FixedShapeTensorType):
         raise TypeError(f"the column's type is {column.type}, not a tensor of fixed shape")
@@ -268,12 +271,11 @@ class VersionCalls(DataCalls):
         partitioning: Literal["hive", "none"] = "hive",
         nan_as_null: bool = False,
     ) -> Operation[resources_pb2.DatasetVersion]:
-        """Starts importing files that the server can read, or uploads, into a new version of `datasets/{d}`.
+        """Start importing files that the server can read, or uploads, into a new version of `datasets/{d}`.
 
-        `column_types` maps columns to types in Arrow's own spelling. `partitioning`: whether folders `name=value` below
-        the folder that a source names are columns of its rows ("hive"), or nothing but folders ("none"). With
-        `nan_as_null`, NaN in columns of floats is a missing value and becomes null; tensors keep theirs. See
-        `millrace_client.specs` for the messages.
+        `column_types` maps columns to types in Arrow's own spelling. `partitioning` "hive" turns folders `name=value`
+        below the folder that a source names into columns; "none" ignores them. With `nan_as_null`, NaN in float columns
+        counts as missing and becomes null; tensors keep NaN. `millrace_client.specs` makes the messages.
         """
         request = pb.ImportVersionRequest(
             parent=dataset,
@@ -302,10 +304,10 @@ class VersionCalls(DataCalls):
         split: str = "train",
         **options: Any,
     ) -> Operation[resources_pb2.DatasetVersion]:
-        """Sends rows from memory, and imports them into a new version of `datasets/{d}` while they arrive.
+        """Send rows from memory, and import them into a new version of `datasets/{d}` while they arrive.
 
-        Returns once they are all sent; the import may still be at work. `options` are those of `import_version`. Where
-        sending fails the import is cancelled and nothing is left.
+        Returns once all rows are sent; the import may still run. `options` are those of `import_version`. If sending
+        fails, the import is cancelled and nothing is left.
         """
         from millrace_client.specs import arrow_source
         from millrace_client.uploads import import_while_sent
@@ -327,11 +329,10 @@ class VersionCalls(DataCalls):
         checks: Iterable[quality_pb2.QualityCheck] = (),
         request_id: str = "",
     ) -> Operation[resources_pb2.DatasetVersion]:
-        """Starts making a new version of `dataset` (unset: the source's own) out of `datasets/{d}/versions/{v}`.
+        """Start making a new version of `dataset` (unset: the source's own) from `datasets/{d}/versions/{v}`.
 
-        `request_id` is a UUID4: the same one with the same arguments returns what makes, or made, the first version.
-
-        See `millrace_client.steps` for the steps, and `millrace_client.specs` for the rules of splits.
+        `request_id` is a UUID4: the same one with the same arguments returns the first operation.
+        `millrace_client.steps` makes the steps, and `millrace_client.specs` the split rules.
         """
         request = pb.TransformVersionRequest(
             parent=dataset or source.partition("/versions/")[0],
@@ -347,7 +348,7 @@ class VersionCalls(DataCalls):
         return Operation(self._caller, operation, resources_pb2.DatasetVersion, pb.TransformVersionMetadata)
 
     def cancel_version(self, version: resources_pb2.DatasetVersion) -> None:
-        """Asks the server to end what makes it; where that was faster the version is there all the same."""
+        """Ask the server to stop making a version. If the version was committed first, it stays."""
         stub: Any = operations_pb2_grpc.OperationsStub(self._caller.channel)
         request = operations_pb2.CancelOperationRequest(name=version.operation)
         self._caller.unary(stub.CancelOperation, request, empty_pb2.Empty)
@@ -370,12 +371,12 @@ class VersionCalls(DataCalls):
         cpus: int = 0,
         gpus: float = 0.0,
     ) -> Operation[resources_pb2.DatasetVersion]:
-        """Starts running a model over `datasets/{d}/versions/{v}`, into a new version of `dataset` (unset: the source's
-        own) with columns of predictions. The model is that of `trainingJobs/{j}/checkpoints/{c}`, or of the best one of
-        `trainingJobs/{j}`.
+        """Start predicting on `datasets/{d}/versions/{v}` with a model, into a new version of `dataset` (unset: the
+        source's own).
 
-        `split` and `columns` empty: all; `outputs` empty: all but the logits. `batch_size` are rows in one call of the
-        model; `cpus` and `gpus` are those of each worker. What is 0 has the server's default.
+        The model is that of `trainingJobs/{j}/checkpoints/{c}`, or the best one of `trainingJobs/{j}`. Empty `split`
+        and `columns` mean all; empty `outputs` means all but the logits. `batch_size` is the number of rows in one call
+        of the model; `cpus` and `gpus` are those of each worker. 0 means the server's default.
         """
         request = pb.PredictVersionRequest(
             parent=dataset or source.partition("/versions/")[0],
@@ -401,25 +402,24 @@ DELETE_TIMEOUT_S = 300.0
 
 
 class DataClient(DatasetCalls, UploadCalls, VersionCalls):
-    """Names: `datasets/{d}` and `datasets/{d}/versions/{v}`."""
+    """The client of the data service. Names are `datasets/{d}` and `datasets/{d}/versions/{v}`."""
 
     def __init__(self, caller: Caller) -> None:
         super().__init__(caller)
         self._read_version = read_method(caller.channel)
 
     def delete_version(self, name: str, *, etag: str = "") -> None:
-        """With its files. Raises `FailedPrecondition` while it is being made, or somebody uses it."""
+        """Delete a version and its files. Raises `FailedPrecondition` while it is being made or used."""
         request = pb.DeleteVersionRequest(name=name, etag=etag)
-        # A version of many files takes a while.
+        # Deleting a version of many files takes a while.
         self._caller.unary(self._stub.DeleteVersion, request, empty_pb2.Empty, timeout_s=DELETE_TIMEOUT_S)
 
     def verify_version(self, name: str) -> Iterator[pb.VerifyVersionResponse]:
-        """Has every stored byte read again, and yields how far that is; each message has the damage found since the
-        one before."""
+        """Verify every stored byte, and yield the progress. Each message has the damage found since the one before."""
         yield from self._caller.stream(self._stub.VerifyVersion, pb.VerifyVersionRequest(name=name))
 
     def read_quarantine(self, name: str) -> Iterator[dict[str, Any]]:
-        """The rows that were left out of a version: `source`, `place`, `reason` and `excerpt` of each."""
+        """Yield the rows that were left out of a version: `source`, `place`, `reason` and `excerpt` of each."""
         left = b""
         for message in self._caller.stream(self._stub.ReadQuarantine, pb.ReadQuarantineRequest(name=name)):
             *lines, left = (left + message.json_lines).split(b"\n")
@@ -429,14 +429,14 @@ class DataClient(DatasetCalls, UploadCalls, VersionCalls):
         return self._caller.unary(self._stub.GetVersion, pb.GetVersionRequest(name=name), resources_pb2.DatasetVersion)
 
     def list_versions(self, dataset: str) -> Iterator[resources_pb2.DatasetVersion]:
-        """All versions of `datasets/{d}`, in any state, in the order of their names."""
+        """Yield all versions of `datasets/{d}`, in any state, in the order of their names."""
         request = pb.ListVersionsRequest(parent=dataset)
         return every_page(self._caller, self._stub.ListVersions, request, "versions")
 
     def preview_version(self, name: str, *, rows_per_split: int = 0) -> pb.PreviewVersionResponse:
-        """The first rows of each split as an Arrow stream, the quality report, and a contact sheet of image columns.
+        """Return the first rows of each split as an Arrow stream, the quality report, and a contact sheet.
 
-        The version is whole; the server's answer may not have room for all of it.
+        The version is complete, even if the server's answer had to shorten it.
         """
         request = pb.PreviewVersionRequest(name=name, rows_per_split=rows_per_split)
         preview = self._caller.unary(self._stub.PreviewVersion, request, pb.PreviewVersionResponse)
@@ -446,14 +446,17 @@ class DataClient(DatasetCalls, UploadCalls, VersionCalls):
     def read_batches(
         self, name: str, *, split: str = "", columns: Sequence[str] = (), offset: int = 0, limit: int = 0
     ) -> Iterator[pa.RecordBatch]:
-        """Rows in the order of their row ids, as they arrive. Empty `split` or `columns`: all; `limit` 0: no limit."""
+        """Yield rows in the order of their row ids, as they arrive.
+
+        Empty `split` or `columns`: all; `limit` 0: no limit.
+        """
         with self._reader(name, split, columns, offset, limit) as reader:
             yield from reader
 
     def read_table(
         self, name: str, *, split: str = "", columns: Sequence[str] = (), offset: int = 0, limit: int = 0
     ) -> pa.Table:
-        """The same rows as one table in memory."""
+        """Return the same rows as one table in memory."""
         with self._reader(name, split, columns, offset, limit) as reader:
             return reader.read_all()
 

@@ -1,7 +1,4 @@
-"""Deployments: which checkpoints are served, and which versions stay loaded without traffic.
-
-Those with traffic always do.
-"""
+"""The client of deployments: served checkpoints, and versions that stay loaded without traffic."""
 
 from __future__ import annotations
 
@@ -22,19 +19,21 @@ from millrace_client.operations import Operation
 
 
 class DeploymentClient:
-    """Names: `deployments/{m}`; `m` is the model's name in the Open Inference Protocol."""
+    """Creates and manages deployments, `deployments/{m}`.
+
+    `m` is the model's name in the Open Inference Protocol.
+    """
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
         self._stub: Any = deployment_service_pb2_grpc.DeploymentServiceStub(caller.channel)
 
     def create_deployment(self, deployment_id: str, checkpoint: str, **fields: Any) -> Operation[pb.Deployment]:
-        """Starts to serve `trainingJobs/{j}/checkpoints/{c}`, or the best one of `trainingJobs/{j}`.
+        """Start to serve `trainingJobs/{j}/checkpoints/{c}`, or the best checkpoint of `trainingJobs/{j}`.
 
         `fields` are further fields of `DeploymentSpec`, e.g. `num_replicas=2`, `max_batch_size=64`,
-        `autoscaling=mc.autoscaling(1, 4)`, `version_policy=mc.keep_latest(2)`, or `allow_non_finite=True`.
-        Of a checkpoint that a program reported, `predictor="serve:Predictor"` names the class of its bundle that
-        serves it.
+        `autoscaling=mc.autoscaling(1, 4)`, `version_policy=mc.keep_latest(2)`, or `allow_non_finite=True`. For a
+        checkpoint that a program reported, `predictor="serve:Predictor"` names the class of its bundle that serves it.
         """
         request = pb.CreateDeploymentRequest(
             deployment_id=deployment_id,
@@ -48,7 +47,7 @@ class DeploymentClient:
         return self._caller.unary(self._stub.GetDeployment, pb.GetDeploymentRequest(name=name), pb.Deployment)
 
     def list_deployments(self) -> Iterator[pb.Deployment]:
-        """All of them, in the order of their names."""
+        """Yield all deployments in the order of their names."""
         request = pb.ListDeploymentsRequest()
         return every_page(self._caller, self._stub.ListDeployments, request, "deployments")
 
@@ -69,13 +68,13 @@ class DeploymentClient:
         max_difference: float | None = None,
         etag: str = "",
     ) -> Operation[pb.Deployment]:
-        """Moves a deployment's traffic to another checkpoint, without a dropped request.
+        """Move a deployment's traffic to another checkpoint, without a dropped request.
 
-        `steps` are (percent, seconds) each. Past a limit it rolls back by itself, and `wait` raises: the share of the
-        requests that fail (0 to 1), the time in which 99 % are answered, or that time relative to the old version's;
-        each of at least `min_requests` within `window_s`. What is left out has the server's default.
-        To `compare`, before any traffic moves, name rows that both versions answer, (dataset version, split), and the
-        share of them with equal labels or by how much outputs may differ.
+        `steps` are (percent, seconds) each. Beyond a limit the service rolls back, and `wait` raises. Limits are the
+        share of failed requests (0 to 1), the time in which 99 % are answered, and that time relative to the old
+        version's. They apply once there are `min_requests` within `window_s`. Fields that are not given have the
+        server's defaults. `compare` names rows, (dataset version, split), that both versions answer before any traffic
+        moves; give the share of equal labels or the difference of outputs that is required.
         """
         limits = pb_rollout.RolloutLimits(
             max_error_share=max_error_share, max_p99_ratio=max_p99_ratio, min_requests=min_requests
@@ -113,11 +112,11 @@ class DeploymentClient:
         version_policy: pb.VersionPolicy | None = None,
         etag: str = "",
     ) -> pb.Deployment:
-        """Shares requests that name no version out anew; what is left out stays as it is.
+        """Redistribute the requests that name no version. Arguments that are not given change nothing.
 
-        `weights` are by number of version, `routes` (header, value, version), `shadow` a version and the percentage of
-        the requests that it gets copies of, 0 for no shadow. `version_policy` says which versions stay loaded without
-        traffic: `mc.keep_latest(2)`, `mc.keep_all()` or `mc.keep_named("1", "3")`.
+        `weights` are by version number, `routes` are (header, value, version), and `shadow` is a version and the
+        percentage of requests that are copied to it, 0 for no shadow. `version_policy` selects the versions that stay
+        loaded without traffic: `mc.keep_latest(2)`, `mc.keep_all()` or `mc.keep_named("1", "3")`.
         """
         traffic = pb.Traffic(
             weights=weights,
@@ -138,17 +137,19 @@ class DeploymentClient:
         return self._caller.unary(self._stub.UpdateDeployment, request, pb.Deployment)
 
     def watch_deployment(self, name: str) -> Iterator[pb.Deployment]:
-        """Its state now, and whenever it is another, until it is gone; closing the iterator ends the call."""
+        """Yield the deployment now and after each change, until it is deleted. Closing the iterator ends the call."""
         return self._caller.stream(self._stub.WatchDeployment, pb.WatchDeploymentRequest(name=name))
 
     def rollback(self, name: str, *, etag: str = "") -> pb.Deployment:
-        """Gives the traffic back to the versions that had it before the newest roll-out, at once."""
+        """Return the traffic at once to the versions that had it before the newest roll-out."""
         request = pb.RollbackRequest(name=name, etag=etag)
         return self._caller.unary(self._stub.Rollback, request, pb.Deployment)
 
     def delete_deployment(self, name: str, *, etag: str = "") -> None:
-        """Takes it out of service; requests in flight are answered first. With an `etag`: only if that is the present
-        one."""
+        """Take a deployment out of service. Requests in flight are answered first.
+
+        If `etag` is set, it must be the present one.
+        """
         request = pb.DeleteDeploymentRequest(name=name, etag=etag)
         self._caller.unary(self._stub.DeleteDeployment, request, pb.DeleteDeploymentResponse)
 
@@ -161,8 +162,10 @@ def autoscaling(
     scale_up_after_s: float | None = None,
     scale_down_after_s: float | None = None,
 ) -> pb.Autoscaling:
-    """As many replicas as the load asks for: one for each `rows_per_replica` that wait or are at work. What is left out
-    is the server's default."""
+    """Scale with the load: one replica for each `rows_per_replica` waiting or running rows.
+
+    Arguments that are not given have the server's defaults.
+    """
     return pb.Autoscaling(
         min_replicas=min_replicas,
         max_replicas=max_replicas,
@@ -173,7 +176,7 @@ def autoscaling(
 
 
 def duration(seconds: float) -> Duration:
-    """To the nearest microsecond."""
+    """Convert seconds to a Duration, to the nearest microsecond."""
     message = Duration()
     message.FromMicroseconds(round(seconds * 1e6))
     return message
@@ -183,15 +186,15 @@ def duration(seconds: float) -> Duration:
 
 
 def keep_latest(count: int) -> pb.VersionPolicy:
-    """So many of the newest versions. With 2, a roll-out that succeeded can be rolled back."""
+    """Keep `count` newest versions loaded. With 2, a roll-out that succeeded can be rolled back."""
     return pb.VersionPolicy(latest=pb.VersionPolicy.Latest(count=count))
 
 
 def keep_all() -> pb.VersionPolicy:
-    """Every version."""
+    """Keep every version loaded."""
     return pb.VersionPolicy(all=pb.VersionPolicy.All())
 
 
 def keep_named(*versions: str) -> pb.VersionPolicy:
-    """The versions of these numbers, and no others."""
+    """Keep the versions of these numbers loaded, and no others."""
     return pb.VersionPolicy(named=pb.VersionPolicy.Named(versions=versions))

@@ -1,7 +1,7 @@
-"""What a call can fail with: one family, `MillraceError`, with one subclass per kind of failure.
+"""The errors of calls: one family, `MillraceError`, with a subclass per kind of failure.
 
-A server sends its errors as `google.rpc.Status` with ErrorInfo, BadRequest and RetryInfo; they are unpacked here, and
-nowhere else. Failed operations carry the same Status, so waiting for one raises the same errors as a call.
+A server sends its errors as `google.rpc.Status` with ErrorInfo, BadRequest and RetryInfo. Only this module unpacks
+them. Failed operations carry the same Status, so waiting for one raises the same errors as a call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REQUEST_ID_KEY = "x-request-id"
 
 @dataclass(frozen=True)
 class FieldViolation:
-    """One field that was refused: its path in the request, and the value with what to use instead."""
+    """A refused field: its path in the request, and its value with a remedy."""
 
     field: str
     description: str
@@ -29,9 +29,9 @@ class FieldViolation:
 class MillraceError(Exception):
     """Base of the family.
 
-    `status` is the gRPC status' name, `reason` a constant that programs can switch on, `metadata` the ids and values it
-    is about, `remedy` what to do ("" where nobody knows). `request_id` finds the call in the server's log;
-    `correlation_id` is set for faults of the server's own and finds the trace of it.
+    `status` is the gRPC status' name, `reason` a constant that programs can switch on, and `metadata` has the ids and
+    values concerned. `remedy` says what to do ("" if unknown). `request_id` finds the call in the server's log.
+    `correlation_id` is set for faults of the server and finds their traceback.
     """
 
     status: ClassVar[str] = "UNKNOWN"
@@ -57,7 +57,7 @@ class MillraceError(Exception):
         self.request_id = request_id
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Keyword-only state does not survive Exception's own pickling, and process pools pickle.
+        # Exception's own pickling loses keyword-only state, and process pools pickle.
         state: dict[str, Any] = {
             "reason": self.reason,
             "metadata": self.metadata,
@@ -73,7 +73,7 @@ class MillraceError(Exception):
         return self.metadata.get("correlation_id", "")
 
     def as_dict(self) -> dict[str, Any]:
-        """The error as JSON-able values, as `--json` prints it."""
+        """Return the error as JSON values, as `--json` prints it."""
         return {
             "status": self.status,
             "reason": self.reason,
@@ -87,7 +87,7 @@ class MillraceError(Exception):
 
 
 class InvalidArgument(MillraceError):
-    """The request can never succeed as it stands; `field_violations` say where."""
+    """The request can never succeed unchanged. `field_violations` name its faulty fields."""
 
     status = "INVALID_ARGUMENT"
 
@@ -101,13 +101,13 @@ class AlreadyExists(MillraceError):
 
 
 class Aborted(MillraceError):
-    """Somebody else changed it first: read again, decide again."""
+    """Another caller changed the resource first. Read it again and decide again."""
 
     status = "ABORTED"
 
 
 class FailedPrecondition(MillraceError):
-    """The request is fine, but not in this state of things."""
+    """The request is valid, but not in the present state."""
 
     status = "FAILED_PRECONDITION"
 
@@ -117,13 +117,13 @@ class OutOfRange(MillraceError):
 
 
 class ResourceExhausted(MillraceError):
-    """Too much at once; `retry_after_s` says when to try again, where the server knows."""
+    """Too much at once. `retry_after_s` is when to try again, if the server knows."""
 
     status = "RESOURCE_EXHAUSTED"
 
 
 class Unavailable(MillraceError):
-    """Nobody answers at the address, or the server lacks something that it needs at present."""
+    """No server answers at the address, or the server lacks a dependency at present."""
 
     status = "UNAVAILABLE"
 
@@ -151,13 +151,13 @@ class PermissionDenied(MillraceError):
 
 
 class Unauthenticated(MillraceError):
-    """The service demands a token, and the call did not bring it; `remedy` says how to give one."""
+    """The service demands a token that the call did not carry. `remedy` says how to give one."""
 
     status = "UNAUTHENTICATED"
 
 
 class Internal(MillraceError):
-    """A fault of the server's own; quote `correlation_id`."""
+    """A fault of the server; quote `correlation_id`."""
 
     status = "INTERNAL"
 
@@ -190,12 +190,12 @@ TOKEN_REMEDY = (
 
 
 def _remedy(status: str) -> str:
-    """Where the client knows better than the service what its user can do."""
+    """Return the client's own remedy, if it knows a better one than the service."""
     return TOKEN_REMEDY if status == Unauthenticated.status else ""
 
 
 def from_status(status: status_pb2.Status, *, request_id: str = "") -> MillraceError:
-    """The error that a `google.rpc.Status` tells of."""
+    """Make the error for a `google.rpc.Status`."""
     info, bad_request, retry = (
         error_details_pb2.ErrorInfo(),
         error_details_pb2.BadRequest(),
@@ -219,13 +219,13 @@ def from_status(status: status_pb2.Status, *, request_id: str = "") -> MillraceE
 
 
 def from_rpc_error(error: grpc.RpcError, *, address: str, request_id: str) -> MillraceError:
-    """The error that a failed call tells of. `address` is for the remedy where nobody answered."""
+    """Make the error for a failed call. `address` is for the remedy if no server answered."""
     code = error.code()
     trailers: Iterable[tuple[str, bytes]] = error.trailing_metadata() or ()  # type: ignore[assignment]
     for key, value in trailers:
         if key == DETAILS_KEY:
             return from_status(status_pb2.Status.FromString(value), request_id=request_id)
-    # No details: the call did not reach one of our servers, or gRPC itself ended it.
+    # Without details the call reached none of the services, or gRPC itself ended it.
     message, remedy = error.details() or code.name, _remedy(code.name)
     if code is grpc.StatusCode.UNAVAILABLE:
         message = f"nobody answers at {address} ({message.rpartition(': ')[2]})"

@@ -1,7 +1,7 @@
-"""Inference through the Open Inference Protocol: one request, many in flight or in a stream; which models there are.
+"""The client of the Open Inference Protocol: single, concurrent and streamed requests, and models' metadata.
 
-Arrays travel as raw contents. An `Answer` has a model's outputs, and says where that model comes from. Many requests
-over one stream are `ModelStreamInfer`.
+Arrays are sent as raw contents. An `Answer` has a model's outputs and lineage. `infer_stream` sends many requests over
+one stream (`ModelStreamInfer`).
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from millrace_client.errors import KINDS, MillraceError, ResourceExhausted, Unav
 
 # --- InferenceClient ---
 
-# A full queue is told at once, with the time after which to try again.
+# A full queue answers at once, with the time after which to try again.
 QUEUE_RETRIES = 20
-# Of `infer_many`: for each that may be on the way so many are, or are answered and wait for one before them.
+# For `infer_many`: the limit of requests in flight and answers held back, as a multiple of `in_flight`.
 ANSWERS_HELD = 4
 # A model loads in seconds to minutes.
 LOAD_TIMEOUT_S = 600.0
 
 
 class InferenceClient:
-    """A model's name is the id of its deployment."""
+    """Sends inference requests. A model's name is the id of its deployment."""
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
@@ -52,7 +52,7 @@ class InferenceClient:
         return bool(self._caller.unary(self._stub.ServerReady, pb.ServerReadyRequest(), pb.ServerReadyResponse).ready)
 
     def model_ready(self, model: str, *, version: str = "") -> bool:
-        """Whether it answers; an unknown model is not ready."""
+        """Return whether a model answers. An unknown model is not ready."""
         request = pb.ModelReadyRequest(name=model, version=version)
         return bool(self._caller.unary(self._stub.ModelReady, request, pb.ModelReadyResponse).ready)
 
@@ -60,12 +60,15 @@ class InferenceClient:
         return self._caller.unary(self._stub.ServerMetadata, pb.ServerMetadataRequest(), pb.ServerMetadataResponse)
 
     def model_metadata(self, model: str, *, version: str = "") -> pb.ModelMetadataResponse:
-        """The names, types and shapes of its inputs and outputs; -1 is a free dimension."""
+        """Return the names, types and shapes of a model's inputs and outputs; -1 is a free dimension."""
         request = pb.ModelMetadataRequest(name=model, version=version)
         return self._caller.unary(self._stub.ModelMetadata, request, pb.ModelMetadataResponse)
 
     def model_config(self, model: str, *, version: str = "") -> model_config_pb2.ModelConfig:
-        """What Triton's clients know it by, its `max_batch_size` among it. A server without that is `Unimplemented`."""
+        """Return the model's configuration for Triton's clients, including `max_batch_size`.
+
+        A server without it answers `Unimplemented`.
+        """
         request = pb.ModelConfigRequest(name=model, version=version)
         return self._caller.unary(self._stub.ModelConfig, request, pb.ModelConfigResponse).config
 
@@ -77,11 +80,11 @@ class InferenceClient:
         timeout_s: float | None = None,
         **options: Unpack[RequestOptions],
     ) -> Answer:
-        """One request with arrays by input name, e.g. `{"image": uint8 array of shape (N, 28, 28)}`.
+        """Send one request with arrays by input name, e.g. `{"image": uint8 array of shape (N, 28, 28)}`.
 
-        `options` are `version`, `outputs` (where none is named all but `label_name`, the labels' names as bytes),
-        `priority`, `server_timeout_s` and `headers`: see `millrace_client.inference.infer_request`. The client gives up
-        after `timeout_s`.
+        `options` are `version`, `outputs` (default: all but `label_name`, the labels' names as bytes), `priority`,
+        `server_timeout_s` and `headers`; see `millrace_client.inference.infer_request`. The client gives up after
+        `timeout_s`.
         """
         request = infer_request(model, inputs, request_id=new_request_id(), **options)
         started = time.perf_counter()
@@ -97,12 +100,12 @@ class InferenceClient:
         timeout_s: float = 30.0,
         **options: Unpack[RequestOptions],
     ) -> Iterator[Answer]:
-        """Answers in the order of the requests, with at most `in_flight` of them on the way at once. Behind one that
-        takes long others are answered meanwhile; once these are `ANSWERS_HELD` times as many, no more are sent.
+        """Yield answers in the order of the requests, with at most `in_flight` requests at once.
 
-        A request that meets a full queue is sent again after the time that the server asks for, and one that found no
-        server, and so was never sent, as long as its time lasts. The first other error ends it. `options` as in
-        `infer`.
+        Later requests are answered while an earlier one takes long, until `ANSWERS_HELD` times `in_flight` are
+        outstanding or held back. A request that meets a full queue is sent again after the time that the server asks
+        for. A request that found no server, and so was never sent, is repeated within its timeout. The first other
+        error ends the iteration. `options` are as in `infer`.
         """
         if in_flight < 1:
             raise ValueError(f"in_flight is {in_flight}: let at least one request be on its way")
@@ -133,31 +136,32 @@ class InferenceClient:
         timeout_s: float | None = None,
         **options: Unpack[RequestOptions],
     ) -> Generator[Answer | MillraceError, None, None]:
-        """Over one stream: for each request, in their order, its answer, or the error that it failed with; the stream
-        goes on behind that one. Requests are taken from the iterable as the server reads them.
+        """Send requests over one stream, and yield each one's answer or error, in order.
 
-        `timeout_s` is of the whole stream, unset: none. `options` as in `infer`. Raises what ends the stream itself.
+        The stream continues after an error of one request. Requests are taken from the iterable as the server reads
+        them. `timeout_s` is for the whole stream; unset: none. `options` are as in `infer`. Raises errors of the stream
+        itself.
         """
         made = (infer_request(model, inputs, request_id=new_request_id(), **options) for inputs in requests)
         return streamed_answers(self._caller, self._stub.ModelStreamInfer, made, timeout_s)
 
     def model_statistics(self, model: str = "", *, version: str = "") -> list[pb.ModelStatistics]:
-        """What each version has answered, and how long that took; of all models where none is named."""
+        """Return the number and duration of each version's answers; of all models if none is named."""
         request = pb.ModelStatisticsRequest(name=model, version=version)
         return list(self._caller.unary(self._stub.ModelStatistics, request, pb.ModelStatisticsResponse).model_stats)
 
     def repository_index(self, *, ready: bool = False) -> list[pb.RepositoryIndexResponse.ModelIndex]:
-        """Every version of every model with its state; with `ready` only those that answer."""
+        """Yield every version of every model with its state; with `ready` only those that answer."""
         request = pb.RepositoryIndexRequest(ready=ready)
         return list(self._caller.unary(self._stub.RepositoryIndex, request, pb.RepositoryIndexResponse).models)
 
     def load_model(self, model: str, *, timeout_s: float = LOAD_TIMEOUT_S) -> None:
-        """Brings a deployment that was unloaded back, and returns once it answers."""
+        """Load an unloaded deployment again, and return once it answers."""
         request = pb.RepositoryModelLoadRequest(model_name=model)
         self._caller.unary(self._stub.RepositoryModelLoad, request, pb.RepositoryModelLoadResponse, timeout_s=timeout_s)
 
     def unload_model(self, model: str) -> None:
-        """Takes a deployment out of service, until `load_model`; requests in flight are answered first."""
+        """Take a deployment out of service until `load_model`. Requests in flight are answered first."""
         request = pb.RepositoryModelUnloadRequest(model_name=model)
         self._caller.unary(self._stub.RepositoryModelUnload, request, pb.RepositoryModelUnloadResponse)
 
@@ -188,15 +192,17 @@ class InferenceClient:
 
 
 def _pause_of(full: ResourceExhausted) -> float:
-    """When a place may be free. Raises the error where no server has said that: a message that is too large, say, is so
-    each time."""
+    """Return the pause before a place may be free.
+
+    Raises the error if no server has given a time: a message that is too large, for example, stays too large.
+    """
     if full.retry_after_s is None:
         raise full
     return full.retry_after_s
 
 
 class _InFlight:
-    """One request on its way. It gives its place back as soon as its answer is there, whoever waits for it."""
+    """One request in flight. It frees its place as soon as its answer arrives."""
 
     def __init__(
         self,
@@ -206,7 +212,7 @@ class _InFlight:
         timeout_s: float,
         slots: threading.BoundedSemaphore,
     ) -> None:
-        # None once it is answered: nobody sends it again.
+        # None once it is answered, because it is not sent again.
         self.request: pb.ModelInferRequest | None = request
         self._request_id = request.id
         self._slots = slots
@@ -246,7 +252,7 @@ class _InFlight:
 
 # --- Tensors on the wire ---
 
-# Row-major and little-endian, as the protocol wants raw contents. BF16 has no type in numpy.
+# Row-major and little-endian, as the protocol demands for raw contents. numpy has no type for BF16.
 DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype("?"),
     "UINT8": np.dtype("u1"),
@@ -263,12 +269,12 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LENGTH = struct.Struct("<I")
-# What an int64 holds.
+# The limit of int64.
 _MAX_MICROSECONDS = 2**63 - 1
 
 
 class RequestOptions(TypedDict, total=False):
-    """What a request may say beside its tensors: see `infer_request`."""
+    """The fields of a request besides its tensors; see `infer_request`."""
 
     version: str
     outputs: Mapping[str, int] | None
@@ -288,18 +294,20 @@ def infer_request(
     server_timeout_s: float | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> pb.ModelInferRequest:
-    """One request. `outputs` are asked for, or all where none is named: 0 for the tensor itself, else for so many of
-    each row's greatest numbers, as strings "value:index:name" (Triton's classification).
+    """Make one request.
+
+    `outputs` are the requested outputs; none means all. 0 requests the tensor itself; a number n requests each row's n
+    greatest numbers, as strings "value:index:name" (Triton's classification).
 
     `priority` is 1, the most urgent, to 10; 0 is the server's default. `server_timeout_s` is the time from the
-    request's arrival in which the server must answer it. `headers` may lead it to a version, where the deployment has
-    routes by header; it is of no use together with `version`.
+    request's arrival within which the server must answer. `headers` may route the request to a version, if the
+    deployment has routes by header; they have no effect together with `version`.
 
-    Bytes and text go whole out of lists and arrays of objects. An array of numpy's own strings has already lost the
-    zeros that they ended in.
+    Bytes and text are sent in full from lists and object arrays. An array of numpy's own strings has already lost
+    trailing zero bytes.
 
     Raises `TypeError` for an array of a type that the protocol does not have, and for an object that is neither text
-    nor bytes; and `ValueError` for a `server_timeout_s` that is not above 0 and finite.
+    nor bytes; `ValueError` for a `server_timeout_s` that is not above 0 and finite.
     """
     request = pb.ModelInferRequest(model_name=model, model_version=version, id=request_id)
     if priority:
@@ -307,7 +315,7 @@ def infer_request(
     if server_timeout_s is not None:
         if not 0 < server_timeout_s * 1e6 < _MAX_MICROSECONDS:
             raise ValueError(f"server_timeout_s is {server_timeout_s}: use a finite number of seconds above 0, or None")
-        # Rounded up: 0 microseconds are no limit.
+        # Rounded up, because 0 microseconds mean no limit.
         request.parameters["timeout"].int64_param = math.ceil(server_timeout_s * 1e6)
     if headers:
         request.parameters["headers"].string_param = json.dumps(dict(headers))
@@ -324,7 +332,7 @@ def infer_request(
 
 
 def output_arrays(response: pb.ModelInferResponse) -> dict[str, npt.NDArray[Any]]:
-    """The outputs by name. Those that came as raw contents are read-only views of the message."""
+    """Return the outputs by name. Raw contents become read-only views of the message."""
     arrays = {}
     for index, tensor in enumerate(response.outputs):
         shape = tuple(tensor.shape)
@@ -339,7 +347,7 @@ def _array(value: npt.ArrayLike) -> npt.NDArray[Any]:
     array = np.asarray(value)
     if isinstance(value, np.ndarray) or array.dtype.kind not in "SU":
         return array
-    # numpy's own strings end before their last zeros, and have made text of numbers among them.
+    # numpy's own strings lose trailing zero bytes, and numbers among them have become text.
     return np.array(value, dtype=object)
 
 
@@ -374,7 +382,7 @@ def _decode(datatype: str, raw: bytes, shape: tuple[int, ...]) -> npt.NDArray[An
 
 
 def _typed(tensor: pb.ModelInferResponse.InferOutputTensor) -> npt.NDArray[Any]:
-    """Contents that came in typed fields, as servers other than ours may send them."""
+    """Convert contents in typed fields, which servers other than Millrace may send."""
     dtype = DTYPES.get(tensor.datatype, np.dtype(object))
     (values,) = (value for _, value in tensor.contents.ListFields()) if tensor.contents.ListFields() else ([],)
     return np.array(list(values), dtype=dtype)
@@ -387,13 +395,13 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """One response: its output arrays by name, and where the model that made them comes from."""
+    """One response: its output arrays by name, and the model's lineage."""
 
     outputs: Arrays
     lineage: Lineage
     model: str
     version: str
-    # From sending the request that was answered to its answer.
+    # The time from sending the answered request to its answer.
     latency_s: float
 
 
@@ -414,10 +422,10 @@ def answer_of(response: pb.ModelInferResponse, latency_s: float) -> Answer:
 def streamed_answers(
     caller: Caller, method: Any, requests: Iterable[pb.ModelInferRequest], timeout_s: float | None
 ) -> Generator[Answer | MillraceError, None, None]:
-    """An answer for each request, in their order, or what that one failed with: the stream goes on behind it.
+    """Yield an answer or error for each request, in order. The stream continues after an error of one request.
 
-    Raises what ends the stream itself, `Unavailable` where it ends before all are answered, and what `requests` raises.
-    Closing the iterator ends the call.
+    Raises errors of the stream itself, `Unavailable` if it ends before all requests are answered, and what `requests`
+    raises. Closing the iterator ends the call.
     """
     sending = _Sending(requests)
     try:
@@ -434,15 +442,17 @@ def streamed_answers(
                 remedy="ask again for those that have no answer",
             )
     except MillraceError:
-        # gRPC says only that there was an exception.
+        # gRPC reports only that there was an exception.
         if sending.failure is not None:
             raise sending.failure from None
         raise
 
 
 class _Sending:
-    """The requests as gRPC takes them, in a thread of its own: when each that is not answered was sent, whether all
-    were, and what making one failed with."""
+    """The requests as gRPC takes them, in its own thread.
+
+    It records when each unanswered request was sent, whether all were sent, and the error of making one.
+    """
 
     def __init__(self, requests: Iterable[pb.ModelInferRequest]) -> None:
         self._requests = requests
@@ -462,7 +472,7 @@ class _Sending:
 
 
 def _error_of(response: pb.ModelStreamInferResponse) -> MillraceError:
-    """Out of "STATUS_NAME: text"; other servers send the text alone."""
+    """Parse "STATUS_NAME: text"; other servers send only the text."""
     status, colon, text = response.error_message.partition(": ")
     if not colon or status not in KINDS:
         status, text = "", response.error_message

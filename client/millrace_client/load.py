@@ -1,10 +1,11 @@
-"""Load for a served model: requests that are made beforehand, sent in a closed or an open loop, and what came of them.
+"""Generates load for a served model: prepares requests, sends them in a closed or open loop, and measures.
 
-It speaks the Open Inference Protocol, so it measures any server of it. It asks about rows made up to fit a model's
-metadata, or about rows of a file. N = rows.
+It uses the Open Inference Protocol, so it measures any such server. Its rows are generated from a model's metadata or
+read from a file. N = rows.
 
-A closed loop keeps a number of calls in flight: it shows what a server can do, and slows down with it. An open loop
-sends at its own times, whatever comes back, as the world does: only it shows what happens above that.
+A closed loop keeps a number of calls in flight: it shows a server's capacity, and slows down with the server. An open
+loop sends at its own times, whatever the answers, like real traffic. Only an open loop shows the behaviour above
+capacity.
 """
 
 from __future__ import annotations
@@ -40,8 +41,11 @@ END_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How long, and what: `requests` are sent in turn, each with `deadline_s`; what is due within the first `warm_up_s`
-    is sent, and not counted."""
+    """The requests to send and the times to keep.
+
+    `requests` are sent in turn, each with `deadline_s`. Requests due within the first `warm_up_s` are sent but not
+    counted.
+    """
 
     address: str
     requests: Sequence[bytes]
@@ -50,13 +54,15 @@ class Plan:
     warm_up_s: float = 1.0
     deadline_s: float = 5.0
     metadata: Sequence[tuple[str, str]] = ()
-    # For a connection; a server that is there takes milliseconds.
+    # The time limit for a connection; a running server takes milliseconds.
     ready_timeout_s: float = 10.0
 
 
 def closed_loop(plan: Plan, in_flight: int) -> Measured:
-    """Keeps so many calls in flight: each answer brings the next request. Raises `TimeoutError` for calls that do not
-    end."""
+    """Keep `in_flight` calls in flight: each answer triggers the next request.
+
+    Raises `TimeoutError` for calls that do not end.
+    """
     with _Calls(plan) as calls:
         end_s = calls.begin_s + plan.warm_up_s + plan.seconds
         ended = threading.Semaphore(0)
@@ -75,9 +81,10 @@ def closed_loop(plan: Plan, in_flight: int) -> Measured:
 
 
 def open_loop(plan: Plan, rate: float, seed: int = 0) -> Measured:
-    """Sends `rate` calls a second on average, at times of a Poisson process that is fixed beforehand. A client that
-    falls behind sends at once what is due, and `Measured` says by how much: deadlines count from when calls were due,
-    and an answer that comes later is `LATE`. Raises `TimeoutError` like `closed_loop`.
+    """Send `rate` calls a second on average, at the precomputed times of a Poisson process.
+
+    A client that falls behind sends due requests at once, and `Measured` reports the delay. Deadlines count from when
+    calls were due, and a later answer is `LATE`. Raises `TimeoutError` like `closed_loop`.
     """
     with _Calls(plan) as calls:
         ended = threading.Semaphore(0)
@@ -93,22 +100,22 @@ def open_loop(plan: Plan, rate: float, seed: int = 0) -> Measured:
 
 
 def arrivals(rate: float, seconds: float, seed: int = 0) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Times within `seconds`, in order, of a Poisson process of `rate` a second."""
+    """Return the sorted times within `seconds` of a Poisson process of `rate` a second."""
     noise = np.random.default_rng(seed)
-    # The number of arrivals is Poisson, and they are then uniform.
+    # The number of arrivals is Poisson, and given the number they are uniform.
     return np.sort(noise.uniform(0.0, seconds, noise.poisson(rate * seconds)))
 
 
 class _Calls:
-    """Calls over one channel. Callbacks, all in one thread of gRPC, cost a client less than threads or asyncio do."""
+    """Calls over one channel. Callbacks in one thread of gRPC cost less than threads or asyncio."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        # No retries: what fails is counted as it is.
+        # No retries, so that every failure is counted.
         self._channel = grpc.insecure_channel(
             plan.address, options=[*channel_options(plan.address), ("grpc.enable_retries", 0)]
         )
-        # The bytes as they are: a load generator that parses answers measures itself.
+        # Raw bytes, because a load generator that parses answers measures itself.
         self._infer: Any = self._channel.unary_unary(METHOD)
         self._requests = itertools.cycle(plan.requests)
         self._outcomes: list[Outcome] = []
@@ -121,7 +128,7 @@ class _Calls:
         except grpc.FutureTimeoutError:
             self._channel.close()
             raise TimeoutError(f"nobody answers at {self._plan.address}") from None
-        # A collection stops the client for a fifth of a second, and what it sends then comes all at once.
+        # A garbage collection would stop the client for a fifth of a second, and then send a burst.
         gc.collect()
         self._collects = gc.isenabled()
         gc.disable()
@@ -134,11 +141,11 @@ class _Calls:
         self._channel.close()
 
     def send(self, due_s: float, then: Callable[[], None], deadline_s: float = math.inf) -> None:
-        """Calls, and calls `then` when the call has ended. It is given up after the plan's time, or at `deadline_s`."""
+        """Send a call, and call `then` when it has ended. It ends at the plan's deadline or at `deadline_s`."""
         request = next(self._requests)
         sent_s = time.perf_counter()
         timeout_s = min(self._plan.deadline_s, deadline_s - sent_s)
-        if timeout_s <= 0:  # it has no time left, and the server never hears of it
+        if timeout_s <= 0:  # no time is left, so the call is not sent
             self._outcomes.append(Outcome(LATE, due_s, sent_s, sent_s))
             then()
             return
@@ -169,20 +176,21 @@ class _Calls:
 
 
 def _told(call: Any) -> bool:
-    """Whether the server said it: gRPC ends a call by its own timer without a word from there."""
+    """Return whether the server sent the status. gRPC ends a call by its own timer without the server's headers."""
     return any(key in (DETAILS_KEY, REQUEST_ID_KEY) for key, _ in call.trailing_metadata() or ())
 
 
 # --- Figures ---
 
 OK = "OK"
-# The server had neither answered nor refused by its deadline: the client's own timer ended it, or the answer was later.
+# The server neither answered nor refused by the deadline: the client's own timer ended the call, or the answer came
+# later.
 LATE = "LATE"
 PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
 
 
 class Outcome(NamedTuple):
-    """One call. `status` is gRPC's, or `LATE`. `due_s`: when it was to be sent; all on one monotonic clock."""
+    """One call. `status` is gRPC's, or `LATE`. `due_s` is its planned time; all times are on one monotonic clock."""
 
     status: str
     due_s: float
@@ -192,7 +200,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """The calls that were due within `seconds`, after the warm-up, each followed to its end."""
+    """The calls that were due within `seconds` after the warm-up, each followed to its end."""
 
     seconds: float
     rows_per_request: int
@@ -203,29 +211,31 @@ class Measured:
 
     @property
     def answered_per_s(self) -> float:
-        """Answers, not refusals nor errors, a second."""
+        """Answers per second, without refusals and errors."""
         return len(self.of(OK)) / self.seconds
 
     @property
     def statuses(self) -> dict[str, int]:
-        """Calls by status, the most frequent first."""
+        """The number of calls by status, the most frequent first."""
         return dict(Counter(one.status for one in self.outcomes).most_common())
 
     def share(self, *statuses: str) -> float:
-        """Of all calls; 0 where there was none."""
+        """Return the share of all calls; 0 without calls."""
         return len(self.of(*statuses)) / len(self.outcomes) if self.outcomes else 0.0
 
     def latency_ms(self, *statuses: str) -> dict[str, float]:
-        """Percentiles of the time from when a call was due to its end, of calls with these statuses; empty where there
-        is none. A client that falls behind makes them longer, not fewer."""
+        """Return percentiles of the time from a call's due time to its end; empty without such calls.
+
+        A client that falls behind makes the times longer, not fewer.
+        """
         return _percentiles([one.ended_s - one.due_s for one in self.of(*statuses)])
 
     def behind_ms(self) -> dict[str, float]:
-        """Percentiles of how much later than due the client itself sent."""
+        """Return percentiles of the client's own delay in sending."""
         return _percentiles([one.sent_s - one.due_s for one in self.outcomes])
 
     def as_dict(self) -> dict[str, Any]:
-        """All figures, as JSON-able values."""
+        """Return all figures as JSON values."""
         return {
             "seconds": round(self.seconds, 3),
             "calls": len(self.outcomes),
@@ -250,26 +260,27 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 Rows = dict[str, npt.NDArray[Any]]
 
-# Made-up integers are 0 and 1 but for bytes, which are most often pixels: any category that a model knows has a 0.
+# Generated integers are 0 and 1, except bytes, which usually are pixels: every category set has a 0.
 MADE_UP_BELOW = {"UINT8": 256}
 TEXT = b"0"
 
 
 def made_up_rows(metadata: pb.ModelMetadataResponse, count: int, seed: int = 0) -> Rows:
-    """`count` rows of noise for each input: floats of a standard normal distribution, bytes of all values, other
-    integers 0 and 1, strings "0".
+    """Generate `count` rows for each input.
 
-    Raises `BadInput` for an input of which none can be made: its rows have no fixed shape, or numpy has no such type.
+    Floats are standard normal, bytes have all values, other integers are 0 and 1, strings are "0". Raises `BadInput`
+    for an input whose rows have no fixed shape, or whose type numpy lacks.
     """
     noise = np.random.default_rng(seed)
     return {tensor.name: _made_up(tensor, count, noise) for tensor in metadata.inputs}
 
 
 def rows_of_file(metadata: pb.ModelMetadataResponse, path: Path) -> Rows:
-    """The rows of a file: `.npy` for a model of one input, `.npz` with an array for each, or a `.parquet` with a column
-    for each; others are left out. Bytes that end in zeros come from a `.parquet`: numpy's own strings drop those.
+    """Read a file's rows.
 
-    Raises `BadInput` for another kind of file, an input that it does not have, and rows that are not equally many.
+    A `.npy` is for a model of one input; a `.npz` has an array and a `.parquet` a column for each input, and others are
+    ignored. Bytes that end in zeros need a `.parquet`, because numpy's own strings drop those. Raises `BadInput` for
+    another kind of file, a missing input, and unequal numbers of rows.
     """
     names = [tensor.name for tensor in metadata.inputs]
     found = _columns(path, metadata.inputs) if path.suffix == ".parquet" else _arrays(path, metadata.inputs)
@@ -286,8 +297,10 @@ def rows_of_file(metadata: pb.ModelMetadataResponse, path: Path) -> Rows:
 def requests_of(
     model: str, rows: Rows, rows_per_request: int = 1, *, version: str = "", outputs: Sequence[str] = ()
 ) -> list[bytes]:
-    """The rows cut into requests of `rows_per_request`, what is left over dropped, each ready for the wire; `outputs`
-    are asked for, or all where none is named. Raises `BadInput` where there are too few rows for one."""
+    """Cut the rows into serialized requests of `rows_per_request`; a rest is dropped.
+
+    `outputs` are the requested outputs; none means all. Raises `BadInput` if there are too few rows for one request.
+    """
     count = len(next(iter(rows.values())))
     if count < rows_per_request:
         raise BadInput(f"{count} rows do not fill a request of {rows_per_request}; give more rows, or ask for fewer")

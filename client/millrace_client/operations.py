@@ -1,4 +1,4 @@
-"""Long work that a call started: wait for it, look how far it is, cancel it."""
+"""Long-running operations that a call started: waiting, progress and cancelling."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from google.protobuf.message import Message
 from millrace_client.calls import Caller, RetryBudget
 from millrace_client.errors import DeadlineExceeded, MillraceError, from_status
 
-# How long one WaitOperation may hang, so that progress is seen in between.
+# The limit of one WaitOperation, so that progress is seen in between.
 POLL_INTERVAL_S = 1.0
 
 Result = TypeVar("Result", bound=Message)
 
 
 class Operation(Generic[Result]):
-    """One `google.longrunning.Operation` with the types of its result and metadata."""
+    """A `google.longrunning.Operation` with the types of its result and metadata."""
 
     def __init__(
         self,
@@ -46,19 +46,19 @@ class Operation(Generic[Result]):
 
     @property
     def metadata(self) -> Any:
-        """What the server last told of its progress, e.g. an `ImportVersionMetadata`."""
+        """The last known progress, e.g. an `ImportVersionMetadata`."""
         metadata = self._metadata_type()
         self.proto.metadata.Unpack(metadata)
         return metadata
 
     def refresh(self) -> None:
-        """Asks the server once."""
+        """Ask the server once for the present state."""
         self.proto = self._caller.unary(
             self._stub.GetOperation, operations_pb2.GetOperationRequest(name=self.name), operations_pb2.Operation
         )
 
     def cancel(self) -> None:
-        """Asks the server to end it; it may still succeed when it was faster."""
+        """Ask the server to end the operation, which may still succeed first."""
         request = operations_pb2.CancelOperationRequest(name=self.name)
         self._caller.unary(self._stub.CancelOperation, request, empty_pb2.Empty)
 
@@ -67,9 +67,10 @@ class Operation(Generic[Result]):
         timeout_s: float = 3600.0,
         on_progress: Callable[[Operation[Result]], object] | None = None,
     ) -> Result:
-        """Its result. Raises what it failed with, or `DeadlineExceeded` after `timeout_s`; it then still goes on.
+        """Wait for the result.
 
-        A server may be away for a while, as when it restarts: the operation outlives it.
+        Raises the operation's error, or `DeadlineExceeded` after `timeout_s`; the operation then continues. The server
+        may be unreachable for a while, for example during a restart: the operation outlives it.
         """
         until = time.monotonic() + timeout_s
         retry_budget = RetryBudget()

@@ -1,4 +1,4 @@
-"""Sending a file straight into the store, by URLs that the data service has signed: for bulk, past the service."""
+"""Uploads large files straight into the store, by URLs that the data service has signed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from millrace_client.uploads import SILENCE_S, OnProgress, commit, telling_how_t
 AT_ONCE = 4
 PIECE_BYTES = 1 << 20
 FORBIDDEN, FIRST_OF_SERVER = 403, 500
-# Of those that say that a client is at fault: a request that took too long, and too many of them.
+# Client errors that pass: a request that took too long, and too many requests.
 PASSING = (408, 429)
 
 
@@ -37,13 +37,13 @@ def upload_presigned(
     part_size_bytes: int = 0,
     on_progress: OnProgress | None = None,
 ) -> resources_pb2.Upload:
-    """Sends the file in parts, `AT_ONCE` of them side by side, into a new upload of `datasets/{d}`, and commits it. A
-    part has 5 MiB to 5 GiB; 0 means 64 MiB, or more where that would make more than 2,000 parts.
+    """Send a file in parts, `AT_ONCE` at a time, into a new upload of `datasets/{d}`, and commit it.
 
-    The store must be S3, and its public endpoint must be reachable from here. A part that fails is sent again, for two
-    minutes and as long as it took to fail. Where that does not help, the error's `metadata["upload"]` names the upload:
-    `resume_upload` sends what is missing, by way of the service. Raises `FailedPrecondition` for another store, and
-    where the store refuses a part.
+    A part has 5 MiB to 5 GiB; 0 means 64 MiB, or more if 64 MiB would make more than 2,000 parts. The store must be S3,
+    and its public endpoint must be reachable from here. A failed part is sent again, for two minutes plus the time that
+    it took to fail. If that does not help, the error's `metadata["upload"]` names the upload; `resume_upload` then
+    sends the missing parts through the service. Raises `FailedPrecondition` for another store, and if the store refuses
+    a part.
     """
     with Path(path).open("rb", buffering=0) as file:
         size_bytes = os.fstat(file.fileno()).st_size
@@ -53,7 +53,7 @@ def upload_presigned(
             request_id=new_request_id(),
             presigned=pb.PresignedParts(size_bytes=size_bytes, part_size_bytes=part_size_bytes),
         )
-        # Of the same request the same parts, with URLs that are good for another hour.
+        # The same request returns the same parts, with URLs that are valid for another hour.
         sending = _Sending(file.fileno(), lambda: caller.unary(stub.StartUpload, request, resources_pb2.Upload))
         with telling_how_to_resume(sending.name):
             sha256 = sending.run(on_progress)
@@ -61,7 +61,7 @@ def upload_presigned(
 
 
 class _Sending:
-    """`start` gives the upload with its parts, as often as it is called."""
+    """The parallel sending of a file's parts. `start` returns the upload with its parts at each call."""
 
     def __init__(self, file: int, start: Callable[[], resources_pb2.Upload]) -> None:
         self._file = file
@@ -74,7 +74,7 @@ class _Sending:
         return self._upload.name
 
     def run(self, on_progress: OnProgress | None) -> str:
-        """The file's SHA-256, when all of its parts are there."""
+        """Send all parts, and return the file's SHA-256."""
         parts = list(self._upload.presigned_parts)
         total, sent = sum(part.size_bytes for part in parts), 0
         threads = ThreadPoolExecutor(AT_ONCE + 1, thread_name_prefix="presigned-upload")
@@ -118,12 +118,12 @@ class _Sending:
                     raise body.error from None
                 why = str(error)
             now = time.monotonic()
-            # Time for another try, however long one takes.
+            # Leave time for another try, however long one takes.
             until = until or now + OUTAGE_TIMEOUT_S + (now - began)
             if now > until or self._over.wait(pause_s):
                 raise Unavailable(f"the store does not take the part at {part.offset}: {why}")
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-            # Its hour may be over, of which some stores say nothing but hang up.
+            # The URL may have expired; some stores then just close the connection.
             self._renew()
 
     def _renew(self) -> None:
@@ -138,7 +138,7 @@ class _Sending:
                 remedy=f"get_upload({self.name!r}) tells its size and SHA-256: import it, or start another upload",
             )
         if _layout(renewed) != _layout(self._upload):
-            # As after an upgrade of the service. What is sent already would be mixed with parts that overlap it.
+            # For example after an upgrade of the service. The parts sent already would overlap the new ones.
             raise FailedPrecondition(
                 f"the parts of {self.name} are cut otherwise than when it was started",
                 reason="PARTS_CHANGED",
@@ -155,16 +155,18 @@ def _layout(upload: resources_pb2.Upload) -> list[tuple[int, int]]:
 def _may_pass(error: HTTPError) -> bool:
     if error.code >= FIRST_OF_SERVER or error.code in PASSING:
         return True
-    return b"RequestTimeout" in error.read(PIECE_BYTES)  # as S3 says it
+    return b"RequestTimeout" in error.read(PIECE_BYTES)  # S3's code for it
 
 
 class _Over(Exception):
-    """The upload has failed, or was interrupted."""
+    """The upload has failed or was interrupted."""
 
 
 class _Part:
-    """Some bytes of a file, read in order until all is `over`. `error` is what went wrong with the file, and not with
-    the wire."""
+    """A range of a file, read in order until `over` is set.
+
+    `error` is a fault of the file, not of the connection.
+    """
 
     def __init__(self, file: int, offset: int, size_bytes: int, over: threading.Event) -> None:
         self._file = file

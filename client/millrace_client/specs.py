@@ -29,15 +29,16 @@ from millrace.train.v1 import checkpoint_import_pb2, code_bundle_pb2, resources_
 
 # --- Specs ---
 
-# What a path may hold in a URI, and the wildcards.
+# Characters that a URI's path may contain, and the wildcards.
 _PATH_CHARACTERS = "/-._~!$&'()+,;=:@*?"
 _UPLOAD = re.compile(r"datasets/[^/]+/uploads/[^/]+")
 
 
 def uri(path_or_uri: str | Path) -> str:
-    """A URI, or the name of an upload, as it is; a path as `file:///…`, which the server must be able to read.
+    """Return a URI. A path becomes `file:///…`, which the server must be able to read.
 
-    In a string `*`, `?` and `**` name several files, and a `/` at the end a whole folder; a `Path` is one file.
+    URIs and names of uploads stay unchanged. In a string `*`, `?` and `**` name several files, and a `/` at the end a
+    whole folder; a `Path` is one file.
     """
     if isinstance(path_or_uri, Path):
         return Path(_absolute(path_or_uri)).as_uri()
@@ -49,23 +50,23 @@ def uri(path_or_uri: str | Path) -> str:
 
 
 def _absolute(path: str | Path) -> str:
-    """Without `..`, which servers refuse; links stay as they are spelt."""
+    """Return the absolute path without `..`, which servers refuse. Links are not resolved."""
     return os.path.normpath(Path(path).absolute())
 
 
 def idx_source(split: str, images: str | Path, labels: str | Path) -> data_service_pb2.ImportSource:
-    """A pair of IDX files, as MNIST has them, for one split."""
+    """Import a pair of IDX files, as MNIST has them, into one split."""
     pair = data_service_pb2.IdxSource(images_uri=uri(images), labels_uri=uri(labels))
     return data_service_pb2.ImportSource(split=split, idx=pair)
 
 
 def parquet_source(split: str, path_or_uri: str | Path) -> data_service_pb2.ImportSource:
-    """Parquet files for one split."""
+    """Import Parquet files into one split."""
     return data_service_pb2.ImportSource(split=split, parquet=data_service_pb2.ParquetSource(uri=uri(path_or_uri)))
 
 
 def arrow_source(split: str, path_or_uri: str | Path) -> data_service_pb2.ImportSource:
-    """Arrow IPC streams or files for one split."""
+    """Import Arrow IPC streams or files into one split."""
     return data_service_pb2.ImportSource(split=split, arrow=data_service_pb2.ArrowSource(uri=uri(path_or_uri)))
 
 
@@ -78,7 +79,10 @@ def csv_source(
     null_values: Sequence[str] = (),
     encoding: str = "",
 ) -> data_service_pb2.ImportSource:
-    """CSV files for one split; what is left out is the server's default. `column_names`: the files have no header."""
+    """Import CSV files into one split.
+
+    Arguments that are not given have the server's defaults. Give `column_names` for files without a header.
+    """
     csv = data_service_pb2.CsvSource(
         uri=uri(path_or_uri),
         delimiter=delimiter,
@@ -90,40 +94,40 @@ def csv_source(
 
 
 def json_lines_source(split: str, path_or_uri: str | Path) -> data_service_pb2.ImportSource:
-    """Files of one JSON object a line for one split."""
+    """Import files of one JSON object per line into one split."""
     lines = data_service_pb2.JsonLinesSource(uri=uri(path_or_uri))
     return data_service_pb2.ImportSource(split=split, json_lines=lines)
 
 
 def image_folder_source(split: str, path_or_uri: str | Path) -> data_service_pb2.ImportSource:
-    """A folder with a folder of images for each class, for one split."""
+    """Import a folder with a folder of images for each class into one split."""
     folder = uri(path_or_uri)
     images = data_service_pb2.ImageFolderSource(uri=folder if folder.endswith("/") else f"{folder}/")
     return data_service_pb2.ImportSource(split=split, image_folder=images)
 
 
 def image_tar_source(split: str, path_or_uri: str | Path) -> data_service_pb2.ImportSource:
-    """Tars of such a folder for one split."""
+    """Import tar files of such a folder into one split."""
     return data_service_pb2.ImportSource(split=split, image_tar=data_service_pb2.ImageTarSource(uri=uri(path_or_uri)))
 
 
 def quarantine(max_rows: int = 0) -> data_service_pb2.BadRows:
-    """Bad rows are left out and kept aside, up to so many; 0: any number."""
+    """Leave bad rows out and quarantine them, up to `max_rows`; 0: any number."""
     return data_service_pb2.BadRows(action=data_service_pb2.BadRows.ACTION_QUARANTINE, max_rows=max_rows)
 
 
 def append_to(version: str) -> data_service_pb2.Base:
-    """The new version has the rows of `datasets/{d}/versions/{v}` first, in each split, and follows it."""
+    """Make the new version follow `datasets/{d}/versions/{v}`, with its rows first in each split."""
     return data_service_pb2.Base(version=version, mode=data_service_pb2.Base.MODE_APPEND)
 
 
 def replacing(version: str) -> data_service_pb2.Base:
-    """The new version keeps nothing of `datasets/{d}/versions/{v}`, and follows it."""
+    """Make the new version follow `datasets/{d}/versions/{v}`, and keep nothing of it."""
     return data_service_pb2.Base(version=version, mode=data_service_pb2.Base.MODE_REPLACE)
 
 
 def retention(*, keep_newest: int = 0, max_age_s: float = 0.0) -> data_resources_pb2.Retention:
-    """Which versions are deleted by themselves; 0: no matter."""
+    """Select versions for automatic deletion; 0: no such rule."""
     message = data_resources_pb2.Retention(keep_newest=keep_newest)
     if max_age_s:
         message.max_age.FromNanoseconds(round(max_age_s * 1e9))
@@ -131,35 +135,38 @@ def retention(*, keep_newest: int = 0, max_age_s: float = 0.0) -> data_resources
 
 
 def hash_split(key_columns: Sequence[str], shares: Mapping[str, float], *, seed: int = 0) -> data_service_pb2.SplitRule:
-    """By a stable hash of key columns; `shares` maps splits to weights."""
+    """Split by a stable hash of key columns; `shares` maps splits to weights."""
     rule = data_service_pb2.HashSplit(key_columns=key_columns, shares=_shares(shares), seed=seed)
     return data_service_pb2.SplitRule(hash=rule)
 
 
 def ratio_split(shares: Mapping[str, float], *, seed: int = 0) -> data_service_pb2.SplitRule:
-    """At random; `shares` maps splits to weights."""
+    """Split at random; `shares` maps splits to weights."""
     return data_service_pb2.SplitRule(ratio=data_service_pb2.RatioSplit(shares=_shares(shares), seed=seed))
 
 
 def column_split(column: str) -> data_service_pb2.SplitRule:
-    """By the values of a column, each a split's name."""
+    """Split by the values of a column, which are the splits' names."""
     return data_service_pb2.SplitRule(column=data_service_pb2.ColumnSplit(column=column))
 
 
 def time_split(column: str, before: Mapping[str, datetime], rest: str) -> data_service_pb2.SplitRule:
-    """By a date or timestamp column: `before` maps splits, in order, to the time before which their rows lie."""
+    """Split by a date or timestamp column.
+
+    `before` maps splits, in order, to the time before which their rows lie.
+    """
     periods = [data_service_pb2.Period(split=split, before=time) for split, time in before.items()]
     rule = data_service_pb2.TimeSplit(column=column, periods=[*periods, data_service_pb2.Period(split=rest)])
     return data_service_pb2.SplitRule(time=rule)
 
 
 def hold_out(from_split: str, to_split: str, fraction: float, *, seed: int = 0) -> data_service_pb2.HoldOut:
-    """Moves a seeded random share (0..1) of one split into a new one."""
+    """Move a seeded random share (0..1) of one split into a new one."""
     return data_service_pb2.HoldOut(from_split=from_split, to_split=to_split, fraction=fraction, seed=seed)
 
 
 def optimizer(name: str, learning_rate: float, *, cosine: bool = False, **kwargs: Any) -> resources_pb2.Optimizer:
-    """A class of torch.optim with its arguments; `cosine`: warm-up, then a half cosine to zero."""
+    """Use a class of torch.optim with its arguments; `cosine`: warm-up, then a half cosine to zero."""
     schedule = (
         resources_pb2.Optimizer.SCHEDULE_COSINE_WITH_WARMUP if cosine else resources_pb2.Optimizer.SCHEDULE_CONSTANT
     )
@@ -178,10 +185,12 @@ def training_spec(
     global_batch_size: int,
     **fields: Any,
 ) -> resources_pb2.TrainingSpec:
-    """A `TrainingSpec`; `fields` are further fields of it, e.g. `num_workers=2`, `optimizer=…`. Inputs that are NaN or
-    infinite are refused without `allow_non_finite=True`.
+    """Make a `TrainingSpec`.
 
-    `model` is the name of a builder, of which `in_channels` and `num_classes` must be given, or an `own_model`."""
+    `fields` are its further fields, e.g. `num_workers=2`, `optimizer=…`. Inputs that are NaN or infinite are refused
+    without `allow_non_finite=True`. `model` is the name of a builder, which needs `in_channels` and `num_classes`, or
+    an `own_model`.
+    """
     named = resources_pb2.Model(builder=model) if isinstance(model, str) else model
     given = resources_pb2.Model(in_channels=in_channels, num_classes=num_classes)
     if model_kwargs:
@@ -211,9 +220,11 @@ def import_spec(
     names: checkpoint_import_pb2.NameMap | None = None,
     **fields: Any,
 ) -> checkpoint_import_pb2.ImportSpec:
-    """An `ImportSpec` for weights of `model`, as `training_spec` names it. `input_shape` is that of one row of the
-    tensors that it is asked about, `input_dtype` their type (float32); or give `dataset_version`. `fields` are further
-    fields, e.g. `task="TASK_REGRESSION"`, `class_names=["cat", "dog"]`."""
+    """Make an `ImportSpec` for weights of `model`, named as in `training_spec`.
+
+    `input_shape` is the shape of one row of the tensors in requests, `input_dtype` their type (float32); or give
+    `dataset_version`. `fields` are further fields, e.g. `task="TASK_REGRESSION"`, `class_names=["cat", "dog"]`.
+    """
     spec = checkpoint_import_pb2.ImportSpec(
         model=resources_pb2.Model(
             builder=model, kwargs=_struct(model_kwargs or {}), in_channels=in_channels, num_classes=num_classes
@@ -236,8 +247,11 @@ def name_map(
     drop: Sequence[str] = (),
     allow_missing: Sequence[str] = (),
 ) -> checkpoint_import_pb2.NameMap:
-    """How names in files become names in a model: `prefixes` and then `patterns` map what is there to what comes in its
-    place, e.g. `{"module.": ""}`; `drop` and `allow_missing` are regular expressions of whole names."""
+    """Map names in files to names in a model.
+
+    `prefixes` and then `patterns` map old to new, e.g. `{"module.": ""}`; `drop` and `allow_missing` are regular
+    expressions of whole names.
+    """
     rename = checkpoint_import_pb2.NameMap.Rename
     renames = [rename(prefix=one, replacement=to) for one, to in (prefixes or {}).items()]
     renames += [rename(pattern=one, replacement=to) for one, to in (patterns or {}).items()]
@@ -247,8 +261,11 @@ def name_map(
 def own_model(
     bundle: code_bundle_pb2.CodeBundle | str, entry: str, *, config: Mapping[str, Any] | None = None
 ) -> resources_pb2.Model:
-    """A model of your own for `training_spec`: `entry` is `module:name` of a function or class of a bundle that was
-    pushed. A function gets `config` as its one argument, a class as keyword arguments."""
+    """Use your own model in `training_spec`.
+
+    `entry` is `module:name` of a function or class in a pushed bundle. A function gets `config` as its one argument, a
+    class as keyword arguments.
+    """
     return resources_pb2.Model(
         code_bundle=bundle if isinstance(bundle, str) else bundle.name, entry=entry, kwargs=_struct(config or {})
     )
@@ -264,10 +281,10 @@ def program_spec(
     remainder: str = "DROP",
     **fields: Any,
 ) -> resources_pb2.TrainingSpec:
-    """A `TrainingSpec` that runs a function of your own: `entry` is `module:function` of a bundle that was pushed.
+    """Make a `TrainingSpec` that runs your own function: `entry` is `module:function` in a pushed bundle.
 
-    `config`, of values that JSON has, is the function's argument. `fields` are further fields of the specification,
-    e.g. `num_workers=2`. Raises `ValueError` for a configuration that JSON cannot hold.
+    `config`, of JSON values, is the function's argument. `fields` are further fields of the specification, e.g.
+    `num_workers=2`. Raises `ValueError` for a configuration that JSON cannot hold.
     """
     program = code_bundle_pb2.Program(
         code_bundle=bundle if isinstance(bundle, str) else bundle.name,
@@ -293,12 +310,12 @@ def _struct(values: Mapping[str, Any]) -> Struct:
 
 
 def grid(*values: Any) -> sweep_pb2.Domain:
-    """Each of these is tried, with each one of the other grids."""
+    """Try each value, combined with each one of the other grids."""
     return sweep_pb2.Domain(grid=_values(values))
 
 
 def choice(*values: Any) -> sweep_pb2.Domain:
-    """One of these is drawn for each trial."""
+    """Draw one of these for each trial."""
     return sweep_pb2.Domain(choice=_values(values))
 
 
@@ -307,17 +324,17 @@ def uniform(low: float, high: float) -> sweep_pb2.Domain:
 
 
 def log_uniform(low: float, high: float) -> sweep_pb2.Domain:
-    """Drawn so that its logarithm is even; both above 0."""
+    """Draw so that the logarithm is uniform; both ends are above 0."""
     return sweep_pb2.Domain(log_uniform=sweep_pb2.Range(low=low, high=high))
 
 
 def integers(low: int, high: int) -> sweep_pb2.Domain:
-    """Whole numbers, both ends included."""
+    """Draw whole numbers, both ends included."""
     return sweep_pb2.Domain(integers=sweep_pb2.IntegerRange(low=low, high=high))
 
 
 def asha(*, grace_period: int = 0, reduction_factor: float = 0.0, max_t: int = 0) -> sweep_pb2.Asha:
-    """Stops the worse trials early; in epochs, and 0 is the server's default."""
+    """Stop the worse trials early. Times are in epochs; 0 is the server's default."""
     return sweep_pb2.Asha(grace_period=grace_period, reduction_factor=reduction_factor, max_t=max_t)
 
 
@@ -328,7 +345,7 @@ def sweep_spec(
     num_samples: int | None = None,
     **fields: Any,
 ) -> sweep_pb2.SweepSpec:
-    """A `SweepSpec`; `fields` are further fields of it, e.g. `metric="validation_loss"`, `asha=asha()`."""
+    """Make a `SweepSpec`; `fields` are its further fields, e.g. `metric="validation_loss"`, `asha=asha()`."""
     spec = sweep_pb2.SweepSpec(base=base, num_samples=num_samples, **fields)
     for path, domain in parameters.items():
         spec.parameters[path].CopyFrom(domain)

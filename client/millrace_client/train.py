@@ -56,18 +56,21 @@ SWEEP_OVER = frozenset(
 SWEEP_POLL_INTERVAL_S = 2.0
 # Each listed value and each end of a range is checked with a model.
 CHECKED_TIMEOUT_S = 120.0
-# The module of a program is imported once before its job is made.
+# A program's module is imported once before its job is created.
 IMPORTED_TIMEOUT_S = 240.0
-# The most that one answer holds.
+# The most points in one answer.
 POINTS_AT_ONCE = 10_000
 BEYOND_ANY_EVENT = 2**63 - 1
 
 
 class TrainClient:
-    """Names: `trainingJobs/{j}`, `trainingJobs/{j}/checkpoints/{c}`, `sweeps/{s}` and `codeBundles/{sha256}`."""
+    """The client of the train service.
+
+    Names are `trainingJobs/{j}`, `trainingJobs/{j}/checkpoints/{c}`, `sweeps/{s}` and `codeBundles/{sha256}`.
+    """
 
     def __init__(self, caller: Caller, data: DataClient | None = None) -> None:
-        """`data` makes the versions that suggestions need first."""
+        """`data` makes the prepared versions that suggestions need."""
         self._caller = caller
         self._data = data
         self._stub: Any = train_service_pb2_grpc.TrainServiceStub(caller.channel)
@@ -75,7 +78,7 @@ class TrainClient:
     def create_training_job(
         self, training_job_id: str, spec: resources_pb2.TrainingSpec, *, validate_only: bool = False
     ) -> resources_pb2.TrainingJob:
-        """Starts a run; see `millrace_client.specs.training_spec`. `validate_only` checks and starts nothing."""
+        """Start a run; see `millrace_client.specs.training_spec`. `validate_only` checks and starts nothing."""
         request = pb.CreateTrainingJobRequest(
             training_job_id=training_job_id,
             spec=spec,
@@ -93,12 +96,12 @@ class TrainClient:
         spec: resources_pb2.TrainingSpec | None = None,
         **overrides: Any,
     ) -> Suggestion:
-        """A specification that trains something sensible on `datasets/{d}/versions/{v}`, with reasons for all choices.
+        """Suggest a specification for training on `datasets/{d}/versions/{v}`, with reasons for all choices.
 
-        Fields of `spec`, and fields that are named, e.g. `label_column="fare"`, always win. Where steps must learn, or
-        a validation split is missing, the answer has a `preparation` and its `spec` is incomplete; with `prepare` the
-        data service makes the prepared version first, once for the same preparation, and the answer is for that one.
-        Raises `InvalidArgument` where the version leaves open what is meant, naming what there is to choose from.
+        Fields of `spec`, and named fields, e.g. `label_column="fare"`, always win. If steps must learn, or a validation
+        split is missing, the answer has a `preparation` and its `spec` is incomplete. With `prepare` the data service
+        makes the prepared version first, once for the same preparation, and the answer is for that version. Raises
+        `InvalidArgument` if the version is ambiguous; the error names the alternatives.
         """
         first = suggestion_of(self.ask_for_suggestion(version, given_spec(spec, overrides)))
         if not prepare:
@@ -110,7 +113,7 @@ class TrainClient:
     def ask_for_suggestion(
         self, version: str, spec: resources_pb2.TrainingSpec | None = None
     ) -> suggestion_pb2.SuggestTrainingSpecResponse:
-        """The service's own answer; see `suggest_training_spec`."""
+        """Return the service's own answer; see `suggest_training_spec`."""
         request = suggestion_pb2.SuggestTrainingSpecRequest(dataset_version=version, spec=spec)
         answer_type = suggestion_pb2.SuggestTrainingSpecResponse
         return self._caller.unary(self._stub.SuggestTrainingSpec, request, answer_type)
@@ -120,42 +123,44 @@ class TrainClient:
         return self._caller.unary(self._stub.GetTrainingJob, request, resources_pb2.TrainingJob)
 
     def list_training_jobs(self) -> Iterator[resources_pb2.TrainingJob]:
-        """All of them, in the order of their names."""
+        """Yield all jobs in the order of their names."""
         request = pb.ListTrainingJobsRequest()
         return every_page(self._caller, self._stub.ListTrainingJobs, request, "training_jobs")
 
     def cancel_training_job(self, name: str) -> resources_pb2.TrainingJob:
-        """Asks it to stop at its next step; on a job in a final state it changes nothing."""
+        """Ask a job to stop at its next step. A job in a final state stays unchanged."""
         request = pb.CancelTrainingJobRequest(name=name)
         return self._caller.unary(self._stub.CancelTrainingJob, request, resources_pb2.TrainingJob)
 
     def suspend_training_job(self, name: str, *, etag: str = "") -> resources_pb2.TrainingJob:
-        """Asks it to take a checkpoint and to free its workers."""
+        """Ask a job to take a checkpoint and to free its workers."""
         request = pb.SuspendTrainingJobRequest(name=name, etag=etag)
         return self._caller.unary(self._stub.SuspendTrainingJob, request, resources_pb2.TrainingJob)
 
     def resume_training_job(self, name: str, *, etag: str = "") -> resources_pb2.TrainingJob:
-        """Goes on with a suspended, failed or cancelled one from its newest good checkpoint."""
+        """Continue a suspended, failed or cancelled job from its newest good checkpoint."""
         request = pb.ResumeTrainingJobRequest(name=name, etag=etag)
         return self._caller.unary(self._stub.ResumeTrainingJob, request, resources_pb2.TrainingJob)
 
     def delete_training_job(self, name: str, *, etag: str = "") -> resources_pb2.TrainingJob:
-        """Takes one that is over, or suspended, away with its checkpoints, events, metrics and logs."""
+        """Delete a job that has ended or is suspended, with its checkpoints, events, metrics and logs."""
         request = pb.DeleteTrainingJobRequest(name=name, etag=etag)
         return self._caller.unary(self._stub.DeleteTrainingJob, request, resources_pb2.TrainingJob)
 
     def get_cluster_use(self) -> pb.ClusterUse:
-        """Who holds which CPUs and GPUs of the Ray cluster, over all services."""
+        """Return the holders of the Ray cluster's CPUs and GPUs, over all services."""
         return self._caller.unary(self._stub.GetClusterUse, pb.GetClusterUseRequest(), pb.ClusterUse)
 
     def get_coverage(self, name: str, epoch: int, *, checkpoint: str = "", shard: str = "") -> pb.Coverage:
-        """How often each row was consumed in `epoch` (from 0), up to `checkpoint` or the newest; of a program, how
-        often the `shard` of that split gave it."""
+        """Count how often each row was consumed in `epoch` (from 0), up to `checkpoint` or the newest.
+
+        For a program: how often the shard of the split `shard` passed it on.
+        """
         request = pb.GetCoverageRequest(name=name, epoch=epoch, checkpoint=checkpoint, shard=shard)
         return self._caller.unary(self._stub.GetCoverage, request, pb.Coverage)
 
     def list_metrics(self, name: str, *, after_step: int = 0) -> Iterator[pb.MetricPoint]:
-        """The metrics of each step behind `after_step`, in their order."""
+        """Yield the metrics of each step after `after_step`, in order."""
         request = pb.ListMetricsRequest(name=name, after_step=after_step, page_size=POINTS_AT_ONCE)
         return every_page(self._caller, self._stub.ListMetrics, request, "points")
 
@@ -168,16 +173,16 @@ class TrainClient:
         follow: bool = False,
         reconnect_for_s: float = 120.0,
     ) -> Iterator[pb.StreamLogsResponse]:
-        """What an attempt (0: the newest) logged, on all ranks or on one; -1 is the attempt's own process.
+        """Yield the log of an attempt (0: the newest), of all ranks or one; -1 is the attempt's own process.
 
-        With `follow` it goes on until the attempt is over. A broken stream is taken up where it ended; after
+        With `follow` it continues until the attempt has ended. A broken stream is resumed where it ended; after
         `reconnect_for_s` seconds without an answer it raises `Unavailable`.
         """
         seen: dict[int, int] = {}
         last_heard = time.monotonic()
         while True:
             request = pb.StreamLogsRequest(name=name, attempt=attempt, rank=rank, follow=follow)
-            skip = dict(seen)  # characters of each rank; a log only ever grows
+            skip = dict(seen)  # characters of each rank; a log only grows
             try:
                 for response in self._caller.stream(self._stub.StreamLogs, request):
                     last_heard = time.monotonic()
@@ -195,7 +200,7 @@ class TrainClient:
             time.sleep(RECONNECT_PAUSE_S)
 
     def list_checkpoints(self, training_job: str) -> Iterator[resources_pb2.Checkpoint]:
-        """Committed ones, oldest first."""
+        """Yield committed checkpoints, oldest first."""
         request = pb.ListCheckpointsRequest(parent=training_job)
         return every_page(self._caller, self._stub.ListCheckpoints, request, "checkpoints")
 
@@ -206,15 +211,15 @@ class TrainClient:
         *,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> resources_pb2.Checkpoint:
-        """Writes the files of a checkpoint, or of the best one of the job `name`, into `directory`; returns it.
+        """Download a checkpoint, or the best one of the job `name`, into `directory`; return it.
 
-        Of a program's checkpoint the files lie as the program reported them. Each is compared with its SHA-256, and the
-        folder gets its name once all are there and on disk; whatever goes wrong leaves none of that name. A stream that
-        breaks is taken up where it broke, for two minutes without progress; what has come stays in
-        `.{directory}.millrace-partial` beside it, and the same call goes on from there. `on_progress` is called with
-        the bytes that are there and the bytes of all files.
+        A program's checkpoint keeps the paths that the program reported. Each file is compared with its SHA-256, and
+        the folder gets its name once all files are complete and on disk; after a failure no folder of that name exists.
+        A broken stream is resumed, for two minutes without progress. The downloaded files stay in
+        `.{directory}.millrace-partial` beside it, and the same call continues from there. `on_progress` is called with
+        the bytes present and the bytes of all files.
 
-        A folder that holds exactly this checkpoint is left as it is. Raises `FileExistsError` for one with other
+        A folder that holds exactly this checkpoint stays unchanged. Raises `FileExistsError` for a folder with other
         content, and while another process downloads into it; `DataLoss` for a file that is not what was committed.
         """
         from millrace_client.checkpoint_transfer import download
@@ -229,29 +234,28 @@ class TrainClient:
         *,
         validate_only: bool = False,
     ) -> checkpoint_import_pb2.ImportCheckpointResponse:
-        """Makes a checkpoint of a safetensors file, a torch state dict or a Hugging Face folder; see
-        `millrace_client.specs.import_spec`. It is `trainingJobs/{training_job_id}/checkpoints/imported`.
+        """Make a checkpoint from a safetensors file, a torch state dict or a Hugging Face folder.
 
-        The answer's `report` says what became of each tensor. Raises `InvalidArgument` where they do not fit the model;
-        with `validate_only` nothing is made, and `report.fits` says so instead.
+        See `millrace_client.specs.import_spec`. Its name is `trainingJobs/{training_job_id}/checkpoints/imported`. The
+        answer's `report` has the outcome for each tensor. Raises `InvalidArgument` if the tensors do not fit the model;
+        with `validate_only` nothing is created, and `report.fits` says so instead.
         """
         from millrace_client.checkpoint_transfer import import_weights
 
         return import_weights(self._caller, self._stub, training_job_id, source, spec, validate_only=validate_only)
 
     def get_imported_weights(self, name: str) -> checkpoint_import_pb2.ImportedWeights:
-        """The files that the checkpoint of an imported job came in, and the report of its import."""
+        """Return the files of an imported checkpoint, and the report of its import."""
         request = pb.GetImportedWeightsRequest(name=name)
         return self._caller.unary(self._stub.GetImportedWeights, request, checkpoint_import_pb2.ImportedWeights)
 
     def watch_training_job(
         self, name: str, *, after_sequence: int = 0, reconnect_for_s: float = 120.0
     ) -> Iterator[Update]:
-        """The job as it is, then every event after `after_sequence` and the job again at each transition.
+        """Yield the present job, then every event after `after_sequence`, and the job again at each transition.
 
-        Ends when the job is final, suspended or deleted. A broken stream is taken up again after the last event seen,
-        so that none is missed and none comes twice; after `reconnect_for_s` seconds without an answer it raises
-        `Unavailable`.
+        It ends when the job is final, suspended or deleted. A broken stream is resumed after the last event seen, so
+        that no event is missed or repeated; after `reconnect_for_s` seconds without an answer it raises `Unavailable`.
         """
         last_heard = time.monotonic()
         while True:
@@ -268,26 +272,26 @@ class TrainClient:
                         ended = response.job.state in FINAL and not suspended
                         yield response.job
                         if suspended and number > 0:
-                            # Behind the first response a job comes after its events. The server goes on watching a
-                            # suspended one until it is resumed.
+                            # After the first response, a job follows its events. The server watches a suspended job
+                            # until it is resumed.
                             return
             except Unavailable:
                 if time.monotonic() - last_heard > reconnect_for_s:
                     raise
             else:
-                # A server that is shutting down may end the stream in good order before the job is final.
+                # A server that shuts down may end the stream normally before the job is final.
                 if ended:
                     return
             time.sleep(RECONNECT_PAUSE_S)
 
     def list_events(self, name: str) -> list[pb.TrainingEvent]:
-        """What has happened to the job until now, in its order; what happens meanwhile is not waited for."""
+        """Return the job's events so far, in order, without waiting for new ones."""
         last, sequence = self._last_sequence(name), 0
         events: list[pb.TrainingEvent] = []
-        # A server that is shutting down may end a stream in good order before that was all.
+        # A server that shuts down may end a stream normally before all events were sent.
         while sequence < last:
             request = pb.WatchTrainingJobRequest(name=name, after_sequence=sequence)
-            # No deadline: a slow store may take any time to read them.
+            # No deadline, because a slow store may take any time to read them.
             with contextlib.closing(self._caller.stream(self._stub.WatchTrainingJob, request)) as updates:
                 for update in updates:
                     if update.HasField("event"):
@@ -298,7 +302,10 @@ class TrainClient:
         return events
 
     def _last_sequence(self, name: str) -> int:
-        """Of the job's newest event; 0 where there is none. By the server's word alone: clocks may differ."""
+        """Return the number of the job's newest event; 0 if there is none.
+
+        The server reports it, because clocks may differ.
+        """
         request = pb.WatchTrainingJobRequest(name=name, after_sequence=BEYOND_ANY_EVENT)
         try:
             for _ in self._caller.stream(self._stub.WatchTrainingJob, request, timeout_s=self._caller.timeout_s):
@@ -308,16 +315,16 @@ class TrainClient:
         raise AssertionError(f"{name} has an event of the highest number that there is")
 
     def wait_training_job(self, name: str, *, reconnect_for_s: float = 120.0) -> resources_pb2.TrainingJob:
-        """Waits until the job is final, and returns it, whichever its final state is."""
+        """Wait until the job is final, and return it, whatever its final state is."""
         for _ in self.watch_training_job(name, reconnect_for_s=reconnect_for_s):
             pass
         return self.get_training_job(name)
 
     def push_code(self, source: str | os.PathLike[str]) -> code_bundle_pb2.CodeBundle:
-        """Packs a folder, a wheel (.whl) or one Python file and stores it under its digest, `codeBundles/{sha256}`.
+        """Pack a folder, a wheel (.whl) or one Python file and store it under its digest, `codeBundles/{sha256}`.
 
-        The same content gives the same bundle on every machine. A folder's `.millraceignore` says what stays out.
-        Raises `ValueError`, naming the path, for what cannot be packed.
+        The same content gives the same bundle on every machine. A folder's `.millraceignore` lists what stays out.
+        Raises `ValueError`, naming the path, if it cannot be packed.
         """
         from millrace_client.code_bundles import push
 
@@ -328,24 +335,26 @@ class TrainClient:
         return self._caller.unary(self._stub.GetCodeBundle, request, code_bundle_pb2.CodeBundle)
 
     def list_code_bundles(self) -> Iterator[code_bundle_pb2.CodeBundle]:
-        """All of them, in the order of their names."""
+        """Yield all bundles in the order of their names."""
         return every_page(self._caller, self._stub.ListCodeBundles, pb.ListCodeBundlesRequest(), "code_bundles")
 
     def delete_code_bundle(self, name: str) -> None:
-        """Raises `FailedPrecondition` while a training job that is not deleted names it."""
+        """Delete a bundle. Raises `FailedPrecondition` while a training job that is not deleted names it."""
         request = pb.DeleteCodeBundleRequest(name=name)
         self._caller.unary(self._stub.DeleteCodeBundle, request, pb.DeleteCodeBundleResponse)
 
     def create_sweep(self, sweep_id: str, spec: sweep_pb2.SweepSpec, *, validate_only: bool = False) -> sweep_pb2.Sweep:
-        """Starts a search; see `millrace_client.specs.sweep_spec`. `validate_only` checks, and answers the trials that
-        there would be."""
+        """Start a search; see `millrace_client.specs.sweep_spec`.
+
+        `validate_only` only checks, and returns the trials that the sweep would have.
+        """
         request = pb.CreateSweepRequest(
             sweep_id=sweep_id, spec=spec, request_id=new_request_id(), validate_only=validate_only
         )
         return self._caller.unary(self._stub.CreateSweep, request, sweep_pb2.Sweep, timeout_s=CHECKED_TIMEOUT_S)
 
     def get_sweep(self, name: str) -> sweep_pb2.Sweep:
-        """With its trials, and the best of them so far."""
+        """Return a sweep with its trials, and the best of them so far."""
         return self._get_sweep(name)
 
     def _get_sweep(self, name: str, reconnect_for_s: float | None = None) -> sweep_pb2.Sweep:
@@ -353,21 +362,21 @@ class TrainClient:
         return self._caller.unary(self._stub.GetSweep, request, sweep_pb2.Sweep, reconnect_for_s=reconnect_for_s)
 
     def list_sweeps(self) -> Iterator[sweep_pb2.Sweep]:
-        """All of them, in the order of their names, without their trials."""
+        """Yield all sweeps in the order of their names, without their trials."""
         return every_page(self._caller, self._stub.ListSweeps, pb.ListSweepsRequest(), "sweeps")
 
     def cancel_sweep(self, name: str, *, etag: str = "") -> sweep_pb2.Sweep:
-        """Asks it and its trials to stop; on one in a final state it changes nothing."""
+        """Ask a sweep and its trials to stop. A sweep in a final state stays unchanged."""
         request = pb.CancelSweepRequest(name=name, etag=etag)
         return self._caller.unary(self._stub.CancelSweep, request, sweep_pb2.Sweep)
 
     def delete_sweep(self, name: str, *, etag: str = "") -> sweep_pb2.Sweep:
-        """Takes one that is over away with all its trials and their checkpoints."""
+        """Delete a sweep that has ended, with all its trials and their checkpoints."""
         request = pb.DeleteSweepRequest(name=name, etag=etag)
         return self._caller.unary(self._stub.DeleteSweep, request, sweep_pb2.Sweep)
 
     def watch_sweep(self, name: str, *, reconnect_for_s: float = 120.0) -> Iterator[sweep_pb2.Sweep]:
-        """The sweep as it is, and again whenever it has changed; the last one is over.
+        """Yield the present sweep, and again after each change, until it has ended.
 
         After `reconnect_for_s` seconds without an answer it raises `Unavailable`.
         """
@@ -389,7 +398,7 @@ class TrainClient:
             time.sleep(SWEEP_POLL_INTERVAL_S)
 
     def wait_sweep(self, name: str, *, reconnect_for_s: float = 120.0) -> sweep_pb2.Sweep:
-        """Waits until it is over, and returns it, however it ended."""
+        """Wait until the sweep has ended, and return it, whatever its final state is."""
         for sweep in self.watch_sweep(name, reconnect_for_s=reconnect_for_s):
             last = sweep
         return last
@@ -404,8 +413,11 @@ DONE_TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True)
 class Suggestion:
-    """`spec` is complete where `preparation` is None. `choices` say what was chosen and why, `version` is the version
-    that `spec` trains on: the one asked about, or the prepared one."""
+    """A suggested specification.
+
+    `spec` is complete if `preparation` is None. `choices` has each choice with its reason. `version` is the version
+    that `spec` trains on: the requested or the prepared one.
+    """
 
     spec: resources_pb2.TrainingSpec
     choices: Sequence[suggestion_pb2.Choice]
@@ -421,8 +433,11 @@ def suggestion_of(answer: suggestion_pb2.SuggestTrainingSpecResponse) -> Suggest
 def prepare(
     data: DataClient, preparation: suggestion_pb2.Preparation, wait: Callable[[Making], data_pb2.DatasetVersion]
 ) -> str:
-    """The name of the prepared version. It is made once, whoever asks; one that was deleted or ended without a result
-    since is made anew. `wait` waits for what makes it. Raises what it fails with."""
+    """Return the name of the prepared version.
+
+    It is made once, whichever client asks; one that was deleted, or that ended without a result, is made again. `wait`
+    waits for the operation. Raises the operation's error.
+    """
     try:
         operation = begin_preparation(data, preparation, preparation.request_id)
         failed = operation.done and operation.proto.HasField("error")
@@ -452,7 +467,7 @@ def prepared_suggestion(
     first: Suggestion,
     wait: Callable[[Making], data_pb2.DatasetVersion] = lambda operation: operation.wait(DONE_TIMEOUT_S),
 ) -> Suggestion:
-    """What the rules say of the version that `first.preparation` makes, with the choices of both answers."""
+    """Suggest a specification for the version that `first.preparation` makes, with the choices of both answers."""
     if first.preparation is None:
         return first
     version = prepare(data, first.preparation, wait)
@@ -461,7 +476,7 @@ def prepared_suggestion(
 
 
 def given_spec(spec: resources_pb2.TrainingSpec | None, overrides: dict[str, Any]) -> resources_pb2.TrainingSpec:
-    """The fields of `spec`, and over them those that are named."""
+    """Return the fields of `spec`, overridden by named fields."""
     given = resources_pb2.TrainingSpec()
     if spec is not None:
         given.CopyFrom(spec)

@@ -1,7 +1,7 @@
-"""Sending bytes to the data service, to be imported from there: in chunks, and on after a break where it was.
+"""Uploads bytes to the data service in chunks, resumes after interruptions, and imports them.
 
-A source is a path, an open binary file, bytes, or bytes as they come; it is cut into chunks of one size. In an
-`UploadChunks` call requests go out as they are given, acknowledgements come in beside. Arrow tables are sent as one LZ4
+A source is a path, an open binary file, bytes, or an iterable of bytes; it is cut into chunks of one size. An
+`UploadChunks` call sends requests and receives acknowledgements at the same time. Arrow tables are sent as one LZ4
 Arrow stream, and imported into a version while it arrives.
 """
 
@@ -44,24 +44,25 @@ if TYPE_CHECKING:
 
 # --- Uploads ---
 
-# Bytes that are durable, and bytes in all where that is known.
+# Arguments: durable bytes, and total bytes if known.
 OnProgress = Callable[[int, int | None], None]
 
 CHUNK_BYTES = 4 * 1024 * 1024
-# Chunks that are kept until they are acknowledged, to be sent again after a break.
+# The number of chunks kept until they are acknowledged, to be sent again after an interruption.
 WINDOW = 8
-# A server that is silent for so long is given up, and called again.
+# After this time without an answer, the client calls the server again.
 SILENCE_S = 30.0
-# One call of CommitUpload. The server may have to read all bytes once more; another call goes on where one ended.
+# The limit of one CommitUpload. The server may have to read all bytes again; the next call continues where this one
+# ended.
 COMMIT_CALL_S = 300.0
-# Such calls are made as long as the server gets further in so much time.
+# Calls are repeated as long as the server makes progress within this time.
 COMMIT_STALLED_S = 900.0
-# A call that broke after so long had reached the server: it was there until now.
+# A call that failed after this time had reached the server.
 REACHED_S = 60.0
 
 
 class UploadInterrupted(KeyboardInterrupt):
-    """Ctrl-C in the middle. `name` is the upload, which stays open: `resume_upload` goes on with it."""
+    """Ctrl-C during an upload. `name` is the upload, which stays open for `resume_upload`."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"interrupted; {_how_to_resume(name)}")
@@ -77,13 +78,13 @@ def upload(
     upload_id: str = "",
     on_progress: OnProgress | None = None,
 ) -> resources_pb2.Upload:
-    """Sends a file, or bytes as they come, into a new upload of `datasets/{d}`, and commits it.
+    """Send a file, or bytes as they come, into a new upload of `datasets/{d}`, and commit it.
 
-    It goes on by itself after a break. Where it cannot, the error's `metadata["upload"]` names the upload, which stays
-    open for 24 hours: `resume_upload` goes on with it. Memory: about 50 MB, whatever is sent.
+    It continues by itself after an interruption. If it cannot, the error's `metadata["upload"]` names the upload, which
+    stays open for 24 hours; `resume_upload` continues it. Memory: about 50 MB, whatever is sent.
     """
     request = pb.StartUploadRequest(parent=dataset, upload_id=upload_id, request_id=new_request_id())
-    # The source first: no upload is started for a path that cannot be read.
+    # The source is opened first, so that no upload is started for an unreadable path.
     with chunks_of(source, CHUNK_BYTES) as (pieces, total):
         name = caller.unary(stub.StartUpload, request, resources_pb2.Upload).name
         return _send(_Sending(caller, stub, name, _reporting(on_progress, total)), pieces)
@@ -92,8 +93,11 @@ def upload(
 def resume_upload(
     caller: Caller, stub: Any, name: str, source: Source, *, on_progress: OnProgress | None = None
 ) -> resources_pb2.Upload:
-    """Goes on with `datasets/{d}/uploads/{u}`, and commits it. `source` is the same bytes from the first on: what the
-    server has of them is read for the digest, but not sent again."""
+    """Continue `datasets/{d}/uploads/{u}`, and commit it.
+
+    `source` has the same bytes from the first on. Bytes that the server has are read for the digest, but not sent
+    again.
+    """
     with chunks_of(source, CHUNK_BYTES) as (pieces, total):
         return _send(_Sending(caller, stub, name, _reporting(on_progress, total)), pieces)
 
@@ -112,10 +116,10 @@ def _send(sending: _Sending, pieces: Iterator[bytes]) -> resources_pb2.Upload:
 
 
 def commit(caller: Caller, stub: Any, name: str, size_bytes: int, sha256: str) -> resources_pb2.Upload:
-    """Fixes the bytes, however long the server takes to read them: it is called again while `hashed_size` grows.
+    """Commit the upload, and repeat the call while `hashed_size` grows.
 
-    Raises what the server refuses, `Unavailable` where it stays away for `OUTAGE_TIMEOUT_S`, and `DeadlineExceeded`
-    where it answers but gets no further for `COMMIT_STALLED_S`.
+    Raises what the server refuses, `Unavailable` if it stays unreachable for `OUTAGE_TIMEOUT_S`, and `DeadlineExceeded`
+    if it answers but makes no progress for `COMMIT_STALLED_S`.
     """
     request = pb.CommitUploadRequest(name=name, size_bytes=size_bytes, sha256=sha256)
     looking = pb.GetUploadRequest(name=name)
@@ -144,7 +148,7 @@ def commit(caller: Caller, stub: Any, name: str, size_bytes: int, sha256: str) -
 
 
 class _Sending:
-    """Chunks that are not acknowledged yet are kept, so that any source can be sent again from there."""
+    """Sends chunks. Unacknowledged chunks are kept, so that any source can be resumed."""
 
     def __init__(self, caller: Caller, stub: Any, name: str, on_acknowledged: Callable[[int], None]) -> None:
         self.caller = caller
@@ -157,7 +161,7 @@ class _Sending:
         self._retry_budget = RetryBudget()
 
     def run(self, pieces: Iterator[bytes]) -> tuple[int, str]:
-        """Sends all, and returns its size and SHA-256 once it is durable."""
+        """Send everything, and return size and SHA-256 once it is durable."""
         self._take(self._get().acknowledged_size)
         offset = 0
         with _Digest() as digest:
@@ -177,7 +181,7 @@ class _Sending:
 
     def _add(self, offset: int, data: bytes) -> None:
         chunk = pb.UploadChunksRequest(name=self.name, offset=offset, data=data, crc32c=google_crc32c.value(data))
-        if self._stream and self._stream.error:  # a slow source must not wait for a full window to hear of it
+        if self._stream and self._stream.error:  # a slow source must not delay an error until the window is full
             self._reopen(self._stream.error)
         self._kept.append(chunk)
         self._opened().send(chunk)
@@ -189,11 +193,11 @@ class _Sending:
         while self._kept:
             self._wait()
         if self._stream:
-            self._stream.finish(SILENCE_S)  # every chunk is durable: how the call ends changes nothing
+            self._stream.finish(SILENCE_S)  # every chunk is durable, so the end of the call does not matter
             self._stream = None
 
     def _wait(self) -> None:
-        """Until more is acknowledged, or the call broke and another one was begun."""
+        """Wait until more is acknowledged, or until the call failed and a new one began."""
         stream = self._opened()
         stream.wait_beyond(self._acknowledged, SILENCE_S)
         acknowledged, error = stream.acknowledged, stream.error
@@ -204,7 +208,7 @@ class _Sending:
             self._reopen(error)
 
     def _reopen(self, error: MillraceError) -> None:
-        """Goes on in a new call from what the server has, where another try can help; else raises the error."""
+        """Continue in a new call from what the server has, if another try can help; else raise the error."""
         self.close()
         self._retry_budget.pause_after(error)
         self._take(self._get().acknowledged_size)
@@ -233,7 +237,7 @@ class _Sending:
 
 
 class _Digest:
-    """SHA-256 in a thread, beside the sending; at most one piece waits for it."""
+    """Computes SHA-256 in a thread while chunks are sent; at most one piece waits."""
 
     def __init__(self) -> None:
         self._sha256 = hashlib.sha256()
@@ -268,7 +272,7 @@ def telling_how_to_resume(name: str) -> Iterator[None]:
         if not isinstance(error, (NotFound, FailedPrecondition)):
             error.remedy = "; ".join(filter(None, (error.remedy, _how_to_resume(name))))
         raise
-    except Exception as error:  # of the source
+    except Exception as error:  # an error of the source
         error.add_note(_how_to_resume(name))
         raise
 
@@ -284,9 +288,9 @@ Source = str | os.PathLike[str] | BinaryIO | bytes | Iterable[bytes]
 
 @contextmanager
 def chunks_of(source: Source, chunk_bytes: int) -> Iterator[tuple[Iterator[bytes], int | None]]:
-    """The chunks, all of `chunk_bytes` but the last, and how many bytes there are, where that is known.
+    """Yield the chunks, all of `chunk_bytes` but the last, and the total bytes if known.
 
-    An open file is read on from where it is, and left open. Raises `OSError` for a path that cannot be read.
+    An open file is read from its present position, and left open. Raises `OSError` for an unreadable path.
     """
     if isinstance(source, (str, os.PathLike)):
         with Path(source).open("rb", buffering=0) as opened:
@@ -312,7 +316,7 @@ def _from_pieces(pieces: Iterable[bytes | memoryview], chunk_bytes: int) -> Iter
     gathered = bytearray()
     for piece in pieces:
         if not gathered and type(piece) is bytes and len(piece) == chunk_bytes:
-            yield piece  # as files give them: nothing to copy
+            yield piece  # file-like pieces need no copy
             continue
         left = memoryview(piece).cast("B")
         while left:
@@ -338,8 +342,8 @@ def _rest_of(file: BinaryIO) -> int | None:
 # --- One call of UploadChunks ---
 
 CANCEL_TIMEOUT_S = 5.0
-# A channel of its own, without gRPC's retries: replaying a stream that broke, they now and then leave a message out, or
-# hang. Whoever sends knows better what to send again.
+# A separate channel without gRPC's retries: when gRPC replays a broken stream, it sometimes omits a message or hangs.
+# The sender knows better what to send again.
 CHANNEL_OPTIONS = [
     ("grpc.enable_retries", 0),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -347,7 +351,7 @@ CHANNEL_OPTIONS = [
 
 
 class ChunkStream:
-    """It bounds nothing: whoever sends must wait for acknowledgements."""
+    """One call that streams chunks. It has no limit of its own, so the sender must wait for acknowledgements."""
 
     def __init__(self, caller: Caller) -> None:
         self.acknowledged = 0
@@ -357,7 +361,7 @@ class ChunkStream:
         self._changed = threading.Condition()
         self._ended = False
         self._requests: queue.SimpleQueue[pb.UploadChunksRequest | None] = queue.SimpleQueue()
-        # gRPC obeys http_proxy even for this machine itself.
+        # gRPC uses http_proxy even for loopback addresses.
         is_here = caller.address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]")
         proxy_options = [("grpc.enable_http_proxy", 0)] if is_here else []
         self._channel = grpc.insecure_channel(caller.address, options=[*CHANNEL_OPTIONS, *proxy_options])
@@ -371,19 +375,19 @@ class ChunkStream:
         self._requests.put(chunk)
 
     def wait_beyond(self, size_bytes: int, timeout_s: float) -> None:
-        """Until more than `size_bytes` are acknowledged, or the call is over, or the time."""
+        """Wait until more than `size_bytes` are acknowledged, the call has ended, or the time is over."""
         with self._changed:
             self._changed.wait_for(lambda: self.acknowledged > size_bytes or self._ended, timeout_s)
 
     def finish(self, timeout_s: float) -> None:
-        """Says that nothing more comes, and waits for the server's end of the call."""
+        """Finish sending, and wait for the server to end the call."""
         self._requests.put(None)
         self._thread.join(timeout_s)
         self.cancel()
 
     def cancel(self) -> None:
         self._call.cancel()
-        self._requests.put(None)  # ends grpc's thread that waits for the next
+        self._requests.put(None)  # ends grpc's thread, which waits for the next request
         self._thread.join(CANCEL_TIMEOUT_S)
         self._channel.close()
 
@@ -415,9 +419,9 @@ def import_while_sent(
     rows: pa.Table | pa.RecordBatchReader | Iterable[pa.RecordBatch],
     import_upload: Callable[[str], Operation[resources_pb2.DatasetVersion]],
 ) -> Operation[resources_pb2.DatasetVersion]:
-    """Sends the rows into a new upload of `datasets/{d}`, and has `import_upload` start importing it before they are.
+    """Send the rows into a new upload of `datasets/{d}`, and start its import meanwhile with `import_upload`.
 
-    Where sending fails the import is cancelled and nothing is left.
+    If sending fails, the import is cancelled and nothing is left.
     """
     request = pb.StartUploadRequest(parent=dataset, request_id=new_request_id())
     upload = caller.unary(stub.StartUpload, request, resources_pb2.Upload).name
@@ -426,7 +430,7 @@ def import_while_sent(
         operation = import_upload(upload)
         resume_upload(caller, stub, upload, stream_of(rows))
     except BaseException:
-        with suppress(MillraceError):  # what is left then is swept by the server in its time
+        with suppress(MillraceError):  # the server's sweep removes what is left then
             if operation is not None:
                 operation.cancel()
                 operation.wait()
@@ -439,9 +443,9 @@ def import_while_sent(
 def stream_of(
     rows: pa.Table | pa.RecordBatchReader | Iterable[pa.RecordBatch], compression: str | None = "lz4"
 ) -> Iterator[bytes]:
-    """The rows as an Arrow IPC stream, its bodies compressed, piece by piece: a batch in memory at a time.
+    """Yield the rows as a compressed Arrow IPC stream, with one batch in memory at a time.
 
-    Raises `ValueError` where `rows` are batches and there is none, for then nobody knows their columns.
+    Raises `ValueError` if `rows` are batches and there is none, because the columns are unknown then.
     """
     import pyarrow as pa
 
@@ -475,7 +479,7 @@ def _chained(first: Any, others: Iterator[Any]) -> Iterator[Any]:
 
 
 class _Pieces:
-    """A sink for Arrow that hands out what was written."""
+    """A sink for Arrow that returns what was written."""
 
     closed = False
 
@@ -491,7 +495,7 @@ class _Pieces:
         return taken
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing, because nothing is buffered."""
 
     def close(self) -> None:
-        """The pieces stay."""
+        """Do nothing, so that the pieces stay."""

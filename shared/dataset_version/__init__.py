@@ -1,4 +1,4 @@
-"""The format of a dataset version: Parquet files, and a manifest that names each with its digest."""
+"""The format of a dataset version: Parquet files, and a manifest with the digest of each."""
 
 from shared.dataset_version.columns import ROW_ID
 from shared.dataset_version.manifest import Manifest

@@ -1,11 +1,11 @@
-"""The columns of a version: the logical Arrow type that readers see, and how Parquet stores it.
+"""The columns of a version: their logical Arrow types, and how Parquet stores them.
 
-A tensor column is logically a `fixed_shape_tensor` and is stored as FIXED_LEN_BYTE_ARRAY, row-major and little-endian,
-with value type and shape in the field's metadata: eight times faster to read than Parquet's nested lists
-(docs/decisions/0004). Parquet has no whole seconds, and stores them as milliseconds: by the types that the manifest
-names they are read as seconds again. Everything else is stored as it is.
+A tensor column is logically a `fixed_shape_tensor`. It is stored as FIXED_LEN_BYTE_ARRAY, row-major and little-endian,
+with value type and shape in the field's metadata, which reads eight times faster than Parquet's nested lists
+(docs/decisions/0004). Parquet has no whole seconds and stores them as milliseconds; the types in the manifest turn them
+into seconds again. Other columns are stored unchanged.
 
-Here is also which names the columns of a version may have, and how many there may be.
+The module also limits the names and the number of columns.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ _ZONE = re.compile(r"[A-Za-z0-9_+:/-]{1,64}")
 
 
 def logical_field(field: pa.Field) -> pa.Field:
-    """The field under which a version keeps a source's column; the values must be cast to its type.
+    """Return the field under which a version stores a source's column.
 
-    Dictionaries and large strings lose their encoding, fixed-size lists of numbers become tensors. Raises
-    `InvalidArgument` naming the column where its type has no place in a version.
+    The values must be cast to its type. Dictionaries and large strings lose their encoding; fixed-size lists of numbers
+    become tensors. Raises `InvalidArgument`, naming the column, if a version cannot store its type.
     """
     kept = _logical_type(field.name, field.type)
     return pa.field(field.name, kept, nullable=field.nullable and not is_tensor(kept))
 
 
 def scalar_remedy(given: pa.DataType) -> str | None:
-    """What to use instead of a type of scalars; None where a version keeps it as it is."""
+    """Return what to use instead of a scalar type; None if a version stores the type unchanged."""
     if kinds.is_decimal128(given):
         return None if 0 <= given.scale <= given.precision else "use a scale of 0 to the decimal's precision"
     if kinds.is_timestamp(given):
@@ -65,7 +65,7 @@ def scalar_remedy(given: pa.DataType) -> str | None:
 
 
 def refuse_beyond_milliseconds(scalars: pa.Array) -> None:
-    """Raises `pa.ArrowInvalid` for whole seconds that a version's files, which have milliseconds, do not hold."""
+    """Raise `pa.ArrowInvalid` for whole seconds that do not fit the milliseconds of a version's files."""
     if scalars.type == pa.time32("s"):
         scalars.validate(full=True)  # a cast would wrap around
     elif kinds.is_timestamp(scalars.type) and scalars.type.unit == "s":
@@ -77,24 +77,24 @@ def is_tensor(arrow_type: pa.DataType) -> bool:
 
 
 def tensor_field(name: str, value_type: pa.DataType, shape: tuple[int, ...]) -> pa.Field:
-    """A column of tensors; `shape` is that of one row."""
+    """Return the field of a tensor column; `shape` is that of one row."""
     return pa.field(name, pa.fixed_shape_tensor(value_type, list(shape)), nullable=False)
 
 
 def tensor_array(values: np.ndarray[Any, Any]) -> pa.Array:
-    """(N, *shape) → N tensors, without a copy where `values` is contiguous."""
+    """Convert an array of shape (N, *shape) to N tensors, without a copy if `values` is contiguous."""
     flat = pa.array(np.ascontiguousarray(values).reshape(-1))
     storage = pa.FixedSizeListArray.from_arrays(flat, math.prod(values.shape[1:]))
     return pa.ExtensionArray.from_storage(pa.fixed_shape_tensor(flat.type, list(values.shape[1:])), storage)
 
 
 def shape_of(arrow_type: pa.DataType) -> list[int]:
-    """The shape of one row: [] for a scalar."""
+    """Return the shape of one row; [] for a scalar."""
     return list(arrow_type.shape) if is_tensor(arrow_type) else []
 
 
 def row_bytes(schema: pa.Schema) -> int | None:
-    """Bytes of a row with logical or stored types; None where a column has no fixed width."""
+    """Return the bytes of a row with logical or stored types; None if a column has no fixed width."""
     total_bits = 0
     for field in schema:
         width = _bits(field.type)
@@ -105,12 +105,12 @@ def row_bytes(schema: pa.Schema) -> int | None:
 
 
 def stored_schema(schema: pa.Schema) -> pa.Schema:
-    """How Parquet stores columns of these logical types."""
+    """Return the schema in which Parquet stores columns of these logical types."""
     return pa.schema([_stored_field(field) for field in schema])
 
 
 def logical_schema(stored: pa.Schema, spellings: Mapping[str, str]) -> pa.Schema:
-    """The inverse of `stored_schema`; `spellings` are the types by column that the manifest names."""
+    """Invert `stored_schema`; `spellings` are the manifest's types by column."""
     fields = []
     for field in stored:
         described = (field.metadata or {}).get(TENSOR_KEY)
@@ -126,7 +126,10 @@ def logical_schema(stored: pa.Schema, spellings: Mapping[str, str]) -> pa.Schema
 
 
 def to_stored(table: pa.Table) -> pa.Table:
-    """Logical → stored columns, without copying values. Raises `InvalidArgument` for a tensor column with nulls."""
+    """Convert logical to stored columns without copying values.
+
+    Raises `InvalidArgument` for a tensor column with nulls.
+    """
     columns = []
     for field, column in zip(table.schema, table.columns, strict=True):
         if is_tensor(field.type):
@@ -137,7 +140,7 @@ def to_stored(table: pa.Table) -> pa.Table:
 
 
 def to_logical(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Stored → the logical columns of `schema`, each in one chunk."""
+    """Convert stored columns to the logical columns of `schema`, each in one chunk."""
     columns = []
     for field, column in zip(schema, table.columns, strict=True):
         array = column.combine_chunks()
@@ -148,7 +151,10 @@ def to_logical(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 
 def refuse_nulls(name: str, tensors: pa.ChunkedArray) -> None:
-    """Raises `InvalidArgument` where a row, or a value within one, is null. `tensors` may be plain fixed-size lists."""
+    """Raise `InvalidArgument` if a row, or a value within one, is null.
+
+    `tensors` may be plain fixed-size lists.
+    """
     lists = [chunk.storage if isinstance(chunk, pa.ExtensionArray) else chunk for chunk in tensors.chunks]
     if any(one.null_count or one.flatten().null_count for one in lists):
         raise InvalidArgument(
@@ -182,7 +188,10 @@ def _logical_type(name: str, given: pa.DataType) -> pa.DataType:
 
 
 def _in_seconds(arrow_type: pa.DataType) -> pa.DataType:
-    """Of milliseconds the type of whole seconds, which Parquet stores so; other types as they are."""
+    """Return the type of whole seconds for a type of milliseconds; other types unchanged.
+
+    Parquet stores whole seconds as milliseconds.
+    """
     if arrow_type == pa.time32("ms"):
         return pa.time32("s")
     if kinds.is_timestamp(arrow_type) and arrow_type.unit == "ms":
@@ -236,12 +245,12 @@ def _as_tensors(binary: pa.Array, tensor: pa.FixedShapeTensorType) -> pa.Extensi
 # --- Names of columns ---
 
 MAX_COLUMNS = 10_000
-# Of one column's name: every report, error and quarantined row has it.
+# Every report, error and quarantined row repeats the column's name.
 MAX_NAME_BYTES = 1024
 
 
 def name_problem(name: str) -> str | None:
-    """Why no version can have a column of that name; None where one can."""
+    """Explain why no version can have a column of that name; None if one can."""
     if name in ("", ROW_ID):
         return f"a column must not be named {name!r}; choose another name"
     if (size := len(name.encode())) > MAX_NAME_BYTES:
@@ -252,7 +261,7 @@ def name_problem(name: str) -> str | None:
 
 
 def repeated(names: Sequence[str]) -> Iterator[int]:
-    """The places of those that there are before them, too."""
+    """Yield the indices of names that occur earlier, too."""
     seen: set[str] = set()
     for place, name in enumerate(names):
         if name in seen:

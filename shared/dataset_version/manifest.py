@@ -1,6 +1,6 @@
 """The manifest of a dataset version: every file with its size and SHA-256, as canonical JSON.
 
-It names nothing that differs between two makings from the same rows (no time, no attempt, no machine), so equal inputs
+It contains nothing that differs between two runs on the same rows (no time, no attempt, no machine), so equal inputs
 give equal digests.
 """
 
@@ -22,9 +22,10 @@ QUARANTINE = "quarantine.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """`arrow_type` is the logical type in Arrow's own spelling; `shape` is that of one row, empty for a scalar.
+    """A column of a version.
 
-    `value_names` names the values 0, 1, …, where the source had names for them.
+    `arrow_type` is the logical type in Arrow's own spelling. `shape` is that of one row, empty for a scalar.
+    `value_names` names the values 0, 1, …, if the source had names for them.
     """
 
     name: str
@@ -35,7 +36,7 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """Owns the row ids from `first_row_id` on, `row_count` of them."""
+    """A split: `row_count` consecutive row ids from `first_row_id` on."""
 
     name: str
     first_row_id: int
@@ -44,7 +45,7 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True)
 class DataFile:
-    """A Parquet file. `path` is relative to the manifest's folder; `row_groups` counts the rows of each."""
+    """A Parquet file. `path` is relative to the manifest's folder; `row_groups` lists the rows of each group."""
 
     path: str
     split: str
@@ -53,16 +54,16 @@ class DataFile:
     row_groups: list[int]
     size_bytes: int
     sha256: str
-    # Of the last `footer_bytes` of the file: what page checksums do not cover.
+    # The SHA-256 of the file's last `footer_bytes`, which page checksums do not cover.
     footer_bytes: int
     footer_sha256: str
-    # Of its values, each as often as rows have it: what `row_groups.raw_bytes` counts. Older files do not tell it.
+    # The size of the values as `shared.dataset_version.writer.raw_bytes` counts it. Older manifests lack it.
     raw_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parent:
-    """The version that this one was made from, as it was then."""
+    """The version that this one was made from, as it was at that time."""
 
     version: str
     manifest_sha256: str
@@ -70,7 +71,7 @@ class Parent:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The checkpoint that made `columns`, as it was then, and the version that it was `trained_on`."""
+    """The checkpoint that predicted `columns`, and the version that it was `trained_on`, as they were at that time."""
 
     checkpoint: str
     checkpoint_sha256: str
@@ -94,13 +95,13 @@ class Manifest:
     # In the order of row ids.
     files: list[DataFile]
     parents: list[Parent] = field(default_factory=list)
-    # The columns of the rows as they were ingested: those of the oldest ancestor of a chain of transforms.
+    # The columns of the rows as ingested: those of the oldest ancestor in a chain of transforms.
     ingested: list[Column] = field(default_factory=list)
-    # What was done to the rows since, oldest first: a frozen `Transform` each, as JSON.
+    # The transforms applied since, oldest first, each a frozen `Transform` as JSON.
     transforms: list[dict[str, Any]] = field(default_factory=list)
     attachments: list[Attachment] = field(default_factory=list)
     quarantined_row_count: int = 0
-    # Only of a version that a model has predicted on.
+    # Set only for a version of predictions.
     prediction: Prediction | None = None
 
     def attachment(self, path: str) -> Attachment | None:
@@ -112,13 +113,13 @@ class Manifest:
 
     @property
     def size_bytes(self) -> int:
-        """Of all files together."""
+        """The total size of all files."""
         return sum(file.size_bytes for file in self.files)
 
     def to_json(self) -> bytes:
         record = {**asdict(self), "format": FORMAT, "row_count": self.row_count, "size_bytes": self.size_bytes}
         if self.prediction is None:
-            del record["prediction"]  # so that other versions have the digests that they had before there were any
+            del record["prediction"]  # keeps the digests of versions that were made before this field existed
         for file in record["files"]:
             if file["raw_bytes"] is None:
                 del file["raw_bytes"]  # likewise
@@ -126,7 +127,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: bytes, expected_sha256: str) -> Manifest:
-        """Raises `DataLoss` unless the bytes have that digest (hex)."""
+        """Parse a manifest. Raises `DataLoss` unless the bytes have that digest (hex)."""
         if sha256_hex(data) != expected_sha256:
             raise DataLoss(
                 "the manifest does not have the digest that its commit names",

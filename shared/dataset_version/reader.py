@@ -1,10 +1,10 @@
-"""Reads a committed version row group by row group, and nothing that is not what was committed.
+"""Reads a committed version row group by row group, and verifies everything it reads.
 
-Footers are parsed once, and kept while there is room. Of a Parquet file only those pieces are fetched that hold the
-columns that are wanted. How much memory row groups take once they are read is told as far as footers and the manifest
-know it.
-Footers tell of each column how much its pages hold, and of a text that many rows share they hold one. How much is
-hidden so is known of a file as a whole: the writer counts the bytes of its values.
+Footers are parsed once and cached. Of a remote Parquet file only the byte ranges of the wanted columns are fetched.
+
+`GroupSizes` estimates the memory of row groups before they are read. A footer gives the size of each column's pages. A
+text that many rows share is stored only once there, so the decoded size can be larger. The manifest's `raw_bytes`,
+which counts every value of a file, shows how much larger the file is as a whole.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OF_ANOTHER_SIZE = "does not have the size that its manifest names"
 
 @dataclass(frozen=True)
 class RowGroup:
-    """The rows `first_row_id` to `first_row_id + row_count`; `file_index` counts in the manifest's files."""
+    """The rows `first_row_id` to `first_row_id + row_count`. `file_index` is the index in the manifest's files."""
 
     file_index: int
     group_index: int
@@ -45,7 +45,7 @@ class RowGroup:
 
 
 class RangeStore(Protocol):
-    """What reading needs of a store; as the methods of `ObjectStore` of these names."""
+    """The read access to a store that a reader needs, with the methods of `ObjectStore`."""
 
     def get_ranges(self, key: str, ranges: Ranges) -> list[memoryview]: ...
 
@@ -53,8 +53,11 @@ class RangeStore(Protocol):
 
 
 class VersionReader:
-    """Thread-safe. Where files are elsewhere, each read is one request for each run of neighbouring columns and groups,
-    all at the same time; the footers last used are kept, in `footers`, which readers may share."""
+    """Reads the rows of one version. Thread-safe.
+
+    For remote files, each read is one request per run of neighbouring columns and groups, all at the same time.
+    `footers` caches the most recently used footers; readers may share it.
+    """
 
     def __init__(
         self,
@@ -64,8 +67,11 @@ class VersionReader:
         *,
         check_there: Callable[[DatasetVersion], None] | None = None,
     ) -> None:
-        """`check_there` is called when a file is missing, and raises `NotFound` where the version was deleted. Without
-        it `store` must be an `ObjectStore`, which is then asked."""
+        """Make a reader.
+
+        `check_there` is called when a file is missing, and raises `NotFound` if the version was deleted. Without it
+        `store` must be an `ObjectStore`, which is asked instead.
+        """
         self._store = store
         self._check_there = check_there or (lambda found: check_not_deleted(cast(ObjectStore, store), found))
         self.version = version
@@ -73,7 +79,7 @@ class VersionReader:
         self._footers = Footers() if footers is None else footers
         self._schema: pa.Schema | None = None
         self._lock = threading.Lock()
-        # Of the files, footers and what came along included.
+        # Bytes fetched from the files, including footers and gaps.
         self.bytes_fetched = 0
 
     @property
@@ -86,27 +92,34 @@ class VersionReader:
         return self._schema
 
     def row_groups(self, split: str) -> list[RowGroup]:
-        """All of one split, in the order of row ids. Raises `InvalidArgument` for a split that is not there."""
+        """Return all groups of one split, in the order of row ids.
+
+        Raises `InvalidArgument` for an unknown split.
+        """
         return list(self.row_groups_from(split, 0))
 
     def row_groups_from(self, split: str, offset: int) -> Iterator[RowGroup]:
-        """Those of one split that hold its rows from `offset` on, in the order of row ids, each made as it is asked
-        for: who wants the first rows of a large version meets neither its other groups nor files before these rows.
-        Raises as `row_groups`."""
+        """Yield the groups of one split that hold its rows from `offset` on, in the order of row ids.
+
+        Groups are made lazily, so a caller that wants the first rows of a large version does not touch its other
+        groups. Raises as `row_groups`.
+        """
         first_row_id = self.version.split(split).first_row_id + offset
         files = ((index, file) for index, file in enumerate(self._files) if file.split == split)
         return _groups_from(files, first_row_id)
 
     def read(self, row_group: RowGroup, columns: Sequence[str] | None = None) -> pa.Table:
-        """The named columns in that order (None: all but `_row_id`), each in one chunk, of their logical types.
+        """Read the named columns in that order (None: all but `_row_id`), each in one chunk of its logical type.
 
-        Raises `InvalidArgument` for an unknown column and `DataLoss` when a page is not what was written.
+        Raises `InvalidArgument` for an unknown column, and `DataLoss` if a page is not what was written.
         """
         return self.read_many([row_group], columns)
 
     def read_many(self, row_groups: Sequence[RowGroup], columns: Sequence[str] | None = None) -> pa.Table:
-        """As `read`, of one or more row groups in their order. Those of a file that follow each other here are fetched
-        and decoded together, which is several times faster than one by one."""
+        """Read one or more row groups in their order, as `read` does.
+
+        Consecutive groups of one file are fetched and decoded together, which is several times faster than one by one.
+        """
         schema = self.select(columns)
         tables = [to_logical(self._read_of_file(groups, schema.names), schema) for groups in _by_file(row_groups)]
         if len(tables) == 1:
@@ -114,7 +127,10 @@ class VersionReader:
         return pa.concat_tables(tables).combine_chunks() if tables else schema.empty_table()
 
     def select(self, columns: Sequence[str] | None) -> pa.Schema:
-        """The schema of these columns. Raises `InvalidArgument` for one that is unknown or named twice."""
+        """Return the schema of these columns.
+
+        Raises `InvalidArgument` for a column that is unknown or named twice.
+        """
         schema = self.schema
         if columns is None:
             return pa.schema([field for field in schema if field.name != ROW_ID])
@@ -128,7 +144,7 @@ class VersionReader:
         return pa.schema([schema.field(there[name]) for name in columns])
 
     def footer(self, file_index: int) -> pq.FileMetaData:
-        """Raises `DataLoss` where it is not what was written."""
+        """Return a file's parsed footer. Raises `DataLoss` if it is not what was written."""
         file = self._files[file_index]
         key = self.version.folder, file.path
         known = self._footers.get(key)
@@ -144,7 +160,7 @@ class VersionReader:
         return footer
 
     def _read_of_file(self, groups: Sequence[RowGroup], columns: Sequence[str]) -> pa.Table:
-        """The stored columns of these groups of one file."""
+        """Read the stored columns of these groups of one file."""
         file_index = groups[0].file_index
         file = self._files[file_index]
         indices = [group.group_index for group in groups]
@@ -155,7 +171,7 @@ class VersionReader:
                 parquet = _open(self._fetched(file, ranges) if local is None else self._checked(file, local), footer)
                 stored = parquet.read_row_groups(indices, columns=columns, use_threads=False)
             except (pa.ArrowException, OSError, EOFError) as error:
-                if isinstance(error, OSError) and error.errno is not None:  # of the disk's, and not of the file's
+                if isinstance(error, OSError) and error.errno is not None:  # a fault of the disk, not of the content
                     raise
                 raise _lost(self.version, file, "does not hold what was written") from error
         self._count(sum(length for _, length in ranges))
@@ -164,14 +180,17 @@ class VersionReader:
         return stored.select(columns)
 
     def _checked(self, file: DataFile, local: pa.NativeFile) -> pa.NativeFile:
-        """Arrow reads a local file by itself: asked through Python for each column of each group it would keep others
-        waiting, such as who makes batches of what was read."""
+        """Return the local file after checking its size.
+
+        Arrow reads it directly. Calling Python for each column of each group would block other threads, such as the one
+        that makes batches of the rows already read.
+        """
         if local.size() != file.size_bytes:
             raise _lost(self.version, file, OF_ANOTHER_SIZE)
         return local
 
     def _fetched(self, file: DataFile, ranges: Ranges) -> pa.NativeFile:
-        """Of a file that is elsewhere, these ranges."""
+        """Fetch these ranges of a remote file."""
         read = self._get_ranges(file, ranges)
         pieces = [Piece(start, data) for (start, _), data in zip(ranges, read, strict=True)]
         return pa.PythonFile(PiecesFile(pieces, file.size_bytes), mode="r")
@@ -214,7 +233,7 @@ def _open(source: pa.NativeFile, footer: pq.FileMetaData) -> pq.ParquetFile:
 
 
 def _by_file(row_groups: Sequence[RowGroup]) -> list[list[RowGroup]]:
-    """The groups cut where one is of another file than the one before it."""
+    """Split the groups into runs of the same file."""
     return [list(groups) for _, groups in itertools.groupby(row_groups, lambda group: group.file_index)]
 
 
@@ -228,14 +247,17 @@ def _lost(version: DatasetVersion, file: DataFile, why: str) -> DataLoss:
 
 # --- Footers ---
 
-# Of all footers together, parsed.
+# The limit for all parsed footers together.
 MAX_BYTES = 256 * 1024 * 1024
-# Measured: parsed, a footer takes 9 to 10 times its bytes, 27 MiB for a file of 100 columns of doubles.
+# Measured: a parsed footer takes 9 to 10 times its stored bytes, 27 MiB for a file of 100 columns of doubles.
 PARSED = 10
 
 
 class Footers:
-    """Thread-safe; several readers may share one. Least recently used footers leave first, the last one stays."""
+    """A cache of parsed footers that several readers may share. Thread-safe.
+
+    The least recently used footers are evicted first; the newest one always stays.
+    """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -254,9 +276,9 @@ class Footers:
             return self._kept[key][0]
 
     def keep(self, key: Hashable, footer: pq.FileMetaData, footer_bytes: int) -> None:
-        """`footer_bytes` are those that it has in its file."""
+        """Cache a footer. `footer_bytes` is its size in the file."""
         with self._lock:
-            if key in self._kept:  # of two threads that read it at the same time
+            if key in self._kept:  # two threads read it at the same time
                 return
             self._kept[key] = footer, footer_bytes * PARSED
             self._kept_bytes += footer_bytes * PARSED
@@ -267,29 +289,29 @@ class Footers:
 
 # --- Pieces of a file ---
 
-# So many unwanted bytes are read along rather than asked around: about what S3 sends in the time of a round trip.
+# Gaps up to this size are read along: about as many bytes as S3 sends in the time of a round trip.
 MAX_GAP_BYTES = 512 * 1024
-# Arrow joins its reads over holes of that size, and must find the bytes of the hole.
+# Arrow merges its reads across gaps of this size, and then needs the bytes of the gap.
 ARROW_HOLE_BYTES = 8 * 1024
 
-# (start, length) each.
+# (start, length) pairs, in bytes.
 Ranges = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes of a file from `start` on."""
+    """The bytes of a file from `start` on."""
 
     start: int
     data: memoryview
 
 
 def wanted_ranges(groups: Mapping[int, pq.RowGroupMetaData], columns: Sequence[str]) -> list[tuple[int, int]]:
-    """(start, length) of the bytes of these columns, in the order of the file; `groups` by their numbers in it.
+    """Return the (start, length) byte ranges of these columns, in file order.
 
-    What lies between two of them, in a group or to the next group, comes too where it is little: one request more costs
-    more than those bytes. Of groups between those that are wanted nothing comes: on the way to a few that are far apart
-    it would be most of the file.
+    `groups` are by their numbers in the file. A small gap between two ranges, in a group or to the next group, is
+    fetched, too: another request costs more than those bytes. Groups between the wanted ones are never fetched, because
+    for a few groups that are far apart that would be most of the file.
     """
     joined: list[tuple[int, int]] = []
     last = 0
@@ -307,7 +329,7 @@ def wanted_ranges(groups: Mapping[int, pq.RowGroupMetaData], columns: Sequence[s
 
 
 class PiecesFile(io.RawIOBase):
-    """The file as Arrow reads it. The pieces are in their order."""
+    """The file as Arrow reads it. The pieces are sorted."""
 
     def __init__(self, pieces: Sequence[Piece], size_bytes: int) -> None:
         self._pieces = pieces
@@ -330,7 +352,7 @@ class PiecesFile(io.RawIOBase):
         return self._position
 
     def read(self, size: int = -1) -> memoryview:
-        """A view: Arrow takes it as it takes bytes, and nothing is copied."""
+        """Return a view, so that nothing is copied."""
         index = bisect_right(self._starts, self._position) - 1
         if index < 0:
             raise EOFError("a read before the fetched columns")
@@ -341,13 +363,13 @@ class PiecesFile(io.RawIOBase):
 
 
 def _places(group: pq.RowGroupMetaData, columns: Sequence[str]) -> list[int]:
-    """Of these columns; the same in all groups of a file."""
+    """Return the indices of these columns, which are the same in all groups of a file."""
     names = frozenset(columns)
     return [index for index in range(group.num_columns) if group.column(index).path_in_schema in names]
 
 
 def _span(column: pq.ColumnChunkMetaData) -> tuple[int, int]:
-    """Where a column of a row group begins and ends in its file."""
+    """Return where a column of a row group begins and ends in its file."""
     start = column.dictionary_page_offset or column.data_page_offset
     return start, start + column.total_compressed_size
 
@@ -357,12 +379,15 @@ def _span(column: pq.ColumnChunkMetaData) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class ReadBytes:
-    """Of groups that are read together: `told` by footers, besides what is expected to be hidden, and what may be."""
+    """Memory of groups that are read together, in bytes.
+
+    `told` is the size that footers report. Shared texts add `expected_hidden` on average, and `may_be_hidden` at most.
+    """
 
     told: int = 0
     expected_hidden: int = 0
     may_be_hidden: int = 0
-    # By file, what all its groups hide together.
+    # By file, the bytes that all its groups hide together.
     files: Mapping[int, int] = field(default_factory=dict)
 
     def __add__(self, other: ReadBytes) -> ReadBytes:
@@ -375,34 +400,37 @@ class ReadBytes:
 
     @property
     def expected(self) -> int:
-        """Where the groups of a file hide as much as others do."""
+        """The size if the hidden bytes of a file are spread evenly over its groups."""
         return self.told + self.expected_hidden
 
     @property
     def most(self) -> int:
-        """Where they are those that hide the most."""
+        """The size if these groups hide the most."""
         return self.told + min(self.may_be_hidden, sum(self.files.values()))
 
 
 class GroupSizes:
-    """Of some columns of a version (None: all but `_row_id`). Raises as `VersionReader.read`."""
+    """Sizes of row groups for some columns of a version (None: all but `_row_id`).
+
+    Raises as `VersionReader.read`.
+    """
 
     def __init__(self, reader: VersionReader, columns: Sequence[str] | None = None) -> None:
         wanted = frozenset(reader.select(columns).names)
         self._reader = reader
         self._places = [place for place, name in enumerate(reader.schema.names) if name in wanted]
-        # By file, of all its groups and of one on the average.
+        # By file: the hidden bytes of all its groups, and of one group on average.
         self._hidden: dict[int, tuple[int, int]] = {}
 
     def told(self, group: RowGroup) -> int:
-        """About how many bytes those are, if no text is there twice."""
+        """Return the group's approximate bytes if no text occurs twice."""
         if not self._places:
             return 0
         footer = self._reader.footer(group.file_index).row_group(group.group_index)
         return sum(footer.column(place).total_uncompressed_size for place in self._places)
 
     def of(self, group: RowGroup) -> ReadBytes:
-        """With texts that many rows share as often as they are there."""
+        """Return the group's bytes, counting shared texts once per row."""
         footer = self._reader.footer(group.file_index).row_group(group.group_index)
         told = texts = 0
         for place in self._places:
@@ -412,14 +440,17 @@ class GroupSizes:
                 texts += column.total_uncompressed_size
         if not texts:
             return ReadBytes(told)
-        # No row has more than the whole dictionary.
+        # No row has more bytes than the whole dictionary.
         most = max(min(texts * group.row_count, MAX_UNEQUAL_GROUP_BYTES) - texts, 0)
         of_file, on_average = self._hidden_in(group.file_index)
         return ReadBytes(told, min(on_average, most), most, {group.file_index: of_file})
 
     def _hidden_in(self, file_index: int) -> tuple[int, int]:
-        """Its footer tells of how many of a file's values, of which there are at most `MAX_FILE_BYTES` where the
-        manifest does not count them."""
+        """Return a file's hidden bytes: in total, and per group on average.
+
+        They are the bytes of its values minus those that its footer reports. If the manifest does not count the values,
+        `MAX_FILE_BYTES` is assumed.
+        """
         if file_index not in self._hidden:
             footer = self._reader.footer(file_index)
             groups = range(footer.num_row_groups)

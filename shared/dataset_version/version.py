@@ -1,8 +1,8 @@
-"""Finding a committed version: the log of the job that made it names its manifest.
+"""Finds committed versions, their attachments and their users.
 
-Beside its rows lie its quality report, with statistics of the rows as they were ingested, before any transform changed
-their values, and the rows that were left out. Who uses it leaves a marker at `datasets/{d}/versions/{v}/users` before
-it looks at the version.
+The log of the job that made a version names its manifest. Beside the rows lie the quality report, with statistics of
+the rows as ingested, before any transform, and the rows that were left out. A user of a version puts a marker at
+`datasets/{d}/versions/{v}/users` before it reads the version.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NAME_PATTERN = "datasets/{d}/versions/{v}"
 
 @dataclass(frozen=True)
 class DatasetVersion:
-    """A committed version, immutable. `folder` is the store's key prefix of its files."""
+    """A committed version, immutable. `folder` is the key prefix of its files in the store."""
 
     name: str
     manifest: Manifest
@@ -46,7 +46,7 @@ class DatasetVersion:
         return self.manifest.columns
 
     def split(self, name: str) -> Split:
-        """Raises `InvalidArgument` naming the splits there are."""
+        """Return a split. Raises `InvalidArgument`, naming the existing splits."""
         for split in self.manifest.splits:
             if split.name == name:
                 return split
@@ -54,14 +54,17 @@ class DatasetVersion:
 
 
 def load_version(store: ObjectStore, name: str) -> DatasetVersion:
-    """Raises `InvalidArgument` (malformed name), `NotFound`, `FailedPrecondition` unless the version is ACTIVE, and
-    `DataLoss` when its manifest is not the one that was committed."""
+    """Load an ACTIVE version by its name.
+
+    Raises `InvalidArgument` (malformed name), `NotFound`, `FailedPrecondition` unless the version is ACTIVE, and
+    `DataLoss` if its manifest is not the one that was committed.
+    """
     names.parse("name", name, NAME_PATTERN)
     return committed_version(store, Jobs(store, IMPORT_KIND).get(name, name))
 
 
 def committed_version(store: ObjectStore, job: JobRecord) -> DatasetVersion:
-    """The version that `job` committed. Raises as `load_version`."""
+    """Return the version that `job` committed. Raises as `load_version`."""
     if job.state is not JobState.SUCCEEDED:
         raise FailedPrecondition(
             f"{job.name} is not ACTIVE: {_not_made(job)}", reason="VERSION_NOT_ACTIVE", metadata={"resource": job.name}
@@ -89,13 +92,18 @@ def _not_made(job: JobRecord) -> str:
 
 
 def check_not_deleted(store: ObjectStore, version: DatasetVersion) -> None:
-    """For whoever misses some of its bytes: nothing was lost where somebody took the version away. Raises `NotFound`
-    where it was deleted since it was found."""
+    """Raise `NotFound` if the version was deleted since it was found.
+
+    Called when some of its bytes are missing, because after a deletion nothing was lost.
+    """
     _check_there(store, version.name, f"{version.folder}/{MANIFEST}")
 
 
 def _check_there(store: ObjectStore, name: str, manifest: str) -> None:
-    """`manifest` is the key of the version that is meant, and of no later one of that name."""
+    """Raise `NotFound` unless the named version still has this manifest key.
+
+    A later version of the same name has another key.
+    """
     job = Jobs(store, IMPORT_KIND).find(name)
     if job is None or job.state is not JobState.SUCCEEDED or job.result["manifest"] != manifest:
         raise not_found(name, "it was deleted while it was read")
@@ -105,8 +113,10 @@ def _check_there(store: ObjectStore, name: str, manifest: str) -> None:
 
 
 def read_attachment(store: ObjectStore, version: DatasetVersion, path: str) -> bytes | None:
-    """None where the version has none of that name. Raises `DataLoss` where it is not what was committed, and
-    `NotFound` where the version was deleted meanwhile."""
+    """Return an attachment's bytes; None if the version has no such attachment.
+
+    Raises `DataLoss` if it is not what was committed, and `NotFound` if the version was deleted meanwhile.
+    """
     attachment = version.manifest.attachment(path)
     if attachment is None:
         return None
@@ -125,7 +135,7 @@ def read_attachment(store: ObjectStore, version: DatasetVersion, path: str) -> b
 
 
 def read_report(store: ObjectStore, version: DatasetVersion) -> dict[str, Any]:
-    """The QualityReport as JSON; empty where the version has none. Raises as `read_attachment`."""
+    """Return the QualityReport as JSON; empty if the version has none. Raises as `read_attachment`."""
     data = read_attachment(store, version, REPORT)
     report: dict[str, Any] = json.loads(data) if data else {}
     return report
@@ -135,11 +145,12 @@ def read_report(store: ObjectStore, version: DatasetVersion) -> dict[str, Any]:
 
 
 def ingested_nan_counts(store: ObjectStore, version: DatasetVersion, split: str) -> dict[str, int]:
-    """How many NaN the rows of `split` had in each column as it was ingested.
+    """Count the NaN that the rows of `split` had in each column when it was ingested.
 
-    The quality report of the version in which a column was ingested tells it: that of the import, or of the prediction
-    that added it. A column is left out where that version is gone, or has no report. Where a transform divided the rows
-    anew, the NaN of all splits of the versions before it count, since it is not recorded which rows went where.
+    The counts come from the quality report of the version in which a column was ingested: that of the import, or of the
+    prediction that added it. A column is left out if that version no longer exists or has no report. If a transform
+    divided the rows anew, the NaN of all splits of earlier versions count, because it is not recorded which rows went
+    where.
 
     Raises `DataLoss` for a damaged manifest or report.
     """
@@ -162,8 +173,7 @@ def ingested_nan_counts(store: ObjectStore, version: DatasetVersion, split: str)
 def _back_to_import(
     store: ObjectStore, version: DatasetVersion, split: str
 ) -> Iterator[tuple[DatasetVersion, frozenset[str]]]:
-    """The version, and those that it was made from as far as they are there, each with the splits that the rows of
-    `split` were in."""
+    """Yield the version and its existing ancestors, each with the splits that held the rows of `split`."""
     jobs, divided = Jobs(store, IMPORT_KIND), False
     while True:
         there = frozenset(one.name for one in version.manifest.splits)
@@ -178,14 +188,14 @@ def _back_to_import(
             return
         try:
             version = committed_version(store, before)
-        except (NotFound, FailedPrecondition):  # it is being deleted, or one of that name is being made anew
+        except (NotFound, FailedPrecondition):  # it is being deleted, or a new version of that name is being made
             return
         if version.manifest_sha256 != parent.manifest_sha256:
             return
 
 
 def _ingested_there(version: DatasetVersion) -> frozenset[str]:
-    """The columns whose values have gone through no step before they came into this version."""
+    """Return the columns that this version ingested: no earlier step has changed their values."""
     if version.manifest.prediction is not None:
         return frozenset(version.manifest.prediction.columns)
     return frozenset() if version.manifest.transforms else frozenset(column.name for column in version.columns)
@@ -197,11 +207,11 @@ def _ingested_there(version: DatasetVersion) -> frozenset[str]:
 def mark_used(
     store: ObjectStore, version_name: str, kind: str, uid: str, user: str, *, is_job: bool = True, now: float = 0.0
 ) -> DatasetVersion:
-    """Keeps the version, which it returns, from being deleted. To be called before the user is made.
+    """Mark the version as used, which prevents its deletion, and return it.
 
-    `user` names a durable job of this `kind` and `uid`, whose end frees the version, or with `is_job=False` any other
-    resource, which must `unmark`. Raises what `load_version` raises where the version cannot be used, and then leaves
-    no marker; `Unavailable` leaves open whether there is one.
+    Call this before the user is created. `user` names a durable job of this `kind` and `uid`, whose end frees the
+    version. With `is_job=False` it names any other resource, which must call `unmark`. Raises what `load_version`
+    raises if the version cannot be used, and then leaves no marker. After `Unavailable` there may be a marker.
     """
     put_marker(store, version_name, kind, uid, user, is_job=is_job, now=now)
     try:
@@ -214,10 +224,11 @@ def mark_used(
 
 @contextmanager
 def using(store: ObjectStore, version_name: str, kind: str, uid: str, user: str) -> Iterator[DatasetVersion]:
-    """Marks the version, which it gives, while the body makes the job `user`; the marker stays unless that is refused.
-    A refusal takes nothing from an equal call that makes the job of the same `uid`.
+    """Mark the version as used while the body creates the job `user`, and yield it.
 
-    After an outage the job may have been made all the same: the marker then stays, too, and a sweep settles it.
+    The marker stays unless the job is refused. A refusal does not affect an equal call that creates the job of the same
+    `uid`. After an outage the job may have been created all the same. The marker then stays, too, and a sweep resolves
+    it.
     """
     version = mark_used(store, version_name, kind, uid, user)
     try:

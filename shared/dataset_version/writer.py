@@ -1,10 +1,9 @@
-"""Writes the rows of one split as Parquet files, the same bytes for the same rows however they arrive.
+"""Writes the rows of one split as Parquet files.
 
-Where row groups end: a function of the rows alone, however they arrive.
+The bytes depend only on the rows, however the rows arrive, and so do the ends of row groups.
 
-A row group is the unit of reading, checking, caching and transforming, so that its bytes bound the memory of all of
-these: small enough that even a small version divides over many lanes, large enough that a request per group is worth
-its round trip.
+A row group is the unit of reading, checking, caching and transforming, so its size bounds the memory of all of these.
+Groups are small enough that even a small version divides over many lanes, and large enough to be worth a request each.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from shared.storage import ObjectStore
 TARGET_GROUP_BYTES = 256 * 1024
 MAX_GROUP_BYTES = 32 * 1024 * 1024
 MIN_GROUP_ROWS, MAX_GROUP_ROWS = 256, 4096
-# Of rows without a fixed width: at most so many, of at most so many bytes unless one row alone has more.
+# For rows without a fixed width: the most rows of a group, and its most bytes unless a single row has more.
 DEFAULT_GROUP_ROWS = 256
 MAX_UNEQUAL_GROUP_BYTES = 4 * 1024 * 1024
 
 
 def group_rows(schema: pa.Schema) -> int:
-    """How many rows of these columns make a row group, at most: a power of two, and a function of the types alone."""
+    """Return the most rows of a row group: a power of two that depends on the types alone."""
     width = row_bytes(schema)
     if width is None:
         return DEFAULT_GROUP_ROWS
@@ -46,10 +45,11 @@ def group_rows(schema: pa.Schema) -> int:
 
 
 def cut_groups(stored: pa.Table, *, to_end: bool) -> list[int]:
-    """The row counts of the groups that these rows of stored types begin with.
+    """Return the row counts of the leading row groups of `stored`.
 
-    Rows of a fixed width make groups of `group_rows`. Of others a group ends before the row by which its values would
-    grow beyond `MAX_UNEQUAL_GROUP_BYTES`. What rows still to come could join is left over, unless it is `to_end`.
+    Rows of a fixed width make groups of `group_rows`. For other rows, a group ends before the row with which its values
+    would exceed `MAX_UNEQUAL_GROUP_BYTES`. Unless `to_end` is set, a last group that later rows could still join is
+    left over.
     """
     most = group_rows(stored.schema)
     if row_bytes(stored.schema) is None:
@@ -59,12 +59,12 @@ def cut_groups(stored: pa.Table, *, to_end: bool) -> list[int]:
 
 
 def raw_bytes(stored: pa.Table) -> int:
-    """Of the values, as the rows alone determine it: how they were cut into buffers has no say in it."""
+    """Return the bytes of the values, a function of the rows alone and not of their buffers."""
     total = 0
     for column in stored.columns:
         try:
             total += column.type.bit_width * len(column) // 8
-        except ValueError:  # of no fixed width
+        except ValueError:  # has no fixed width
             total += 4 * len(column) + (pc.sum(pc.binary_length(column)).as_py() or 0)
     return total
 
@@ -85,13 +85,13 @@ def _unequal(sizes: NDArray[np.int64], max_rows: int, *, to_end: bool) -> list[i
 
 
 def _row_sizes(stored: pa.Table) -> NDArray[np.int64]:
-    """Of each row's values, in bytes: (N,). Every row has some, be it empty or null."""
+    """Return the bytes of each row's values: (N,). Every row has at least one byte, even if empty or null."""
     sizes = np.zeros(stored.num_rows, np.int64)
     bits = 0
     for column in stored.columns:
         try:
             bits += column.type.bit_width
-        except ValueError:  # of no fixed width
+        except ValueError:  # has no fixed width
             sizes += 4 + pc.binary_length(column).fill_null(0).to_numpy().astype(np.int64)
     sizes += -(-bits // 8)
     return sizes
@@ -101,16 +101,17 @@ def _row_sizes(stored: pa.Table) -> NDArray[np.int64]:
 
 COMPRESSION = "lz4"
 MAX_FILE_BYTES = 64 * 1024 * 1024
-# Row groups are written some at once, which takes two thirds of the time.
+# Writing several row groups at once takes two thirds of the time.
 BLOCK_BYTES = 4 * 1024 * 1024
 BLOCK_ROWS = 16 * MAX_GROUP_ROWS
 
 
 class SplitWriter:
-    """Takes one split's rows in the order of their ids. Holds a few row groups, and one file on local disk.
+    """Writes one split's rows in the order of their ids.
 
-    `schema` has the logical columns without `_row_id`, which is added. Files land in the store below `folder`, named
-    `{name}-00000.parquet`, `…-00001.parquet`, …; `name` is the split's where none is given.
+    It holds a few row groups in memory and one file on local disk. `schema` has the logical columns without `_row_id`,
+    which is added. Files are stored below `folder`, named `{name}-00000.parquet`, `…-00001.parquet`, …; `name` defaults
+    to the split's.
     """
 
     def __init__(
@@ -139,24 +140,24 @@ class SplitWriter:
         self._files: list[DataFile] = []
 
     def write(self, table: pa.Table) -> None:
-        """Appends rows whose columns are those of `schema`."""
+        """Append rows whose columns are those of `schema`."""
         self._pending.append(table)
         self._pending_rows += table.num_rows
         self._pending_bytes += table.nbytes
-        # The bytes of unequal rows fill a group sooner than their number does.
+        # Rows of variable width can fill a group by bytes before they do by number.
         may_fill = self._is_unequal or self._pending_rows >= self._group_rows
         if may_fill and (self._pending_bytes >= BLOCK_BYTES or self._pending_rows >= BLOCK_ROWS):
             self._drain(to_end=False)
 
     def close(self) -> list[DataFile]:
-        """Writes what is pending and uploads the last file. Returns all files of the split."""
+        """Write the pending rows, upload the last file, and return all files of the split."""
         self._drain(to_end=True)
         if self._file:
             self._upload(self._file)
         return self._files
 
     def _drain(self, *, to_end: bool) -> None:
-        """Writes what is pending: whole row groups, and at the end what is left."""
+        """Write whole row groups of the pending rows; at the end also the rest."""
         if not self._pending_rows:
             return
         pending = pa.concat_tables(self._pending)
@@ -164,7 +165,7 @@ class SplitWriter:
         stored = to_stored(pending.append_column(ROW_ID_FIELD, ids))
         begin = 0
         for groups in self._runs(stored, cut_groups(stored, to_end=to_end)):
-            # In one chunk: pages begin anew where chunks do, and those are as the rows arrived.
+            # In one chunk, because Parquet pages end where chunks do, and chunks depend on how the rows arrived.
             self._open_file().write_groups(stored.slice(begin, sum(groups)).combine_chunks(), groups)
             self._next_row_id += sum(groups)
             begin += sum(groups)
@@ -172,8 +173,10 @@ class SplitWriter:
         self._pending_rows, self._pending_bytes = pending.num_rows - begin, self._pending[0].nbytes
 
     def _runs(self, stored: pa.Table, groups: Sequence[int]) -> Iterator[list[int]]:
-        """The groups that go into the open file, the next one, …: a file ends before it grows beyond `MAX_FILE_BYTES`.
-        Of one run, all but the last have equally many rows."""
+        """Yield the groups for the open file, then for the next ones.
+
+        A file ends before it exceeds `MAX_FILE_BYTES`. All groups of one run but the last have the same number of rows.
+        """
         run: list[int] = []
         begin = 0
         for rows in groups:
@@ -209,15 +212,15 @@ class SplitWriter:
 
 
 class _OpenFile:
-    """One Parquet file on local disk while it grows."""
+    """One growing Parquet file on local disk."""
 
     def __init__(self, path: Path, schema: pa.Schema, first_row_id: int) -> None:
-        # Of the groups that are written or about to be.
+        # Bytes of the groups that are written or about to be.
         self.raw_bytes = 0
         self._path = path
         self._first_row_id = first_row_id
         self._groups: list[int] = []
-        # Neither statistics nor a dictionary help where each value is an image, and they would double its header.
+        # Statistics and dictionaries do not help for images, and would double the footer.
         plain = [field.name for field in schema if not is_tensor(field.type)]
         texts = [field.name for field in schema if kinds.is_string(field.type) or kinds.is_binary(field.type)]
         self._writer = pq.ParquetWriter(
@@ -230,7 +233,7 @@ class _OpenFile:
         )
 
     def write_groups(self, stored: pa.Table, groups: Sequence[int]) -> None:
-        """Row groups of so many rows each: all as many as the first, but the last may have fewer."""
+        """Write row groups of the given sizes. All are as large as the first; only the last may be smaller."""
         self._writer.write_table(stored, row_group_size=groups[0])
         self._groups += groups
 
@@ -242,7 +245,7 @@ class _OpenFile:
         with self._path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             size_bytes = file.seek(-8, 2) + 8
-            # A Parquet file ends with its metadata, their length, and the magic.
+            # A Parquet file ends with its metadata, their length, and the magic bytes.
             footer_bytes = struct.unpack("<I", file.read(4))[0] + 8
             file.seek(-footer_bytes, 2)
             footer = file.read()

@@ -1,5 +1,4 @@
-"""What every gRPC server here has: a token, errors, identity, deadlines, limits, health, reflection and a graceful
-stop."""
+"""A gRPC server with token, errors, identity, deadlines, limits, health, reflection and graceful stop."""
 
 from shared.grpc_server.bearer_token import BearerToken, bearer_token
 from shared.grpc_server.interceptor import message_bytes

@@ -1,9 +1,10 @@
-"""A static bearer token that a server demands of every call but health checks.
+"""A static bearer token that a server demands for every call but health checks.
 
-The token comes from the file that MILLRACE_TOKEN_FILE names; callers send it as the header `authorization: Bearer
-TOKEN`. gRPC asks generic handlers in the order in which they were added. So one that is added first sees the method and
-the headers of each call before any other handler is chosen: a call without the token ends there. None of its messages
-is read, it counts for no limit of calls, and a method that does not exist looks like one that does.
+The token comes from the file that MILLRACE_TOKEN_FILE names. Callers send it as the header `authorization: Bearer
+TOKEN`. gRPC asks generic handlers in the order in which they were added. `TokenCheck` is added first, so it sees the
+method and the headers of each call before any other handler is chosen, and ends a call without the token. The server
+then reads none of the call's messages and does not count the call for its limits, and a method that does not exist
+looks like one that does.
 
 See docs/decisions/0022-tokens.md, also for what a token does not protect.
 """
@@ -30,9 +31,9 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "MILLRACE_TOKEN_FILE"
 HEADER, SCHEME = "authorization", "Bearer"
-# `openssl rand -hex 32` writes 64 characters. All headers of a call have 8 KiB together.
+# `openssl rand -hex 32` writes 64 characters. A call's headers are limited to 8 KiB in total.
 MIN_CHARACTERS, MAX_CHARACTERS = 16, 1024
-# Orchestrators ask for health, and have no token.
+# Orchestrators call the health service without a token.
 EXEMPT = "/grpc.health.v1.Health/"
 LOG_EVERY_S = 5.0
 
@@ -40,16 +41,18 @@ Context = aio.ServicerContext[Any, Any]
 
 
 class BearerToken:
-    """The token of a server. It is never logged, and its `repr` does not show it."""
+    """A server's token. It is never logged, and its `repr` does not show it."""
 
     def __init__(self, token: str) -> None:
         self._token = token.encode()
-        # What the server itself sends where it calls its own port.
+        # The headers for the server's calls to its own port.
         self.metadata = ((HEADER, f"{SCHEME} {token}"),)
 
     def is_in(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-        """Whether a call with these headers brings the token. The time that this takes does not depend on how much of
-        a wrong token is right, only on its length."""
+        """Return whether a call with these headers carries the token.
+
+        The time depends only on the length of a wrong token, not on how much of it is right.
+        """
         for key, value in metadata:
             if key == HEADER and isinstance(value, str):
                 scheme, _, token = value.partition(" ")
@@ -59,9 +62,9 @@ class BearerToken:
 
 
 def bearer_token(environ: Mapping[str, str]) -> BearerToken | None:
-    """Reads the file that MILLRACE_TOKEN_FILE names; None where the variable is unset or empty.
+    """Read the file that MILLRACE_TOKEN_FILE names; None if the variable is unset or empty.
 
-    The file holds one token of 16 to 1024 visible ASCII characters; white space around it is left out. Raises
+    The file holds one token of 16 to 1024 visible ASCII characters; surrounding white space is ignored. Raises
     `SettingsError` for any other file, and for one that other users of the machine may read.
     """
     path = environ.get(VARIABLE, "")
@@ -79,7 +82,8 @@ def bearer_token(environ: Mapping[str, str]) -> BearerToken | None:
 
 
 def _read(path: str) -> str:
-    # Of what was opened: the name may mean another file by then. A named pipe would block without O_NONBLOCK.
+    # The checks use the descriptor, because the name may refer to another file later. A named pipe would block without
+    # O_NONBLOCK.
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
@@ -105,9 +109,11 @@ def _refusal(path: str, problem: str, remedy: str) -> SettingsError:
 
 
 class TokenCheck(grpc.GenericRpcHandler):
-    """Handles the calls that do not bring the token, by refusing them, and leaves all others to the handlers that were
-    added after it. A refused call ends with UNAUTHENTICATED and `ErrorInfo`: TOKEN_REQUIRED where it has no such
-    header, TOKEN_INVALID where the header holds another token or is of another scheme."""
+    """Refuses calls that do not carry the token.
+
+    Other calls go on to the handlers that were added after it. A refused call ends with UNAUTHENTICATED and
+    `ErrorInfo`: TOKEN_REQUIRED if the header is missing, TOKEN_INVALID if it holds another token or another scheme.
+    """
 
     def __init__(self, token: BearerToken) -> None:
         self._token = token
@@ -124,7 +130,7 @@ class TokenCheck(grpc.GenericRpcHandler):
         return self._invalid if any(key == HEADER for key, _ in metadata) else self._required
 
     def _refusing(self, message: str, reason: str) -> Handler:
-        # Made once: a call is refused so that hardly any work is done for it.
+        # Computed once, so that refusing a call costs hardly any work.
         details, status = details_and_status(
             Unauthenticated(message, reason=reason, metadata={"header": HEADER, "scheme": SCHEME})
         )
@@ -136,7 +142,7 @@ class TokenCheck(grpc.GenericRpcHandler):
             context.set_trailing_metadata(((REQUEST_ID, request_id), (STATUS, status)))
             self._log_refusal(context.peer())
 
-        # On the wire a call of any kind is a stream, and as such it is not read before it is asked for.
+        # On the wire every call is a stream. A stream handler reads no message until it asks for one.
         return grpc.stream_stream_rpc_method_handler(refuse)
 
     def _log_refusal(self, peer: str) -> None:

@@ -1,20 +1,18 @@
-"""The one interceptor: identity, span, deadline, malformed bytes, errors and the access log of every call; one that
-a door turns away has its identity alone.
+"""The one interceptor of all calls.
 
-`Registering` is where servicers are added: it stands for the server while they are, and hands their handlers on in
-another form.
+It provides identity, span, deadline, the handling of malformed bytes, errors and the access log. A call that the load
+shedder turns away gets only its identity.
 
-Two things of `grpc.aio` are left out, for what they cost each call: its interceptors (0.05 ms of CPU, where a servicer
-that only echoes takes 0.16 ms), since handlers can as well be wrapped once; and the registering of single methods,
-since the server waits for the next call of each of them separately, so that a call costs the more, the more methods
-there are.
+`Registering` replaces the server while servicers are added, and passes wrapped handlers on to it.
 
-`check_fields` bounds how many fields a message has, before it is parsed.
+Two features of `grpc.aio` are avoided because of their cost per call. Its interceptors take 0.05 ms of CPU, where a
+servicer that only echoes takes 0.16 ms; wrapping handlers once is cheaper. With registered single methods the server
+waits for the next call of each method separately, so every call costs more the more methods there are.
 
-A sub-message takes two bytes on the wire, and 80 in memory once it is parsed: 64 MiB of them took 2.6 GiB, and half a
-minute in which the event loop did nothing else. So the fields of a message are counted first, as far as those in which
-sub-messages can be; what lies in others, such as elements of a repeated number or string, is bounded by the size of the
-message alone, of which parsing makes 16 times as much at the worst.
+`check_fields` bounds the number of fields of a message before it is parsed. A sub-message takes two bytes on the wire
+and 80 bytes of memory once it is parsed: 64 MiB of them took 2.6 GiB, and blocked the event loop for half a minute.
+Only fields that can contain sub-messages are searched for further fields. Other content, such as elements of a repeated
+number or string, is bounded by the message size alone; parsing makes at most 16 times as much of it.
 """
 
 from __future__ import annotations
@@ -45,10 +43,10 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ID, STATUS = "x-request-id", "grpc-status-details-bin"
 DEFAULT_DEADLINE_S = 60.0
-# A client that does not take a message of its stream for so long has gone, or might as well have.
+# A client that takes no message of its stream for this long counts as gone.
 SEND_TIMEOUT_S = 300.0
 
-# By which what is asked says that it has no time for it.
+# Statuses by which a servicer says that it has no time for a call.
 REFUSALS = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 Context = aio.ServicerContext[Any, Any]
@@ -57,21 +55,22 @@ _message_bytes: ContextVar[int] = ContextVar("message_bytes", default=0)
 
 
 def message_bytes() -> int:
-    """What the message took on the wire that this task was the last to read."""
+    """Return the wire size, in bytes, of the last message that this task read."""
     return _message_bytes.get()
 
 
 class Malformed:
-    """Stands for a message whose bytes could not be parsed, or are not to be; grpc itself would answer UNKNOWN."""
+    """Replaces a message whose bytes are invalid or refused. grpc itself would answer UNKNOWN."""
 
     def __init__(self, why: InvalidArgument) -> None:
         self.why = why
 
 
 class CallInterceptor:
-    """Wraps every handler. Unary calls without a deadline get `default_deadline_s`; streams have none of their own.
+    """Wraps every handler.
 
-    It is none of grpc's own interceptors: see `Registering`.
+    Unary calls without a deadline get `default_deadline_s`; streams get none. It is not one of grpc's own interceptors;
+    see `Registering`.
     """
 
     def __init__(self, default_deadline_s: float = DEFAULT_DEADLINE_S, load_shedder: LoadShedder | None = None) -> None:
@@ -79,7 +78,7 @@ class CallInterceptor:
         self._load_shedder = load_shedder
 
     def around(self, server: aio.Server) -> aio.Server:
-        """What to add servicers to, and for nothing else, so that their calls are intercepted."""
+        """Return a stand-in for the server. Calls of servicers that are added to it are intercepted."""
         return cast(aio.Server, Registering(server, self._wrap))
 
     def _wrap(self, handler: Any, method: str) -> Handler:
@@ -95,7 +94,7 @@ class CallInterceptor:
             return make(stream, deserializer, serializer)
         unary = self._unary(handler.stream_unary or handler.unary_unary, method)
         if self._load_shedder is not None and method in self._load_shedder.methods and handler.unary_unary is not None:
-            # As a stream of one message, which is not read before it is asked for; on the wire it is the same.
+            # Handled as a stream of one message, which is read only on request. On the wire it is the same.
             return grpc.stream_unary_rpc_method_handler(_behind(self._load_shedder, unary), deserializer, serializer)
         make = (
             grpc.stream_unary_rpc_method_handler if handler.request_streaming else (grpc.unary_unary_rpc_method_handler)
@@ -105,7 +104,7 @@ class CallInterceptor:
     def _unary(self, behaviour: Any, method: str) -> Callable[[Any, Context], Awaitable[Any]]:
         async def answered(request: Any, context: Context) -> Any:
             if context.time_remaining() is not None:
-                # A call with a deadline is cancelled by grpc itself when it passes.
+                # grpc itself cancels a call at its deadline.
                 return await behaviour(_well_formed(request, context), context)
             limit = self._default_deadline_s
             limited = _Limited(context, limit)
@@ -128,7 +127,8 @@ class CallInterceptor:
         return call
 
     def _stream(self, behaviour: Any, method: str) -> Callable[[Any, Context], Awaitable[None]]:
-        # Not a generator: one would not hear that its client has gone, and would end some time later, elsewhere.
+        # Not a generator, because a generator would not notice that its client has disconnected, and would end later,
+        # elsewhere.
         async def call(request: Any, context: Context) -> None:
             async with (
                 _call(context, method, aborts=False),
@@ -136,13 +136,13 @@ class CallInterceptor:
             ):
                 async for response in responses:
                     await _send(context, response)
-                    del response  # it is not kept until the next one comes
+                    del response  # free it before the next one is made
 
         return call
 
 
 class _Limited:
-    """A call's context, with the deadline that the server gave it."""
+    """A call's context with the deadline that the server set."""
 
     def __init__(self, context: Context, limit_s: float) -> None:
         self._context = context
@@ -186,14 +186,18 @@ def _behind(
 
 
 def _bare(aborted: aio.AbortError) -> aio.AbortError:
-    """Without its traceback, nor what was raised before it: grpc keeps it with the call's state, which its frames have,
-    and so all that the call has until the garbage collector comes."""
+    """Remove the error's traceback and context.
+
+    grpc keeps the error with the call's state. Its frames would keep all data of the call until the garbage collector
+    runs.
+    """
     aborted.__context__ = None
     return aborted.with_traceback(None)
 
 
 async def _send(context: Context, response: Any) -> None:
-    """Raises `DeadlineExceeded` where the client takes nothing: what the stream holds would be held for ever."""
+    """Send a response. Raises `DeadlineExceeded` if the client takes nothing, because the stream's resources would be
+    held for ever."""
     try:
         async with asyncio.timeout(SEND_TIMEOUT_S):
             await context.write(response)
@@ -203,10 +207,10 @@ async def _send(context: Context, response: Any) -> None:
 
 @asynccontextmanager
 async def _call(context: Context, method: str, *, aborts: bool) -> AsyncIterator[None]:
-    """One call's identity, access log, and the translation of whatever it raises.
+    """Give one call its identity and access log, and translate its exceptions.
 
-    A call of one answer `aborts`: else grpc sends an empty one before the status, and clients that have heard of an
-    answer never try again by themselves.
+    A call with one answer `aborts`. Otherwise grpc would send an empty answer before the status, and clients that have
+    received an answer never retry by themselves.
     """
     started, remaining_s = time.perf_counter(), context.time_remaining()
     metadata = context.invocation_metadata() or ()
@@ -227,7 +231,7 @@ async def _call(context: Context, method: str, *, aborts: bool) -> AsyncIterator
             raise
         except aio.AbortError:
             raise
-        except aio.InternalError:  # grpc's own: it could not send, because the call is over
+        except aio.InternalError:  # grpc could not send, because the call has ended
             pass
         except NotImplementedError:
             error = Unimplemented(f"{method} is not served")
@@ -243,7 +247,7 @@ async def _call(context: Context, method: str, *, aborts: bool) -> AsyncIterator
         if error is not None:
             code, (message, status) = status_code(error), details_and_status(error)
             trailers = ((REQUEST_ID, request_id), (STATUS, status))
-            error = None  # this frame is in its traceback, and would be kept like what `_bare` tells of
+            error = None  # this frame is in the error's traceback; see `_bare`
             if aborts:
                 await context.abort(code, message, trailers)
             context.set_code(code)
@@ -252,7 +256,7 @@ async def _call(context: Context, method: str, *, aborts: bool) -> AsyncIterator
 
 
 def request_id_of(given: str | bytes | None) -> str:
-    """What a call is known by: the id that its client gave it, or a new one where that is none."""
+    """Return the id that the client gave the call, or a new one if it is missing or malformed."""
     if isinstance(given, str) and re.fullmatch(r"[A-Za-z0-9._-]{1,64}", given):
         return given
     return os.urandom(16).hex()
@@ -261,7 +265,7 @@ def request_id_of(given: str | bytes | None) -> str:
 def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
     if deserialize is None:
         return None
-    # Generated code gives the class's own method.
+    # Generated code passes the message class's own method.
     descriptor = getattr(getattr(deserialize, "__self__", None), "DESCRIPTOR", None)
 
     def parse(data: bytes) -> Any:
@@ -272,7 +276,7 @@ def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], A
             return deserialize(data)
         except InvalidArgument as error:
             return Malformed(error)
-        except Exception:  # whatever protobuf raises on malformed bytes
+        except Exception:  # protobuf can raise anything on malformed bytes
             why = "the request's bytes are not a valid protobuf message"
             return Malformed(InvalidArgument(why, reason="MALFORMED_MESSAGE"))
 
@@ -280,7 +284,7 @@ def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], A
 
 
 def _or_bytes(serialize: Callable[[Any], bytes] | None) -> Callable[[Any], bytes] | None:
-    """Lets a servicer answer with a message that it has serialized itself, where copies of it would cost much."""
+    """Let a servicer return a message that it has serialized itself, to save copies."""
     if serialize is None:
         return None
     return lambda message: message if isinstance(message, bytes) else serialize(message)
@@ -293,7 +297,7 @@ def _well_formed(request: Any, context: Context) -> Any:
 
 
 async def _each_well_formed(context: Context) -> AsyncIterator[Any]:
-    # Not by grpc's iterator, which keeps each message until the next one comes, and that may be never.
+    # grpc's iterator would keep each message until the next one arrives, possibly for ever.
     while (request := await context.read()) is not aio.EOF:
         yield _well_formed(request, context)
         del request
@@ -302,12 +306,12 @@ async def _each_well_formed(context: Context) -> AsyncIterator[Any]:
 # --- Registering servicers ---
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-# Of a handler and its method's full name.
+# Takes a handler and its method's full name.
 Wrap = Callable[[Handler, str], Handler]
 
 
 class Registering:
-    """What generated code calls as `server`."""
+    """The `server` that generated code calls."""
 
     def __init__(self, server: aio.Server, wrap: Wrap | None = None) -> None:
         self._server = server
@@ -320,11 +324,11 @@ class Registering:
         )
 
     def add_registered_method_handlers(self, service_name: str, method_handlers: Mapping[str, Handler]) -> None:
-        """Left out: the generic handlers have the same methods."""
+        """Do nothing: the generic handlers have the same methods."""
 
 
 class _Wrapped(grpc.GenericRpcHandler):
-    """Wraps each handler when it is asked for the first time."""
+    """Wraps each handler when it is first requested."""
 
     def __init__(self, handlers: grpc.GenericRpcHandler, wrap: Wrap) -> None:
         self._handlers = handlers
@@ -344,20 +348,22 @@ class _Wrapped(grpc.GenericRpcHandler):
 
 # --- Number of fields ---
 
-# More than a request of any service has that means something: 10,000 columns as tensors, with flags of their nulls,
-# have 120,000.
+# More than any useful request has: 10,000 columns as tensors, with flags for their nulls, have 120,000 fields.
 MAX_FIELDS = 2**17
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 def check_fields(data: bytes, descriptor: Any) -> None:
-    """Raises `InvalidArgument` naming the field that holds the one beyond `MAX_FIELDS` of a message that `descriptor`
-    describes. Bytes that are no message pass: the parser refuses them."""
-    if len(data) < 2 * MAX_FIELDS:  # no field is shorter than two bytes, nor longer than what holds it
+    """Raise `InvalidArgument` for a message of more than `MAX_FIELDS` fields.
+
+    The error names the field that holds the first one too many. Bytes that are no message pass, because the parser
+    refuses them.
+    """
+    if len(data) < 2 * MAX_FIELDS:  # a field has at least two bytes
         return
     left = MAX_FIELDS
-    # What is still to be read: from where to where, of which message, and its path.
+    # Parts still to read: start, end, message descriptor, path.
     parts = [(0, len(data), descriptor, "")]
     while parts:
         at, end, kind, path = parts.pop()
@@ -387,7 +393,7 @@ def check_fields(data: bytes, descriptor: Any) -> None:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number, and where the next thing begins. Raises `IndexError` where there is none."""
+    """Return the number and the position after it. Raises `IndexError` if there is none."""
     byte = data[at]
     if byte < 0x80:
         return byte, at + 1

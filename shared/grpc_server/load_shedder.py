@@ -1,11 +1,12 @@
-"""Refuses calls before their messages are read, where more come than this process can read in time.
+"""Load shedding: refuses calls unread while more calls arrive than this process can read in time.
 
-gRPC hands a process one call after the other, and those that it has not taken yet wait in gRPC's core, in order of
-arrival, for as long as it takes: once they wait longer than their clients do, each that is taken is too late, and the
-process works for nobody. So a door measures that wait, with a call of the process to itself, and turns a share of the
-calls away that grows with it, as routers drop packets before their queues are full: linearly between two thresholds
-(Floyd and Jacobson, "Random Early Detection Gateways for Congestion Avoidance", 1993). A call turned away costs a third
-of one that is read and refused; so a process that has no time to spare also turns away what it would refuse later.
+gRPC hands a process one call after the other. Further calls wait in gRPC's core, in order of arrival, without a limit
+of time. Once they wait longer than their clients do, every call that is taken is too late, and the process works in
+vain. `LoadShedder` therefore measures this wait with a probe, a call of the process to itself. It turns away a share of
+the calls that grows with the wait, linearly between two thresholds, as routers drop packets before their queues are
+full (Floyd and Jacobson, "Random Early Detection Gateways for Congestion Avoidance", 1993). Turning a call away costs a
+third of reading and refusing it. A busy process therefore also turns away the calls that it would probably refuse
+later.
 """
 
 from __future__ import annotations
@@ -27,15 +28,19 @@ from shared.grpc_errors import details_and_status
 logger = logging.getLogger(__name__)
 
 METHOD = "/millrace.Door/Knock"
-# None is turned away below the first, and all that could be above the second.
+# Thresholds of the wait in seconds: no call is turned away below the first, every eligible call above the second.
 SOME_FROM_S, ALL_FROM_S = 0.015, 0.06
-# From the first on, what would be refused after it was read is turned away as well, above the second all of it.
+# Thresholds of the wait for calls that would probably be refused after reading: below the first none of these is turned
+# away, above the second all are.
 BUSY_FROM_S, FULLY_BUSY_S = 0.003, 0.01
-# Calls are remembered for about so long; so many times as many as were served are let in; and so few say little.
+# Adaptive throttling ("Site Reliability Engineering", ch. 21): the share of calls in vain is max(0, ended - LET_IN *
+# served) / (ended + FEW). REMEMBERED_S is the time constant of both counters. FEW keeps a handful of calls from
+# triggering it.
 REMEMBERED_S, LET_IN, FEW = 0.5, 1.2, 10
-# Those with so many times as long left as calls wait, and at least this, are in no danger of waiting too long.
+# Calls with more time left than MIN_WAITS_LEFT times the wait, and more than MIN_TIME_LEFT_S, are always let in.
 MIN_WAITS_LEFT, MIN_TIME_LEFT_S = 10.0, 1.0
-# Between two knocks, where calls wait and where they do not. A knock takes as much CPU as a call that does nothing.
+# Pauses between two probes: while calls wait, and while they do not. A probe costs as much CPU as a call that does
+# nothing.
 OFTEN_S, SELDOM_S = 0.01, 0.05
 REPORT_INTERVAL_S = 5.0
 RETRY_AFTER_S = 0.2
@@ -45,8 +50,10 @@ Context = aio.ServicerContext[Any, Any]
 
 
 class LoadShedder:
-    """Before those `methods`, by their full names, of a server in whose event loop it lives. `turned_away` is told of
-    each call."""
+    """Sheds load on the given methods of a server in the same event loop.
+
+    `methods` are full names. `turned_away` is called for each refused call.
+    """
 
     def __init__(self, methods: Collection[str], turned_away: Callable[[], None]) -> None:
         self.methods = frozenset(methods)
@@ -54,10 +61,10 @@ class LoadShedder:
         self._found_s = (0.0, 0.0)
         self._probed_s: float | None = None
         self._came = asyncio.Event()
-        # Calls that have ended, in whatever way, and those among them that were not refused.
+        # Decaying counts of all calls that have ended, and of those that were not refused.
         self._ended, self._served = Decaying(REMEMBERED_S), Decaying(REMEMBERED_S)
         self._unreported = 0
-        # What a call is told, made once: it is refused so that hardly any work is done for it.
+        # The refusal is encoded once, so that refusing a call costs hardly any work.
         self.details, self.status = details_and_status(
             ResourceExhausted(
                 "more calls come than this process can read; try again later",
@@ -67,21 +74,26 @@ class LoadShedder:
         )
 
     def wait_s(self) -> float:
-        """How long calls wait before this process takes them, as far as it is known now: the less of what the last two
-        knocks found, since one may have met what is over already."""
+        """Return the current estimate of how long calls wait before this process takes them.
+
+        It is the smaller of the last two probes, because one of them may have met a delay that has already passed.
+        """
         if self._probed_s is None:
             return min(self._found_s)
-        # One that is still under way has found that much at least.
+        # A probe that is still in flight has waited at least this long.
         return min(self._found_s[-1], asyncio.get_running_loop().time() - self._probed_s)
 
     def turns_away(self, remaining_s: float | None) -> bool:
-        """Whether a call that comes now, with so much time left or None for no deadline, is to be refused unread."""
+        """Return whether a call that arrives now is to be refused unread.
+
+        `remaining_s` is the time until its deadline; None: no deadline.
+        """
         self._came.set()
         wait_s = self.wait_s()
         if wait_s <= BUSY_FROM_S or remaining_s is None or remaining_s > max(MIN_WAITS_LEFT * wait_s, MIN_TIME_LEFT_S):
             return False
         now_s = asyncio.get_running_loop().time()
-        # Where no time is left at all, its client hears nothing of what is said here.
+        # A call without any time left is always refused, because its client no longer receives an answer.
         if remaining_s > 0 and random.random() >= self._share(wait_s, now_s):
             return False
         self._ended.add(now_s)
@@ -90,25 +102,31 @@ class LoadShedder:
         return True
 
     def ended(self, *, in_vain: bool) -> None:
-        """A call that was let in has ended: `in_vain` where whom it was for refused it, or its time passed."""
+        """Count a call that was let in and has ended.
+
+        `in_vain` means that its servicer refused it for lack of time, or that its deadline passed.
+        """
         now_s = asyncio.get_running_loop().time()
         self._ended.add(now_s)
         if not in_vain:
             self._served.add(now_s)
 
     def _share(self, wait_s: float, now_s: float) -> float:
-        # Clients do the same in "Site Reliability Engineering" (Beyer and others, 2016), chapter 21.
+        # Clients throttle themselves in the same way in "Site Reliability Engineering" (Beyer and others, 2016),
+        # chapter 21.
         ended, served = self._ended.at(now_s), self._served.at(now_s)
         in_vain = max(ended - LET_IN * served, 0.0) / (ended + FEW)
         return max(_between(SOME_FROM_S, ALL_FROM_S, wait_s), in_vain * _between(BUSY_FROM_S, FULLY_BUSY_S, wait_s))
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """What opens to the process's own knocks."""
+        """Return the handler that answers the process's own probes."""
         return _Opening(self._opened)
 
     async def watch(self, address: str, metadata: Sequence[tuple[str, str]] = ()) -> None:
-        """Knocks at its own server, with the headers `metadata`, while calls come, until cancelled. Where that is
-        impossible, all calls come in."""
+        """Probe this process's own server while calls arrive, until cancelled.
+
+        `metadata` are the probe's headers. If probing is impossible, all calls are let in.
+        """
         try:
             async with aio.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
                 await self._keep_probing(partial(channel.unary_unary(METHOD), metadata=metadata))
@@ -136,7 +154,7 @@ class LoadShedder:
         began_s = self._probed_s = loop.time()
         try:
             await probe(b"", timeout=PROBE_TIMEOUT_S)
-        except aio.AioRpcError as error:  # too late, or refused like others: either took as long
+        except aio.AioRpcError as error:  # too late, or refused like other calls; either took as long
             logger.debug("knocking at its own door: %s", error.details())
             self._find(loop.time() - began_s)
         finally:
@@ -153,8 +171,10 @@ class LoadShedder:
 
 
 class Decaying:
-    """A count of what happened, each the less the longer ago: by a factor of e in `forgotten_s`. Of what goes on
-    happening at one rate, it is that rate times `forgotten_s`."""
+    """An exponentially decaying count with the time constant `forgotten_s`.
+
+    For events at a constant rate, the count is that rate times `forgotten_s`.
+    """
 
     def __init__(self, forgotten_s: float) -> None:
         self._forgotten_s = forgotten_s
@@ -169,7 +189,7 @@ class Decaying:
 
 
 def _between(low: float, high: float, value: float) -> float:
-    """0 at `low`, 1 at `high`, linear between."""
+    """Return 0 at `low`, 1 at `high`, and linear values between."""
     return min(max((value - low) / (high - low), 0.0), 1.0)
 
 

@@ -1,11 +1,11 @@
-"""Builds, runs and gracefully stops a server, and bounds how many calls it works on at once.
+"""Builds, runs and gracefully stops a server, and limits its concurrent calls.
 
-Calls above the limit are refused before their messages are read.
-gRPC has such a limit of its own (`maximum_concurrent_rpcs`), but it counts health checks with all other calls, so that
-a busy server looks like a dead one, and its refusal carries neither `ErrorInfo` nor `RetryInfo`.
+Calls above the limit are refused before their messages are read. gRPC's own limit (`maximum_concurrent_rpcs`) is
+unsuitable: it counts health checks with all other calls, so that a busy server looks like a dead one, and its refusal
+carries neither `ErrorInfo` nor `RetryInfo`.
 
-A server holds at most as many messages as the limit says. A refused call costs no message: it is not read, and gRPC's
-core buffers no more of it than its flow-control window.
+A server holds at most as many messages as the limit says. A refused call costs no message, because it is not read and
+gRPC's core buffers no more of it than its flow-control window.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ logger = logging.getLogger(__name__)
 
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-# Of all services but health, which has as many of its own: a busy server is no dead one.
+# The limit for all services but health, which has its own: a busy server is not a dead one.
 MAX_CALLS = 2048
 MAX_HEALTH_CALLS = 1024
-# Calls that wait in gRPC's core until the event loop takes them. Above it, core refuses them as CANCELLED and without
-# details, so the limit of calls must come first. Each takes at most its flow-control window, 64 KiB at first.
+# Calls that wait in gRPC's core until the event loop takes them. Above this limit core refuses calls as CANCELLED and
+# without details, so MAX_CALLS must apply first. Each call takes at most its flow-control window, initially 64 KiB.
 MAX_PENDING_CALLS = 16 * 1024
-# All tasks of calls, refused ones among them. It is reached only by clients that take no answers.
+# All tasks of calls, including refused ones. Only clients that take no answers can reach this limit.
 MAX_CALL_TASKS = 16 * 1024
-# Blocking calls of the object store run in threads; each waits mostly for the network.
+# Blocking calls of the object store run in threads, which mostly wait for the network.
 BLOCKING_THREADS = 32
 GRACE_S = 5.0
-# A client whose machine or network is gone says nothing: it is asked so often, and given up when it does not answer.
-# Otherwise its streams would be held for hours.
+# A client whose machine or network has failed sends nothing. The server pings it at this interval and closes the
+# connection if no answer comes. Otherwise its streams would be held for hours.
 KEEPALIVE_EVERY_S = 60.0
 KEEPALIVE_TIMEOUT_S = 60.0
 
 
 class Health:
-    """What `grpc.health.v1` answers for the whole server (the empty service name)."""
+    """The answer of `grpc.health.v1` for the whole server (the empty service name)."""
 
     def __init__(self) -> None:
         self.servicer = HealthServicer()
@@ -91,13 +91,13 @@ async def serve(
     max_calls: int = MAX_CALLS,
     token: BearerToken | None = None,
 ) -> None:
-    """Serves on `listen` (host:port) until SIGTERM, SIGINT or `stop`, then drains for at most `grace_s` seconds.
+    """Serve on `listen` (host:port) until SIGTERM, SIGINT or `stop`, then drain for at most `grace_s` seconds.
 
     `register` adds servicers to the server and returns their full names for reflection. With `ready=False` the caller
-    says through `health` when it serves. With `shared_port` others that say so may serve on the same one, and the
-    kernel shares out the connections. Calls above `max_calls`, health checks aside, are refused unread as
-    RESOURCE_EXHAUSTED with `RetryInfo`. With a `token`, calls that do not bring it are refused as UNAUTHENTICATED,
-    health checks apart. Raises `RuntimeError` where the port cannot be bound.
+    sets `health` once it serves. With `shared_port` other processes may serve on the same port, and the kernel
+    distributes the connections. Calls above `max_calls`, except health checks, are refused unread as RESOURCE_EXHAUSTED
+    with `RetryInfo`. With a `token`, calls without it are refused as UNAUTHENTICATED, except health checks. Raises
+    `RuntimeError` if the port cannot be bound.
     """
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(BLOCKING_THREADS, thread_name_prefix="blocking"))
@@ -109,20 +109,21 @@ async def serve(
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ("grpc.keepalive_time_ms", round(KEEPALIVE_EVERY_S * 1000)),
-            # Not grpc.keepalive_timeout_ms: a peer whose kernel still acknowledges is given up by this one alone.
+            # grpc.keepalive_timeout_ms would not do: only the ping timeout detects a peer whose kernel still
+            # acknowledges.
             ("grpc.http2.ping_timeout_ms", round(KEEPALIVE_TIMEOUT_S * 1000)),
             ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
             ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
-            # Two services by mistake on one port would each get half of the calls.
+            # Two services on one port by mistake would each get half of the calls.
             ("grpc.so_reuseport", int(shared_port)),
         ],
     )
     if token is not None:
-        # First of all handlers: those behind it are not asked about a call without the token.
+        # Added first, so that later handlers never see a call without the token.
         server.add_generic_rpc_handlers([TokenCheck(token)])
     limited = CallLimit(max_calls).around(server)
     names = list(register(CallInterceptor(default_deadline_s, load_shedder).around(limited)))
-    # Health and reflection come from grpc itself and keep their own manners.
+    # grpc's own health and reflection servicers are not intercepted.
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, cast(aio.Server, Registering(server, _limit_alone)))
     reflected = ReflectionServicer((*names, "grpc.health.v1.Health", reflection.SERVICE_NAME))
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, limited)  # type: ignore[no-untyped-call]
@@ -130,9 +131,9 @@ async def serve(
     watching = None
     if load_shedder is not None:
         server.add_generic_rpc_handlers([load_shedder.handler()])
-        # Of this process alone, also where others have the same port.
+        # A port of this process alone, even if others share the public port.
         own = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    # Said before the first call can come: grpc's own servicer begins with SERVING.
+    # Set before the first call can arrive, because grpc's own servicer starts with SERVING.
     await health.set(ready)
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, stop.set)
@@ -149,7 +150,7 @@ async def serve(
 
 
 def _limit_alone(handler: Any, _: str) -> Handler:
-    """With a limit of its own for each method: who watches health takes nothing from those who check it."""
+    """Give each method its own limit, so that watchers of health do not block health checks."""
     return CallLimit(MAX_HEALTH_CALLS).wrap(handler)
 
 
@@ -163,14 +164,14 @@ Context = aio.ServicerContext[Any, Any]
 
 
 class CallLimit:
-    """Lives on one event loop. At most `most` calls of all handlers that it wraps run at a time."""
+    """Limits the concurrent calls of all handlers that it wraps to `most`. Lives on one event loop."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._active = 0
         self._refused = 0
         self._logged_s = -LOG_EVERY_S
-        # Made once: a call is refused so that hardly any work is done for it.
+        # Encoded once, so that refusing a call costs hardly any work.
         self._details, self._status = details_and_status(
             ResourceExhausted(
                 f"this server works on {most} calls already, and on no more at a time; try again later",
@@ -181,11 +182,11 @@ class CallLimit:
         )
 
     def around(self, server: aio.Server) -> aio.Server:
-        """What to add servicers to, and for nothing else, so that their calls are limited."""
+        """Return a stand-in for the server. Calls of servicers that are added to it are limited."""
         return cast(aio.Server, Registering(server, lambda handler, _: self.wrap(handler)))
 
     def wrap(self, handler: Any) -> Handler:
-        # On the wire a unary request is a stream of one message, and as such it is not read before it is asked for.
+        # On the wire a unary request is a stream of one message. As a stream, it is read only on request.
         behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
         make = (
             grpc.stream_stream_rpc_method_handler
@@ -207,7 +208,7 @@ class CallLimit:
                     if requests is aio.EOF:
                         await _abort_without_request(context)
                 answering = behaviour(requests, context)
-                # A traceback, which gRPC keeps with a failed call, would keep its message with this frame.
+                # gRPC keeps the traceback of a failed call, which would keep the message with this frame.
                 del requests
                 if not inspect.isasyncgen(answering):
                     return await answering

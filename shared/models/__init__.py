@@ -1,6 +1,6 @@
-"""Building a model from its specification, the same for training and serving.
+"""Builds models from their specifications, in the same way for training and serving.
 
-Importing torch and torchvision takes seconds, so it happens at the first call.
+torch and torchvision take seconds to import, so they are imported at the first call.
 """
 
 from shared.models.building import build_model, import_builder, input_dimensions, known_builders, load_weights

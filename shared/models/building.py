@@ -1,7 +1,7 @@
-"""One function for every kind of builder: torchvision's, the MLP, those of installed packages, and users' own code.
+"""Builds models of every kind: torchvision's, the MLP, those of installed packages, and users' own.
 
-The multi-layer perceptron is for rows that are vectors: tables. Classifiers of torchvision get the channels and classes
-that a specification asks for. A user's own code is called by its entry, in a process that has loaded it.
+The multi-layer perceptron takes rows that are vectors, as from tables. Classifiers of torchvision get the channels and
+classes that a specification asks for. A user's own code is called by its entry, in a process that has loaded it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 
 def build_model(spec: ModelSpec, path: str = "model") -> nn.Module:
-    """A model with fresh weights: inputs float32 (B, C, H, W), or (B, C) for `mlp`, to outputs (B, num_classes).
+    """Build a model with fresh weights: inputs float32 (B, C, H, W), or (B, C) for `mlp`, to outputs (B, num_classes).
 
-    Raises `InvalidArgument` naming the field below `path` for an unknown builder, arguments that it does not take, or
+    Raises `InvalidArgument`, naming the field below `path`, for an unknown builder, arguments that it does not take, or
     a model whose input channels cannot be adapted; `FailedPrecondition` for a user's own model in a process that has
     not loaded its code.
     """
@@ -42,9 +42,9 @@ def build_model(spec: ModelSpec, path: str = "model") -> nn.Module:
 
 
 def import_builder(builder: str, field: str) -> None:
-    """Imports what `build_model` will need: of a package that may take long, and is no work of the model's.
+    """Import the packages that `build_model` will need, because imports may take long.
 
-    Raises `InvalidArgument` naming `field` for an unknown builder of packages, or one whose import fails.
+    Raises `InvalidArgument`, naming `field`, for an unknown builder, or one whose import fails.
     """
     if builder.startswith(PREFIX):
         known_builders()
@@ -53,17 +53,17 @@ def import_builder(builder: str, field: str) -> None:
 
 
 def input_dimensions(builder: str) -> int | None:
-    """How many dimensions one row of the model's input has; None where only the model itself knows."""
+    """Return the dimensions of one input row; None if only the model itself knows."""
     if builder.startswith(PREFIX):
         return 3
     return 1 if builder == MLP else None
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Puts weights and buffers into a model that `build_model` made of the specification that they were trained with.
+    """Load weights and buffers into a model built from the specification that they were trained with.
 
-    Some models read from a state dict's metadata in which version of themselves it was saved; files of weights have no
-    such thing, and here it is always the present one.
+    Some models read the version that saved a state dict from its metadata. Weight files have no such metadata, so the
+    present version is assumed.
     """
     state = model.state_dict()
     for name in [name for name in state if name not in weights]:
@@ -73,7 +73,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
 
 
 def _build_installed(spec: ModelSpec, path: str) -> nn.Module:
-    """`millrace.models`: called as `builder(in_channels, num_classes, **kwargs)`, gives an `nn.Module`."""
+    """Call the builder of an installed package: `builder(in_channels, num_classes, **kwargs)`."""
     from torch import nn
 
     builder = _installed(spec.builder, f"{path}.builder")
@@ -81,7 +81,7 @@ def _build_installed(spec: ModelSpec, path: str) -> nn.Module:
         model = builder(spec.in_channels, spec.num_classes, **spec.kwargs)
     except InvalidArgument:
         raise
-    except Exception as error:  # each builder has its own way of refusing arguments
+    except Exception as error:  # each builder refuses arguments in its own way
         raise invalid_field(f"{path}.kwargs", spec.kwargs, f"the builder refuses them: {first_line(error)}") from None
     if not isinstance(model, nn.Module):
         remedy = f"it made a {type(model).__name__}; it must make a torch.nn.Module"
@@ -99,7 +99,7 @@ MLP = "mlp"
 MAX_WIDTH = 65_536
 MAX_LAYERS = 64
 DEFAULT_HIDDEN = (128, 64)
-# By the name in kwargs, the class of torch.nn.
+# Maps the name in kwargs to the class of torch.nn.
 ACTIVATIONS = {
     "relu": "ReLU",
     "gelu": "GELU",
@@ -112,9 +112,10 @@ ACTIVATIONS = {
 
 
 def build_mlp(spec: ModelSpec, path: str) -> nn.Module:
-    """`in_channels` numbers in, `num_classes` out; kwargs `hidden` (widths), `dropout` (0 to below 1), `activation`.
+    """Build an MLP: `in_channels` numbers in, `num_classes` out.
 
-    Raises `InvalidArgument` naming the argument below `path`.
+    kwargs are `hidden` (widths), `dropout` (0 to below 1) and `activation`. Raises `InvalidArgument`, naming the
+    argument below `path`.
     """
     from torch import nn
 
@@ -155,11 +156,11 @@ def _is_width(value: object) -> bool:
 
 
 def build_own(spec: ModelSpec, path: str) -> nn.Module:
-    """Fresh weights, by what `spec.entry` names: a function of `spec.kwargs`, or of nothing; or a class, to which they
-    are keyword arguments.
+    """Build a user's own model with fresh weights.
 
-    Raises `InvalidArgument` naming `path`.entry where it makes no `nn.Module`, and `FailedPrecondition` with the line
-    of the user's code where that raises, or where this process has not loaded the code.
+    `spec.entry` names a function of `spec.kwargs` or of no argument, or a class that takes them as keyword arguments.
+    Raises `InvalidArgument`, naming `path`.entry, if it makes no `nn.Module`; `FailedPrecondition` with the line of the
+    user's code if that raises, or if this process has not loaded the code.
     """
     from torch import nn
 
@@ -171,20 +172,22 @@ def build_own(spec: ModelSpec, path: str) -> nn.Module:
 
 
 def called(found: Any, spec: ModelSpec) -> Any:
-    """What the entry makes of `spec.kwargs`. Raises `FailedPrecondition` for whatever it raises."""
+    """Call the entry with `spec.kwargs`. Raises `FailedPrecondition` for any error of its own."""
     try:
         if isinstance(found, type):
             return found(**spec.kwargs)
         return found(dict(spec.kwargs)) if inspect.signature(found).parameters else found()
     except MillraceError:
         raise
-    except Exception as error:  # whatever a user's code raises
+    except Exception as error:  # a user's code can raise anything
         raise entry_failed(spec.code_bundle, spec.entry, error) from error
 
 
 def own_method(module: object, name: str) -> Any:
-    """The bound method of that name that a user's class defines, or None. An attribute of the instance alone, such as a
-    layer, is none; nor is what Lightning's base class has under the name."""
+    """Return the bound method that a user's class defines, or None.
+
+    Attributes of the instance alone, such as layers, do not count, nor do methods of Lightning's base class.
+    """
     found = inspect.getattr_static(type(module), name, None)
     defined_in = str(getattr(found, "__module__", ""))
     if found is None or defined_in.partition(".")[0] in ("torch", "lightning", "pytorch_lightning"):
@@ -200,16 +203,16 @@ PREFIX = "torchvision."
 
 @functools.cache
 def known_builders() -> frozenset[str]:
-    """Every builder of torchvision that a specification may name. Takes seconds the first time."""
+    """Return torchvision's builders that a specification may name. The first call takes seconds."""
     import torchvision
 
     return frozenset(PREFIX + name for name in torchvision.models.list_models(module=torchvision.models))
 
 
 def build_torchvision(spec: ModelSpec, path: str) -> nn.Module:
-    """Images float32 (B, C, H, W) in, logits float32 (B, num_classes) out.
+    """Build a torchvision model: images float32 (B, C, H, W) in, logits float32 (B, num_classes) out.
 
-    Raises `InvalidArgument` naming the field below `path` for an unknown builder, arguments that it does not take, or
+    Raises `InvalidArgument`, naming the field below `path`, for an unknown builder, arguments that it does not take, or
     a model whose input channels cannot be adapted.
     """
     import torchvision
@@ -222,13 +225,13 @@ def build_torchvision(spec: ModelSpec, path: str) -> nn.Module:
         model: nn.Module = torchvision.models.get_model(
             spec.builder.removeprefix(PREFIX), weights=None, num_classes=spec.num_classes, **spec.kwargs
         )
-    except Exception as error:  # each builder has its own way of refusing arguments
+    except Exception as error:  # each builder refuses arguments in its own way
         raise invalid_field(f"{path}.kwargs", spec.kwargs, f"the builder refuses them: {first_line(error)}") from None
     return adapt_channels(model, spec, path)
 
 
 def adapt_channels(model: nn.Module, spec: ModelSpec, path: str) -> nn.Module:
-    """Replaces the first convolution by one of the same shape that takes `spec.in_channels`."""
+    """Replace the first convolution by one of the same shape that takes `spec.in_channels`."""
     from torch import nn
 
     for name, module in model.named_modules():

@@ -1,8 +1,7 @@
-"""A checkpoint's model, loaded to answer: the same code for requests and for whole dataset versions.
+"""A checkpoint's model, loaded for inference: the same code for requests and for whole dataset versions.
 
-It imports torch, which takes seconds: only processes that run models import it.
-
-A regression's target and the model's outputs go from the target's own unit to the scaled one and back.
+The module imports torch, which takes seconds, so only processes that run models import it. It also scales a
+regression's target, and scales the model's outputs back to the target's own unit.
 """
 
 from __future__ import annotations
@@ -29,10 +28,13 @@ Outputs = list[NDArray[np.generic]]
 
 
 class LoadedModel:
-    """Raises `FailedPrecondition` when the weights do not fit the model. Not for several threads at once."""
+    """A model that is ready for inference. Not thread-safe.
+
+    Raises `FailedPrecondition` if the weights do not fit the model.
+    """
 
     def __init__(self, content: CheckpointContent, weights: bytes, device: torch.device | str = "cpu") -> None:
-        """`weights` are the bytes of a safetensors file, verified."""
+        """`weights` are the verified bytes of a safetensors file."""
         try:
             self.module = build_model(content.model)
             load_weights(self.module, load_safetensors(weights))
@@ -42,14 +44,17 @@ class LoadedModel:
         self.module.to(device)
         self._device = device
         self._task = content.model.task
-        # Of a user's own code anything may come.
+        # A user's own model may return anything.
         self._own = content.model if content.model.is_own else None
         self._target_scaling = content.target_scaling
         self._layout = torch.contiguous_format
 
     def channels_last(self) -> LoadedModel:
-        """The same model for inputs (B, C, H, W), working on images whose channels lie side by side in memory. Its
-        answers differ from this one's by rounding: other kernels add in another order. Both share what is not moved."""
+        """Return the same model for inputs (B, C, H, W) with the channels last in memory.
+
+        Its answers differ from this model's by rounding, because other kernels add in another order. Both models share
+        the parameters that need no conversion.
+        """
         other = copy.copy(self)
         other._layout = torch.channels_last
         shared = {id(one): one for one in chain(self.module.parameters(), self.module.buffers()) if one.dim() != 4}
@@ -57,10 +62,12 @@ class LoadedModel:
         return other
 
     def __call__(self, prepared: NDArray[np.generic]) -> Outputs:
-        """Of the model's input for B rows, float32 (B, *shape): logits (B, classes) float32, probabilities (B, classes)
-        float32 and label (B,) int64 of a classifier, values (B, numbers) float32 of a regression, in the unit of its
-        target however that was scaled in training."""
-        # torch wants memory that it may write to; rows that came by wire lie in memory that it may not.
+        """Run the model on the prepared input of B rows, float32 (B, *shape).
+
+        A classifier returns logits (B, classes) float32, probabilities (B, classes) float32 and labels (B,) int64. A
+        regression returns values (B, numbers) float32 in the target's own unit, whatever its scaling in training.
+        """
+        # torch needs writable memory, and rows from the wire are read-only.
         inputs = torch.from_numpy(np.require(prepared, np.float32, ["C", "W"]))
         with torch.inference_mode():
             moved = inputs.to(self._device, memory_format=self._layout)
@@ -72,7 +79,10 @@ class LoadedModel:
 
 
 def _given(module: nn.Module, inputs: torch.Tensor, model: ModelSpec) -> torch.Tensor:
-    """Of a user's own module. Raises `FailedPrecondition` with the line of its code, or for another shape."""
+    """Run a user's own module.
+
+    Raises `FailedPrecondition` with the line of its code, or for an output of another shape.
+    """
     try:
         given: object = module(inputs)
     except Exception as error:  # a user's code may raise anything
@@ -98,7 +108,10 @@ def does_not_load(content: CheckpointContent, error: Exception) -> FailedPrecond
 
 
 def scale_target(scaling: TargetScaling | None, labels: Tensor) -> Tensor:
-    """Of labels (B, K) in their own unit what the model learns, (B, K) of the same dtype; as they are without one."""
+    """Scale labels (B, K) from their own unit to what the model learns, of the same dtype.
+
+    Without a scaling they stay unchanged.
+    """
     if scaling is None:
         return labels
     exact = labels.double()
@@ -106,7 +119,10 @@ def scale_target(scaling: TargetScaling | None, labels: Tensor) -> Tensor:
 
 
 def undo_scaling(scaling: TargetScaling | None, outputs: Tensor) -> Tensor:
-    """Of the model's outputs (B, K) the values in the target's own unit, float32 (B, K); the same without a scaling."""
+    """Scale outputs (B, K) back to the target's own unit, float32 (B, K).
+
+    Without a scaling they stay unchanged.
+    """
     if scaling is None:
         return outputs
     exact = outputs.double()

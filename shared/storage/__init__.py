@@ -1,4 +1,4 @@
-"""The only door to the object store."""
+"""Access to the object store. Other packages use it only through this module."""
 
 from shared.storage.object_store import ObjectExists, ObjectInfo, ObjectMissing, ObjectStore, key_problem
 from shared.storage.opening import open_store, probe

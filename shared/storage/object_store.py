@@ -1,4 +1,7 @@
-"""`ObjectStore`: whole objects by key, over S3 or a local directory; put-if-absent is its one way to coordinate."""
+"""`ObjectStore`: whole objects by key, over S3 or a local directory.
+
+Its only means of coordination is put-if-absent.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +38,10 @@ FULL_SIGNS = (
     "<Code>XMinioAdminBucketQuotaExceeded",
 )
 
-# Reasons of `Unavailable`: another write is in the way; the store says nothing, or what it said was lost.
+# Reasons of `Unavailable`: a conflicting write, or a store whose answer did not come or was lost.
 CONFLICT = "STORE_CONFLICT"
 UNRESPONSIVE = "STORE_UNAVAILABLE"
-# For how long a write that failed so is tried again, with what pauses.
+# How long such a failed write is repeated, and with what pauses.
 RETRY_TIMEOUT_S = 10.0
 RETRY_DELAY_S = 0.1
 
@@ -50,20 +53,23 @@ class Parts(TypedDict):
     max_concurrency: int
 
 
-# Objects up to one part go in one PUT, which a server takes whole or not at all. 10,000 parts make 156 GiB, and four at
-# once keep 64 MiB in memory.
+# Objects up to one part go in one PUT, which a server accepts in full or not at all. 10,000 parts make 156 GiB, and
+# four at once keep 64 MiB in memory.
 PARTS: Final[Parts] = {"chunk_size": 16 * 1024 * 1024, "max_concurrency": 4}
 
-# A local directory's file for an object that is being written; no object can have such a key.
+# The local file of an object that is being written. No object can have such a key.
 TORN_NAME = re.compile(r".+#\d+")
-# S3 allows keys of 1024 bytes; the difference is for the folder of the store in its bucket.
+# S3 allows keys of 1024 bytes; the rest is for the store's folder in its bucket.
 MAX_KEY_BYTES = 896
-# File systems allow 255; the difference is for the ending that an object has while it is written.
+# File systems allow 255 bytes; the rest is for the suffix of an object that is being written.
 MAX_NAME_BYTES = 245
 
 
 class ObjectExists(Exception):
-    """put-if-absent found the key taken. A retried PUT may have met its own first write: compare what is there."""
+    """put-if-absent found the key taken.
+
+    A retried PUT may have met its own first write, so compare the stored content.
+    """
 
 
 class ObjectMissing(Exception):
@@ -79,27 +85,31 @@ class ObjectInfo:
 
 
 class ObjectStore:
-    """Objects below one root. Keys are relative and '/'-separated; writes are atomic and, once returned, durable.
+    """Objects below one root.
 
-    On a local directory that means: durable against the death of processes, not against loss of power.
-    Every method raises `Unavailable` when the store does not answer, after its own retries; those that write raise
-    `ResourceExhausted` with the reason STORE_FULL when it has no room, and then leave no object. Of one that goes in
-    parts an S3 server may keep a part that arrived after the upload was aborted, until its lifecycle rule removes it.
+    Keys are relative and '/'-separated. Writes are atomic and, once returned, durable. In a local directory they
+    survive the death of processes, but not a power failure. Every method raises `Unavailable` if the store does not
+    answer, after its own retries. Methods that write raise `ResourceExhausted` with the reason STORE_FULL if the store
+    is full, and then leave no object. After an aborted multipart upload an S3 server may keep a part that arrived late,
+    until its lifecycle rule removes it.
     """
 
     def __init__(self, backend: LocalStore | S3Store, filesystem: fs.FileSystem, settings: StoreSettings) -> None:
         self._backend = backend
         self._filesystem = filesystem
-        # What it was opened with, to open it elsewhere: an open store does not travel.
+        # The settings to open the store in another process, because an open store cannot be sent.
         self.settings = settings
 
     def put(self, key: str, data: bytes | bytearray | memoryview) -> None:
-        """Writes the object, over another if there is one."""
+        """Write the object, replacing an existing one."""
         _written(key, lambda: obstore.put(self._backend, key, data, mode="overwrite", **PARTS))
 
     def put_if_absent(self, key: str, data: bytes | bytearray | memoryview) -> None:
-        """Writes the object; of any number of racing writers exactly one returns, the others get `ObjectExists`."""
-        # Never multipart: only a single PUT is conditional.
+        """Write a new object.
+
+        Of several racing writers exactly one returns; the others get `ObjectExists`.
+        """
+        # Never multipart, because only a single PUT is conditional.
         _written(key, lambda: obstore.put(self._backend, key, data, mode="create", use_multipart=False))
 
     def get(self, key: str) -> bytes:
@@ -107,16 +117,19 @@ class ObjectStore:
             return bytes(obstore.get(self._backend, key).bytes())
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        """`length` bytes from `start`. Raises `DataLoss` if the object ends before, and never returns fewer."""
+        """Read `length` bytes from `start`.
+
+        Raises `DataLoss` if the object ends before. It never returns fewer bytes.
+        """
         return bytes(self.get_ranges(key, [(start, length)])[0])
 
     def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        """As `get_range`, of several (start, length), which are asked for at the same time."""
+        """Read several (start, length) ranges at the same time, as `get_range` does."""
         asked = [(start, length) for start, length in ranges if length]
         with _errors(key):
             try:
                 starts, lengths = [start for start, _ in asked], [length for _, length in asked]
-                # Neighbours are for the caller to join, who knows what lies between.
+                # The caller joins neighbouring ranges, because it knows what lies between them.
                 read = obstore.get_ranges(self._backend, key, starts=starts, lengths=lengths, coalesce=0)
                 found = iter([memoryview(data) for data in read])
             except exceptions.GenericError as error:
@@ -131,8 +144,10 @@ class ObjectStore:
 
     @contextmanager
     def local_file(self, key: str) -> Iterator[pa.NativeFile | None]:
-        """The object for Arrow to read by itself; None where the store is no local directory. An `OSError` of the body
-        is raised as other methods would."""
+        """Open the object for Arrow to read directly; None if the store is no local directory.
+
+        An `OSError` of the body is raised as other methods raise it.
+        """
         if not isinstance(self._backend, LocalStore):
             yield None
             return
@@ -140,7 +155,7 @@ class ObjectStore:
             yield file
 
     def size(self, key: str) -> int | None:
-        """In bytes; None where no object has that key."""
+        """Return the object's size in bytes; None if no object has that key."""
         try:
             with _errors(key):
                 return obstore.head(self._backend, key)["size"]
@@ -151,14 +166,14 @@ class ObjectStore:
         return self.size(key) is not None
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Every object below the folder `prefix`, in no promised order."""
+        """Yield every object below the folder `prefix`, in no particular order."""
         with _errors(prefix):
             for chunk in obstore.list(self._backend, _folder(prefix)):
                 for meta in chunk:
                     yield ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp())
 
     def folders(self, prefix: str) -> Sequence[str]:
-        """The names of the folders directly below `prefix` that hold an object at any depth, sorted."""
+        """Return the sorted names of the folders directly below `prefix` that hold an object at any depth."""
         with _errors(prefix):
             found = obstore.list_with_delimiter(self._backend, _folder(prefix))["common_prefixes"]
         if isinstance(self._backend, LocalStore):
@@ -167,7 +182,7 @@ class ObjectStore:
         return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in found)
 
     def delete(self, key: str) -> None:
-        """Removes the object; it is no error if there is none."""
+        """Remove the object. A missing object is no error."""
         try:
             with _errors(key):
                 obstore.delete(self._backend, key)
@@ -175,7 +190,7 @@ class ObjectStore:
             return
 
     def delete_folder(self, prefix: str) -> None:
-        """Removes every object below `prefix`."""
+        """Remove every object below `prefix`."""
         for key in [info.key for info in self.list(prefix)]:
             self.delete(key)
         with _errors(prefix):
@@ -183,10 +198,12 @@ class ObjectStore:
                 path.unlink(missing_ok=True)
 
     def delete_unfinished(self, prefix: str, before: float) -> None:
-        """Removes what writers that were killed have left of objects below `prefix`, which no listing shows: what was
-        last written to, on S3 begun, before `before`, in seconds since the epoch."""
+        """Remove unfinished objects below `prefix` that killed writers have left; no listing shows them.
+
+        It removes those last written to (on S3: begun) before `before`, in seconds since the epoch.
+        """
         if not isinstance(self._backend, LocalStore):
-            # Here alone: its client takes a sixth of a second to import.
+            # Imported here only, because its client takes a sixth of a second to import.
             from shared.storage.presigning import abort_uploads
 
             abort_uploads(self.settings, prefix, before)
@@ -198,30 +215,37 @@ class ObjectStore:
                         path.unlink()
 
     def upload_file(self, path: Path, key: str) -> None:
-        """Writes a local file as an object, in parts where it is large. Raises `FileNotFoundError` without one."""
+        """Write a local file as an object, in parts if it is large.
+
+        Raises `FileNotFoundError` if the file is missing.
+        """
         path.stat()
         _written(key, lambda: obstore.put(self._backend, key, path, mode="overwrite", **PARTS))
 
     def put_pieces(self, key: str, pieces: Callable[[], Iterator[bytes]]) -> None:
-        """Writes what `pieces` gives, one after the other, as an object, in parts where it is large. `pieces` is called
-        again where the write has to be tried again."""
+        """Write the concatenated pieces as an object, in parts if it is large.
+
+        `pieces` is called again for each repeated try.
+        """
         _written(key, lambda: obstore.put(self._backend, key, pieces(), mode="overwrite"))
 
     def _torn(self, prefix: str) -> Sequence[Path]:
-        """The files of objects below `prefix` that are being written, or were when their writer was killed."""
+        """Return the files of unfinished objects below `prefix`, whose writers still write or were killed."""
         if not isinstance(self._backend, LocalStore):
             return []
         folders = os.walk(Path(str(self._backend.prefix)) / prefix)
         return [Path(folder, name) for folder, _, names in folders for name in names if TORN_NAME.fullmatch(name)]
 
     def filesystem(self) -> fs.FileSystem:
-        """The same objects for Arrow and Ray Data; its paths are this store's keys."""
+        """The same objects for Arrow and Ray Data. Its paths are this store's keys."""
         return self._filesystem
 
 
 def key_problem(key: str) -> str:
-    """Why no store can be relied on to hold an object of that key; empty where nothing speaks against it. Without this
-    check a store refuses such a key as if it were away."""
+    """Explain why a store may not hold an object of that key; empty if the key is fine.
+
+    Without this check, a store would refuse such a key as if it were unavailable.
+    """
     try:
         encoded = key.encode()
     except UnicodeEncodeError:
@@ -245,14 +269,16 @@ def _folder(prefix: str) -> str | None:
 
 
 def _beyond_end(error: exceptions.GenericError) -> bool:
-    """The library has no class of its own for a range that begins after the last byte."""
+    """Return whether a range begins after the last byte. The library has no class for this error."""
     return "416 Range Not Satisfiable" in str(error) or "StartTooLarge" in str(error)
 
 
 def _written(key: str, write: Callable[[], object]) -> None:
-    """Calls `write`, and for some time again where the library does not try again by itself: a conditional PUT whose
-    connection broke, and what the server refuses with 409 Conflict, since something else was being done at that key or,
-    where keys are paths, to its folder."""
+    """Call `write`, and repeat it for some time.
+
+    The library does not repeat two failures by itself: a conditional PUT whose connection broke, and 409 Conflict,
+    which servers answer while another operation is running at that key or, where keys are paths, at its folder.
+    """
     until = time.monotonic() + RETRY_TIMEOUT_S
     while True:
         try:
@@ -271,7 +297,10 @@ def _is_conflict(error: exceptions.AlreadyExistsError) -> bool:
 
 @contextmanager
 def _errors(key: str) -> Iterator[None]:
-    """Turns the library's errors into ours. A missing bucket or refused credentials are an outage for the caller."""
+    """Translate the library's errors into Millrace's.
+
+    A missing bucket or refused credentials count as an outage for the caller.
+    """
     try:
         yield
     except exceptions.AlreadyExistsError as error:
@@ -286,7 +315,7 @@ def _errors(key: str) -> Iterator[None]:
     except MillraceError:
         raise
     except (exceptions.BaseError, OSError) as error:
-        if _is_full(error):  # first: some servers say so with 403 Forbidden
+        if _is_full(error):  # checked first, because some servers report it with 403 Forbidden
             raise store_is_full(key) from error
         if refusal := _refusal(error):
             raise refused_by_store(refusal) from error
@@ -306,7 +335,7 @@ def store_is_full(key: str) -> ResourceExhausted:
 
 
 def refused_by_store(refusal: str) -> Unavailable:
-    """For what an operator has to put right."""
+    """Make the error for a fault that an operator has to correct."""
     return Unavailable(f"the object store cannot be used: {refusal}", reason="STORE_REFUSED", retry_after_s=30.0)
 
 
@@ -317,7 +346,7 @@ def unresponsive_store(key: str) -> Unavailable:
 
 
 def upload_is_gone(key: str) -> Unavailable:
-    """For an upload in parts that another has ended, or that the store has cleaned up."""
+    """Make the error for a multipart upload that another process has ended, or that the store has cleaned up."""
     return Unavailable(
         f"the upload of {key} in parts is not there any more; it is begun anew",
         reason=CONFLICT,
@@ -327,20 +356,26 @@ def upload_is_gone(key: str) -> Unavailable:
 
 
 def is_full_sign(text: str) -> bool:
-    """Whether that is how a server says that it has no room."""
+    """Return whether a server's text says that it is full."""
     return any(sign in text for sign in FULL_SIGNS)
 
 
 def _is_full(error: Exception) -> bool:
-    """The library has no class of its own for it, neither for the system's error nor for what S3 servers answer."""
+    """Return whether the store is full.
+
+    The library has no class for it, neither for the system's error nor for the answers of S3 servers.
+    """
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
     return is_full_sign(str(error))
 
 
 def _refusal(error: Exception) -> str | None:
-    """What an operator has to put right. Only some of it has a class of its own in the library."""
-    if "NoSuchBucket" in str(error):  # else every object of a lost bucket would merely seem to be missing
+    """Describe a fault that an operator has to correct, or return None.
+
+    The library has classes for only some of these faults.
+    """
+    if "NoSuchBucket" in str(error):  # otherwise every object of a lost bucket would merely seem missing
         return "its bucket is not there"
     denied = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError)
     if isinstance(error, denied) or "403 Forbidden" in str(error):

@@ -1,7 +1,7 @@
-"""Opens a store from its settings: the one place that knows the backends.
+"""Opens a store from its settings. Only this module knows the backends.
 
-A store that does not honour put-if-absent would lose updates silently: the start-up probe refuses it. The client of the
-`minio` package is for what the store's own client cannot ask an S3 server for.
+A store that does not honour put-if-absent would silently lose updates, so the start-up probe refuses it. The client of
+the package `minio` sends requests that the store's own client cannot send to an S3 server.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ BACKOFF: BackoffConfig = {
     "max_backoff": timedelta(seconds=1),
     "base": 2,
 }
-# One request with all its bytes; large objects are written in parts.
+# The limit of one request with all its bytes. Large objects are written in parts.
 REQUEST_TIMEOUT = timedelta(seconds=30)
 
 
 def open_store(settings: StoreSettings) -> ObjectStore:
-    """Makes the store's directory if it is not there; a bucket must exist (`ensure_bucket`)."""
+    """Open the store. A missing local directory is created; a bucket must exist (`ensure_bucket`)."""
     parts = urlsplit(settings.url)
     return _open_local(Path(parts.path), settings) if parts.scheme == "file" else _open_s3(settings)
 
 
 def ensure_bucket(settings: StoreSettings) -> None:
-    """Makes the bucket of an `s3://` store if it is not there; nothing to do on `file://`.
+    """Create the bucket of an `s3://` store if it is missing. Does nothing for `file://`.
 
-    Raises `StoreRefused` when the server does not let us, `Unavailable` when it does not answer.
+    Raises `StoreRefused` if the server refuses, `Unavailable` if it does not answer.
     """
     parts = urlsplit(settings.url)
     if parts.scheme != "s3":
         return
-    # Here alone: they take a sixth of a second, and workers, which start often, make no buckets.
+    # Imported here only: they take a sixth of a second, and workers, which start often, create no buckets.
     import urllib3
     from minio.error import MinioException, S3Error
 
@@ -64,7 +64,7 @@ def ensure_bucket(settings: StoreSettings) -> None:
     except S3Error as error:
         if error.code != "BucketAlreadyOwnedByYou":  # another service was faster
             raise StoreRefused(f"{settings.url} on {endpoint.netloc}: {error.code}: {error.message}") from None
-    except (MinioException, ValueError) as error:  # which it raises for a name that no bucket can have
+    except (MinioException, ValueError) as error:  # minio raises it for an invalid bucket name
         raise StoreRefused(f"{settings.url} on {endpoint.netloc}: {error}") from None
     except urllib3.exceptions.HTTPError as error:
         raise Unavailable(
@@ -95,7 +95,7 @@ def _open_s3(settings: StoreSettings) -> ObjectStore:
             "read_timeout": SILENCE_TIMEOUT,
             "timeout": REQUEST_TIMEOUT,
         },
-        # As many as there is time for: a server that is restarted is away for some seconds.
+        # As many retries as the time allows, because a restarting server is unavailable for some seconds.
         retry_config={"max_retries": 30, "retry_timeout": RETRY_FOR, "backoff": BACKOFF},
     )
     filesystem = fs.S3FileSystem(
@@ -106,7 +106,8 @@ def _open_s3(settings: StoreSettings) -> ObjectStore:
         scheme=endpoint.scheme or "https",
         connect_timeout=5,
         request_timeout=30,
-        # Not Arrow's three: of the requests of one file some will be refused three times where a fifth fails.
+        # Arrow's default of three is too few: among the requests of one file, some are refused three times and would
+        # succeed at the fifth try.
         retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=6),
     )
     root = f"{parts.netloc}/{prefix}" if prefix else parts.netloc
@@ -118,13 +119,13 @@ def _open_s3(settings: StoreSettings) -> ObjectStore:
 S3_ENDPOINT = "https://s3.amazonaws.com"
 
 CONNECT_TIMEOUT = timedelta(seconds=5)
-# A server that accepts and then says nothing for so long is given up.
+# A server that accepts and then sends nothing for this time is given up.
 SILENCE_TIMEOUT = timedelta(seconds=10)
 
 
 def minio_client(settings: StoreSettings, silence: timedelta = SILENCE_TIMEOUT) -> Minio:
-    """`silence` is how long a server may say nothing."""
-    # Here alone: they take a sixth of a second, and workers, which start often, need none.
+    """Make a client. `silence` is how long a server may send nothing."""
+    # Imported here only: they take a sixth of a second, and workers, which start often, need none.
     import urllib3
     from minio import Minio
 
@@ -149,14 +150,14 @@ WRITERS = 8
 
 
 class StoreRefused(RuntimeError):
-    """The store cannot be used; the text says why."""
+    """The store cannot be used. The text says why."""
 
 
 def probe(store: ObjectStore) -> None:
-    """Lets writers race for a key; raises `StoreRefused` unless each time exactly one wins and is read back.
+    """Test put-if-absent with racing writers.
 
-    Raises `StoreRefused` as well for a missing bucket or refused credentials, `Unavailable` when nothing
-    answers, and `ResourceExhausted` when the store is full.
+    Raises `StoreRefused` unless each time exactly one writer wins and its value is read back, and for a missing bucket
+    or refused credentials; `Unavailable` if nothing answers, and `ResourceExhausted` if the store is full.
     """
     try:
         _race(store)
@@ -175,7 +176,7 @@ def _race(store: ObjectStore) -> None:
                 values = [f"{writer}".encode() for writer in range(WRITERS)]
                 won = list(pool.map(lambda value, key=key: _try(store, key, value), values))
                 winners = [value for value, one in zip(values, won, strict=True) if one]
-                # None, where the winner's answer was lost, so that it met its own write.
+                # No winner: the winner's answer was lost, so its retry met its own write.
                 if len(winners) > 1 or store.get(key) not in (winners or values):
                     raise StoreRefused(
                         f"{store.settings.url} does not honour put-if-absent (If-None-Match: *): of {WRITERS} "

@@ -1,9 +1,9 @@
-"""URLs by which others than the services read and write objects by themselves, without the store's keys.
+"""Presigned URLs, with which other processes read and write objects without the store's keys.
 
-Clients upload data by them, and the ranks of a user's own code do all that they do with the store (`signed_store`).
+Clients upload data with them. The ranks of a user's own code use them for all access to the store (`signed_store`).
 
-Large objects are uploaded in parts: begun and ended with the store's keys while others send the parts, and aborted
-where a killed writer has left them.
+Large objects are uploaded in parts. The holder of the store's keys begins and ends the upload, other processes send the
+parts, and uploads that a killed writer has left are aborted.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ VALID_FOR = timedelta(hours=1)
 
 
 class Presigner:
-    """Signs without asking the server; thread-safe. The URLs are good for an hour.
+    """Signs URLs without asking the server. Thread-safe.
 
-    One PUT with such a URL writes, or writes over, the one object, of whatever size; so what was put must be held
-    against a digest.
+    The URLs are valid for an hour. A PUT with such a URL writes or overwrites one object of any size, so the stored
+    content must be compared with a digest.
     """
 
     def __init__(self, settings: StoreSettings, *, for_clients: bool = True) -> None:
@@ -54,21 +54,21 @@ class Presigner:
             endpoint=endpoint.netloc,
             access_key=settings.s3_access_key,
             secret_key=settings.s3_secret_key,
-            # Given, or the client would ask the server for it.
+            # Given explicitly; otherwise the client would ask the server for it.
             region=settings.s3_region,
             secure=endpoint.scheme == "https",
         )
 
     def get_url(self, key: str) -> str:
-        """The URL of a GET, also of a part of the object: a Range header is not part of what is signed."""
+        """Return the URL of a GET. It also serves parts of the object, because a Range header is not signed."""
         return self._sign("GET", key)
 
     def put_url(self, key: str) -> str:
-        """The URL of a PUT with no header of its own."""
+        """Return the URL of a PUT without headers of its own."""
         return self._sign("PUT", key)
 
     def part_url(self, key: str, upload_id: str, number: int) -> str:
-        """The URL of a PUT of one part, counted from 1, of an upload in parts that was begun."""
+        """Return the URL of a PUT of one part, counted from 1, of a multipart upload."""
         return self._sign("PUT", key, {"partNumber": str(number), "uploadId": upload_id})
 
     def _sign(self, method: str, key: str, parameters: dict[str, str] | None = None) -> str:
@@ -83,7 +83,7 @@ class Presigner:
 
 
 def presigner(settings: StoreSettings) -> Presigner | None:
-    """None where the store is not S3."""
+    """Return a presigner; None if the store is not S3."""
     return Presigner(settings) if urlsplit(settings.url).scheme == "s3" else None
 
 
@@ -91,16 +91,17 @@ def presigner(settings: StoreSettings) -> Presigner | None:
 
 logger = logging.getLogger(__name__)
 
-# Some servers copy the parts together, and say nothing meanwhile.
+# Some servers copy the parts together, and send nothing meanwhile.
 COMPLETED_WITHIN = timedelta(seconds=300)
-# Gone meanwhile: completed, or aborted by another.
+# The upload was completed, or aborted by another process.
 GONE = "NoSuchUpload"
 
 
 class MultipartUploads:
-    """Begins and ends uploads whose parts others send by signed addresses (`Presigner.part_url`). Thread-safe.
+    """Begins and ends multipart uploads whose parts other processes send (`Presigner.part_url`).
 
-    All methods raise `Unavailable` where the store does not answer, and `ResourceExhausted` where it is full."""
+    Thread-safe. All methods raise `Unavailable` if the store does not answer, and `ResourceExhausted` if it is full.
+    """
 
     def __init__(self, store: ObjectStore) -> None:
         parts = urlsplit(store.settings.url)
@@ -110,24 +111,27 @@ class MultipartUploads:
         self._completing = minio_client(store.settings, COMPLETED_WITHIN)
 
     def begin(self, key: str) -> str:
-        """The id of a new upload."""
+        """Begin an upload and return its id."""
         with self._errors(key):
             headers = {"Content-Type": "application/octet-stream"}
             return self._client._create_multipart_upload(self._bucket, self._path(key), headers)  # type: ignore[arg-type]
 
     def complete(self, key: str, upload_id: str, etags: Sequence[str], size_bytes: int) -> None:
-        """Makes the object of the parts, in their order. May be called again where its answer was lost."""
+        """Make the object of the parts, in their order.
+
+        The call may be repeated if its answer was lost.
+        """
         parts = [Part(number, etag) for number, etag in enumerate(etags, 1)]
         with self._errors(key):
             try:
                 self._completing._complete_multipart_upload(self._bucket, self._path(key), upload_id, parts)
             except S3Error as error:
-                # Where it is there as a whole, it was made so by the call whose answer was lost.
+                # If the whole object exists, an earlier call whose answer was lost has made it.
                 if error.code != GONE or self._store.size(key) != size_bytes:
                     raise
 
     def abort(self, key: str, upload_id: str) -> None:
-        """Frees what the parts take; it is no error if there is no such upload."""
+        """Free the storage of the parts. A missing upload is no error."""
         with self._errors(key):
             _abort(self._client, self._bucket, self._path(key), upload_id)
 
@@ -151,16 +155,16 @@ class MultipartUploads:
 
 
 def abort_uploads(settings: StoreSettings, prefix: str, before: float) -> None:
-    """Aborts what was begun below the folder `prefix` before `before`.
+    """Abort uploads below the folder `prefix` that began before `before`.
 
-    A server that refuses is left alone: it may be set up to do it by itself. Raises `Unavailable` where none answers.
+    A server that refuses is skipped, because it may clean up by itself. Raises `Unavailable` if no server answers.
     """
     parts = urlsplit(settings.url)
     folder = "/".join(filter(None, (parts.path.strip("/"), prefix.strip("/")))) + "/"
     client, marker, more = minio_client(settings), None, True
     try:
         while more:
-            # The client has no public method for either.
+            # The client has no public method for listing or aborting uploads.
             page = client._list_multipart_uploads(parts.netloc, prefix=folder, key_marker=marker)
             for upload in page.uploads:
                 begun = upload.initiated_time

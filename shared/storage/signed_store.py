@@ -1,18 +1,18 @@
 """`SignedStore`: objects of an S3 store for a process that holds none of its keys.
 
-Somebody who holds them signs an address for each object that the process asks for, or refuses. The process then talks
-to the store by itself, so no bytes go through who signs. It asks by messages, plain values each:
+A signer, which holds the keys, signs a URL for each object that the process requests, or refuses. The process then
+talks to the store directly, so no object's bytes pass through the signer. Requests are messages of plain values:
 
     {"kind": "sign", "method": "GET" | "PUT", "keys": [...]}
-        -> {"addresses": {key: url, ...}, "valid_for_s": ...}       maybe with more keys that are soon asked for
+        -> {"addresses": {key: url, ...}, "valid_for_s": ...}       may include more keys that are needed soon
     {"kind": "begin_parts", "key": ...}
         -> {"upload_id": ..., "first": 1, "addresses": [...], "valid_for_s": ...}
     {"kind": "sign_parts", "key": ..., "upload_id": ..., "first": ...}
-        -> {"first": ..., "addresses": [...], "valid_for_s": ...}   of the parts from `first` on
+        -> {"first": ..., "addresses": [...], "valid_for_s": ...}   for the parts from `first` on
     {"kind": "complete_parts", "key": ..., "upload_id": ..., "etags": [...], "size_bytes": ...} -> {}
     {"kind": "abort_parts", "key": ..., "upload_id": ...} -> {}
 
-Each answer may be {"error": ...} in place of that, a `MillraceError.as_record`.
+Each answer may instead be {"error": ...}, a `MillraceError.as_record`.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ from shared.storage.object_store import (
 )
 from shared.storage.opening import CONNECT_TIMEOUT, SILENCE_TIMEOUT
 
-# An object of more than this is sent in parts of this many bytes; after each `GROWS_AFTER` parts the parts are twice as
-# large, since there may be 10,000: the largest object that S3 takes fits.
+# Objects larger than PART_BYTES are sent in parts of this size. The part size doubles after each `GROWS_AFTER` parts,
+# because S3 allows 10,000 parts; the largest object that S3 accepts fits.
 PART_BYTES = 16 * 1024 * 1024
 GROWS_AFTER = 1000
-# Parts that are held in memory at a time, and requests under way.
+# The most parts held in memory at a time, and the most concurrent requests.
 PARTS_HELD = 4
 SENDERS = 8
-# What is handed to a socket at once: a slow line takes so much within the connection's time-out.
+# Bytes handed to a socket at once. A slow connection can send this much within its time-out.
 SLICE_BYTES = 256 * 1024
-# How long, and after what pauses, a request is tried again, as `opening` has it for the store's own client. A part
-# waits longer: with it the whole upload would begin anew.
+# How long, and with what pauses, a request is repeated; as in `opening` for the store's own client. A part is repeated
+# for longer, because its failure would restart the whole upload.
 RETRY_FOR_S = 10.0
 RETRY_PART_FOR_S = 60.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
 # A server may take long to answer once it has all bytes of a write.
 WRITTEN_TIMEOUT_S = 30.0
-# How long an answer of who signs is waited for: somewhat longer than they wait for the store.
+# How long to wait for the signer, which itself waits somewhat less for the store.
 SIGNED_TIMEOUT_S = 15.0
 COMPLETED_TIMEOUT_S = 330.0
 MAX_ADDRESSES = 50_000
@@ -66,23 +66,25 @@ CODE = re.compile(rb"<Code>(\w+)</Code>")
 
 
 # Sends a message to the signer, and returns its answer within the given number of seconds. Raises `TimeoutError`, and
-# `ConnectionError` where the signer has ended.
+# `ConnectionError` if the signer has ended.
 Ask = Callable[[dict[str, Any], float], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class _Address:
     url: str
-    # By the monotonic clock; somewhat before it expires.
+    # Monotonic clock; somewhat before the URL expires.
     good_until: float
 
 
 class SignedStore:
-    """Thread-safe. Its methods are those of `ObjectStore` of the same names, and raise as these do. For a key that is
-    refused they raise the refusal."""
+    """The methods of `ObjectStore` by signed URLs. Thread-safe.
+
+    They raise the same errors. For a refused key they raise the refusal.
+    """
 
     def __init__(self, ask: Ask, advanced: Callable[[], None] = lambda: None) -> None:
-        """`advanced` is called as bytes are sent or have come."""
+        """`advanced` is called as bytes are sent or received."""
         self._ask = ask
         self._advanced = advanced
         self._lock = threading.Lock()
@@ -102,7 +104,7 @@ class SignedStore:
         if len(asked) < 2:
             found = iter([self._get_range(key, *one) for one in asked])
         else:
-            self._address("GET", key)  # once, and not by each of the senders
+            self._address("GET", key)  # signed once, before the senders start
             found = self._senders.map(lambda one: self._get_range(key, *one), asked)
         return [memoryview(next(found) if length else b"") for _, length in ranges]
 
@@ -114,7 +116,10 @@ class SignedStore:
         self._put(key, [data])
 
     def put_pieces(self, key: str, pieces: Callable[[], Iterator[bytes]]) -> None:
-        """At most `PARTS_HELD` parts of all calls together are in memory, and the one that is being put together."""
+        """Write an object from its pieces.
+
+        All calls together hold at most `PARTS_HELD` parts in memory, besides the part that is being assembled.
+        """
         parts = _parts_of(pieces())
         first, second = next(parts, []), next(parts, None)
         if second is None:
@@ -125,12 +130,12 @@ class SignedStore:
             etags = self._send_parts(upload, first, second, parts)
             self._complete(upload, etags)
         except BaseException:
-            with suppress(MillraceError):  # then the store has it cleaned up with the folder
+            with suppress(MillraceError):  # then the store's clean-up removes it with the folder
                 self._asked({"kind": "abort_parts", **upload.named})
             raise
 
     def close(self) -> None:
-        """Ends its threads and connections; requests under way end first."""
+        """End the threads and connections. Requests in flight end first."""
         self._senders.shutdown(wait=False, cancel_futures=True)
         self._http.clear()
 
@@ -153,7 +158,7 @@ class SignedStore:
     def _send_parts(
         self, upload: _Upload, first: list[bytes], second: list[bytes], rest: Iterator[list[bytes]]
     ) -> list[str]:
-        """The parts' etags. Ends only once no part is under way."""
+        """Send all parts and return their etags. It returns or raises only once no part is in flight."""
         sent: list[Future[str]] = []
 
         def begin(part: list[bytes]) -> None:
@@ -175,7 +180,10 @@ class SignedStore:
                 one.exception()
 
     def _complete(self, upload: _Upload, etags: Sequence[str]) -> None:
-        """Asks again where the store does not answer: what was sent is there, and the call may be repeated."""
+        """Complete the upload, and repeat the call while the store does not answer.
+
+        The parts are stored, and the call may be repeated.
+        """
         body = {"kind": "complete_parts", **upload.named, "etags": etags, "size_bytes": upload.size_bytes}
         until = time.monotonic() + RETRY_PART_FOR_S
         while True:
@@ -214,8 +222,10 @@ class SignedStore:
         headers: dict[str, str] | None = None,
         retry_for_s: float | None = None,
     ) -> urllib3.BaseHTTPResponse:
-        """The answer to one request, which is sent again where the store does not answer. `address` is called with
-        True for another address where the store does not accept the one before."""
+        """Send one request, repeat it while the store does not answer, and return the answer.
+
+        `address` is called with True for a new URL if the store refuses the old one.
+        """
         until = time.monotonic() + (RETRY_FOR_S if retry_for_s is None else retry_for_s)
         pause_s, is_anew = FIRST_PAUSE_S, False
         while True:
@@ -228,7 +238,7 @@ class SignedStore:
                 if answer.status in (200, 206):
                     return answer
                 if answer.status in (400, 401, 403) and not is_anew:
-                    is_anew = True  # it may have expired, or name what a server that was restarted does not know
+                    is_anew = True  # the URL may have expired, or name an upload that a restarted server does not know
                     continue
                 problem = _problem(key, method, answer)
             is_outage = isinstance(problem, Unavailable) and problem.specific_reason == UNRESPONSIVE
@@ -279,7 +289,10 @@ class SignedStore:
         return str(answer["addresses"][key])
 
     def _asked(self, body: dict[str, Any], timeout_s: float = SIGNED_TIMEOUT_S) -> dict[str, Any]:
-        """The answer of who signs. Raises what they refuse it for, and `Unavailable` where they do not answer."""
+        """Ask the signer and return its answer.
+
+        Raises its refusal, or `Unavailable` if it does not answer.
+        """
         try:
             answer = self._ask(body, timeout_s)
         except (TimeoutError, ConnectionError) as error:
@@ -293,7 +306,7 @@ class SignedStore:
 
 @dataclass
 class _Upload:
-    """One upload in parts that was begun, and the addresses of its parts that are known."""
+    """A multipart upload, and the known URLs of its parts."""
 
     key: str
     answer: dict[str, Any]
@@ -320,8 +333,10 @@ class _Upload:
 
 
 def _parts_of(pieces: Iterator[bytes]) -> Iterator[list[bytes]]:
-    """The pieces, gathered to parts: lists of pieces that are not copied. All but the last have as many bytes as a part
-    is to have, or more."""
+    """Group the pieces into parts: lists of pieces, which are not copied.
+
+    All parts but the last have at least the size of a part.
+    """
     part: list[bytes] = []
     size, number = 0, 0
     for piece in pieces:
@@ -335,7 +350,7 @@ def _parts_of(pieces: Iterator[bytes]) -> Iterator[list[bytes]]:
 
 
 def _problem(key: str, method: str, answer: urllib3.BaseHTTPResponse) -> Exception:
-    """What an answer means that is no success."""
+    """Make the exception for an unsuccessful answer."""
     text, status = answer.data[:4096], answer.status
     found = CODE.search(text)
     code = found[1].decode() if found else f"status {status}"

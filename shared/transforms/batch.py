@@ -1,11 +1,10 @@
-"""Batches of rows, column by column, as the steps pass them on.
+"""Batches of rows, column by column, as the steps pass them on; and random numbers for augmentations.
 
 B = rows of the batch, H = height, W = width, C = channels.
 
-Random numbers that are a pure function of (seed, epoch, row id, place of the step): nothing to carry along.
-
-SplitMix64 (Steele, Lea and Flood 2014) used as a hash: each part is mixed into the state in its turn, so streams of
-neighbouring rows, epochs and steps have nothing to do with each other. Overflow of uint64 is meant.
+Random numbers are a pure function of (seed, epoch, row id, index of the step), so no generator state is kept.
+SplitMix64 (Steele, Lea and Flood 2014) is used as a hash: each part is mixed into the state in turn, so the streams of
+neighbouring rows, epochs and steps are independent. Overflow of uint64 is intended.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, eq=False)
 class RaggedImages:
-    """B uint8 images, each (H, W) or (H, W, C), of sizes that may differ from row to row.
+    """B uint8 images, each (H, W) or (H, W, C), whose sizes may differ from row to row.
 
-    `shape` is that of one row, with None for what differs: it tells the channels of no images, too.
+    `shape` is that of one row, with None for lengths that differ. It keeps the number of channels even for B = 0.
     """
 
     images: tuple[Array, ...]
@@ -40,21 +39,22 @@ class RaggedImages:
 
 
 # Scalars are a pa.Array, tensors an array (B, *shape), images of unequal sizes RaggedImages. (pyarrow publishes no
-# types: a union with it would make mypy ask for casts at every use, and check nothing.)
+# types, so with a union mypy would ask for casts at every use, and check nothing.)
 Column: TypeAlias = Any
-# In the order of the columns; all have B rows.
+# In the order of the columns. All columns have B rows.
 Batch = dict[str, Column]
 
 
 def row_count(batch: Batch) -> int:
-    """B; 0 for a batch without columns."""
+    """Return B; 0 for a batch without columns."""
     return len(next(iter(batch.values()))) if batch else 0
 
 
 def batch_of(table: pa.Table | pa.RecordBatch) -> Batch:
-    """A batch of a version's logical columns; tensors come as (B, *shape), without a copy where they are in one chunk.
+    """Make a batch of a version's logical columns.
 
-    Raises `InvalidArgument` for a tensor column with nulls.
+    Tensors become (B, *shape), without a copy if they are in one chunk. Raises `InvalidArgument` for a tensor column
+    with nulls.
     """
     batch: Batch = {}
     for field, column in zip(table.schema, table.columns, strict=True):
@@ -67,9 +67,9 @@ def batch_of(table: pa.Table | pa.RecordBatch) -> Batch:
 
 
 def table_of(batch: Batch, schema: pa.Schema) -> pa.Table:
-    """The logical columns of `schema`, with the batch's values, each in one chunk.
+    """Return the batch's values as the logical columns of `schema`, each in one chunk.
 
-    Raises `ValueError` for a column that is missing or not of the type that `schema` says.
+    Raises `ValueError` for a column that is missing or not of the type in `schema`.
     """
     columns = []
     for field in schema:
@@ -86,12 +86,12 @@ def table_of(batch: Batch, schema: pa.Schema) -> pa.Table:
 
 
 def take_rows(batch: Batch, kept: NDArray[np.bool_]) -> Batch:
-    """The rows where `kept`, of shape (B), is true."""
+    """Return the rows where `kept`, of shape (B), is true."""
     return {name: _take(column, kept) for name, column in batch.items()}
 
 
 def joined(parts: Iterable[Batch]) -> Batch:
-    """The rows of all parts, which have the same columns, one part after the other."""
+    """Concatenate the rows of all parts, which have the same columns."""
     batches = list(parts)
     out: Batch = {}
     for name in batches[0]:
@@ -106,7 +106,7 @@ def joined(parts: Iterable[Batch]) -> Batch:
 
 
 def float64_of(scalars: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Numbers as float64 (B), 0 where null, and where they are valid (B)."""
+    """Return numbers as float64 (B), with 0 for nulls, and whether they are valid (B)."""
     valid = scalars.is_valid().to_numpy(zero_copy_only=False)
     filled = scalars.fill_null(0) if scalars.null_count else scalars
     return filled.to_numpy(zero_copy_only=False).astype(np.float64), valid
@@ -139,7 +139,7 @@ _LARGEST = 2**64 - 1
 
 @dataclass(frozen=True, eq=False)
 class RowKeys:
-    """Which rows a batch of training has; `row_ids` has shape (B). The seed counts modulo 2**64."""
+    """The rows of a training batch. `row_ids` has shape (B). The seed counts modulo 2**64."""
 
     seed: int
     epoch: int
@@ -154,13 +154,13 @@ class RowKeys:
 
 @dataclass(frozen=True, eq=False)
 class StepKeys:
-    """The rows of a batch as the step at `place` of the pipeline draws for them."""
+    """The random streams of the step at index `place` of the pipeline, for the batch's rows."""
 
     rows: RowKeys
     place: int
 
     def uniform(self, count: int) -> NDArray[np.float64]:
-        """(B, count) numbers drawn evenly from [0, 1), each a multiple of 2**-53."""
+        """Return (B, count) uniform numbers in [0, 1), each a multiple of 2**-53."""
         state = np.zeros(1, np.uint64)
         for part in (self.rows.seed, self.rows.epoch, self.place):
             state = _mix((state ^ np.array([part & _LARGEST], np.uint64)) + _GOLDEN)

@@ -1,8 +1,8 @@
-"""What steps learn from rows, exactly and for any order and cut of the rows: mean and deviation, and value counts.
+"""Learns exact statistics from rows: mean and deviation, and value counts.
 
-Mean and deviation of float64 values are correctly rounded. Every finite float64 is a whole number times
-2**-1126, if its mantissa is always taken as 53 bits; the sums are kept as such whole numbers, of any length, so nothing
-is ever rounded before the result.
+The results do not depend on the order or the cut of the rows. Mean and deviation of float64 values are correctly
+rounded. Every finite float64 is a whole number times 2**-1126, if its mantissa is always taken as 53 bits. The sums are
+kept as such whole numbers of any length, so nothing is rounded before the result.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ExactMoments:
         self._squares = 0
 
     def add(self, values: NDArray[np.float64]) -> None:
-        """Values of shape (N), all finite; N at most 2**31."""
+        """Add values of shape (N), all finite; N is at most 2**31."""
         if not len(values):
             return
         self.count += len(values)
@@ -68,37 +68,43 @@ class ExactMoments:
 
     @property
     def mean(self) -> float:
-        """The float64 next to the exact mean; there must be a value."""
+        """The float64 nearest to the exact mean. There must be a value."""
         return self._sum / (self.count << UNIT_BITS)  # Python divides whole numbers of any length with one rounding
 
     @property
     def deviation(self) -> float:
-        """Of the population: the root of the exact variance, to the last bit; exactly 0 where all values are equal."""
+        """Return the standard deviation of the population.
+
+        It is the root of the exact variance, to the last bit, and exactly 0 for equal values.
+        """
         spread = self.count * self._squares - self._sum * self._sum
         return _root(spread, self.count * self.count << 2 * UNIT_BITS)
 
 
 def _sums(words: NDArray[np.int64], starts: NDArray[np.intp]) -> list[int]:
-    """The exact sum of each stretch that begins at `starts`: halves of words, whose sums int64 holds."""
+    """Return the exact sum of each range that begins at `starts`.
+
+    Words are summed in halves, because int64 holds those sums.
+    """
     high = np.add.reduceat(words >> 32, starts).tolist()
     low = np.add.reduceat(words & _LOW_WORD, starts).tolist()
     return [(upper << 32) + lower for upper, lower in zip(high, low, strict=True)]
 
 
 def _root(numerator: int, denominator: int) -> float:
-    """The square root of the fraction, by 64 bits or more before its rounding to float64."""
+    """Return the square root of the fraction, with at least 64 bits before its rounding to float64."""
     shift = max(0, (denominator.bit_length() - numerator.bit_length()) // 2 + 66)
     return math.isqrt((numerator << 2 * shift) // denominator) / (1 << shift)
 
 
 # --- Value counts ---
 
-# New values are counted together once so many rows wait: each counting is a pass over all that is known.
+# New values are counted together once this many rows wait, because each count is a pass over all known values.
 ROWS_TO_WAIT_FOR = 1 << 16
 
 
 class ValueCounts:
-    """Keeps every distinct value, up to `limit`; `name` is the step's, for the error beyond it."""
+    """Counts every distinct value, up to `limit`. `name` is the step's, for the error beyond it."""
 
     def __init__(self, arrow_type: pa.DataType, limit: int, name: str) -> None:
         self._limit = limit
@@ -110,7 +116,7 @@ class ValueCounts:
         self._rows_waiting = 0
 
     def add(self, values: pa.Array) -> None:
-        """Counts values, none of them null. Raises `StepError` beyond the limit."""
+        """Count values, none of them null. Raises `StepError` beyond the limit."""
         values = values.cast(self._type)
         if pa.types.is_floating(values.type):
             values = pc.add(values, pa.scalar(0.0, values.type))  # -0.0 is the same value as 0.0
@@ -118,12 +124,12 @@ class ValueCounts:
         self._wait(pa.table({"value": counted.field("values"), "count": counted.field("counts")}))
 
     def merge(self, other: ValueCounts) -> None:
-        """Raises `StepError` beyond the limit."""
+        """Add another's counts. Raises `StepError` beyond the limit."""
         for table in (other._known, *other._waiting):
             self._wait(table)
 
     def ordered(self) -> tuple[pa.Array, NDArray[np.int64]]:
-        """The distinct values in ascending order (of numbers, or of bytes in UTF-8), and the count of each."""
+        """Return the distinct values in ascending order (numbers, or UTF-8 bytes), and the count of each."""
         self._count_waiting()
         self._check()
         values = self._known["value"].combine_chunks()

@@ -1,9 +1,9 @@
 """A pipeline: the steps of one `millrace.common.v1.Transform`, applied in order to batches of rows.
 
-`build_step` makes a step of its message. A `BatchContext` is a batch on its way through the steps, with what tells
-which of the rows given at first are left. `sliced` is the part of a chain that some columns depend on: a walk backward
-over what each step reads. A `Fitter` lets steps learn from training rows: exactly, so the same to the last bit however
-the rows are ordered and cut.
+`build_step` makes a step from its message. A `BatchContext` is a batch on its way through the steps, and records which
+of the original rows are left. `sliced` is the part of a chain that some columns depend on, found by walking backwards
+over what each step reads. A `Fitter` lets steps learn from training rows, exactly: the result is the same to the last
+bit however the rows are ordered and cut.
 """
 
 from __future__ import annotations
@@ -48,8 +48,11 @@ MAX_STEPS = 256
 
 
 class Pipeline:
-    """Immutable and picklable. `field` is the path under which errors name the steps; `asked` says that somebody asks
-    for them now: what was recorded before such a request was refused, as names of columns beyond a bound, stays."""
+    """An ordered chain of steps. Immutable and picklable.
+
+    `field` is the path under which errors name the steps. `asked` means that a new request asks for them, so limits
+    that were introduced later, such as that on the number of columns, apply; recorded pipelines stay valid.
+    """
 
     def __init__(
         self, steps: Sequence[Step], default_column: str = "", field: str = "transform", *, asked: bool = False
@@ -67,10 +70,10 @@ class Pipeline:
         field: str = "transform",
         custom_allowed: Collection[str] | None = None,
     ) -> Pipeline:
-        """The pipeline that a request asks for. `default_column` is the column of steps that name none. Custom
-        functions must be among `custom_allowed`; None allows all.
+        """Make the pipeline that a request asks for.
 
-        Raises `InvalidArgument` naming the step, below the path `field`.
+        `default_column` is the column of steps that name none. Custom functions must be among `custom_allowed`; None
+        allows all. Raises `InvalidArgument`, naming the step, below the path `field`.
         """
         return cls._built(transform, default_column, field, custom_allowed, asked=True)
 
@@ -78,7 +81,7 @@ class Pipeline:
     def from_config(
         cls, config: Mapping[str, Any], default_column: str = "", field: str = "transform", *, asked: bool = False
     ) -> Pipeline:
-        """The inverse of `config`."""
+        """Invert `config`."""
         transform = json_format.ParseDict(dict(config), transform_pb2.Transform())
         return cls._built(transform, default_column, field, None, asked=asked)
 
@@ -108,7 +111,7 @@ class Pipeline:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The `Transform` as JSON, with all that was learnt: applied again it gives the same bits."""
+        """Return the `Transform` as JSON, with everything learned. Applied again, it gives the same bits."""
         config: dict[str, Any] = json_format.MessageToDict(self.to_proto())
         return config
 
@@ -133,17 +136,18 @@ class Pipeline:
         return any(isinstance(step, Custom) for step in self.steps)
 
     def output(self, given: Schema, field: str = "") -> Schema:
-        """The columns that `given` becomes; lengths that are still to be learnt are None.
+        """Return the columns that `given` becomes. Lengths that are not learned yet are None.
 
-        Raises `InvalidArgument` naming the step that does not fit, below `field` (empty: as the pipeline was built).
+        Raises `InvalidArgument`, naming the step that does not fit, below `field` (empty: the pipeline's own).
         """
         return self._schemas(given, field)[-1]
 
     def __call__(self, batch: Batch, keys: RowKeys | None = None) -> Batch:
-        """The batch after all steps, never changed in place.
+        """Apply all steps to the batch, never in place.
 
-        With `keys`, those of the batch's rows, augmentations act: training. Without: evaluation, serving, preparation.
-        Raises `RowError` for a row that a step cannot work on, and `InvalidArgument` for a step that did not learn.
+        With `keys`, those of the batch's rows, augmentations are active (training). Without keys they are not
+        (evaluation, serving, preparation). Raises `RowError` for a row that a step cannot process, and
+        `InvalidArgument` for a step that has not learned.
         """
         context = BatchContext(batch, keys)
         for place, step in enumerate(self.steps):
@@ -151,12 +155,15 @@ class Pipeline:
         return context.batch
 
     def fitter(self, given: Schema) -> Fitter:
-        """Learns, from the training rows of `given`, every unfitted step that one pass can teach: those whose column
-        does not depend on a step that is still unfitted. Call it again on the result while any is `unfitted`."""
+        """Return a fitter for every unfitted step that one pass can teach.
+
+        These are the steps whose column depends on no unfitted step. Call it again on the result while any step is
+        `unfitted`.
+        """
         return Fitter(self, self._schemas(given), self._field)
 
     def reads(self, outputs: Collection[str] | None, given: Schema) -> list[str]:
-        """The columns of `given`, in order, that it takes to make these outputs (None: all). Filters count.
+        """Return the columns of `given`, in order, that these outputs need (None: all). Filters count.
 
         Raises `InvalidArgument` for an output that is not made.
         """
@@ -167,9 +174,10 @@ class Pipeline:
         return [name for name in given if name in needed]
 
     def serving(self, outputs: Collection[str], given: Schema) -> Pipeline:
-        """Only what makes these columns, in this order, of single rows: without filters and augmentations.
+        """Return the pipeline that makes only these columns, in this order, of single rows.
 
-        It takes batches of `reads(outputs, given)`, or of more. Raises `InvalidArgument` as `reads` does.
+        It has no filters and augmentations, and takes batches of `reads(outputs, given)`, or of more columns. Raises
+        `InvalidArgument` as `reads` does.
         """
         schemas = self._schemas(given)
         self._check_outputs(outputs, schemas[-1])
@@ -183,15 +191,15 @@ class Pipeline:
         return self.with_steps([*part, Select(tuple(outputs))])
 
     def then(self, other: Pipeline) -> Pipeline:
-        """This pipeline, and `other` on what it makes."""
+        """Return this pipeline followed by `other`."""
         return Pipeline([*self.steps, *other.steps], other._column, self._field, asked=self._asked)
 
     def with_steps(self, steps: Sequence[Step]) -> Pipeline:
-        """The same with other steps."""
+        """Return the same pipeline with other steps."""
         return Pipeline(steps, self._column, self._field, asked=self._asked)
 
     def _schemas(self, given: Schema, field: str = "") -> list[Schema]:
-        """The columns before each step and, last, after all."""
+        """Return the columns before each step and, last, after all steps."""
         schemas = [dict(given)]
         for index, step in enumerate(self.steps):
             path = f"{field or self._field}.steps[{index}]"
@@ -225,7 +233,7 @@ def _checked(made: Schema) -> Schema:
 
 
 def _refuse_very_many(message: transform_pb2.TransformStep) -> None:
-    """Names of columns in one step."""
+    """Refuse a step that names too many columns."""
     op = message.WhichOneof("op")
     named = len(getattr(getattr(message, op), "columns", ())) if op else 0
     if named > MAX_COLUMNS:
@@ -233,7 +241,7 @@ def _refuse_very_many(message: transform_pb2.TransformStep) -> None:
 
 
 def _refuse_new_columns(made: Schema, given: Schema) -> None:
-    """As imports check the columns of a source."""
+    """Check new columns as imports check those of a source."""
     if len(made) > max(MAX_COLUMNS, len(given)):
         raise StepError(f"it makes {len(made)} columns; a version has at most {MAX_COLUMNS}")
     for name in made:
@@ -277,7 +285,10 @@ STEPS: dict[str, type[Step]] = {
 def build_step(
     message: transform_pb2.TransformStep, default_column: str, custom_allowed: Collection[str] | None
 ) -> Step:
-    """Raises `StepError` naming the field at fault. `custom_allowed`: as in `Pipeline.from_proto`."""
+    """Make a step from its message. Raises `StepError`, naming the faulty field.
+
+    `custom_allowed` is as in `Pipeline.from_proto`.
+    """
     op = message.WhichOneof("op")
     if op is None:
         raise StepError(f"choose one of {', '.join(STEPS)}")
@@ -301,16 +312,16 @@ def build_step(
 
 
 class BatchContext:
-    """`keys` are those of the batch's rows in training, else None."""
+    """A batch on its way through the steps. `keys` are those of its rows in training, else None."""
 
     def __init__(self, batch: Batch, keys: RowKeys | None = None) -> None:
         self.batch = batch
         self._keys = keys
-        # Of the rows that are left, the indices in the batch given at first; None while all are.
+        # The indices in the original batch of the rows that are left; None while all are.
         self._origin: NDArray[np.intp] | None = None
 
     def through(self, step: Step, path: str, place: int) -> None:
-        """Raises `RowError`, and `InvalidArgument` for a step that fails as a whole, naming `path`."""
+        """Apply a step. Raises `RowError`; `InvalidArgument`, naming `path`, if the step fails as a whole."""
         with self._named(path):
             if not step.fitted:
                 raise StepError(f"{step.op} has not learnt yet; fit the pipeline first")
@@ -321,7 +332,7 @@ class BatchContext:
                 self.batch = step.apply(self.batch, keys)
 
     def teach(self, accumulator: FitAccumulator, column: str, path: str) -> None:
-        """Raises as `through` does."""
+        """Pass a column to an accumulator. Raises as `through` does."""
         with self._named(path):
             accumulator.update(self.batch[column])
 
@@ -345,16 +356,17 @@ class BatchContext:
 
 # --- Slices of a chain ---
 
-# The index that a step has in the chain, and what is left of it.
+# (index of the step in the chain, the part of the step that is left).
 Sliced = list[tuple[int, Step]]
 
 
 def needed_columns(
     steps: Sequence[Step], schemas: Sequence[Schema], outputs: Names, taps: Mapping[int, Names] | None = None
 ) -> list[Names]:
-    """What is needed before each step and, last, after all: len(steps) + 1 sets.
+    """Return the columns needed before each step and, last, after all steps: len(steps) + 1 sets.
 
-    `schemas[i]` are the columns before step i; `taps` are columns needed before a step beside what `outputs` need.
+    `schemas[i]` are the columns before step i; `taps` are columns needed before a step in addition to what `outputs`
+    need.
     """
     needed = [outputs]
     for index in range(len(steps) - 1, -1, -1):
@@ -364,10 +376,10 @@ def needed_columns(
 
 
 def sliced(steps: Sequence[Step], schemas: Sequence[Schema], needed: Sequence[Names]) -> Sliced:
-    """The steps, narrowed to what is needed (of `needed_columns`), from the columns `needed[0]` alone.
+    """Narrow the steps to what is needed (`needed` comes from `needed_columns`), starting from the columns `needed[0]`.
 
-    Columns are dropped as soon as nothing needs them any more, so names that the whole chain takes away and gives again
-    cannot meet. Steps added to drop columns carry the index of the step that they follow.
+    Columns are dropped as soon as no step needs them, so a name that the chain removes and makes again cannot collide.
+    Steps added to drop columns carry the index of the step that they follow.
     """
     part: Sliced = []
     present = {name: one for name, one in schemas[0].items() if name in needed[0]}
@@ -389,10 +401,10 @@ def sliced(steps: Sequence[Step], schemas: Sequence[Schema], needed: Sequence[Na
 
 
 class Fitter:
-    """Learns, in one pass over the training rows, the steps whose column depends on no step that is still unfitted.
+    """Fits, in one pass over the training rows, the steps whose column depends on no unfitted step.
 
-    Picklable; several may learn from a part of the rows each, and be merged. `schemas` are the columns before each step
-    of the pipeline, `field` the path under which errors name its steps.
+    Picklable. Several fitters may each see a part of the rows and then be merged. `schemas` are the columns before each
+    step of the pipeline; `field` is the path under which errors name its steps.
     """
 
     def __init__(self, pipeline: Pipeline, schemas: Sequence[Schema], field: str) -> None:
@@ -404,7 +416,7 @@ class Fitter:
             for index, step in enumerate(steps)
             if not step.fitted and _can_be_fitted(steps, schemas, index)
         }
-        # Before a step is applied, its learner, if any, sees the column.
+        # An accumulator sees the column before its step is applied.
         self._accumulators: dict[int, tuple[str, FitAccumulator]] = {
             index: (column, steps[index].accumulator(schemas[index][column])) for index, column in taps.items()
         }
@@ -412,16 +424,16 @@ class Fitter:
 
     @property
     def fitting_steps(self) -> list[int]:
-        """The indices of the steps that this pass teaches."""
+        """The indices of the steps that this pass fits."""
         return list(self._accumulators)
 
     @property
     def applies(self) -> list[Step]:
-        """The steps that the rows go through on their way to those."""
+        """The steps that the rows pass through before those steps."""
         return [step for steps in self._steps.values() for step in steps]
 
     def update(self, batch: Batch) -> None:
-        """Learns from training rows. Raises as `Pipeline.__call__` does."""
+        """Learn from training rows. Raises as `Pipeline.__call__` does."""
         context = BatchContext(batch)
         for index in range(len(self._pipeline.steps)):
             if index in self._accumulators:
@@ -431,7 +443,10 @@ class Fitter:
                 context.through(step, self._path(index), index)
 
     def merge(self, other: Fitter) -> None:
-        """Takes in what `other`, a fitter of the same pipeline, has seen. Raises `InvalidArgument` as `update` does."""
+        """Add what `other`, a fitter of the same pipeline, has seen.
+
+        Raises `InvalidArgument` as `update` does.
+        """
         if self.fitting_steps != other.fitting_steps:
             raise ValueError(
                 f"a fitter of the steps {other.fitting_steps} cannot be merged into one of {self.fitting_steps}"
@@ -443,7 +458,7 @@ class Fitter:
                 raise step_error(self._path(index), error) from None
 
     def fitted(self) -> Pipeline:
-        """The pipeline with what was learnt. Raises `InvalidArgument` for a step that saw too little."""
+        """Return the fitted pipeline. Raises `InvalidArgument` for a step that saw too little."""
         steps = list(self._pipeline.steps)
         for index, (_, accumulator) in self._accumulators.items():
             try:
@@ -463,7 +478,7 @@ def _can_be_fitted(steps: Sequence[Step], schemas: Sequence[Schema], index: int)
 
 
 def _steps_towards(taps: dict[int, str], steps: Sequence[Step], schemas: Sequence[Schema]) -> dict[int, list[Step]]:
-    """What it takes of the steps to bring each tapped column to its tap."""
+    """Return the parts of the steps that bring each tapped column to its tap."""
     if not taps:
         return {}
     last = max(taps)

@@ -1,6 +1,6 @@
-"""What the columns of a batch are, known before any row is read; and what can be wrong with a step.
+"""The types of a batch's columns, known before any row is read, and the errors of steps.
 
-A problem is with the step itself, with the columns given to it, or with one row.
+An error concerns the step itself, the columns given to it, or one row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shared.errors import InvalidArgument
 # --- Schema ---
 
 _TENSOR = re.compile(r"fixed_shape_tensor\[value_type=(\w+)")
-# Any zone: which ones a version keeps, `scalar_remedy` says.
+# Any zone; `scalar_remedy` decides which zones a version keeps.
 _TIMESTAMP = re.compile(r"timestamp\[(s|ms|us|ns), tz=(.+)\]", re.DOTALL)
 _DECIMAL = re.compile(r"decimal(?:128)?\((\d+), ?(-?\d+)\)")
 _FIXED_BINARY = re.compile(r"fixed_size_binary\[(\d+)\]")
@@ -28,7 +28,7 @@ _FIXED_BINARY = re.compile(r"fixed_size_binary\[(\d+)\]")
 
 @dataclass(frozen=True)
 class ScalarType:
-    """One value a row."""
+    """One value per row."""
 
     arrow_type: pa.DataType
     nullable: bool = True
@@ -39,7 +39,10 @@ class ScalarType:
 
 @dataclass(frozen=True)
 class TensorType:
-    """An array a row: its numpy dtype name and shape without B; None is a length that is not fixed, or not yet."""
+    """An array per row: its numpy dtype name, and its shape without B.
+
+    None is a length that is not fixed, or not yet known.
+    """
 
     dtype: str
     shape: tuple[int | None, ...]
@@ -64,7 +67,7 @@ class TensorSpec:
 
 
 def schema_of(arrow: pa.Schema) -> Schema:
-    """Of logical columns."""
+    """Return the schema of logical columns."""
     schema: Schema = {}
     for field in arrow:
         if is_tensor(field.type):
@@ -75,7 +78,7 @@ def schema_of(arrow: pa.Schema) -> Schema:
 
 
 def arrow_schema(schema: Schema) -> pa.Schema:
-    """The logical columns. Raises `ValueError` naming a column whose shape is not fixed."""
+    """Return the logical columns. Raises `ValueError`, naming a column whose shape is not fixed."""
     fields = []
     for name, given in schema.items():
         if isinstance(given, ScalarType):
@@ -89,7 +92,7 @@ def arrow_schema(schema: Schema) -> pa.Schema:
 
 
 def schema_of_columns(columns: Iterable[Column]) -> Schema:
-    """Of a manifest's columns."""
+    """Return the schema of a manifest's columns."""
     schema: Schema = {}
     for column in columns:
         tensor = _TENSOR.search(column.arrow_type)
@@ -101,7 +104,7 @@ def schema_of_columns(columns: Iterable[Column]) -> Schema:
 
 
 def arrow_type_of(spelling: str) -> pa.DataType:
-    """The inverse of `str` of the scalar types that a version may keep, and Arrow's aliases for them.
+    """Invert `str` of the scalar types that a version may keep; Arrow's aliases are accepted, too.
 
     Raises `ValueError` for any other spelling.
     """
@@ -123,9 +126,9 @@ def _dtype_name(value_type: pa.DataType) -> str:
 
 
 class StepError(ValueError):
-    """The step makes no sense, or does not fit its columns.
+    """The step is invalid, or does not fit its columns.
 
-    `at` is the path below the step of the field at fault, e.g. `resize.height`; empty: the step as a whole.
+    `at` is the path below the step of the faulty field, e.g. `resize.height`; empty: the whole step.
     """
 
     def __init__(self, message: str, at: str = "") -> None:
@@ -134,7 +137,7 @@ class StepError(ValueError):
 
 
 class RowProblem(ValueError):
-    """The step cannot work on one row: `row` is its index in the batch that the step was given."""
+    """The step cannot process one row. `row` is its index in the step's batch."""
 
     def __init__(self, row: int, message: str) -> None:
         super().__init__(message)
@@ -142,10 +145,10 @@ class RowProblem(ValueError):
 
 
 class RowError(InvalidArgument):
-    """A row that a step cannot work on.
+    """A row that a step cannot process.
 
-    `row` is its index in the batch that the pipeline was given, `path` the step's, e.g. `transform.steps[2]`, and
-    `problem` what is wrong, without both: enough to say it again with the row's id.
+    `row` is its index in the pipeline's batch, `path` is the step's, e.g. `transform.steps[2]`. `problem` omits both,
+    so that the error can be reported again with the row's id.
     """
 
     def __init__(self, path: str, row: int, problem: str) -> None:
@@ -167,7 +170,7 @@ class RowError(InvalidArgument):
 
 
 def step_error(path: str, error: StepError) -> InvalidArgument:
-    """The error that callers see of a step at `path`, e.g. `transform.steps[2]`."""
+    """Make the error that callers see for a step at `path`, e.g. `transform.steps[2]`."""
     where = f"{path}.{error.at}" if error.at else path
     return InvalidArgument(
         f"{where}: {error}", reason="INVALID_FIELD", metadata={"field": where}, fields=[(where, str(error))]

@@ -1,4 +1,7 @@
-"""The `millrace` command. `main` is its entry point; each command's module is imported when the command is used."""
+"""The `millrace` command. `main` is its entry point.
+
+A command's module is imported when that command runs.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import NoReturn
 
 import click
 
-# The help of a command that is listed stands here, so that `millrace --help` imports none of them.
+# The help of each command stands here, so that `millrace --help` imports no command.
 COMMANDS = {
     "up": ("stack", "Start Ray and the three services on this machine."),
     "down": ("stack", "Stop what `millrace up` started."),

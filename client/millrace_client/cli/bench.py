@@ -1,4 +1,4 @@
-"""`millrace bench`: how fast a served model answers, and what it does with more than it can."""
+"""`millrace bench`: measures a served model's speed, and its behaviour under overload."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from millrace_client.cli.command import (
 if TYPE_CHECKING:
     from millrace_client.load import Measured
 
-# Of made-up rows; sent again and again.
+# The number of generated rows, which are sent again and again.
 MADE_UP_ROWS = 256
 LATE_TEXT = "late (ended by this client's own timer)"
 FIGURES = ("calls", "share", "p50", "p90", "p95", "p99", "p99.9", "max")

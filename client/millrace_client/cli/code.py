@@ -112,7 +112,7 @@ def delete(bundle: str, yes: bool, as_json: bool, **values: Any) -> None:
 
 
 def push_source(millrace: Millrace, source: Path) -> code_bundle_pb2.CodeBundle:
-    """What cannot be packed is the command's failure."""
+    """Push a folder, wheel or file. An unusable source fails the command."""
     from millrace_client.code_bundles import NotABundle
 
     try:
@@ -122,7 +122,10 @@ def push_source(millrace: Millrace, source: Path) -> code_bundle_pb2.CodeBundle:
 
 
 def set_own_code(millrace: Millrace, spec: resources_pb2.TrainingSpec, model: str, *, dry_run: bool = False) -> None:
-    """Pushes the code of a model of one's own, and names it in the specification; a dry run only works the name out."""
+    """Push the code of the user's own model, and name it in the specification.
+
+    A dry run only computes the bundle's name.
+    """
     from millrace_client.code_bundles import NotABundle, bundle_name
 
     own = own_entry(model)

@@ -1,7 +1,7 @@
-"""What every command shares: what it prints, its options, and how it ends.
+"""Output, options and error handling that all commands share.
 
-It prints rich text for people and JSON for programs. It ends with plain errors and documented exit codes, never with a
-traceback.
+Commands print rich text for people and JSON for programs. They end with plain errors and documented exit codes, never
+with a traceback.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CODES: dict[type[errors.MillraceError], int] = {
 
 
 class CommandFailed(Exception):
-    """A command did its part and the outcome is bad, e.g. the job that it watched failed."""
+    """A command ran correctly but its outcome is bad, e.g. the job that it watched failed."""
 
     def __init__(self, message: str, *, remedy: str = "", code: int = FAILED) -> None:
         super().__init__(message)
@@ -58,7 +58,10 @@ class CommandFailed(Exception):
 
 
 class PlainCommand(click.Command):
-    """Prints what goes wrong as `error: …` on standard error; with `--json` also as a document on standard output."""
+    """Prints errors as `error: …` on standard error.
+
+    With `--json` the error is also a document on standard output.
+    """
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -73,7 +76,7 @@ class PlainCommand(click.Command):
         except KeyboardInterrupt:
             lines, code, document = ["interrupted"], INTERRUPTED, {"status": "INTERRUPTED"}
         except BrokenPipeError:
-            # The reader of our output, e.g. `head`, has had enough.
+            # The reader of the output, e.g. `head`, has closed it.
             os._exit(0)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
@@ -90,13 +93,16 @@ class PlainCommand(click.Command):
 
 def _unexpected(error: Exception) -> tuple[list[str], str]:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        # Of a file that the command names: what is wrong is there, and not in our code.
+        # The error concerns a file that the user named, so it is not a fault of Millrace.
         return [f"{error.filename}: {error.strerror}"], "FAILED"
     return [f"{type(error).__name__}: {error}", "remedy: MILLRACE_DEBUG=1 shows where it comes from"], "UNEXPECTED"
 
 
 def _told(error: errors.MillraceError) -> list[str]:
-    """The message, each refused field that it does not name already, the remedy, and what finds it in a log."""
+    """Return the lines of an error: message, refused fields, remedy and request id.
+
+    Fields and remedies that the message already names are left out.
+    """
     lines = [error.message]
     unreported = [one for one in error.field_violations if one.description not in error.message]
     lines += [f"{one.field}: {one.description}" for one in unreported]
@@ -119,7 +125,7 @@ def _print_error(lines: Sequence[str]) -> None:
 
 @cache
 def console() -> Console:
-    """Standard output. Wide where it is no terminal, so that nothing is cut for a file."""
+    """Return standard output. It is wide if it is no terminal, so that files are not truncated."""
     from rich.console import Console
 
     found = Console(highlight=False)
@@ -128,7 +134,7 @@ def console() -> Console:
 
 @contextmanager
 def silent(silent: bool) -> Iterator[None]:
-    """Holds back what is meant for people while JSON is asked for."""
+    """Suppress text for people while JSON is requested."""
     console().quiet = silent
     try:
         yield
@@ -137,7 +143,10 @@ def silent(silent: bool) -> Iterator[None]:
 
 
 def print_json(document: Any) -> None:
-    """One JSON document on one line; messages in protobuf's own JSON mapping, with the protos' field names."""
+    """Print one JSON document on one line.
+
+    Messages use protobuf's JSON mapping with the protos' field names.
+    """
     click.echo(json.dumps(document, default=_plain))
 
 
@@ -150,7 +159,7 @@ def _plain(value: Any) -> Any:
 
 
 def new_table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
-    """A table without a frame; the columns in `numbers` are set flush right."""
+    """Make a table without a frame. The columns in `numbers` are right-aligned."""
     from rich import box
     from rich.table import Table
 
@@ -161,7 +170,7 @@ def new_table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
 
 
 def size_text(size_bytes: int) -> str:
-    """E.g. `5.2 MB`."""
+    """Format a size, e.g. `5.2 MB`."""
     size, unit = float(size_bytes), "B"
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if size < 1000 or unit == "TB":
@@ -171,7 +180,7 @@ def size_text(size_bytes: int) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """E.g. `48 s`, `2 min 05 s`."""
+    """Format a duration, e.g. `48 s`, `2 min 05 s`."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     if seconds < 60:
@@ -181,7 +190,7 @@ def duration_text(seconds: float) -> str:
 
 
 def state_text(state: str) -> str:
-    """A state's name without its prefix, coloured by what it means."""
+    """Return a state's name without its prefix, coloured by its meaning."""
     word = state.removeprefix("STATE_")
     colour = {
         "ACTIVE": "green",
@@ -201,7 +210,7 @@ def cut(text: str, length: int) -> str:
 
 
 def verbatim(text: str, style: str = "") -> Text:
-    """As it stands: brackets in data are no markup, and control characters do not reach the terminal."""
+    """Return the text unchanged, so that brackets are no markup; control characters become spaces."""
     from rich.text import Text
 
     return Text("".join(one if one.isprintable() else " " for one in text), style=style)
@@ -209,18 +218,18 @@ def verbatim(text: str, style: str = "") -> Text:
 
 # --- Options ---
 
-# Long enough for a service that restarts; a command with no stack up fails soon.
+# Long enough for a service that restarts. A command without a running stack still fails soon.
 RECONNECT_FOR_S = 5.0
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-# What a protobuf Duration holds, either way.
+# The range of a protobuf Duration, in either direction.
 MAX_DURATION_S = 315_576_000_000
 
 
 class DurationType(click.types.FloatParamType):
-    """A number of seconds, or of less than these, that a Duration holds."""
+    """A number of seconds that fits a protobuf Duration."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number: float = super().convert(value, param, ctx)
@@ -230,12 +239,12 @@ class DurationType(click.types.FloatParamType):
 
 
 def json_option(function: Function) -> Function:
-    """`--json`, handed on as `as_json`."""
+    """Add `--json`, passed on as `as_json`."""
     return click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")(function)
 
 
 def address_options(function: Function) -> Function:
-    """The three addresses, handed on as `data_address`, `train_address`, `inference_address`."""
+    """Add the three addresses, passed on as `data_address`, `train_address`, `inference_address`."""
     for service in ("inference", "train", "data"):
         function = click.option(
             f"--{service}-address",
@@ -246,7 +255,7 @@ def address_options(function: Function) -> Function:
 
 
 def connected(values: dict[str, Any]) -> Millrace:
-    """A client for the addresses that `address_options` put into a command's keyword arguments."""
+    """Make a client for the addresses that `address_options` put into a command's arguments."""
     return connect(
         data=values["data_address"],
         train=values["train_address"],
@@ -256,10 +265,10 @@ def connected(values: dict[str, Any]) -> Millrace:
 
 
 def was_given(option: str) -> bool:
-    """Whether the option of that name, as it is handed on, was given to the command that runs."""
+    """Return whether the running command was called with this option."""
     return click.get_current_context().get_parameter_source(option) is not ParameterSource.DEFAULT
 
 
 def full_name(collection: str, name: str) -> str:
-    """`datasets/digits` for `digits` as well as for `datasets/digits`."""
+    """Return `datasets/digits` for `digits` and for `datasets/digits`."""
     return name if name.startswith(f"{collection}/") else f"{collection}/{name}"

@@ -1,4 +1,4 @@
-"""`millrace data import`: the options that name its sources and say how CSV files are written, and the command."""
+"""`millrace data import`: the command, its source options and its CSV options."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from millrace_client.operations import Operation
 Function = TypeVar("Function", bound=Callable[..., Any])
 MakeSource = Callable[[str, str], data_service_pb2.ImportSource]
 
-# Option, its builder, what follows SPLIT=, and its help.
+# Option, builder, metavar after SPLIT=, help.
 FORMATS: tuple[tuple[str, MakeSource, str, str], ...] = (
     ("parquet", specs.parquet_source, "FILES", "Parquet files."),
     ("arrow", specs.arrow_source, "FILES", "Arrow IPC streams or files."),
@@ -59,7 +59,7 @@ CSV_OPTIONS = (
 
 
 def source_options(function: Function) -> Function:
-    """The options that `sources_of` reads."""
+    """Add the options that `sources_of` reads."""
     for option in reversed(CSV_OPTIONS):
         function = option(function)
     for name, _, metavar, text in reversed(FORMATS):
@@ -72,7 +72,7 @@ def source_options(function: Function) -> Function:
 
 
 def sources_of(values: dict[str, Any]) -> list[data_service_pb2.ImportSource]:
-    """Takes the sources' options out of `values`."""
+    """Remove the source options from `values` and return the sources."""
     found = [_idx(text) for text in values.pop("idx")]
     csv_form = _csv_form(values)
     if csv_form and not values["csv"]:
@@ -94,10 +94,10 @@ def pair(text: str, option: str, form: str) -> tuple[str, str]:
 
 
 def _csv_form(values: dict[str, Any]) -> dict[str, Any]:
-    """What was given of it."""
+    """Return the CSV options that were given."""
     delimiter, columns = values.pop("csv_delimiter"), values.pop("csv_columns")
     given = {
-        # No shell makes it easy to write one.
+        # Most shells make a tab character hard to write.
         "delimiter": "\t" if delimiter in ("tab", "\\t") else delimiter,
         "column_names": columns.split(",") if columns else [],
         "null_values": values.pop("csv_null"),
@@ -195,7 +195,7 @@ def import_(
 
 
 def wait_with_rows(operation: Operation[Version]) -> Version:
-    """Waits for an import with a line that counts the rows read."""
+    """Wait for an import, and show the number of rows read."""
     with console().status("importing …") as line:
 
         def tell(now: Operation[Version]) -> None:

@@ -1,6 +1,6 @@
-"""`millrace data transform` and `millrace data predict`: versions that are made of versions.
+"""`millrace data transform` and `millrace data predict`: versions made from versions.
 
-The options of split rules say how rows are divided into splits.
+The split options say how rows are divided into splits.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ OPTIONS = (
 
 
 def split_options(function: Function) -> Function:
-    """The options that `split_rule` reads."""
+    """Add the options that `split_rule` reads."""
     for option in reversed(OPTIONS):
         function = option(function)
     return function
 
 
 def split_rule(values: dict[str, Any]) -> data_service_pb2.SplitRule | None:
-    """Takes the splits' options out of `values`; None where no rule is among them."""
+    """Remove the split options from `values` and return their rule, or None."""
     in_one, by_hash, at_random, by_column, by_time = (values.pop(name[2:].replace("-", "_")) for name in RULES)
     shares, seed, before, rest = (values.pop(name) for name in ("shares", "seed", "before", "rest"))
     if sum((bool(in_one), bool(by_hash), at_random, bool(by_column), bool(by_time))) > 1:
@@ -120,7 +120,7 @@ def _periods(texts: Sequence[str]) -> dict[str, datetime]:
             ) from None
         if split in periods:
             raise click.BadParameter(f"{split} has a time already; name each split once", param_hint="--before")
-        # Without a zone it is UTC, as the column's own times are.
+        # A time without a zone is UTC, as in the column.
         periods[split] = before if before.tzinfo else before.replace(tzinfo=UTC)
     return periods
 
@@ -286,7 +286,10 @@ def _named(millrace: Millrace, checkpoint: str) -> str:
 
 
 def _served(millrace: Millrace, deployment: str) -> tuple[str, str]:
-    """The checkpoint that a version of a deployment serves, and its digest; by itself that with most traffic."""
+    """Return the checkpoint that a deployment's version serves, and its digest.
+
+    Without a version number, the version with most traffic is chosen.
+    """
     name, _, number = deployment.partition("@")
     found = millrace.deployments.get_deployment(full_name("deployments", name))
     versions = [one for one in found.versions if number in ("", one.number)]

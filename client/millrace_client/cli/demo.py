@@ -1,6 +1,6 @@
-"""`millrace demo`: finds the digits, sees to a stack, and runs the stages.
+"""`millrace demo`: finds the digits, provides a stack, and runs the stages.
 
-It runs on services that are up already, or on a stack of its own that ends with it.
+It uses running services, or starts its own stack and stops it at the end.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _run(
 
 
 def _local_folder(uri: str | None) -> tuple[Path, ...]:
-    """The folder that a `file:` URI names, for a stack of our own to read; of others none."""
+    """Return the folder of a `file:` URI, for the demo's own stack to read; none for other URIs."""
     parts = urlsplit(uri or "")
     return (Path(unquote(parts.path)),) if parts.scheme == "file" else ()
 
@@ -109,14 +109,18 @@ def _find(story: Story) -> Digits:
 
 
 def is_elsewhere(data: str | None, train: str | None, inference: str | None) -> bool:
-    """Whether arguments or the environment name services that somebody else runs."""
+    """Return whether arguments or the environment name services outside this stack."""
     origins = resolve(data=data, train=train, inference=inference).origins
     return bool({"argument", "environment"} & set(origins.values()))
 
 
 @contextmanager
 def a_stack(story: Story, import_roots: tuple[Path, ...], *, keep: bool) -> Iterator[None]:
-    """Uses the stack that runs here, or starts one with an empty store of its own and ends it, whatever happens."""
+    """A stack to run the demo on.
+
+    A running stack is used and left running. Otherwise a stack with an empty store of its own is started, and stopped
+    in any case.
+    """
     home = millrace_home()
     if launch.running_record(home) is not None:
         story.tell("uses the stack that is already running, and leaves it running")
@@ -143,7 +147,7 @@ def a_stack(story: Story, import_roots: tuple[Path, ...], *, keep: bool) -> Iter
 
 
 def _end(home: Path) -> None:
-    """Stops the stack. A second Ctrl-C does not interrupt it: the lifeline would end the stack all the same."""
+    """Stop the stack. A second Ctrl-C is ignored, because the lifeline would end the stack anyway."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with console().status("stopping the stack …"):
@@ -153,7 +157,7 @@ def _end(home: Path) -> None:
 
 
 def _empty_store(home: Path) -> str:
-    """A folder for this demonstration alone, empty; MILLRACE_STORE, where it is set, stays as it is."""
+    """Return an empty folder for this demonstration. MILLRACE_STORE, if it is set, stays unchanged."""
     if os.environ.get("MILLRACE_STORE"):
         return ""
     folder = home / "demo-store"
@@ -162,7 +166,10 @@ def _empty_store(home: Path) -> str:
 
 
 def readable_uri(digits: Digits) -> str:
-    """The digits' folder as a URI below a root of the running stack; copies them below one where they are not."""
+    """Return the digits' folder as a URI below an import root of the running stack.
+
+    Files outside the roots are copied below one.
+    """
     record = launch.running_record(millrace_home())
     folder = digits.folder
     if record is not None and not any(folder.is_relative_to(root) for root in record.import_roots):
@@ -174,5 +181,5 @@ def readable_uri(digits: Digits) -> str:
 
 
 def _short(path: Path) -> Any:
-    """Relative to the working directory where it is below it."""
+    """Return the path relative to the working directory if it lies below it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -1,6 +1,7 @@
-"""`millrace deployments list|show|traffic|delete`: which version gets which requests, and which versions stay loaded.
+"""`millrace deployments list|show|traffic|delete`: deployments, their traffic and their loaded versions.
 
-A served model's lineage is printed with a line for each step. `--keep` says which versions stay loaded without traffic.
+A served model's lineage is printed with a line for each step. `--keep` selects the versions that stay loaded without
+traffic.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from millrace_client.deployments import keep_all, keep_latest, keep_named
 
 
 def print_lineage(lineage: Lineage) -> None:
-    """dataset version → run → checkpoint digest → model version."""
+    """Print dataset version → run → checkpoint digest → model version."""
     steps = [
         ("dataset version", lineage.dataset_version),
         *([("own code", lineage.code_bundle)] if lineage.code_bundle else []),
@@ -49,7 +50,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class KeepType(click.ParamType[pb.VersionPolicy]):
-    """`2`: so many of the newest versions; `all`."""
+    """A number of newest versions, or `all`."""
 
     name = "N|all"
 
@@ -63,13 +64,16 @@ class KeepType(click.ParamType[pb.VersionPolicy]):
 
 
 def keep_option(default: str) -> Callable[[Function], Function]:
-    """`--keep`, handed on as `version_policy`, None where it is left out; `default` says what holds then."""
+    """Add `--keep`, passed on as `version_policy`; None if it is not given.
+
+    `default` describes the effect of leaving it out.
+    """
     help_text = f"Keep so many of the newest versions loaded, or all, without traffic too. Default: {default}."
     return click.option("--keep", "version_policy", type=KeepType(), metavar=KeepType.name, help=help_text)
 
 
 def policy_text(policy: pb.VersionPolicy) -> str:
-    """What stays loaded, as a sentence."""
+    """Describe in a sentence which versions stay loaded."""
     chosen = policy.WhichOneof("choice")
     if chosen == "all":
         return "all versions stay loaded without traffic"
@@ -85,7 +89,7 @@ def policy_text(policy: pb.VersionPolicy) -> str:
 
 
 def print_deployment(one: pb.Deployment) -> None:
-    """Its versions as a table; below it whatever steers requests, and where the answers come from."""
+    """Print the versions as a table, then what steers requests, then the lineage."""
     console().print(f"[bold]{one.name}[/] {state_text(pb.Deployment.State.Name(one.state))}")
     if one.HasField("error"):
         console().print(verbatim(one.error.message, "red"), soft_wrap=True)
@@ -102,18 +106,18 @@ def print_deployment(one: pb.Deployment) -> None:
 
 
 def traffic_text(one: pb.Deployment) -> str:
-    """E.g. `1: 95 %, 2: 5 %`."""
+    """Format the traffic shares, e.g. `1: 95 %, 2: 5 %`."""
     return ", ".join(f"{version.number}: {share_text(one, version)}" for version in one.versions if version.weight)
 
 
 def share_text(one: pb.Deployment, version: pb.ModelVersion) -> str:
-    """Of the requests that name no version, e.g. `33.3 %`."""
+    """Format the share of requests that name no version, e.g. `33.3 %`."""
     total = sum(other.weight for other in one.versions) or 1
     return f"{version.weight / total * 100:.3g} %"
 
 
 def replicas_text(*versions: pb.ModelVersion) -> str:
-    """How many run now, in all; empty where the service does not know."""
+    """Format the number of running replicas; empty if the service does not know it."""
     known = [version.replicas for version in versions if version.HasField("replicas")]
     return str(sum(known)) if known else ""
 
@@ -137,7 +141,7 @@ def _steering(one: pb.Deployment) -> Iterator[str]:
 
 
 def _spec_text(spec: pb.DeploymentSpec) -> str:
-    """How many replicas there are to be, of what, and how rows wait for them."""
+    """Describe the replicas, the batches and the queue."""
     scaling, number = spec.autoscaling, str(spec.num_replicas)
     if spec.HasField("autoscaling"):
         number = f"{scaling.min_replicas} to {scaling.max_replicas}"
@@ -150,12 +154,12 @@ def _spec_text(spec: pb.DeploymentSpec) -> str:
 
 # --- Traffic ---
 
-# The version of a shadow of 0 % is nobody's.
+# A shadow of 0 % names no version.
 NO_SHADOW = "", 0
 
 
 class SharesType(click.ParamType[tuple[str, int]]):
-    """`2=5`: a version, and how much it gets."""
+    """A version and its share, e.g. `2=5`."""
 
     def __init__(self, name: str, example: str) -> None:
         self.name = name
@@ -169,7 +173,7 @@ class SharesType(click.ParamType[tuple[str, int]]):
 
 
 class RouteType(click.ParamType[tuple[str, str, str]]):
-    """`x-canary=yes:2`: a header, its whole value, and the version that such requests go to."""
+    """A header, its whole value, and the version for such requests, e.g. `x-canary=yes:2`."""
 
     name = "HEADER=VALUE:VERSION"
 

@@ -1,6 +1,6 @@
-"""`millrace predict`: images, rows of CSV and Parquet files, or of a dataset version, through a served model.
+"""`millrace predict`: sends images, rows of CSV and Parquet files, or a dataset version to a served model.
 
-What it answered is a table for people, and documents for programs.
+It prints a table for people or JSON for programs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 # --- Predict ---
 
-# Of a model whose server does not tell how many it computes together.
+# The batch size for a model whose server does not report its own.
 DEFAULT_BATCH = 16
 QUEUED_ROWS = "max_queued_rows"
 
@@ -127,7 +127,7 @@ def _config(inference: InferenceClient, model: str, version: str) -> model_confi
 
 
 def _batch(config: model_config_pb2.ModelConfig) -> int:
-    """How many rows the model computes together, and takes in one request."""
+    """Return the most rows that the model computes together and accepts in one request."""
     batch = config.max_batch_size or 1
     if QUEUED_ROWS in config.parameters:
         batch = min(batch, int(config.parameters[QUEUED_ROWS].string_value))
@@ -141,7 +141,7 @@ def _answers(
     requests: Iterable[Request],
     in_flight: int,
 ) -> Iterator[tuple[Sequence[Row], Answer]]:
-    """Each request's rows with their answer. An error about a row names it as its file counts it."""
+    """Yield each request's rows with their answer. An error about a row names it by its file and number."""
     asked: deque[Sequence[Row]] = deque()
 
     def inputs() -> Iterator[Mapping[str, npt.NDArray[Any]]]:
@@ -164,13 +164,16 @@ ROWS_SHOWN = 20
 MAX_CELL, MAX_NUMBERS = 32, 4
 LABEL, LABEL_NAME, PROBABILITIES, LOGITS = "label", "label_name", "probabilities", "logits"
 CLASSIFIER = {LABEL, PROBABILITIES, LOGITS}
-# In a message about rows: where one is named, as the request counts it.
+# Finds the row that a message names by its index in the request.
 _ROW = re.compile(r"(^|; )row (\d+)(?=: )")
 
 
 def outputs_wanted(metadata: pb.ModelMetadataResponse, extensions: Collection[str]) -> Mapping[str, int]:
-    """What to ask of a model: of a classifier its label and probabilities, and the label's name; of a server that does
-    not offer names the greatest of the logits, with which it comes. Of other models every output as it is."""
+    """Return the outputs to request from a model.
+
+    From a classifier they are its label, the label's name and its probabilities. If the server does not offer label
+    names, the classification extension adds the name to the greatest logit. Other models return every output.
+    """
     names = {tensor.name for tensor in metadata.outputs}
     if names >= CLASSIFIER and LABEL_NAME in names:
         return dict.fromkeys((LABEL, LABEL_NAME, PROBABILITIES), 0)
@@ -180,7 +183,7 @@ def outputs_wanted(metadata: pb.ModelMetadataResponse, extensions: Collection[st
 
 
 def with_rows_named(error: InvalidArgument, rows: Sequence[Row]) -> InvalidArgument:
-    """The error with the request's rows as their files count them."""
+    """Return the error with rows named by their files and numbers."""
 
     def name(found: re.Match[str]) -> str:
         place = int(found[2])
@@ -201,7 +204,7 @@ def with_rows_named(error: InvalidArgument, rows: Sequence[Row]) -> InvalidArgum
 
 
 def _place(error: InvalidArgument, rows: Sequence[Row]) -> Mapping[str, str]:
-    """Of the first row at fault, where the error names one."""
+    """Return the file and number of the first faulty row, if the error names one."""
     index = error.metadata.get("row", "")
     if not index.isdecimal() or int(index) >= len(rows):
         return {}
@@ -210,7 +213,7 @@ def _place(error: InvalidArgument, rows: Sequence[Row]) -> Mapping[str, str]:
 
 
 class Predictions:
-    """Takes answers as they come; of many rows it keeps those that are shown, or all."""
+    """Collects answers. It keeps those to be shown, or all."""
 
     def __init__(self, *, keep_all: bool) -> None:
         self._keep_all = keep_all
@@ -231,7 +234,7 @@ class Predictions:
                 self._kept.append((row, found))
 
     def documents(self) -> list[dict[str, Any]]:
-        """JSON-able, one of each row that was kept."""
+        """Return one JSON document per kept row."""
         return [
             {
                 "source": row.source,
@@ -243,7 +246,7 @@ class Predictions:
         ]
 
     def print(self, seconds: float) -> None:
-        """The first rows as a table; how many were right, where that is known."""
+        """Print the first rows as a table and, if truths are known, how many answers were right."""
         shown = self._kept[:ROWS_SHOWN]
         about = list(dict.fromkeys(name for row, _ in shown for name in row.shown))
         outputs = list(dict.fromkeys(name for _, found in shown for name in found))
@@ -265,7 +268,7 @@ class Predictions:
 
 
 def _prediction(outputs: Arrays, row: int) -> dict[str, Any]:
-    """Of a classifier its label, the class's name where it has one, and its probability; else every output."""
+    """Return one row's prediction: a classifier's label, class name and probability, else every output."""
     if LABEL not in outputs or outputs[LABEL].dtype.kind not in "iu":
         return {name: _plain(values[row]) for name, values in outputs.items()}
     label = int(outputs[LABEL].reshape(len(outputs[LABEL]), -1)[row, 0])
@@ -279,13 +282,13 @@ def _prediction(outputs: Arrays, row: int) -> dict[str, Any]:
 
 
 def _class_name(outputs: Arrays, row: int, label: int) -> str:
-    """As an output of its own, or out of `b"value:index:name"`; empty where there is none."""
+    """Return the class's name from its own output or from `b"value:index:name"`; empty if there is none."""
     if LABEL_NAME in outputs:
         return str(outputs[LABEL_NAME][row].decode(errors="replace"))
     if LOGITS not in outputs or outputs[LOGITS].dtype.kind != "O":
         return ""
     _, index, *name = outputs[LOGITS][row][0].decode().split(":", 2)
-    # Of logits that are no numbers, the greatest is none in particular.
+    # If the logits are NaN, the greatest is arbitrary.
     return name[0] if name and int(index) == label else ""
 
 
@@ -300,7 +303,7 @@ def _plain_list(value: Any) -> Any:
 
 
 def _json_able(value: Any) -> Any:
-    """JSON has no number that is not finite; protobuf's JSON mapping has these names for them."""
+    """Replace non-finite numbers by their names in protobuf's JSON mapping, because JSON has none."""
     if isinstance(value, list):
         return [_json_able(one) for one in value]
     if isinstance(value, float) and not math.isfinite(value):

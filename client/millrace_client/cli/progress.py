@@ -1,4 +1,4 @@
-"""A training job as it goes on, until it ends: a live bar on a terminal, now and then a line elsewhere."""
+"""Shows a training job's progress until it ends: a live bar on a terminal, or lines elsewhere."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from millrace_client.train import Update
 
 # --- Progress ---
 
-# Between two lines where there is no terminal.
+# The interval between two lines if there is no terminal.
 LINE_EVERY_S = 5.0
-# The figures of a step come first; a narrow terminal has no room for a bar beside them.
+# Narrower terminals have no space for a bar beside the figures.
 WIDTH_FOR_BAR = 110
-# Waiting is told of from this share of the time on.
+# Smaller shares of waiting are not shown.
 MIN_SHARE = 0.005
 
 
 @dataclass
 class Curves:
-    """What the learning curves are drawn from: (step, loss, accuracy) each."""
+    """The points of the learning curves: (step, loss, accuracy) each."""
 
     training: list[tuple[int, float, float]] = field(default_factory=list)
     validation: list[tuple[int, float, float]] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Curves:
 
 
 class TrainingView:
-    """Shows the updates that it is told of; use it in a `with` statement."""
+    """Shows updates of a job. Use it in a `with` statement."""
 
     def __init__(self, spec: resources_pb2.TrainingSpec) -> None:
         self._epochs = spec.epochs
@@ -52,7 +52,7 @@ class TrainingView:
             TextColumn("  "),
             SpinnerColumn(),
             TextColumn("{task.description}"),
-            # Without a total the bar stays still: the spinner moves enough.
+            # Without a total the bar stands still, because the spinner already moves.
             *([BarColumn(bar_width=24, pulse_style="bar.back")] if console().width >= WIDTH_FOR_BAR else []),
             TextColumn("{task.fields[numbers]}"),
             console=console(),
@@ -77,7 +77,7 @@ class TrainingView:
             self._progress.stop()
 
     def show(self, updates: Iterable[Update], curves: Curves) -> resources_pb2.TrainingJob | None:
-        """Shows all updates; returns the job as it was last seen."""
+        """Show all updates; return the job as it was last seen."""
         job = None
         for update in updates:
             if isinstance(update, resources_pb2.TrainingJob):
@@ -123,7 +123,7 @@ class TrainingView:
             self._line(f"[yellow]attempt {event.attempt} is on {device}s:[/] {escape(event.device_changed.text)}")
 
     def _on_attempt(self, number: int, started: train_service_pb2.AttemptStarted) -> None:
-        """The first beginning is no news, but for the number of workers that it found."""
+        """Show an attempt's start. The first attempt shows only its number of workers."""
         workers = f"{started.num_workers} worker{'' if started.num_workers == 1 else 's'}"
         if number > 1 or started.step:
             self._line(f"attempt {number} goes on from step {started.step} on {workers}")
@@ -131,14 +131,14 @@ class TrainingView:
             self._line(f"attempt {number} begins on {workers}")
 
     def _measured(self, now: resources_pb2.Progress | train_service_pb2.Validated, accuracy: str) -> dict[str, str]:
-        """The metrics besides the loss, as texts by their names. Of numbers there is no accuracy."""
+        """Return the metrics besides the loss as texts, by name. A regression has no accuracy."""
         if self._of_numbers:
             return {escape(name): f"{value:.4g}" for name, value in sorted(now.metrics.items())}
         return {"accuracy": accuracy}
 
     def _on_progress(self, now: resources_pb2.Progress) -> None:
         measured = self._measured(now, f"{now.accuracy:.1%}").items()
-        # A program says neither how many steps it has nor how long they take: its steps are its reports.
+        # A program reports neither its number of steps nor their speed. Its steps are its reports.
         step = f"step {now.step}/{now.total_steps}" if now.total_steps else f"report {now.step}"
         numbers = f"{step}  loss {now.loss:.3f}  " + "".join(f"{name} {value}  " for name, value in measured)
         if now.total_steps:
@@ -169,7 +169,10 @@ Job = resources_pb2.TrainingJob
 
 
 def watch_job(millrace: Millrace, job: Job, after_sequence: int, as_json: bool) -> None:
-    """With `as_json` each update is a line. Raises `CommandFailed` for a job that neither succeeds nor is suspended."""
+    """Watch a job until it ends. With `as_json` each update is a line.
+
+    Raises `CommandFailed` for a job that neither succeeds nor is suspended.
+    """
     updates = millrace.train.watch_training_job(job.name, after_sequence=after_sequence)
     if as_json:
         for update in updates:
@@ -181,7 +184,7 @@ def watch_job(millrace: Millrace, job: Job, after_sequence: int, as_json: bool) 
         console().print(
             f"[bold]{last.name}[/] {state_text(Job.State.Name(last.state))}, best {last.best_checkpoint or '–'}"
         )
-    # Who suspended it got what was wished for.
+    # A suspended job ended as the user requested.
     if last.state not in (Job.STATE_SUCCEEDED, Job.STATE_SUSPENDED):
         state = Job.State.Name(last.state).removeprefix("STATE_").lower()
         raise CommandFailed(f"{last.name} {state}" + (f": {last.error.message}" if last.error.message else ""))

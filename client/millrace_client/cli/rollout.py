@@ -1,4 +1,4 @@
-"""`millrace deploy`, `rollout` and `rollback`: a checkpoint is served, takes another's place, or gives it back."""
+"""`millrace deploy`, `rollout` and `rollback`: serve a checkpoint, replace it, or go back."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from millrace_client.operations import Operation
 
 
 class RowsType(click.ParamType[tuple[str, str]]):
-    """`datasets/d/versions/v:test`: a dataset version, and one of its splits."""
+    """A dataset version and one of its splits, e.g. `datasets/d/versions/v:test`."""
 
     name = "VERSION:SPLIT"
 
@@ -44,7 +44,7 @@ class RowsType(click.ParamType[tuple[str, str]]):
 
 
 class StepType(click.ParamType[tuple[int, float]]):
-    """`25:60`: a percentage, and for how many seconds."""
+    """A percentage and a duration in seconds, e.g. `25:60`."""
 
     name = "PERCENT:SECONDS"
 
@@ -152,8 +152,11 @@ def rollback(deployment: str, etag: str, as_json: bool, **values: Any) -> None:
 
 
 def _keep(millrace: Millrace, name: str, version_policy: pb.VersionPolicy) -> None:
-    """Behind the wish for the roll-out: one that is refused unloads nothing, and until it ends none of the versions
-    goes that were there before it. Should it have ended already, those that it has retired are kept all the same."""
+    """Set the version policy after the roll-out was accepted.
+
+    A refused roll-out therefore unloads nothing, and until its end no earlier version is removed. If the roll-out has
+    already ended, the versions that it retired are kept all the same.
+    """
     try:
         millrace.deployments.update_traffic(name, version_policy=version_policy)
     except MillraceError as error:
@@ -162,7 +165,7 @@ def _keep(millrace: Millrace, name: str, version_policy: pb.VersionPolicy) -> No
 
 
 class _Progress:
-    """A line for each step that is new."""
+    """Prints a line for each new step."""
 
     def __init__(self) -> None:
         self._told = ""
@@ -188,7 +191,7 @@ class _Progress:
 
 
 def _min_and_max(_context: click.Context, _option: click.Parameter, value: str | None) -> tuple[int, int] | None:
-    """The same twice for a plain number."""
+    """Parse MIN..MAX, or a plain number as both."""
     if value is None:
         return None
     least, dots, most = value.partition("..")
@@ -261,7 +264,7 @@ def deploy(deployment: str, checkpoint: str, no_wait: bool, as_json: bool, **val
 
 
 def _fields(values: dict[str, Any]) -> dict[str, Any]:
-    """The further fields of the specification; what was left out is left to the server."""
+    """Return the further fields of the specification. Options that were not given are left to the server."""
     from millrace_client.deployments import duration
 
     delay_ms = values["max_batch_delay_ms"]
@@ -280,7 +283,7 @@ def _fields(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _replicas(values: dict[str, Any]) -> dict[str, Any]:
-    """Those that say how many replicas."""
+    """Return the fields that determine the number of replicas."""
     from millrace_client.deployments import autoscaling
 
     least, most = values["replicas"] or (0, 0)

@@ -33,7 +33,7 @@ from millrace_client.stack.record import Record
 from millrace_client.stack.supervisor import Supervisor, hold_home, say_with_time
 
 PARTS = ("ray", *SERVICES)
-# The service's reconciler writes who holds what at least each minute.
+# The service's reconciler writes the cluster's use at least each minute.
 STALE_AFTER_S = 90.0
 
 
@@ -134,8 +134,10 @@ def status(ctx: click.Context, /, as_json: bool, **values: Any) -> None:
 
 
 def _cluster_use(millrace: Millrace) -> ClusterUse | None:
-    """None where nobody has looked yet, or an earlier release answers, which does not know. Raises
-    `Unauthenticated`."""
+    """Return the cluster's use; None if it is not known yet, or the service is an earlier release.
+
+    Raises `Unauthenticated`.
+    """
     try:
         use = millrace.train.get_cluster_use()
     except Unauthenticated:
@@ -146,7 +148,7 @@ def _cluster_use(millrace: Millrace) -> ClusterUse | None:
 
 
 def _deployment_names(millrace: Millrace, health: str) -> dict[str, str]:
-    """By their uids."""
+    """Return the deployments' names by uid."""
     if health != "SERVING":
         return {}
     try:
@@ -186,7 +188,7 @@ def _print_use(use: ClusterUse, names: dict[str, str]) -> None:
 def start_with_progress(
     home: Path, options: StackOptions, *, quiet: bool = False, lifeline: bool = False
 ) -> launch.Stack:
-    """Starts a stack with a line that names the parts that already answer."""
+    """Start a stack, and show which parts already answer."""
     if quiet:
         return launch.start(home, options, lifeline=lifeline)
     with console().status("starting Ray …") as line:
@@ -212,7 +214,7 @@ def _default_roots() -> tuple[Path, ...]:
 
 def _run_here(home: Path, options: StackOptions) -> None:
     with hold_home(home):
-        launch.stop(home)  # what a killed supervisor left behind
+        launch.stop(home)  # removes what a killed supervisor left behind
         supervisor = Supervisor(make_plan(home, options), say_with_time, owns_process=True)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: supervisor.stop())

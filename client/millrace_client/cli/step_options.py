@@ -1,4 +1,4 @@
-"""Steps of a transform as options of a command: the order of the options is the order of the steps."""
+"""Steps of a transform as options of a command. Their order is the order of the steps."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ from millrace_client.steps import Step
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 STATISTICS = ("mean", "median", "mode")
-# A number as some languages write it; JSON has no such thing, so it would go on as a text.
+# A number with a decimal comma. JSON has none, so it would be passed on as a text.
 DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+([eE][-+]?\d+)?")
 _ORDER = "millrace.order_of_options"
 
 
 @dataclass(frozen=True)
 class StepOption:
-    """`make` raises `ValueError` for a text that is not as `metavar` says; it gets none where there is no metavar."""
+    """One option of a step.
+
+    `make` raises `ValueError` for a text that does not match `metavar`; without a metavar it takes no text.
+    """
 
     flag: str
     metavar: str
@@ -49,17 +52,17 @@ class StepOption:
 
 
 class OrderedCommand(PlainCommand):
-    """Notes in which order its options were given, each as often as it was."""
+    """Records the order in which its options were given, repetitions included."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        # It changes the list that it is given.
+        # The parser changes the list that it is given.
         _, _, order = self.make_parser(ctx).parse_args(list(args))
         ctx.meta[_ORDER] = [parameter.name for parameter in order]
         return super().parse_args(ctx, args)
 
 
 def step_options(options: Sequence[StepOption], file_option: str = "--steps") -> Callable[[Function], Function]:
-    """The options that `steps_of` reads, of an `OrderedCommand`; with `file_option` another for a file of steps."""
+    """Add the options that `steps_of` reads to an `OrderedCommand`, and `file_option` for a file of steps."""
 
     def decorate(function: Function) -> Function:
         for one in reversed(options):
@@ -78,8 +81,10 @@ def step_options(options: Sequence[StepOption], file_option: str = "--steps") ->
 
 
 def steps_of(values: dict[str, Any], options: Sequence[StepOption], file_option: str = "--steps") -> list[Step]:
-    """Takes the steps' options out of `values`: the steps in the order in which they were given, those of a file at
-    the place of its option."""
+    """Remove the steps' options from `values` and return the steps in the given order.
+
+    The steps of a file come at the position of its option.
+    """
     by_name = {one.name: one for one in options}
     given = {name: values.pop(name) for name in (*by_name, "steps_file")}
     rest = {name: iter(one) for name, one in given.items() if isinstance(one, tuple)}
@@ -100,7 +105,7 @@ def _steps_of_file(file: Path, option: str) -> Sequence[Step]:
 
 
 def value_of(text: str) -> Any:
-    """A number, true, false, a quoted text or a list as JSON has them, else the text itself."""
+    """Parse a number, true, false, a quoted text or a list as JSON; otherwise return the text itself."""
     try:
         return json.loads(text)
     except ValueError:
@@ -108,7 +113,7 @@ def value_of(text: str) -> Any:
 
 
 def names_of(text: str) -> list[str]:
-    """Of `A,B,…`. Raises `ValueError` for an empty one."""
+    """Parse `A,B,…`. Raises `ValueError` for an empty name."""
     names = [name.strip() for name in text.split(",")]
     if not all(names):
         raise ValueError("a name is empty")
@@ -116,7 +121,7 @@ def names_of(text: str) -> list[str]:
 
 
 def pair_of(text: str) -> tuple[str, str]:
-    """Of `NAME=VALUE`. Raises `ValueError`."""
+    """Parse `NAME=VALUE`. Raises `ValueError`."""
     name, found, value = text.partition("=")
     if not (name and found and value):
         raise ValueError
@@ -124,7 +129,7 @@ def pair_of(text: str) -> tuple[str, str]:
 
 
 def size_of(text: str) -> tuple[int, int]:
-    """Height and width of `HxW`. Raises `ValueError`."""
+    """Parse `HxW` into height and width. Raises `ValueError`."""
     height, found, width = text.partition("x")
     if not found:
         raise ValueError
@@ -196,7 +201,7 @@ def _tokenize(column: str, text: str) -> Step:
 CONCAT = StepOption(
     "--concat", "INTO=COLUMN,…", "features=age,fare", "numeric columns to one float32 tensor.", _of_pair(_concat)
 )
-# Of a version: each names its columns.
+# For versions: each option names its columns.
 OF_VERSIONS = (
     StepOption(
         "--select",
@@ -272,7 +277,7 @@ OF_VERSIONS = (
     ),
     StepOption("--grayscale", "COLUMN,…", "image", "images to one channel.", _each(steps.grayscale)),
 )
-# Of a training job: all but `concat` work on its input column.
+# For training jobs: all but `concat` work on the input column.
 OF_TRAINING = (
     CONCAT,
     StepOption("--decode-image", "", "", "JPEG, PNG, … to pixels.", lambda _: [steps.decode_image("")]),
@@ -320,7 +325,7 @@ OF_TRAINING = (
 
 
 def kwargs_of(texts: Sequence[str], option: str) -> Mapping[str, Any]:
-    """Of `NAME=VALUE`, where a value is as JSON has it, else a text."""
+    """Parse `NAME=VALUE` texts. A value is JSON, else a text."""
     made: dict[str, Any] = {}
     for text in texts:
         try:

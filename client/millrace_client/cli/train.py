@@ -1,6 +1,6 @@
-"""`millrace train create|watch|list|cancel|suspend|resume|delete`, and the group of the other commands on jobs.
+"""`millrace train create|watch|list|cancel|suspend|resume|delete`, and the group of the other job commands.
 
-What `create` trains where options leave it open is suggested, prepared and explained.
+`create` lets the service suggest, prepare and explain what the options leave open.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _tell(now: Job | Sweep, as_json: bool) -> None:
 Job = resources_pb2.TrainingJob
 
 
-# Its answers are numbers: there is no share of right ones.
+# A regression has no share of correct answers.
 REGRESSION = resources_pb2.TrainingSpec.TASK_REGRESSION
 
 
@@ -205,7 +205,7 @@ def watch(job: str, after_sequence: int, as_json: bool, **values: Any) -> None:
 
 
 def _step_text(now: resources_pb2.Progress) -> str:
-    """A program's steps are its reports, and their number is not known beforehand."""
+    """Format a job's steps. A program's steps are its reports, whose total is not known beforehand."""
     if now.total_steps:
         return f"{now.step}/{now.total_steps}"
     return str(now.step) if now.step else ""
@@ -246,9 +246,10 @@ def list_(as_json: bool, **values: Any) -> None:
 
 
 def suggested(millrace: Millrace, given: resources_pb2.TrainingSpec, dry_run: bool, quiet: bool) -> Suggestion:
-    """The whole specification, with the version prepared that it needs; of a dry run as far as it goes without.
+    """Return the complete specification, and prepare the version that it needs.
 
-    Raises what the services answer, and `CommandFailed` where the prepared version needs another preparation.
+    A dry run goes as far as it can without preparing. Raises what the services answer, and `CommandFailed` if the
+    prepared version needs another preparation.
     """
     suggestion = millrace.train.suggest_training_spec(given.dataset_version, spec=given)
     if not quiet:
@@ -279,7 +280,7 @@ def suggested(millrace: Millrace, given: resources_pb2.TrainingSpec, dry_run: bo
 
 
 def show_dry_run(suggestion: Suggestion, as_json: bool) -> None:
-    """The specification and, where there is one, the preparation; as JSON with the choices."""
+    """Print the specification and any preparation; as JSON also the choices."""
     preparation = suggestion.preparation
     if as_json:
         document = {"spec": suggestion.spec, "choices": list(suggestion.choices)}

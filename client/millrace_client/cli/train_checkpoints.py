@@ -1,4 +1,4 @@
-"""`millrace train download|import`: checkpoints that leave, and weights that come in."""
+"""`millrace train download|import`: downloads checkpoints and imports weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from millrace_client.connection import Millrace
 from millrace_client.specs import import_spec
 
 COLLECTION = "trainingJobs"
-# Of the names in each list of a report.
+# The most names shown of each list of a report.
 MAX_SHOWN = 10
 
 
@@ -72,7 +72,7 @@ def _at_step(millrace: Millrace, job: str, step: int) -> str:
 
 
 def _downloaded(millrace: Millrace, name: str, directory: Path, as_json: bool) -> resources_pb2.Checkpoint:
-    """With a bar on a terminal."""
+    """Download, with a bar on a terminal."""
     if as_json or not console().is_terminal:
         return millrace.train.download_checkpoint(name, directory)
     from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
@@ -176,7 +176,7 @@ def _import_spec(values: dict[str, Any]) -> checkpoint_import_pb2.ImportSpec:
 
 
 def _pair(option: str, text: str) -> tuple[str, str]:
-    """Of `REGEX=TO`; what comes in its place has no `=`, and may be empty."""
+    """Parse `REGEX=TO`. TO has no `=`, and may be empty."""
     match, found, replacement = text.rpartition("=")
     if not (found and match):
         flag = f"--{option.replace('_', '-')}"

@@ -1,4 +1,4 @@
-"""`millrace train coverage|metrics|logs|export|report`: what a run left behind of its doings."""
+"""`millrace train coverage|metrics|logs|export|report`: the records of a run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OVER = (
     resources_pb2.TrainingJob.STATE_FAILED,
     resources_pb2.TrainingJob.STATE_CANCELLED,
 )
-# What the numbers of a coverage rest on.
+# Descriptions of the evidence for a coverage.
 WITNESSES = {
     pb.Coverage.WITNESS_UNSPECIFIED: "Counted are rows whose gradients the optimizer has applied (OPTIMIZER).",
     pb.Coverage.WITNESS_OPTIMIZER: "Counted are rows whose gradients the optimizer has applied (OPTIMIZER).",
@@ -92,7 +92,10 @@ def coverage(job: str, epoch: int | None, checkpoint: str, split: str, as_json: 
 
 
 def _epoch_state(one: pb.Coverage, is_over: bool) -> str:
-    """Of an epoch, in a word; a run that is over may have left its last one before the end, or not begun it."""
+    """Describe an epoch's state in a word.
+
+    A run that has ended may have left its last epoch early, or not begun it.
+    """
     if one.epoch_done:
         return "done"
     if not is_over:
@@ -101,8 +104,10 @@ def _epoch_state(one: pb.Coverage, is_over: bool) -> str:
 
 
 def begun_epochs(millrace: Millrace, name: str, split: str = "") -> list[int]:
-    """Those that the newest checkpoint has something of; the first one where there is none. `split` is that of a
-    program's shard."""
+    """Return the epochs that the newest checkpoint covers in part or in full; [0] without a checkpoint.
+
+    `split` is that of a program's shard.
+    """
     checkpoints = list(millrace.train.list_checkpoints(name))
     if not checkpoints:
         return [0]
@@ -110,12 +115,15 @@ def begun_epochs(millrace: Millrace, name: str, split: str = "") -> list[int]:
     spec = millrace.train.get_training_job(name).spec
     if spec.HasField("program"):
         return _epochs_of_program(millrace, name, split)
-    # Its epoch is that of the next step, which may not have been done.
+    # A checkpoint's epoch is that of its next step, which may not have been done.
     return list(range(min(newest.epoch + 1, spec.epochs)))
 
 
 def _epochs_of_program(millrace: Millrace, name: str, split: str) -> list[int]:
-    """A program's checkpoints do not say in which epoch its shard is; the refusal of one that it cannot have does."""
+    """Return the epochs of a program's shard.
+
+    A program's checkpoints do not record the shard's epoch. The error for an impossible epoch does.
+    """
     try:
         millrace.train.get_coverage(name, MAX_EPOCH, shard=split)
     except OutOfRange as refused:
@@ -124,7 +132,8 @@ def _epochs_of_program(millrace: Millrace, name: str, split: str) -> list[int]:
 
 
 def most_left_over(millrace: Millrace, found: Sequence[pb.Coverage]) -> int:
-    """The most rows of an epoch that a program's shard leaves out so that all workers get as many; else 0."""
+    """Return the most rows of an epoch that a program's shard leaves out to give all workers the same number; else
+    0."""
     given = [one for one in found if one.witness == pb.Coverage.WITNESS_GIVEN]
     if not given:
         return 0
@@ -190,7 +199,7 @@ def logs(job: str, attempt: int, rank: int | None, follow: bool, as_json: bool, 
             for line in one.text.splitlines():
                 click.echo(label + "".join(char if char.isprintable() or char == "\t" else " " for char in line))
         if not attempt and newest > 1:
-            # Beside the log itself, which may go into a file.
+            # On standard error, because the log itself may go into a file.
             text = f"This is attempt {newest}; --attempt {newest - 1} shows the one before it."
             click.echo(text, err=True)
 

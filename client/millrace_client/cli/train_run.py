@@ -1,4 +1,4 @@
-"""`millrace train run`: pushes code and creates a training job of it in one go."""
+"""`millrace train run`: pushes code and creates a training job from it."""
 
 from __future__ import annotations
 
@@ -166,12 +166,12 @@ def run(
 
 
 def can_ask() -> bool:
-    """Whether a person is there who can answer."""
+    """Return whether a person can answer questions."""
     return sys.stdin.isatty()
 
 
 def _interrupted(millrace: Millrace, name: str, *, may_ask: bool) -> CommandFailed:
-    """What ends the command: the job is cancelled where the answer says so, and else goes on."""
+    """Make the error that ends the command. The job is cancelled if the user says so, and continues otherwise."""
     job = name.rpartition("/")[2]
     remedy = f"millrace train watch {job} shows how it goes on; millrace train cancel {job} ends it"
     left = CommandFailed(f"interrupted, and {name} goes on", remedy=remedy, code=INTERRUPTED)
@@ -193,7 +193,7 @@ def _interrupted(millrace: Millrace, name: str, *, may_ask: bool) -> CommandFail
 
 
 def _show_dry_run(checked: resources_pb2.TrainingJob, as_json: bool) -> None:
-    """The job as the service would make it, with its defaults."""
+    """Print the job as the service would create it, with its defaults."""
     if as_json:
         print_json(checked)
         return
@@ -217,7 +217,7 @@ def _duration(seconds: float) -> Duration:
 
 
 def _sizes(workers: tuple[int, int] | None, fewest: int, *, is_script: bool) -> dict[str, Any]:
-    """The fields of the specification; none where a script says them."""
+    """Return the specification's size fields; none if a script sets them."""
     if fewest and workers is None:
         raise click.UsageError(f"--min-workers {fewest} needs the most, too; use --workers {fewest}..MAX")
     if workers is None:
@@ -228,7 +228,7 @@ def _sizes(workers: tuple[int, int] | None, fewest: int, *, is_script: bool) -> 
 
 
 def _parts(program: str) -> tuple[Path, str]:
-    """What is pushed, and the entry in it."""
+    """Return the path to push, and the entry in it."""
     if program.endswith(SCRIPT):
         return _script(program)
     source, _, function = program.rpartition(":")
@@ -246,8 +246,10 @@ def _parts(program: str) -> tuple[Path, str]:
 
 
 def _module_of(source: str, path: str) -> tuple[str, str]:
-    """What is pushed, and the module, of a function that is named by its file: `path` is in the folder `source`, or
-    stands alone."""
+    """Return the path to push, and the module, for a function that is named by its file.
+
+    `path` lies in the folder `source`, or stands alone.
+    """
     if source:
         return source, path.removesuffix(SCRIPT).replace("/", ".")
     if Path(path).is_file() and (beside := _imported_beside(Path(path))):
@@ -276,7 +278,10 @@ def _script(program: str) -> tuple[Path, str]:
 
 
 def _imported_beside(script: Path) -> list[str]:
-    """The modules in the script's folder that it imports at any place. Of what cannot be parsed the service says it."""
+    """Return the modules in the script's folder that it imports anywhere.
+
+    For a script that cannot be parsed, the service reports the problem.
+    """
     try:
         tree = ast.parse(script.read_bytes())
     except (SyntaxError, ValueError):

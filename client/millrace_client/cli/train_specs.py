@@ -1,4 +1,4 @@
-"""The options that a training specification is made of, and specifications as files."""
+"""The options of a training specification, and specifications in files."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from millrace_client.cli.step_options import OF_TRAINING, kwargs_of, step_option
 from millrace_client.specs import optimizer, training_spec
 from millrace_client.steps import normalize, to_float
 
-# Of `train create --transform`: in that of versions it is `--steps`.
+# The file option of `train create`; that of versions is `--steps`.
 TRANSFORM = "--transform"
 MLP = "mlp"
-# What a command with `--spec` takes besides: it says nothing of the specification.
-# Options whose default is a value, and the fields that they set.
+# Options with a default value, and the fields that they set.
 WITH_DEFAULTS = {
     "task": "task",
     "target_scaling": "target_scaling",
@@ -49,7 +48,7 @@ Read = TypeVar("Read", bound=Message)
 
 
 def workers_of(_context: click.Context, _option: click.Parameter, text: str | None) -> tuple[int, int] | None:
-    """Of `N`, or `MIN..MAX`: (fewest or 0, most); None where the option was left out and has no default."""
+    """Parse `N` or `MIN..MAX` into (fewest or 0, most); None if the option was not given and has no default."""
     if text is None:
         return None
     fewest, elastic, most = text.partition("..")
@@ -155,14 +154,14 @@ OPTIONS = (
 
 
 def spec_options(function: Function) -> Function:
-    """The options that `spec_of` reads."""
+    """Add the options that `spec_of` reads."""
     for option in reversed(OPTIONS):
         function = option(function)
     return step_options(OF_TRAINING, TRANSFORM)(function)
 
 
 def spec_of(values: dict[str, Any]) -> resources_pb2.TrainingSpec:
-    """Without a step the rows are pixels, but for an mlp."""
+    """Make a specification from options. Without steps the rows are pixels, except for an mlp."""
     if not values["dataset_version"]:
         raise click.UsageError("name --dataset-version datasets/d/versions/v (or give --spec)")
     steps = steps_of(values, OF_TRAINING, TRANSFORM)
@@ -210,7 +209,7 @@ def spec_of(values: dict[str, Any]) -> resources_pb2.TrainingSpec:
 
 
 def own_entry(model: str) -> tuple[Path, str] | None:
-    """The folder, wheel or file, and `module:name`, of a model of one's own; None for the name of a builder."""
+    """Return the source path and `module:name` of the user's own model; None for a builder's name."""
     source, _, name = model.rpartition(":")
     source, _, module = source.rpartition(":")
     if not source:
@@ -224,7 +223,7 @@ def own_entry(model: str) -> tuple[Path, str] | None:
 
 
 def given_spec_of(values: dict[str, Any]) -> resources_pb2.TrainingSpec:
-    """Only what options say: the rest is for the service to suggest."""
+    """Return only what the options say. The service suggests the rest."""
     steps = any(was_given(one.name) for one in OF_TRAINING) or was_given("steps_file")
     spec = spec_of(values)
     if not (steps or was_given("mean") or was_given("std")):
@@ -297,7 +296,7 @@ def _placement(values: dict[str, Any]) -> resources_pb2.Placement:
 
 
 def refuse_beside_file() -> None:
-    """Raises `UsageError` for an option that says what the file of `--spec` says."""
+    """Raise `UsageError` for an option that repeats what the `--spec` file says."""
     context = click.get_current_context()
     for one in context.command.params:
         if isinstance(one, click.Option) and one.name not in BESIDE_FILE and was_given(one.name or ""):
@@ -305,7 +304,7 @@ def refuse_beside_file() -> None:
 
 
 def read_message(path: Path, message: Read) -> Read:
-    """The message in a file of protobuf's JSON."""
+    """Read a message from a file of protobuf's JSON."""
     try:
         return json_format.Parse(path.read_text(), message)
     except json_format.ParseError as error:

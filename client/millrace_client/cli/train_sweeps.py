@@ -132,7 +132,7 @@ def _watch(millrace: Millrace, name: str, as_json: bool) -> None:
 
 
 def _show(found: Sweep) -> None:
-    """A row for each trial, the best one marked."""
+    """Print a row for each trial, and mark the best one."""
     metric, paths = found.spec.metric, sorted(found.spec.parameters)
     table = new_table(
         "", "trial", "state", *paths, "epochs", metric, "best", numbers=(*paths, "epochs", metric, "best")
@@ -217,7 +217,7 @@ def _cut(text: str, at: str, option: str) -> tuple[str, str]:
 
 
 def _value(text: str) -> Any:
-    """A number, true or false as JSON has them, else the text itself."""
+    """Parse a number, true or false as JSON; otherwise return the text itself."""
     try:
         return json.loads(text)
     except ValueError:

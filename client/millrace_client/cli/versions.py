@@ -1,6 +1,6 @@
-"""Versions on the command line: quality checks as options, waiting for one, and what `millrace data show` prints.
+"""Versions on the command line: quality checks as options, waiting, and the output of `millrace data show`.
 
-A check is `--check range:price=0:100`. The server goes on making a version also where nobody waits for it.
+A check is `--check range:price=0:100`. The server continues to make a version even if the command stops waiting.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 
 MAX_REASONS, MAX_EXAMPLES, MAX_SHOWN_VALUES = 10, 2, 4
 MAX_CELL = 48
-# Characters from which all figures of a column find room.
+# The width in characters from which all figures of a column fit.
 WIDE = 120
 NARROW_CELL, NARROW_NAME = 20, 15
-# What a table puts between two columns.
+# The space between two columns of a table.
 _GUTTER = 3
 
 
 def print_version(version: resources_pb2.DatasetVersion) -> None:
-    """Its header, columns and splits, and whether rows were left out."""
+    """Print a version's header, columns and splits, and whether rows were left out."""
     _print_header(version)
     columns = new_table("column", "type")
     for column in version.columns:
@@ -59,14 +59,14 @@ def print_version(version: resources_pb2.DatasetVersion) -> None:
 
 
 def print_prediction(version: resources_pb2.DatasetVersion) -> None:
-    """Which checkpoint its predictions are from."""
+    """Print the checkpoint of a version's predictions."""
     made = version.prediction
     by = f"[cyan]{made.checkpoint}[/]  sha256:{made.checkpoint_sha256}"
     console().print(f"  [dim]predicted by[/] {by}", soft_wrap=True)
 
 
 def print_preview(preview: data_service_pb2.PreviewVersionResponse) -> None:
-    """All that is known of a version."""
+    """Print everything known about a version."""
     profile = profile_of(preview)
     _print_header(profile.version)
     _print_origin(profile)
@@ -111,7 +111,7 @@ def _print_columns(profile: Profile) -> None:
 
 
 def _cell(column: Column, header: str) -> Text:
-    """A line for each split; the first cell of a row has the column's name and type instead."""
+    """Return a cell with a line per split; the first cell of a row has the column's name and type instead."""
     from rich.text import Text
 
     if header == "column":
@@ -131,7 +131,7 @@ def _fact(part: Part, header: str) -> str:
 
 
 def _values(column: Column, part: Part) -> Text:
-    """The histogram, or the frequent values where they say more."""
+    """Return the histogram, or the frequent values if they are more informative."""
     if part.histogram and not column.has_names:
         return verbatim(block_bars(part.histogram), "cyan")
     if not part.values or part.values[0].row_count == 1:
@@ -182,7 +182,7 @@ def _left_out(rows: int) -> str:
 
 
 def _print_rows(profile: Profile) -> None:
-    """As many columns as find room: rows that wrap are hard to read."""
+    """Print the first rows with as many columns as fit, because wrapped rows are hard to read."""
     if not profile.rows:
         return
     from rich.markup import escape
@@ -214,7 +214,7 @@ AS_LONG_AS_IT_TAKES_S = math.inf
 
 @contextmanager
 def waiting(operation: Operation[resources_pb2.DatasetVersion]) -> Iterator[None]:
-    """Raises `CommandFailed` where somebody ends the waiting."""
+    """Raise `CommandFailed` if the user interrupts the waiting."""
     try:
         yield
     except KeyboardInterrupt:
@@ -239,13 +239,13 @@ FORMS = (
     "class_balance:COLUMN=LOW:HIGH",
     "drift:COLUMN=MOST",
 )
-# They look at the rows as a whole, and leave none out.
+# These checks concern all rows together, and leave none out.
 OF_ALL_ROWS = ("row_count", "class_balance", "drift")
 CHECK, QUARANTINE = "--check", "--quarantine-check"
 
 
 def check_options(function: Function) -> Function:
-    """The options that `checks_of` reads."""
+    """Add the options that `checks_of` reads."""
     forms = "; ".join(FORMS)
     aside = click.option(
         QUARANTINE,
@@ -263,7 +263,7 @@ def check_options(function: Function) -> Function:
 
 
 def checks_of(values: dict[str, Any]) -> list[checks.Check]:
-    """Takes the checks' options out of `values`."""
+    """Remove the checks' options from `values` and return the checks."""
     ending = [_check(text, CHECK) for text in values.pop("check")]
     return ending + [_check(text, QUARANTINE) for text in values.pop("quarantine_check")]
 
@@ -324,7 +324,7 @@ def _number(text: str) -> float:
 
 
 def _value(text: str) -> Value:
-    """A whole number, true or false as JSON has them, a text in quotes, else the text itself."""
+    """Parse an integer, true, false or a quoted text as JSON; otherwise return the text itself."""
     try:
         value = json.loads(text)
     except ValueError:

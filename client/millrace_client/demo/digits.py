@@ -1,4 +1,4 @@
-"""Where the digits come from: the first source that works, as IDX files in one folder."""
+"""Finds digits for the demo: the first source that works, as IDX files in one folder."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ DOWNLOAD_TIMEOUT_S = 120.0
 SKLEARN_TRAIN_ROWS = 1500
 SIDE = 28
 
-# Run in a process of its own: the client does not import torch.
+# Run in its own process, because the client does not import torch.
 DOWNLOAD = "import sys, torchvision; torchvision.datasets.MNIST(sys.argv[1], download=True)"
 
 
 class NoDigits(Exception):
-    """No source worked; the text says what each answered."""
+    """No source worked. The text has each source's problem."""
 
 
 @dataclass(frozen=True)
 class Digits:
-    """The four IDX files of MNIST's naming in `folder`, each name ending with `suffix` (`.gz` or nothing)."""
+    """MNIST's four IDX files in `folder`; each name ends with `suffix` (`.gz` or nothing)."""
 
     source: str
     folder: Path
@@ -42,9 +42,9 @@ class Digits:
 
 
 def find_digits(cache: Path, environ: Mapping[str, str] = os.environ) -> Digits:
-    """Tries MNIST_ROOT, ../shared/data/mnist, torchvision's download and scikit-learn's digits, in this order.
+    """Try MNIST_ROOT, ../shared/data/mnist, torchvision's download and scikit-learn's digits, in this order.
 
-    What is downloaded or made is kept in `cache`. Raises `NoDigits`.
+    Downloaded or generated files are kept in `cache`. Raises `NoDigits`.
     """
     refusals = []
     for source, locate in _sources(cache, environ):
@@ -69,7 +69,7 @@ def _sources(cache: Path, environ: Mapping[str, str]) -> Iterator[tuple[str, Cal
 
 
 def _look_in(root: Path) -> tuple[Path, str] | None:
-    """The folder and the suffix of the files, at `root` or where torchvision puts them below it."""
+    """Return the folder and the suffix of the files, at `root` or where torchvision puts them below it."""
     for folder in (root / "MNIST" / "raw", root / "raw", root):
         for suffix in (".gz", ""):
             if all((folder / f"{name}{suffix}").is_file() for name in FILES):
@@ -85,11 +85,11 @@ def _download(root: Path) -> Path:
 
 
 def _small_digits(root: Path) -> Path:
-    """1,797 digits of 8×8 pixels, 0..16, written as 28×28 pixels, 0..255."""
+    """Write 1,797 digits of 8×8 pixels, 0..16, as 28×28 pixels, 0..255."""
     if _look_in(root) is None:
         with gzip.open(_sklearn_folder() / "datasets" / "data" / "digits.csv.gz", "rt") as file:
             rows = np.loadtxt(file, delimiter=",", dtype=np.uint8)
-        # Neighbours come from the same writer; mixed, each split has all of them.
+        # Neighbouring rows come from the same writer; shuffled, each split has all writers.
         rows = np.random.default_rng(0).permutation(rows)
         images = np.stack([_scaled_up(one) for one in rows[:, :64].reshape(-1, 8, 8)])
         labels = np.ascontiguousarray(rows[:, 64])
@@ -101,7 +101,7 @@ def _small_digits(root: Path) -> Path:
 
 
 def _sklearn_folder() -> Path:
-    """Where scikit-learn is installed; its data can be read without importing it."""
+    """Return scikit-learn's folder, whose data can be read without importing it."""
     found = importlib.util.find_spec("sklearn")
     if found is None or not found.submodule_search_locations:
         raise FileNotFoundError("scikit-learn is not installed")
@@ -116,7 +116,7 @@ def _scaled_up(image: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
 
 
 def write_idx(path: Path, array: npt.NDArray[np.uint8]) -> None:
-    """Writes uint8 values of any shape in the IDX format."""
+    """Write uint8 values of any shape in the IDX format."""
     header = struct.pack(f">HBB{array.ndim}I", 0, 0x08, array.ndim, *array.shape)
     path.write_bytes(header + array.tobytes())
 

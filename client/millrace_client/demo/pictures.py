@@ -1,4 +1,4 @@
-"""The contact sheet and the learning curves, as PNGs."""
+"""Draws the contact sheet and the learning curves as PNGs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from millrace_client.cli.progress import Curves
 from millrace_client.demo.run import Served
 
 COLUMNS, ROWS = 12, 8
-# At most half of the sheet, so that it shows how the right ones look as well.
+# At most half of the sheet, so that correct predictions are shown as well.
 MAX_WRONG = COLUMNS * ROWS // 2
 INK, MUTED, RIGHT, WRONG, ACCENT = "#1f2933", "#7b8794", "#2f855a", "#c53030", "#2b6cb0"
 
 
 def contact_sheet(served: Served, path: Path) -> None:
-    """Digits with their labels and predictions: wrong ones first, framed in red, then the first right ones."""
+    """Draw digits with labels and predictions: wrong ones first, framed in red, then correct ones."""
     plt = _pyplot()
     wrong = np.flatnonzero(served.predictions != served.labels)
     right = np.flatnonzero(served.predictions == served.labels)
@@ -70,7 +70,7 @@ def contact_sheet(served: Served, path: Path) -> None:
 
 
 def learning_curves(curves: Curves, served: Served, path: Path) -> None:
-    """Loss and accuracy over the steps, of training and validation, with the served model's test accuracy."""
+    """Draw loss and accuracy over the steps of training and validation, with the served model's test accuracy."""
     plt = _pyplot()
     figure, (loss_axis, accuracy_axis) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for axis, column, title in ((loss_axis, 1, "Loss"), (accuracy_axis, 2, "Accuracy")):

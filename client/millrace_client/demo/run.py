@@ -1,7 +1,7 @@
-"""The demonstration's stages, in order. Each is a call of a service; nothing here knows how they work.
+"""The demo's stages, in order. Each stage only calls a service.
 
-A `Story` tells the stages with numbers and wall times. The recipe is what is trained, and for how long. The test split
-goes through the served model, and shows what that answered, how well and how fast.
+A `Story` prints the stages with figures and wall times. The recipe defines the data, the model and the epochs. At the
+end the test split is sent to the served model, which shows its answers, accuracy and speed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DATASET = "digits"
 def run(
     millrace: Millrace, story: Story, *, folder_uri: str, suffixes: tuple[str, ...], epochs: int, output: Path
 ) -> dict[str, Any]:
-    """Import, train, deploy, ask, draw. Returns the figures as JSON-able values."""
+    """Import, train, deploy, predict, draw. Returns the figures as JSON values."""
     with story.stage("Import the digits"):
         version = import_digits(millrace, folder_uri, suffixes)
         splits = " · ".join(f"{split.name} {split.row_count:,}" for split in version.splits)
@@ -81,7 +81,7 @@ def run(
 
 
 def import_digits(millrace: Millrace, folder_uri: str, suffixes: tuple[str, ...]) -> DatasetVersion:
-    """Imports with the first suffix whose files the server finds."""
+    """Import with the first suffix whose files the server finds."""
     millrace.data.create_dataset(DATASET, display_name="Handwritten digits", exist_ok=True)
     for suffix in suffixes:
         operation = millrace.data.import_version(
@@ -96,7 +96,7 @@ def import_digits(millrace: Millrace, folder_uri: str, suffixes: tuple[str, ...]
 
 
 def free_id(millrace: Millrace) -> str:
-    """`digits`, or `digits-2` and so on where jobs or deployments of earlier demonstrations are still there."""
+    """Return `digits`, or `digits-2` and so on if earlier demos left jobs or deployments."""
     taken = {job.name.rpartition("/")[2] for job in millrace.train.list_training_jobs()}
     taken |= {deployment.name.rpartition("/")[2] for deployment in millrace.deployments.list_deployments()}
     number, candidate = 1, DATASET
@@ -109,7 +109,7 @@ def free_id(millrace: Millrace) -> str:
 def train(
     millrace: Millrace, spec: resources_pb2.TrainingSpec, job_id: str
 ) -> tuple[resources_pb2.TrainingJob, Curves]:
-    """Trains with a live view. Raises `CommandFailed` unless it succeeds; interrupted, it cancels the job."""
+    """Train with a live view. Raises `CommandFailed` unless it succeeds; an interrupt cancels the job."""
     job = millrace.train.create_training_job(job_id, spec)
     curves = Curves()
     try:
@@ -144,7 +144,7 @@ def draw(served: Served, curves: Curves, output: Path) -> list[Path]:
 
 
 def print_how_to_talk(model: str, version: str) -> None:
-    """What to type while the stack is up."""
+    """Print commands to try while the stack is up."""
     console().print("\n[bold]The stack is still up.[/] Try")
     for command, what in (
         ("millrace status", "what runs, and where"),
@@ -166,7 +166,7 @@ def summary(figures: dict[str, Any], total_s: float) -> str:
 
 
 class Story:
-    """Prints a heading for each stage and keeps how long it took."""
+    """Prints a heading for each stage and records its wall time."""
 
     def __init__(self) -> None:
         self.wall_s: dict[str, float] = {}
@@ -174,7 +174,7 @@ class Story:
 
     @contextmanager
     def stage(self, title: str) -> Iterator[None]:
-        """One stage; its time counts even when it fails."""
+        """Time one stage, even if it fails."""
         console().print(f"\n[bold]{len(self.wall_s) + 1}  {title}[/]")
         started = time.monotonic()
         try:
@@ -200,7 +200,7 @@ class Story:
 
 SEED = 17
 VALIDATION_SHARE = 1 / 7
-# MNIST's own, over its training pixels.
+# Mean and standard deviation of MNIST's training pixels.
 MEAN, STD = 0.1307, 0.3081
 WORKERS = 2
 GLOBAL_BATCH_ROWS = 128
@@ -210,7 +210,7 @@ MAX_EPOCHS = 15
 
 
 def sources(folder_uri: str, suffix: str) -> list[data_service_pb2.ImportSource]:
-    """MNIST's four files below a URI, as the splits `train` and `test`."""
+    """Return MNIST's four files below a URI as the splits `train` and `test`."""
     base = folder_uri.rstrip("/")
     train_images, train_labels, test_images, test_labels = (f"{base}/{name}{suffix}" for name in FILES)
     return [idx_source("train", train_images, train_labels), idx_source("test", test_images, test_labels)]
@@ -221,7 +221,7 @@ def hold_outs() -> list[data_service_pb2.HoldOut]:
 
 
 def spec(version: DatasetVersion, epochs: int = 0) -> TrainingSpec:
-    """ResNet-18 on the version's training rows; `epochs` 0: by the number of rows."""
+    """Return the specification of ResNet-18 on the version; `epochs` 0: chosen by the number of rows."""
     (rows,) = (split.row_count for split in version.splits if split.name == "train")
     return training_spec(
         version.name,
@@ -245,7 +245,7 @@ IN_FLIGHT = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """N images of shape (N, H, W) with what they show, what the model answered, and how long each answer took."""
+    """N images (N, H, W) with their labels, the model's answers, and the latency of each."""
 
     images: npt.NDArray[np.uint8]
     labels: npt.NDArray[np.int64]
@@ -276,7 +276,10 @@ def classify_split(
     in_flight: int = IN_FLIGHT,
     on_answer: Callable[[int, int], object] | None = None,
 ) -> Served:
-    """Sends each raw image of a split as a request of its own; `on_answer` is told how many of how many are back."""
+    """Send each raw image of a split as its own request.
+
+    `on_answer` is called with the number of answers and the total.
+    """
     images, labels = image_rows(millrace.data.read_table(version, split=split))
     assert labels is not None, "a version from IDX files has labels"
     started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A run's metrics and parameters, as other tools read them: from the API, into files, with nobody else on the line."""
+"""Exports a run's metrics and parameters for other tools: from the API into files, without other connections."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ TARGETS = ("tensorboard", "mlflow", "wandb")
 
 
 class ExporterMissing(Exception):
-    """The package that writes this format is not installed: it is an extra."""
+    """The package that writes this format is not installed. It is an extra."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """`points` is the number of steps; `hint` says how to look at it."""
+    """A finished export. `points` is the number of steps; `hint` says how to view it."""
 
     folder: str
     points: int
@@ -33,7 +33,7 @@ class Written:
 
 
 def export_run(target: str, job: resources_pb2.TrainingJob, points: Sequence[pb.MetricPoint], folder: Path) -> Written:
-    """`target` is one of `TARGETS`. Raises `ExporterMissing` where its extra is not installed."""
+    """Export a run. `target` is one of `TARGETS`. Raises `ExporterMissing` if its extra is not installed."""
     folder.mkdir(parents=True, exist_ok=True)
     module = importlib.import_module(f"millrace_client.export.{target}")
     try:
@@ -48,7 +48,7 @@ def job_id(job: resources_pb2.TrainingJob) -> str:
 
 
 def parameters(job: resources_pb2.TrainingJob) -> dict[str, str]:
-    """The specification, flat: `optimizer.learning_rate`, `transform.steps.0.to_float`, …"""
+    """Return the specification, flattened: `optimizer.learning_rate`, `transform.steps.0.to_float`, …"""
     flat: dict[str, str] = {}
 
     def add(path: str, value: Any) -> None:

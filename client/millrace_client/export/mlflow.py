@@ -1,4 +1,4 @@
-"""A run in a file store of MLflow, written by `mlflow-skinny`."""
+"""Exports a run into a file store of MLflow, with `mlflow-skinny`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from millrace.train.v1 import train_service_pb2 as pb
 from millrace_client.export import Written, job_id, parameters
 
 EXPERIMENT = "millrace"
-# What MLflow takes in one call, and the most of a parameter's value.
+# MLflow's limits for one call, and for a parameter's value.
 METRICS_AT_ONCE, PARAMETERS_AT_ONCE, VALUE_LENGTH = 1000, 100, 6000
-# It takes slashes and, but for Windows, colons as well; but each parameter is a file, and slashes would make folders.
+# MLflow also accepts slashes and, except on Windows, colons. But each parameter is a file, and slashes would make
+# folders.
 NOT_IN_NAMES = re.compile(r"[^\w.\- ]")
-# A file's name may have 255 bytes, MLflow's 250 characters; a number may come behind.
+# A file's name may have 255 bytes, MLflow's 250 characters; the rest is for a number at the end.
 NAME_BYTES = 240
 
 Job = resources_pb2.TrainingJob
-# All others, in which an attempt is at work or soon will be again, are RUNNING. What waits for room, or for somebody to
-# resume it, is to run later.
+# All other states, in which an attempt runs or soon will, are RUNNING. Jobs that wait for resources or for a resume are
+# SCHEDULED.
 STATUSES = {
     Job.STATE_PENDING: "SCHEDULED",
     Job.STATE_SUSPENDED: "SCHEDULED",
@@ -35,7 +36,7 @@ ENDED = ("FINISHED", "FAILED", "KILLED")
 
 
 def export(job: Job, points: Sequence[pb.MetricPoint], folder: Path) -> Written:
-    """A run named by the job's id, in the experiment `millrace` below `folder`, as far as the job is."""
+    """Write the job's present state as a run, named by its id, in the experiment `millrace` below `folder`."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     from mlflow import MlflowClient
@@ -66,8 +67,10 @@ def export(job: Job, points: Sequence[pb.MetricPoint], folder: Path) -> Written:
 
 
 def renamed(values: Mapping[str, str]) -> dict[str, str]:
-    """The values under names that MLflow takes: columns may be called anything. Names that are good already stay, and
-    of others that would become the same all but the first get a number."""
+    """Rename values so that MLflow accepts their names, because columns may have any name.
+
+    Valid names stay. If others would become equal, all but the first get a number.
+    """
     good = {name: text for name, text in values.items() if name == _mended(name)}
     for name, text in sorted(values.items()):
         if name not in good:

@@ -1,4 +1,4 @@
-"""An event file of TensorBoard, written by its own package; TensorFlow is not needed."""
+"""Exports a run into an event file with TensorBoard's own package; TensorFlow is not needed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from millrace_client.export import Written, job_id, parameters
 
 
 def export(job: resources_pb2.TrainingJob, points: Sequence[pb.MetricPoint], folder: Path) -> Written:
-    """A run of the job's id below `folder`: a scalar for each metric, and the specification as text."""
+    """Write a run named by the job's id below `folder`: a scalar per metric, and the specification as text."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
     run = folder / job_id(job)
-    # TensorBoard shows all event files of a folder as one run: an export again replaces the one before.
+    # TensorBoard shows all event files of a folder as one run, so a repeated export replaces the old one.
     for old in run.glob("events.out.tfevents.*"):
         old.unlink()
     writer = EventFileWriter(str(run))

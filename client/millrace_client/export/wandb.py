@@ -1,4 +1,4 @@
-"""An offline run of Weights & Biases; `wandb sync` takes it to a server, if somebody wants that."""
+"""Exports an offline run of Weights & Biases. `wandb sync` can upload it to a server."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from millrace.train.v1 import train_service_pb2 as pb
 from millrace_client.export import Written, job_id, parameters
 
 Job = resources_pb2.TrainingJob
-# What a process ends with: W&B calls all but 0 failed, and its own library gives 255 for what somebody interrupted. A
-# run that has not ended is neither; a file without an end would count as crashed.
+# Exit codes by state. W&B calls all but 0 failed, and its own library reports 255 for an interrupted process. A run
+# that has not ended is neither, but a file without an end would count as crashed.
 EXIT_CODES = {Job.STATE_FAILED: 1, Job.STATE_CANCELLED: 255, Job.STATE_DELETING: 255}
 
 
 def export(job: Job, points: Sequence[pb.MetricPoint], folder: Path) -> Written:
-    """A run `offline-run-…` below `folder/wandb`, of the job's id and uid, as far as the job is; a tag names its state,
-    unless that is of a later release.
+    """Write the job's present state as a run `offline-run-…` below `folder/wandb`, with the job's id and uid.
 
-    W&B's own process, which writes it, is stopped then.
+    A tag names the job's state, unless it is of a later release. W&B's own process, which writes the run, is stopped
+    afterwards.
     """
     import wandb
 
@@ -50,7 +50,7 @@ def export(job: Job, points: Sequence[pb.MetricPoint], folder: Path) -> Written:
         place = str(Path(run.settings.sync_dir))
     finally:
         run.finish(exit_code=EXIT_CODES.get(job.state, 0))
-        wandb.teardown()  # which waits for the file; `finish` may return before it is written
+        wandb.teardown()  # waits for the file; `finish` may return before it is written
     return Written(place, len(points), f"wandb sync {place} takes it to a server")
 
 

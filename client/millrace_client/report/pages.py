@@ -1,7 +1,7 @@
-"""Reports as HTML pages: of a version, and of a training run, which is read through the API.
+"""HTML reports of a version, and of a training run, which is read through the API.
 
-A page has no script, no other file and no network; everything from data is escaped. Curves are SVG paths: of many
-points such a path has what the eye can tell apart.
+A page has no script, no other file and no network access; all data is escaped. Curves are SVG paths. The path of a long
+series is reduced to the visible detail.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def training_page(run: Run) -> str:
 
 # --- Training run ---
 
-# These come first; others after them by their names.
+# Shown first; other metrics follow by name.
 FIRST = ("loss", "validation_loss", "accuracy", "validation_accuracy")
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt: where it began, how it ended. Times are seconds since the run was created; None: not known."""
+    """An attempt's start and end. Times are seconds since the run was created; None: unknown."""
 
     number: int
     begun_s: float | None
@@ -85,7 +85,7 @@ class Run:
 
 
 def collect(train: TrainClient, name: str, epochs: Sequence[int]) -> Run:
-    """`epochs` are those whose coverage is asked for."""
+    """Read a run. `epochs` are those whose coverage is shown."""
     job = train.get_training_job(name)
     events = train.list_events(name)
     points = list(train.list_metrics(name))
@@ -102,7 +102,10 @@ def collect(train: TrainClient, name: str, epochs: Sequence[int]) -> Run:
 
 
 def _coverage(train: TrainClient, name: str, epochs: Sequence[int]) -> list[pb.Coverage]:
-    """None where the service does not know any more which rows there were; the rest is worth a page."""
+    """Return the epochs' coverage; none if the service no longer knows the rows.
+
+    The rest of the report is still useful then.
+    """
     try:
         return [train.get_coverage(name, epoch) for epoch in epochs]
     except FailedPrecondition:
@@ -110,7 +113,7 @@ def _coverage(train: TrainClient, name: str, epochs: Sequence[int]) -> list[pb.C
 
 
 def curves_of(points: Sequence[pb.MetricPoint], events: Sequence[pb.TrainingEvent]) -> list[Curve]:
-    """One for each metric of the steps; from the events where there are no points."""
+    """Return a curve per metric of the steps; from the events if there are no points."""
     values: dict[str, list[tuple[float, float]]] = {}
     for point in points:
         for name, value in point.values.items():
@@ -160,9 +163,9 @@ TEMPLATE, TRAINING_TEMPLATE = "page.html.jinja", "training.html.jinja"
 # --- Curves ---
 
 WIDTH, HEIGHT = 600, 160
-# Columns of points drawn; of each its mean, lowest and highest.
+# The number of columns of points. Each shows its mean, lowest and highest value.
 _COLUMNS = 300
-# Above so many points the line is their mean within a column, and the band what lies around it.
+# Above this number of points, the line shows the mean of a column, and the band its range.
 _DENSE = 2 * _COLUMNS
 
 Points = Sequence[tuple[float, float]]
@@ -172,7 +175,7 @@ Points = Sequence[tuple[float, float]]
 class Curve:
     """One figure: `line` and `dots` in a box of `WIDTH` by `HEIGHT`, the origin at the upper left.
 
-    `band` is the area between the lowest and highest values where there are too many for a line; else empty.
+    `band` is the area between the lowest and highest values if there are too many for a line; else empty.
     """
 
     name: str
@@ -188,7 +191,10 @@ class Curve:
 
 
 def curve(name: str, points: Points) -> Curve | None:
-    """(step, value) each, in the order of steps; values that are not finite are left out and counted. None of none."""
+    """Draw (step, value) points in the order of steps; None without points.
+
+    Values that are not finite are left out and counted.
+    """
     finite = [(step, value) for step, value in points if math.isfinite(value)]
     if not finite:
         return None
@@ -197,7 +203,7 @@ def curve(name: str, points: Points) -> Curve | None:
     width, height = (last - first) or 1.0, (high - low) or 1.0
 
     def place(step: float, value: float) -> tuple[float, float]:
-        # A curve that never moves lies in the middle.
+        # A constant curve lies in the middle.
         share = (value - low) / height if high > low else 0.5
         return round((step - first) / width * WIDTH, 1), round(HEIGHT - 4 - share * (HEIGHT - 8), 1)
 
@@ -220,7 +226,7 @@ def curve(name: str, points: Points) -> Curve | None:
 
 
 def _columns(points: Points, first: float, width: float) -> list[tuple[float, float, float, float]]:
-    """(step, mean, least, most) of each column that has points; of few points each is a column of its own."""
+    """Return (step, mean, least, most) of each column that has points. Few points are a column each."""
     if len(points) <= _DENSE:
         return [(step, value, value, value) for step, value in points]
     held: dict[int, list[tuple[float, float]]] = {}

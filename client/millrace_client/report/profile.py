@@ -1,4 +1,4 @@
-"""A preview's columns, checks and rows, worded once for the terminal and the page; histograms as bars for both."""
+"""A preview's columns, checks and rows as texts for the terminal and the page, with histograms as bars."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 # --- Profile ---
 
-# How a preview calls the column in front, which tells the split of each row.
+# The preview's first column, which has the split of each row.
 SPLIT = "split"
 MAX_VALUE_TEXT = 120
-# Times that lie so close together are told with their hours.
+# Ranges of fewer days show times with hours.
 DAYS_WITH_CLOCK = 20
 
 
 @dataclass(frozen=True)
 class Value:
-    """A frequent value: its text, how many rows have it, and their share of those that are not null."""
+    """A frequent value: its text, its number of rows, and their share of the rows that are not null."""
 
     text: str
     row_count: int
@@ -35,7 +35,7 @@ class Value:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A column in one split. `least`, `middle` and `most` are values, moments or lengths, as the column has them."""
+    """A column in one split. `least`, `middle` and `most` are values, moments or lengths, by the column's kind."""
 
     split: str
     row_count: int
@@ -53,9 +53,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Column:
-    """`parts` is empty for a version without a report. `kind`: numbers, times, texts or values.
+    """A column in all splits.
 
-    Values that have names are classes: then those say more than a histogram of their numbers.
+    `parts` is empty for a version without a report. `kind` is numbers, times, texts or values. Values that have names
+    are classes, which say more than a histogram of their numbers.
     """
 
     name: str
@@ -91,7 +92,7 @@ class Profile:
 
     @property
     def contact_sheet_uri(self) -> str:
-        """For a page that needs no other file; empty where there is none."""
+        """The contact sheet as a data URI, so that the page needs no other file; empty without one."""
         png = self.contact_sheet_png
         return f"data:image/png;base64,{base64.b64encode(png).decode()}" if png else ""
 
@@ -116,9 +117,9 @@ def profile_of(preview: data_service_pb2.PreviewVersionResponse) -> Profile:
 
 
 def rows_of(preview: data_service_pb2.PreviewVersionResponse) -> list[dict[str, Any]]:
-    """The first rows. Tensors are told by their shape, bytes by their number: nobody reads pixels in a table.
+    """Return the first rows. Tensors show their shape, and bytes their length.
 
-    The split of a row is `split`, or, where the version has a column of that name, `_split`.
+    The split of a row is `split`, or `_split` if the version has a column of that name.
     """
     if not preview.arrow_ipc:
         return []
@@ -126,7 +127,7 @@ def rows_of(preview: data_service_pb2.PreviewVersionResponse) -> list[dict[str, 
 
     table = pa.ipc.open_stream(preview.arrow_ipc).read_all()
     shapes = {column.name: shape_text(column) for column in preview.version.columns if column.shape}
-    # By their places: the split comes in front, whatever the columns behind it are called.
+    # By position, because the split is always first, whatever the other columns' names are.
     own = table.column_names[1:]
     names = [_free_name(SPLIT, own), *own]
     columns = [_values(table.column(0))]
@@ -150,7 +151,10 @@ def _values(column: pa.ChunkedArray) -> list[Any]:
 
 
 def _value(value: pa.Scalar) -> Any:
-    """Arrow's own text where Python has no such value: its dates end with the year 9999, and it may lack the zone."""
+    """Return a Python value, or Arrow's text if Python has none.
+
+    Python's dates end with the year 9999, and it may not know the zone.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -165,12 +169,12 @@ def _value(value: pa.Scalar) -> Any:
 
 
 def shape_text(column: resources_pb2.Column) -> str:
-    """E.g. `28 × 28`; empty for a scalar."""
+    """Format a shape, e.g. `28 × 28`; empty for a scalar."""
     return " × ".join(map(str, column.shape))
 
 
 def type_text(column: resources_pb2.Column) -> str:
-    """E.g. `uint8 28 × 28` for a tensor, else the Arrow type."""
+    """Format a type, e.g. `uint8 28 × 28` for a tensor, else the Arrow type."""
     if not column.shape:
         return column.arrow_type
     value_type = column.arrow_type.partition("value_type=")[2].partition(",")[0]
@@ -246,7 +250,7 @@ _GAP = 1.5
 
 @dataclass(frozen=True)
 class Bar:
-    """In the units of a box of `WIDTH` by `HEIGHT`, its origin at the upper left."""
+    """A bar in a box of `WIDTH` by `HEIGHT`, the origin at the upper left."""
 
     x: float
     y: float
@@ -256,13 +260,13 @@ class Bar:
 
 
 def block_bars(counts: Sequence[int]) -> str:
-    """A character for each count; nothing for 0, and never nothing for more."""
+    """Return a character per count: a space for 0, and a visible bar for every other count."""
     most = max(counts, default=0)
     return "".join(_BLOCKS[math.ceil(count / most * len(_BLOCKS)) - 1] if count else " " for count in counts)
 
 
 def box_bars(counts: Sequence[int]) -> list[Bar]:
-    """Bars that stand on the lower edge, the tallest as high as the box; one of few rows is still seen."""
+    """Return bars on the lower edge. The tallest is as high as the box, and small counts stay visible."""
     most = max(counts, default=0)
     if not most:
         return []

@@ -1,4 +1,4 @@
-"""Numbers, checks and transform steps in words."""
+"""Formats numbers, checks and transform steps as text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_STEP_TEXT = 100
 
 
 def number_text(value: float) -> str:
-    """Enough digits to see what a column is like: `12,345`, `0.1307`, `1.235e+12`."""
+    """Format a number with as many digits as are useful: `12,345`, `0.1307`, `1.235e+12`."""
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else "∞" if value > 0 else "−∞"
     if 1000 <= abs(value) < 1e9 or (value == int(value) and abs(value) < 1000):
@@ -25,7 +25,7 @@ def number_text(value: float) -> str:
 
 
 def share_text(part: int, whole: int) -> str:
-    """A share in percent; one that is not 0 never reads as 0, one that is not all never as 100."""
+    """Format a share in percent. Only 0 reads as 0, and only a full share as 100."""
     if not part or not whole:
         return "0 %"
     percent = 100 * part / whole
@@ -35,7 +35,7 @@ def share_text(part: int, whole: int) -> str:
 
 
 def moment_text(seconds: int, *, with_clock: bool) -> str:
-    """In UTC."""
+    """Format a moment in UTC."""
     from datetime import UTC, datetime, timedelta
 
     moment = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(seconds=seconds)
@@ -43,7 +43,7 @@ def moment_text(seconds: int, *, with_clock: bool) -> str:
 
 
 def scalar_text(scalar: transform_pb2.Scalar, names: Sequence[str] = ()) -> str:
-    """`names`: those of the values 0, 1, …"""
+    """Format a scalar. `names` are those of the values 0, 1, …"""
     kind = scalar.WhichOneof("kind")
     value: Any = getattr(scalar, kind) if kind else ""
     if kind == "integer" and 0 <= value < len(names):
@@ -54,7 +54,7 @@ def scalar_text(scalar: transform_pb2.Scalar, names: Sequence[str] = ()) -> str:
 
 
 def cause_text(cause: int) -> str:
-    """Why an attempt ended, by its `AttemptEnded.Cause`."""
+    """Describe why an attempt ended, by its `AttemptEnded.Cause`."""
     return {
         1: "lost to a failure",
         2: "lost: a rank stood still",
@@ -66,7 +66,7 @@ def cause_text(cause: int) -> str:
 
 
 def check_text(check: quality_pb2.QualityCheck) -> str:
-    """What a check asks for: `age is from 0 to 120`."""
+    """Describe a check: `age is from 0 to 120`."""
     kind = check.WhichOneof("check")
     column = check.column
     match kind:
@@ -91,7 +91,7 @@ def check_text(check: quality_pb2.QualityCheck) -> str:
 
 
 def step_text(step: transform_pb2.TransformStep) -> str:
-    """E.g. `resize(image, height=32, width=32)`."""
+    """Describe a step: `resize(image, height=32, width=32)`."""
     kind = step.WhichOneof("op")
     if kind is None:
         return "a step that this program does not know"

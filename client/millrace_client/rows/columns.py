@@ -1,10 +1,9 @@
-"""Arrow columns, texts and image files as what a model's inputs take.
+"""Converts Arrow columns, texts and image files to a model's inputs.
 
-Null is said beside the values: with input `age` goes a BOOL input `age.null`, true where the row is null.
-
-Numbers come out of texts as `millrace data import` reads them from a CSV. Dates and times get the types that the
-columns had of which a model learnt. On the wire they are numbers without a unit. A server of ours tells the type; of
-others a column's own unit is sent, and texts as dates and microseconds.
+Nulls are sent separately: with input `age` goes a BOOL input `age.null`, true where the row is null. Numbers are parsed
+from texts as `millrace data import` parses a CSV. Dates and times are converted to the types that the columns had in
+training, because on the wire they are numbers without a unit. A Millrace server reports these types. For other servers,
+a column's own unit is sent, and texts as dates and microseconds.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ MAX_SHOWN_VALUE = 40
 
 @dataclass(frozen=True)
 class Place:
-    """Where rows are from, for who reads of an error: `source`, in which the first of them has the number `first`."""
+    """The origin of rows, for error messages: `source`, and the number of its first row."""
 
     source: str
     first: int = 1
@@ -51,10 +50,10 @@ class Place:
 def inputs_of_table(
     inputs: Sequence[Tensor], types: ColumnTypes, table: pa.Table, place: Place, names: Collection[str]
 ) -> Mapping[str, Array]:
-    """What to send of a table that has a column for each of `inputs`; `names` are those of all inputs of the model, and
-    `types` those of its times.
+    """Return the arrays to send for a table that has a column for each of `inputs`.
 
-    Raises `BadInput` naming the row and the column that do not fit.
+    `names` are those of all inputs of the model, and `types` those of its times. Raises `BadInput`, naming the row and
+    the column that do not fit.
     """
     sent: dict[str, Array] = {}
     for tensor in inputs:
@@ -71,8 +70,11 @@ def inputs_of_table(
 
 
 def values_of_column(tensor: Tensor, column: pa.ChunkedArray, place: Place) -> tuple[Array, Array | None]:
-    """(rows, *shape) in the type that the input takes, and bool (rows): where they are null; None where none is. What
-    the former holds there means nothing. Raises `BadInput`."""
+    """Return an array (rows, *shape) of the input's type, and whether rows are null, bool (rows), or None without
+    nulls.
+
+    Values of null rows are arbitrary. Raises `BadInput`.
+    """
     array, shape = _plain(column), tuple(tensor.shape[1:])
     nulls = array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
     tensors = isinstance(array.type, pa.FixedShapeTensorType) or _is_list(array.type)
@@ -90,7 +92,7 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def is_binary(kind: pa.DataType) -> bool:
-    """Of any length: encoded images, most often."""
+    """Return whether values are bytes of any length, usually encoded images."""
     return bool(kinds.is_binary(kind) or kinds.is_large_binary(kind) or kinds.is_binary_view(kind))
 
 
@@ -111,17 +113,17 @@ def _times(name: str, kind: pa.DataType, column: pa.ChunkedArray, place: Place) 
 
 
 def _plain(column: pa.ChunkedArray) -> pa.Array:
-    """In one chunk, and no dictionary."""
+    """Return the column in one chunk, without a dictionary."""
     if kinds.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     array = column.combine_chunks()
-    if isinstance(array, pa.ChunkedArray):  # of no rows, or of more than fit into one
+    if isinstance(array, pa.ChunkedArray):  # has no rows, or more than fit into one chunk
         array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], column.type)
     return array
 
 
 def _elements(tensor: Tensor, array: pa.Array, place: Place, per_row: int = 1) -> Array:
-    """Every value, `per_row` of them a row; zeros and no bytes for nulls."""
+    """Return every value, `per_row` of them per row; zeros or empty bytes for nulls."""
     if tensor.datatype == "BYTES":
         return _byte_strings(tensor, array, place)
     dtype = dtype_of(tensor)
@@ -147,7 +149,7 @@ def _byte_strings(tensor: Tensor, array: pa.Array, place: Place) -> Array:
 
 
 def _sent_as(tensor: Tensor, array: pa.Array, dtype: np.dtype[Any], place: Place) -> pa.Array:
-    """The numbers that stand for the values; times in the column's own unit."""
+    """Return the numbers to send; times in the column's own unit."""
     kind = array.type
     if kinds.is_integer(kind) or kinds.is_floating(kind) or kinds.is_boolean(kind):
         return array
@@ -169,14 +171,14 @@ def _filled(numbers: pa.Array) -> Array:
     found: Array = numbers.to_numpy(zero_copy_only=False)
     if not numbers.null_count:
         return found
-    # Nulls of floats come as NaN, which is no integer.
+    # Nulls of floats become NaN, which is no integer.
     return np.where(numbers.is_null().to_numpy(zero_copy_only=False), found.dtype.type(0), found)
 
 
 def _naming_rows(
     tensor: Tensor, array: pa.Array, make: Callable[[pa.Array], Array], place: Place, per_row: int
 ) -> Array:
-    """`make(array)`; where that fails, value by value, so that the one at fault is named."""
+    """Return `make(array)`. After a failure, convert value by value to name the faulty one."""
     try:
         return make(array)
     except ValueError:
@@ -194,7 +196,7 @@ def _naming_rows(
 
 
 def _shown(value: pa.Scalar) -> str:
-    # Of a time its number where Python has no such date, or does not know the zone.
+    # For a time, show its number if Python has no such date or does not know the zone.
     try:
         text = repr(value.as_py())
     except (ValueError, OverflowError):
@@ -203,7 +205,7 @@ def _shown(value: pa.Scalar) -> str:
 
 
 def _tensors(tensor: Tensor, array: pa.Array, shape: tuple[int, ...], place: Place) -> Array:
-    """(rows, *shape) of at least one row, none of them null."""
+    """Return (rows, *shape) of at least one row, none of them null."""
     kind = array.type
     if isinstance(kind, pa.FixedShapeTensorType):
         found = array.to_numpy_ndarray()
@@ -214,7 +216,7 @@ def _tensors(tensor: Tensor, array: pa.Array, shape: tuple[int, ...], place: Pla
     fixed, size = min(shape) > 0, math.prod(shape)
     if kinds.is_fixed_size_binary(kind) and fixed and tensor.datatype != "BYTES":
         dtype = dtype_of(tensor)
-        if kind.byte_width == size * dtype.itemsize:  # row-major and little-endian, as versions are stored
+        if kind.byte_width == size * dtype.itemsize:  # row-major and little-endian, as versions store it
             return np.frombuffer(b"".join(array.to_pylist()), dtype).reshape(len(array), *shape)
     if _is_list(kind):
         values, given = _flat(tensor, array, place)
@@ -241,7 +243,7 @@ def _typed_tensors(tensor: Tensor, values: Array, place: Place) -> Array:
 
 
 def _pictures(items: Sequence[bytes], shape: tuple[int, ...], place: Place) -> Array:
-    """Of encoded images; of pixels where the bytes are no image, and as many as there are pixels."""
+    """Decode images. Bytes that are no image are taken as pixels if their number fits."""
     images = []
     for index, item in enumerate(items):
         try:
@@ -260,8 +262,10 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _flat(tensor: Tensor, lists: pa.Array, place: Place) -> tuple[pa.Array, tuple[int, ...]]:
-    """All values of lists that may hold lists again, and the shape that every row has. Raises `BadInput` where one has
-    another, or holds a null."""
+    """Return all values of nested lists, and the shape of every row.
+
+    Raises `BadInput` if a row has another shape or holds a null.
+    """
     rows, shape = len(lists), tuple[int, ...]()
     while _is_list(lists.type):
         lengths = _lengths(lists)
@@ -278,7 +282,7 @@ def _flat(tensor: Tensor, lists: pa.Array, place: Place) -> tuple[pa.Array, tupl
 
 
 def _lengths(lists: pa.Array) -> Array:
-    """Of each list; of fixed-size ones once for all."""
+    """Return each list's length; one number for fixed-size lists."""
     if kinds.is_fixed_size_list(lists.type):
         return np.array([lists.type.list_size])
     return np.diff(lists.offsets.to_numpy())
@@ -301,17 +305,17 @@ def _null(tensor: Tensor, nulls: Array, place: Place, why: str) -> BadInput:
 
 # --- Numbers out of texts ---
 
-# Beside the empty field: what stands for null in a CSV, in quotes, too.
+# Texts that mean null in a CSV besides the empty field, also in quotes.
 NULL_VALUES = ("NA", "N/A", "null", "NULL", "NaN", "nan")
 
 _Reader = Callable[[pa.Array], pa.Array]
 
 
 def numbers_of_texts(texts: pa.Array, dtype: np.dtype[Any]) -> pa.Array:
-    """Numbers that may still be too large for `dtype`, or have a fraction; nulls stay null.
+    """Parse numbers, which may still be too large for `dtype` or have a fraction; nulls stay null.
 
-    Days since 1970 of an ISO 8601 date where `dtype` is int32, and microseconds of a time without a zone where it is
-    int64: as such the models' columns of dates and times are sent. Raises `ValueError` where a text is none of these.
+    ISO 8601 dates become days since 1970 if `dtype` is int32, and times without a zone become microseconds if it is
+    int64, because models' date and time columns are sent so. Raises `ValueError` for any other text.
     """
     readers = _readers(dtype)
     for read in readers[:-1]:
@@ -323,15 +327,15 @@ def numbers_of_texts(texts: pa.Array, dtype: np.dtype[Any]) -> pa.Array:
 
 
 def _readers(dtype: np.dtype[Any]) -> list[_Reader]:
-    """What a text may be, the likelier first."""
+    """Return the parsers to try, the likeliest first."""
     if dtype.kind == "b":
         return [lambda texts: texts.cast(pa.bool_())]
     if dtype.kind == "f":
-        # There is no cast from text to half floats; by way of single ones some would be rounded twice.
+        # Arrow cannot cast text to half floats, and going through single floats would round some twice.
         return [lambda texts: _floats(texts, pa.float32() if dtype.itemsize == 4 else pa.float64())]
     readers: list[_Reader] = [
         lambda texts: texts.cast(pa.from_numpy_dtype(dtype)),
-        # pandas writes whole numbers with nulls among them as 3.0.
+        # pandas writes whole numbers in a column with nulls as 3.0.
         _whole_floats,
     ]
     if dtype == np.int32:
@@ -357,7 +361,9 @@ def _floats(texts: pa.Array, target: pa.DataType) -> pa.Array:
             raise pa.ArrowInvalid(f"a number is beyond the range of {target}")
     large = texts.filter(pc.greater_equal(pc.abs(values), EXACT_BELOW))
     for text in large.filter(pc.match_substring_regex(large, "^[+-]?[0-9]+$")).to_pylist():
-        if int(float(text)) != int(Decimal(text)):  # int() itself refuses thousands of digits, be they leading zeros
+        if int(float(text)) != int(
+            Decimal(text)
+        ):  # int() itself refuses thousands of digits, even if they are leading zeros
             raise pa.ArrowInvalid("a whole number has more digits than a double holds")
     return values
 
@@ -366,14 +372,14 @@ def _floats(texts: pa.Array, target: pa.DataType) -> pa.Array:
 
 ColumnTypes = Mapping[str, pa.DataType]
 
-# Of a model's parameters: such a one for each input of dates or times.
+# The prefix of the model parameters that hold the types of date and time inputs.
 PARAMETER = "column_type."
 _TIMESTAMP = re.compile(r"timestamp\[(s|ms|us|ns)(?:, tz=(.+))?\]")
 _OTHERS = {str(one): one for one in (pa.date32(), pa.time32("s"), pa.time32("ms"), pa.time64("us"), pa.time64("ns"))}
 
 
 def column_types(config: model_config_pb2.ModelConfig) -> ColumnTypes:
-    """Of the inputs that are dates or times, by name."""
+    """Return the types of the inputs that are dates or times, by name."""
     told = {
         name.removeprefix(PARAMETER): _type(value.string_value)
         for name, value in config.parameters.items()
@@ -383,11 +389,10 @@ def column_types(config: model_config_pb2.ModelConfig) -> ColumnTypes:
 
 
 def as_type(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
-    """Texts, dates and times as `kind`; all others as they are, numbers among them: those are in its unit already.
-    Texts of numbers are refused, as an import refuses them.
+    """Convert texts, dates and times to `kind`; other values stay, including numbers, which are in its unit already.
 
-    Raises `pa.ArrowInvalid` where one is no such value, or would lose something: digits, its day or its time of day, or
-    its zone, or gain one.
+    Texts of numbers are refused, as an import refuses them. Raises `pa.ArrowInvalid` if a value does not fit, would
+    lose digits, its day, its time of day or its zone, or would gain a zone.
     """
     if kinds.is_dictionary(values.type):
         values = values.cast(values.type.value_type)
@@ -404,7 +409,7 @@ def as_type(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
         found = values.cast(kind)
         if found.cast(values.type).equals(values):
             return found
-    except pa.ArrowNotImplementedError:  # a time of day where the model takes a date, say
+    except pa.ArrowNotImplementedError:  # for example a time of day for a date input
         pass
     raise pa.ArrowInvalid(f"a value of {values.type} is no {kind}")
 
@@ -414,7 +419,7 @@ def _has_zone(kind: pa.DataType) -> bool:
 
 
 def _times_of_day(texts: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
-    """By itself Arrow casts no text to one."""
+    """Parse times of day. Arrow has no cast from text to them."""
     on_a_day = pc.binary_join_element_wise(pa.scalar("1970-01-01T"), texts, pa.scalar(""))
     return on_a_day.cast(pa.timestamp("ns")).cast(kind)
 
@@ -426,17 +431,17 @@ def _type(text: str) -> pa.DataType | None:
 
 # --- Image files ---
 
-# How pixels of so many channels are called; () has none.
+# Pillow's mode by the shape of a pixel's channels; () has none.
 _MODES: dict[tuple[int, ...], str] = {(): "L", (1,): "L", (3,): "RGB", (4,): "RGBA", (-1,): "RGB"}
 
 
 def takes_pixels(tensor: Tensor) -> bool:
-    """Whether its rows are uint8 of shape (H, W) or (H, W, channels)."""
+    """Return whether its rows are uint8 of shape (H, W) or (H, W, channels)."""
     return tensor.datatype == "UINT8" and len(tensor.shape) in (3, 4) and tuple(tensor.shape[3:]) in _MODES
 
 
 def pixels_of(image: Path | BinaryIO, shape: Sequence[int], name: str) -> npt.NDArray[np.uint8]:
-    """uint8 of `shape`, that of one row of an input that `takes_pixels`; other sizes are resized to it.
+    """Read an image as uint8 of `shape`, that of one row; other sizes are resized.
 
     Raises `BadInput`, which calls the image `name`.
     """
@@ -448,14 +453,14 @@ def pixels_of(image: Path | BinaryIO, shape: Sequence[int], name: str) -> npt.ND
             converted = opened.convert(_MODES[tuple(channels)])
             if height > 0 and width > 0 and converted.size != (width, height):
                 converted = converted.resize((width, height), Image.Resampling.BILINEAR)
-    # The decoders raise nearly everything at bytes that are broken: struct.error, TypeError, zlib.error, …
+    # The decoders raise almost anything for broken bytes: struct.error, TypeError, zlib.error, …
     except Exception as error:
         raise BadInput(f"{name} is no image that can be read: {error}", remedy="use a PNG or a JPEG") from None
     return _array(converted, one_channel=channels == [1])
 
 
 def is_picture(path: Path) -> bool:
-    """By its first bytes. Raises `OSError` where it cannot be read at all."""
+    """Detect an image by its first bytes. Raises `OSError` for an unreadable file."""
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -466,7 +471,7 @@ def is_picture(path: Path) -> bool:
     except OSError:
         raise
     except Exception:
-        return True  # reading it tells what is wrong with it
+        return True  # reading it reports the problem
 
 
 def _array(image: Image.Image, *, one_channel: bool) -> npt.NDArray[np.uint8]:

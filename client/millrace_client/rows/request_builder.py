@@ -1,7 +1,7 @@
-"""Requests out of files, or out of a dataset version, each with what its rows are called.
+"""Builds requests from files, or from a dataset version, and keeps the names of their rows.
 
-CSV and Parquet files are read as Arrow tables of a bounded number of rows. In one request go as many rows as a server
-takes.
+CSV and Parquet files are read as Arrow tables of a bounded number of rows. A request has as many rows as a server
+accepts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from millrace_client.rows.typed import Array, BadInput, Tensor, dtype_of
 
 # --- Asking ---
 
-# Those that a server decodes.
+# Image formats that a server decodes.
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
 LABEL = "label"
 SHOWN_COLUMNS = 3
@@ -47,8 +47,11 @@ SHOWN_COLUMNS = 3
 
 @dataclass(frozen=True)
 class Row:
-    """`number` counts the rows of a file from 1; None for what is one row by itself. `shown` are the texts of its first
-    columns, `truth` is its label where that is known."""
+    """The origin of a row.
+
+    `number` counts the rows of a file from 1; None for a file of a single row. `shown` are the texts of its first
+    columns, `truth` is its label if known.
+    """
 
     source: str
     number: int | None = None
@@ -70,17 +73,17 @@ class Request:
 
 @dataclass(frozen=True)
 class RequestBuilder:
-    """`requests` of at most `rows` rows each."""
+    """Builds `requests` of at most `rows` rows each."""
 
     rows: int
     requests: Iterator[Request]
 
 
 def requests_of_files(files: Sequence[Path], inputs: Sequence[Tensor], types: ColumnTypes, rows: int) -> RequestBuilder:
-    """Each row of a table, and each image, in the order of the files; at most `rows` in a request. A table has a column
-    for each input, or several of equally many rows have them together. `types` are those of the model's times.
+    """Build requests of each table row and each image, in the order of the files.
 
-    Raises `BadInput`, as `requests` do.
+    A table has a column for each input, or several tables with the same number of rows have them together. `types` are
+    those of the model's times. Raises `BadInput`, as `requests` do.
     """
     for path in files:
         _check_kind(path)
@@ -104,7 +107,7 @@ def requests_of_files(files: Sequence[Path], inputs: Sequence[Tensor], types: Co
 def requests_of_version(
     data: DataClient, version: str, split: str, limit: int, inputs: Sequence[Tensor], types: ColumnTypes, rows: int
 ) -> RequestBuilder:
-    """As `requests_of_files`, of the rows of a split, with their labels where it has such a column."""
+    """Build requests from a split's rows, with their labels if it has such a column."""
     source = f"split {split!r} of {version}"
     batches = data.read_batches(version, split=split, limit=limit)
     first = next(batches, None)
@@ -135,7 +138,7 @@ def requests_of_version(
 
 
 def limited(requests: Iterable[Request], rows: int) -> Iterator[Request]:
-    """As many requests as have `rows` rows; 0: all."""
+    """Yield requests until they have `rows` rows; 0: all."""
     left = rows
     for one in requests:
         if rows and len(one.rows) >= left:
@@ -173,7 +176,7 @@ def _picture(path: Path, inputs: Sequence[Tensor]) -> Mapping[str, Array]:
 
 
 def _groups(tables: Sequence[TableFile], inputs: Sequence[Tensor]) -> list[Sequence[TableFile]]:
-    """Each by itself, or all together where none has all inputs, and every input is in one of them."""
+    """Return each table separately, or all together if every input is in one of them and none has all."""
     names = [tensor.name for tensor in inputs]
     for table in tables:
         twice = [name for name in names if table.schema.names.count(name) > 1]
@@ -193,7 +196,7 @@ def _groups(tables: Sequence[TableFile], inputs: Sequence[Tensor]) -> list[Seque
 def _rows_of(
     group: Sequence[TableFile], inputs: Sequence[Tensor], types: ColumnTypes, together: int
 ) -> Iterator[Request]:
-    """The rows of one table, or of several side by side."""
+    """Yield the rows of one table, or of several side by side."""
     first, names = group[0], [tensor.name for tensor in inputs]
     shown = _shown_columns(first.schema)
     given = [[tensor for tensor in inputs if table.has(tensor.name)] for table in group]
@@ -216,7 +219,7 @@ def _rows_of(
 
 
 def _has_images(schema: pa.Schema, inputs: Sequence[Tensor]) -> bool:
-    """Whether what is sent may be encoded images, of which a server decodes so many pixels for one request."""
+    """Return whether encoded images may be sent, whose total pixels per request a server limits."""
     sent = [schema.field(tensor.name).type for tensor in inputs if tensor.name in schema.names]
     return any(is_binary(kind.value_type if kinds.is_dictionary(kind) else kind) for kind in sent)
 
@@ -228,7 +231,7 @@ def _has_labels(schema: pa.Schema, inputs: Sequence[Tensor]) -> bool:
 
 
 def _shown_columns(schema: pa.Schema, leave_out: Iterable[str] = ()) -> list[str]:
-    """The first that a person can read."""
+    """Return the first columns that are readable as text."""
     names = [one.name for one in schema if one.name not in leave_out and not one.name.startswith("_")]
     readable = [name for name in names if schema.names.count(name) == 1 and _is_readable(schema.field(name).type)]
     return readable[:SHOWN_COLUMNS]
@@ -239,7 +242,7 @@ def _is_readable(kind: pa.DataType) -> bool:
         return _is_readable(kind.value_type)
     if is_binary(kind) or kinds.is_fixed_size_binary(kind) or isinstance(kind, pa.BaseExtensionType):
         return False
-    if kinds.is_timestamp(kind) and kind.tz:  # of a zone that this machine may not know
+    if kinds.is_timestamp(kind) and kind.tz:  # a zone that this machine may not know
         return False
     try:
         pa.array([], kind).cast(pa.string())
@@ -249,7 +252,7 @@ def _is_readable(kind: pa.DataType) -> bool:
 
 
 def _texts(table: pa.Table, columns: Sequence[str]) -> list[dict[str, str]]:
-    """Of each row; nulls are not among them."""
+    """Return each row's texts, without nulls."""
     texts = {name: table.column(name).cast(pa.string()).to_pylist() for name in columns}
     return [
         {name: column[index] for name, column in texts.items() if column[index] is not None}
@@ -268,21 +271,21 @@ def _missing(source: str, missing: Sequence[str], schema: pa.Schema, inputs: Seq
 # --- CSV and Parquet files ---
 
 CSV_SUFFIXES, PARQUET_SUFFIXES = (".csv", ".csv.gz"), (".parquet", ".pq")
-# A record of a CSV lies in two blocks at most.
+# A CSV record spans at most two blocks.
 CSV_BLOCK_BYTES = 16 * 1024 * 1024
-# Nanoseconds, Arrow's own reading of INT96 timestamps, wrap around before 1677 and after 2262.
+# Arrow reads INT96 timestamps as nanoseconds, which overflow before 1677 and after 2262.
 INT96_UNIT = "us"
-# Of a Parquet file; images of a photograph's size are not many gigabytes then.
+# The batch size for Parquet files, which bounds the memory for large photographs.
 BATCH_ROWS = 256
 
 REMEDIES = {"CSV": "give a CSV in UTF-8 whose first line names the columns", "Parquet": "write the file anew"}
-# Arrow counts the line of names, too.
+# Arrow counts the header line, too.
 _ROW = re.compile(r"CSV parse error: Row #(\d+)")
 
 
 @dataclass(frozen=True)
 class TableFile:
-    """`schema` has all of its columns; `read` gives the rows of those that it is told, at least one."""
+    """A table file. `schema` has all of its columns; `read` yields the rows of the given columns, at least one."""
 
     path: Path
     schema: pa.Schema
@@ -297,8 +300,10 @@ def is_table(path: Path) -> bool:
 
 
 def open_table(path: Path) -> TableFile:
-    """A CSV's columns are all of texts; its first line has their names. Raises `BadInput` for what is no such file, as
-    `read` does."""
+    """Open a CSV or Parquet file. A CSV's columns are all texts, named by its first line.
+
+    Raises `BadInput` for an invalid file, as `read` does.
+    """
     if path.name.lower().endswith(PARQUET_SUFFIXES):
         with _blaming(path, "Parquet"), pq.ParquetFile(path, coerce_int96_timestamp_unit=INT96_UNIT) as file:
             return TableFile(path, file.schema_arrow, lambda columns: _parquet_rows(path, columns))
@@ -310,7 +315,7 @@ def open_table(path: Path) -> TableFile:
 
 
 def cut(batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[pa.Table]:
-    """The same rows, `rows` at a time; the last table may have fewer."""
+    """Yield the same rows, `rows` at a time; the last table may have fewer."""
     waiting: list[pa.RecordBatch] = []
     count = 0
     for batch in batches:
@@ -343,8 +348,10 @@ def _csv_rows(path: Path, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
 
 
 def _check_quotes(path: Path) -> None:
-    """Raises `BadInput` for a quote that is not closed, or not before a delimiter or a line's end: Arrow would take the
-    lines up to the next quote for one text, or leave them out, without a word."""
+    """Raise `BadInput` for a quote that is not closed before a delimiter or a line's end.
+
+    Arrow would silently join the lines up to the next quote, or drop them.
+    """
     csv.field_size_limit(max(csv.field_size_limit(), 2 * CSV_BLOCK_BYTES))
     with pa.input_stream(str(path), _compression(path)) as file:
         lines = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
@@ -361,13 +368,13 @@ def _check_quotes(path: Path) -> None:
 
 
 def _compression(path: Path) -> str | None:
-    """By itself Arrow knows a compressed file by a suffix in small letters alone."""
+    """Return the compression. Arrow recognises only a lower-case suffix."""
     return "gzip" if path.name.lower().endswith(".gz") else None
 
 
 @contextmanager
 def _csv_reader(path: Path, options: pc.ConvertOptions) -> Iterator[pc.CSVStreamingReader]:
-    # Threads would keep Arrow from saying which row is malformed.
+    # With threads, Arrow does not report which row is malformed.
     reading = pc.ReadOptions(use_threads=False, block_size=CSV_BLOCK_BYTES)
     with (
         pa.input_stream(str(path), _compression(path)) as file,
@@ -388,15 +395,15 @@ def _blaming(path: Path, kind: str) -> Iterator[None]:
 # --- Rows in one request ---
 
 REQUEST_BYTES = 8 * 1024 * 1024
-# Of a message, for all but its rows: the model's name, and names and shapes of inputs.
+# Bytes of a message besides its rows: the model's name, and names and shapes of inputs.
 BESIDE_ROWS_BYTES = 64 * 1024
-# Before each text or string of bytes.
+# The length prefix of each text or byte string.
 LENGTH_BYTES = 4
 MEBIBYTE = 1024 * 1024
 
 
 def max_rows(inputs: Sequence[Tensor], wanted: int) -> int:
-    """At most `wanted`, of whose numbers one request does not grow too large."""
+    """Return at most `wanted` rows whose numbers fit one request."""
     if any(size < 0 for tensor in inputs for size in tensor.shape[1:]):
         return 1
     numbers = [tensor for tensor in inputs if tensor.datatype != "BYTES"]
@@ -405,9 +412,9 @@ def max_rows(inputs: Sequence[Tensor], wanted: int) -> int:
 
 
 def cut_by_bytes(requests: Iterable[Request]) -> Iterator[Request]:
-    """The same rows, in requests of at most `REQUEST_BYTES`, or of one row: nobody knows before how long texts are.
+    """Cut requests to at most `REQUEST_BYTES`, or to one row, because the length of texts is unknown beforehand.
 
-    Raises `BadInput` for a row that no request has room for.
+    Raises `BadInput` for a row that fits no request.
     """
     for one in requests:
         begin, taken = 0, 0
@@ -423,7 +430,7 @@ def cut_by_bytes(requests: Iterable[Request]) -> Iterator[Request]:
 
 
 def _row_bytes(request: Request) -> list[int]:
-    """What each row takes in the message."""
+    """Return each row's bytes in the message."""
     sizes: npt.NDArray[np.int64] = np.zeros(len(request.rows), np.int64)
     for values in request.inputs.values():
         sizes += _lengths(values) if values.dtype == object else values.nbytes // max(len(values), 1)
@@ -432,7 +439,7 @@ def _row_bytes(request: Request) -> list[int]:
 
 
 def _lengths(values: Array) -> npt.NDArray[np.int64]:
-    """Of each row's texts and bytes, on the wire."""
+    """Return the wire size of each row's texts and bytes."""
     flat = [LENGTH_BYTES + len(one.encode() if isinstance(one, str) else one) for one in values.reshape(-1)]
     lengths: npt.NDArray[np.int64] = np.array(flat, np.int64).reshape(len(values), -1).sum(axis=1)
     return lengths

@@ -1,4 +1,4 @@
-"""Arrays in the types that a model's inputs have."""
+"""Converts arrays to the types of a model's inputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 from inference import grpc_service_pb2 as pb
 from millrace_client.inference import DTYPES
 
-# From here on not every whole number is a double.
+# From here on some whole numbers are no doubles.
 EXACT_BELOW = 2.0**53
 
 Array = npt.NDArray[Any]
@@ -18,7 +18,7 @@ Tensor = pb.ModelMetadataResponse.TensorMetadata
 
 
 class BadInput(ValueError):
-    """These rows cannot be sent to this model; the text says why, and `remedy` what to do where the text does not."""
+    """Rows that cannot be sent to this model. The text says why, and `remedy` what to do."""
 
     def __init__(self, message: str, *, remedy: str = "") -> None:
         super().__init__(message)
@@ -26,10 +26,10 @@ class BadInput(ValueError):
 
 
 def typed(tensor: Tensor, values: Array) -> Array:
-    """In the type that the model takes, where no value changes by that; a narrower float may have fewer digits than a
-    double, but no float stands for a whole number that a double does not hold.
+    """Convert values to the model's type if that does not change them.
 
-    Raises `BadInput` where one does.
+    A narrower float may lose digits of a double, but a float never replaces a whole number that a double does not hold.
+    Raises `BadInput` if a value would change.
     """
     try:
         if tensor.datatype == "BYTES":
@@ -41,7 +41,7 @@ def typed(tensor: Tensor, values: Array) -> Array:
 
 
 def dtype_of(tensor: Tensor) -> np.dtype[Any]:
-    """Not of BYTES. Raises `BadInput` for a type that numpy does not have."""
+    """Return the numpy type, except for BYTES. Raises `BadInput` for a type that numpy lacks."""
     found = DTYPES.get(tensor.datatype)
     if found is None:
         raise BadInput(f"input {tensor.name!r} is {tensor.datatype}, which numpy does not have; load another model")
@@ -78,5 +78,8 @@ def _exactly(values: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def _within(values: npt.NDArray[np.float64], info: np.iinfo[Any]) -> bool:
-    """What a cast makes of floats beyond an integer's range depends on the processor. A NaN is beyond it."""
+    """Return whether all values are in the integer's range, because out-of-range casts differ between processors.
+
+    A NaN is out of range.
+    """
     return bool(((values >= float(info.min)) & (values < float(info.max) + 1.0)).all())

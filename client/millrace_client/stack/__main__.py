@@ -1,7 +1,7 @@
-"""`python -m millrace_client.stack`: the supervisor as a process of its own; `millrace up` starts it.
+"""`python -m millrace_client.stack`: the supervisor as its own process, which `millrace up` starts.
 
-The options come as one JSON argument. With `lifeline`, standard input is a pipe from whoever started it: when that
-closes without the word `keep`, its other end is gone, and the stack ends with it.
+The options come as one JSON argument. With `lifeline`, standard input is a pipe from the parent. If it closes without
+the word `keep`, the parent has died, and the stack ends with it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def _watch_lifeline(supervisor: Supervisor) -> None:
-    # Not through sys.stdin, whose lock a thread must not hold when the interpreter ends.
+    # os.read is used because a thread must not hold the lock of sys.stdin when the interpreter ends.
     said = b""
     while more := os.read(0, 64):
         said += more

@@ -1,4 +1,4 @@
-"""Start the stack behind one's back, and end it: what `millrace up`, `down` and `demo` call."""
+"""Starts the stack in the background, and stops it, for `millrace up`, `down` and `demo`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from millrace_client.stack.record import READY, Record, end, family, read_record
 from millrace_client.stack.supervisor import StartFailed
 
 POLL_INTERVAL_S = 0.1
-# All parts in turn, each with its own grace, and then some.
+# All parts in turn, each with its own grace period, and a margin.
 STOP_TIMEOUT_S = 120.0
 
 
@@ -30,7 +30,7 @@ class Stack:
     process: subprocess.Popen[str]
 
     def keep(self) -> None:
-        """Cuts the lifeline: the stack goes on when this process ends."""
+        """Cut the lifeline, so that the stack continues when this process ends."""
         if self.process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self.process.stdin.write("keep")
@@ -38,7 +38,7 @@ class Stack:
 
 
 def running_record(home: Path) -> Record | None:
-    """The record of the stack that runs in `home`; None where none does."""
+    """Return the record of the stack that runs in `home`, or None."""
     record = read_record(home)
     return record if record is not None and record.is_running() else None
 
@@ -50,10 +50,10 @@ def start(
     lifeline: bool = False,
     on_progress: Callable[[Record], object] | None = None,
 ) -> Stack:
-    """Starts a stack in a session of its own and waits until all of it answers. Raises `StartFailed`.
+    """Start a stack in its own session and wait until all of it answers. Raises `StartFailed`.
 
-    With `lifeline` the stack ends together with this process, unless `Stack.keep` is called.
-    What a killed supervisor left behind is ended first.
+    With `lifeline` the stack ends with this process, unless `Stack.keep` is called. Leftovers of a killed supervisor
+    are ended first.
     """
     if running_record(home) is None:
         stop(home)
@@ -92,7 +92,7 @@ def start(
 
 
 def stop(home: Path) -> bool:
-    """Ends the stack in `home` and all it started; afterwards none of its processes is alive.
+    """End the stack in `home` and everything that it started. None of its processes is alive afterwards.
 
     Returns whether there was anything to end. A stack whose supervisor was killed is ended part by part.
     """
@@ -116,7 +116,7 @@ def stop(home: Path) -> bool:
 
 
 def _reason(log: Path) -> str:
-    """The supervisor's last words, and the end of the log that they name."""
+    """Return the supervisor's last message, and the end of the log that it names."""
     lines = log.read_text(errors="replace").strip().splitlines() or ["the supervisor said nothing"]
     message = lines[-1].partition("error: ")[2] or lines[-1]
     _, named, path = message.rpartition("its log: ")

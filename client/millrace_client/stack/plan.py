@@ -1,4 +1,4 @@
-"""What the stack consists of: settled once, before anything is started, on ports that are free on loopback."""
+"""Plans the stack before anything is started, with free ports on loopback."""
 
 from __future__ import annotations
 
@@ -17,30 +17,34 @@ from millrace_client.addresses import VARIABLE as TOKEN_FILE
 
 # --- Plan ---
 
-# A training job's workers and a served model fit side by side on a machine of two cores; Ray's CPUs are only tickets.
+# A training job's workers and a served model fit side by side on a machine of two cores, because Ray's CPUs are only a
+# count.
 MIN_RAY_CPUS = 4
-# What of the environment is the services' alone.
+# Environment variables that only the services get.
 OF_SERVICES = (TOKEN_FILE, "MILLRACE_S3_ACCESS_KEY", "MILLRACE_S3_SECRET_KEY")
-# The stack is one user's own, on loopback: their code may run on it unless they say otherwise. Other users of the
-# machine reach its loopback too; MILLRACE_TOKEN_FILE keeps them out.
+# The stack belongs to one user, on loopback, so that user's code may run on it by default. Other users of the machine
+# can reach its loopback, too; MILLRACE_TOKEN_FILE keeps them out.
 OWN_CODE = "trusted"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StackOptions:
-    """What the caller of `millrace up` chooses."""
+    """The options of `millrace up`."""
 
     # file:///… or s3://…; empty: MILLRACE_STORE, else a folder under the home
     store: str = ""
     # folders that imports may read; the home's `import` is always one
     import_roots: tuple[Path, ...] = ()
-    # what Ray believes the machine has; 0: its cores, at least 4
+    # the CPUs that Ray counts; 0: the machine's cores, at least 4
     ray_cpus: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedProcess:
-    """One child of the supervisor. It is ready when `address` answers: a service by its health, Ray by its port."""
+    """One child of the supervisor.
+
+    It is ready when `address` answers: a service by its health, Ray by its port.
+    """
 
     name: str
     command: tuple[str, ...]
@@ -53,7 +57,7 @@ class PlannedProcess:
 
 @dataclass(frozen=True, kw_only=True)
 class StackPlan:
-    """Parts in the order in which they start; they stop in the reverse order."""
+    """The parts in the order in which they start. They stop in the reverse order."""
 
     home: Path
     parts: tuple[PlannedProcess, ...]
@@ -66,7 +70,7 @@ class StackPlan:
 
 
 def make_plan(home: Path, options: StackOptions, environ: Mapping[str, str] = os.environ) -> StackPlan:
-    """Chooses ports and folders. The services get their default ports where these are free."""
+    """Choose ports and folders. The services get their default ports if these are free."""
     store = options.store or environ.get("MILLRACE_STORE") or (home / "store").as_uri()
     given_roots = environ.get("MILLRACE_IMPORT_ROOTS", "").split(os.pathsep)
     roots = [home / "import", *options.import_roots, *(Path(root) for root in given_roots if root)]
@@ -94,7 +98,7 @@ def make_plan(home: Path, options: StackOptions, environ: Mapping[str, str] = os
     services = tuple(
         PlannedProcess(
             name=service,
-            # -P: whatever lies in the working directory is no module of ours.
+            # -P keeps modules in the working directory from being imported.
             command=(sys.executable, "-P", "-m", f"{service}_service"),
             environment={
                 **shared,
@@ -123,12 +127,12 @@ def make_plan(home: Path, options: StackOptions, environ: Mapping[str, str] = os
 
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Other users of this machine reach its loopback too, and who reaches Ray runs code.
+    # Other users of this machine can reach its loopback, too, and access to Ray means running code.
     "RAY_AUTH_MODE": "token",
-    # Ray replaces 127.0.0.1 by the machine's outer address and then listens on all interfaces, where anyone who
-    # reaches it runs code. Without its support for clusters it stays on loopback; the variable's name is history.
+    # Ray replaces 127.0.0.1 by the machine's outer address and then listens on all interfaces, where any caller can run
+    # code. Without its support for clusters it stays on loopback; the variable's name is historical.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    # Log lines, not terminals, read what the services print.
+    # The services' output goes into logs, not to terminals.
     "RAY_COLOR_PREFIX": "0",
     "PYTHONUNBUFFERED": "1",
 }
@@ -136,21 +140,24 @@ RAY_HEAD_ENVIRONMENT = {
     # Any free port, so that several stacks fit on one machine.
     "AUTOSCALER_METRIC_PORT": "0",
     "DASHBOARD_METRIC_PORT": "0",
-    # Nobody scrapes metrics here, and collecting them costs a small machine a noticeable share of a core.
+    # No metrics are scraped here, and collecting them costs a small machine a noticeable share of a core.
     "RAY_enable_metrics_collection": "0",
-    # On SIGTERM end at once: the services that would be drained for have stopped before.
+    # End at once on SIGTERM, because the services that would be drained have stopped before.
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
 }
 
 
 def write_token(path: Path) -> None:
-    """A fresh secret that only this user can read."""
+    """Write a new secret that only this user can read."""
     path.touch(mode=0o600)
     path.write_text(secrets.token_hex(32))
 
 
 def ray_command(gcs: int, client: int, dashboard: int, agent: int, folder: str, cpus: int) -> tuple[str, ...]:
-    """A Ray head in the foreground. Its dashboard stays on: Ray Train asks it for the state of placement groups."""
+    """Return the command of a Ray head in the foreground.
+
+    Its dashboard stays on, because Ray Train asks it for the state of placement groups.
+    """
     return (
         sys.executable,
         "-P",
@@ -182,7 +189,7 @@ HOST = "127.0.0.1"
 
 def is_free(port: int) -> bool:
     with socket.socket() as one:
-        # As servers do: a port whose last connections linger in TIME_WAIT is free.
+        # Bind as servers do: a port whose last connections linger in TIME_WAIT is free.
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             one.bind((HOST, port))
@@ -192,7 +199,7 @@ def is_free(port: int) -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports that nobody listens on now; who binds one soon will most likely get it."""
+    """Return different ports that are free now, and probably still are when bound soon."""
     with ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
@@ -201,7 +208,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def answers(address: str, *, timeout_s: float = 0.5) -> bool:
-    """Whether somebody accepts a connection at host:port."""
+    """Return whether a server accepts connections at host:port."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=timeout_s):

@@ -1,7 +1,7 @@
-"""The stack's processes, and `stack.json`: what the supervisor writes about the stack that it runs.
+"""The stack's processes, and `stack.json`, the supervisor's record of its stack.
 
-Processes are told apart for certain: a pid alone may by now belong to somebody else. This module
-reads /proc, so it is for Linux, where the embedded stack runs.
+A process is identified by its pid and start time, because a pid may have been reused. This module reads /proc, so it
+needs Linux, where the embedded stack runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STARTING, READY, STOPPING = "starting", "ready", "stopping"
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """The state of one stack. `parts` are the leaders of the sessions of Ray and the services."""
+    """The state of one stack. `parts` are the session leaders of Ray and the services."""
 
     state: str
     supervisor: Process
@@ -33,10 +33,10 @@ class Record:
     ray_address: str
     dashboard: str
     import_roots: tuple[str, ...]
-    # a folder of Ray's own, with a short path, removed at the end
+    # Ray's own folder, with a short path, removed at the end
     ray_folder: str
     parts: Mapping[str, Process] = field(default_factory=dict)
-    # parts that have answered since they were last started
+    # parts that have answered since their last start
     answering: tuple[str, ...] = ()
 
     def is_running(self) -> bool:
@@ -58,7 +58,7 @@ def path(home: Path) -> Path:
 
 
 def read_record(home: Path) -> Record | None:
-    """The record in `home`, or None where there is none that can be read. It may be stale: ask `is_running`."""
+    """Return the record in `home`, or None if none is readable. It may be stale; check `is_running`."""
     try:
         values: dict[str, Any] = json.loads(path(home).read_text())
         return Record(
@@ -75,7 +75,7 @@ def read_record(home: Path) -> Record | None:
 
 
 def write_record(home: Path, record: Record) -> None:
-    """Replaces the record in one step, so that nobody reads half of one."""
+    """Replace the record atomically, so that no reader sees half of one."""
     fresh = home / f"stack.json.{os.getpid()}"
     fresh.write_text(json.dumps(asdict(record), indent=2) + "\n")
     fresh.replace(path(home))
@@ -93,28 +93,28 @@ POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Process:
-    """A pid with its start time in clock ticks since boot; the pair is never used twice."""
+    """A pid with its start time in clock ticks since boot. The pair is never reused."""
 
     pid: int
     start_ticks: int
 
     @classmethod
     def of(cls, pid: int) -> Process | None:
-        """The process that has this pid now, or None."""
+        """Return the process that has this pid now, or None."""
         entry = _read(pid)
         return None if entry is None else cls(pid, entry.start_ticks)
 
     def is_alive(self) -> bool:
-        """Whether it still runs; one that has exited and waits to be reaped does not."""
+        """Return whether the process runs. An unreaped exited process does not."""
         entry = _read(self.pid)
         return entry is not None and entry.start_ticks == self.start_ticks and entry.state not in "ZX"
 
     def send(self, signal_number: int) -> None:
-        """Sends a signal to this process and to no later owner of its pid; nothing where it is gone."""
+        """Send a signal to this process, and never to a later owner of its pid. Ignored if it has ended."""
         with contextlib.suppress(ProcessLookupError):
             descriptor = os.pidfd_open(self.pid)
             try:
-                # The descriptor holds on to a process; only now is it certain to which.
+                # The descriptor refers to one process; only now is it certain which one.
                 if self.is_alive():
                     signal.pidfd_send_signal(descriptor, signal_number)
             finally:
@@ -135,7 +135,7 @@ def _read(pid: int) -> _Entry | None:
         text = (PROC / str(pid) / "stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # "pid (name) state ppid pgrp session …"; the name may hold anything, also brackets.
+    # "pid (name) state ppid pgrp session …"; the name may contain anything, including brackets.
     fields = text[text.rindex(")") + 2 :].split()
     return _Entry(pid, fields[0], int(fields[1]), int(fields[3]), int(fields[19]))
 
@@ -147,21 +147,21 @@ def _all() -> Iterator[_Entry]:
 
 
 def children(pid: int) -> list[Process]:
-    """The direct children of a process, also those that wait to be reaped."""
+    """Return the direct children of a process, including unreaped ones."""
     return [Process(entry.pid, entry.start_ticks) for entry in _all() if entry.parent == pid]
 
 
 def family(roots: Iterable[Process]) -> set[Process]:
-    """The roots that are alive, all their descendants, and whoever is in a session that a root leads.
+    """Return the living roots, their descendants, and the members of sessions that a root leads.
 
-    A root is the leader of its own session, so its members are found even when it and their parents are dead.
+    A root leads its own session, so its members are found even when it and their parents are dead.
     """
     entries = {entry.pid: entry for entry in _all()}
     members: set[int] = set()
     for root in roots:
         present = entries.get(root.pid)
         if present is not None and present.start_ticks != root.start_ticks:
-            continue  # The pid has a new owner, so nobody of the old session is left: the kernel keeps it for them.
+            continue  # the pid was reused, so its old session has no members
         members |= {
             entry.pid
             for entry in entries.values()
@@ -179,7 +179,7 @@ def family(roots: Iterable[Process]) -> set[Process]:
 
 
 def wait_gone(processes: Iterable[Process], timeout_s: float) -> set[Process]:
-    """Waits until none of them is alive, for at most `timeout_s` seconds; returns those that still are."""
+    """Wait at most `timeout_s` until all have ended; return those that are still alive."""
     until = time.monotonic() + timeout_s
     left = {one for one in processes if one.is_alive()}
     while left and time.monotonic() < until:
@@ -189,14 +189,15 @@ def wait_gone(processes: Iterable[Process], timeout_s: float) -> set[Process]:
 
 
 def end(root: Process, *, grace_s: float) -> bool:
-    """Ends a root and its family: SIGTERM to the root, SIGKILL to what is left after `grace_s`.
+    """End a root and its family: SIGTERM to the root, SIGKILL to the rest after `grace_s`.
 
-    Returns whether SIGKILL was spared. Nothing of the family is alive afterwards.
+    Returns whether SIGKILL was unnecessary. Nothing of the family is alive afterwards.
     """
     members = family([root])
     root.send(signal.SIGTERM)
     wait_gone([root], grace_s)
-    # What was seen before, and what was born since; a moment for those that notice their parent's end by themselves.
+    # The processes seen before and those started since; the delay is for those that notice their parent's end
+    # themselves.
     left = wait_gone(members | family([root]), min(grace_s, 5.0))
     graceful = not left
     while left:

@@ -1,7 +1,7 @@
-"""Runs the stack: starts its parts in order, starts again what dies, and stops them in the reverse order.
+"""Runs the stack: starts its parts in order, restarts dead ones, and stops them in the reverse order.
 
-Grandchildren whose parents died come to the supervisor, which reaps and, at the end, ends them. Without this they would
-go to the machine's first process, which in many containers reaps nobody.
+Orphaned grandchildren become children of the supervisor, which reaps them and ends them at the end. Otherwise they
+would go to the machine's first process, which in many containers does not reap.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from millrace_client.stack.record import (
 
 POLL_INTERVAL_S = 0.2
 START_TIMEOUT_S = 180.0
-# A service may lose the race against Ray's own start once or twice; dying more often while starting is a fault,
-# and refusing its settings is one at once.
+# A service may lose the race against Ray's own start once or twice. More deaths during the start are a fault, and
+# refused settings are a fault at once.
 DEATHS_ALLOWED_AT_START = 3
 SETTINGS_REFUSED = "exit status 2"
 
 
 class StartFailed(Exception):
-    """A part of the stack did not come up; the text names its log."""
+    """A part of the stack did not start. The text names its log."""
 
 
 class AlreadyRunning(Exception):
@@ -57,7 +57,7 @@ class AlreadyRunning(Exception):
 
 
 def hold_home(home: Path) -> IO[str]:
-    """Locks `home` for this process' life; the lock goes with the process, however that ends."""
+    """Lock `home` for this process' life. The system releases the lock however the process ends."""
     home.mkdir(parents=True, exist_ok=True)
     lock = (home / "stack.lock").open("w")
     try:
@@ -69,9 +69,10 @@ def hold_home(home: Path) -> IO[str]:
 
 
 class Supervisor:
-    """One stack, from its first process to its last. `say` is told what happens, a line each.
+    """One stack, from its first process to its last.
 
-    With `owns_process` all children of this process are the stack's, and so are their orphans.
+    `say` is called with a line per event. With `owns_process` all children of this process belong to the stack, and so
+    do their orphans.
     """
 
     def __init__(self, plan: StackPlan, say: Callable[[str], None], *, owns_process: bool = False) -> None:
@@ -94,11 +95,11 @@ class Supervisor:
         )
 
     def stop(self) -> None:
-        """Asks `run` to end; safe in signal handlers and other threads."""
+        """Ask `run` to end. Safe in signal handlers and other threads."""
         self._stop.set()
 
     def run(self) -> None:
-        """Runs until `stop`. Raises `StartFailed`; then, too, nothing is left running."""
+        """Run until `stop`. Raises `StartFailed`; nothing is left running then, either."""
         for folder in ("logs", "import"):
             (self._plan.home / folder).mkdir(parents=True, exist_ok=True)
         _set_old_logs_aside(self._children)
@@ -118,7 +119,7 @@ class Supervisor:
             self._end()
 
     def _start(self) -> None:
-        """Starts Ray, then, as soon as its port answers, the services side by side."""
+        """Start Ray, then, as soon as its port answers, the services together."""
         until = time.monotonic() + START_TIMEOUT_S
         ray, *services = self._children
         for group in ([ray], services):
@@ -141,7 +142,7 @@ class Supervisor:
             )
 
     def _poll(self) -> None:
-        """One round: who died, who may start again, who answers now."""
+        """Check once for dead parts, restarts that are due, and parts that answer now."""
         for child in self._children:
             if child.has_died():
                 self._say(f"{child.part.name} ended with {child.last_exit}; starting it again")
@@ -174,14 +175,14 @@ class Supervisor:
 
 
 def _set_old_logs_aside(children: list[Child]) -> None:
-    """Keeps the logs of one stack before this one."""
+    """Keep the logs of the previous stack."""
     for child in children:
         if child.part.log.exists():
             child.part.log.replace(child.part.log.with_suffix(".log.1"))
 
 
 def say_with_time(line: str) -> None:
-    """For the supervisor's own log."""
+    """Print a line with its time, for the supervisor's own log."""
     print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stdout, flush=True)
 
 
@@ -191,12 +192,12 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """From now on, orphaned descendants become children of this process."""
+    """Make orphaned descendants children of this process from now on."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def reap_orphans(spared: Set[int] = frozenset()) -> None:
-    """Reaps children that have exited, except the `spared` pids, whose exit status somebody else wants."""
+    """Reap exited children, except the `spared` pids, whose exit status is needed elsewhere."""
     for child in children(os.getpid()):
         if child.pid not in spared:
             with contextlib.suppress(ChildProcessError):
@@ -204,7 +205,7 @@ def reap_orphans(spared: Set[int] = frozenset()) -> None:
 
 
 def end_orphans() -> None:
-    """Kills and reaps every child that is left; for the end, when all parts are stopped."""
+    """Kill and reap every remaining child, after all parts have stopped."""
     left: set[Process] = set(children(os.getpid()))
     for one in left:
         one.send(signal.SIGKILL)
@@ -216,12 +217,12 @@ def end_orphans() -> None:
 
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
-# A child that lived so long before it died starts with the first pause again.
+# A child that lived this long before it died restarts with the first pause again.
 STEADY_AFTER_S = 60.0
 
 
 class Child:
-    """Holds at most one process of its part at a time; it leads a session of its own."""
+    """Runs at most one process of its part at a time, as the leader of its own session."""
 
     def __init__(self, part: PlannedProcess) -> None:
         self.part = part
@@ -234,7 +235,7 @@ class Child:
         self._start_again_at = 0.0
 
     def start(self) -> Process:
-        """Starts it; its output goes to the end of its log."""
+        """Start the process; its output is appended to its log."""
         self.part.log.parent.mkdir(parents=True, exist_ok=True)
         with self.part.log.open("ab") as log:
             self._popen = subprocess.Popen(
@@ -252,7 +253,7 @@ class Child:
         return self._process
 
     def has_died(self) -> bool:
-        """True once for each death; what it left behind is ended, and the time of the next start is settled."""
+        """Return True once for each death, after ending leftovers and scheduling the next start."""
         if self._popen is None or self._popen.poll() is None:
             return False
         code = self._popen.returncode
@@ -266,18 +267,18 @@ class Child:
         return True
 
     def is_due(self) -> bool:
-        """Whether it is not running and its pause is over."""
+        """Return whether it is not running and its pause has passed."""
         return self._popen is None and time.monotonic() >= self._start_again_at
 
     def begins_to_answer(self) -> bool:
-        """True once for each start, when its address answers."""
+        """Return True once for each start, when its address answers."""
         if self.answering or self._popen is None:
             return False
         self.answering = answers(self.part.address) and (self.part.name == "ray" or _serves(self.part.address))
         return self.answering
 
     def stop(self) -> bool:
-        """Ends it and all it started. Returns whether it went by itself."""
+        """End the process and everything it started. Returns whether it ended by itself."""
         if self._popen is None:
             return True
         return self._end_family()

@@ -1,4 +1,4 @@
-"""Casting a scalar column: exactly, or with an error that names the row."""
+"""Casts a scalar column: exactly, or with an error that names the row."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ from shared.value_texts import halves_of_texts, times_of_day, value_shown, zone_
 
 @dataclass(frozen=True)
 class Cast(ColumnStep):
-    """To another scalar type. Text is parsed, to the nearest float where a float is wanted; all else must be exact:
-    cast back, it gives the value again. So 0.1 of `double` cannot become `float`, and 0.5 can."""
+    """Casts to another scalar type.
+
+    Text is parsed, to the nearest float for float types. Every other cast must be exact: casting back gives the value
+    again. So 0.1 of `double` cannot become `float`, and 0.5 can.
+    """
 
     op: ClassVar[str] = "cast"
     arrow_type: pa.DataType
@@ -57,7 +60,7 @@ class Cast(ColumnStep):
 
     def work(self, column: Column, keys: StepKeys | None) -> Column:
         if kinds.is_float16(column.type) and not kinds.is_float16(self.arrow_type):
-            column = column.cast(pa.float32())  # which holds them all, and which Arrow can compare
+            column = column.cast(pa.float32())  # float32 holds all of them, and Arrow can compare it
         try:
             made = cast_exactly(column, self.arrow_type)
             exact = _is_exact(column, made)
@@ -78,14 +81,16 @@ class Cast(ColumnStep):
 
 
 def cast_exactly(column: pa.Array, target: pa.DataType) -> pa.Array:
-    """Casts what Arrow casts, and texts to times of day. Raises `pa.ArrowException` for most values that `target`
-    cannot hold; not for all."""
-    # Arrow refuses all integers beyond the 53 bits of a double, also those that a double does hold.
+    """Cast as Arrow does, and texts to times of day.
+
+    Raises `pa.ArrowException` for most values that `target` cannot hold, but not for all.
+    """
+    # Arrow refuses all integers beyond the 53 bits of a double, even those that a double holds.
     safe = not (kinds.is_integer(column.type) and kinds.is_floating(target))
     if kinds.is_boolean(column.type) and kinds.is_decimal(target):
         column = column.cast(pa.int8())
     if kinds.is_integer(column.type) and kinds.is_decimal(target):
-        # By itself Arrow refuses every decimal with less room than the greatest integer takes.
+        # Otherwise Arrow refuses every decimal with fewer digits than the greatest integer needs.
         column = pc.cast(column, pa.decimal128(38, max(target.scale, 0)))
     if kinds.is_string(column.type) and kinds.is_time(target):
         made = times_of_day(column, target)
@@ -98,11 +103,11 @@ def cast_exactly(column: pa.Array, target: pa.DataType) -> pa.Array:
 
 
 def _is_exact(column: pa.Array, made: pa.Array) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Row by row, (B): whether `made` holds the same values as `column`, of which it was cast."""
+    """Return for each row, (B), whether `made` holds the same value as `column`, which it was cast from."""
     if kinds.is_string(column.type) or kinds.is_string(made.type) or column.type == made.type:
         return _text_is_finite(column, made)
     if kinds.is_integer(column.type) and kinds.is_floating(made.type):
-        # The nearest float of the greatest integers is one beyond them, which does not cast back.
+        # The nearest float of the greatest integers lies beyond them, and does not cast back.
         widest = pa.decimal128(38, 0)
         back, column = pc.cast(pc.cast(made, pa.float64()), widest), pc.cast(column, widest)
     else:
@@ -118,7 +123,7 @@ def _is_exact(column: pa.Array, made: pa.Array) -> np.ndarray[tuple[int], np.dty
 
 
 def _text_is_finite(column: pa.Array, made: pa.Array) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Digits too large for the float type read as infinity: that is not what they say."""
+    """Refuse texts that parse as infinity because their digits exceed the float type."""
     if not kinds.is_string(column.type) or not kinds.is_floating(made.type):
         return np.ones(len(column), np.bool_)
     infinite = pc.is_inf(made)

@@ -1,4 +1,4 @@
-"""Steps that say which columns there are and what they are called: no value changes."""
+"""Steps that select, order and rename columns. They change no value."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class Select(Step):
         return needed
 
     def narrowed(self, needed: Names, given: Schema) -> Step | None:
-        return None  # whoever slices takes away what is not needed
+        return None  # slicing drops columns that are not needed
 
 
 @dataclass(frozen=True)
 class Drop(Step):
-    """Takes these columns away."""
+    """Removes these columns."""
 
     op: ClassVar[str] = "drop"
     columns: tuple[str, ...]
@@ -84,7 +84,10 @@ class Drop(Step):
 
 @dataclass(frozen=True)
 class Rename(Step):
-    """`columns` are (old name, new name), all at once: two columns may swap their names."""
+    """Renames columns, all at once, so two columns may swap names.
+
+    `columns` are (old name, new name).
+    """
 
     op: ClassVar[str] = "rename"
     columns: tuple[tuple[str, str], ...]
@@ -131,7 +134,10 @@ class Rename(Step):
 
 
 def named(columns: Sequence[str], at: str) -> tuple[str, ...]:
-    """Raises `StepError` unless there is at least one name, and none twice; `at` is the field's path."""
+    """Check the names of a step's columns; `at` is the field's path.
+
+    Raises `StepError` unless there is at least one name, and no name twice.
+    """
     if not columns:
         raise StepError("name at least one column", at)
     for index in repeated(columns):

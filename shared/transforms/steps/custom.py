@@ -1,4 +1,4 @@
-"""A function of an operator's own, called with record batches."""
+"""Calls an operator's function with record batches."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 @dataclass(frozen=True)
 class Custom(Step):
-    """`function` is `module:function`. What it makes of no rows tells what columns it makes: it is called so once for
-    each set of input types, before any data.
+    """Calls the function `module:function`.
 
-    `timeout_s` (0: 60) is enforced in a process's main thread alone, where a signal can interrupt the function; other
-    threads wait for it to end, and refuse its result if it took too long. Within `functions_in_children` the columns
-    are learnt in a process of its own, which is stopped if it does not end.
+    Its result for no rows shows which columns it makes, so it is called once in this way for each set of input types,
+    before any data. `timeout_s` (0: 60) is enforced only in a process's main thread, where a signal can interrupt the
+    function. Other threads wait for it to end, and refuse its result if it took too long. Within
+    `functions_in_children` a separate process determines the columns, and is stopped if it does not end.
     """
 
     op: ClassVar[str] = "custom"
@@ -99,12 +99,15 @@ class Custom(Step):
         return _infer_schema_in_child(self, schema) if custom_child.is_wanted() else _infer_schema_here(self, schema)
 
     def made_of_none(self, schema: pa.Schema) -> pa.Schema:
-        """Calls the function, here, with no rows of these columns. Raises `StepError`."""
+        """Call the function in this process with no rows of these columns. Raises `StepError`."""
         columns = [pa.array([], field.type) for field in schema]
         return self._call(pa.RecordBatch.from_arrays(columns, schema=schema)).schema
 
     def _call(self, rows: pa.RecordBatch) -> pa.RecordBatch:
-        """The function's result, of logical columns. Raises `StepError` naming the function and what went wrong."""
+        """Return the function's result, of logical columns.
+
+        Raises `StepError`, naming the function and the problem.
+        """
         function = _resolved(self.function)
         limit_s = self.timeout_s or DEFAULT_TIMEOUT_S
         started = time.monotonic()
@@ -115,7 +118,7 @@ class Custom(Step):
             raise StepError(f"{self.function} took longer than {limit_s:g} s for {len(rows)} rows") from None
         except MemoryError:
             raise
-        except Exception as error:  # whatever the operator's code raises is told under the step's name
+        except Exception as error:  # the operator's code can raise anything; it is reported under the step's name
             raise StepError(f"{self.function} raised {type(error).__name__}: {first_line(error)}") from error
         if time.monotonic() - started > limit_s:
             raise StepError(f"{self.function} took longer than {limit_s:g} s for {len(rows)} rows")
@@ -150,7 +153,7 @@ class Custom(Step):
 
 
 class _TimeIsUp(BaseException):
-    """Not an `Exception`: the function must not catch it as one of its own."""
+    """The function's time is up. Not an `Exception`, so that the function does not catch it."""
 
 
 @lru_cache(maxsize=256)
@@ -168,7 +171,7 @@ def _resolved(name: str) -> Callable[[pa.RecordBatch], Any]:
     module, _, attribute = name.partition(":")
     try:
         function = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # an import runs the module, which may raise anything
+    except Exception as error:  # importing runs the module, which may raise anything
         raise StepError(f"{name} cannot be imported: {first_line(error)}", "custom.function") from error
     if not callable(function):
         raise StepError(f"{name} is no function", "custom.function")
@@ -178,7 +181,10 @@ def _resolved(name: str) -> Callable[[pa.RecordBatch], Any]:
 
 @contextmanager
 def _interrupted_after(limit_s: float) -> Iterator[None]:
-    """Raises `_TimeIsUp` inside, in the main thread; does nothing in others. Another's timer goes on afterwards."""
+    """Raise `_TimeIsUp` inside after `limit_s`, in the main thread only.
+
+    Another caller's timer continues afterwards.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -200,7 +206,7 @@ def _interrupted_after(limit_s: float) -> Iterator[None]:
 
 
 def _replaced(columns: dict[str, Any], names: tuple[str, ...], made: dict[str, Any]) -> dict[str, Any]:
-    """The made ones in the place of the first that they replace."""
+    """Insert the made columns at the position of the first column that they replace."""
     replaced = frozenset(names)
     first = next(name for name in columns if name in replaced)
     out: dict[str, Any] = {}

@@ -1,7 +1,7 @@
-"""What columns a custom function makes, learnt in a process of its own.
+"""Determines, in a child process, which columns a custom function makes.
 
-A service is asked by its clients, and runs an operator's function to answer: one that hangs must not keep a thread for
-ever, and one that crashes must not take the service with it. Jobs run functions in workers, and need none of this.
+A service has to run an operator's function to answer a client. A function that hangs must not block a thread for ever,
+and one that crashes must not end the service. Jobs run functions in workers, and do not need this.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import pyarrow as pa
 from shared.errors import ResourceExhausted
 from shared.transforms.schema import StepError
 
-# To start Python and import the function's module; on top of what the function itself may take.
+# Time to start Python and import the function's module, in addition to the function's own limit.
 START_LIMIT_S = 20.0
 CALL_LIMIT_S = 30.0
 # Each child may take as much memory as the function's imports do.
 MAX_CHILDREN = 4
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
 
-# Where modules are found here, an operator's too, they are to be found there.
+# The child finds modules where this process does, including the operator's.
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import answer; answer()"
 _SCHEMA, _PROBLEM = b"S", b"P"
 
@@ -41,7 +41,7 @@ _children = threading.BoundedSemaphore(MAX_CHILDREN)
 
 @contextmanager
 def functions_in_children() -> Iterator[None]:
-    """Inside, what columns a custom function makes is learnt in a child process: for whoever answers a request."""
+    """Use a child process inside to determine a custom function's columns. For processes that answer requests."""
     token = _wanted.set(True)
     try:
         yield
@@ -54,11 +54,11 @@ def is_wanted() -> bool:
 
 
 def infer_schema(function: str, schema: pa.Schema, limit_s: float) -> pa.Schema:
-    """What `function` (`module:function`) makes of no rows of these logical columns, within `limit_s` or
-    `CALL_LIMIT_S`, whichever is less, and `START_LIMIT_S` to start.
+    """Return what `function` (`module:function`) makes of no rows of these logical columns.
 
-    Raises `StepError` naming the function where it fails, ends its process or does not end, and `ResourceExhausted`
-    where `MAX_CHILDREN` others kept at it for too long.
+    The function may take `limit_s` or `CALL_LIMIT_S`, whichever is less, and `START_LIMIT_S` to start. Raises
+    `StepError`, naming the function, if it fails, ends its process or does not end; `ResourceExhausted` if
+    `MAX_CHILDREN` other children run for too long.
     """
     limit_s = min(limit_s, CALL_LIMIT_S)
     if not _children.acquire(timeout=START_LIMIT_S):
@@ -74,7 +74,7 @@ def infer_schema(function: str, schema: pa.Schema, limit_s: float) -> pa.Schema:
 
 def _infer_schema(function: str, schema: pa.Schema, limit_s: float) -> pa.Schema:
     deadline_s = START_LIMIT_S + limit_s
-    # Files, not pipes: a process that the function leaves behind would keep a pipe open.
+    # Files instead of pipes, because a process that the function leaves behind would keep a pipe open.
     with tempfile.TemporaryFile() as question, tempfile.TemporaryFile() as answered:
         asked = {"function": function, "limit_s": limit_s, "deadline_s": deadline_s}
         question.write(json.dumps(asked).encode() + b"\n" + schema.serialize().to_pybytes())
@@ -103,16 +103,16 @@ def _ending(status: int) -> str:
 
 
 def answer() -> None:
-    """The child's whole work: a question on its standard input, the answer on its standard output."""
+    """Do the child's whole work: read the question from standard input, write the answer to standard output."""
     line, _, content = sys.stdin.buffer.read().partition(b"\n")
     question = json.loads(line)
     faulthandler.enable()
-    # A service that is killed does not stop us.
+    # Ends this child even if its service is killed.
     faulthandler.dump_traceback_later(question["deadline_s"], exit=True)
-    # What the function prints is no answer.
+    # The function's own prints are not part of the answer.
     with os.fdopen(os.dup(1), "wb") as out:
         os.dup2(2, 1)
-        # Not above: that module imports this one.
+        # Imported here, because that module imports this one.
         custom = importlib.import_module("shared.transforms.steps.custom")
         schema = pa.ipc.read_schema(pa.py_buffer(content))
         try:

@@ -1,4 +1,4 @@
-"""Encoded images to pixels."""
+"""Decodes images to pixels."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from shared.transforms.steps.step import ColumnStep, Step, scalar
 
 # Encoded images that are read: Pillow knows more formats, and one of them, EPS, runs Ghostscript.
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP")
-# As many or more are refused before any is decoded: a few bytes may claim far more memory than there is.
+# Images of at least this size are refused before decoding, because a few bytes may claim more memory than exists.
 PIXEL_LIMIT = 100_000_000
 
-# Of rows that are decoded side by side: 100 MB of colours. One image alone may have more.
+# The pixels decoded side by side, 100 MB of colours. A single image may have more.
 PIXELS_AT_ONCE = 32_000_000
 
 _Mode = transform_pb2.DecodeImage.Mode
@@ -34,15 +34,16 @@ _Mode = transform_pb2.DecodeImage.Mode
 
 @dataclass(frozen=True)
 class DecodeImage(ColumnStep):
-    """Bytes → uint8 (H, W, 3), or (H, W, 1) where `gray`; turned as EXIF says. Of animations, the first frame.
+    """Decodes bytes to uint8 (H, W, 3), or (H, W, 1) if `gray`, turned as EXIF says.
 
-    Transparency is left out, as torchvision's loaders do; 16 bits of grey lose their lower 8.
+    An animation gives its first frame. Transparency is dropped, as torchvision's loaders do. Of 16 bits of grey the
+    lower 8 are dropped.
     """
 
     op: ClassVar[str] = "decode_image"
     gray: bool = False
-    # So many pixels of several rows may be decoded side by side; None: any number. It is none of the step's meaning,
-    # and no part of its message.
+    # The most pixels of several rows to decode side by side; None: any number. It is no part of the step's meaning or
+    # message.
     at_once: int | None = None
 
     @classmethod
@@ -79,52 +80,56 @@ class DecodeImage(ColumnStep):
 
 
 class TooManyPixels(Exception):
-    """Of rows that were to be decoded side by side; fewer of them may do."""
+    """Too many pixels to decode side by side. Fewer rows may fit."""
 
 
 class ImageRefused(ValueError):
-    """The text says what is wrong with the image."""
+    """An image is refused. The text says why."""
 
 
 def decoded(data: bytes, gray: bool, capacity: int | None = None) -> Array:
-    """uint8 (H, W, 3), or (H, W, 1) where `gray`. Raises `ImageRefused`, and `TooManyPixels` for more than
-    `capacity`."""
+    """Decode to uint8 (H, W, 3), or (H, W, 1) if `gray`.
+
+    Raises `ImageRefused`, and `TooManyPixels` for more than `capacity`.
+    """
     with _opened(data, capacity) as image:
         pixels = np.asarray(image.convert("L" if gray else "RGB"))
     return pixels[:, :, None] if gray else pixels
 
 
 def why_refused(data: bytes) -> str | None:
-    """What `decoded` would say of these bytes, in colour or in grey; None where it takes them in both."""
+    """Explain why `decoded` refuses these bytes, in colour or in grey; None if it accepts them in both."""
     try:
         with _opened(data) as image:
             for mode in ("RGB", "L"):
-                image.convert(mode)  # and let go of: one of them may take hundreds of megabytes
+                image.convert(mode)  # discarded at once, because it may take hundreds of megabytes
     except ImageRefused as refused:
         return str(refused)
     return None
 
 
 def claimed_pixels(data: bytes) -> int:
-    """How many would be decoded, by the header alone; 0 of what is refused."""
+    """Return the number of pixels by the header alone; 0 for refused bytes."""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             pixels = image.width * image.height
-    except Exception:  # decoding it tells why
+    except Exception:  # decoding it reports the problem
         return 0
     return pixels if pixels < PIXEL_LIMIT else 0
 
 
 def image_columns(steps: Iterable[Step], given: Schema) -> list[str]:
-    """The columns that may hold images which the steps decode; of other bytes no pixels are counted."""
+    """Return the columns that may hold images which the steps decode."""
     if not any(isinstance(step, DecodeImage) for step in steps):
         return []
     return [name for name, one in given.items() if isinstance(one, ScalarType) and _is_bytes(one)]
 
 
 def side_by_side(columns: Iterable[pa.Array | pa.ChunkedArray], rows: int) -> list[tuple[int, int]]:
-    """Cuts so many rows into stretches [begin, end), at least one: of rows whose images in these columns claim at most
-    `PIXELS_AT_ONCE` together, or of one row."""
+    """Cut `rows` rows into ranges [begin, end), at least one.
+
+    The images of a range claim at most `PIXELS_AT_ONCE` together, or the range has one row.
+    """
     pixels = [0] * rows
     for column in columns:
         for row, data in enumerate(column):
@@ -144,7 +149,7 @@ def _is_bytes(column: ScalarType) -> bool:
 
 @contextmanager
 def _opened(data: bytes, capacity: int | None = None) -> Iterator[Image.Image]:
-    """The image as it stands upright; what goes wrong with it within, too, is an `ImageRefused`."""
+    """Open the image upright. Problems inside the body become `ImageRefused`, too."""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
@@ -156,19 +161,19 @@ def _opened(data: bytes, capacity: int | None = None) -> Iterator[Image.Image]:
             yield _upright(image)
     except UnidentifiedImageError:
         raise ImageRefused(f"is no image of the formats {', '.join(FORMATS)}") from None
-    except Image.DecompressionBombError:  # Pillow's own limit, which it checks on opening
+    except Image.DecompressionBombError:  # Pillow's own limit, checked on opening
         raise ImageRefused(f"has too many pixels; use fewer than {PIXEL_LIMIT:,}") from None
     except (ImageRefused, TooManyPixels, MemoryError):
         raise
     except Exception as error:
-        # The decoders raise nearly everything at bytes that are broken: SyntaxError, struct.error, zlib.error, …
+        # The decoders raise almost anything for broken bytes: SyntaxError, struct.error, zlib.error, …
         raise ImageRefused(f"is a broken image: {first_line(error)}") from error
 
 
 def _upright(image: Image.Image) -> Image.Image:
     turned = ImageOps.exif_transpose(image)
     if turned.mode.startswith("I;16"):
-        # Pillow's own conversion would cut everything above 255 off.
+        # Pillow's own conversion would clip values above 255.
         return Image.fromarray((np.asarray(turned) >> 8).astype(np.uint8))
     if turned.mode in ("I", "F"):
         raise ImageRefused(f"has pixels of 32 bits (mode {turned.mode}); save it with 8 or 16")

@@ -1,4 +1,4 @@
-"""Categories to numbers: strings, integers and booleans by their place among the values that fitting saw."""
+"""Encodes categories as numbers: strings, integers and booleans by their index among the fitted values."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ from shared.value_texts import value_shown
 MAX_ORDINAL_CATEGORIES = 100_000
 MAX_ONE_HOT_CATEGORIES = 10_000
 
-_ABSENT = -1  # the place of a null
+_ABSENT = -1  # the index of a null
 _UNKNOWN = -2
 
 
 @dataclass(frozen=True)
 class _Encode(ColumnStep):
-    """`categories` as text, in the order of the column's type; empty: still to be learnt."""
+    """Base of the encoders.
+
+    `categories` are texts in the order of the column's type; empty: not learned yet.
+    """
 
     limit: ClassVar[int]
     categories: tuple[str, ...] = ()
@@ -54,7 +57,7 @@ class _Encode(ColumnStep):
         return _CategoriesAccumulator(self, scalar(given, "").arrow_type)
 
     def check(self, given: ColumnType) -> ScalarType:
-        """Raises `StepError` unless the column has categories, and these are of its type."""
+        """Raise `StepError` unless the column has categories, and `categories` are of its type."""
         column = scalar(given, f"{self.op} needs strings, integers or booleans")
         arrow_type = column.arrow_type
         if not (kinds.is_string(arrow_type) or kinds.is_integer(arrow_type) or kinds.is_boolean(arrow_type)):
@@ -68,12 +71,13 @@ class _Encode(ColumnStep):
         return column
 
     def places(self, column: pa.Array) -> NDArray[np.int64]:
-        """(B) places among the categories, `_ABSENT` for nulls and `_UNKNOWN` for what fitting did not see.
+        """Return the (B) indices among the categories: `_ABSENT` for nulls, `_UNKNOWN` for values that fitting did not
+        see.
 
-        Raises `RowProblem` for the latter, where they are errors.
+        Raises `RowProblem` for unknown values if they are errors.
         """
-        # Arrow builds its table of the categories anew each time: for few rows, a table that is kept is faster. Python
-        # does not have all of Arrow's dates and times.
+        # Arrow rebuilds its table of the categories for each call, so for few rows a cached table is faster. Python
+        # lacks some of Arrow's dates and times.
         if len(column) * 8 < len(self.categories) and not kinds.is_temporal(column.type):
             table = self._tables.get(column.type) or self._tables.setdefault(column.type, self._table(column.type))
             found = [_ABSENT if value is None else table.get(value, _UNKNOWN) for value in column.to_pylist()]
@@ -99,7 +103,7 @@ class _Encode(ColumnStep):
 
 @dataclass(frozen=True)
 class OrdinalEncode(_Encode):
-    """To the place of each value, int64; nulls stay null."""
+    """Encodes each value as its index, int64. Nulls stay null."""
 
     op: ClassVar[str] = "ordinal_encode"
     limit: ClassVar[int] = MAX_ORDINAL_CATEGORIES
@@ -117,7 +121,7 @@ class OrdinalEncode(_Encode):
 
 @dataclass(frozen=True)
 class OneHotEncode(_Encode):
-    """To float32 (B, categories), 1 at the place of each value; all zeros for nulls."""
+    """Encodes each value as float32 (B, categories) with 1 at its index. Nulls become all zeros."""
 
     op: ClassVar[str] = "one_hot_encode"
     limit: ClassVar[int] = MAX_ONE_HOT_CATEGORIES

@@ -1,4 +1,4 @@
-"""Filling nulls, with a value given or with one learnt."""
+"""Fills nulls with a given value or with a learned one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shared.transforms.steps.step import ColumnStep, FitAccumulator, scalar
 from shared.transforms.steps.tensors import numeric
 from shared.value_texts import value_of_text, value_text
 
-# A median and a mode are exact, since every distinct value is kept and counted.
+# Median and mode are exact, because every distinct value is kept and counted.
 MAX_DISTINCT = 5_000_000
 
 Value = int | float | str | bool
@@ -37,7 +37,10 @@ _STATISTICS = {name: number for number, name in _NAMES.items()}
 
 @dataclass(frozen=True)
 class FillNulls(ColumnStep):
-    """`value` in place of nulls; of dates, times and decimals as text. `statistic` is mean, median, mode or empty."""
+    """Replaces nulls by `value`; dates, times and decimals are texts.
+
+    `statistic` is mean, median, mode or empty.
+    """
 
     op: ClassVar[str] = "fill_nulls"
     value: Value | None
@@ -97,7 +100,10 @@ class FillNulls(ColumnStep):
 
 
 def _as_scalar(value: Value, arrow_type: pa.DataType) -> pa.Scalar:
-    """Raises `StepError` for a value that the type cannot hold; floats are rounded to the nearest of the type."""
+    """Convert the value to the type; floats are rounded to the type's nearest.
+
+    Raises `StepError` for a value that the type cannot hold.
+    """
     wanted = f"{arrow_type} cannot hold {shown(value)}"
     if kinds.is_floating(arrow_type) and isinstance(value, int | float) and not isinstance(value, bool):
         with np.errstate(over="ignore"):
@@ -164,10 +170,10 @@ class _CountsAccumulator:
 
 
 def _frozen(found: pa.Scalar) -> Value:
-    """As the step keeps it: what is no number and no boolean as text."""
+    """Return the value as the step keeps it: numbers and booleans unchanged, others as text."""
     if kinds.is_temporal(found.type):
         text = value_text(found.value, found.type)
-        _as_scalar(text, found.type)  # a file may have times beyond their day
+        _as_scalar(text, found.type)  # fails if a file has times beyond a day
         return text
     kept = numeric(found.type) or kinds.is_boolean(found.type)
     value: Value = (found if kept else pc.cast(found, pa.string())).as_py()
@@ -177,7 +183,7 @@ def _frozen(found: pa.Scalar) -> Value:
 
 
 def refuse_non_finite(column: str, values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> None:
-    """Raises `RowProblem` for the first infinite value or NaN of (B)."""
+    """Raise `RowProblem` for the first infinite value or NaN of (B)."""
     finite = np.isfinite(values)
     if not finite.all():
         row = int(np.flatnonzero(~finite)[0])
@@ -187,7 +193,7 @@ def refuse_non_finite(column: str, values: np.ndarray[tuple[int], np.dtype[np.fl
 def refuse_nan(
     column: str, values: np.ndarray[tuple[int], np.dtype[np.float64]], valid: np.ndarray[tuple[int], np.dtype[np.bool_]]
 ) -> None:
-    """Raises `RowProblem` for the first NaN of (B) that is `valid`."""
+    """Raise `RowProblem` for the first NaN of (B) that is `valid`."""
     bad = np.isnan(values) & valid
     if bad.any():
         raise RowProblem(int(np.flatnonzero(bad)[0]), f"{column!r} is NaN, which has no place in an order; filter it")

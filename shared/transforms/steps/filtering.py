@@ -1,21 +1,15 @@
-"""Keeping some rows: the step `filter`, and the language of its expressions.
+"""The step `filter`, and the language of its expressions.
 
-The language is a small part of Python's expressions, parsed by `ast` and worked out by pyarrow.compute.
+The language is a small part of Python's expressions. `ast` parses it and pyarrow.compute evaluates it. Nothing is ever
+evaluated as Python: each kind of node is either known here or refused. A null operand gives null, except where SQL's
+logic decides (`and`, `or`).
 
-Nothing is ever evaluated as Python: each kind of node is either known here or refused. Numbers of different types
-compare exactly. Nulls make null, save where SQL knows better (`and`, `or`).
+Values are numbers (integers become int64, except those of uint64; floats and decimals become float64), text, bytes,
+booleans and moments (a date is its midnight). Arithmetic is that of int64, in which overflow is an error, or of
+float64. Only `uint64 % positive integer` takes all of uint64.
 
-The order of numbers of different types, without rounding either of them.
-
-As float64, integers from 2**53 on would be taken for their neighbours, and int64 has half of uint64 alone.
-
-The values of a `filter`'s expressions, and arithmetic with them.
-
-Values are numbers (integers become int64, save those of uint64; floats and decimals float64), text, bytes, booleans and
-moments (dates are their midnights). Arithmetic is that of int64, in which what is beyond it is an error, or of float64;
-only `uint64 % positive integer` takes all of uint64. Null makes null.
-
-What the language of `filter` knows of Python's expressions, and what each word of it does with values.
+Numbers of different types compare exactly, without rounding either of them. As float64, integers from 2**53 on would be
+confused with their neighbours, and int64 covers only half of uint64.
 """
 
 from __future__ import annotations
@@ -84,7 +78,7 @@ class Filter(Step):
         return take_rows(batch, self.keeps(batch))
 
     def keeps(self, batch: Batch) -> NDArray[np.bool_]:
-        """Which rows stay, (B). Raises `RowProblem` for a row whose values do not fit, as by an overflow."""
+        """Return which rows stay, (B). Raises `RowProblem` for a row whose values do not fit, e.g. by overflow."""
         rows = row_count(batch)
         columns = {name: batch[name] for name in self.reads}
         try:
@@ -123,12 +117,12 @@ _RANGES = {pa.int64(): (-(2.0**63), 2.0**63), pa.uint64(): (0.0, 2.0**64)}
 
 
 def comparable(left: Datum, right: Datum) -> tuple[Datum, Datum]:
-    """Two of one type whose comparison is that of `left` and `right`, as IEEE 754 has it, where null makes null.
+    """Return two values of one type that compare as `left` and `right` do, by IEEE 754; null gives null.
 
-    `left` and `right` are of int64, uint64 or float64, and not of one type.
+    `left` and `right` are of int64, uint64 or float64, and of different types.
     """
     if _is_small(left) or _is_small(right):
-        # The other is exact as a double, or rounded to what is still beyond all small ones.
+        # The other is exact as a double, or is rounded to a value that still lies beyond all small ones.
         return pc.cast(left, pa.float64(), safe=False), pc.cast(right, pa.float64(), safe=False)
     return _order(left, right), _SAME
 
@@ -138,7 +132,7 @@ def _is_small(number: Datum) -> bool:
 
 
 def _order(left: Datum, right: Datum) -> Datum:
-    """-1, 0 or 1 as `left` is below, at or above `right`; NaN where one of them is, null where one of them is null."""
+    """Return -1, 0 or 1 as `left` is below, at or above `right`; NaN if one is NaN, null if one is null."""
     if kinds.is_floating(left.type):
         return pc.negate(_with_floats(right, left))
     if kinds.is_floating(right.type):
@@ -147,11 +141,13 @@ def _order(left: Datum, right: Datum) -> Datum:
 
 
 def _with_floats(integers: Datum, floats: Datum) -> Datum:
-    """By the floats' whole parts as integers, where the integers' type has them."""
+    """Compare by the floats' whole parts as integers, if the integers' type holds them."""
     low, high = _RANGES[integers.type]
     floor = pc.floor(floats)
     inside = pc.and_(pc.greater_equal(floor, low), pc.less(floor, high))
-    whole = pc.cast(pc.if_else(inside, floor, _SAME), integers.type, safe=False)  # as a safe one refuses all from 2**53
+    whole = pc.cast(
+        pc.if_else(inside, floor, _SAME), integers.type, safe=False
+    )  # a safe cast would refuse all values from 2**53 on
     at_whole = pc.if_else(pc.equal(floats, floor), _SAME, _BELOW)
     near = pc.if_else(pc.less(integers, whole), _BELOW, pc.if_else(pc.greater(integers, whole), _ABOVE, at_whole))
     far = pc.if_else(pc.is_nan(floats), _NEITHER, pc.if_else(pc.less(floats, low), _ABOVE, _BELOW))
@@ -171,7 +167,7 @@ _MAX_SIGNED = 2**63 - 1
 
 
 def kind_of(datum: Datum) -> str:
-    """`number`, `text`, `boolean`, `moment` or `bytes`; of what is none of these, Arrow's name of its type."""
+    """Return `number`, `text`, `boolean`, `moment` or `bytes`; for any other type, Arrow's name."""
     given = datum.type
     for kind, checks in (
         ("number", (kinds.is_integer, kinds.is_floating)),
@@ -186,7 +182,7 @@ def kind_of(datum: Datum) -> str:
 
 
 def plain(datum: Datum) -> Datum:
-    """Of the few types that the language knows."""
+    """Convert to one of the few types that the language knows."""
     given = datum.type
     if kinds.is_integer(given) and not kinds.is_uint64(given):
         return pc.cast(datum, pa.int64())
@@ -196,7 +192,7 @@ def plain(datum: Datum) -> Datum:
 
 
 def constant(value: Any) -> pa.Scalar:
-    """Raises `OverflowError` for integers beyond uint64, and what Arrow raises."""
+    """Make a scalar. Raises `OverflowError` for integers beyond uint64, and what Arrow raises."""
     return pa.scalar(value, pa.uint64() if isinstance(value, int) and value > _MAX_SIGNED else None)
 
 
@@ -237,23 +233,23 @@ def _of_one_type(left: Datum, right: Datum) -> tuple[Datum, Datum]:
 
 
 def _is_positive(number: Datum) -> bool:
-    """For all rows, by being one integer."""
+    """Return whether the value is one positive integer for all rows."""
     return isinstance(number, pa.Scalar) and kinds.is_int64(number.type) and number.is_valid and number.as_py() > 0
 
 
 def _signed(number: Datum) -> Datum:
-    """Raises `pa.ArrowInvalid` for integers beyond int64."""
+    """Convert to int64. Raises `pa.ArrowInvalid` for integers beyond it."""
     return pc.cast(number, pa.int64()) if kinds.is_uint64(number.type) else number
 
 
 def _double(number: Datum) -> Datum:
-    # Integers beyond 53 bits are rounded, as Python's own division does.
+    # Integers beyond 53 bits are rounded, as in Python's own division.
     return pc.cast(number, pa.float64(), safe=False)
 
 
 # --- Words of the language ---
 
-# Of the tree: `a and b and c` and `a < b < c` are one level, `a + b + c` are two.
+# The depth of the tree: `a and b and c` and `a < b < c` are one level, `a + b + c` are two.
 MAX_DEPTH = 64
 
 COMPARISONS: dict[type[ast.cmpop], Callable[[Datum, Datum], Datum]] = {
@@ -271,7 +267,7 @@ ARITHMETIC: dict[type[ast.operator], Callable[[Datum, Datum], Datum]] = {
     ast.Div: divide,
     ast.Mod: modulo,
 }
-# What each function takes, and what it does with it.
+# The kinds of argument that each function takes, and its implementation.
 FUNCTIONS: dict[str, tuple[tuple[str, ...], Callable[[Datum], Datum]]] = {
     "abs": (("number",), pc.abs_checked),
     "length": (("text", "bytes"), lambda one: (pc.utf8_length if kind_of(one) == "text" else pc.binary_length)(one)),
@@ -286,11 +282,14 @@ FUNCTIONS: dict[str, tuple[tuple[str, ...], Callable[[Datum], Datum]]] = {
 
 
 class ExpressionError(ValueError):
-    """The expression makes no sense, or does not fit its columns; the text says where and why."""
+    """The expression is invalid, or does not fit its columns. The text says where and why."""
 
 
 def named_columns(node: ast.expr, depth: int) -> list[str]:
-    """The columns that the tree names. Raises `ExpressionError` for what is not part of the language."""
+    """Return the columns that the tree names.
+
+    Raises `ExpressionError` for what is not part of the language.
+    """
     if depth == 0:
         raise ExpressionError(f"is nested more than {MAX_DEPTH} levels deep; split it into several filters")
     match node:
@@ -352,7 +351,7 @@ def _check_comparison(node: ast.Compare, operator: ast.cmpop, right: ast.expr, d
 
 
 def timestamp(text: str) -> pa.Scalar:
-    """A moment as the language writes it, with a time zone or without. Raises `ExpressionError`."""
+    """Parse a moment with or without a time zone. Raises `ExpressionError`."""
     try:
         moment = datetime.fromisoformat(text)
         return pa.scalar(moment, pa.timestamp("us", None if moment.tzinfo is None else "UTC"))
@@ -361,10 +360,10 @@ def timestamp(text: str) -> pa.Scalar:
 
 
 def text_of(node: ast.expr) -> str:
-    """As an error shows it."""
+    """Format a node for an error."""
     try:
         return shown(ast.unparse(node))
-    except RecursionError:  # what is below a node that has no place was not measured
+    except RecursionError:  # the depth below a misplaced node was not checked
         return "the expression"
 
 
@@ -374,7 +373,7 @@ MAX_CHARACTERS = 4096
 
 
 class Expression:
-    """Parsed and ready; equal texts are equal. Raises `ExpressionError`."""
+    """A parsed expression. Equal texts are equal. Raises `ExpressionError`."""
 
     def __init__(self, text: str) -> None:
         if not text.strip():
@@ -391,9 +390,10 @@ class Expression:
         self.columns = tuple(dict.fromkeys(named_columns(self._tree, MAX_DEPTH)))
 
     def __call__(self, columns: Mapping[str, Datum]) -> Datum:
-        """True, false or null for each row: a boolean array, or one boolean for all. `columns` are arrays of scalars.
+        """Evaluate to true, false or null for each row: a boolean array, or one boolean for all.
 
-        Raises `ExpressionError` where types do not fit, and `pa.ArrowInvalid` where a row's values do not.
+        `columns` are arrays of scalars. Raises `ExpressionError` if types do not fit, and `pa.ArrowInvalid` if a row's
+        values do not.
         """
         made = _value(self._tree, columns)
         if kind_of(made) != "boolean":
@@ -454,7 +454,7 @@ def _comparison(
         elif isinstance(operator, ast.In | ast.NotIn):
             assert isinstance(right, ast.List)
             hits = [_compared(node, pc.equal, left, _value(element, columns)) for element in right.elts]
-            # Null is in no list, nor out of it.
+            # Whether null is in a list is unknown, so the result is null.
             found = reduce(pc.or_kleene, hits, pc.and_kleene(pc.is_null(left), pa.scalar(None, pa.bool_())))
             results.append(found if isinstance(operator, ast.In) else pc.invert(found))
         else:

@@ -1,6 +1,6 @@
-"""Steps on uint8 images of one size, (B, H, W) or (B, H, W, C), or of sizes that differ from row to row.
+"""Steps on uint8 images (B, H, W) or (B, H, W, C), also with sizes that differ from row to row.
 
-The random changes of training change each row by draws of its own.
+Augmentations change each row by its own random numbers.
 
 B = rows of the batch, H = height, W = width, C = channels.
 """
@@ -28,23 +28,23 @@ from shared.transforms.steps.step import ColumnStep, Step
 MAX_SIDE = 8192
 
 Shape = tuple[int | None, ...]
-# (B, draws) numbers of [0, 1), for steps that draw; None in evaluation.
+# (B, draws) numbers in [0, 1) for steps that draw; None in evaluation.
 Draws = NDArray[np.float64] | None
 
 
 @dataclass(frozen=True)
 class ImageStep(ColumnStep):
-    """`draws` counts the random numbers that it takes for each row."""
+    """Base of the image steps. `draws` is the number of random numbers per row."""
 
     draws: ClassVar[int] = 0
 
     @abstractmethod
     def shape_of(self, shape: Shape) -> Shape:
-        """One row's shape after the step; `shape` has 2 or 3 lengths. Raises `StepError`."""
+        """Return one row's shape after the step; `shape` has 2 or 3 lengths. Raises `StepError`."""
 
     @abstractmethod
     def on_images(self, images: Array, draws: Draws) -> Array:
-        """Works on images of one size, each by itself."""
+        """Process images of one size, each independently."""
 
     def output_type(self, given: ColumnType) -> ColumnType:
         if not isinstance(given, TensorType) or given.dtype != "uint8" or len(given.shape) not in (2, 3):
@@ -70,13 +70,14 @@ class ImageStep(ColumnStep):
 
 @dataclass(frozen=True)
 class Resize(ImageStep):
-    """Antialiased bilinear, by Pillow.
+    """Resizes images with Pillow, bilinear and antialiased.
 
-    Pillow and not torchvision: its resizing of uint8 is fixed-point arithmetic, so the same on every machine, needs no
-    torch (seconds to import, in processes that have no other use for it), and takes one row at a time, so that no
-    row's company can show. torchvision's kernel is about three times as fast on photographs (375×500 to 224: 0.8 ms
-    against 2.4 ms on one busy core), where decoding the JPEG takes longer than either. `shorter_side_only`: the
-    shorter side becomes `height`; the other is rounded down, as in torchvision.
+    Pillow is used instead of torchvision for three reasons. Its resizing of uint8 is fixed-point arithmetic, so it is
+    the same on every machine. It needs no torch, which takes seconds to import in processes that have no other use for
+    it. It resizes one row at a time, so that other rows of the batch cannot affect the result. torchvision's kernel is
+    about three times as fast on photographs (375×500 to 224: 0.8 ms against 2.4 ms on one busy core), but decoding the
+    JPEG takes longer than either. With `shorter_side_only` the shorter side becomes `height`; the other is rounded
+    down, as in torchvision.
     """
 
     op: ClassVar[str] = "resize"
@@ -126,7 +127,10 @@ class Resize(ImageStep):
 
 @dataclass(frozen=True)
 class CenterCrop(ImageStep):
-    """The middle; of an odd rest, the smaller half is left out above and on the left. Zeros where nothing is."""
+    """Crops the middle. Of an odd rest, the smaller half is cut at the top and on the left.
+
+    Smaller images are padded with zeros.
+    """
 
     op: ClassVar[str] = "center_crop"
     height: int
@@ -150,7 +154,7 @@ class CenterCrop(ImageStep):
 
 @dataclass(frozen=True)
 class Grayscale(ImageStep):
-    """(H, W, 3) → (H, W, 1): ITU-R 601-2 luma, as Pillow's `L`."""
+    """Converts (H, W, 3) to (H, W, 1) by ITU-R 601-2 luma, as Pillow's `L`."""
 
     op: ClassVar[str] = "grayscale"
 
@@ -168,20 +172,20 @@ class Grayscale(ImageStep):
 
 
 def check_side(pixels: int, at: str) -> None:
-    """Raises `StepError` unless 1 to 8,192."""
+    """Raise `StepError` unless the side has 1 to 8,192 pixels."""
     if not 1 <= pixels <= MAX_SIDE:
         raise StepError(f"{pixels}: use 1 to {MAX_SIDE} pixels", at)
 
 
 def center_crop(images: Array, height: int, width: int) -> Array:
-    """(B, H, W, …) → (B, height, width, …)."""
+    """Crop (B, H, W, …) to (B, height, width, …)."""
     images = padded_to(images, height, width)
     top, left = (images.shape[1] - height) // 2, (images.shape[2] - width) // 2
     return images[:, top : top + height, left : left + width]
 
 
 def padded_to(images: Array, height: int, width: int) -> Array:
-    """With zeros around, where (B, H, W, …) is smaller; of an odd rest, the smaller half goes above and on the left."""
+    """Pad (B, H, W, …) with zeros if it is smaller. Of an odd rest, the smaller half goes to the top and left."""
     missing = [max(wanted - given, 0) for wanted, given in zip((height, width), images.shape[1:3], strict=True)]
     if not any(missing):
         return images
@@ -190,13 +194,13 @@ def padded_to(images: Array, height: int, width: int) -> Array:
 
 
 def luma(images: Array) -> NDArray[np.uint8]:
-    """(…, 3) → (…): the whole-number formula of Pillow's `L`, 0.299 R + 0.587 G + 0.114 B."""
+    """Convert (…, 3) to (…) by the integer formula of Pillow's `L`: 0.299 R + 0.587 G + 0.114 B."""
     red, green, blue = (images[..., channel].astype(np.uint32) for channel in range(3))
     return ((red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16).astype(np.uint8)
 
 
 def by_planes(image: Array, work: Any) -> Array:
-    """What Pillow makes of (H, W) or (H, W, C): 1 and 3 channels as they are, others each by itself."""
+    """Apply a Pillow operation to (H, W) or (H, W, C): 1 and 3 channels together, others one by one."""
     if image.ndim == 3 and image.shape[2] != 3:
         planes = [np.asarray(work(Image.fromarray(image[..., channel]))) for channel in range(image.shape[2])]
         return np.stack(planes, axis=-1)
@@ -221,8 +225,10 @@ class _Augmentation(ImageStep):
 
 @dataclass(frozen=True)
 class RandomCrop(ImageStep):
-    """A place drawn evenly; in evaluation and serving, the centre. Images too small even with their padding get more
-    of it, as in center_crop."""
+    """Crops at a uniformly drawn position; in evaluation and serving, the centre.
+
+    Images that are too small even with their padding get more padding, as in center_crop.
+    """
 
     op: ClassVar[str] = "random_crop"
     augments: ClassVar[bool] = True
@@ -250,7 +256,7 @@ class RandomCrop(ImageStep):
             return center_crop(images, self.height, self.width)
         around = [(0, 0), (self.padding, self.padding), (self.padding, self.padding), (0, 0)][: images.ndim]
         images = padded_to(np.pad(images, around), self.height, self.width)
-        # (B, places down, places right, …, height, width), without a copy.
+        # (B, positions down, positions right, …, height, width), without a copy.
         windows = sliding_window_view(images, (self.height, self.width), axis=(1, 2))
         places = np.floor(draws * windows.shape[1:3]).astype(np.intp)
         crops: Array = windows[np.arange(len(images)), places[:, 0], places[:, 1]]
@@ -262,7 +268,7 @@ class RandomCrop(ImageStep):
 
 @dataclass(frozen=True)
 class RandomFlip(_Augmentation):
-    """Mirrored left to right, and upside down, each with its probability."""
+    """Mirrors images left to right and upside down, each with its probability."""
 
     op: ClassVar[str] = "random_flip"
     draws: ClassVar[int] = 2
@@ -289,7 +295,7 @@ class RandomFlip(_Augmentation):
 
 @dataclass(frozen=True)
 class RandomRotation(_Augmentation):
-    """By an angle drawn evenly from -degrees to degrees, against the clock where positive."""
+    """Rotates by an angle drawn uniformly from -degrees to degrees; positive angles are anticlockwise."""
 
     op: ClassVar[str] = "random_rotation"
     draws: ClassVar[int] = 1
@@ -314,8 +320,10 @@ class RandomRotation(_Augmentation):
 
 @dataclass(frozen=True)
 class ColorJitter(_Augmentation):
-    """Brightness (towards black), contrast (towards the mean grey), saturation (towards the grey of each pixel), in
-    this order; pixels are rounded and kept within 0..255 after each."""
+    """Changes brightness (towards black), contrast (towards the mean grey) and saturation (towards each pixel's grey).
+
+    They are applied in this order. Pixels are rounded and clipped to 0..255 after each.
+    """
 
     op: ClassVar[str] = "color_jitter"
     draws: ClassVar[int] = 3
@@ -354,7 +362,7 @@ class ColorJitter(_Augmentation):
 
 
 def _fractions(message: Any, names: tuple[str, ...], op: str) -> list[float]:
-    """Raises `StepError` unless each is 0 to 1, and one is above 0."""
+    """Return the fields. Raises `StepError` unless each is 0 to 1, and one is above 0."""
     values = [getattr(message, name) for name in names]
     for name, value in zip(names, values, strict=True):
         if not 0 <= value <= 1:
@@ -369,7 +377,7 @@ def _turn(angle: float) -> Any:
 
 
 def _row_means(images: Array) -> NDArray[np.float64]:
-    """(B), of whole-number sums: exact in any order."""
+    """Return the rows' means, (B), of integer sums, which are exact in any order."""
     sums: NDArray[np.int64] = images.sum(axis=tuple(range(1, images.ndim)), dtype=np.int64)
     return sums / max(math.prod(images.shape[1:]), 1)
 

@@ -1,4 +1,4 @@
-"""Numbers to numbers: scaled by what the training rows taught, or counted against boundaries."""
+"""Maps numbers to numbers: scaled by statistics of the training rows, or counted against boundaries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from shared.transforms.steps.tensors import numeric
 
 @dataclass(frozen=True)
 class Standardize(ColumnStep):
-    """(x - mean) / deviation, worked out in float64, to float32. A deviation of 0 makes 0 of every number."""
+    """Computes (x - mean) / deviation in float64 and returns float32.
+
+    With a deviation of 0 every number becomes 0.
+    """
 
     op: ClassVar[str] = "standardize"
     mean: float | None = None
@@ -64,7 +67,10 @@ class Standardize(ColumnStep):
 
 @dataclass(frozen=True)
 class MinMaxScale(ColumnStep):
-    """(x - min) / (max - min), worked out in float64, to float32. Equal bounds make 0 of every number."""
+    """Computes (x - min) / (max - min) in float64 and returns float32.
+
+    With equal bounds every number becomes 0.
+    """
 
     op: ClassVar[str] = "min_max_scale"
     min: float | None = None
@@ -111,7 +117,7 @@ class MinMaxScale(ColumnStep):
 
 @dataclass(frozen=True)
 class Bucketize(ColumnStep):
-    """The number of boundaries at or below each number, as int64."""
+    """Counts the boundaries at or below each number, as int64."""
 
     op: ClassVar[str] = "bucketize"
     boundaries: tuple[float, ...]
@@ -148,8 +154,10 @@ class Bucketize(ColumnStep):
         return pa.array(buckets.astype(np.int64), mask=~valid)
 
     def _whole_boundaries(self, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """For integers: a float64 would not tell the greatest of them apart. No integer reaches a boundary beyond the
-        type; every one is above a boundary below it."""
+        """Return the boundaries for integers, because float64 cannot distinguish the greatest integers.
+
+        No integer reaches a boundary above the type's range; every integer is above a boundary below it.
+        """
         limits = np.iinfo(dtype)
         ceilings = (math.ceil(boundary) for boundary in self.boundaries)
         return np.array([max(ceiling, limits.min) for ceiling in ceilings if ceiling <= limits.max], dtype)
@@ -174,7 +182,9 @@ def _quotient(values: NDArray[np.float64], divisor: float) -> NDArray[np.float64
 
 def _scaled(column: pa.Array, scale: Callable[[NDArray[np.float64]], NDArray[np.float64]]) -> pa.Array:
     values, valid = float64_of(column)
-    with np.errstate(over="ignore", invalid="ignore"):  # beyond float32 is infinite; infinity by infinity is NaN
+    with np.errstate(
+        over="ignore", invalid="ignore"
+    ):  # values beyond float32 become infinite; infinity by infinity is NaN
         scaled = scale(values).astype(np.float32)
     return pa.array(scaled, mask=~valid if column.null_count else None)
 
@@ -220,6 +230,6 @@ class _BoundsAccumulator:
         return replace(self._step, min=self._least, max=self._greatest)
 
     def _take(self, least: float, greatest: float) -> None:
-        # -0.0 + 0.0 is 0.0: which of the two zeros comes first must not show.
+        # -0.0 + 0.0 is 0.0, so the order of the two zeros does not affect the result.
         self._least = min(self._least, least) + 0.0
         self._greatest = max(self._greatest, greatest) + 0.0

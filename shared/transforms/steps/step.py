@@ -1,4 +1,7 @@
-"""What a step is: a pure function of a batch of rows, bit for bit the same for a row in any company."""
+"""The interface of a step: a pure function of a batch of rows.
+
+A row's result is bit for bit the same whatever the other rows of the batch are.
+"""
 
 from __future__ import annotations
 
@@ -16,37 +19,40 @@ Names = frozenset[str]
 
 
 class FitAccumulator(Protocol):
-    """Learns from any number of batches, in any order and cut: the result is the same to the last bit."""
+    """Learns from any number of batches.
+
+    The result is the same to the last bit for any order and cut of the rows.
+    """
 
     def update(self, column: Column) -> None:
-        """Raises `RowProblem` for a row to learn nothing from, `StepError` where there is too much to keep."""
+        """Add a batch. Raises `RowProblem` for an unsuitable row, `StepError` if there is too much to keep."""
 
     def merge(self, other: Any) -> None:
-        """Takes in what a learner of the same step has seen."""
+        """Add what an accumulator of the same step has seen."""
 
     def fitted_step(self) -> Step:
-        """The step with what it learnt. Raises `StepError` where the rows seen do not suffice."""
+        """Return the fitted step. Raises `StepError` if the rows seen do not suffice."""
 
 
 class Step(ABC):
-    """`op` is the step's field in `TransformStep.op`."""
+    """Base of all steps. `op` is the step's field in `TransformStep.op`."""
 
     op: ClassVar[str]
-    # Drops rows (only `filter`): all other steps work row by row.
+    # Whether the step drops rows (only `filter`). All other steps work row by row.
     drops_rows: ClassVar[bool] = False
-    # Draws from the row's keys in training.
+    # Whether the step draws random numbers from the rows' keys in training.
     augments: ClassVar[bool] = False
-    # Works on the column that `TransformStep.column` names.
+    # Whether the step works on the column that `TransformStep.column` names.
     takes_column: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod
     def of(cls, message: Any, column: str) -> Self:
-        """The step that a message of the type of `op` describes. Raises `StepError`."""
+        """Make the step from a message of the type of `op`. Raises `StepError`."""
 
     @abstractmethod
     def to_proto(self) -> transform_pb2.TransformStep:
-        """The inverse of `of`, with what was learnt."""
+        """Invert `of`, including what was learned."""
 
     @property
     @abstractmethod
@@ -59,39 +65,41 @@ class Step(ABC):
 
     @property
     def fitted(self) -> bool:
-        """Whether there is nothing to learn, or it was learnt."""
+        """True if the step has nothing left to learn."""
         return True
 
     def accumulator(self, given: ColumnType) -> FitAccumulator:
-        """Learns the step from its one column, which is `given`; only of a step that is not fitted."""
+        """Return an accumulator for the step's one column, `given`. Only for a step that is not fitted."""
         raise NotImplementedError(f"{self.op} learns nothing")
 
     @abstractmethod
     def output(self, given: Schema) -> Schema:
-        """The columns after the step. Raises `StepError` saying what it needs instead."""
+        """Return the columns after the step. Raises `StepError`, saying what the step needs instead."""
 
     def check_request(self, given: Schema) -> None:
-        """Refuses what nobody may ask for any longer; a step that was recorded earlier still does it. Raises
-        `StepError`."""
+        """Refuse what new requests may no longer ask for; earlier recorded steps still run.
+
+        Raises `StepError`.
+        """
         return
 
     @abstractmethod
     def apply(self, batch: Batch, keys: StepKeys | None) -> Batch:
-        """Works on all rows at once, never in place; `keys` are those of rows of training, else None.
+        """Process all rows at once, never in place; `keys` are those of training rows, else None.
 
-        Raises `RowProblem` for a row that it cannot work on.
+        Raises `RowProblem` for a row that the step cannot process.
         """
 
     @abstractmethod
     def sources(self, needed: Names, given: Schema) -> Names:
-        """The columns of `given` that it takes to make the `needed` columns after the step."""
+        """Return the columns of `given` that the step needs to make the `needed` columns."""
 
     @abstractmethod
     def narrowed(self, needed: Names, given: Schema) -> Step | None:
-        """The step as far as the `needed` columns need it; None where they do not."""
+        """Return the step reduced to the `needed` columns; None if they do not need it."""
 
     def serving_form(self) -> Step | None:
-        """The step as it acts in serving; None where it has no meaning there."""
+        """Return the step for serving; None if it has no meaning there."""
         return None if self.augments or self.drops_rows else self
 
 
@@ -131,15 +139,15 @@ class ColumnStep(Step):
 
     @abstractmethod
     def output_type(self, given: ColumnType) -> ColumnType:
-        """The column's type after the step. Raises `StepError`."""
+        """Return the column's type after the step. Raises `StepError`."""
 
     @abstractmethod
     def work(self, column: Column, keys: StepKeys | None) -> Column:
-        """The column's values after the step. Raises `RowProblem`."""
+        """Return the column's values after the step. Raises `RowProblem`."""
 
 
 def known(given: Schema, names: Collection[str], at: str) -> None:
-    """Raises `StepError` for a column that is not there; `at` is the path of the field that names it."""
+    """Raise `StepError` for a missing column; `at` is the path of the field that names it."""
     for index, name in enumerate(names):
         if name not in given:
             where = at if at == "column" else f"{at}[{index}]"
@@ -147,16 +155,16 @@ def known(given: Schema, names: Collection[str], at: str) -> None:
 
 
 def scalar(given: ColumnType, needs: str) -> ScalarType:
-    """Raises `StepError` with `needs`, e.g. `cast needs a scalar column`, for a tensor."""
+    """Return a scalar type. Raises `StepError` with `needs`, e.g. `cast needs a scalar column`, for a tensor."""
     if not isinstance(given, ScalarType):
         raise StepError(f"{needs}, not {given}")
     return given
 
 
 def first_failing_row(rows: int, works: Callable[[int, int], bool]) -> int:
-    """The first of `rows` rows that does not work by itself, found by halving; `works(start, end)` tries some of them.
+    """Find the first of `rows` rows that does not work by itself, by halving.
 
-    One of them must fail.
+    `works(start, end)` tries some of them. One of them must fail.
     """
     start, end = 0, rows
     while end - start > 1:

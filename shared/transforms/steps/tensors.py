@@ -1,4 +1,4 @@
-"""Steps that make or work on float tensors.
+"""Steps that make or process float tensors.
 
 B = rows of the batch, H = height, W = width, C = channels.
 """
@@ -26,7 +26,7 @@ LARGEST = 1e30
 
 @dataclass(frozen=True)
 class ToFloat(ColumnStep):
-    """uint8 (B, H, W) → float32 (B, 1, H, W), and (B, H, W, C) → (B, C, H, W); 0..255 becomes 0..1."""
+    """Converts uint8 (B, H, W) to float32 (B, 1, H, W), and (B, H, W, C) to (B, C, H, W); 0..255 becomes 0..1."""
 
     op: ClassVar[str] = "to_float"
 
@@ -49,7 +49,7 @@ class ToFloat(ColumnStep):
 
 @dataclass(frozen=True)
 class Normalize(ColumnStep):
-    """(x - mean) / std in float32, on (B, C, H, W); one mean and one std per channel, or one for all."""
+    """Computes (x - mean) / std in float32 on (B, C, H, W), with one mean and std per channel or one for all."""
 
     op: ClassVar[str] = "normalize"
     mean: tuple[float, ...]
@@ -58,7 +58,7 @@ class Normalize(ColumnStep):
     def __post_init__(self) -> None:
         if not self.mean or len(self.mean) != len(self.std):
             raise StepError("normalize needs as many values of std as of mean, at least one each")
-        # A checkpoint keeps them as JSON, whose shortest form of the greatest float32 is beyond what reads back.
+        # A checkpoint keeps them as JSON, and the shortest JSON form of the greatest float32 does not read back.
         if not (np.abs([*self.mean, *self.std]) <= LARGEST).all() or min(self.std) <= 0:
             raise StepError(f"normalize needs finite values, up to {LARGEST:g}, and every std above 0")
 
@@ -85,7 +85,7 @@ class Normalize(ColumnStep):
 
 @dataclass(frozen=True)
 class Concat(Step):
-    """Numeric columns and tensors → one float32 tensor (B, their values in a row), named `into`."""
+    """Joins numeric columns and tensors into one float32 tensor named `into`: (B, all values of a row)."""
 
     op: ClassVar[str] = "concat"
     columns: tuple[str, ...]
@@ -142,10 +142,10 @@ class Concat(Step):
 
 
 def _values(name: str, column: Column) -> NDArray[np.float32]:
-    """(B, values of a row)."""
+    """Return a column as (B, values of a row)."""
     if isinstance(column, RaggedImages):
         raise StepError(f"column {name!r} has images of unequal sizes; resize or crop them first")
-    with np.errstate(over="ignore"):  # beyond float32 is infinite
+    with np.errstate(over="ignore"):  # values beyond float32 become infinite
         if isinstance(column, np.ndarray):
             return column.reshape(len(column), math.prod(column.shape[1:])).astype(np.float32)
         if column.null_count:
@@ -156,5 +156,5 @@ def _values(name: str, column: Column) -> NDArray[np.float32]:
 
 
 def numeric(arrow_type: pa.DataType) -> bool:
-    """Whether it is an integer or a binary float."""
+    """Return whether the type is an integer or a binary float."""
     return bool(kinds.is_integer(arrow_type) or kinds.is_floating(arrow_type))

@@ -1,12 +1,11 @@
-"""Texts to the ids of a tokenizer's tokens, all rows of one length.
+"""Tokenizes texts to ids, all rows of one length; and learns byte pairs.
 
-B = rows of the batch, L = `max_length`. The library `tokenizers` is an extra, and imported only where a step needs it.
+B = rows of the batch, L = `max_length`. The library `tokenizers` is an extra, imported only where a step needs it.
 
-Learning byte pairs: which neighbouring symbols of words become one, the most frequent first.
-
-The method is that of Sennrich, Haddow and Birch, 2016. The library `tokenizers` can learn them too, but from texts
-alone, in one process; here the counts of words suffice, which several processes can take and add. A tie goes to the
-pair that is first in the order of code points, so the same counts give the same pairs.
+Learning byte pairs repeatedly merges the most frequent pair of neighbouring symbols (Sennrich, Haddow and Birch, 2016).
+The library can learn them, too, but only from texts and in one process. This module learns from counts of words, which
+several processes can take and add. A tie goes to the pair that is first in the order of code points, so the same counts
+give the same pairs.
 """
 
 from __future__ import annotations
@@ -41,15 +40,15 @@ if TYPE_CHECKING:
 MIN_LENGTH, MAX_LENGTH = 8, 8_192
 MAX_VOCABULARY = 65_536
 MAX_TOKENIZER_BYTES = 8 * 1024 * 1024
-# Characters of a text that are read for each of the L tokens: 10 MB of text cost no more than a page.
+# The characters read per token. With this limit, 10 MB of text cost no more than a page.
 CHARACTERS_A_TOKEN = 64
-# Of a tokenizer that is learnt, in the order of their ids from 0.
+# Special tokens of a learned tokenizer, in the order of their ids from 0.
 PAD, CLS, SEP, MASK = "[PAD]", "[CLS]", "[SEP]", "[MASK]"
 SPECIAL = (PAD, CLS, SEP, MASK)
 BYTES = 256
-# What a brought tokenizer may pad with, unless it says so itself.
+# Padding tokens of a given tokenizer that does not name its own.
 PADS = (PAD, "<pad>", "<|pad|>")
-# Learning keeps each distinct word; longer ones, as encoded images are, teach nothing.
+# Learning keeps each distinct word. Longer words, such as encoded images, are ignored.
 MAX_WORDS = 1_000_000
 MAX_WORD = 256
 WORDS_AT_ONCE = 1 << 16
@@ -57,7 +56,10 @@ WORDS_AT_ONCE = 1 << 16
 
 @dataclass(frozen=True)
 class Tokenize(Step):
-    """`tokenizer` is its JSON; empty: still to be learnt, of at most `vocabulary_size` tokens."""
+    """Tokenizes a column of texts.
+
+    `tokenizer` is its JSON; empty: still to be learned, with at most `vocabulary_size` tokens.
+    """
 
     op: ClassVar[str] = "tokenize"
     takes_column: ClassVar[bool] = True
@@ -149,7 +151,7 @@ class Tokenize(Step):
         return self if needed & frozenset(self._made) else None
 
     def _encoded(self, texts: list[str]) -> list[Any]:
-        """Raises `RowProblem` for a text that the tokenizer has no tokens for."""
+        """Encode texts. Raises `RowProblem` for a text for which the tokenizer has no tokens."""
         tokenizer = _loaded(self.tokenizer, self.max_length)
         try:
             return list(tokenizer.encode_batch_fast(texts))
@@ -162,14 +164,17 @@ class Tokenize(Step):
         return (self.ids_column, self.mask_column)
 
     def _in_place(self, columns: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:
-        """`columns` with `made` where the text was."""
+        """Return `columns` with `made` in place of the text."""
         out: dict[str, Any] = {}
         for name, one in columns.items():
             out.update(made if name == self.column else {name: one})
         return out
 
     def texts(self, column: Column) -> list[str]:
-        """What is looked at of each row's text, (B). Raises `RowProblem` for nulls and bytes that are no UTF-8."""
+        """Return the part of each row's text that is read, (B).
+
+        Raises `RowProblem` for nulls and for bytes that are not UTF-8.
+        """
         if column.null_count:
             row = int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
             raise RowProblem(
@@ -187,7 +192,10 @@ class Tokenize(Step):
 
 
 class _WordsAccumulator:
-    """Counts the words of texts: exact, so the tokenizer depends on neither the order nor the cut of the rows."""
+    """Counts the words of texts.
+
+    The counts are exact, so the tokenizer depends on neither the order nor the cut of the rows.
+    """
 
     def __init__(self, step: Tokenize) -> None:
         self._step = step
@@ -214,7 +222,7 @@ class _WordsAccumulator:
 
 
 def _fit_tokenizer(words: list[str], counts: list[int], step: Tokenize) -> str:
-    """The JSON of a tokenizer of byte pairs."""
+    """Return the JSON of a byte-pair tokenizer."""
     from tokenizers import models, pre_tokenizers, processors
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -232,7 +240,7 @@ def _fit_tokenizer(words: list[str], counts: list[int], step: Tokenize) -> str:
 
 
 def _blank(lowercase: bool) -> Any:
-    """How a tokenizer that is learnt cuts texts into words of bytes."""
+    """Make an untrained tokenizer, which cuts texts into words of bytes."""
     tokenizers = _library()
     blank = tokenizers.Tokenizer(tokenizers.models.BPE())
     blank.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -242,10 +250,10 @@ def _blank(lowercase: bool) -> Any:
     return blank
 
 
-# A step is pickled by its JSON; each process reads a tokenizer once.
+# A step is pickled by its JSON, so each process parses a tokenizer once.
 @lru_cache(maxsize=8)
 def _loaded(text: str, max_length: int) -> Tokenizer:
-    """Gives texts exactly `max_length` tokens. Raises `StepError`."""
+    """Load a tokenizer that gives exactly `max_length` tokens per text. Raises `StepError`."""
     tokenizers = _library()
     try:
         tokenizer = tokenizers.Tokenizer.from_str(text)
@@ -267,7 +275,7 @@ def _loaded(text: str, max_length: int) -> Tokenizer:
     tokenizer.enable_padding(
         length=max_length, pad_id=place, pad_token=token, direction=padding.get("direction", "right")
     )
-    # A text is not to end itself by what it says.
+    # A special token inside a text is plain text, and must not end it.
     tokenizer.encode_special_tokens = True
     return tokenizer  # type: ignore[no-any-return]
 
@@ -285,8 +293,8 @@ def _cuts_beginnings(tokenizer: Tokenizer) -> bool:
 
 
 def _library() -> Any:
-    """Raises `StepError` where it is not installed."""
-    # Rows come in batches of several processes already; its threads do not outlive a fork.
+    """Import the library. Raises `StepError` if it is not installed."""
+    # Several processes already work on batches, and the library's threads do not survive a fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         import tokenizers
@@ -302,7 +310,7 @@ def _library() -> Any:
 
 
 def _matrix(rows: list[list[int]], length: int) -> Array:
-    """int64 (B, L)."""
+    """Make an int64 (B, L) array."""
     return np.array(rows, np.int64).reshape(len(rows), length)
 
 
@@ -330,15 +338,15 @@ def _is_bytes(arrow_type: pa.DataType) -> bool:
 
 Pair = tuple[str, str]
 
-# Fewer occurrences tell nothing.
+# Rarer pairs carry no information.
 MIN_COUNT = 2
 
 
 def fit_merges(words: Sequence[str], counts: Sequence[int], limit: int) -> list[Pair]:
-    """At most `limit` pairs of symbols, in the order in which they are to be merged; symbols are strings, at first
-    single characters. `counts` says how often each of the words, which are distinct, occurs.
+    """Learn at most `limit` pairs of symbols, in the order in which they are merged.
 
-    The result does not depend on the order of the words.
+    Symbols are strings, at first single characters. `counts` says how often each of the distinct words occurs. The
+    result does not depend on the order of the words.
     """
     texts = _Texts(words, counts)
     merges: list[Pair] = []
@@ -349,24 +357,24 @@ def fit_merges(words: Sequence[str], counts: Sequence[int], limit: int) -> list[
 
 
 class _Texts:
-    """The words as symbols, with the count of each pair of neighbours and the words where it may be."""
+    """The words as symbols, with the count of each neighbouring pair and the words that may contain it."""
 
     def __init__(self, words: Sequence[str], counts: Sequence[int]) -> None:
         self._symbols = [list(word) for word in words]
         self._times = list(counts)
         self._counts: defaultdict[Pair, int] = defaultdict(int)
-        # A word stays here when it has the pair no longer.
+        # A word stays here even when it no longer has the pair.
         self._where: defaultdict[Pair, set[int]] = defaultdict(set)
         for index, symbols in enumerate(self._symbols):
             for pair in pairwise(symbols):
                 self._counts[pair] += self._times[index]
                 self._where[pair].add(index)
-        # Each pair has an entry of its count, or of one that it had before it fell.
+        # Each pair has an entry with its present count or with an earlier, higher one.
         self._heap = [(-count, pair) for pair, count in self._counts.items()]
         heapq.heapify(self._heap)
 
     def most_frequent(self) -> Pair | None:
-        """None where no pair occurs often enough."""
+        """Return the most frequent pair; None if no pair occurs often enough."""
         while self._heap:
             negative, pair = heapq.heappop(self._heap)
             count = self._counts[pair]
@@ -377,7 +385,7 @@ class _Texts:
         return None
 
     def merge(self, pair: Pair) -> None:
-        """Makes one symbol of each occurrence, from the left."""
+        """Replace each occurrence of the pair by one symbol, from the left."""
         risen: set[Pair] = set()
         for index in self._where.pop(pair):
             risen |= self._merge_in_word(index, pair)
@@ -385,7 +393,7 @@ class _Texts:
             heapq.heappush(self._heap, (-self._counts[one], one))
 
     def _merge_in_word(self, index: int, pair: Pair) -> set[Pair]:
-        """The pairs that occur more often than before."""
+        """Merge the pair in one word. Returns the pairs that occur more often than before."""
         symbols, times, counts = self._symbols[index], self._times[index], self._counts
         merged: list[str] = []
         risen: set[Pair] = set()

@@ -29,12 +29,12 @@ if _version_not_supported:
 
 
 class DataServiceStub:
-    """Datasets and their immutable versions.
+    """Manages datasets and their immutable versions.
 
-    Every RPC can also fail with INTERNAL (a fault of ours; quote the correlation id), UNAVAILABLE (the object store does
-    not answer; try again), DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED (too many calls at once, or a message over the limit) and,
-    where it reads a committed version, DATA_LOSS (its manifest is not the one that was committed) and NOT_FOUND (also
-    where that is deleted while it is read).
+    Every RPC can also fail with INTERNAL (a fault of the service; quote the correlation id), UNAVAILABLE (the object
+    store does not answer; try again), DEADLINE_EXCEEDED and RESOURCE_EXHAUSTED (too many calls at once, or a message
+    over the limit). An RPC that reads a committed version can also fail with DATA_LOSS (its manifest is not the one that
+    was committed) and NOT_FOUND (also when the version is deleted while it is read).
     """
 
     def __init__(self, channel):
@@ -146,16 +146,17 @@ class DataServiceStub:
 
 
 class DataServiceServicer:
-    """Datasets and their immutable versions.
+    """Manages datasets and their immutable versions.
 
-    Every RPC can also fail with INTERNAL (a fault of ours; quote the correlation id), UNAVAILABLE (the object store does
-    not answer; try again), DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED (too many calls at once, or a message over the limit) and,
-    where it reads a committed version, DATA_LOSS (its manifest is not the one that was committed) and NOT_FOUND (also
-    where that is deleted while it is read).
+    Every RPC can also fail with INTERNAL (a fault of the service; quote the correlation id), UNAVAILABLE (the object
+    store does not answer; try again), DEADLINE_EXCEEDED and RESOURCE_EXHAUSTED (too many calls at once, or a message
+    over the limit). An RPC that reads a committed version can also fail with DATA_LOSS (its manifest is not the one that
+    was committed) and NOT_FOUND (also when the version is deleted while it is read).
     """
 
     def CreateDataset(self, request, context):
-        """Fails with INVALID_ARGUMENT (a field is malformed) and ALREADY_EXISTS (the id is taken, or `request_id` was used
+        """Creates a dataset.
+        Fails with INVALID_ARGUMENT (a field is malformed) and ALREADY_EXISTS (the id is taken, or `request_id` was used
         with another body).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -163,14 +164,16 @@ class DataServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetDataset(self, request, context):
-        """Fails with INVALID_ARGUMENT and NOT_FOUND.
+        """Returns one dataset.
+        Fails with INVALID_ARGUMENT and NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListDatasets(self, request, context):
-        """In the order of their names. Fails with INVALID_ARGUMENT (a bad `page_token` or `page_size`).
+        """Lists datasets in the order of their names.
+        Fails with INVALID_ARGUMENT (a bad `page_token` or `page_size`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -185,139 +188,147 @@ class DataServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DeleteDataset(self, request, context):
-        """Fails with INVALID_ARGUMENT, NOT_FOUND, ABORTED (`etag`) and FAILED_PRECONDITION (it has versions: delete them
-        first; or an import into another dataset reads one of its uploads). Its uploads go with it.
+        """Deletes a dataset together with its uploads.
+        Fails with INVALID_ARGUMENT, NOT_FOUND, ABORTED (`etag`) and FAILED_PRECONDITION (the dataset has versions, which
+        must be deleted first; or an import into another dataset reads one of its uploads).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StartUpload(self, request, context):
-        """Opens an upload. Fails with INVALID_ARGUMENT, NOT_FOUND (the dataset), ALREADY_EXISTS (the id is taken, or
-        `request_id` was used with another body) and FAILED_PRECONDITION (presigned parts, and the store is not S3).
+        """Opens an upload.
+        Fails with INVALID_ARGUMENT, NOT_FOUND (the dataset), ALREADY_EXISTS (the id is taken, or `request_id` was used
+        with another body) and FAILED_PRECONDITION (presigned parts were requested, and the store is not S3).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UploadChunks(self, request_iterator, context):
-        """Sends chunks and is answered with how much is durable. After a break, or any error, go on from the last
-        acknowledged byte, in a new call: GetUpload tells it. A client that goes away commits nothing. 32 calls are served
-        at once; a client that pauses keeps its place, but after a minute without a chunk one that waits gets it.
-        Fails with UNAVAILABLE (it is being aborted, which may yet be refused), INVALID_ARGUMENT (a malformed or too large
-        chunk), NOT_FOUND, DATA_LOSS (a chunk's bytes are not those of its CRC32C), OUT_OF_RANGE (a chunk that begins after
-        the acknowledged size), ABORTED (another client writes other chunks), FAILED_PRECONDITION (the upload is committed),
-        RESOURCE_EXHAUSTED (the store is full, or every place is taken: TOO_MANY_UPLOADS, with RetryInfo) and
-        DEADLINE_EXCEEDED (the place went to another).
+        """Sends chunks; each answer says how many bytes are durable. After an interruption or an error, continue in a new
+        call from the last acknowledged byte, which GetUpload returns. A client that disconnects commits nothing. The
+        service serves 32 calls at once. A client that pauses keeps its place, but after a minute without a chunk a waiting
+        client takes the place.
+        Fails with UNAVAILABLE (the upload is being aborted, and the abort may yet be refused), INVALID_ARGUMENT (a chunk
+        is malformed or too large), NOT_FOUND, DATA_LOSS (a chunk's bytes do not match its CRC32C), OUT_OF_RANGE (a chunk
+        begins after the acknowledged size), ABORTED (another client writes other chunks), FAILED_PRECONDITION (the upload
+        is committed), RESOURCE_EXHAUSTED (the store is full, or every place is taken: TOO_MANY_UPLOADS, with RetryInfo)
+        and DEADLINE_EXCEEDED (the place went to another client).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetUpload(self, request, context):
-        """Fails with INVALID_ARGUMENT and NOT_FOUND.
+        """Returns one upload.
+        Fails with INVALID_ARGUMENT and NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CommitUpload(self, request, context):
-        """Ends an upload: its bytes are now fixed. The same commit again gives the same answer. The service reads what it has
-        not hashed yet, which takes time for parts that were put by URL: where the deadline comes first, call again, and
-        GetUpload's `hashed_size` says how far it is.
-        Fails with INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (not all bytes are there, or it was committed with
-        another size or digest) and DATA_LOSS (the bytes do not have that digest: abort it and send them again).
+        """Commits an upload, which fixes its bytes. The same commit again returns the same answer. The service first reads
+        the bytes that it has not hashed yet, which takes time for parts that were put by URL. If the deadline comes first,
+        call again; GetUpload's `hashed_size` shows the progress.
+        Fails with INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (bytes are missing, or the upload was committed with
+        another size or digest) and DATA_LOSS (the bytes do not have that digest: abort the upload and send them again).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AbortUpload(self, request, context):
-        """Takes an upload away, with its bytes, whatever its state. Fails with INVALID_ARGUMENT, NOT_FOUND and
-        FAILED_PRECONDITION (an import reads it).
+        """Removes an upload and its bytes in any state.
+        Fails with INVALID_ARGUMENT, NOT_FOUND and FAILED_PRECONDITION (an import reads the upload).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ImportVersion(self, request, context):
-        """Imports files into a new version: those that the server can read, and uploads. The operation's `metadata` is an
-        ImportVersionMetadata, its `response` the ACTIVE DatasetVersion.
+        """Imports uploads, and files that the server can read, into a new version. The operation's `metadata` is an
+        ImportVersionMetadata; its `response` is the ACTIVE DatasetVersion.
         Fails with INVALID_ARGUMENT (a field, a check, a URI's scheme or a path outside the roots), NOT_FOUND (the dataset,
         the base or an upload), FAILED_PRECONDITION (the base is not ACTIVE, or was transformed), ABORTED (another version
-        already follows the base: read it and decide again) and ALREADY_EXISTS (the version id is taken, or `request_id` was
-        used with another body). The operation fails with NOT_FOUND (a source is not there), INVALID_ARGUMENT (a source is
-        corrupt, truncated, or does not fit the others; more bad rows than allowed), FAILED_PRECONDITION (a quality check
-        failed, every row of a split was left out, or an open upload was abandoned), RESOURCE_EXHAUSTED (the store is full,
-        after some tries), DATA_LOSS (an upload's bytes are not those that were committed) or CANCELLED; then no version is
-        visible as ACTIVE and no file of it can be read.
+        already follows the base: read it and decide again) and ALREADY_EXISTS (the version id is taken, or `request_id`
+        was used with another body).
+        The operation fails with NOT_FOUND (a source does not exist), INVALID_ARGUMENT (a source is corrupt, truncated, or
+        does not fit the others; or there are more bad rows than allowed), FAILED_PRECONDITION (a quality check failed,
+        every row of a split was left out, or an open upload was abandoned), RESOURCE_EXHAUSTED (the store is still full
+        after several tries), DATA_LOSS (an upload's bytes are not those that were committed) or CANCELLED. After a failure
+        no version is visible as ACTIVE, and none of its files can be read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TransformVersion(self, request, context):
-        """Makes a new version out of another with Ray Data. The operation's `metadata` is a TransformVersionMetadata, its
-        `response` the ACTIVE DatasetVersion.
-        Fails with INVALID_ARGUMENT (a step, naming it: also where it does not fit the source's columns), NOT_FOUND,
-        FAILED_PRECONDITION (the source is not ACTIVE) and ALREADY_EXISTS. The operation fails with INVALID_ARGUMENT (a row
-        that a step cannot work on: the error names step, row id and cause), FAILED_PRECONDITION (a quality check failed),
-        DATA_LOSS, RESOURCE_EXHAUSTED or CANCELLED.
+        """Transforms a version into a new one with Ray Data. The operation's `metadata` is a TransformVersionMetadata; its
+        `response` is the ACTIVE DatasetVersion.
+        Fails with INVALID_ARGUMENT (a step, which the error names; also when the step does not fit the source's columns),
+        NOT_FOUND, FAILED_PRECONDITION (the source is not ACTIVE) and ALREADY_EXISTS.
+        The operation fails with INVALID_ARGUMENT (a step cannot process a row: the error names step, row id and cause),
+        FAILED_PRECONDITION (a quality check failed), DATA_LOSS, RESOURCE_EXHAUSTED or CANCELLED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PredictVersion(self, request, context):
-        """Runs a checkpoint's model over another version with Ray Data, into a new version: the same rows in the same order,
-        with columns of predictions. A row is preprocessed as a deployment would, from wherever the version is in the chain
-        of steps that the checkpoint was trained behind. The operation's `metadata` is a PredictVersionMetadata, its
-        `response` the ACTIVE DatasetVersion, whose `prediction` names the checkpoint.
-        Fails with INVALID_ARGUMENT (a field is malformed; a column that the checkpoint needs is missing or of another type;
-        a kept column has the name of a prediction), NOT_FOUND (the dataset, the source, the job or the checkpoint),
-        FAILED_PRECONDITION (the source is not ACTIVE or was transformed otherwise than the checkpoint's rows; the job is
-        being deleted, or has no checkpoint; its steps call a function that this service does not allow), DATA_LOSS (the
-        checkpoint's manifest is damaged) and ALREADY_EXISTS. The operation fails with INVALID_ARGUMENT (a row that a step
-        cannot work on: the error names step, row id and cause; or more of them than may be left out), FAILED_PRECONDITION
-        (the model does not load; torch finds no GPU; a split without rows; the source was made again meanwhile; a custom
-        function crashes), DATA_LOSS, RESOURCE_EXHAUSTED (the model or a batch does not fit into memory) or CANCELLED. While
-        it runs neither the source nor the checkpoint can be deleted.
+        """Runs a checkpoint's model over a version with Ray Data. The new version has the same rows in the same order, with
+        columns of predictions added. Rows are preprocessed as in a deployment. Preprocessing starts at the point that the
+        source version has reached in the chain of steps that the checkpoint was trained behind. The operation's `metadata`
+        is a PredictVersionMetadata; its `response` is the ACTIVE DatasetVersion, whose `prediction` names the checkpoint.
+        While the operation runs, neither the source nor the checkpoint can be deleted.
+        Fails with INVALID_ARGUMENT (a field is malformed; a column that the checkpoint needs is missing or of another
+        type; a kept column has the name of a prediction), NOT_FOUND (the dataset, the source, the job or the checkpoint),
+        FAILED_PRECONDITION (the source is not ACTIVE, or was transformed differently from the checkpoint's rows; the job
+        is being deleted, or has no checkpoint; its steps call a function that this service does not allow), DATA_LOSS (the
+        checkpoint's manifest is damaged) and ALREADY_EXISTS.
+        The operation fails with INVALID_ARGUMENT (a step cannot process a row: the error names step, row id and cause; or
+        more such rows than may be left out), FAILED_PRECONDITION (the model does not load; torch finds no GPU; a split has
+        no rows; the source was made again meanwhile; a custom function crashes), DATA_LOSS, RESOURCE_EXHAUSTED (the model
+        or a batch does not fit into memory) or CANCELLED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetVersion(self, request, context):
-        """All of it: where it has very many files, columns or names of values that is more than the 4 MiB which most clients
-        take unless they are told to take more. Fails with INVALID_ARGUMENT and NOT_FOUND.
+        """Returns a version in full. A version with very many files, columns or value names can exceed 4 MiB, the default
+        message limit of most clients.
+        Fails with INVALID_ARGUMENT and NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListVersions(self, request, context):
-        """In the order of their names, in any state, without `files`, `transform` and the `value_names` of columns, and of one
-        whose columns alone are more than 4 MiB with the first of them: GetVersion has all. ListOperations has versions so,
-        too. Fails with INVALID_ARGUMENT and NOT_FOUND (the dataset).
+        """Lists versions in any state, in the order of their names. The answer leaves out `files`, `transform` and the
+        `value_names` of columns. If the columns of one version alone exceed 4 MiB, it has only the first of them.
+        GetVersion returns everything; ListOperations shortens versions in the same way.
+        Fails with INVALID_ARGUMENT and NOT_FOUND (the dataset).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteVersion(self, request, context):
-        """Takes a version away, with its files. While they go it is DELETING; then its id is free again.
-        Fails with INVALID_ARGUMENT, NOT_FOUND, ABORTED (`etag`) and FAILED_PRECONDITION (it is being made: cancel its
-        operation; or a training job, a deployment or another job uses it: the error names them).
+        """Deletes a version and its files. The version is DELETING while its files are removed; then its id is free again.
+        Fails with INVALID_ARGUMENT, NOT_FOUND, ABORTED (`etag`) and FAILED_PRECONDITION (the version is being made: cancel
+        its operation; or a training job, a deployment or another job uses it: the error names them).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PreviewVersion(self, request, context):
-        """The first rows of each split, the quality report, and a contact sheet of the image columns. The answer stays below
-        4 MiB: large rows are left out, and of a version that is very wide, or of many files or categories, what is longest:
-        of the report frequent values and histograms, of `version` what ListVersions leaves out, and at last the last
-        columns.
+        """Returns the first rows of each split, the quality report, and a contact sheet of the image columns. The answer
+        stays below 4 MiB, so large rows are left out. For a version that is very wide, or has many files or categories,
+        the longest parts are left out in this order: frequent values and histograms of the report, then what ListVersions
+        leaves out of `version`, then the last columns.
         Fails with INVALID_ARGUMENT, NOT_FOUND and FAILED_PRECONDITION (the version is not ACTIVE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -325,31 +336,34 @@ class DataServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReadVersion(self, request, context):
-        """Streams rows in the order of their row ids as one Arrow IPC stream, cut into messages: put the `arrow_ipc` bytes one
-        after the other and read them with any Arrow library. 32 calls of this and the two below are served at once; a client
-        that pauses keeps its place, but after a minute without a message taken one that waits gets it.
+        """Streams rows in the order of their row ids as one Arrow IPC stream, cut into messages. Concatenate the `arrow_ipc`
+        bytes and read them with any Arrow library. ReadVersion, ReadQuarantine and VerifyVersion together serve 32 calls
+        at once. A client that pauses keeps its place, but after a minute in which it took no message a waiting client
+        takes the place.
         Fails with INVALID_ARGUMENT (an unknown split or column, a bad range), NOT_FOUND, FAILED_PRECONDITION (the version
-        is not ACTIVE), DATA_LOSS (a stored file is not what its manifest and its page checksums say), RESOURCE_EXHAUSTED
-        (every place is taken; with RetryInfo) and DEADLINE_EXCEEDED (the place went to another; read on with `offset`).
+        is not ACTIVE), DATA_LOSS (a stored file does not match its manifest or its page checksums), RESOURCE_EXHAUSTED
+        (every place is taken; with RetryInfo) and DEADLINE_EXCEEDED (the place went to another client; continue with
+        `offset`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadQuarantine(self, request, context):
-        """Streams the rows that were left out, as JSON Lines cut into messages: source, place, reason and excerpt of each, at
-        most 100,000 of them. Fails with INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (the version is not ACTIVE),
-        DATA_LOSS, and as ReadVersion where places are wanted.
+        """Streams the rows that were left out, as JSON Lines cut into messages. Each has source, place, reason and excerpt;
+        there are at most 100,000.
+        Fails with INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (the version is not ACTIVE), DATA_LOSS, and as
+        ReadVersion when every place is taken.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def VerifyVersion(self, request, context):
-        """Reads every stored byte of a version again: each file's digest, each page's checksum, each row's id. Streams how far
-        it is; damage is an answer, not an error, so that all of it is told.
-        Fails with INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (the version is not ACTIVE), and as ReadVersion where
-        places are wanted.
+        """Reads every stored byte of a version again and streams its progress. It compares each file's digest, each page's
+        checksum and each row's id. Damage is part of the answer, not an error, so that all damage is reported.
+        Fails with INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (the version is not ACTIVE), and as ReadVersion when
+        every place is taken.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -467,12 +481,12 @@ def add_DataServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DataService:
-    """Datasets and their immutable versions.
+    """Manages datasets and their immutable versions.
 
-    Every RPC can also fail with INTERNAL (a fault of ours; quote the correlation id), UNAVAILABLE (the object store does
-    not answer; try again), DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED (too many calls at once, or a message over the limit) and,
-    where it reads a committed version, DATA_LOSS (its manifest is not the one that was committed) and NOT_FOUND (also
-    where that is deleted while it is read).
+    Every RPC can also fail with INTERNAL (a fault of the service; quote the correlation id), UNAVAILABLE (the object
+    store does not answer; try again), DEADLINE_EXCEEDED and RESOURCE_EXHAUSTED (too many calls at once, or a message
+    over the limit). An RPC that reads a committed version can also fail with DATA_LOSS (its manifest is not the one that
+    was committed) and NOT_FOUND (also when the version is deleted while it is read).
     """
 
     @staticmethod

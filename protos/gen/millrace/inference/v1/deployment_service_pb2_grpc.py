@@ -27,13 +27,13 @@ if _version_not_supported:
 
 
 class DeploymentServiceStub:
-    """Which checkpoints are served. Requests themselves go through `inference.GRPCInferenceService` (the Open Inference
+    """Serves checkpoints. Inference requests themselves go through `inference.GRPCInferenceService` (the Open Inference
     Protocol) on the same port, where a deployment's id is the model's name.
 
-    Every RPC can also fail with INTERNAL (a fault of ours; quote the correlation id), UNAVAILABLE (the object store does
-    not answer; try again), DEADLINE_EXCEEDED and RESOURCE_EXHAUSTED (too many calls at once, or a message over the
-    limit); and each that names a deployment with DATA_LOSS (its log cannot be read: a record is damaged, or of a later
-    release).
+    Every RPC can also fail with INTERNAL (a fault of the service; quote the correlation id), UNAVAILABLE (the object
+    store does not answer; try again), DEADLINE_EXCEEDED and RESOURCE_EXHAUSTED (too many calls at once, or a message
+    over the limit). An RPC that names a deployment can also fail with DATA_LOSS (the deployment's log cannot be read: a
+    record is damaged, or written by a later release).
     """
 
     def __init__(self, channel):
@@ -85,36 +85,37 @@ class DeploymentServiceStub:
 
 
 class DeploymentServiceServicer:
-    """Which checkpoints are served. Requests themselves go through `inference.GRPCInferenceService` (the Open Inference
+    """Serves checkpoints. Inference requests themselves go through `inference.GRPCInferenceService` (the Open Inference
     Protocol) on the same port, where a deployment's id is the model's name.
 
-    Every RPC can also fail with INTERNAL (a fault of ours; quote the correlation id), UNAVAILABLE (the object store does
-    not answer; try again), DEADLINE_EXCEEDED and RESOURCE_EXHAUSTED (too many calls at once, or a message over the
-    limit); and each that names a deployment with DATA_LOSS (its log cannot be read: a record is damaged, or of a later
-    release).
+    Every RPC can also fail with INTERNAL (a fault of the service; quote the correlation id), UNAVAILABLE (the object
+    store does not answer; try again), DEADLINE_EXCEEDED and RESOURCE_EXHAUSTED (too many calls at once, or a message
+    over the limit). An RPC that names a deployment can also fail with DATA_LOSS (the deployment's log cannot be read: a
+    record is damaged, or written by a later release).
     """
 
     def CreateDeployment(self, request, context):
-        """The operation's `metadata` is a DeploymentMetadata, its `response` the READY Deployment.
+        """Deploys a checkpoint. The operation's `metadata` is a DeploymentMetadata; its `response` is the READY Deployment.
         Fails with INVALID_ARGUMENT, NOT_FOUND (the job or checkpoint), FAILED_PRECONDITION (the job has no checkpoint; or,
-        `reason` NEVER_SCHEDULABLE, no node of Ray's could hold a replica, or all of them not the fewest) and
-        ALREADY_EXISTS (the id is taken, or `request_id` was used with another body). The operation fails with DATA_LOSS (a
-        file of the checkpoint does not have the digest that its manifest names) or FAILED_PRECONDITION (the model does not
-        load).
+        `reason` NEVER_SCHEDULABLE, no Ray node could hold a replica, or all nodes together could not hold the fewest
+        replicas) and ALREADY_EXISTS (the id is taken, or `request_id` was used with another body).
+        The operation fails with DATA_LOSS (a file of the checkpoint does not have the digest that its manifest names) or
+        FAILED_PRECONDITION (the model does not load).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetDeployment(self, request, context):
-        """Fails with INVALID_ARGUMENT and NOT_FOUND.
+        """Returns one deployment.
+        Fails with INVALID_ARGUMENT and NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListDeployments(self, request, context):
-        """In the order of their names, without those whose log cannot be read.
+        """Lists deployments in the order of their names, without those whose log cannot be read.
         Fails with INVALID_ARGUMENT (a bad `page_token` or `page_size`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -122,7 +123,8 @@ class DeploymentServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchDeployment(self, request, context):
-        """Its state now, and whenever it is another: within a second. Ends when it is gone.
+        """Streams the present deployment, and again within a second of each change. The stream ends once the deployment no
+        longer exists.
         Fails with INVALID_ARGUMENT and NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -130,7 +132,7 @@ class DeploymentServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DeleteDeployment(self, request, context):
-        """Takes it out of service; requests in flight are answered first.
+        """Takes a deployment out of service. Requests in flight are answered first.
         Fails with INVALID_ARGUMENT, NOT_FOUND and ABORTED (`etag` is not the present one).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -138,12 +140,12 @@ class DeploymentServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Rollout(self, request, context):
-        """Loads another checkpoint as a new version beside those that are served, moves the traffic to it in steps, and then
-        takes the versions out of service that the version policy does not keep. No request is dropped meanwhile.
-        The operation's `metadata` is a RolloutMetadata, its `response` the Deployment with all traffic on the new version.
-        Cancelling it rolls back.
+        """Loads another checkpoint as a new version beside the served ones, moves the traffic to it in steps, and then takes
+        the versions out of service that the version policy does not keep. No request is dropped meanwhile. The operation's
+        `metadata` is a RolloutMetadata; its `response` is the Deployment with all traffic on the new version. Cancelling
+        the operation rolls back.
         Fails with INVALID_ARGUMENT, NOT_FOUND (the deployment, job or checkpoint), FAILED_PRECONDITION (the deployment is
-        not READY, a roll-out is under way, the job has no checkpoint, or, with `reason` NEVER_SCHEDULABLE, Ray's nodes
+        not READY, a roll-out is in progress, the job has no checkpoint, or, with `reason` NEVER_SCHEDULABLE, Ray's nodes
         could never hold both versions' replicas at once), ABORTED (`etag` is not the present one) and ALREADY_EXISTS
         (`request_id` was used with another body). The operation fails as Rollout.error says.
         """
@@ -152,19 +154,21 @@ class DeploymentServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UpdateDeployment(self, request, context):
-        """Changes how requests that name no version are shared out, and which versions stay loaded.
-        Fails with INVALID_ARGUMENT (`update_mask`; a version that is not loaded), NOT_FOUND, FAILED_PRECONDITION (it is
-        not READY, or a roll-out is under way, which has the weights) and ABORTED (`deployment.etag` is not the present
-        one). A version policy that comes within 6 s after a roll-out has succeeded also keeps old versions of before it.
+        """Changes how requests that name no version are distributed, and which versions stay loaded. A version policy that
+        arrives within 6 s after a roll-out has succeeded also keeps versions from before the roll-out.
+        Fails with INVALID_ARGUMENT (`update_mask`; a version that is not loaded), NOT_FOUND, FAILED_PRECONDITION (the
+        deployment is not READY, or a roll-out is in progress, which controls the weights) and ABORTED (`deployment.etag`
+        is not the present one).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Rollback(self, request, context):
-        """Gives the traffic back at once to the versions that had it before the newest roll-out, whether that is under way or
-        has succeeded; the new version answers what it has, then goes. Where it was rolled back already, nothing changes.
-        An old version that no version policy keeps can be gone back to until 6 s after the roll-out has succeeded.
+        """Returns the traffic at once to the versions that had it before the newest roll-out, whether that is in progress or
+        has succeeded. The new version answers its requests in flight, then is removed. If the roll-out was already rolled
+        back, nothing changes. A rollback to an old version that no version policy keeps is possible until 6 s after the
+        roll-out has succeeded.
         Fails with INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (there was no roll-out, or an old version is no longer
         loaded: roll its checkpoint out) and ABORTED (`etag` is not the present one).
         """
@@ -224,13 +228,13 @@ def add_DeploymentServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DeploymentService:
-    """Which checkpoints are served. Requests themselves go through `inference.GRPCInferenceService` (the Open Inference
+    """Serves checkpoints. Inference requests themselves go through `inference.GRPCInferenceService` (the Open Inference
     Protocol) on the same port, where a deployment's id is the model's name.
 
-    Every RPC can also fail with INTERNAL (a fault of ours; quote the correlation id), UNAVAILABLE (the object store does
-    not answer; try again), DEADLINE_EXCEEDED and RESOURCE_EXHAUSTED (too many calls at once, or a message over the
-    limit); and each that names a deployment with DATA_LOSS (its log cannot be read: a record is damaged, or of a later
-    release).
+    Every RPC can also fail with INTERNAL (a fault of the service; quote the correlation id), UNAVAILABLE (the object
+    store does not answer; try again), DEADLINE_EXCEEDED and RESOURCE_EXHAUSTED (too many calls at once, or a message
+    over the limit). An RPC that names a deployment can also fail with DATA_LOSS (the deployment's log cannot be read: a
+    record is damaged, or written by a later release).
     """
 
     @staticmethod

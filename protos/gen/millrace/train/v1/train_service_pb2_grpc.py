@@ -31,10 +31,11 @@ if _version_not_supported:
 
 
 class TrainServiceStub:
-    """Distributed, fault-tolerant training runs.
+    """Runs distributed, fault-tolerant training jobs.
 
-    Every RPC can also fail with INTERNAL (a fault of ours; quote the correlation id), UNAVAILABLE (the object store does
-    not answer; try again), DEADLINE_EXCEEDED and RESOURCE_EXHAUSTED (too many calls at once, or a message over the limit).
+    Every RPC can also fail with INTERNAL (a fault of the service; quote the correlation id), UNAVAILABLE (the object
+    store does not answer; try again), DEADLINE_EXCEEDED and RESOURCE_EXHAUSTED (too many calls at once, or a message
+    over the limit).
     """
 
     def __init__(self, channel):
@@ -176,55 +177,59 @@ class TrainServiceStub:
 
 
 class TrainServiceServicer:
-    """Distributed, fault-tolerant training runs.
+    """Runs distributed, fault-tolerant training jobs.
 
-    Every RPC can also fail with INTERNAL (a fault of ours; quote the correlation id), UNAVAILABLE (the object store does
-    not answer; try again), DEADLINE_EXCEEDED and RESOURCE_EXHAUSTED (too many calls at once, or a message over the limit).
+    Every RPC can also fail with INTERNAL (a fault of the service; quote the correlation id), UNAVAILABLE (the object
+    store does not answer; try again), DEADLINE_EXCEEDED and RESOURCE_EXHAUSTED (too many calls at once, or a message
+    over the limit).
     """
 
     def CreateTrainingJob(self, request, context):
-        """The job is durable when the call returns.
+        """Creates a training job. The job is durable when the call returns.
         Fails with INVALID_ARGUMENT (a field is malformed, or does not fit the version: an unknown split or column, a batch
-        larger than the split, NaN or infinities in a column that the model reads; of a program: a field that only Millrace's
-        own loop reads, a requirement that is not installed, or an entry that cannot be imported or called), NOT_FOUND (the
-        version, the initial checkpoint, or the code bundle), FAILED_PRECONDITION (the version is not ACTIVE; the initial
-        checkpoint is damaged, or its job has none yet or is being deleted; the cluster can never hold the fewest workers;
-        OWN_CODE_OFF: the operator does not allow users' own code), DATA_LOSS (the version's manifest, or its report, or the
-        code bundle is damaged) and ALREADY_EXISTS (the id is taken, or `request_id` was used with another body).
+        larger than the split, NaN or infinities in a column that the model reads; for a program: a field that only
+        Millrace's own loop reads, a requirement that is not installed, or an entry that cannot be imported or called),
+        NOT_FOUND (the version, the initial checkpoint, or the code bundle), FAILED_PRECONDITION (the version is not
+        ACTIVE; the initial checkpoint is damaged, or its job has none yet or is being deleted; the cluster can never hold
+        the fewest workers; OWN_CODE_OFF: the operator does not allow users' own code), DATA_LOSS (the version's manifest,
+        or its report, or the code bundle is damaged) and ALREADY_EXISTS (the id is taken, or `request_id` was used with
+        another body).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SuggestTrainingSpec(self, request, context):
-        """From a version's schema and statistics to a specification that trains something sensible on it, with the reason for
-        each choice; nothing is made. Where the version needs preparing first, the answer says how.
-        Fails with INVALID_ARGUMENT (no column, or more than one, may be the label; it has no value, one class or over 10,000
-        classes; no column is left to learn from; a split or a column is not there), NOT_FOUND (the version),
-        FAILED_PRECONDITION (it is not ACTIVE, or has no statistics that a choice needs) and DATA_LOSS (its manifest, or its
-        report, is damaged).
+        """Suggests a specification for training on a version, from its schema and statistics, with the reason for each
+        choice. Creates nothing. If the version needs preparing first, the answer says how.
+        Fails with INVALID_ARGUMENT (no column, or more than one, may be the label; the label has no value, one class or
+        over 10,000 classes; no column is left to learn from; a split or a column does not exist), NOT_FOUND (the version),
+        FAILED_PRECONDITION (the version is not ACTIVE, or has no statistics that a choice needs) and DATA_LOSS (its
+        manifest, or its report, is damaged).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetTrainingJob(self, request, context):
-        """Fails with INVALID_ARGUMENT and NOT_FOUND.
+        """Returns one training job.
+        Fails with INVALID_ARGUMENT and NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListTrainingJobs(self, request, context):
-        """In the order of their names. Fails with INVALID_ARGUMENT (a bad `page_token` or `page_size`).
+        """Lists training jobs in the order of their names.
+        Fails with INVALID_ARGUMENT (a bad `page_token` or `page_size`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelTrainingJob(self, request, context):
-        """Asks it to stop and returns at once, in CANCELLING or, if no attempt had begun, CANCELLED soon after. On a job in a
-        final state it changes nothing and returns it.
+        """Asks the job to stop and returns at once, in CANCELLING. If no attempt had begun, the job is CANCELLED soon after.
+        A job in a final state is returned unchanged.
         Fails with INVALID_ARGUMENT, NOT_FOUND and ABORTED (`etag` is not the present one).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -232,155 +237,164 @@ class TrainServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchTrainingJob(self, request, context):
-        """Sends the job as it is, then its events from `after_sequence` on and the job again at each transition, behind the
-        events that were written before it; ends when the job is final and all is sent. Of a job that is SUSPENDED at first
-        it sends the job once more when all is sent, and goes on: it may be resumed. A client that was cut off goes on from
-        the last sequence number that it saw.
-        Fails with INVALID_ARGUMENT, NOT_FOUND and OUT_OF_RANGE (`after_sequence` is below 0, or beyond the last event, whose
-        number the error's metadata tell as `last_sequence`).
+        """Sends the present job, then its events after `after_sequence`. It sends the job again at each transition, after the
+        events that were written before it. The stream ends when the job is final and everything is sent. For a job that is
+        SUSPENDED at the start, it sends the job once more after all events and stays open, because the job may be resumed.
+        A client that was cut off continues from the last sequence number that it saw.
+        Fails with INVALID_ARGUMENT, NOT_FOUND and OUT_OF_RANGE (`after_sequence` is below 0, or beyond the last event,
+        whose number is `last_sequence` in the error's metadata).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SuspendTrainingJob(self, request, context):
-        """Asks it to take a checkpoint and to free its workers, and returns at once, in SUSPENDING or, if no attempt had begun,
-        SUSPENDED soon after. On a suspended job it changes nothing.
-        An attempt that has not ended within 300 s of the wish, because a step takes longer or the object store does not take
-        the checkpoint, is killed: the job is SUSPENDED all the same, and resumes from the last checkpoint that is durable.
-        Fails with INVALID_ARGUMENT, NOT_FOUND, ABORTED (`etag` is not the present one) and FAILED_PRECONDITION (the job is
-        over, or being cancelled or deleted).
+        """Asks the job to take a checkpoint and to free its workers, and returns at once, in SUSPENDING. If no attempt had
+        begun, the job is SUSPENDED soon after. A suspended job stays unchanged.
+        An attempt that has not ended 300 s after the request, because a step takes longer or the object store does not
+        accept the checkpoint, is killed. The job is SUSPENDED all the same, and resumes from the last durable checkpoint.
+        Fails with INVALID_ARGUMENT, NOT_FOUND, ABORTED (`etag` is not the present one) and FAILED_PRECONDITION (the job
+        has ended, or is being cancelled or deleted).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResumeTrainingJob(self, request, context):
-        """Goes on with a SUSPENDED, FAILED or CANCELLED job from its newest good checkpoint, with no failures counted. On a job
-        that is at work it changes nothing.
+        """Continues a SUSPENDED, FAILED or CANCELLED job from its newest good checkpoint, and resets its count of failures. A
+        running job stays unchanged.
         Fails with INVALID_ARGUMENT, NOT_FOUND, ABORTED (`etag` is not the present one) and FAILED_PRECONDITION (the job
-        SUCCEEDED or is being deleted; its dataset version is gone).
+        SUCCEEDED or is being deleted; its dataset version no longer exists).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteTrainingJob(self, request, context):
-        """Takes a job that is over, or suspended, away with its checkpoints, events and metrics. Returns the job in DELETING; it
-        is gone soon after. Fails with INVALID_ARGUMENT, NOT_FOUND, ABORTED (`etag` is not the present one) and
-        FAILED_PRECONDITION (it is at work, or a deployment or another job uses one of its checkpoints).
+        """Deletes a job that has ended or is suspended, with its checkpoints, events and metrics. Returns the job in
+        DELETING; soon after, it no longer exists.
+        Fails with INVALID_ARGUMENT, NOT_FOUND, ABORTED (`etag` is not the present one) and FAILED_PRECONDITION (the job is
+        running, or a deployment or another job uses one of its checkpoints).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListCheckpoints(self, request, context):
-        """Committed checkpoints, oldest first. Fails with INVALID_ARGUMENT and NOT_FOUND (the job).
+        """Lists committed checkpoints, oldest first.
+        Fails with INVALID_ARGUMENT and NOT_FOUND (the job).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetCheckpoint(self, request, context):
-        """The files of a checkpoint, byte for byte: the header, then of each file a `file` and its bytes, the manifest first. A
-        client that was cut off goes on with the file and offset that it lacks. While they are sent, the checkpoint is kept:
-        retention passes it over, and its job cannot be deleted. A client that takes nothing for 60 s loses its place where
-        others wait for one.
-        The service compares each file that it sends whole with its digest; the error comes behind its last byte, so a client
-        must take no file for good before the next `file`, or the end of the stream. Of a file that is sent from an offset
-        only the client can compare the digest.
+        """Streams the files of a checkpoint, byte for byte: the header, then for each file a `file` and its bytes, the
+        manifest first. A client that was cut off continues with the file and offset that it lacks. During the download the
+        checkpoint is kept: retention skips it, and its job cannot be deleted. A client that takes nothing for 60 s loses
+        its place if others wait for one.
+        The service compares each file that it sends whole with its digest. The error follows the file's last byte, so a
+        client must not trust a file before the next `file` or the end of the stream. For a file that is sent from an
+        offset, only the client can compare the digest.
         Fails with INVALID_ARGUMENT (a field is malformed, or the checkpoint has no such file), NOT_FOUND (the job or the
-        checkpoint), FAILED_PRECONDITION (the job has no checkpoint yet, or is being deleted), ABORTED (`name` means another
-        checkpoint than `manifest_sha256` by now), OUT_OF_RANGE (`offset` is beyond the file's end), DATA_LOSS (a file, or the
-        manifest, is missing or not what was committed), RESOURCE_EXHAUSTED (too many downloads at once) and
-        DEADLINE_EXCEEDED (READER_STALLED: another client has got this one's place).
+        checkpoint), FAILED_PRECONDITION (the job has no checkpoint yet, or is being deleted), ABORTED (`name` now means
+        another checkpoint than `manifest_sha256`), OUT_OF_RANGE (`offset` is beyond the file's end), DATA_LOSS (a file, or
+        the manifest, is missing or not what was committed), RESOURCE_EXHAUSTED (too many downloads at once) and
+        DEADLINE_EXCEEDED (READER_STALLED: another client has taken this one's place).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ImportCheckpoint(self, request_iterator, context):
-        """Makes a checkpoint of weights from elsewhere, to fine-tune (`TrainingSpec.initial_checkpoint`), serve and predict with
-        as any other. The first message has `header`, all others `chunk`. The files are read in a child process with limits
-        on memory and time, in which nothing of them is executed: a torch file is loaded with `weights_only`. Tensors keep
-        their bits; float16 and bfloat16 are widened where the model has float32.
-        A stream that ends early, and weights that do not fit, make nothing.
-        Fails with INVALID_ARGUMENT (a field is malformed; the transform does not make the model's input; a file is none of the
-        formats, is cut off, has names twice, holds code, or takes more than the limits to be read; WEIGHTS_DO_NOT_FIT:
-        tensors are missing, unexpected or of another shape; NON_FINITE_WEIGHTS: NaN or infinities), NOT_FOUND (the version),
-        FAILED_PRECONDITION (the version is not ACTIVE; an earlier call of this `request_id` was killed), ALREADY_EXISTS (the
-        id is taken, or `request_id` was used with another header), RESOURCE_EXHAUSTED (too many imports at once, the files
-        are over the limit, or the service's disk has no room) and DEADLINE_EXCEEDED (SENDER_STALLED: nothing was sent for
-        60 s while others wait).
+        """Makes a checkpoint of external weights, which can be fine-tuned (`TrainingSpec.initial_checkpoint`), served and
+        used for predictions like any other. The first message has `header`, all others `chunk`. A child process with
+        limits on memory and time reads the files and executes nothing of them: a torch file is loaded with `weights_only`.
+        Tensors keep their bits; float16 and bfloat16 are widened where the model has float32. A stream that ends early, or
+        weights that do not fit, create nothing.
+        Fails with INVALID_ARGUMENT (a field is malformed; the transform does not make the model's input; a file has none
+        of the formats, is cut off, has names twice, holds code, or takes more than the limits to be read;
+        WEIGHTS_DO_NOT_FIT: tensors are missing, unexpected or of another shape; NON_FINITE_WEIGHTS: NaN or infinities),
+        NOT_FOUND (the version), FAILED_PRECONDITION (the version is not ACTIVE; an earlier call of this `request_id` was
+        killed), ALREADY_EXISTS (the id is taken, or `request_id` was used with another header), RESOURCE_EXHAUSTED (too
+        many imports at once, the files are over the limit, or the service's disk is full) and DEADLINE_EXCEEDED
+        (SENDER_STALLED: nothing was sent for 60 s while others wait).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetImportedWeights(self, request, context):
-        """Where the weights of an imported checkpoint come from, and what became of each tensor. Fails with INVALID_ARGUMENT and
-        NOT_FOUND (the job, or it was not imported).
+        """Returns the origin of an imported checkpoint's weights, and the outcome for each tensor.
+        Fails with INVALID_ARGUMENT and NOT_FOUND (the job, or it was not imported).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetCoverage(self, request, context):
-        """What the workers really read in an epoch, from the records that they committed with their checkpoints.
-        Fails with INVALID_ARGUMENT, NOT_FOUND (the job), OUT_OF_RANGE (the job has no such epoch),
-        FAILED_PRECONDITION (a job of an earlier release whose dataset version is gone) and DATA_LOSS (a record is damaged).
+        """Counts the rows that the workers actually read in an epoch, from the records that they committed with their
+        checkpoints.
+        Fails with INVALID_ARGUMENT, NOT_FOUND (the job), OUT_OF_RANGE (the job has no such epoch), FAILED_PRECONDITION (a
+        job of an earlier release whose dataset version no longer exists) and DATA_LOSS (a record is damaged).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListMetrics(self, request, context):
-        """The metrics of steps, in their order, as often as they were reported. Fails with INVALID_ARGUMENT and NOT_FOUND.
+        """Lists the metrics of steps in their order, as often as they were reported.
+        Fails with INVALID_ARGUMENT and NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamLogs(self, request, context):
-        """What the workers of a job logged, from the first line of the attempt on; with `follow`, on and on until the attempt
-        is over. Fails with INVALID_ARGUMENT, NOT_FOUND (the job, or no logs of that attempt and rank).
+        """Streams the log lines of a job's workers from the first line of the attempt on. With `follow`, the stream continues
+        until the attempt has ended.
+        Fails with INVALID_ARGUMENT, NOT_FOUND (the job, or no logs of that attempt and rank).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetClusterUse(self, request, context):
-        """Who holds which CPUs and GPUs of the Ray cluster, over all services, and what is free: as the service's reconciler,
-        which looks every five seconds, saw it last. It costs the service what it takes to read the jobs that are live.
+        """Returns the holders of the Ray cluster's CPUs and GPUs over all services, and what is free. The service's
+        reconciler takes this view every five seconds. The call costs the service one read of the live jobs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CreateSweep(self, request, context):
-        """The sweep is durable when the call returns. What its trials will be asked for is checked now: of each parameter the
-        listed values, or the ends of its range; of more than a hundred such values all are checked by the rules for plain
-        fields, and a hundred with the model and the version, of each parameter alike.
-        Fails with INVALID_ARGUMENT (a field is malformed: no such parameter, an empty or reversed domain, too many trials, a
-        metric that no trial reports; or a trial would be refused as CreateTrainingJob refuses), NOT_FOUND (the version, or
-        the initial checkpoint), FAILED_PRECONDITION (the version is not ACTIVE; the initial checkpoint is damaged, or its job
-        has none yet or is being deleted; the cluster can never hold the fewest workers of a trial), DATA_LOSS (the version's
-        manifest is damaged), ALREADY_EXISTS (the id is taken, a training job has the name of a trial, or `request_id` was
-        used with another body) and DEADLINE_EXCEEDED (not all was checked in time; nothing is made).
+        """Creates a sweep. The sweep is durable when the call returns. The call checks the trials' specifications in advance:
+        for each parameter its listed values, or the ends of its range. If there are more than a hundred such values, all
+        are checked by the rules for plain fields, and a hundred of them, the same number of each parameter, with the model
+        and the version.
+        Fails with INVALID_ARGUMENT (a field is malformed: no such parameter, an empty or reversed domain, too many trials,
+        a metric that no trial reports; or a trial would be refused as CreateTrainingJob refuses), NOT_FOUND (the version,
+        or the initial checkpoint), FAILED_PRECONDITION (the version is not ACTIVE; the initial checkpoint is damaged, or
+        its job has none yet or is being deleted; the cluster can never hold the fewest workers of a trial), DATA_LOSS (the
+        version's manifest is damaged), ALREADY_EXISTS (the id is taken, a training job has the name of a trial, or
+        `request_id` was used with another body) and DEADLINE_EXCEEDED (the checks did not finish in time; nothing is
+        created).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetSweep(self, request, context):
-        """With its trials as they are now. Fails with INVALID_ARGUMENT and NOT_FOUND.
+        """Returns a sweep with its present trials.
+        Fails with INVALID_ARGUMENT and NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListSweeps(self, request, context):
-        """In the order of their names. Leaves out trials, all counts but `total`, and the best of a sweep that is at work.
+        """Lists sweeps in the order of their names, without their trials, all counts but `total`, and the best checkpoint of
+        a sweep that still runs.
         Fails with INVALID_ARGUMENT (a bad `page_token` or `page_size`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -388,25 +402,26 @@ class TrainServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CancelSweep(self, request, context):
-        """Asks it and its trials to stop and returns at once; checkpoints stay. On a sweep in a final state it changes nothing
-        and returns it. Fails with INVALID_ARGUMENT, NOT_FOUND and ABORTED (`etag` is not the present one).
+        """Asks a sweep and its trials to stop and returns at once. Checkpoints stay. A sweep in a final state is returned
+        unchanged.
+        Fails with INVALID_ARGUMENT, NOT_FOUND and ABORTED (`etag` is not the present one).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteSweep(self, request, context):
-        """Takes a sweep that is over away with all its trials. Returns it in DELETING; it is gone soon after. Fails with
-        INVALID_ARGUMENT, NOT_FOUND, ABORTED (`etag` is not the present one) and FAILED_PRECONDITION (it, or one of its
-        trials, is at work; a deployment or another job uses a checkpoint of one).
+        """Deletes a sweep that has ended, with all its trials. Returns it in DELETING; soon after, it no longer exists.
+        Fails with INVALID_ARGUMENT, NOT_FOUND, ABORTED (`etag` is not the present one) and FAILED_PRECONDITION (the sweep,
+        or one of its trials, is running; a deployment or another job uses a checkpoint of one).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CreateCodeBundle(self, request_iterator, context):
-        """Stores a bundle of code. The first message has `header`, all others `chunk`; a stream that ends before the size that
-        the header names makes nothing. The same bytes again return the bundle that there is.
+        """Stores a bundle of code. The first message has `header`, all others `chunk`. A stream that ends before the size
+        that the header names creates nothing. The same bytes again return the existing bundle.
         Fails with INVALID_ARGUMENT (the bytes are not a bundle: a path that leaves the root, a link, a device, too many or
         too large files, another digest than the header's), FAILED_PRECONDITION (OWN_CODE_OFF: the operator does not allow
         users' own code) and RESOURCE_EXHAUSTED (the bundle is over the limit).
@@ -416,21 +431,24 @@ class TrainServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetCodeBundle(self, request, context):
-        """Fails with INVALID_ARGUMENT and NOT_FOUND.
+        """Returns one code bundle.
+        Fails with INVALID_ARGUMENT and NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListCodeBundles(self, request, context):
-        """In the order of their names. Fails with INVALID_ARGUMENT (a bad `page_token` or `page_size`).
+        """Lists code bundles in the order of their names.
+        Fails with INVALID_ARGUMENT (a bad `page_token` or `page_size`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteCodeBundle(self, request, context):
-        """Fails with INVALID_ARGUMENT, NOT_FOUND and FAILED_PRECONDITION (a job that is not deleted names it).
+        """Deletes a code bundle.
+        Fails with INVALID_ARGUMENT, NOT_FOUND and FAILED_PRECONDITION (a job that is not deleted names it).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -578,10 +596,11 @@ def add_TrainServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TrainService:
-    """Distributed, fault-tolerant training runs.
+    """Runs distributed, fault-tolerant training jobs.
 
-    Every RPC can also fail with INTERNAL (a fault of ours; quote the correlation id), UNAVAILABLE (the object store does
-    not answer; try again), DEADLINE_EXCEEDED and RESOURCE_EXHAUSTED (too many calls at once, or a message over the limit).
+    Every RPC can also fail with INTERNAL (a fault of the service; quote the correlation id), UNAVAILABLE (the object
+    store does not answer; try again), DEADLINE_EXCEEDED and RESOURCE_EXHAUSTED (too many calls at once, or a message
+    over the limit).
     """
 
     @staticmethod
