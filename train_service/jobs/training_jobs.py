@@ -29,7 +29,7 @@ from train_service.attempt.outcomes import report_lost
 from train_service.checkpoints.fine_tuning import FIELD, check_fits, check_name, check_scaling
 from train_service.domain.capacity import ClusterUse, kind_of
 from train_service.domain.order import MIN_LANES, default_lanes
-from train_service.domain.spec import RUN_DEVICE, TrainingSpec, with_devices
+from train_service.domain.spec import RUN_DEVICE, TrainingSpec, spec_of_job, with_devices
 from train_service.domain.suggesting import Suggestion
 from train_service.jobs.cluster_memory import ClusterMemory, check_ever_fits
 from train_service.jobs.deletion import Deletions, using_inputs
@@ -321,7 +321,7 @@ class TrainingJobs:
         return self._jobs.made_by(request_id, name) if name else None
 
     def _view(self, record: JobRecord) -> JobView:
-        ranking = TrainingSpec.from_config(record.spec["training"]).checkpoints.ranking
+        ranking = spec_of_job(record.spec["training"], record.choices).checkpoints.ranking
         registry = CheckpointRegistry(self._store, record.name)
         newest, chosen = registry.poll(lambda view: (view.newest(), view.best(ranking)))
         begins = record.state in (JobState.PENDING, JobState.RECOVERING)

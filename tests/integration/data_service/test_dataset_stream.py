@@ -44,6 +44,9 @@ class Writer:
     def __call__(self, row):
         self._write(row)
 
+def written_in(folder):
+    return [path.read_text() for path in sorted(folder.iterdir())]
+
 def run(when, folder):
     def stop():
         submitted = sum(op.num_active_tasks() for executor in stream._executors for op in executor._topology)
@@ -64,9 +67,15 @@ def run(when, folder):
     try:
         next(stream.tables(stop, 0.02))
     except (Cancelled, RayFailed) as error:
-        written = [path.read_text() for path in sorted(folder.iterdir())]
-        time.sleep(0.5)
-        return type(error).__name__, written, [path.read_text() for path in sorted(folder.iterdir())]
+        written, later = written_in(folder), []
+        # Ray calls an actor dead when it has sent the signal; on a busy machine the process ends some moments later.
+        dies_until_s = time.monotonic() + (30 if when == "in a pool" else 0)
+        while True:
+            time.sleep(0.5)
+            later = written_in(folder)
+            if later == written or time.monotonic() > dies_until_s:
+                return type(error).__name__, written, later
+            written = later
 
 ray.init(address=sys.argv[1], log_to_driver=False)
 CPUS = int(ray.cluster_resources()["CPU"])
