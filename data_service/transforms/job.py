@@ -26,14 +26,14 @@ from data_service.domain.statistics import SplitStatistics
 from data_service.domain.transform_spec import TransformSpec
 from data_service.transforms.checking import output_schema, remaining
 from data_service.transforms.parallel import PartRunner, Passes, Progress, Results, Work, run_on_ray
-from data_service.transforms.plan import Part, plan_parts
+from data_service.transforms.plan import PartitionRange, plan_parts
 from data_service.transforms.work import (
-    Chain,
     CountPart,
     FindKeys,
     FitPart,
-    RowSource,
     RowTransformer,
+    StepChain,
+    VersionRows,
     WritePart,
     Written,
     batch_rows,
@@ -154,7 +154,7 @@ class _Transform:
             needed.update(before.reads(self._pipeline.steps[index].reads, self._given))
         return [name for name in self._given if name in needed]
 
-    def _repeats(self, parts: list[Part], schema: pa.Schema, checks: RowChecks) -> Repeats:
+    def _repeats(self, parts: list[PartitionRange], schema: pa.Schema, checks: RowChecks) -> Repeats:
         keys: UniqueKeys | None = None
         with closing(self._pass("FITTING", FindKeys(self._judging(schema, checks), checks), parts)) as results:
             for _, found in results:
@@ -166,7 +166,7 @@ class _Transform:
         return keys.repeats()
 
     def _counts(
-        self, parts: list[Part], schema: pa.Schema, checks: RowChecks, repeats: Repeats | None
+        self, parts: list[PartitionRange], schema: pa.Schema, checks: RowChecks, repeats: Repeats | None
     ) -> list[Counter[str]]:
         """Returns how many rows each part has for each split.
 
@@ -196,27 +196,27 @@ class _Transform:
         return self._maker(schema, columns)
 
     def _maker(self, schema: pa.Schema, columns: set[str] | None) -> RowTransformer:
-        chain = Chain.towards(self._pipeline, self._given, columns)
+        chain = StepChain.towards(self._pipeline, self._given, columns)
         made = pa.schema([field for field in schema if columns is None or field.name in columns])
         return RowTransformer(self._rows(made), chain, made)
 
-    def _rows(self, made: pa.Schema) -> RowSource:
+    def _rows(self, made: pa.Schema) -> VersionRows:
         limit = batch_rows(self._pipeline, self._reader.schema, made)
         images = tuple(image_columns(self._pipeline.steps, self._given))
-        return RowSource(self._context.store.settings, self._source, self._divider, limit, images)
+        return VersionRows(self._context.store.settings, self._source, self._divider, limit, images)
 
-    def _pass(self, phase: str, work: Work, parts: list[Part]) -> Results:
+    def _pass(self, phase: str, work: Work, parts: list[PartitionRange]) -> Results:
         return self._passes.over(phase, work, parts, foreign_code=self._pipeline.has_custom)
 
 
-def _drawn(drawn: RatioDivider, part: Part) -> Counter[str]:
+def _drawn(drawn: RatioDivider, part: PartitionRange) -> Counter[str]:
     row_ids = np.arange(part.first_row_id, part.first_row_id + part.row_count)
     assigned = drawn.assign(None, row_ids)
     counts = np.bincount(assigned.choice, minlength=len(assigned.splits)).tolist()
     return Counter({split: count for split, count in zip(assigned.splits, counts, strict=True) if count})
 
 
-def impure(part: Part) -> FailedPrecondition:
+def impure(part: PartitionRange) -> FailedPrecondition:
     rows = f"{part.first_row_id} to {part.first_row_id + part.row_count - 1}"
     return FailedPrecondition(
         f"of the rows {rows} other ones were left when they were made again; a custom function must be pure",
@@ -230,8 +230,8 @@ def impure(part: Part) -> FailedPrecondition:
 
 
 def lay_out(
-    rule: SplitRule | None, source: Sequence[Split], parts: Sequence[Part], counts: Sequence[Counter[str]]
-) -> tuple[list[SplitRange], list[Part]]:
+    rule: SplitRule | None, source: Sequence[Split], parts: Sequence[PartitionRange], counts: Sequence[Counter[str]]
+) -> tuple[list[SplitRange], list[PartitionRange]]:
     """Assigns id ranges to the splits, and first row ids to the parts.
 
     `counts[i]` has the rows of part i, by split. Raises `FailedPrecondition` for a split without rows.
@@ -283,7 +283,7 @@ class Gathered:
         self._scratch = scratch
         self._bad_rows: dict[int, Path] = {}
 
-    def add(self, part: Part, written: Written) -> None:
+    def add(self, part: PartitionRange, written: Written) -> None:
         self.files += written.files
         for split, statistics in written.statistics.items():
             self.statistics[split].merge(statistics)
@@ -321,7 +321,7 @@ class Outcome:
         self._found = CheckCounts(self._checks)
         self._gathered = Gathered(schema, ranges, scratch)
 
-    def add(self, part: Part, written: Written) -> None:
+    def add(self, part: PartitionRange, written: Written) -> None:
         self._found.merge(written.checks)
         self._gathered.add(part, written)
 

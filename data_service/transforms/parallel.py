@@ -23,7 +23,7 @@ import ray
 
 from data_service.attempt import FULL
 from data_service.domain.predict_spec import PredictSpec, Workers
-from data_service.transforms.plan import Part
+from data_service.transforms.plan import PartitionRange
 from shared.errors import (
     STORE_OUTAGES,
     FailedPrecondition,
@@ -59,7 +59,7 @@ class Passes:
     progress: Progress
 
     def over(
-        self, phase: str, work: Work, parts: Sequence[Part], *, foreign_code: bool, pool: Pool | None = None
+        self, phase: str, work: Work, parts: Sequence[PartitionRange], *, foreign_code: bool, pool: Pool | None = None
     ) -> Results:
         """Yields each part with its result.
 
@@ -95,7 +95,7 @@ SINGLE_A_CPU = 2
 SUBMITTED_A_CPU = 2
 
 # Pairs of a part and its work's result.
-Results = Generator[tuple[Part, Any], None, None]
+Results = Generator[tuple[PartitionRange, Any], None, None]
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class PartRunner(Protocol):
         context: AttemptContext,
         folder: str,
         work: Work,
-        parts: Sequence[Part],
+        parts: Sequence[PartitionRange],
         *,
         foreign_code: bool,
         pool: Pool | None = None,
@@ -136,7 +136,7 @@ def run_on_ray(
     context: AttemptContext,
     folder: str,
     work: Work,
-    parts: Sequence[Part],
+    parts: Sequence[PartitionRange],
     *,
     foreign_code: bool,
     pool: Pool | None = None,
@@ -181,7 +181,7 @@ def _cpus() -> int:
     return int(ray.cluster_resources().get("CPU", 0))  # type: ignore[no-untyped-call]
 
 
-def grouped(parts: Sequence[Part], cpus: int) -> list[list[Part]]:
+def grouped(parts: Sequence[PartitionRange], cpus: int) -> list[list[PartitionRange]]:
     """Groups consecutive parts into tasks.
 
     One task per part would be slow, because Ray's worker spends time between tasks. Groups are smaller when there are
@@ -194,7 +194,7 @@ def grouped(parts: Sequence[Part], cpus: int) -> list[list[Part]]:
     return [*groups, *([part] for part in parts[together:])]
 
 
-def _dataset(task: PartsTask, groups: Sequence[Sequence[Part]], pool: Pool | None) -> Dataset:
+def _dataset(task: PartsTask, groups: Sequence[Sequence[PartitionRange]], pool: Pool | None) -> Dataset:
     import ray.data
 
     from shared.dataset_stream import quiet_context
@@ -237,7 +237,7 @@ def pool_fits(pool: Pool, node: Mapping[str, float]) -> int:
 def _lost(
     cause: BaseException | None,
     tries: Mapping[int, int],
-    parts: Mapping[int, Part],
+    parts: Mapping[int, PartitionRange],
     foreign_code: bool,
     pool: Pool | None = None,
 ) -> MillraceError:
@@ -264,7 +264,7 @@ def _lost(
 
 
 # The work on one part. It and its results must be picklable.
-Work = Callable[[Part], Any]
+Work = Callable[[PartitionRange], Any]
 
 
 class PartsTask:
@@ -287,7 +287,7 @@ class PartsTask:
             if record["error"]:
                 return
 
-    def _record(self, store: ObjectStore, part: Part) -> dict[str, Any]:
+    def _record(self, store: ObjectStore, part: PartitionRange) -> dict[str, Any]:
         try:
             with _one_thread(), self._begun.working_on(store, part):
                 return {"part": part.number, "result": pickle.dumps(self._work(part)), "error": b""}
@@ -309,7 +309,7 @@ def _one_thread() -> Iterator[None]:
         pa.set_cpu_count(before)
 
 
-def _told(error: Exception, part: Part) -> MillraceError:
+def _told(error: Exception, part: PartitionRange) -> MillraceError:
     """Returns the error of a part for the attempt.
 
     The internals of an unexpected error are hidden.
@@ -352,7 +352,7 @@ class Begun:
     folder: str
 
     @contextmanager
-    def working_on(self, store: ObjectStore, part: Part) -> Iterator[None]:
+    def working_on(self, store: ObjectStore, part: PartitionRange) -> Iterator[None]:
         key = f"{self.folder}/{part.number}-{uuid4().hex}"
         store.put(key, b"")
         try:
@@ -368,7 +368,7 @@ class Begun:
         store.delete_folder(self.folder)
 
 
-def crash_error(tries: Mapping[int, int], parts: Mapping[int, Part], *, foreign_code: bool) -> MillraceError:
+def crash_error(tries: Mapping[int, int], parts: Mapping[int, PartitionRange], *, foreign_code: bool) -> MillraceError:
     """Returns the error for work whose worker died too often.
 
     `tries` and `parts` are keyed by the parts' numbers. With `foreign_code`, which may do anything, the work is to
@@ -401,7 +401,7 @@ WARM_WORKERS = WarmWorkers(
 MAX = 4
 
 
-class Waiting:
+class IdleWorkers:
     """The warm workers of one attempt, which has its own process.
 
     Counts the workers that its tasks take, so that the same number can be started for the next attempt. Ray does not
@@ -438,7 +438,7 @@ class Waiting:
             logger.warning("no processes wait for the next transform", exc_info=True)
 
 
-WAITING = Waiting()
+WAITING = IdleWorkers()
 
 
 def start(count: int) -> None:

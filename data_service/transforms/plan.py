@@ -25,7 +25,7 @@ COMPRESSION = 3
 
 
 @dataclass(frozen=True)
-class Part:
+class PartitionRange:
     """Consecutive row groups of one split.
 
     `number` counts from 0 in the order of row ids. `first_row_ids` are the first row ids of its results, by split;
@@ -46,7 +46,9 @@ class Part:
         return sum(group.row_count for group in self.groups)
 
 
-def plan_parts(reader: VersionReader, output: pa.Schema, splits: Sequence[str] = (), min_bytes: int = 0) -> list[Part]:
+def plan_parts(
+    reader: VersionReader, output: pa.Schema, splits: Sequence[str] = (), min_bytes: int = 0
+) -> list[PartitionRange]:
     """Divides a version into parts.
 
     `output` has the columns of the work's results; `splits` empty: all. `min_bytes` is the minimum size of a part, 0
@@ -61,10 +63,10 @@ def plan_parts(reader: VersionReader, output: pa.Schema, splits: Sequence[str] =
         if not splits or file.split in splits
     )
     max_bytes = min(MAX_PART_BYTES, max(min_bytes or MIN_PART_BYTES, total_bytes // WANTED_PARTS))
-    parts: list[Part] = []
+    parts: list[PartitionRange] = []
     for split in wanted:
         for groups in _packed(reader.row_groups(split.name), widths, max_bytes):
-            parts.append(Part(len(parts), split.name, groups))
+            parts.append(PartitionRange(len(parts), split.name, groups))
     return parts
 
 

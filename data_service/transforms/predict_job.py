@@ -21,9 +21,9 @@ from data_service.domain.predict_spec import PredictSpec
 from data_service.transforms.checking import NewColumns, new_columns, preparation
 from data_service.transforms.job import Gathered, impure, lay_out, load_source
 from data_service.transforms.parallel import PartRunner, Passes, Pool, Progress, Results, Work, pool_of, run_on_ray
-from data_service.transforms.plan import Part, plan_parts
+from data_service.transforms.plan import PartitionRange, plan_parts
 from data_service.transforms.predict_work import Predictor, Preparer
-from data_service.transforms.work import CountPart, RowSource, WritePart
+from data_service.transforms.work import CountPart, VersionRows, WritePart
 from shared.checkpoint import CheckpointContent, load_checkpoint
 from shared.dataset_version import VersionReader
 from shared.dataset_version.manifest import Parent, Prediction
@@ -113,7 +113,7 @@ class _Predict:
             prediction=self._prediction(self._new),
         )
 
-    def _counts(self, parts: list[Part]) -> list[Counter[str]]:
+    def _counts(self, parts: list[PartitionRange]) -> list[Counter[str]]:
         """Returns how many rows remain of each part.
 
         Raises `InvalidArgument` if there are more bad rows than allowed.
@@ -141,7 +141,7 @@ class _Predict:
             )
 
     def _preparer(self, rows: int) -> Preparer:
-        source = RowSource(self._context.store.settings, self._source, None, rows)
+        source = VersionRows(self._context.store.settings, self._source, None, rows)
         return Preparer(source, self._preparation, self._new.kept, self._spec.bad_rows.are_left_out)
 
     def _no_checks(self) -> RowChecks:
@@ -155,5 +155,5 @@ class _Predict:
             columns=new.predictions.names,
         )
 
-    def _pass(self, phase: str, work: Work, parts: list[Part], pool: Pool | None) -> Results:
+    def _pass(self, phase: str, work: Work, parts: list[PartitionRange], pool: Pool | None) -> Results:
         return self._passes.over(phase, work, parts, foreign_code=self._preparation.steps.has_custom, pool=pool)

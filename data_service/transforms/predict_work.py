@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from data_service.domain.bad_rows import excerpt
 from data_service.domain.predict_spec import CheckpointRef, Workers
 from data_service.transforms.checking import CHAIN, Array, PredictionColumns, Preparation
-from data_service.transforms.plan import Part
-from data_service.transforms.work import LeftOut, RowSource, SplitRows, TransformedRows, ended_in_time
+from data_service.transforms.plan import PartitionRange
+from data_service.transforms.work import LeftOut, SplitRows, TransformedRows, VersionRows, ended_in_time
 from shared.checkpoint import load_checkpoint
 from shared.checkpoint.format import WEIGHTS
 from shared.checkpoint.missing_values import BadRow
@@ -49,17 +49,17 @@ class Preparer:
     names it. As a `RowMaker` it makes no column, so it can count the valid rows.
     """
 
-    source: RowSource
+    source: VersionRows
     preparation: Preparation
     kept: Sequence[str]
     quarantines: bool
     schema: pa.Schema = pa.schema([])  # noqa: RUF009 (it is immutable)
 
-    def rows(self, part: Part) -> Iterator[TransformedRows]:
+    def rows(self, part: PartitionRange) -> Iterator[TransformedRows]:
         for one in self.prepared(part):
             yield TransformedRows(part.split, pa.table({}), one.rows.row_ids, one.left_out)
 
-    def prepared(self, part: Part) -> Iterator[PreparedRows]:
+    def prepared(self, part: PartitionRange) -> Iterator[PreparedRows]:
         columns = [*self.kept, *(name for name in self.preparation.reads if name not in self.kept)]
         for rows in self.source.divided(part, columns):
             try:
@@ -149,10 +149,10 @@ class Predictor:
     schema: pa.Schema
 
     @property
-    def source(self) -> RowSource:
+    def source(self) -> VersionRows:
         return self.preparer.source
 
-    def rows(self, part: Part) -> Iterator[TransformedRows]:
+    def rows(self, part: PartitionRange) -> Iterator[TransformedRows]:
         run = self._model
         _set_threads(self.workers.cpus)
         for one in self.preparer.prepared(part):

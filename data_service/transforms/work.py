@@ -25,7 +25,7 @@ from data_service.domain.bad_rows import BadRowLog, BadRowPart, BadRowPolicy, ex
 from data_service.domain.checks_rows import CheckCounts, Repeats, RowChecks, UniqueKeys
 from data_service.domain.split_rules import Divider
 from data_service.domain.statistics import SplitStatistics
-from data_service.transforms.plan import Part
+from data_service.transforms.plan import PartitionRange
 from shared.dataset_version import RowGroup, SplitWriter, VersionReader
 from shared.dataset_version.columns import row_bytes
 from shared.dataset_version.manifest import DataFile
@@ -54,12 +54,12 @@ class FitPart:
     Returns a copy of `fitter`, which has seen no rows before, after it has seen these.
     """
 
-    source: RowSource
+    source: VersionRows
     fitter: Fitter
     fit_split: str
     columns: list[str]
 
-    def __call__(self, part: Part) -> Fitter:
+    def __call__(self, part: PartitionRange) -> Fitter:
         fitter = copy.deepcopy(self.fitter)
 
         def fit(batch: Batch) -> None:
@@ -98,14 +98,14 @@ class RowMaker(Protocol):
     """
 
     @property
-    def source(self) -> RowSource: ...
+    def source(self) -> VersionRows: ...
     @property
     def schema(self) -> pa.Schema: ...
 
-    def rows(self, part: Part) -> Iterator[TransformedRows]:
+    def rows(self, part: PartitionRange) -> Iterator[TransformedRows]:
         """Yields the rows in the order of their ids.
 
-        Raises the errors of `RowSource.divided`, and `InvalidArgument` naming a row.
+        Raises the errors of `VersionRows.divided`, and `InvalidArgument` naming a row.
         """
 
 
@@ -113,11 +113,11 @@ class RowMaker(Protocol):
 class RowTransformer:
     """The `RowMaker` of transforms: yields the rows that pass the filters."""
 
-    source: RowSource
-    chain: Chain
+    source: VersionRows
+    chain: StepChain
     schema: pa.Schema
 
-    def rows(self, part: Part) -> Iterator[TransformedRows]:
+    def rows(self, part: PartitionRange) -> Iterator[TransformedRows]:
         for rows in self.source.divided(part, self.chain.reads):
             batch, left = rows.apply_to_rows(self.chain.apply)
             row_ids = rows.row_ids if left is None else rows.row_ids[left]
@@ -136,7 +136,7 @@ class FindKeys:
     maker: RowTransformer
     checks: RowChecks
 
-    def __call__(self, part: Part) -> UniqueKeys:
+    def __call__(self, part: PartitionRange) -> UniqueKeys:
         found = UniqueKeys({})
         for index, made in enumerate(self.maker.rows(part)):
             keys = self.checks.keys(made.table, made.row_ids)
@@ -163,7 +163,7 @@ class CountPart:
     checks: RowChecks
     repeats: Repeats | None
 
-    def __call__(self, part: Part) -> Counted:
+    def __call__(self, part: PartitionRange) -> Counted:
         counted = Counted(Counter(), CheckCounts(self.checks.checks))
         for made in self.maker.rows(part):
             if self.checks.are_none:
@@ -195,7 +195,7 @@ class WritePart:
     repeats: Repeats | None
     folder: str
 
-    def __call__(self, part: Part) -> Written:
+    def __call__(self, part: PartitionRange) -> Written:
         with (
             scratch_folder() as scratch,
             BadRowLog(scratch / "quarantine.jsonl", BadRowPolicy(quarantines=True)) as bad_rows,
@@ -207,7 +207,7 @@ class WritePart:
 
 
 class _Writing:
-    def __init__(self, work: WritePart, part: Part, scratch: Path, bad_rows: BadRowLog) -> None:
+    def __init__(self, work: WritePart, part: PartitionRange, scratch: Path, bad_rows: BadRowLog) -> None:
         self._work = work
         self._part = part
         self._scratch = scratch
@@ -365,7 +365,7 @@ def _told(field: str, why: str, metadata: dict[str, str]) -> InvalidArgument:
 
 
 @dataclass(frozen=True)
-class RowSource:
+class VersionRows:
     """Reads parts of a version, at most `batch_rows` rows at a time.
 
     Picklable, to travel to Ray's workers. Without a divider rows stay in their split. `images` are columns whose images
@@ -378,7 +378,7 @@ class RowSource:
     batch_rows: int
     images: tuple[str, ...] = ()
 
-    def divided(self, part: Part, columns: Sequence[str]) -> Iterator[SplitRows]:
+    def divided(self, part: PartitionRange, columns: Sequence[str]) -> Iterator[SplitRows]:
         """Yields the part's rows with the named columns, by split.
 
         Raises `InvalidArgument` for a row without a split, `DataLoss` for a damaged source.
@@ -387,7 +387,7 @@ class RowSource:
         for rows in self._divided(part, columns):
             yield from rows.few_pixels(images)
 
-    def _divided(self, part: Part, columns: Sequence[str]) -> Iterator[SplitRows]:
+    def _divided(self, part: PartitionRange, columns: Sequence[str]) -> Iterator[SplitRows]:
         keys = self.divider.columns if self.divider else []
         wanted = [*columns, *(name for name in keys if name not in columns)]
         for table, row_ids in self._batches(part, wanted):
@@ -403,7 +403,7 @@ class RowSource:
                 elif chosen.any():
                     yield SplitRows(split, mine.filter(pa.array(chosen)).combine_chunks(), row_ids[chosen])
 
-    def _batches(self, part: Part, columns: Sequence[str]) -> Iterator[tuple[pa.Table, NDArray[np.int64]]]:
+    def _batches(self, part: PartitionRange, columns: Sequence[str]) -> Iterator[tuple[pa.Table, NDArray[np.int64]]]:
         reader = VersionReader(open_store(self.settings), self.version)
         for groups in self._together(reader, part.groups, columns):
             row_count = sum(group.row_count for group in groups)
@@ -471,7 +471,7 @@ class _BatchContext(BatchContext):
 
 
 @dataclass(frozen=True)
-class Chain:
+class StepChain:
     """A pipeline's steps, limited to the columns that are needed.
 
     `reads` are its input columns, `field` the path under which errors name the steps. Picklable.
@@ -482,7 +482,7 @@ class Chain:
     field: str = "transform"
 
     @classmethod
-    def towards(cls, pipeline: Pipeline, given: Schema, outputs: Collection[str] | None) -> Chain:
+    def towards(cls, pipeline: Pipeline, given: Schema, outputs: Collection[str] | None) -> StepChain:
         """Returns the chain that computes `outputs` (None: all) and the remaining rows."""
         schemas = [given]
         for step in pipeline.steps:

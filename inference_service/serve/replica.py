@@ -22,7 +22,7 @@ from inference_service.domain.batch_policy import Load
 from inference_service.domain.signature import Outputs, Rows, Signature
 from inference_service.serve.autoscaling import REFUSED, ROWS
 from inference_service.serve.cpu_priority import raise_priority
-from inference_service.serve.sockets import LoadShedder, listen
+from inference_service.serve.sockets import ReplicaSocketServer, listen
 from shared.checkpoint import CheckpointContent, load_checkpoint
 from shared.checkpoint.files import node_copy
 from shared.checkpoint.format import PROGRAM_CHECKPOINT, WEIGHTS
@@ -105,7 +105,7 @@ class ModelReplica:
     """
 
     def __init__(self, spec: ReplicaSpec, sockets: Path | None = None, *_of_earlier_releases: object) -> None:
-        self._load_shedder: LoadShedder | None = None
+        self._socket_server: ReplicaSocketServer | None = None
         # One thread: torch computes one batch while the event loop unpacks the next. torch's own thread count is set
         # inside this thread, since OpenMP keeps it per calling thread.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
@@ -125,16 +125,16 @@ class ModelReplica:
         except MillraceError as error:
             self._failure = error
         if self._loaded is not None and sockets is not None:
-            self._load_shedder = listen(sockets, self._thread, self._compute)
-            self._loaded = replace(self._loaded, sockets=sockets if self._load_shedder is not None else None)
+            self._socket_server = listen(sockets, self._thread, self._compute)
+            self._loaded = replace(self._loaded, sockets=sockets if self._socket_server is not None else None)
 
     def __del__(self) -> None:
         """Closes the socket server when Serve stops the replica.
 
         Serve does not know about requests that arrive over the socket.
         """
-        if self._load_shedder is not None:
-            self._load_shedder.close(TAKE_LEAVE_TIMEOUT_S)
+        if self._socket_server is not None:
+            self._socket_server.close(TAKE_LEAVE_TIMEOUT_S)
         tracing().close(EXPORT_TIMEOUT_S)
 
     async def describe(self) -> Loaded:

@@ -428,7 +428,7 @@ ACCEPT_RETRY_DELAY_S = 0.1
 TRIES = 5
 
 
-def listen(folder: Path, thread: ThreadPoolExecutor, forward: Callable[[Rows], Outputs]) -> LoadShedder | None:
+def listen(folder: Path, thread: ThreadPoolExecutor, forward: Callable[[Rows], Outputs]) -> ReplicaSocketServer | None:
     """Serves `forward` over a socket in `folder` until closed.
 
     `forward` runs in `thread`. Returns None if the folder cannot be made private; then only Ray's calls remain.
@@ -440,7 +440,7 @@ def listen(folder: Path, thread: ThreadPoolExecutor, forward: Callable[[Rows], O
     except OSError as error:
         logger.warning("no socket of its own for this replica, only Ray's calls: %s", error)
         return None
-    return LoadShedder(listener, path, thread, forward)
+    return ReplicaSocketServer(listener, path, thread, forward)
 
 
 def _opened(folder: Path, tries: int) -> tuple[socket.socket, Path]:
@@ -459,7 +459,7 @@ def _opened(folder: Path, tries: int) -> tuple[socket.socket, Path]:
     return _opened(folder, tries - 1)
 
 
-class LoadShedder:
+class ReplicaSocketServer:
     """A replica's socket server: the listening socket and the connections of the frontends."""
 
     def __init__(

@@ -20,7 +20,7 @@ from data_service.attempt import columns_of
 from data_service.domain.transform_spec import TransformSpec
 from data_service.transforms.job import run_transform
 from data_service.transforms.parallel import Pool, Results, Work
-from data_service.transforms.plan import Part
+from data_service.transforms.plan import PartitionRange
 from shared.dataset_version import SplitWriter, VersionReader, load_version
 from shared.dataset_version.manifest import DataFile, Manifest, Split, sha256_hex
 from shared.dataset_version.version import IMPORT_KIND
@@ -75,7 +75,7 @@ def run_here(
     context: AttemptContext,
     folder: str,  # noqa: ARG001
     work: Work,
-    parts: Sequence[Part],
+    parts: Sequence[PartitionRange],
     *,
     foreign_code: bool,  # noqa: ARG001
     pool: Pool | None = None,

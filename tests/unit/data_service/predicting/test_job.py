@@ -16,7 +16,7 @@ from data_service.domain.import_spec import BadRows
 from data_service.domain.predict_spec import Workers
 from data_service.transforms.checking import chained
 from data_service.transforms.parallel import Results, Work
-from data_service.transforms.plan import Part
+from data_service.transforms.plan import PartitionRange
 from inference_service.deploy.rollout_driver import holdout_rows
 from inference_service.serve.served_model import ServedModel
 from shared.checkpoint import CheckpointEntry, load_checkpoint
@@ -155,7 +155,9 @@ def test_a_worker_loads_the_model_once_for_all_of_its_parts(
             loads.append(arguments)
             super().__init__(*arguments)
 
-    def one_worker(_context: AttemptContext, _folder: str, work: Work, parts: Sequence[Part], **_: object) -> Results:
+    def one_worker(
+        _context: AttemptContext, _folder: str, work: Work, parts: Sequence[PartitionRange], **_: object
+    ) -> Results:
         kept = pickle.loads(pickle.dumps(work))
         for part in parts:
             parts_done.append(part)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from data_service.transforms.work import Chain
+from data_service.transforms.work import StepChain
 from shared.transforms.pipeline import Pipeline
 from shared.transforms.schema import ScalarType, Schema
 
@@ -20,7 +20,7 @@ import itertools, sys
 import pyarrow as pa
 from data_service.transforms import work
 from data_service.transforms.plan import plan_parts
-from data_service.transforms.work import RowSource
+from data_service.transforms.work import VersionRows
 from data_service.transforms.work import FitPart
 from shared.dataset_version import VersionReader, load_version
 from shared.settings import StoreSettings
@@ -40,7 +40,7 @@ hangs = {"custom": {"function": "hanging:hang", "columns": ["a"], "timeoutS": 0.
 given = {"a": ScalarType(pa.int64())}
 """
 APPLYING = """
-made = work.Chain.towards(Pipeline.from_config({"steps": [hangs]}), given, None)
+made = work.StepChain.towards(Pipeline.from_config({"steps": [hangs]}), given, None)
 made.apply({"a": pa.array([1])})
 """
 FITTING = """
@@ -50,16 +50,16 @@ commit_tables(open_store(settings), {"train": table})
 version = load_version(open_store(settings), SOURCE)
 (part,) = plan_parts(VersionReader(open_store(settings), version), table.schema)
 fitter = Pipeline.from_config({"steps": [hangs, {"column": "a", "standardize": {}}]}).fitter(given)
-FitPart(RowSource(settings, version, None, 1024), fitter, "train", ["a"])(part)
+FitPart(VersionRows(settings, version, None, 1024), fitter, "train", ["a"])(part)
 """
 
 
 def test_only_what_the_outputs_and_filters_need_is_read() -> None:
     steps = [{"filter": {"expression": "a > 1"}}, {"column": "b", "cast": {"arrowType": "string"}}]
     pipeline = Pipeline.from_config({"steps": steps})
-    assert Chain.towards(pipeline, GIVEN, None).reads == ["a", "b", "c"]
-    assert Chain.towards(pipeline, GIVEN, ["b"]).reads == ["a", "b"]
-    counting = Chain.towards(pipeline, GIVEN, [])
+    assert StepChain.towards(pipeline, GIVEN, None).reads == ["a", "b", "c"]
+    assert StepChain.towards(pipeline, GIVEN, ["b"]).reads == ["a", "b"]
+    counting = StepChain.towards(pipeline, GIVEN, [])
     assert counting.reads == ["a"]
     _, left = counting.apply({"a": pa.array([1, 2, 3])})
     assert left is not None
@@ -67,7 +67,7 @@ def test_only_what_the_outputs_and_filters_need_is_read() -> None:
 
 
 def test_all_rows_left_is_told_apart() -> None:
-    chain = Chain.towards(Pipeline.from_config({"steps": []}), GIVEN, ["c"])
+    chain = StepChain.towards(Pipeline.from_config({"steps": []}), GIVEN, ["c"])
     batch, left = chain.apply({"c": pa.array([5])})
     assert (batch["c"].to_pylist(), left) == ([5], None)
 

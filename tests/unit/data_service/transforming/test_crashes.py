@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from data_service.transforms.parallel import Begun, crash_error
-from data_service.transforms.plan import Part
+from data_service.transforms.plan import PartitionRange
 from shared.dataset_version import RowGroup
 from shared.errors import FailedPrecondition, Unavailable
 from shared.storage import ObjectStore
 
-PARTS = {number: Part(number, "train", (RowGroup(0, number, 100 * number, 100),)) for number in range(4)}
+PARTS = {number: PartitionRange(number, "train", (RowGroup(0, number, 100 * number, 100),)) for number in range(4)}
 
 
 def test_only_parts_whose_worker_died_are_left_marked(store: ObjectStore) -> None:

@@ -14,8 +14,8 @@ import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError, WorkerCrashedError
 
 from data_service.transforms import parallel
-from data_service.transforms.parallel import Begun, PartsTask, Pool, Waiting, _lost, grouped, pool_fits
-from data_service.transforms.plan import Part
+from data_service.transforms.parallel import Begun, IdleWorkers, PartsTask, Pool, _lost, grouped, pool_fits
+from data_service.transforms.plan import PartitionRange
 from shared.dataset_version import RowGroup
 from shared.errors import (
     FailedPrecondition,
@@ -30,13 +30,13 @@ from shared.settings import StoreSettings
 from shared.storage import ObjectStore
 
 POOL = Pool(most=2, cpus=1, gpus=0.0)
-PART = Part(3, "train", (RowGroup(0, 0, 700, 100),))
+PART = PartitionRange(3, "train", (RowGroup(0, 0, 700, 100),))
 
 
 def record_of(settings: StoreSettings, raised: BaseException | None) -> dict[str, Any]:
     """What a task answers whose work raises that, or gives its part's number."""
 
-    def work(part: Part) -> int:
+    def work(part: PartitionRange) -> int:
         if raised is not None:
             raise raised
         return part.number
@@ -58,7 +58,7 @@ def test_a_task_answers_with_its_result(store: ObjectStore) -> None:
 def test_no_part_is_worked_on_after_one_that_failed(store: ObjectStore) -> None:
     begun = []
 
-    def work(part: Part) -> None:
+    def work(part: PartitionRange) -> None:
         begun.append(part.number)
         if part.number == 1:
             raise InvalidArgument("row 3 is bad")
@@ -136,8 +136,8 @@ def test_results_that_ray_loses_are_missed(store: ObjectStore, monkeypatch: pyte
     monkeypatch.setattr("shared.dataset_stream.DatasetStream", Ended)
     monkeypatch.setattr(parallel, "_dataset", lambda *_: None)
     monkeypatch.setattr(parallel, "_cpus", lambda: 2)
-    monkeypatch.setattr(parallel, "WAITING", Waiting())
-    monkeypatch.setattr(Waiting, "take", lambda *_: None)
+    monkeypatch.setattr(parallel, "WAITING", IdleWorkers())
+    monkeypatch.setattr(IdleWorkers, "take", lambda *_: None)
     context: Any = SimpleNamespace(store=store, raise_if_stopped=lambda: None)
     results = parallel.run_on_ray(context, "f", str, [PART, replace(PART, number=4)], foreign_code=False)
 

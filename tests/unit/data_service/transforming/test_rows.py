@@ -8,7 +8,7 @@ import pytest
 
 from data_service.transforms import work as reading
 from data_service.transforms.plan import plan_parts
-from data_service.transforms.work import RowSource
+from data_service.transforms.work import VersionRows
 from shared.dataset_version import VersionReader, load_version
 from shared.storage import ObjectStore
 from tests.support.transforming import SOURCE, commit_tables
@@ -24,7 +24,7 @@ def test_batches_of_unequal_rows_cover_a_part_in_order_and_stay_small(store: Obj
     commit_tables(store, {"train": table})
     version = load_version(store, SOURCE)
     parts = plan_parts(VersionReader(store, version), table.schema)
-    source = RowSource(store.settings, version, None, reading.DEFAULT_BATCH_ROWS)
+    source = VersionRows(store.settings, version, None, reading.DEFAULT_BATCH_ROWS)
 
     batches = [batch for part in parts for batch in source.divided(part, columns)]
 
@@ -40,7 +40,7 @@ def test_batches_of_unequal_rows_cover_a_part_in_order_and_stay_small(store: Obj
 def test_narrow_rows_are_still_read_many_at_a_time(store: ObjectStore) -> None:
     commit_tables(store, {"train": pa.table({"word": [f"row {n}" for n in range(5000)]})})
     version = load_version(store, SOURCE)
-    source = RowSource(store.settings, version, None, reading.DEFAULT_BATCH_ROWS)
+    source = VersionRows(store.settings, version, None, reading.DEFAULT_BATCH_ROWS)
     (part,) = plan_parts(VersionReader(store, version), pa.schema([("word", pa.string())]))
 
     assert [len(batch.row_ids) for batch in source.divided(part, ["word"])] == [1024] * 4 + [904]
@@ -49,7 +49,7 @@ def test_narrow_rows_are_still_read_many_at_a_time(store: ObjectStore) -> None:
 def test_equal_texts_are_not_taken_for_what_their_dictionary_weighs(store: ObjectStore) -> None:
     commit_tables(store, {"train": pa.table({"text": ["x" * 64 * 1024] * 640})})
     version = load_version(store, SOURCE)
-    source = RowSource(store.settings, version, None, reading.DEFAULT_BATCH_ROWS)
+    source = VersionRows(store.settings, version, None, reading.DEFAULT_BATCH_ROWS)
     parts = plan_parts(VersionReader(store, version), pa.schema([("text", pa.string())]))
 
     batches = [batch for part in parts for batch in source.divided(part, ["text"])]

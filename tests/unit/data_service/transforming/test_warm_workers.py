@@ -6,7 +6,7 @@ import pytest
 import ray
 
 from data_service.transforms import parallel
-from data_service.transforms.parallel import WARM_WORKERS, Waiting, start
+from data_service.transforms.parallel import WARM_WORKERS, IdleWorkers, start
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_they_are_spread_over_the_nodes(started: list[dict[str, int]], count: in
 
 
 def test_only_so_many_follow_as_were_taken(started: list[dict[str, int]], met: Met) -> None:
-    waiting = Waiting()
+    waiting = IdleWorkers()
     waiting.replace()
     assert started == []
 
@@ -65,6 +65,6 @@ def test_a_job_does_not_fail_of_those_of_the_next(monkeypatch: pytest.MonkeyPatc
         raise RuntimeError("no such node")
 
     monkeypatch.setattr(parallel, "start", broken)
-    waiting = Waiting()
+    waiting = IdleWorkers()
     waiting.take(1)
     waiting.replace()
