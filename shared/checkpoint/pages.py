@@ -100,12 +100,30 @@ class PageTree:
         changed = (self._changed(ref, may_have, change) for ref in self.refs)
         self.refs = [ref for ref in changed if ref is not None]
 
+    def drop(self, goes: Callable[[PageRef], bool]) -> None:
+        """Take away the pages that `goes` names, with all below them. A page that is lost stops nothing."""
+        for ref in self.refs:
+            if goes(ref):
+                self._replace(ref)
+        self.refs = [ref for ref in self.refs if not goes(ref)]
+
     def rank(self, ranking: Ranking) -> None:
         """Writes all references anew where another ranking orders otherwise."""
         reorders = not is_same_order(ranking, self.ranking)
         self.ranking = ranking
         if reorders:
             self.refs = [self._ranked(ref) for ref in self.refs]
+
+    def _replace(self, ref: PageRef) -> None:
+        self.replaced.append(ref.key)
+        if ref.level == 1:
+            return
+        try:
+            children = self.refs_of(ref)
+        except (PageMissing, DataLoss):  # what is below it goes with the job
+            return
+        for child in children:
+            self._replace(child)
 
     def _search(self, ref: PageRef, may_have: Callable[[PageRef], bool]) -> Iterator[CheckpointEntry]:
         if not may_have(ref):
@@ -258,7 +276,7 @@ class RegistryView:
         """Of the final ones the one furthest on."""
         recent = latest([one for one in self._recent if one.final])
         step = max((ref.last_final_step for ref in self._tree.refs), default=-1)
-        if recent is not None and recent.step >= step:
+        if step < 0 or (recent is not None and recent.step >= step):
             return recent
         found = self._tree.search(lambda ref: ref.last_final_step == step)
         return next((one for one in found if one.final and one.step == step), None)

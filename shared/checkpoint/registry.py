@@ -32,6 +32,8 @@ T = TypeVar("T")
 
 # So many of the newest entries stay in the log's records when others move to a page.
 KEPT_ENTRIES = 8
+# The key of a record's entries where older ones are on pages.
+NEWEST_ENTRIES = "newest_entries"
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,11 @@ class RegistryState(Durable):
     def as_record(self) -> dict[str, Any]:
         state: dict[str, Any] = as_state(self)
         del state["attempt"]  # the log's own
-        if not self.pages:  # as earlier releases have it
+        if self.pages:
+            # An earlier release takes `checkpoints` for all there are, and deletes the files of the others. Without
+            # that key it refuses to read the registry.
+            state[NEWEST_ENTRIES] = state.pop("checkpoints")
+        else:  # as earlier releases have it
             del state["pages"], state["pages_ranking"]
         return {name: list(value) if isinstance(value, tuple) else value for name, value in state.items()}
 
@@ -66,18 +72,20 @@ class RegistryState(Durable):
     def from_record(cls, record: Record | None) -> RegistryState:
         if record is None:
             return cls()
+        state = dict(record.state)
+        entries = state.pop(NEWEST_ENTRIES) if NEWEST_ENTRIES in state else state["checkpoints"]
         return cls(
             **{
-                **fields_of(cls, record.state),
-                "checkpoints": tuple(CheckpointEntry.from_state(one) for one in record.state["checkpoints"]),
+                **fields_of(cls, state),
+                "checkpoints": tuple(map(CheckpointEntry.from_state, entries)),
                 "retiring": tuple(
                     Retiring(**{**fields_of(Retiring, one), "entry": CheckpointEntry.from_state(one["entry"])})
-                    for one in record.state.get("retiring", ())
+                    for one in state.get("retiring", ())
                 ),
-                "ranking": Ranking(**fields_of(Ranking, record.state.get("ranking", {}))),
+                "ranking": Ranking(**fields_of(Ranking, state.get("ranking", {}))),
                 "attempt": record.attempt,
-                "pages": tuple(PageRef(**fields_of(PageRef, one)) for one in record.state.get("pages", ())),
-                "pages_ranking": Ranking(**fields_of(Ranking, record.state.get("pages_ranking", {}))),
+                "pages": tuple(PageRef(**fields_of(PageRef, one)) for one in state.get("pages", ())),
+                "pages_ranking": Ranking(**fields_of(Ranking, state.get("pages_ranking", {}))),
             }
         )
 
@@ -230,6 +238,7 @@ class CheckpointRegistry:
         """
 
         def drop(before: RegistryState, tree: PageTree) -> RegistryState:
+            tree.drop(lambda ref: ref.last_attempt < attempt)
             tree.change(lambda ref: ref.first_attempt < attempt, lambda one: one if one.attempt >= attempt else None)
             return replace(
                 before,

@@ -53,7 +53,16 @@ from train_service.attempt.outcomes import as_last_error, program_error, script_
 from train_service.attempt.ray_run import Failure
 from train_service.attempt.trainer import ProgramAtWork, began_before, program_at_work, size_of_attempt
 from train_service.domain import sweep
-from train_service.domain.spec import ATTEMPT_DEVICE, BUDGETS, RAY_DATA, RUN_DEVICE, SCRIPT, Program, TrainingSpec
+from train_service.domain.spec import (
+    ATTEMPT_DEVICE,
+    BUDGETS,
+    RAY_DATA,
+    RUN_DEVICE,
+    SCRIPT,
+    Program,
+    TrainingSpec,
+    spec_of_job,
+)
 from train_service.domain.sweep import MAX_SWEEP_ID, PROGRAM_CONFIG, Asha, Domain, SweepSpec
 from train_service.placement import Size, devices_of, usable_nodes
 from train_service.program.attempt_folder import AttemptFolder, NodeCopies
@@ -130,7 +139,7 @@ class ScriptRun:
         self._at_work: ProgramAtWork | None = None
         self._leave = ExitStack()
         # That of the fit at work, or of the last: with what its script's configurations say.
-        self._fit_spec = spec
+        self._fit_spec = spec_of_job(context.job.spec["training"], context.job.choices)
         # Of a training function in local mode, which is no script.
         self._function_result: dict[str, Any] = {}
 
@@ -298,7 +307,7 @@ class ScriptRun:
         if chooses:
             fit = replace(fit, device=device)
             chosen |= {RUN_DEVICE: device, ATTEMPT_DEVICE: device}
-        budgets = {name: taken[name] for name in BUDGETS if name in taken}
+        budgets = {name: getattr(spec, name) for name in BUDGETS if name in self._spec.left_open}
         retry_on_outage(lambda: context.choose(chosen, budgets), "what the script asks for")
         retry_on_outage(lambda: self._fits.begin(fit), "a run of the script")
         self._known[fit.number] = fit

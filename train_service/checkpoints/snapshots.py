@@ -154,8 +154,11 @@ def retain(
     policy: CheckpointPolicy,
     attempt: int,
     damaged: Collection[str] = (),
+    fit: int = 0,
 ) -> list[CheckpointEntry]:
-    """Takes away what has outlived `policy` and nobody uses; returns what went. `damaged` are folders.
+    """Take away the checkpoints of run `fit` that have outlived `policy` and are not in use; return them.
+
+    Run 0 is that of a job whose code is no script. The runs of a script keep each their own. `damaged` are folders.
 
     Raises `StaleAttempt`. What an earlier attempt left half-way is finished first.
     """
@@ -166,6 +169,7 @@ def retain(
             name=one.name, step=one.step, metrics=one.metrics, final=one.final, damaged=one.folder in damaged
         )
         for one in state.checkpoints
+        if one.fit == fit
     }
     going = outlived(list(saved.values()), policy.keep_newest, policy.keep_best, state.ranking)
     # Only those that would go are asked for their users.

@@ -191,6 +191,8 @@ def _left_open(spec: resources_pb2.TrainingSpec) -> tuple[str, ...]:
         given.update(f"{parent}.{field.name}" for field, _ in getattr(spec, parent).ListFields())
     if "num_workers" in given:
         given.add("min_workers")  # 0 means `num_workers`
+    if "checkpoints.best_metric" in given:
+        given.add("checkpoints.order")  # a script's order is that of its own metric
     if spec.placement.backend == NCCL or given & {"placement.accelerator_type", "placement.allow_cpu_fallback"}:
         given.add("placement.gpus_per_worker")  # who names one of these means GPUs
     return tuple(path for path, name in FIELDS_OF_SCRIPTS.items() if name not in given)

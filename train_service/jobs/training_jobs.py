@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -12,8 +13,10 @@ from typing import Any
 
 from shared import names, paging
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry, resolve
+from shared.checkpoint.ranking import latest
 from shared.errors import (
     AlreadyExists,
+    DataLoss,
     FailedPrecondition,
     NotFound,
     OutOfRange,
@@ -38,6 +41,8 @@ from train_service.jobs.own_code import OwnModelCheck, ProgramCheck
 from train_service.jobs.suggestions import suggest_spec
 from train_service.loading.preprocessing import fitted, fitted_program, steps_of_run
 from train_service.records.reporting import TRAIN_KIND, Event, EventLog
+
+logger = logging.getLogger(__name__)
 
 COLLECTION = "trainingJobs"
 PATTERN = "trainingJobs/{j}"
@@ -323,7 +328,11 @@ class TrainingJobs:
     def _view(self, record: JobRecord) -> JobView:
         ranking = spec_of_job(record.spec["training"], record.choices).checkpoints.ranking
         registry = CheckpointRegistry(self._store, record.name)
-        newest, chosen = registry.poll(lambda view: (view.newest(), view.best(ranking)))
+        try:
+            newest, chosen = registry.poll(lambda view: (view.newest(), view.best(ranking)))
+        except DataLoss as error:  # a page is lost: the job can still be looked at, cancelled and deleted
+            logger.warning("%s: the best checkpoint is not known: %s", record.name, error.message)
+            newest, chosen = latest(registry.state().checkpoints), None
         begins = record.state in (JobState.PENDING, JobState.RECOVERING)
         waiting_for = self._jobs.waiting_for(record.name) if begins else ""
         return JobView(record, self._jobs.progress(record.name), newest, chosen, waiting_for)

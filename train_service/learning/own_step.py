@@ -19,6 +19,7 @@ from shared.models.building import own_method
 from shared.transforms import TensorSpec
 from train_service.domain.order import loss_scale
 from train_service.domain.spec import FSDP, OWN, REGRESSION, TrainingSpec, learning_rate
+from train_service.learning.device import full_float32
 from train_service.learning.learner import (
     BaseLearner,
     StepPart,
@@ -125,7 +126,7 @@ class OwnStepLearner(BaseLearner):
         self.model.eval()
         module.trainer.training, module.trainer.validating = False, True
         try:
-            with torch.no_grad(), module.logging(0.0) as logged:
+            with torch.no_grad(), full_float32(), module.logging(0.0) as logged:
                 module.hook("on_validation_epoch_start")
                 batches = validation_batches(
                     cache, preprocessing, ranks, self._rows_per_call(), numbers=self._spec.task == REGRESSION

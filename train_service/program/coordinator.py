@@ -577,7 +577,7 @@ class ReportCoordinator:
         if self._spec.checkpoints.keep_newest:
             damaged = self._start.damaged
             retry_on_outage(
-                lambda: retain(self._store, self._registry, self._spec.checkpoints, self._attempt, damaged),
+                lambda: retain(self._store, self._registry, self._spec.checkpoints, self._attempt, damaged, self._fit),
                 "old checkpoints",
             )
 

@@ -233,6 +233,9 @@ def settled(
     wanted = [one for one in wanted_of(asked) if one.path in spec.left_open]
     taken = {one.path: one.value for one in wanted if not one.needs_gpu}
     workers = taken.get("num_workers", spec.num_workers)
+    if not workers:  # local mode has no workers to place
+        wanted = [one for one in wanted if not one.path.startswith("placement.")]
+        taken = {one.path: one.value for one in wanted}
     if "lanes" in spec.left_open:
         taken["lanes"] = lanes or default_lanes(min(workers, spec_rules.MAX_WORKERS))
         if lanes and workers > lanes:
@@ -256,7 +259,7 @@ def settled(
 
 def overridden(asked: Asked, spec: TrainingSpec, *, use_gpu: bool) -> list[str]:
     """A sentence for each thing that is otherwise in `spec`, that of the run; `use_gpu`: its workers have GPUs."""
-    sentences = [_difference(one, spec, use_gpu=use_gpu) for one in wanted_of(asked)]
+    sentences = [_difference(one, asked, spec, use_gpu=use_gpu) for one in wanted_of(asked)]
     sentences += [
         "ScalingConfig(use_gpu=True) asks for a GPU for each worker, and the job's workers have none: they compute on "
         "CPUs"
@@ -290,7 +293,13 @@ def _of_workers(asked: Asked) -> list[Wanted]:
     resources = {name: amount for name, amount in asked.resources_per_worker.items() if amount}
     found = [
         # 1, as Ray has it, is what a specification means that leaves it open, where the cluster has GPUs.
-        Wanted(path="placement.gpus_per_worker", value=gpus, theirs=f"ScalingConfig(use_gpu={asked.use_gpu})")
+        # Another number of GPUs asks for GPUs no more than 1 does: without any in the cluster the workers use CPUs.
+        Wanted(
+            path="placement.gpus_per_worker",
+            value=gpus,
+            theirs=f"ScalingConfig(use_gpu={asked.use_gpu})",
+            needs_gpu=asked.use_gpu,
+        )
         for gpus in [float(resources.get("GPU", 1.0)) if asked.use_gpu else 0.0]
         if gpus != 1.0
     ]
@@ -338,14 +347,14 @@ def accelerator_of(asked: Asked) -> str:
     return asked.accelerator_type or next(iter(marks), "")
 
 
-def _difference(wanted: Wanted, spec: TrainingSpec, *, use_gpu: bool) -> str:
+def _difference(wanted: Wanted, asked: Asked, spec: TrainingSpec, *, use_gpu: bool) -> str:
     """Where the run has another value than the script, in words."""
     parent, _, name = wanted.path.rpartition(".")
     value = getattr(getattr(spec, parent) if parent else spec, name)
     if value == wanted.value or wanted.path in ("placement.gpus_per_worker", "placement.resources_per_worker"):
         return ""  # of these two there are sentences of their own
-    if wanted.path == "min_workers" and spec.num_workers != wanted.value:
-        return ""  # in the same argument as `num_workers`
+    if wanted.path == "min_workers" and spec.num_workers != asked.max_workers:
+        return ""  # the sentence on `num_workers` names the same argument
     if wanted.path == "placement.backend" and wanted.needs_gpu and not use_gpu:
         return f"{wanted.theirs} is not used: the workers have no GPUs, and talk by {value or GLOO}"
     shown = {

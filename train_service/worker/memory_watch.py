@@ -59,7 +59,8 @@ class NodeMemory:
             return machine
         if limit >= machine.total:
             return machine
-        return cls(limit, max(0, current - int(stat.get("inactive_file", 0))))
+        cached = int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
+        return cls(limit, max(0, current - cached))
 
 
 class ProcessMemory:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 import sys
 import uuid
@@ -33,7 +34,22 @@ from millrace_client.specs import program_spec
 
 MAX_STEM = 40
 SCRIPT = ".py"
-SECONDS = click.FloatRange(min=0, min_open=True)
+
+
+class Seconds(click.FloatRange):
+    """A finite number of seconds above 0."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0, min_open=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        seconds: float = super().convert(value, param, ctx)
+        if not math.isfinite(seconds):
+            self.fail(f"{value} is no number of seconds.", param, ctx)
+        return seconds
+
+
+SECONDS = Seconds()
 
 
 @click.command(cls=PlainCommand)

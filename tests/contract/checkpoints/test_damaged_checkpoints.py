@@ -129,3 +129,19 @@ def test_retention_keeps_the_newest_and_the_best_and_removes_the_files_of_the_re
     assert set(store.folders(registry.data_folder)) == {one.folder.rsplit("/", 1)[1] for one in left}
     assert retain(store, CheckpointRegistry(store, JOB), policy(2), 1) == []
     assert all(newest_good(store, [one], pytest.fail) for one in left)
+
+
+def test_each_run_of_a_script_keeps_its_own_checkpoints(store: ObjectStore) -> None:
+    registry = CheckpointRegistry(store, JOB)
+    registry.fence(1, RANKING)
+    with CheckpointWriter(store, registry, 1, lambda _: None, policy=policy(0)) as writer:
+        for step in (2, 4, 6, 8):
+            save_one(writer, step, *trained(0))
+        writer.wait()
+    for one in entries(store):
+        registry.commit(replace(one, fit=1 if one.step < 6 else 2))
+
+    went = retain(store, registry, policy(keep_newest=1), 1, fit=2)
+
+    assert [one.step for one in went] == [6]
+    assert [one.step for one in entries(store)] == [2, 4, 8]

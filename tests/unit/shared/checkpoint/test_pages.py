@@ -190,20 +190,50 @@ def test_a_log_of_an_earlier_release_is_read_and_gone_on_with(store: ObjectStore
 
 
 @pytest.mark.usefixtures("small_pages")
-def test_an_earlier_release_that_writes_meanwhile_loses_no_entry(store: ObjectStore) -> None:
-    """It sees the newest entries, and writes back the references to pages as a field that it does not know."""
+def test_an_earlier_release_does_not_take_the_newest_entries_for_all(store: ObjectStore) -> None:
+    """It reads the key `checkpoints`, and its sweeper deletes each folder that no entry there names."""
     for step in range(1, 21):
         CheckpointRegistry(store, JOB).commit(named(step))
-    log = ResourceLog(store, f"{JOB}/checkpoints/log")
-    head = log.head()
+    head = ResourceLog(store, f"{JOB}/checkpoints/log").head()
     assert head is not None
-    again = replace(named(3, attempt=2), folder="again")
-    added = [*head.state["checkpoints"], named(21).as_state(), again.as_state()]
-    log.append(head, {**head.state, "checkpoints": added}, attempt=2)
+    assert head.state["pages"]
+    assert "checkpoints" not in head.state
 
-    names = [one.name for one in CheckpointRegistry(store, JOB).entries()]
-    assert sorted(names) == [named(step).name for step in range(1, 22)]
-    assert CheckpointRegistry(store, JOB).find(named(3).name) == again
+    # It has them there again once no page is left.
+    CheckpointRegistry(store, JOB).retire([named(step) for step in range(1, 19)], 1)
+    head = ResourceLog(store, f"{JOB}/checkpoints/log").head()
+    assert head is not None
+    assert [one["name"] for one in head.state["checkpoints"]] == [named(19).name, named(20).name]
+    assert registry.NEWEST_ENTRIES not in head.state
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_a_registry_whose_pages_are_lost_can_be_cleared_and_used_again(store: ObjectStore) -> None:
+    for step in range(1, 31):
+        CheckpointRegistry(store, JOB).commit(named(step))
+    for info in list(store.list(f"{JOB}/checkpoints/pages")):
+        store.delete(info.key)
+
+    CheckpointRegistry(store, JOB).clear(2)
+    CheckpointRegistry(store, JOB).commit(named(1, attempt=2))
+
+    assert CheckpointRegistry(store, JOB).entries() == [named(1, attempt=2)]
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_without_a_final_checkpoint_no_page_is_read(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in range(1, 31):
+        CheckpointRegistry(store, JOB).commit(named(step))
+    loaded: list[pages.PageRef] = []
+    load = pages.PageTree._load
+
+    def counting(self: pages.PageTree, ref: pages.PageRef) -> dict[str, object]:
+        loaded.append(ref)
+        return load(self, ref)
+
+    monkeypatch.setattr(pages.PageTree, "_load", counting)
+    assert CheckpointRegistry(store, JOB).poll(pages.RegistryView.final) is None
+    assert loaded == []
 
 
 @pytest.mark.usefixtures("small_pages")

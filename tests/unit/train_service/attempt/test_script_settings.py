@@ -87,6 +87,26 @@ def test_the_order_of_rows_and_the_device_stay_when_a_later_attempt_asks_for_oth
     assert kept(store).num_workers == 20
 
 
+def test_failures_that_a_run_allows_are_not_those_of_the_next(store: ObjectStore) -> None:
+    new_job(store, JOB, OPEN)
+    settle(store, Asked(num_workers=2, max_failures=1, max_preemption_failures=0))
+    settle(store, Asked(num_workers=2))
+
+    job = Jobs(store, TRAIN_KIND).get(JOB, JOB)
+    assert (job.max_failures, job.max_preemptions) == (OPEN.max_failures, OPEN.max_preemptions)
+
+
+def test_the_result_of_an_attempt_without_a_run_is_by_what_the_last_run_asked_for(store: ObjectStore) -> None:
+    new_job(store, JOB, OPEN)
+    settle(store, Asked(num_workers=2, score_attribute="accuracy"))
+    lose_and_begin(store, JOB)
+
+    jobs = Jobs(store, TRAIN_KIND)
+    context = AttemptContext(store, jobs, JOB, jobs.get(JOB, JOB))
+    again = ScriptRun(context, OPEN, PROGRAM, lambda _: None)
+    assert again._fit_spec.checkpoints.best_metric == "accuracy"
+
+
 def test_an_attempt_that_was_overtaken_keeps_nothing(store: ObjectStore) -> None:
     new_job(store, JOB, OPEN)
     jobs = Jobs(store, TRAIN_KIND)

@@ -151,6 +151,35 @@ def test_without_gpus_a_run_takes_neither_their_type_nor_nccl() -> None:
     assert without.placement.gpus_per_worker == 0
 
 
+def test_another_number_of_gpus_than_one_waits_for_no_gpu_either() -> None:
+    asked = Asked(num_workers=2, use_gpu=True, resources_per_worker={"GPU": 0.5})
+    assert settled(asked, job_of_script(), 0, lambda _: CPU, "cells.py:3")[1].placement.gpus_per_worker is None
+    assert settled(asked, job_of_script(), 0, lambda _: GPU, "cells.py:3")[1].placement.gpus_per_worker == 0.5
+
+
+def test_local_mode_by_the_caller_takes_nothing_that_is_of_workers() -> None:
+    asked = Asked(num_workers=2, use_gpu=True, resources_per_worker={"GPU": 0.25, "memory": 1e9}, max_failures=1)
+    _, spec = settled(asked, job_of_script(num_workers=0), 0, lambda _: CPU, "cells.py:3")
+    assert (spec.local, spec.max_failures, spec.placement) == (True, 1, Placement())
+
+
+def test_the_order_of_a_metric_goes_with_the_metric() -> None:
+    """Ray's default order is `max`: a loss of the caller's would be kept where it is worst."""
+    asked = Asked(num_workers=2, num_to_keep=1, score_attribute="accuracy", score_order="max")
+    job = job_of_script(checkpoints=resources_pb2.CheckpointPolicy(best_metric="loss"))
+    _, spec = settled(asked, job, 0, lambda _: CPU, "cells.py:3")
+    assert (spec.checkpoints.best_metric, spec.checkpoints.maximize) == ("loss", False)
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "min_workers", "field"), [(4, 0, "min_workers 0"), (2, 0, "num_workers 2"), (4, 2, "")]
+)
+def test_another_range_of_workers_is_said_once(num_workers: int, min_workers: int, field: str) -> None:
+    spec = replace(SPEC, num_workers=num_workers, min_workers=min_workers, placement=Placement(), max_failures=0)
+    said = overridden(Asked(num_workers=[2, 4]), spec, use_gpu=False)
+    assert said == ([f"the job's {field} counts, and not ScalingConfig(num_workers=(2, 4))"] if field else [])
+
+
 def test_the_order_of_rows_stays_with_the_first_run() -> None:
     _, more = settled(Asked(num_workers=20), job_of_script(), 24, lambda _: CPU, "cells.py:3")
     assert (more.num_workers, more.lanes) == (20, 24)

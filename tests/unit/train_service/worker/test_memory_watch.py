@@ -195,8 +195,12 @@ def test_a_watch_whose_looks_take_long_pauses_longer(tmp_path: Path) -> None:
         ({"memory.max": "max"}, NodeMemory(total=1000 * 1024, used=300 * 1024)),
         ({}, NodeMemory(total=1000 * 1024, used=300 * 1024)),
         (
-            {"memory.max": "512000", "memory.current": "400000", "memory.stat": "anon 1\ninactive_file 100000\n"},
-            NodeMemory(total=512000, used=300000),
+            {
+                "memory.max": "512000",
+                "memory.current": "400000",
+                "memory.stat": "anon 1\ninactive_file 100000\nactive_file 50000\n",
+            },
+            NodeMemory(total=512000, used=250000),
         ),
     ],
 )
