@@ -206,8 +206,10 @@ def _served(
         _say("it is deployed")
         half = len(images) // 2
         first = _asked(lambda: millrace.inference.infer("digits", {"image": images[:half]}), TIMEOUT_S[gpus])
-        for pid in head.processes(REPLICA)[:1]:
-            os.kill(pid, signal.SIGKILL)
+        replicas = head.processes(REPLICA)
+        if not replicas:
+            raise CheckFailed("no process of a replica was found to be killed")
+        os.kill(replicas[0], signal.SIGKILL)
         second = _asked(lambda: millrace.inference.infer("digits", {"image": images[half:]}), TIMEOUT_S[gpus])
         for answer in (first, second):
             if answer.lineage.checkpoint != checkpoint or not answer.lineage.code_bundle:
