@@ -1,6 +1,6 @@
-"""Saving and restoring a run: rank 0 writes checkpoints in the background and chooses the one to resume from.
+"""Writing and restoring checkpoints: rank 0 writes in the background and chooses the checkpoint to resume from.
 
-`outlived` says which checkpoints of a run go.
+`outlived` selects the checkpoints that retention deletes.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ from train_service.store_retry import retry_on_outage, store_call
 logger = logging.getLogger(__name__)
 
 
-# A write that took longer than this is told: the store was away, or is slow.
+# A write that took longer than this is reported: the store was unavailable, or is slow.
 REPORTED_AFTER_S = 5.0
 
 T = TypeVar("T")
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time; a step waits only for the copy, and for the one before if it is still going.
+    """A writer of one checkpoint at a time.
 
-    A store that is away is waited for, in the writer's thread. Use as a context: leaving it lets the checkpoint under
-    way finish, and hides the error that it may meet.
+    A step waits only for the copy, and for the previous checkpoint if it is still being written. The writer's thread
+    waits for an unavailable store. Use as a context. On exit the present checkpoint is completed, and an error of it is
+    suppressed.
     """
 
     def __init__(
@@ -56,10 +57,13 @@ class CheckpointWriter:
         warn: Callable[[str], None] = logger.warning,
         touched: Callable[[], None] = lambda: None,
     ) -> None:
-        """`told` is called with each committed checkpoint, `warn` with what delayed one, in the writer's thread, and
-        `touched` while `save` copies and gets on.
+        """Create the writer.
 
-        Without a `policy` all are kept. `damaged` are the folders of those that were found so when the attempt began.
+        `told` is called with each committed checkpoint and `warn` with the cause of a delay, both in the writer's
+        thread. `touched` is called while `save` copies, as a sign of progress.
+
+        Without a `policy` all checkpoints are kept. `damaged` are the folders that were found damaged when the attempt
+        began.
         """
         self._store = store
         self._registry = registry
@@ -82,11 +86,11 @@ class CheckpointWriter:
         *,
         final: bool = False,
     ) -> None:
-        """Copies weights, and `state` of optimizer and scheduler, as they are now and returns.
+        """Copy the weights, and the `state` of optimizer and scheduler, as they are now, and return.
 
-        `content` is asked for in the writer's thread, again where the store did not answer it. `final` tells that no
-        step comes after. Raises what the checkpoint before failed with, and `TypeError` for a
-        state that is not made of tensors and plain values.
+        `content` is called in the writer's thread, again if the store was unavailable. `final` means that no step
+        follows. Raises the error of the previous checkpoint, and `TypeError` for a state that does not consist of
+        tensors and plain values.
         """
         self.wait()
         began = time.monotonic()
@@ -96,8 +100,10 @@ class CheckpointWriter:
         self.stalled_s += time.monotonic() - began
 
     def wait(self) -> None:
-        """Returns once the checkpoint under way is committed. Raises `StaleAttempt` and what the store raises, but for
-        `Unavailable`: that is waited out."""
+        """Wait until the present checkpoint is committed.
+
+        Raises `StaleAttempt` and the store's errors, except `Unavailable`, which it waits out.
+        """
         began = time.monotonic()
         try:
             if self._writing is not None:
@@ -117,7 +123,7 @@ class CheckpointWriter:
     def _write(self, describe: Callable[[], CheckpointContent], files: dict[str, memoryview], final: bool) -> None:
         content = self._retry_on_outage(describe)
         checkpoint_id = f"step-{content.step:08d}"
-        # A fresh folder each: a stale attempt may be writing the same step.
+        # Use a new folder each time: a stale attempt may be writing the same step.
         folder = f"{self._registry.data_folder}/{checkpoint_id}-a{self._attempt:05d}-{uuid.uuid4().hex[:8]}"
         digest, size_bytes = self._retry_on_outage(lambda: write_checkpoint(self._store, folder, content, files))
         entry = CheckpointEntry(
@@ -155,9 +161,9 @@ def retain(
     attempt: int,
     damaged: Collection[str] = (),
 ) -> list[CheckpointEntry]:
-    """Takes away what has outlived `policy` and nobody uses; returns what went. `damaged` are folders.
+    """Delete the checkpoints that have outlived `policy` and that nothing uses; return them.
 
-    Raises `StaleAttempt`. What an earlier attempt left half-way is finished first.
+    `damaged` are folders. Raises `StaleAttempt`. Deletions that an earlier attempt left unfinished are finished first.
     """
     registry.settle(attempt)
     state = registry.read()
@@ -168,7 +174,7 @@ def retain(
         for one in state.checkpoints
     }
     going = outlived(list(saved.values()), policy.keep_newest, policy.keep_best, state.ranking)
-    # Only those that would go are asked for their users.
+    # Look up references only of the checkpoints that would be deleted.
     used = {name for name in going if live_references(store, name, time.time())}
     return registry.retire([one for one in state.checkpoints if one.name in going and one.name not in used], attempt)
 
@@ -176,14 +182,16 @@ def retain(
 def newest_good(
     store: ObjectStore, entries: Sequence[CheckpointEntry], warn: Callable[[str], None], damaged: set[str] | None = None
 ) -> CheckpointEntry | None:
-    """The checkpoint furthest on whose every digest holds; each damaged one on the way is told to `warn`, and its
-    folder added to `damaged`."""
+    """Return the checkpoint of the highest step whose every digest holds.
+
+    Each damaged checkpoint of a higher step is reported to `warn`, and its folder added to `damaged`.
+    """
     for entry in sorted(entries, key=lambda one: one.step, reverse=True):
         try:
             load_checkpoint(store, entry.folder, entry.manifest_sha256).verify()
         except DataLoss as error:
             warn(f"{entry.name} is damaged and skipped: {error.message}")
-            # One of another release is no less good for that, and is not to be taken away.
+            # A checkpoint in another release's format is not damaged and must not be deleted.
             if damaged is not None and error.specific_reason != OTHER_FORMAT:
                 damaged.add(entry.folder)
             continue
@@ -193,7 +201,7 @@ def newest_good(
 
 @dataclass(frozen=True)
 class Restored:
-    """Whole weights, and `state` of optimizer and scheduler as it was saved; all in host memory."""
+    """A restored checkpoint in host memory: whole weights, and the `state` of optimizer and scheduler as saved."""
 
     content: CheckpointContent
     weights: dict[str, torch.Tensor]
@@ -201,14 +209,14 @@ class Restored:
 
 
 def restore(store: ObjectStore, entry: CheckpointEntry) -> Restored:
-    """Raises `DataLoss`: nothing is loaded before its digest holds."""
+    """Return the restored checkpoint; raise `DataLoss` before anything with a wrong digest is loaded."""
     checkpoint = load_checkpoint(store, entry.folder, entry.manifest_sha256)
     weights, state = checkpoint.read(WEIGHTS), checkpoint.read(OPTIMIZER)
     return Restored(checkpoint.content, safetensors.torch.load(weights), put_together(state))
 
 
 def as_message(entry: CheckpointEntry | None) -> dict[str, Any] | None:
-    """For sending the choice to the other ranks."""
+    """Return the choice as a message to the other ranks."""
     return entry.as_state() if entry else None
 
 
@@ -217,7 +225,10 @@ def as_message(entry: CheckpointEntry | None) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """`damaged`: it was found so, and counts for nothing. `final`: it is of the run's last step."""
+    """A saved checkpoint as retention sees it.
+
+    A `damaged` one counts for nothing. A `final` one is of the run's last step.
+    """
 
     name: str
     step: int
@@ -229,10 +240,10 @@ class Saved:
 def outlived(
     checkpoints: Sequence[Saved], keep_newest: int, keep_best: int, ranking: Ranking, in_use: Collection[str] = ()
 ) -> list[str]:
-    """The names of those that go, the oldest first.
+    """Return the names of the checkpoints to delete, the oldest first.
 
-    The `keep_newest` furthest on stay, or all where that is 0, and besides them the `keep_best` best. Final ones and
-    those `in_use` (names) always stay, and count among the newest and the best like any other.
+    The `keep_newest` newest stay, or all if that is 0, and in addition the `keep_best` best. Final ones and those
+    `in_use` (names) always stay, and count among the newest and the best like any other.
     """
     if keep_newest == 0:
         return []
@@ -240,7 +251,7 @@ def outlived(
     kept = {one.name for one in good[:keep_newest]}
     kept |= {one.name for one in ranking.best_first(good)[:keep_best]}
     kept |= {one.name for one in good if one.final}
-    # Until there is a good one, a damaged one may be all that is left to look at.
+    # Until there is a good checkpoint, a damaged one may be all that is left to examine.
     if not good:
         return []
     going = [one for one in checkpoints if one.name not in kept and one.name not in in_use]
