@@ -1,1 +1,1 @@
-"""Checkpoints of a run: taken on all ranks at one step, written behind the training, and gone on from."""
+"""Checkpoints of a run: taken on all ranks at one step, written in the background, and resumed from."""

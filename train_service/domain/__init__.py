@@ -1,1 +1,1 @@
-"""Pure rules of training: the order of rows, who reads which, and what a specification may say."""
+"""Pure rules of training: the order of rows, their assignment to ranks, and the rules of a specification."""

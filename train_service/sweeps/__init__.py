@@ -1,1 +1,1 @@
-"""Sweeps: a durable job whose attempt lets Ray Tune decide which training jobs run, each a trial with its own logs."""
+"""Sweeps: a sweep is a durable job in which Ray Tune schedules trials, each a training job with its own logs."""
