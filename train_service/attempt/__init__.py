@@ -1,1 +1,4 @@
-"""One attempt at a training job, in a process of its own: it starts and supervises workers, and reports its end."""
+"""One attempt at a training job, in its own process.
+
+The attempt starts and supervises workers, and reports its end.
+"""

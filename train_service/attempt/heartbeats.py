@@ -1,4 +1,7 @@
-"""The attempt's side of its ranks' heartbeats: the last state of each rank, and requests to the ranks."""
+"""The attempt's side of its ranks' heartbeats.
+
+It keeps the last state of each rank, and sends requests to the ranks.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ Handler = Callable[[int, dict[str, Any], Reply], None]
 
 @dataclass
 class RankHeartbeat:
-    """The last heartbeat of one rank, with times of this process's monotonic clock."""
+    """The last heartbeat of one rank.
+
+    Times are those of this process's monotonic clock.
+    """
 
     rank: int
     pid: int
@@ -64,7 +70,10 @@ class RankHeartbeat:
 
 @dataclass
 class _Steps:
-    """Seconds per step, derived from the step that a rank reports once a second."""
+    """Seconds per step, derived from heartbeats.
+
+    A rank reports its step once a second.
+    """
 
     step: int = 0
     at: float = 0.0
@@ -94,9 +103,9 @@ class _Steps:
 
 
 class HeartbeatServer:
-    """A server that receives the heartbeats of one attempt's ranks on a port of this node.
+    """A server for the heartbeats of one attempt's ranks.
 
-    Use as a context.
+    It listens on a port of this node. Use as a context.
     """
 
     def __init__(self, host: str, handler: Handler | None = None) -> None:
@@ -128,7 +137,7 @@ class HeartbeatServer:
             return [self._ranks[rank] for rank in sorted(self._ranks)]
 
     def at_work(self) -> list[RankHeartbeat]:
-        """Return the ranks that have neither left nor been lost."""
+        """Return the ranks that neither left nor were lost."""
         return [one for one in self.heard() if not one.left and not one.lost]
 
     @property
@@ -139,16 +148,25 @@ class HeartbeatServer:
 
     @property
     def first_step_s(self) -> float:
-        """Seconds of rank 0's first step of the attempt, from the beginning of its loop; 0 until it is done."""
+        """Seconds of rank 0's first step of the attempt.
+
+        They count from the beginning of its loop, and are 0 until the step is done.
+        """
         with self._lock:
             return self._steps.first_s
 
     def ask_to_stop(self, reason: int) -> None:
-        """Ask the ranks to stop; rank 0 makes all of them stop after the same step."""
+        """Ask the ranks to stop.
+
+        Rank 0 makes all of them stop after the same step.
+        """
         self._tell({"stop": reason})
 
     def stacks(self, timeout_s: float) -> dict[int, str]:
-        """Return the stacks of all threads of each rank, by rank, for the ranks that answer in time."""
+        """Return the stacks of all threads, by rank.
+
+        Ranks that do not answer in time are left out.
+        """
         for one in self.heard():
             one.stacks = ""
         self._tell({"dump": True})
@@ -168,7 +186,7 @@ class HeartbeatServer:
                 one.send(order)
 
     def _serve(self, connection: socket.socket) -> None:
-        """Serve one rank's connection, in a thread of its own."""
+        """Serve one rank's connection in its own thread."""
         connection.settimeout(HELLO_TIMEOUT_S)
         with connection.makefile("rb") as lines:
             hello = json.loads(lines.readline(LONGEST_LINE))

@@ -57,7 +57,10 @@ OF_REASON = {"RANK_HUNG": HUNG, PREEMPTED: PREEMPTION, RESIZED: RESIZING, INSUFF
 
 
 def cause_of(error: MillraceError, state: JobState) -> str:
-    """Return the cause of an attempt's end, from its error and the state that clients requested."""
+    """Return the cause of an attempt's end.
+
+    It follows from the error and from the state that clients requested.
+    """
     if state is JobState.CANCELLING:
         return CANCELLED
     if state is JobState.SUSPENDING:
@@ -66,7 +69,10 @@ def cause_of(error: MillraceError, state: JobState) -> str:
 
 
 def told(context: AttemptContext, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the result of `work`, the attempt; report an error as an event before raising it again."""
+    """Return the result of `work`, the attempt.
+
+    An error is reported as an event before it is raised again.
+    """
     try:
         return work()
     except MillraceError as error:
@@ -81,9 +87,9 @@ def told(context: AttemptContext, work: Callable[[], dict[str, Any]]) -> dict[st
 
 
 def result_of(context: AttemptContext, spec: TrainingSpec, cause: MillraceError | None = None) -> dict[str, Any]:
-    """Return the last and the best checkpoint of an attempt whose ranks have ended.
+    """Return the last and the best checkpoint.
 
-    If the run is not done, raises the stop that a client requested, else `cause`.
+    The attempt's ranks must have ended. If the run is not done, raises the stop that a client requested, else `cause`.
     """
     last, chosen = _last_and_best(context, spec)
     if last is not None and chosen is not None and last.final and _good(context, last):
@@ -97,10 +103,10 @@ def result_of(context: AttemptContext, spec: TrainingSpec, cause: MillraceError 
 def program_result(
     context: AttemptContext, coordinator: ReportCoordinator, ended_for: MillraceError | None
 ) -> dict[str, Any]:
-    """Return the result of an attempt at a program, as `result_of` does.
+    """Return the result of an attempt at a program.
 
-    The run is done once its function has returned on every rank. `ended_for` is the reason for which the supervision
-    ended the attempt.
+    The function works as `result_of` does. The run is done once its function has returned on every rank. `ended_for` is
+    the reason for which the supervision ended the attempt.
     """
     if coordinator.all_returned:
         return coordinator.result()
@@ -112,15 +118,19 @@ def program_result(
 
 
 def script_result(context: AttemptContext, spec: TrainingSpec) -> dict[str, Any]:
-    """Return the last and the best checkpoint of all runs of a script that has ended, or none."""
+    """Return the last and the best checkpoint of a script.
+
+    All runs of the script count, after its end. There may be none.
+    """
     last, chosen = _last_and_best(context, spec)
     return {"checkpoint": last.name if last else "", "best_checkpoint": chosen.name if chosen else ""}
 
 
 def program_error(coordinator: ReportCoordinator, heartbeats: HeartbeatServer, lost: MillraceError) -> MillraceError:
-    """Return why an attempt at a program ended when Ray reports `lost`.
+    """Return why an attempt at a program ended.
 
-    An earlier error of a rank or of the coordinator counts first, then the process that was lost first.
+    Ray reports `lost`. An earlier error of a rank or of the coordinator counts first, then the process that was lost
+    first.
     """
     if coordinator.cause is not None:
         return coordinator.cause
@@ -137,11 +147,12 @@ def program_error(coordinator: ReportCoordinator, heartbeats: HeartbeatServer, l
 
 
 def as_last_error(error: MillraceError, before: Mapping[str, Any] | None) -> MillraceError:
-    """Return `error`, which ended an attempt at a program, as a final error if it repeats the previous attempt's error.
+    """Return `error`, made final if it is a repetition.
 
-    After a final error no other attempt begins. Errors repeat if they come from the code, have the same type and the
-    same line, and no report came in between. Attempts get the same seeds and the same rows, so another one would fail
-    the same way. `before` is the record of the previous error.
+    `error` ended an attempt at a program, and may repeat the previous attempt's error. After a final error no other
+    attempt begins. Errors repeat if they come from the code, have the same type and the same line, and no report came
+    in between. Attempts get the same seeds and the same rows, so another one would fail the same way. `before` is the
+    record of the previous error.
 
     An error that a disk, a network or a device may cause is never final, because its cause may pass.
     """
@@ -169,7 +180,7 @@ def _last_and_best(
 
 
 def _require_progress(context: AttemptContext, resized: MillraceError) -> None:
-    """Raise `Internal` if this attempt, which ended for a resize, took no checkpoint.
+    """Raise `Internal` if a resized attempt took no checkpoint.
 
     A resize costs a run nothing while each attempt makes progress. Without progress the run could resize for ever.
     """
@@ -206,19 +217,20 @@ def report_outcome(context: AttemptContext, cause: str, text: str, ranks: Sequen
 
 
 def report_error(context: AttemptContext, error: MillraceError) -> None:
-    """Report an error as the end of an attempt, as `report_outcome` does.
+    """Report an error as the end of an attempt.
 
-    A stop that clients have requested by now takes precedence as the cause. Raises `StaleAttempt` if the job was
-    deleted.
+    The function works as `report_outcome` does. A stop that clients have requested by now takes precedence as the
+    cause. Raises `StaleAttempt` if the job was deleted.
     """
     ranks = [int(rank) for rank in error.metadata.get("ranks", "").split(",") if rank.strip()]
     report_outcome(context, cause_of(error, context.newest().state), error.message, ranks)
 
 
 def report_lost(store: ObjectStore, job: JobRecord) -> None:
-    """Report the loss of the process of `job`'s present attempt; do nothing if there has been no attempt.
+    """Report the loss of the present attempt's process.
 
-    Also reports the attempt's change of device if that is still missing.
+    If the job has had no attempt, the function does nothing. Also reports the attempt's change of device if that is
+    still missing.
 
     An attempt that reported its own failure, such as a hang, was not lost with its node, even if the node was draining.
     """
@@ -238,10 +250,11 @@ def report_lost(store: ObjectStore, job: JobRecord) -> None:
 
 
 def report_device(store: ObjectStore, job: JobRecord) -> None:
-    """Report that the job's present attempt runs on another kind of device than the previous one, if it does.
+    """Report a change of the attempt's kind of device.
 
-    Call this before the attempt reports anything else, so that the event is written once. An attempt that ends without
-    workers reports it, too, because the next attempt is compared only with this one.
+    The present attempt is compared with the previous one. Call this before the attempt reports anything else, so that
+    the event is written once. An attempt that ends without workers reports it, too, because the next attempt is
+    compared only with this one.
     """
     choices = job.choices
     before = choices.get(DEVICE_BEFORE)

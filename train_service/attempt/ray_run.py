@@ -156,7 +156,7 @@ def environment_of_workers(config: LoopConfig | ProgramConfig) -> dict[str, Any]
 
 
 def capacity_was_taken(error: BaseException | None) -> bool:
-    """Return whether the workers did not start because their capacity was taken."""
+    """Return whether the workers' capacity was taken meanwhile."""
     while error is not None:
         if isinstance(error, WorkerGroupStartupTimeoutError):
             return True
@@ -165,9 +165,9 @@ def capacity_was_taken(error: BaseException | None) -> bool:
 
 
 def backend_of(placement: Placement, size: Size) -> str:
-    """Return nccl if each worker has a GPU of its own, otherwise gloo.
+    """Return nccl if each worker has its own GPU.
 
-    nccl refuses two ranks on one GPU.
+    Otherwise return gloo. nccl refuses two ranks on one GPU.
     """
     return placement.backend or ("nccl" if size.bundle.get("GPU", 0.0) >= 1 else "gloo")
 
@@ -206,10 +206,10 @@ class Failure:
         )
 
     def cause(self, ended_for: MillraceError | None) -> MillraceError:
-        """Return the cause: a worker's error, else the reason for which the attempt ended the run, else the loss of the
-        workers.
+        """Return the cause of the failure.
 
-        A resize ends no worker, so a worker that is lost before it has stopped by itself is a failure.
+        A worker's error counts first, then the reason for which the attempt ended the run, then the loss of the
+        workers. A resize ends no worker, so a worker that is lost before it has stopped by itself is a failure.
         """
         if self.own is not None:
             return error_from_record(self.own)
@@ -226,7 +226,10 @@ class Failure:
 
 
 def _own_error(raised: BaseException | None) -> MillraceError | None:
-    """Return the Millrace error in the chain of causes; Ray wraps what workers raise."""
+    """Return the Millrace error in the chain of causes.
+
+    Ray wraps the errors that workers raise.
+    """
     while raised is not None:
         if isinstance(raised, MillraceError):
             return raised

@@ -1,4 +1,6 @@
-"""The process that runs a job's script: `python -m train_service.attempt.script_process FD PID`.
+"""The process that runs a job's script.
+
+Its command is `python -m train_service.attempt.script_process FD PID`.
 
 The process is a driver of Ray. In local mode it is the only rank and trains itself, for a script or a function.
 
@@ -133,7 +135,10 @@ class ScriptDriver:
         self._channel.ask({"kind": "warning", "text": f"{self.line()}: {text}"})
 
     def line(self) -> str:
-        """Return the innermost running line of the script's own files, such as `cells.py:31`."""
+        """Return the innermost running line of the script.
+
+        The line lies in the script's own files, such as `cells.py:31`.
+        """
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None and not Path(frame.f_code.co_filename).is_relative_to(self._code):
             frame = frame.f_back
@@ -213,7 +218,10 @@ class ScriptDriver:
 
 
 def other_settings(config: Any) -> list[str]:
-    """Return the non-default settings of one of Ray's configurations that no field of `Asked` covers."""
+    """Return a configuration's settings beyond those of `Asked`.
+
+    The configuration is one of Ray's, and default values are left out.
+    """
     kind = type(config)
     defaults = kind()
     return [
@@ -260,7 +268,10 @@ def main(arguments: list[str]) -> int:
 
 
 def _names_tune(code: Path) -> bool:
-    """Return whether any module of the bundle may use Ray Tune, which takes seconds to import."""
+    """Return whether a bundle may use Ray Tune.
+
+    Any of its modules may; the import of Ray Tune takes seconds.
+    """
     return any(b"tune" in module.read_bytes() for module in code.rglob("*.py"))
 
 
@@ -270,7 +281,10 @@ def _run_given(given: str) -> tuple[ProgramConfig, Size | None]:
 
 
 def _made(datasets: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the datasets; a dataset that the script gives as a function is created here."""
+    """Return the datasets of a script.
+
+    A dataset that the script gives as a function is created here.
+    """
     return {name: one() if callable(one) else one for name, one in datasets.items()}
 
 
@@ -287,7 +301,10 @@ def _run(path: Path) -> None:
 
 
 def _raised(channel: Channel, error: BaseException, code: Path) -> None:
-    """Report the error to the attempt, which ends this process."""
+    """Report the error to the attempt.
+
+    The attempt then ends this process.
+    """
     where = line_of(error, code)
     if isinstance(error, MillraceError):
         record = error
@@ -312,9 +329,9 @@ def _announce_exit(channel: Channel, code: Path, status: int, where: str) -> Non
 
 
 def _log_plainly() -> None:
-    """Write the records of Millrace and Ray Train to the job's log as plain lines.
+    """Write log records as plain lines to the job's log.
 
-    The script configures its own logging.
+    The records are those of Millrace and Ray Train. The script configures its own logging.
     """
     PLAIN_LOG.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for name in PLAIN_LOGGERS:
@@ -338,7 +355,7 @@ def _question_for(name: str) -> dict[str, Any]:
 
 
 def _end_with(parent: int) -> None:
-    """Make the kernel kill this process when its parent ends."""
+    """Make the kernel kill this process with its parent."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)

@@ -278,10 +278,10 @@ class ScriptRun:
         return self._begin(size, fit.number, before)
 
     def _settle(self, fit: Fit, asked: Asked, line: str) -> tuple[Fit, TrainingSpec]:
-        """Return the specification of a run: the job's, completed with the settings of the script's configurations.
+        """Return the specification of a run.
 
-        The job records the settings before there is capacity, because the next attempt begins once there is capacity
-        for these workers.
+        It is the job's specification, completed with the settings of the script's configurations. The job records the
+        settings before there is capacity, because the next attempt begins once there is capacity for these workers.
         """
         context = self._context
         spec = self._spec
@@ -316,7 +316,10 @@ class ScriptRun:
         return fit, spec
 
     def _sweep(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the trials of the sweep for a script's `Tuner`, once the sweep has ended."""
+        """Return the trials of a script's finished sweep.
+
+        The sweep stands for the script's `Tuner`.
+        """
         self._sweeps += 1
         self._met.add(0)
         sweep = ScriptSweep(self._context, self._spec, self._program, self._sweeps)
@@ -331,7 +334,10 @@ class ScriptRun:
         return ended
 
     def _begin(self, size: Size | None, number: int, reports_before: int) -> dict[str, Any]:
-        """Return the configuration for the run; if `size` is None, the script's process itself trains."""
+        """Return the configuration for the run.
+
+        If `size` is None, the script's process itself trains.
+        """
         before = number in self._begun_before if self._program.is_script else began_before(self._context.job)
         at_work = program_at_work(
             self._context, self._fit_spec, self._program, size, number, reports_before, began_before=before
@@ -422,7 +428,10 @@ class ScriptRun:
         return CheckpointRegistry(self._store, self._context.job.name).entries()
 
     def _folder_of(self, name: str) -> str:
-        """Return the folder on this node that holds a checkpoint's verified files."""
+        """Return the folder of a checkpoint on this node.
+
+        Its files are verified.
+        """
         job = name.partition("/checkpoints/")[0]
         if job not in self._readable:
             what = f"{job} is neither this job nor a trial of its sweeps"
@@ -451,7 +460,10 @@ class ScriptRun:
 
 
 class _Refused(Exception):
-    """A refused question; the script gets `error` and may continue."""
+    """A refused question.
+
+    The script gets `error` and may continue.
+    """
 
     def __init__(self, error: MillraceError) -> None:
         super().__init__(error.message)
@@ -459,7 +471,10 @@ class _Refused(Exception):
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the script's process and all processes that it started in its own session."""
+    """Kill the script's process and its session.
+
+    This includes all processes that the script started in its own session.
+    """
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -476,7 +491,10 @@ DEFAULT_CONCURRENT = 4
 
 
 class ScriptSweep:
-    """The sweep that a script's `Tuner` becomes; `number` counts the script's sweeps from 1."""
+    """The sweep that a script's `Tuner` becomes.
+
+    `number` counts the script's sweeps from 1.
+    """
 
     def __init__(self, context: AttemptContext, spec: TrainingSpec, program: Program, number: int) -> None:
         self._context = context
@@ -492,7 +510,10 @@ class ScriptSweep:
     def spec_of(
         self, constants: Mapping[str, Any], domains: Mapping[str, Any], settings: Mapping[str, Any]
     ) -> SweepSpec:
-        """Return the specification of the sweep; raise `InvalidArgument` if it is not valid."""
+        """Return the specification of the sweep.
+
+        Raises `InvalidArgument` if it is not valid.
+        """
         asha = settings["asha"]
         policy = replace(self._spec.checkpoints, best_metric=settings["metric"], maximize=bool(settings["maximize"]))
         program = replace(self._program, config_json=json.dumps(dict(constants)))
@@ -511,7 +532,7 @@ class ScriptSweep:
         return spec
 
     def ended(self, spec: SweepSpec) -> dict[str, Any]:
-        """Create the sweep unless it exists, and wait for its end.
+        """Create the sweep if necessary and await its end.
 
         Returns `trials`: for each trial its `name`, `config`, `error` and `checkpoints`, oldest first. Raises the error
         for which the sweep failed. Cancels the sweep if the job is cancelled.

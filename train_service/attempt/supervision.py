@@ -1,4 +1,6 @@
-"""Supervision of an attempt while its workers train: hung ranks, draining nodes, and capacity for more workers.
+"""Supervision of an attempt while its workers train.
+
+It watches for hung ranks, draining nodes, and capacity for more workers.
 
 It reaches a worker's process on any node, to read the stacks that the process left there and to kill it.
 """
@@ -150,7 +152,10 @@ class Supervision:
             self._keep_warm(ranks)
 
     def _check_end(self, ranks: list[RankHeartbeat]) -> None:
-        """Give up if all ranks that ever connected have ended and `fit` does not return."""
+        """Give up if all ranks have ended without `fit`.
+
+        All ranks that ever connected have ended, but `fit` does not return.
+        """
         if ranks or not self._heartbeats.heard():
             self._gone_since = None
             return
@@ -160,9 +165,10 @@ class Supervision:
             self._give_up(self.cause or Unavailable(text, reason="RUN_DID_NOT_EXIT"))
 
     def _check_reports(self, coordinator: ReportCoordinator, ranks: list[RankHeartbeat]) -> None:
-        """Keep the stacks of all ranks when some miss a report, and kill ranks that ignored a request to stop.
+        """Handle ranks that miss a report or do not stop.
 
-        What those ranks reported is durable.
+        If ranks miss a report, keep the stacks of all ranks. Kill ranks that ignored a request to stop. What those
+        ranks reported is durable.
         """
         if coordinator.missing and not self._stacks_kept:
             self._keep(self._heartbeats.stacks(STACKS_TIMEOUT_S))
@@ -213,7 +219,10 @@ class Supervision:
         self._give_up(self.cause)
 
     def _line(self, stacks: str) -> str:
-        """Return where a rank stands in the program's own code, according to its stacks."""
+        """Return a rank's line in the program's own code.
+
+        Its stacks show the line.
+        """
         program = self._spec.program
         line = line_in_bundle(stacks, program.code_bundle.rpartition("/")[2]) if program else ""
         return f" ({line})" if line else ""
@@ -224,7 +233,7 @@ class Supervision:
             retry_on_outage(partial(self._context.store.put, key, text.encode()), "a stack", STORE_OUTAGE_TIMEOUT_S)
 
     def _give_up(self, cause: MillraceError) -> None:
-        """End the attempt because its workers are lost or will never come.
+        """End the attempt: its workers are lost or missing.
 
         `fit` should notice that. If it does not return, this process exits.
         """
@@ -256,10 +265,10 @@ class Supervision:
             self._leaving = True
 
     def _note_leaving(self) -> None:
-        """Note in the job's record, once, that a node is draining.
+        """Note in the job's record that a node drains.
 
-        If the store is unavailable, the next poll tries again, because the supervision has other things to check
-        meanwhile.
+        One note is enough. If the store is unavailable, the next poll tries again, because the supervision has other
+        things to check meanwhile.
         """
         try:
             self._context.note_leaving()
@@ -271,7 +280,10 @@ class Supervision:
         return self._workers < self._spec.num_workers or self._waits_for_gpus(own)
 
     def _waits_for_gpus(self, own: Size) -> bool:
-        """Return whether the run is on CPUs only until its GPUs are back."""
+        """Return whether the run waits for its GPUs.
+
+        It then runs on CPUs until the GPUs are back.
+        """
         return own.device == CPU and self._context.job.choices.get(RUN_DEVICE) == GPU
 
     def _check_capacity(self, own: Size, ranks: list[RankHeartbeat]) -> None:
@@ -299,7 +311,7 @@ class Supervision:
     def _better_size(
         self, own: Size, held: Mapping[str, Resources], concurrent_ingests: Callable[[], int]
     ) -> Size | None:
-        """Return a better size for which there is capacity, if any.
+        """Return a better size that fits now, if any.
 
         A run that waits for its GPUs gets a size with GPUs. Otherwise it is a size with more workers that are faster.
         """
@@ -313,7 +325,10 @@ class Supervision:
         return size if size.workers > own.workers and self._is_faster(size.workers) else None
 
     def _keep_warm(self, ranks: list[RankHeartbeat]) -> None:
-        """Start warm processes for the next attempt on the nodes of this attempt's workers."""
+        """Start warm processes for the next attempt.
+
+        They start on the nodes of this attempt's workers.
+        """
         now = time.monotonic()
         if not self._may_warm or len(ranks) < self._workers or not self._heartbeats.seconds_per_step:
             return
@@ -325,9 +340,10 @@ class Supervision:
         WARM_WORKERS.start(Counter(one.node_id for one in ranks))
 
     def _is_faster(self, workers: int) -> bool:
-        """Return whether the slowest of `workers` ranks has less to compute than the slowest rank now.
+        """Return whether `workers` ranks are faster.
 
-        A worker computes whole lanes, so more workers are not always faster.
+        The slowest of them must have less to compute than the slowest rank now. A worker computes whole lanes, so more
+        workers are not always faster.
         """
         now, then = (
             max_rows_of_a_rank(self._spec.global_batch_size, self._spec.lanes, number)
@@ -339,7 +355,10 @@ class Supervision:
         return self._left_s() > WORTH_A_RESTART_S
 
     def _left_s(self) -> float:
-        """Return the remaining time of the run in seconds; 0 if it is unknown."""
+        """Return the remaining seconds of the run.
+
+        0 means unknown.
+        """
         first = next((one for one in self._heartbeats.at_work() if one.rank == 0), None)
         seconds = self._heartbeats.seconds_per_step
         if first is None or not seconds or not first.total_steps:
@@ -354,9 +373,9 @@ NODE_ID_LABEL = "ray.io/node-id"
 
 
 def end_hard(ranks: list[RankHeartbeat]) -> dict[int, str]:
-    """Kill the ranks' processes with SIGKILL, which also ends stopped processes.
+    """Kill the ranks' processes with SIGKILL.
 
-    Returns the content of each rank's stacks file, by rank, if there is one.
+    The signal also ends stopped processes. Returns the content of each rank's stacks file, by rank, if there is one.
     """
     own_node = ray.get_runtime_context().get_node_id()
     found = {one.rank: _end(one.pid, one.stacks_file) for one in ranks if one.node_id == own_node}

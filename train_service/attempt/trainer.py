@@ -62,9 +62,9 @@ def prepare() -> None:
 
 
 def run(context: AttemptContext) -> dict[str, Any]:
-    """Run an attempt; the entry function of a durable job of kind `train`.
+    """Run an attempt at a training job.
 
-    Returns the last and the best checkpoint.
+    This is the entry function of a durable job of kind `train`. Returns the last and the best checkpoint.
     """
     spec = TrainingSpec.from_config(context.job.spec["training"])
     if spec.local and spec.program is None:
@@ -106,7 +106,10 @@ def _run(
 
 
 def _run_program(context: AttemptContext, spec: TrainingSpec, program: Program) -> dict[str, Any]:
-    """Run a user's own training function in place of Millrace's loop."""
+    """Run a user's own training function.
+
+    It replaces Millrace's loop.
+    """
     size = size_of_attempt(context, spec)
     with program_at_work(context, spec, program, size, began_before=began_before(context.job)) as run:
         try:
@@ -130,7 +133,7 @@ def began_before(job: JobRecord) -> bool:
 
 @dataclass(frozen=True)
 class ProgramAtWork:
-    """The attempt's objects while the ranks of a program train.
+    """The attempt's objects while a program trains.
 
     The ranks meet in the attempt's process at each report.
     """
@@ -141,7 +144,10 @@ class ProgramAtWork:
     supervision: Supervision
 
     def result(self, context: AttemptContext) -> dict[str, Any]:
-        """Return the result once the run is over; see `program_result`."""
+        """Return the result of a finished run.
+
+        See `program_result`.
+        """
         return program_result(context, self.coordinator, self.supervision.cause)
 
 
@@ -156,9 +162,10 @@ def program_at_work(
     *,
     began_before: bool = False,
 ) -> Iterator[ProgramAtWork]:
-    """Provide the attempt's side of a run while the body has Ray Train run it.
+    """Provide the attempt's side of a run.
 
-    If `size` is None, the run has one rank that is no worker. The other arguments are those of `ReportCoordinator`.
+    The body has Ray Train run it. If `size` is None, the run has one rank that is no worker. The other arguments are
+    those of `ReportCoordinator`.
     """
     name, timeout_s = context.job.name, program.stop_within_s
     asked = [GO_ON]
@@ -227,9 +234,10 @@ def _fit(config: LoopConfig | ProgramConfig, size: Size, context: AttemptContext
 def _ends_when_stopped(
     context: AttemptContext, pause_timeout_s: float, stop_within_s: float, heartbeats: HeartbeatServer | None = None
 ) -> Iterator[None]:
-    """End this process and its workers if they do not stop in time when a client or a later attempt asks for it.
+    """End this process if its workers ignore a stop.
 
-    `fit` cannot be interrupted while its workers start. The ranks that `heartbeats` knows are killed first.
+    A client or a later attempt asks for the stop, and the limit is `pause_timeout_s` or `stop_within_s`. `fit` cannot
+    be interrupted while its workers start. The ranks that `heartbeats` knows are killed first.
     """
     done = threading.Event()
 

@@ -1,4 +1,6 @@
-"""Records of the rows that the workers consumed: kept by each rank, gathered for a checkpoint, named by its manifest.
+"""Records of the rows that the workers consumed.
+
+Each rank keeps its records, a checkpoint gathers them, and its manifest names them.
 
 A resumed run continues the chain of the checkpoint that it resumes from. So the record always describes the work that
 is in the weights. Work of a lost attempt after its last checkpoint does not count.
@@ -58,15 +60,19 @@ class ConsumedRows:
         self._row_ids: list[Ints] = []
 
     def add(self, step: int, epoch: int, row_ids: Ints, *, skipped: bool = False) -> None:
-        """Record the rows of the batch of `step` (from 0).
+        """Record the rows of a step's batch.
 
-        Call this once the optimizer has stepped or, if the step is `skipped`, was kept from stepping.
+        `step` counts from 0. Call this once the optimizer has stepped or, if the step is `skipped`, was kept from
+        stepping.
         """
         self._steps.append((step, epoch, len(row_ids), int(skipped)))
         self._row_ids.append(row_ids)
 
     def take(self) -> Taken:
-        """Return the records since the last call, and forget them."""
+        """Return the new records, and forget them.
+
+        They are the records since the last call.
+        """
         steps = np.asarray(self._steps, np.int64).reshape(-1, 4)
         row_ids = np.concatenate([np.empty(0, np.int64), *self._row_ids])
         self._steps, self._row_ids = [], []
@@ -74,10 +80,10 @@ class ConsumedRows:
 
 
 def gather(ranks: Ranks, taken: Taken) -> pa.Table | None:
-    """Return all ranks' records on rank 0, as a table of `SCHEMA` in the order of steps; None on other ranks.
+    """Return all ranks' records on rank 0.
 
-    This is a collective: every rank must call it at the same point. It exchanges 8 bytes a row, and no rank waits for a
-    store.
+    The table is of `SCHEMA`, in the order of steps. Other ranks get None. This is a collective: every rank must call it
+    at the same point. It exchanges 8 bytes a row, and no rank waits for a store.
     """
     flat = np.concatenate([[len(taken.steps)], taken.steps.ravel(), taken.row_ids]).astype(np.int64)
     everyone = ranks.gather(flat)
@@ -127,10 +133,10 @@ class CoverageChain:
         self.parts = tuple(parts)
 
     def append(self, table: pa.Table) -> tuple[CoveragePart, ...]:
-        """Write the record and return the chain that the checkpoint must name.
+        """Write the record and return the new chain.
 
-        If the store fails, its error is raised, and the call may be repeated with the same table. A table that the
-        chain already ends with is not added twice.
+        The checkpoint must name this chain. If the store fails, its error is raised, and the call may be repeated with
+        the same table. A table that the chain already ends with is not added twice.
         """
         if not table.num_rows:
             return self.parts
@@ -148,7 +154,10 @@ class CoverageChain:
         return self.parts
 
     def _add(self, chain: list[CoveragePart], table: pa.Table) -> None:
-        """Write `table`, merged with the last parts of `chain`, and replace those parts."""
+        """Write `table`, merged with the last parts.
+
+        The merged part replaces those parts in `chain`.
+        """
         first, end = _bounds(table)
         rows = table.num_rows
         while chain and chain[-1].row_count < 2 * rows and chain[-1].row_count + rows <= PART_ROWS:
@@ -171,9 +180,9 @@ class CoverageChain:
         self._small[part.path] = table
 
     def _table_of(self, part: CoveragePart) -> pa.Table | None:
-        """Return the table of a part; None for a damaged one, which then stays.
+        """Return the table of a part.
 
-        A query for the coverage reports the damage.
+        The result is None for a damaged part, which then stays. A query for the coverage reports the damage.
         """
         held = self._small.get(part.path)
         if held is not None:
@@ -186,9 +195,10 @@ class CoverageChain:
 
 
 def _pieces(table: pa.Table) -> Iterator[pa.Table]:
-    """Cut `table` between steps into pieces of at most `PART_ROWS` rows, unless a single step has more.
+    """Cut `table` between steps into pieces.
 
-    A reader of a record holds one part in memory, so the record of an epoch without a checkpoint is not one part.
+    A piece has at most `PART_ROWS` rows, unless a single step has more. A reader of a record holds one part in memory,
+    so the record of an epoch without a checkpoint is not one part.
     """
     if table.num_rows <= PART_ROWS:
         yield table
@@ -216,7 +226,7 @@ def _decoded_column(table: pa.Table, name: str) -> Ints:
 
 
 def encode(table: pa.Table) -> bytes:
-    """Return `table`, which is of `SCHEMA`, as an Arrow file."""
+    """Return `table`, of `SCHEMA`, as an Arrow file."""
     sink = io.BytesIO()
     if not _has_skipped(table):
         table = table.drop_columns(SKIPPED)
@@ -245,12 +255,18 @@ def read_part(store: ObjectStore, part: CoveragePart) -> pa.Table:
 
 
 def row_ids_of(table: pa.Table, epoch: int) -> Ints:
-    """Return the rows of `epoch` that are in the weights, in the order of steps."""
+    """Return the rows of `epoch` in the weights.
+
+    They are in the order of steps.
+    """
     return _row_ids(table, epoch, 0)[0]
 
 
 def skipped_of(table: pa.Table, epoch: int) -> tuple[Ints, set[int]]:
-    """Return the rows of the steps of `epoch` that the loss scaler skipped, and these steps."""
+    """Return the skipped rows and steps of `epoch`.
+
+    The loss scaler skipped these steps.
+    """
     return _row_ids(table, epoch, 1) if _has_skipped(table) else (np.empty(0, np.int64), set())
 
 
@@ -277,10 +293,11 @@ def _decoded(batch: pa.RecordBatch, column: str) -> Ints:
 def orphans(
     store: ObjectStore, job: str, checkpoints: Iterable[CheckpointEntry], chain: Sequence[CoveragePart] = ()
 ) -> list[str]:
-    """Return the keys of the records of `job` that neither `checkpoints` nor `chain` name.
+    """Return the keys of the unnamed records of `job`.
 
-    A caller that deletes them must know every valid checkpoint and be the only writer of new ones. Its `chain` must be
-    the present one, which includes the parts of a checkpoint that is being written.
+    Neither `checkpoints` nor `chain` name them. A caller that deletes them must know every valid checkpoint and be the
+    only writer of new ones. Its `chain` must be the present one, which includes the parts of a checkpoint that is being
+    written.
     """
     named = {part.path for part in chain}
     for entry in checkpoints:
@@ -295,11 +312,11 @@ def orphans(
 
 
 def delete_coverage(store: ObjectStore, job: str) -> None:
-    """Delete all records of a job that is being deleted."""
+    """Delete all records of a deleted job."""
     store.delete_folder(f"{job}/coverage")
 
 
 def _bounds(table: pa.Table) -> tuple[int, int]:
-    """Return the first step, and the step after the last."""
+    """Return the steps [first, end) of a table."""
     steps = [values for chunk in table.column("step").chunks for values in (chunk.values.to_pylist())]
     return min(steps), max(steps) + 1

@@ -1,4 +1,7 @@
-"""Fine-tuning: a run takes another job's weights where name and shape match, and initializes the other tensors."""
+"""Fine-tuning: a run starts with another job's weights.
+
+It takes the tensors whose name and shape match, and initializes the others.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,10 @@ class Fit:
     unused: tuple[str, ...]
 
     def left_out(self) -> str:
-        """Return in words which tensors do not match; empty if all do."""
+        """Return in words which tensors do not match.
+
+        The text is empty if all do.
+        """
         parts = [("start anew", self.anew), ("are not used", self.unused)]
         return "; ".join(f"{_listed(one)} {what}" for what, one in parts if one)
 
@@ -56,14 +62,18 @@ def fit(model: Shapes, checkpoint: Shapes) -> Fit:
 
 
 def check_name(name: str) -> None:
-    """Raise `InvalidArgument` for a name that is no checkpoint's: a job's name alone is ambiguous."""
+    """Raise `InvalidArgument` unless `name` is a checkpoint's.
+
+    A job's name alone is ambiguous.
+    """
     names.parse(FIELD, name, NAME_PATTERN)
 
 
 def check_fits(store: ObjectStore, entry: CheckpointEntry, model: ModelSpec) -> None:
-    """Raise `InvalidArgument` unless at least one parameter of the model is in the checkpoint.
+    """Raise `InvalidArgument` if no parameter matches.
 
-    Raises `FailedPrecondition` for a damaged checkpoint. Imports torch.
+    At least one parameter of the model must be in the checkpoint. Raises `FailedPrecondition` for a damaged checkpoint.
+    Imports torch.
     """
     import torch
 
@@ -78,9 +88,10 @@ def check_fits(store: ObjectStore, entry: CheckpointEntry, model: ModelSpec) -> 
 
 
 def check_scaling(store: ObjectStore, entry: CheckpointEntry, spec: TrainingSpec) -> None:
-    """Raise `InvalidArgument` if the checkpoint's target was scaled but the run's target is not.
+    """Raise `InvalidArgument` if only the checkpoint is scaled.
 
-    The model's last layer would otherwise begin in the unit of the scaled target.
+    Its target was scaled, but the run's target is not. The model's last layer would otherwise begin in the unit of the
+    scaled target.
     """
     if spec.target_scaling == NONE and kept_scaling(store, entry, spec.model) is not None:
         remedy = f"the target of {entry.name} was scaled, and its last layer answers so; use TARGET_SCALING_STANDARD"
@@ -88,18 +99,19 @@ def check_scaling(store: ObjectStore, entry: CheckpointEntry, spec: TrainingSpec
 
 
 def kept_scaling(store: ObjectStore, entry: CheckpointEntry, model: ModelSpec) -> TargetScaling | None:
-    """Return the checkpoint's target scaling, in which its last layer was trained.
+    """Return the checkpoint's target scaling.
 
-    None if there is none, or if the layer is initialized anew because it has another number of outputs.
+    Its last layer was trained in that scale. None if there is none, or if the layer is initialized anew because it has
+    another number of outputs.
     """
     scaling = load_checkpoint(store, entry.folder, entry.manifest_sha256).content.target_scaling
     return scaling if scaling is not None and len(scaling.mean) == model.num_classes else None
 
 
 def weight_shapes(store: ObjectStore, entry: CheckpointEntry) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a checkpoint's weights from the file's header, without reading the weights.
+    """Return the shapes of a checkpoint's weights.
 
-    Raises `FailedPrecondition` for a damaged checkpoint.
+    They come from the file's header; the weights are not read. Raises `FailedPrecondition` for a damaged checkpoint.
     """
     key = f"{entry.folder}/{WEIGHTS}"
     try:

@@ -40,7 +40,7 @@ History = list[tuple[int, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Lineage:
-    """The part of a checkpoint's content that is the same for all checkpoints of a run."""
+    """The content that all checkpoints of a run share."""
 
     job_name: str
     attempt: int
@@ -101,9 +101,9 @@ class Checkpointing:
         return self._writer.stalled_s if self._writer is not None else 0.0
 
     def begin(self) -> tuple[int, History]:
-        """Restore the newest good checkpoint, which rank 0 chooses for all ranks.
+        """Restore the newest good checkpoint.
 
-        Returns the first step to do, and the history for early stopping.
+        Rank 0 chooses it for all ranks. Returns the first step to do, and the history for early stopping.
         """
         chosen: dict[str, Any] | None = None
         if self._reporter is not None:
@@ -160,7 +160,10 @@ class Checkpointing:
             self._writer.wait()
 
     def tidy(self) -> None:
-        """Delete coverage records that no checkpoint names, once the run is over and its last checkpoint durable."""
+        """Delete coverage records that no checkpoint names.
+
+        The run must be over, and its last checkpoint durable.
+        """
         if self._writer is None:
             return
         try:
@@ -171,7 +174,10 @@ class Checkpointing:
             logger.warning("old records of consumed rows stay until the job is deleted: %s", error.message)
 
     def _choose(self, reporter: Reporter) -> CheckpointEntry | None:
-        """Open the registry for this attempt and create the writer, on rank 0; return the checkpoint to resume from."""
+        """Open the registry and create the writer.
+
+        Rank 0 does this for the attempt. Returns the checkpoint to resume from.
+        """
         lineage, damaged = self._lineage, set[str]()
 
         def newest() -> CheckpointEntry | None:
@@ -219,10 +225,10 @@ class Checkpointing:
     def _content(
         self, step: int, metrics: dict[str, float], consumed: Any, log: MetricsLog | None
     ) -> CheckpointContent:
-        """Return the content of a checkpoint, in the writer's thread.
+        """Return the content of a checkpoint.
 
-        The metrics and coverage of its steps become durable before the checkpoint, because no later attempt repeats
-        these steps.
+        This runs in the writer's thread. The metrics and coverage of its steps become durable before the checkpoint,
+        because no later attempt repeats these steps.
         """
         if log is not None:
             log.write()
@@ -277,25 +283,34 @@ class CheckpointClock:
         self._saved = False
 
     def ask(self) -> float:
-        """Return what rank 0 adds to the sum of a step: 1.0 if a checkpoint is due by time, else 0.0."""
+        """Return what rank 0 adds to a step's sum.
+
+        1.0 requests a checkpoint that is due by time; otherwise it is 0.0.
+        """
         if not self._every_s or self._told or self._now() - self._last < self._every_s:
             return 0.0
         self._told = True
         return 1.0
 
     def heard(self, summed: float) -> None:
-        """Receive the sum over the ranks, once for each step and before the next checkpoint is `taken`."""
+        """Receive the sum over the ranks.
+
+        Call this once for each step and before the next checkpoint is `taken`.
+        """
         self._requested = self._requested or (summed > 0 and not self._saved)
         self._saved = False
 
     def due(self, steps_done: int) -> bool:
-        """Return whether a checkpoint is due after this step, besides those at the ends of epochs."""
+        """Return whether a checkpoint is due after this step.
+
+        Checkpoints at the ends of epochs are not included.
+        """
         return self._requested or bool(self._every_steps and steps_done % self._every_steps == 0)
 
     def taken(self) -> None:
-        """Note that a checkpoint was taken after the step whose sum comes next, for any reason.
+        """Note that a checkpoint was taken.
 
-        The seconds count anew.
+        It was taken, for any reason, after the step whose sum comes next. The seconds count anew.
         """
         self._last = self._now()
         self._told = self._requested = False

@@ -1,4 +1,6 @@
-"""Writing and restoring checkpoints: rank 0 writes in the background and chooses the checkpoint to resume from.
+"""Writing and restoring checkpoints.
+
+Rank 0 writes in the background and chooses the checkpoint to resume from.
 
 `outlived` selects the checkpoints that retention deletes.
 """
@@ -86,11 +88,11 @@ class CheckpointWriter:
         *,
         final: bool = False,
     ) -> None:
-        """Copy the weights, and the `state` of optimizer and scheduler, as they are now, and return.
+        """Copy weights and state, and return.
 
-        `content` is called in the writer's thread, again if the store was unavailable. `final` means that no step
-        follows. Raises the error of the previous checkpoint, and `TypeError` for a state that does not consist of
-        tensors and plain values.
+        `state` is that of optimizer and scheduler. Later changes do not affect the copies. `content` is called in the
+        writer's thread, again if the store was unavailable. `final` means that no step follows. Raises the error of the
+        previous checkpoint, and `TypeError` for a state that does not consist of tensors and plain values.
         """
         self.wait()
         began = time.monotonic()
@@ -161,9 +163,10 @@ def retain(
     attempt: int,
     damaged: Collection[str] = (),
 ) -> list[CheckpointEntry]:
-    """Delete the checkpoints that have outlived `policy` and that nothing uses; return them.
+    """Delete and return the checkpoints that outlived `policy`.
 
-    `damaged` are folders. Raises `StaleAttempt`. Deletions that an earlier attempt left unfinished are finished first.
+    Checkpoints in use stay. `damaged` are folders. Raises `StaleAttempt`. Deletions that an earlier attempt left
+    unfinished are finished first.
     """
     registry.settle(attempt)
     state = registry.read()
@@ -182,7 +185,7 @@ def retain(
 def newest_good(
     store: ObjectStore, entries: Sequence[CheckpointEntry], warn: Callable[[str], None], damaged: set[str] | None = None
 ) -> CheckpointEntry | None:
-    """Return the checkpoint of the highest step whose every digest holds.
+    """Return the newest checkpoint whose every digest holds.
 
     Each damaged checkpoint of a higher step is reported to `warn`, and its folder added to `damaged`.
     """
@@ -201,7 +204,10 @@ def newest_good(
 
 @dataclass(frozen=True)
 class Restored:
-    """A restored checkpoint in host memory: whole weights, and the `state` of optimizer and scheduler as saved."""
+    """A restored checkpoint in host memory.
+
+    It has whole weights, and the `state` of optimizer and scheduler as saved.
+    """
 
     content: CheckpointContent
     weights: dict[str, torch.Tensor]
@@ -209,14 +215,17 @@ class Restored:
 
 
 def restore(store: ObjectStore, entry: CheckpointEntry) -> Restored:
-    """Return the restored checkpoint; raise `DataLoss` before anything with a wrong digest is loaded."""
+    """Return the restored checkpoint.
+
+    Raises `DataLoss` before anything with a wrong digest is loaded.
+    """
     checkpoint = load_checkpoint(store, entry.folder, entry.manifest_sha256)
     weights, state = checkpoint.read(WEIGHTS), checkpoint.read(OPTIMIZER)
     return Restored(checkpoint.content, safetensors.torch.load(weights), put_together(state))
 
 
 def as_message(entry: CheckpointEntry | None) -> dict[str, Any] | None:
-    """Return the choice as a message to the other ranks."""
+    """Return the choice as a message to other ranks."""
     return entry.as_state() if entry else None
 
 
@@ -240,7 +249,9 @@ class Saved:
 def outlived(
     checkpoints: Sequence[Saved], keep_newest: int, keep_best: int, ranking: Ranking, in_use: Collection[str] = ()
 ) -> list[str]:
-    """Return the names of the checkpoints to delete, the oldest first.
+    """Return the names of the checkpoints to delete.
+
+    The oldest comes first.
 
     The `keep_newest` newest stay, or all if that is 0, and in addition the `keep_best` best. Final ones and those
     `in_use` (names) always stay, and count among the newest and the best like any other.

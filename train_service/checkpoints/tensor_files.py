@@ -1,4 +1,6 @@
-"""Tensors as the bytes of a safetensors file, laid out once in host memory and refilled at each checkpoint.
+"""Tensors as the bytes of a safetensors file.
+
+The file is laid out once in host memory and refilled at each checkpoint.
 
 Copying into existing memory is several times faster than copying into new memory. The copied bytes are already the
 file, so nothing is assembled afterwards.
@@ -42,9 +44,9 @@ class TensorFile:
         self._views: dict[str, torch.Tensor] = {}
 
     def fill(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> memoryview:
-        """Return the bytes of a file that holds these tensors as they are now.
+        """Return the bytes of a file with these tensors.
 
-        Raises `TypeError` for a dtype that the format does not know.
+        The bytes hold the tensors' present values. Raises `TypeError` for a dtype that the format does not know.
         """
         metadata = dict(metadata or {})
         form = ({name: (one.dtype, one.shape) for name, one in tensors.items()}, metadata)
@@ -91,7 +93,9 @@ class TensorFile:
 
 
 def take_apart(nest: Any) -> tuple[dict[str, torch.Tensor], str]:
-    """Return the tensors of nested dicts, lists and tuples, and the rest as JSON; `put_together` is the inverse.
+    """Split a nested value into tensors and JSON.
+
+    The value consists of dicts, lists and tuples. `put_together` is the inverse.
 
     Raises `TypeError` for a value that is neither a tensor nor plain.
     """
@@ -100,7 +104,10 @@ def take_apart(nest: Any) -> tuple[dict[str, torch.Tensor], str]:
 
 
 def put_together(data: bytes) -> Any:
-    """Return the nested value from the bytes of a file of `take_apart`. Nothing in it is code."""
+    """Return the nested value of a file's bytes.
+
+    `take_apart` made the file's content. Nothing in it is code.
+    """
     length = int.from_bytes(data[:8], "little")
     form = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][NEST])
     return _nested(form, safetensors.torch.load(data))

@@ -25,7 +25,7 @@ MAX_CHUNK_BYTES = 1024 * 1024
 
 
 def part_to_protos(part: Part) -> Iterator[GetCheckpointResponse]:
-    """Yield the messages of a part, with bytes cut into chunks."""
+    """Yield a part's messages, with bytes cut into chunks."""
     if isinstance(part, CheckpointListing):
         header = GetCheckpointResponse.Header(
             checkpoint=checkpoint_to_proto(part.entry),

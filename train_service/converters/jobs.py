@@ -1,4 +1,6 @@
-"""Conversion between protobuf messages and the service's values: jobs, checkpoints, events, and the records of a run.
+"""Conversion between protobuf messages and the service's values.
+
+This module converts jobs, checkpoints, events, the records of a run, bundles of code, and suggestions.
 
 It also converts bundles of code and suggestions.
 """
@@ -101,7 +103,7 @@ def event_to_proto(event: Event) -> train_service_pb2.TrainingEvent:
 
 
 def _known(kind: type[M], payload: Mapping[str, Any]) -> M:
-    """Return the message without fields that a later release added."""
+    """Return the message without later releases' fields."""
     return kind(**{name: value for name, value in payload.items() if name in kind.DESCRIPTOR.fields_by_name})
 
 

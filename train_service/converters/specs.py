@@ -1,4 +1,7 @@
-"""Conversion between the protobuf specification of a run and the service's own, with defaults filled in."""
+"""Conversion between protobuf and plain training specifications.
+
+Defaults are filled in.
+"""
 
 from __future__ import annotations
 
@@ -182,7 +185,10 @@ def _program_spec_from_proto(spec: resources_pb2.TrainingSpec) -> TrainingSpec:
 
 
 def _entry(entry: str) -> str:
-    """Return `module:name`, also for a module named by its file: `jobs/train.py:loop` becomes `jobs.train:loop`."""
+    """Return an entry as `module:name`.
+
+    A module may be named by its file: `jobs/train.py:loop` becomes `jobs.train:loop`.
+    """
     path, colon, name = entry.partition(":")
     if colon and path.endswith(SCRIPT_SUFFIX):
         return f"{path.removesuffix(SCRIPT_SUFFIX).replace('/', '.')}:{name}"
@@ -190,7 +196,10 @@ def _entry(entry: str) -> str:
 
 
 def _left_open(spec: resources_pb2.TrainingSpec) -> tuple[str, ...]:
-    """Return the fields that a script's own configurations may set, by their paths in `TrainingSpec`."""
+    """Return the fields that a script may set.
+
+    They are paths in `TrainingSpec`, for the script's own configurations.
+    """
     given = {field.name for field, _ in spec.ListFields()}
     for parent in ("checkpoints", "placement"):
         given.update(f"{parent}.{field.name}" for field, _ in getattr(spec, parent).ListFields())
@@ -280,7 +289,10 @@ def spec_to_proto(spec: TrainingSpec) -> resources_pb2.TrainingSpec:
 
 
 def _set_program(message: resources_pb2.TrainingSpec, program: Program) -> None:
-    """Clear the fields that a program leaves unset, so that clients can send the message again."""
+    """Clear the fields that a program leaves unset.
+
+    Clients can then send the message again.
+    """
     for path in FIELDS_OF_OWN_LOOP:
         _clear(message, path)
     message.program.CopyFrom(
@@ -303,7 +315,10 @@ def _clear(message: resources_pb2.TrainingSpec, path: str) -> None:
 
 
 def maximizes(metric: str) -> bool:
-    """Return whether a higher value of the metric is better, by its name: all but losses and errors."""
+    """Return whether a higher value is better.
+
+    The metric's name decides: all but losses and errors.
+    """
     return not any(part in metric.lower() for part in ("loss", "error", "mae", "mse"))
 
 
@@ -391,7 +406,10 @@ def _name(enum: Any, number: int, prefix: str, default: str) -> str:
 
 
 def _seconds(duration: Duration) -> float:
-    """Return the seconds of any duration; the rules refuse values out of bounds later, by name."""
+    """Return the seconds of any duration.
+
+    The rules refuse values out of bounds later, by name.
+    """
     return duration.seconds + duration.nanos / 1e9
 
 

@@ -1,1 +1,4 @@
-"""Pure rules of training: the order of rows, their assignment to ranks, and the rules of a specification."""
+"""Pure rules of training.
+
+They cover the order of rows, their assignment to ranks, and specifications.
+"""

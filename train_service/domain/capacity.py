@@ -1,5 +1,6 @@
-"""The resources that a run demands, whether a cluster can provide them, how many workers fit now, and who holds the
-rest.
+"""Resources: a run's demand and a cluster's capacity.
+
+The module tells whether a cluster can provide a run's resources, how many workers fit now, and who holds the rest.
 
 All functions work on plain values: the nodes' totals, the nodes' free resources, and Ray's lists of actors and groups.
 """
@@ -23,9 +24,9 @@ FIELDS = {"CPU": "spec.placement.cpus_per_worker", "GPU": "spec.placement.gpus_p
 
 
 def device_of_run(spec: TrainingSpec, totals: Sequence[Resources]) -> str:
-    """Return GPU or CPU, as the first attempt chooses it for the whole run if `spec` leaves it open.
+    """Return the device of a run: GPU or CPU.
 
-    `totals` are all resources of each node.
+    If `spec` leaves it open, the first attempt chooses it for the whole run. `totals` are all resources of each node.
     """
     gpus = spec.placement.gpus_per_worker
     if spec.local or gpus == 0:
@@ -36,17 +37,20 @@ def device_of_run(spec: TrainingSpec, totals: Sequence[Resources]) -> str:
 
 
 def device_of_attempt(spec: TrainingSpec, run: str, totals: Sequence[Resources]) -> str:
-    """Return the device that the next attempt at a run on device `run` needs.
+    """Return the device of a run's next attempt.
 
-    It is the device of the run, unless the cluster lost the GPUs that the run needs and the run may fall back to CPUs.
-    GPUs that other jobs hold are not lost.
+    `run` is the device of the run. It is the device of the run, unless the cluster lost the GPUs that the run needs and
+    the run may fall back to CPUs. GPUs that other jobs hold are not lost.
     """
     falls_back = run == GPU and spec.placement.allow_cpu_fallback and not _could_hold(spec, GPU, totals)
     return CPU if falls_back else run
 
 
 def bundle_of(spec: TrainingSpec, device: str) -> dict[str, float]:
-    """Return the resources that one worker on `device` requests from Ray, without zeros."""
+    """Return the resources of one worker on `device`.
+
+    The worker requests them from Ray. Zeros are left out.
+    """
     placement = spec.placement
     gpus = 0.0
     if device == GPU:
@@ -67,9 +71,9 @@ def lasts(resource: str) -> bool:
 
 
 def besides_ingest(nodes: Sequence[Resources], jobs: int) -> list[Resources]:
-    """Return what remains of the nodes for workers while Ray Data prepares the rows of `jobs` jobs.
+    """Return the resources that ingest leaves for workers.
 
-    Ray Data's tasks need a CPU for each of these jobs.
+    Ray Data prepares the rows of `jobs` jobs meanwhile. Ray Data's tasks need a CPU for each of these jobs.
     """
     left = [dict(node) for node in nodes]
     for _ in range(jobs if left else 0):
@@ -79,10 +83,11 @@ def besides_ingest(nodes: Sequence[Resources], jobs: int) -> list[Resources]:
 
 
 def never_fits(spec: TrainingSpec, clusters: Sequence[Sequence[Resources]]) -> tuple[list[str], str]:
-    """Return the fields that request more than any of `clusters` could give to the fewest workers.
+    """Return the fields that request too much.
 
-    Each cluster is a list of its nodes' totals. The second value describes the last cluster's resources in words. No
-    fields are returned if one of the clusters could hold the workers, or if no cluster is known.
+    They request more than any of `clusters` could give to the fewest workers. Each cluster is a list of its nodes'
+    totals. The second value describes the last cluster's resources in words. No fields are returned if one of the
+    clusters could hold the workers, or if no cluster is known.
     """
     if spec.local or not clusters or any(_could_hold(spec, _first_device(spec, nodes), nodes) for nodes in clusters):
         return [], ""
@@ -98,9 +103,10 @@ def never_fits(spec: TrainingSpec, clusters: Sequence[Sequence[Resources]]) -> t
 
 
 def beyond(spec: TrainingSpec, most: Mapping[str, float]) -> list[str]:
-    """Return the fields as `never_fits` does, for a cluster whose total never exceeds `most`.
+    """Return the fields that request more than `most`.
 
-    A resource that `most` does not name has no bound.
+    `most` is the size that the cluster never exceeds; see `never_fits`. A resource that `most` does not name has no
+    bound.
     """
     if spec.local:
         return []
@@ -111,7 +117,10 @@ def beyond(spec: TrainingSpec, most: Mapping[str, float]) -> list[str]:
 
 
 def first_bundle(spec: TrainingSpec, nodes: Sequence[Resources]) -> dict[str, float]:
-    """Return the resources that one worker of a first attempt requests on a cluster of `nodes`."""
+    """Return the resources of a first attempt's worker.
+
+    The cluster has these `nodes`.
+    """
     return bundle_of(spec, _first_device(spec, nodes))
 
 
@@ -149,10 +158,10 @@ Resources = Mapping[str, float]
 
 
 def workers_that_fit(free: Sequence[Resources], bundle: Resources, strategy: str, fewest: int, most: int) -> int:
-    """Return the largest number of workers, from `fewest` to `most`, that fit; 0 if fewer than `fewest` fit.
+    """Return the largest number of workers that fit.
 
-    `free` is what each node has left, by resource name. `bundle` is what one worker requests, each amount above 0. No
-    worker spans nodes.
+    The number is from `fewest` to `most`, or 0 if fewer than `fewest` fit. `free` is what each node has left, by
+    resource name. `bundle` is what one worker requests, each amount above 0. No worker spans nodes.
     """
     rooms = [_capacity(node, bundle) for node in free]
     if strategy == STRICT_PACK:
@@ -168,7 +177,10 @@ def workers_that_fit(free: Sequence[Resources], bundle: Resources, strategy: str
 def what_is_missing(
     free: Sequence[Resources], total: Sequence[Resources], bundle: Resources, strategy: str, fewest: int
 ) -> str:
-    """Return what `fewest` workers wait for, such as `2 workers of 1 CPU: the cluster has 1 CPU free on 1 node`."""
+    """Return what `fewest` workers wait for.
+
+    An example is `2 workers of 1 CPU: the cluster has 1 CPU free on 1 node`.
+    """
     wanted = f"{_counted(fewest, 'worker')} of {told(bundle)}"
     if strategy == STRICT_PACK and fewest > 1:
         wanted += " on one node"
@@ -196,7 +208,7 @@ def _amounts(bundle: Resources) -> list[str]:
 
 
 def told(resources: Resources) -> str:
-    """Return resources in words, such as `2 CPU and 1 GPU`."""
+    """Return resources in words: `2 CPU and 1 GPU`."""
     # An accelerator's type is a mark on a node, not an amount.
     parts = [
         (name.removeprefix(ACCELERATOR) if amount else f"no {name.removeprefix(ACCELERATOR)}")
@@ -264,7 +276,10 @@ class Holder:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterUse:
-    """The cluster's CPUs and GPUs, how many are free, and who holds the rest."""
+    """The use of the cluster's CPUs and GPUs.
+
+    It tells how many there are, how many are free, and who holds the rest.
+    """
 
     nodes: int = 0
     cpus: float = 0.0
@@ -322,15 +337,19 @@ def use_of(
 
 
 def kind_of(attempt: str) -> str:
-    """Return the kind of the job whose attempt runs in the actor named `attempt`; empty for other actors."""
+    """Return the kind of the job of an attempt.
+
+    The attempt runs in the actor named `attempt`. Other actors have an empty kind.
+    """
     found = ATTEMPT.fullmatch(attempt)
     return found["kind"] if found else ""
 
 
 def _holder(actor: RayActor, by_process: Mapping[str, RayActor]) -> tuple[str, str, str]:
-    """Return the attempt, deployment or description that an actor belongs to.
+    """Return the holder that an actor belongs to.
 
-    If another actor started this one, such as a pool that prepares rows, the first known ancestor counts.
+    The holder is an attempt, a deployment or a description. If another actor started this one, such as a pool that
+    prepares rows, the first known ancestor counts.
     """
     seen = set[str]()
     while actor.actor_id not in seen:

@@ -1,4 +1,7 @@
-"""Counts of how often each row of a split was consumed, on plain values."""
+"""Counts of how often each row was consumed.
+
+The functions work on plain values.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ BLOCK_ROWS = 1 << 18
 
 @dataclass(frozen=True, kw_only=True)
 class CoverageCounts:
-    """Counts of the rows of a split; each row counts once.
+    """Counts of the rows of a split.
 
-    `skipped` rows were only in steps that changed no weight. `missing` rows were never read. `repeated` rows were
-    consumed twice or more. The lowest ids of each kind are listed.
+    Each row counts once. `skipped` rows were only in steps that changed no weight. `missing` rows were never read.
+    `repeated` rows were consumed twice or more. The lowest ids of each kind are listed.
     """
 
     row_count: int
@@ -42,10 +45,11 @@ def count_rows(
     max_listed: int = MAX_LISTED,
     skipped_parts: Iterable[Ints] = (),
 ) -> CoverageCounts:
-    """Count the row ids of all `parts` for a split that owns the ids [first, first + row_count).
+    """Count the row ids of a split.
 
-    Memory: three bits a row, plus one part at a time. `skipped_parts` hold the rows of skipped steps; they are read
-    after `parts`. Raises `ValueError` for an id that does not belong to the split.
+    `parts` hold consumed ids. The split owns the ids [first, first + row_count). Memory: three bits a row, plus one
+    part at a time. `skipped_parts` hold the rows of skipped steps; they are read after `parts`. Raises `ValueError` for
+    an id that does not belong to the split.
     """
     seen, repeated, skipped = RowBits(row_count), RowBits(row_count), RowBits(row_count)
     for row_ids in parts:
@@ -77,7 +81,10 @@ def count_rows(
 
 
 class RowBits:
-    """A set of the rows [0, N), one bit each: row r is bit r mod 8, the lowest first, of byte r div 8."""
+    """A set of the rows [0, N).
+
+    Each row takes one bit: row r is bit r mod 8, the lowest first, of byte r div 8.
+    """
 
     def __init__(self, row_count: int) -> None:
         self._row_count = row_count
@@ -93,19 +100,25 @@ class RowBits:
         self._bytes[places[begins]] |= np.bitwise_or.reduceat(bits, begins)
 
     def has(self, rows: Ints) -> NDArray[np.bool_]:
-        """Return for each of `rows` whether it is in the set."""
+        """Return for each row whether the set has it."""
         found: NDArray[np.bool_] = (self._bytes[rows >> 3] >> (rows & 7)) & 1 == 1
         return found
 
     def block(self, begin: int) -> NDArray[np.bool_]:
-        """Return the same for the `BLOCK_ROWS` rows from `begin`, a multiple of eight."""
+        """Return the membership of a block of rows.
+
+        The block has `BLOCK_ROWS` rows from `begin`, a multiple of eight.
+        """
         rows = min(BLOCK_ROWS, self._row_count - begin)
         packed = self._bytes[begin // 8 : (begin + BLOCK_ROWS) // 8]
         return np.unpackbits(packed, count=rows, bitorder="little").astype(bool)
 
 
 class Tally:
-    """The number of rows of each kind, and the lowest `max_listed` of them, collected block by block."""
+    """The number of rows of each kind.
+
+    The lowest `max_listed` rows of each kind are listed, too. Rows are collected block by block.
+    """
 
     def __init__(self, max_listed: int) -> None:
         self._max_listed = max_listed

@@ -1,4 +1,6 @@
-"""The order of rows in an epoch: a pure function of position, over a fixed number of lanes.
+"""The order of rows in an epoch.
+
+It is a pure function of position, over a fixed number of lanes.
 
 The blocks of a split are its row groups, or ranges of rows if the split has few row groups. The blocks are permuted,
 the permuted sequence is cut into L lanes of equal length, and each lane is shuffled within windows of its own.
@@ -40,7 +42,7 @@ BLOCKS, WINDOW = 0, 1
 
 
 def permutation(count: int, *key: int) -> Ints:
-    """Return a permutation of range(count) that depends only on `key`.
+    """Return a permutation of range(count), determined by `key`.
 
     It sorts a counter-based stream (Philox 4x64-10, Salmon et al. 2011). numpy guarantees that stream for all releases,
     but not how numpy's own `permutation` uses a stream.
@@ -104,14 +106,17 @@ class EpochOrder:
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def lane_rows(self, lane: int) -> int:
-        """Return n: the first N mod L lanes have one row more."""
+        """Return n, the rows of a lane.
+
+        The first N mod L lanes have one row more.
+        """
         return self.row_count // self.lanes + (lane < self.row_count % self.lanes)
 
     def windows(self, lane: int) -> int:
         return -(-self.lane_rows(lane) // self.window_rows)
 
     def window(self, lane: int, number: int) -> Ints:
-        """Return the rows of one window of a lane, in shuffled order."""
+        """Return the shuffled rows of a lane's window."""
         shuffled: Ints = self.stretch(lane, number)[self.shuffle(lane, number)]
         return shuffled
 
@@ -121,7 +126,10 @@ class EpochOrder:
         return permutation(end - begin, self.seed, self.epoch, WINDOW, lane, number)
 
     def stretch(self, lane: int, number: int) -> Ints:
-        """Return the rows of one window of a lane before the shuffle; none beyond the last window."""
+        """Return the unshuffled rows of a lane's window.
+
+        There are none beyond the last window.
+        """
         start = self._lane_start(lane)
         begin, end = self._bounds(lane, number)
         return self._rows_at(np.arange(start + begin, start + end, dtype=np.int64))
@@ -192,11 +200,12 @@ class SlicePlan:
 
 
 def default_lanes(max_workers: int) -> int:
-    """Return the default of L for a specification with at most `max_workers` workers.
+    """Return the default of L.
 
-    It is the first multiple of `max_workers` that is at least `MIN_LANES` and at least 2·`max_workers`. So
-    `max_workers` ranks share a step evenly, and with fewer ranks none has 1.5 times the mean or more. More lanes would
-    be more even still, but each lane needs a window in memory and row groups of its own.
+    A specification has at most `max_workers` workers. It is the first multiple of `max_workers` that is at least
+    `MIN_LANES` and at least 2·`max_workers`. So `max_workers` ranks share a step evenly, and with fewer ranks none has
+    1.5 times the mean or more. More lanes would be more even still, but each lane needs a window in memory and row
+    groups of its own.
     """
     workers = max(max_workers, 1)
     return workers * max(2, -(-MIN_LANES // workers))
@@ -230,9 +239,10 @@ def rank_positions(begin: int, end: int, lanes: int, rank: int, world_size: int)
 
 
 def shapes_of_steps(rows: int, steps: int, lanes: int) -> list[tuple[int, Ints]]:
-    """Return each length that a step has, with the lanes at which steps of that length begin.
+    """Return the lengths of steps, with their first lanes.
 
-    The ranks' shares of an epoch's steps depend on nothing else. The cost is 2·L lookups, however many steps there are.
+    For each length these are the lanes at which steps of that length begin. The ranks' shares of an epoch's steps
+    depend on nothing else. The cost is 2·L lookups, however many steps there are.
 
     Step s begins at position ⌊s·N/S⌋. So (s·N mod S·L) div S is the lane at which it begins. The remainder of that
     division shows whether the step is one of the N mod S steps with one row more: it then is at least S - N mod S.
@@ -251,27 +261,31 @@ def shapes_of_steps(rows: int, steps: int, lanes: int) -> list[tuple[int, Ints]]
 
 
 def min_rows_of_a_rank(shapes: Sequence[tuple[int, Ints]], lanes: int, world_size: int) -> int:
-    """Return the smallest slice that any rank gets in any step of an epoch with these `shapes`."""
+    """Return the smallest slice of any rank and step.
+
+    The steps of an epoch have these `shapes`.
+    """
     own = _own_lanes(lanes, world_size)
     return int(min(_slices(own, length, begins, lanes).min() for length, begins in shapes))
 
 
 def max_rows_of_a_rank(step_rows: int, lanes: int, world_size: int) -> int:
-    """Return the largest slice that any rank gets of a step of `step_rows` rows.
+    """Return the largest slice of any rank.
 
-    The step may begin at any lane. All other ranks wait for the rank with this slice. With 24 lanes the result is the
-    same for 12 ranks as for 23.
+    The step has `step_rows` rows. The step may begin at any lane. All other ranks wait for the rank with this slice.
+    With 24 lanes the result is the same for 12 ranks as for 23.
     """
     return int(_slices(_own_lanes(lanes, world_size), step_rows, np.arange(lanes), lanes).max())
 
 
 @functools.lru_cache(maxsize=64)
 def parts_of_step(step_rows: int, lanes: int, world_size: int, max_workers: int, accumulation_steps: int) -> int:
-    """Return the number of parts in which each of `world_size` ranks computes its slice of a step of `step_rows` rows.
+    """Return the number of parts of each slice.
 
-    On `max_workers` ranks the number is `accumulation_steps`. On fewer ranks the slices are larger, so the number rises
-    until no part has more rows than a part may have on `max_workers` ranks. It stays lower if a part of the smallest
-    slice would otherwise fall below `MIN_ROWS_PER_RANK`.
+    Each of `world_size` ranks computes its slice of a step of `step_rows` rows in this many parts. On `max_workers`
+    ranks the number is `accumulation_steps`. On fewer ranks the slices are larger, so the number rises until no part
+    has more rows than a part may have on `max_workers` ranks. It stays lower if a part of the smallest slice would
+    otherwise fall below `MIN_ROWS_PER_RANK`.
     """
     if world_size >= max_workers:
         return accumulation_steps
@@ -282,7 +296,10 @@ def parts_of_step(step_rows: int, lanes: int, world_size: int, max_workers: int,
 
 
 def _own_lanes(lanes: int, world_size: int) -> Ints:
-    """Return how many of the first k lanes, counted twice around, each rank owns; shape (W, 2·L + 1)."""
+    """Return the ranks' counts of lanes, cumulated.
+
+    Row w holds how many of the first k lanes, counted twice around, rank w owns; shape (W, 2·L + 1).
+    """
     owners = np.arange(2 * lanes) % lanes % world_size
     own = np.zeros((world_size, 2 * lanes + 1), np.int64)
     own[owners, np.arange(1, 2 * lanes + 1)] = 1
@@ -290,16 +307,20 @@ def _own_lanes(lanes: int, world_size: int) -> Ints:
 
 
 def _slices(own: Ints, length: int, begins: Ints, lanes: int) -> Ints:
-    """Return the rows of each rank in a step of `length` rows that begins at each of n lanes; shape (W, n)."""
+    """Return the ranks' rows in a step.
+
+    The step has `length` rows and begins at each of n lanes; shape (W, n).
+    """
     turns, rest = divmod(length, lanes)
     slices: Ints = turns * own[:, lanes, None] + own[:, begins + rest] - own[:, begins]
     return slices
 
 
 def _first_within(stride: int, modulus: int, low: int, high: int) -> float:
-    """Return the least n ≥ 0 for which n·stride mod modulus is in [low, high], or infinity if there is none.
+    """Return the least multiple of `stride` within bounds.
 
-    [low, high] lies within [0, modulus). The recursion is that of Euclid's algorithm, and takes as few rounds.
+    It is the least n ≥ 0 for which n·stride mod modulus is in [low, high], or infinity if there is none. [low, high]
+    lies within [0, modulus). The recursion is that of Euclid's algorithm, and takes as few rounds.
     """
     if low == 0:
         return 0
@@ -316,10 +337,10 @@ def _first_within(stride: int, modulus: int, low: int, high: int) -> float:
 
 
 def loss_scale(world_size: int, step_weight: float) -> float:
-    """Return the factor for a rank's summed loss: W / Σ(weights of the whole step).
+    """Return the factor for a rank's summed loss.
 
-    DDP averages gradients over ranks. With this factor the average is the exact weighted mean over the global batch,
-    however unequal the ranks' shares are.
+    The factor is W / Σ(weights of the whole step). DDP averages gradients over ranks. With this factor the average is
+    the exact weighted mean over the global batch, however unequal the ranks' shares are.
     """
     return world_size / step_weight
 
@@ -330,5 +351,8 @@ NOISE = 2
 
 
 def noise_seed(seed: int, step: int, rank: int) -> int:
-    """Return the seed, below 2^63, for random draws of the layers in one step on one rank."""
+    """Return the seed of a step's random draws.
+
+    Layers draw on one rank. The seed is below 2^63.
+    """
     return int(np.random.SeedSequence((seed, NOISE, step, rank)).generate_state(1, np.uint64)[0] >> np.uint64(1))

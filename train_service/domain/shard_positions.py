@@ -1,4 +1,7 @@
-"""Positions of a program in a shard of its dataset version, and the positions of each epoch that it was given.
+"""Positions of a program in a shard.
+
+The module tracks where a program is in a shard of its dataset version, and the positions of each epoch that it was
+given.
 
 A pass of W ranks over an epoch deals positions out like cards: the i-th row of rank r is position base + r + W*i, and
 `order.EpochOrder` maps the position to a row. `base` is 0, except for a pass that resumes in the middle of an epoch. So
@@ -41,10 +44,10 @@ LOOK_BACK = 128
 
 @dataclass(frozen=True)
 class Pass:
-    """The pass of W ranks over the positions [base, N) of an epoch.
+    """The pass of W ranks over an epoch.
 
-    If `keeps_remainder` is set, the first ranks have one row more. Otherwise the last (N - base) mod W positions are
-    left out, and all ranks have equally many rows.
+    It covers the positions [base, N). If `keeps_remainder` is set, the first ranks have one row more. Otherwise the
+    last (N - base) mod W positions are left out, and all ranks have equally many rows.
     """
 
     row_count: int
@@ -57,21 +60,30 @@ class Pass:
         return max(0, -(-(left - rank) // self.world_size)) if self.keeps_remainder else left // self.world_size
 
     def first_position(self, rank: int, taken: int) -> int:
-        """Return the position of the row that comes after `taken` rows."""
+        """Return the position after `taken` rows."""
         return self.base + rank + self.world_size * taken
 
     def positions(self, rank: int, begin: int, end: int) -> Ints:
-        """Return the positions of the rank's rows [begin, end), shape (end - begin,)."""
+        """Return the positions of a rank's rows.
+
+        The rows are [begin, end), so the shape is (end - begin,).
+        """
         return self.first_position(rank, 0) + self.world_size * np.arange(begin, end, dtype=np.int64)
 
     def rows_before(self, rank: int, position: int) -> int:
-        """Return how many of the rank's rows have lower positions."""
+        """Return how many rows have lower positions.
+
+        Only the rank's own rows count.
+        """
         return max(0, -(-(position - self.base - rank) // self.world_size))
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a rank: it was given `taken` rows of the pass that began at `base`."""
+    """The place of a rank in a pass.
+
+    The rank was given `taken` rows of the pass that began at `base`.
+    """
 
     epoch: int = 0
     base: int = 0
@@ -81,9 +93,10 @@ class Place:
 def shard_identity(
     version: str, manifest_sha256: str, split: str, row_count: int, spec: TrainingSpec
 ) -> dict[str, Any]:
-    """Return the values that determine which rows the positions of a shard denote.
+    """Return the identity of a shard.
 
-    If any value differs, the same positions denote other rows.
+    Its values determine which rows the positions of the shard denote. If any value differs, the same positions denote
+    other rows.
     """
     return {
         "format": STATE_FORMAT,
@@ -98,7 +111,10 @@ def shard_identity(
 
 
 def extend(spans: list[Span], span: Span) -> None:
-    """Append `span`, or extend one of the newest spans if `span` continues it."""
+    """Append `span` to `spans`.
+
+    If it continues one of the newest spans, that span is extended instead.
+    """
     for last in spans[-LOOK_BACK:]:
         if last[0] == span[0] and last[3] == span[3] and last[2] == span[1]:
             last[2] = span[2]
@@ -135,7 +151,10 @@ def merge_reports(
 
 
 def place_before(known: Mapping[str, Any], rank: int, world_size: int) -> list[int] | None:
-    """Return the place of a rank that has not read the shard in this attempt; None means the beginning."""
+    """Return the last known place of a rank.
+
+    The rank has not read the shard in this attempt. None means the beginning.
+    """
     places: list[list[int] | None] = known.get("places") or [None]
     if len(places) == 1:
         return places[0]
@@ -163,7 +182,9 @@ def _settled(places: list[list[int] | None], row_count: int) -> list[list[int] |
 
 
 def join_spans(before: Sequence[Span], fresh: Sequence[Span]) -> list[Span]:
-    """Return the positions of both, with their multiplicities, in few spans. Only epochs of `fresh` are examined.
+    """Return the positions of both in few spans.
+
+    Each position keeps its multiplicity. Only epochs of `fresh` are examined.
 
     A pass of W ranks takes one span of step 1, up to its first position that was not given, and one span of step W for
     each rank that is ahead of that position. No rank is ahead if the ranks advance in step, or once all have reached
@@ -194,7 +215,10 @@ def _joined(epoch: int, spans: Sequence[Span]) -> list[Span]:
 
 
 def _chained(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return sorted ranges of one step, with adjacent ranges joined."""
+    """Return sorted ranges with adjacent ones joined.
+
+    All ranges have the same step.
+    """
     ends: dict[int, list[int]] = {}
     chained: list[list[int]] = []
     for start, stop in sorted(ranges):
@@ -207,10 +231,10 @@ def _chained(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _advance(stop: int, lanes: dict[int, list[int]], world_size: int) -> int:
-    """Return the new end of a block that ends at `stop`, extended with the adjoining rows of `lanes`.
+    """Return the new end of an extended block.
 
-    The rows are removed from `lanes`. The block grows by all ranks' rows up to the end of the shortest lane, then by
-    one row of each rank that is ahead.
+    The block ends at `stop` and takes the adjoining rows of `lanes`. The rows are removed from `lanes`. The block grows
+    by all ranks' rows up to the end of the shortest lane, then by one row of each rank that is ahead.
     """
     while True:
         run = list(itertools.takewhile(lanes.get, range(stop, stop + world_size)))
@@ -230,9 +254,10 @@ class UnevenRanks(ValueError):
 
 
 def place_to_resume(saved: Mapping[str, Any], rank: int, world_size: int, *, goes_on: bool) -> Place:
-    """Return where a rank begins after a checkpoint whose shard was `saved` by `merge_reports`.
+    """Return the place where a rank resumes.
 
-    With `goes_on` it begins with the rest of the epoch, otherwise with the beginning of the epoch, in the same order.
+    `saved` is the shard of the checkpoint, from `merge_reports`. With `goes_on` it begins with the rest of the epoch,
+    otherwise with the beginning of the epoch, in the same order.
 
     Ranks that never read the shard do not count: a split that one rank reads belongs to that rank alone. All ranks
     begin in the same epoch, unless each rank resumes from a place of its own. Raises `UnevenRanks`.
@@ -258,19 +283,26 @@ def place_to_resume(saved: Mapping[str, Any], rank: int, world_size: int, *, goe
 
 
 def last_epoch(saved: Mapping[str, Any]) -> int:
-    """Return the last epoch of which a row was given; 0 before the first row."""
+    """Return the last epoch with a given row.
+
+    0 before the first row.
+    """
     return max((span[0] for span in saved["given"]), default=0)
 
 
 def is_epoch_done(saved: Mapping[str, Any], epoch: int) -> bool:
-    """Return whether all ranks that read the shard have finished `epoch`."""
+    """Return whether all ranks have finished `epoch`.
+
+    Only ranks that read the shard count.
+    """
     return all(place[0] > epoch for place in saved["places"] if place)
 
 
 def times_given(spans: Iterable[Span], begin: int, end: int) -> NDArray[np.uint8]:
-    """Return how often each position of [begin, end) was given by `spans` of one epoch, shape (end - begin,).
+    """Return how often each position was given.
 
-    2 stands for twice or more.
+    The positions are [begin, end), and `spans` are those of one epoch; the shape is (end - begin,). 2 stands for twice
+    or more.
     """
     times = np.zeros(end - begin, np.uint8)
     for _, start, stop, step in spans:
@@ -282,10 +314,10 @@ def times_given(spans: Iterable[Span], begin: int, end: int) -> NDArray[np.uint8
 
 
 def count_given(spans: Iterable[Span], order: EpochOrder, first_row_id: int) -> CoverageCounts:
-    """Return how often each row was given in the epoch of `order`.
+    """Return how often each row was given.
 
-    The function processes positions in blocks of whole windows of all lanes, so that each window is computed once. It
-    needs memory for one block, however many rows there are.
+    The epoch is that of `order`. The function processes positions in blocks of whole windows of all lanes, so that each
+    window is computed once. It needs memory for one block, however many rows there are.
     """
     of_epoch = [span for span in spans if span[0] == order.epoch]
     count: Counter[int] = Counter()
@@ -327,10 +359,10 @@ def check_shards(
     *,
     keeps_remainder: bool,
 ) -> None:
-    """Raise `InvalidArgument` for a wrong report, naming the rank, the value and what it must be.
+    """Raise `InvalidArgument` for a wrong report.
 
-    `said` is the rank's report, by split. `identities` are those of the existing shards. `before` is the result of
-    `merge_reports` for the last report.
+    The error names the rank, the value and what it must be. `said` is the rank's report, by split. `identities` are
+    those of the existing shards. `before` is the result of `merge_reports` for the last report.
     """
     if not isinstance(said, Mapping):
         raise _wrong(rank, "shards", said, "must be shards by the name of their split")
@@ -355,7 +387,10 @@ class _ShardCheck:
         self._keeps_remainder = keeps_remainder
 
     def check_given(self, given: object) -> None:
-        """Check that each range has every W-th position, lies in the split, and has at least one row."""
+        """Check the ranges that a rank was given.
+
+        Each range must have every W-th position, lie in the split, and have at least one row.
+        """
         if not isinstance(given, list):
             raise _wrong(self._rank, f"{self._path}.given", given, "must be a list of ranges")
         for number, span in enumerate(given):
@@ -373,7 +408,10 @@ class _ShardCheck:
                 )
 
     def check_place(self, place: object, given: Sequence[Sequence[int]], before: Sequence[int] | None) -> None:
-        """Check that the place is within its pass and, if rows of the pass were given, behind the last of them."""
+        """Check the place of a rank.
+
+        It must be within its pass and, if rows of the pass were given, behind the last of them.
+        """
         path = f"{self._path}.place"
         if not _is_ints(place, 3):
             raise _wrong(self._rank, path, place, "must be 3 whole numbers: epoch, base, taken")

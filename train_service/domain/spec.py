@@ -146,7 +146,10 @@ class Program:
 
     @property
     def is_script(self) -> bool:
-        """Return whether `entry` is a script, which trains by calling `fit()`, rather than a function."""
+        """Return whether `entry` is a script.
+
+        A script trains by calling `fit()`; otherwise the entry is a function.
+        """
         return self.entry.endswith(SCRIPT_SUFFIX)
 
 
@@ -248,7 +251,10 @@ WARMUP_SHARE = 0.1
 
 
 def learning_rate(schedule: str, base: float, step: int, total_steps: int) -> float:
-    """Return the learning rate for step `step`, counted from 0."""
+    """Return the learning rate for step `step`.
+
+    Steps count from 0.
+    """
     if schedule == CONSTANT:
         return base
     warmup = max(1, round(total_steps * WARMUP_SHARE))
@@ -262,11 +268,12 @@ def learning_rate(schedule: str, base: float, step: int, total_steps: int) -> fl
 
 
 def should_stop(rule: EarlyStopping | None, history: Sequence[tuple[int, float]]) -> bool:
-    """Return whether the run ends after the last epoch of `history`, or should have ended earlier.
+    """Return whether the run ends now.
 
-    `history` holds (epoch, value of `rule.metric`) for each epoch measured so far, in any order. An epoch that a later
-    attempt measures again counts once, with its last value. The first finite value is the initial best. A value that is
-    better by at least `min_delta` replaces it; NaN never does.
+    It ends after the last epoch of `history`, or should have ended earlier. `history` holds (epoch, value of
+    `rule.metric`) for each epoch measured so far, in any order. An epoch that a later attempt measures again counts
+    once, with its last value. The first finite value is the initial best. A value that is better by at least
+    `min_delta` replaces it; NaN never does.
     """
     if rule is None:
         return False
@@ -307,9 +314,9 @@ class OwnModelFacts:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> OwnModelFacts:
-        """Return the facts in `config`; raise `ValueError` for values of wrong types.
+        """Return the facts in `config`.
 
-        A user's code may have made up the values.
+        Raises `ValueError` for values of wrong types. A user's code may have made up the values.
         """
         facts = cls(**{**fields_of(cls, config), "metrics": tuple(config["metrics"])})
         flags = (facts.is_step, facts.is_manual, facts.has_optimizers, facts.has_loss)
@@ -355,10 +362,10 @@ def settled(spec: TrainingSpec, facts: OwnModelFacts, row_shape: Sequence[int]) 
 
 
 def settled_base(base: TrainingSpec, trials: Sequence[TrainingSpec]) -> TrainingSpec:
-    """Return a sweep's base specification completed with what follows from the model.
+    """Return a sweep's completed base specification.
 
-    `trials` are some of the trials' checked specifications. Raises `InvalidArgument` if their models do not agree on
-    outputs, metrics and methods.
+    It is completed with what follows from the model. `trials` are some of the trials' checked specifications. Raises
+    `InvalidArgument` if their models do not agree on outputs, metrics and methods.
     """
     first = trials[0]
     for other in trials:
@@ -429,7 +436,10 @@ def with_settings(spec: TrainingSpec, settings: Mapping[str, Any]) -> TrainingSp
 
 
 def spec_of_job(config: Mapping[str, Any], choices: Mapping[str, Any]) -> TrainingSpec:
-    """Return a job's specification with the settings that its script chose for the present run."""
+    """Return a job's specification with its script's settings.
+
+    The script chose these settings for the present run.
+    """
     return with_settings(TrainingSpec.from_config(config), choices.get(SCRIPT, {}))
 
 
@@ -443,7 +453,10 @@ DEVICE_BEFORE = "device_before"
 
 
 def with_devices(choices: Mapping[str, Any], run: str, attempt: str) -> dict[str, Any]:
-    """Return the choices of a job whose next attempt runs on `attempt`."""
+    """Return the choices for a job's next attempt.
+
+    The attempt runs on the device `attempt`, and the run on `run`.
+    """
     chosen = {**choices, RUN_DEVICE: run, ATTEMPT_DEVICE: attempt}
     before = choices.get(ATTEMPT_DEVICE, run)
     chosen.pop(DEVICE_BEFORE, None)

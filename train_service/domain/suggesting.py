@@ -1,4 +1,6 @@
-"""Rules that derive a sensible training specification, with reasons, from the facts of a dataset version.
+"""Rules that suggest a training specification, with reasons.
+
+They start from the facts of a dataset version.
 
 Each rule sets one field and gives its reason. A field that the caller gave stays unchanged, and no rule gives a reason
 for it. If a step has statistics to learn, or if rows are unusable, the rules propose a preparation: a version that the
@@ -108,7 +110,10 @@ def _width(
     columns: Sequence[str],
     shape_made: Callable[[str], tuple[int, ...]],
 ) -> int:
-    """Return the width of the model's input vector; before a preparation, as far as statistics tell."""
+    """Return the width of the model's input vector.
+
+    Before a preparation it is an estimate from statistics.
+    """
     if columns:
         return expected_width(version, columns)
     if source is None or "transform" in made.spec:
@@ -117,13 +122,19 @@ def _width(
 
 
 def _source_split(version: VersionFacts, made: Suggestion) -> str:
-    """Return the split that has the training rows now; a split that is still to be made has none."""
+    """Return the split that has the training rows now.
+
+    A split that is still to be made has none.
+    """
     train = made.spec["train_split"]
     return train if train in version.splits else next(iter(version.splits))
 
 
 def _choose_splits(made: Suggestion, version: VersionFacts) -> dict[str, float]:
-    """Return the shares of the splits that must be made; empty if the version's own splits suffice."""
+    """Return the shares of the splits to make.
+
+    The result is empty if the version's own splits suffice.
+    """
     splits, spec = version.splits, made.spec
     for path in ("train_split", "validation_split"):
         if path in spec and spec[path] not in splits:
@@ -173,7 +184,10 @@ def _why_train(train: str, splits: Mapping[str, int]) -> str:
 
 
 def _find_input(made: Suggestion, version: VersionFacts) -> ColumnFacts | None:
-    """Return the model's input column, an image or a vector; None if columns of a table must be combined."""
+    """Return the model's input column.
+
+    It is an image or a vector, or None if columns of a table must be combined.
+    """
     spec = made.spec
     path = "spec.input_column"
     steps = spec.get("transform", {}).get("steps", ())
@@ -257,7 +271,10 @@ def _usable_label(one: ColumnFacts, version: VersionFacts) -> ColumnFacts:
 
 
 def _is_own(made: Suggestion) -> bool:
-    """Return whether the caller gave a model of their own, which may bring its own loss and optimizer."""
+    """Return whether the caller gave their own model.
+
+    Such a model may bring its own loss and optimizer.
+    """
     return bool(made.spec.get("model", {}).get("entry"))
 
 
@@ -277,13 +294,19 @@ def _choose_task(made: Suggestion, label: ColumnFacts) -> str:
 
 
 def _counts_from_0(label: ColumnFacts) -> bool:
-    """Return whether the integers are 0, 1, …, as classes are."""
+    """Return whether the integers are 0, 1, ….
+
+    Classes have such integers.
+    """
     many_rows = label.rows >= 10 * label.distinct
     return label.least == 0 and label.most == label.distinct - 1 and (many_rows or label.distinct <= 2)
 
 
 def _label_steps(made: Suggestion, label: ColumnFacts, task: str) -> list[dict[str, Any]]:
-    """Return the steps that the label needs before a run can use it."""
+    """Return the steps that the label needs.
+
+    A run can use the label after these steps.
+    """
     path = "spec.label_column"
     steps: list[dict[str, Any]] = []
     if label.kind in (BYTES, TIME, OTHER) or (label.kind == TEXT and task == REGRESSION):
@@ -331,10 +354,10 @@ def _label_steps(made: Suggestion, label: ColumnFacts, task: str) -> list[dict[s
 
 
 def _category_texts(label: ColumnFacts) -> list[str]:
-    """Return the label's values in all splits as texts, in the order of their type.
+    """Return the label's values as texts.
 
-    With all splits, a class that the training rows lack causes no error later. If the values are not all known, the
-    list is empty, and the step learns them.
+    They are those of all splits, in the order of their type. With all splits, a class that the training rows lack
+    causes no error later. If the values are not all known, the list is empty, and the step learns them.
     """
     if label.values is None:
         return []
@@ -357,7 +380,10 @@ MAX_DISTINCT_OF_MEDIAN = 4_000_000
 
 @dataclass(frozen=True)
 class _Feature:
-    """The treatment of a column: steps that make numbers of it, or in `left_out` the reason for leaving it out."""
+    """The treatment of a column.
+
+    It has steps that make numbers of the column, or in `left_out` the reason for leaving it out.
+    """
 
     steps: Sequence[Mapping[str, Any]] = ()
     treatment: str = ""
@@ -367,7 +393,10 @@ class _Feature:
 def feature_steps(
     made: Suggestion, version: VersionFacts, label: ColumnFacts, most: int
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the steps, at most `most`, and the columns that they make numeric."""
+    """Return the steps and columns of the features.
+
+    The steps, at most `most`, make these columns numeric.
+    """
     steps: list[dict[str, Any]] = []
     used: dict[str, list[str]] = {}
     left_out: dict[str, list[str]] = {}
@@ -396,7 +425,10 @@ def feature_steps(
 
 
 def _feature(one: ColumnFacts) -> _Feature:
-    """Return the treatment of a table's column, by the first rule that applies."""
+    """Return the treatment of a table's column.
+
+    The first rule that applies decides.
+    """
     column = one.name
     there = one.rows - one.nulls
     unique = one.distinct >= 0.95 * there and there >= 20
@@ -464,7 +496,10 @@ PHOTO_MEAN, PHOTO_DEVIATION = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
 
 def check_input(source: ColumnFacts) -> None:
-    """Raise `InvalidArgument` for a column that no model can read, neither as it is nor as an image."""
+    """Raise `InvalidArgument` for a column without a model.
+
+    No model can read the column, neither as it is nor as an image.
+    """
     tensor = source.kind == TENSOR and source.dtype == "float32" and len(source.shape) in (1, 3)
     if not (tensor or source.is_image or source.kind == BYTES):
         remedy = "it is neither an image nor a float32 tensor; choose another, or give a transform that makes one of it"
@@ -472,7 +507,10 @@ def check_input(source: ColumnFacts) -> None:
 
 
 def choose_model_input(made: Suggestion, source: ColumnFacts | None, rows: int, width: Callable[[], int]) -> None:
-    """Choose the transform that runs in training, and the channels or the `width` that it produces."""
+    """Choose the transform that runs in training.
+
+    The channels or the `width` that it produces are chosen, too.
+    """
     if source is None or made.spec.get("transform", {}).get("steps"):
         made.choose("model.in_channels", width(), "It is what the transform makes.")
     elif source.kind == BYTES:
@@ -548,9 +586,9 @@ def choose_model(made: Suggestion, is_image: bool, width: Callable[[], int]) -> 
 
 
 def expected_width(version: VersionFacts, columns: Sequence[str]) -> int:
-    """Return the expected width of the vector that these columns of a table become.
+    """Return the expected width of the input vector.
 
-    It is an estimate until the values in the training rows are known.
+    These columns of a table become the vector. It is an estimate until the values in the training rows are known.
     """
     wanted = frozenset(columns)
     return sum(_numbers(one) for one in version.columns if one.name in wanted)
@@ -598,7 +636,10 @@ def _choose_optimizer(made: Suggestion, is_image: bool) -> None:
 
 
 def _batch_size(spec: Mapping[str, Any], rows: int) -> int:
-    """Return the batch size for `rows` rows, large enough that each worker has rows in each step."""
+    """Return the batch size for `rows` rows.
+
+    It is large enough that each worker has rows in each step.
+    """
     size = min(int(by_rows(BATCH_BY_ROWS, rows)), rows)
     workers = max(int(spec.get("num_workers", 1)), 1)
     lanes = int(spec.get("lanes", 0)) or default_lanes(workers)
@@ -614,7 +655,10 @@ def _each_has_rows(rows: int, size: int, lanes: int, workers: int, least: int) -
 
 
 def by_rows(table: Sequence[tuple[float, Any]], count: int) -> Any:
-    """Return the value of the first line whose bound is above `count`."""
+    """Return the value for a count.
+
+    It is that of the first line whose bound is above `count`.
+    """
     return next(value for bound, value in table if count < bound)
 
 
@@ -643,7 +687,10 @@ class Preparation:
 
     @property
     def request_id(self) -> str:
-        """Return an id in the form of a UUID4 that is the same for equal preparations."""
+        """Return a UUID4-like id of the preparation.
+
+        Equal preparations have equal ids.
+        """
         body = [self.source, self.steps, self.shares, self.seed, self.fit_split]
         digest = sha256(json.dumps(body, sort_keys=True).encode()).digest()
         return str(uuid.UUID(bytes=digest[:16], version=4))
@@ -656,7 +703,10 @@ class Suggestion:
     preparation: Preparation | None = None
 
     def choose(self, path: str, value: Any, reason: str, shown: str = "") -> None:
-        """Set a field, at most one message deep, unless the caller gave it."""
+        """Set a field unless the caller gave it.
+
+        The field is at most one message deep.
+        """
         outer, _, inner = path.rpartition(".")
         message = self.spec.setdefault(outer, {}) if outer else self.spec
         if inner not in message:
@@ -680,10 +730,10 @@ MAX_NAMES_SHOWN = 8
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnFacts:
-    """The schema's and the statistics' facts of one column, over all splits.
+    """The facts of one column.
 
-    `known` means that the column has statistics. `values` are all distinct values, or None if there are too many.
-    `mean` and `deviation` are those of the training split.
+    The schema and the statistics provide them, over all splits. `known` means that the column has statistics. `values`
+    are all distinct values, or None if there are too many. `mean` and `deviation` are those of the training split.
     """
 
     name: str
@@ -709,13 +759,16 @@ class ColumnFacts:
 
     @property
     def is_image(self) -> bool:
-        """Whether the column is uint8 (H, W) or (H, W, C)."""
+        """Return whether the column is uint8 (H, W[, C])."""
         of_image = len(self.shape) == 2 or (len(self.shape) == 3 and self.shape[2] in (1, 3, 4))
         return self.kind == TENSOR and self.dtype == "uint8" and of_image
 
     @property
     def whole(self) -> bool:
-        """Whether all distinct values are known and are whole numbers."""
+        """Return whether all distinct values are whole numbers.
+
+        They must all be known.
+        """
         return self.values is not None and all(float(one).is_integer() for one in self.values)
 
 
@@ -729,7 +782,10 @@ class VersionFacts:
     size_bytes: int = 0
 
     def column(self, name: str, path: str) -> ColumnFacts:
-        """Return the column of that name; raise `InvalidArgument` if there is none."""
+        """Return the column of that name.
+
+        Raises `InvalidArgument` if there is none.
+        """
         for one in self.columns:
             if one.name == name:
                 return one
@@ -737,7 +793,7 @@ class VersionFacts:
 
 
 def names_shown(names: Sequence[str] | Mapping[str, Any]) -> str:
-    """Return the first names, and how many more there are."""
+    """Return the first names, and count the others."""
     shown = list(names)[:MAX_NAMES_SHOWN]
     more = len(names) - len(shown)
     return ", ".join(shown) + (f" and {more:,} more" if more else "")

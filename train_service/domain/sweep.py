@@ -37,9 +37,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Asha:
-    """ASHA's settings, counted in epochs, or in reports for programs.
+    """ASHA's settings, in epochs.
 
-    If `max_t` is 0, it is the number of epochs of the trials.
+    For programs they are in reports. If `max_t` is 0, it is the number of epochs of the trials.
     """
 
     grace_period: int = 1
@@ -108,7 +108,10 @@ def trial_id(sweep_id: str, number: int) -> str:
 
 
 def check(spec: SweepSpec) -> None:
-    """Raise `InvalidArgument` naming every invalid field of the sweep or of a trial."""
+    """Raise `InvalidArgument` naming every invalid field.
+
+    Both the sweep and its trials are checked.
+    """
     broken = [*problems(spec.parameters), *_of_numbers(spec), *_of_program(spec)]
     if broken:
         raise _refusal(broken)
@@ -126,10 +129,10 @@ def check(spec: SweepSpec) -> None:
 
 
 def _check_rules(spec: SweepSpec, count: int) -> None:
-    """Check the rules for plain fields, for all of `count` trials and for those of `probes`.
+    """Check the rules for plain fields.
 
-    The rules do not examine arguments that are passed on, whose values may be many and large. So the check uses those
-    of the first trial.
+    The check covers all of `count` trials and those of `probes`. The rules do not examine arguments that are passed on,
+    whose values may be many and large. So the check uses those of the first trial.
     """
     plain = {path: one for path, one in spec.parameters.items() if is_plain_field(path)}
     first = spec.parameters_of(0)
@@ -143,7 +146,10 @@ def _check_rules(spec: SweepSpec, count: int) -> None:
 
 
 def with_trial_named(check_trial: Callable[[TrainingSpec], T], spec: SweepSpec, parameters: Parameters) -> T:
-    """Return the result of `check_trial` for the trial; rename its errors after the sweep's fields."""
+    """Return the result of `check_trial` for the trial.
+
+    Its errors are renamed after the sweep's fields.
+    """
     try:
         return check_trial(spec.training_of(parameters))
     except MillraceError as error:
@@ -151,7 +157,7 @@ def with_trial_named(check_trial: Callable[[TrainingSpec], T], spec: SweepSpec, 
 
 
 def renamed(error: MillraceError, parameters: Parameters) -> MillraceError:
-    """Return a trial's error with its fields renamed after the sweep's fields.
+    """Return a trial's error with the sweep's fields.
 
     `spec.x` becomes `spec.parameters[x]` if the sweep sets x, otherwise `spec.base.x`. An error that names no field
     stays unchanged.
@@ -178,7 +184,10 @@ def _refusal(broken: list[Problem]) -> InvalidArgument:
 
 
 def _of_program(spec: SweepSpec) -> list[Problem]:
-    """Return what is wrong with a program's sweep, or with program parameters in another sweep."""
+    """Return the problems with a program's sweep.
+
+    For another sweep these are its program parameters.
+    """
     is_program = spec.base.program is not None
     paths = {path: path.startswith(PROGRAM_CONFIG) for path in spec.parameters}
     if not is_program:
@@ -267,10 +276,10 @@ def number_of_trials(space: Mapping[str, Domain], num_samples: int) -> int:
 
 
 def parameters_of(space: Mapping[str, Domain], seed: int, number: int) -> Parameters:
-    """Return the parameters of trial `number`, counted from 0, by path.
+    """Return the parameters of trial `number`, by path.
 
-    The grid's last path changes fastest. Random values depend only on the seed, the number and the path, so more
-    samples leave the earlier trials unchanged.
+    Numbers count from 0. The grid's last path changes fastest. Random values depend only on the seed, the number and
+    the path, so more samples leave the earlier trials unchanged.
     """
     parameters, rest = {}, number
     for path in sorted(space, reverse=True):
@@ -307,12 +316,18 @@ def _worth_trying(domain: Domain) -> Sequence[Any]:
 
 
 def is_plain_field(path: str) -> bool:
-    """Return whether `path` is a field of the specification itself, not one of the arguments that are passed on."""
+    """Return whether `path` is a plain field.
+
+    A plain field belongs to the specification itself, not to the arguments that are passed on.
+    """
     return path in _FIELDS
 
 
 def problems(space: Mapping[str, Domain]) -> list[Problem]:
-    """Return what is wrong with the space itself, apart from `repetitions`; paths are relative to `parameters`."""
+    """Return the problems with the space itself.
+
+    `repetitions` are not included. Paths are relative to `parameters`.
+    """
     if not 1 <= len(space) <= MAX_PARAMETERS:
         return [("parameters", len(space), f"name 1 to {MAX_PARAMETERS} of them")]
     return [problem for path in sorted(space) for problem in _of_parameter(path, space[path])]
@@ -333,9 +348,10 @@ def repetitions(space: Mapping[str, Domain]) -> list[Problem]:
 
 
 def with_values(config: Mapping[str, Any], parameters: Parameters) -> dict[str, Any]:
-    """Return the plain form of a training specification with the values of these sweepable paths.
+    """Return a training specification with these values.
 
-    Only the parts that change are copied.
+    The specification is in its plain form, and `parameters` maps sweepable paths to values. Only the parts that change
+    are copied.
     """
     whole = dict(config)
     settings = {path: value for path, value in parameters.items() if path.startswith(PROGRAM_CONFIG)}
@@ -374,9 +390,10 @@ def _with_settings(config_json: str, settings: Parameters) -> str:
 
 
 def kind_of(path: str) -> Callable[[Any], str] | None:
-    """Return the function that checks a value for a sweepable path, or None for any other path.
+    """Return the check of values for a path.
 
-    The function returns an empty string if the value fits, otherwise the remedy.
+    The result is None if the path is not sweepable. The function returns an empty string if the value fits, otherwise
+    the remedy.
     """
     if path in _FIELDS:
         return _FIELDS[path]
@@ -435,7 +452,10 @@ def _drawn(domain: Domain, chance: float) -> Any:
 
 
 def _uniform(seed: int, number: int, path: str) -> float:
-    """Return a number in [0, 1) that is the same with every release of every library."""
+    """Return a reproducible number in [0, 1).
+
+    It is the same with every release of every library.
+    """
     digest = hashlib.sha256(f"{seed}/{number}/{path}".encode()).digest()
     return float((int.from_bytes(digest[:8]) >> (64 - MANTISSA_BITS)) / 2**MANTISSA_BITS)
 

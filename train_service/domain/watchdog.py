@@ -1,4 +1,7 @@
-"""The rule by which a rank counts as hung, from the heartbeats that ranks send once a second."""
+"""The rule by which a rank counts as hung.
+
+It uses the heartbeats that ranks send once a second.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,9 @@ def unresponsive_ranks(ranks: Sequence[RankState], limit: float) -> list[int]:
 
 
 def hung(ranks: Sequence[RankState], limit: float) -> list[int]:
-    """Return the ranks that hang; empty while all is well.
+    """Return the ranks that hang.
+
+    The list is empty while all is well.
 
     A silent process counts as hung in any phase. Ranks advance in step, so while one of them progresses, or has a
     reason not to, the others wait for it. If all stand still, the ranks at the lowest step hold up the rest.
@@ -95,7 +100,10 @@ def _outage_timeout_s(one: RankState, limit: float) -> float:
 
 
 def waits_for_others(stacks: str) -> bool:
-    """Return whether the training thread in `stacks` (faulthandler's text) waits for other ranks."""
+    """Return whether a training thread waits for ranks.
+
+    `stacks` is faulthandler's text of one rank.
+    """
     for thread in stacks.split("\n\n"):
         if any(frame in thread for frame in TRAINING_FRAMES):
             return any(frame in thread for frame in WAITING_FRAMES)
@@ -103,7 +111,9 @@ def waits_for_others(stacks: str) -> bool:
 
 
 def line_in_bundle(stacks: str, bundle_sha256: str) -> str:
-    """Return `path:line` of the innermost frame of a program's own code in the training thread.
+    """Return the training thread's line in the program.
+
+    The line is `path:line` of the innermost frame of the program's own code.
 
     Empty if the thread is not in the program's code. The folder of the code is named after the bundle's digest.
     """

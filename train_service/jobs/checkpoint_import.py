@@ -1,4 +1,6 @@
-"""Imports of weights: received as a stream, read in a child process, and committed as a checkpoint.
+"""Imports of weights as checkpoints.
+
+The weights are received as a stream, read in a child process, and committed as a checkpoint.
 
 The checkpoint belongs to a training job that has SUCCEEDED. It is listed, resolved, kept and deleted like the
 checkpoint of a run.
@@ -105,7 +107,7 @@ class Imported:
 
 @dataclass(frozen=True)
 class _Home:
-    """The checkpoint's description of the rows that its model takes."""
+    """The checkpoint's description of its model's rows."""
 
     ingested: Sequence[Column]
     transforms: Sequence[dict[str, Any]]
@@ -136,7 +138,9 @@ class CheckpointImports:
         self._limits = limits
 
     async def receive(self, parts: AsyncIterator[CheckpointImportRequest | bytes]) -> Imported:
-        """Receive files and import them, with one chunk in memory at a time.
+        """Receive files and import them.
+
+        One chunk is in memory at a time.
 
         Raises the errors that `ImportCheckpoint` lists. After any error, and if the caller disconnects, no checkpoint
         is created and the spooled files are removed.
@@ -318,7 +322,10 @@ class CheckpointImports:
         self._jobs.transition(job.name, lambda newest: succeed(newest, {}, time.time()))
 
     def _take_back(self, job: JobRecord, error: BaseException) -> None:
-        """Delete a job whose checkpoint could not be committed, unless the store is unavailable."""
+        """Delete a job whose import failed.
+
+        Its checkpoint could not be committed. If the store is unavailable, the job stays.
+        """
         cause = error if isinstance(error, MillraceError) else Internal("the import was cut off")
         try:
             self._jobs.transition(job.name, lambda newest: fail(newest, cause, time.time()))
@@ -413,7 +420,10 @@ def _bounded(path: Path) -> bytes:
 
 
 def _problem(report: Mapping[str, Any], *, allow_non_finite: bool) -> InvalidArgument | None:
-    """Return the error that keeps the weights from becoming a checkpoint, with remedies; None if there is none."""
+    """Return the error that the weights cause, if any.
+
+    The error keeps them from becoming a checkpoint, and names remedies.
+    """
     problems = []
     lacking = report["missing_count"] - report["missing_allowed_count"]
     if not report["fitted_count"]:

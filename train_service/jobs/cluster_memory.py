@@ -1,4 +1,6 @@
-"""The clusters that the reconciler has seen lately, and who uses the present one.
+"""The recent clusters, and the present cluster's use.
+
+The reconciler has seen them.
 
 The service's process, which has no connection to Ray, reads these records.
 
@@ -68,7 +70,10 @@ class ClusterMemory:
         self._last_use = (use, now)
 
     def use(self) -> tuple[ClusterUse, float]:
-        """Return who used the cluster, and when that was seen in seconds since the epoch; 0 if it never was."""
+        """Return the cluster's use and its time.
+
+        The time is in seconds since the epoch, or 0 if the use was never seen.
+        """
         try:
             state = json.loads(self._store.get(USE_KEY))
             return ClusterUse.from_state(state), float(state["time"])
@@ -76,7 +81,10 @@ class ClusterMemory:
             return ClusterUse(), 0.0
 
     def clusters(self) -> list[list[Resources]]:
-        """Return the sets of nodes of the last day, the newest last."""
+        """Return the last day's sets of nodes.
+
+        The newest is the last.
+        """
         now = self._clock()
         return [one["nodes"] for one in self._read() if now - one["seen"] < REMEMBERED_S]
 
@@ -92,10 +100,10 @@ class ClusterMemory:
 
 
 def check_ever_fits(spec: TrainingSpec, memory: ClusterMemory, most: Mapping[str, float] | None) -> None:
-    """Raise `FailedPrecondition` naming the fields that request too much for the fewest workers.
+    """Raise `FailedPrecondition` for workers that never fit.
 
-    With `most`, the operator's bound, a request may not exceed it. Otherwise a cluster of the last day must be able to
-    hold the workers.
+    The error names the fields that request too much for the fewest workers. With `most`, the operator's bound, a
+    request may not exceed it. Otherwise a cluster of the last day must be able to hold the workers.
     """
     if most is None:
         clusters = memory.clusters()
@@ -117,9 +125,10 @@ def check_ever_fits(spec: TrainingSpec, memory: ClusterMemory, most: Mapping[str
 
 
 def _largest(clusters: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the clusters that are not part of a larger one seen as late or nearly as late.
+    """Return the clusters without parts of others.
 
-    A job that fits a part of a cluster fits all of it.
+    A cluster is dropped if it is part of a larger one that was seen as late or nearly as late. A job that fits a part
+    of a cluster fits all of it.
     """
     sizes = [_counted(one["nodes"]) for one in clusters]
     return [
@@ -137,7 +146,9 @@ def _counted(nodes: Sequence[Resources]) -> Counter[str]:
 
 
 def _lasting(node: Resources) -> dict[str, float]:
-    """Return the node's lasting resources, with memory in whole GiB, because it differs a little at each start of a
-    node."""
+    """Return the lasting resources of a node.
+
+    Memory is in whole GiB, because it differs a little at each start of a node.
+    """
     kept = {name: amount for name, amount in node.items() if lasts(name)}
     return {name: math.ceil(amount / GIB) * GIB if name == "memory" else amount for name, amount in kept.items()}

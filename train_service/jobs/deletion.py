@@ -1,4 +1,6 @@
-"""Deletion of a training job, the sweeper, and references to a job's inputs.
+"""Deletion of training jobs, and what protects inputs.
+
+The module has the deletion of a job, the sweeper, and references to a job's inputs.
 
 A deletion has these steps: the job's log records DELETING, references to its checkpoints are looked up, all its objects
 are deleted, and the log records DELETED.
@@ -55,7 +57,9 @@ class Deletions:
         self._clock = clock
 
     def begin(self, name: str, etag: str = "", uid: str = "") -> JobRecord:
-        """Start a deletion: move the job to DELETING for good. `finish` then deletes its objects.
+        """Start a deletion.
+
+        The job moves to DELETING for good. `finish` then deletes its objects.
 
         With `uid`, only the job with that uid is deleted, not a later one of its name.
 
@@ -73,7 +77,9 @@ class Deletions:
         return self._condemn(self._jobs.transition(name, decide))
 
     def finish(self, name: str) -> None:
-        """Finish a deletion that was started; do nothing for a job that is not DELETING.
+        """Finish a deletion that was started.
+
+        If the job is not DELETING, the function does nothing.
 
         Raises `FailedPrecondition` if a checkpoint is in use; the job then returns to its former state.
         """
@@ -89,11 +95,16 @@ class Deletions:
             logger.info("%s is deleted", name)
 
     def finish_soon(self, name: str) -> None:
-        """Run `finish` in a thread; if it fails, the sweeper finishes the deletion later."""
+        """Run `finish` in a thread.
+
+        If it fails, the sweeper finishes the deletion later.
+        """
         in_background(self.finish, name)
 
     def remove_files(self, job: JobRecord) -> bool:
-        """Remove all objects of the job except the logs that record its deletion.
+        """Remove all objects of a deleted job.
+
+        The logs that record its deletion stay.
 
         Objects of a new job with the same name stay. Returns whether the log still has the same state of this job.
         """
@@ -113,7 +124,10 @@ class Deletions:
 
 
 def in_background(finish: Callable[[str], None], name: str) -> None:
-    """Call `finish` with `name` in a thread; if it fails, a later call finishes the deletion."""
+    """Call `finish` with `name` in a thread.
+
+    If it fails, a later call finishes the deletion.
+    """
 
     def run() -> None:
         try:
@@ -195,7 +209,10 @@ class Sweeper:
             self._sweep_checkpoints(job)
 
     def _sweep_ray(self, job: JobRecord) -> None:
-        """Delete Ray Train's files of finished attempts, which Millrace's registry never reads."""
+        """Delete Ray Train's files of finished attempts.
+
+        Millrace's registry never reads them.
+        """
         for one in self._store.folders(f"{job.name}/ray"):
             match = ATTEMPT_OF_RAY.match(one)
             if match and (int(match[1]) < job.attempt or job.state.final):
@@ -251,7 +268,10 @@ class Sweeper:
 
 
 def _attempt(folder: str) -> int:
-    """Return the attempt that wrote a folder; a folder with an unknown name counts as new and stays."""
+    """Return the attempt that wrote a folder.
+
+    A folder with an unknown name counts as new and stays.
+    """
     match = ATTEMPT_OF_DATA.search(folder)
     return int(match[1]) if match else 2**62
 
@@ -261,7 +281,9 @@ def _attempt(folder: str) -> int:
 
 @contextlib.contextmanager
 def using_inputs(store: ObjectStore, kind: str, job: JobRecord, spec: TrainingSpec) -> Iterator[DatasetVersion | None]:
-    """Mark the inputs of `spec` as in use while the body creates `job`, a job of this kind.
+    """Mark a job's inputs as in use.
+
+    The inputs are those of `spec`, and the body creates `job`, a job of this kind.
 
     Yields the dataset version, or None for a program that names none. The marks stay unless the body fails.
     """
@@ -281,7 +303,7 @@ def using_inputs(store: ObjectStore, kind: str, job: JobRecord, spec: TrainingSp
 
 
 def release_inputs(store: ObjectStore, kind: str, uid: str, training: Mapping[str, Any]) -> None:
-    """Remove the marks of a job that is being deleted.
+    """Remove a deleted job's marks.
 
     The marks have no effect any more, but would be read for ever. `training` is the plain form of the specification.
     """

@@ -80,7 +80,10 @@ def _begin(question: dict[str, Any], writing: int, isolated: bool) -> NoReturn:
 
 
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
-    """Return `problem` and, for an entry that makes a model, the other results of `own_model_child`."""
+    """Return the answer of the user's process.
+
+    It is `problem` and, for an entry that makes a model, the other results of `own_model_child`.
+    """
     if "weights" in question:
         sys.path[:] = question["path"]
         from train_service.jobs.weights_child import read_weights  # imports torch
@@ -96,7 +99,7 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def look_up(question: dict[str, Any]) -> str:
-    """Return what is wrong with the entry; empty if nothing.
+    """Return the problem of the entry, if any.
 
     `module` and `function` are looked up in `folder`.
     """
@@ -137,7 +140,10 @@ def look_up(question: dict[str, Any]) -> str:
 
 
 def compiled(question: dict[str, Any]) -> str:
-    """Return what is wrong with the file `script` in `folder`; empty if Python can compile it."""
+    """Return the problem of the script, if any.
+
+    The file `script` in `folder` must exist, and Python must be able to compile it.
+    """
     folder, script = question["folder"], question["script"]
     path = Path(folder, script)
     if not path.is_file():
@@ -152,7 +158,10 @@ def compiled(question: dict[str, Any]) -> str:
 
 
 def _describe_error(error: BaseException, folder: str) -> str:
-    """Return `train.py:12: ModuleNotFoundError: …`, with the innermost line in the bundle."""
+    """Return an error with its place in the bundle.
+
+    An example is `train.py:12: ModuleNotFoundError: …`, with the innermost line in the bundle.
+    """
     inside = os.path.realpath(folder) + os.sep
     place = ""
     for frame in traceback.extract_tb(error.__traceback__):
@@ -175,7 +184,10 @@ def _one_line(error: BaseException) -> str:
 
 
 def _watch(pid: int, reading: int, question: dict[str, Any]) -> dict[str, Any]:
-    """Watch until the process `pid` ends, or until all processes below this one together exceed a limit."""
+    """Watch the process `pid` until it ends.
+
+    The watch also ends if all processes below this one together exceed a limit.
+    """
     os.set_blocking(reading, False)
     began = time.monotonic()
     answer = b""
@@ -192,7 +204,7 @@ def _watch(pid: int, reading: int, question: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named(question: dict[str, Any]) -> tuple[str, str]:
-    """Return the subject of the check, and what happens to it."""
+    """Return the subject of the check, and its treatment."""
     return ("the files", "read") if "weights" in question else ("its module", "imported")
 
 
@@ -230,7 +242,10 @@ def _over(question: dict[str, Any], elapsed_s: float) -> str:
 
 
 def _below(root: int) -> list[tuple[int, int, float]]:
-    """Return all processes below `root`: (pid, resident bytes, CPU seconds including ended children)."""
+    """Return all processes below `root`.
+
+    Each is (pid, resident bytes, CPU seconds including ended children).
+    """
     children: dict[int, list[int]] = {}
     facts: dict[int, tuple[int, float]] = {}
     for entry in Path("/proc").iterdir():
@@ -253,7 +268,10 @@ def _below(root: int) -> list[tuple[int, int, float]]:
 
 
 def _reap(pid: int) -> int | None:
-    """Reap ended children; return the status of `pid` once it has ended."""
+    """Reap ended children.
+
+    Returns the status of `pid` once it has ended.
+    """
     status = None
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -316,7 +334,10 @@ def _threads_of_user() -> int:
 
 
 def _detach(keep: int) -> None:
-    """Close standard input and output, and every open file except `keep`."""
+    """Close all open files except `keep`.
+
+    This includes standard input and output.
+    """
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)
@@ -328,7 +349,9 @@ def _detach(keep: int) -> None:
 
 
 def _enter_namespaces() -> bool:
-    """Enter new namespaces for processes, network and IPC, if the kernel grants them; return whether it did.
+    """Enter new namespaces if the kernel grants them.
+
+    They separate processes, network and IPC. Returns whether the kernel granted them.
 
     The kernel grants them to root with CAP_SYS_ADMIN, and to other users if it allows user namespaces.
     """

@@ -1,4 +1,6 @@
-"""Checks that a model, its loss, metrics and optimizer can be built, without memory, on torch's meta device.
+"""Checks that everything of a training can be built.
+
+A model, its loss, metrics and optimizer are built without memory, on torch's meta device.
 
 The first call imports torch and torchvision, which takes seconds.
 
@@ -88,7 +90,10 @@ def check_outputs(spec: TrainingSpec, model_input: TensorSpec) -> nn.Module:
 
 
 def check_loss(spec: TrainingSpec) -> None:
-    """Raise `InvalidArgument` for an unknown loss, or one that does not suit the task's outputs and labels."""
+    """Raise `InvalidArgument` for an unusable loss.
+
+    The loss is unknown, or does not suit the task's outputs and labels.
+    """
     import torch
 
     from train_service.learning.losses import build_loss
@@ -107,9 +112,10 @@ def check_loss(spec: TrainingSpec) -> None:
 
 
 def check_names(spec: TrainingSpec, own_metrics: Collection[str] = ()) -> None:
-    """Check that all metrics exist, and that rules use only metrics that will be measured.
+    """Check the names of metrics.
 
-    `own_metrics` are those of a user's own model.
+    All metrics must exist, and rules may use only metrics that will be measured. `own_metrics` are those of a user's
+    own model.
     """
     import torch
 
@@ -170,9 +176,9 @@ _REMEDY = "use DDP, or change that module"
 
 
 def check_sharding(model: ModelSpec, row_shape: Sequence[int]) -> None:
-    """Check that FSDP can shard the model, which must have been built and called before.
+    """Check that FSDP can shard the model.
 
-    `row_shape` is the shape of one row of the model's input.
+    The model must have been built and called before. `row_shape` is the shape of one row of the model's input.
 
     Raises `InvalidArgument` naming the module that cannot be sharded, and `ResourceExhausted` if the check does not end
     in time.
@@ -200,7 +206,10 @@ def check_sharding(model: ModelSpec, row_shape: Sequence[int]) -> None:
 
 
 def answer() -> None:
-    """Answer the question on standard input, as the last line of standard output; the child's entry point."""
+    """Answer the question on standard input.
+
+    This is the child's entry point. The answer is the last line of standard output.
+    """
     question: dict[str, Any] = json.load(sys.stdin)
     import torch
     import torch.distributed as dist
@@ -215,10 +224,10 @@ def answer() -> None:
 
 
 def sharding_problem(model: nn.Module, row_shape: Sequence[int]) -> str:
-    """Return what keeps FSDP from sharding the model; empty if nothing.
+    """Return what keeps FSDP from sharding.
 
-    The model is on the meta device, and is sharded afterwards. Call this in a process of its own, with a process group
-    of one process.
+    The text is empty if nothing does. The model is on the meta device, and is sharded afterwards. Call this in a
+    process of its own, with a process group of one process.
     """
     from train_service.learning.sharding import ShardingError, find_units, mixed_unit, shard
 

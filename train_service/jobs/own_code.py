@@ -59,7 +59,7 @@ class ProgramCheck:
         self.entries = entries or EntryCheck(store)
 
     def checked(self, spec: TrainingSpec) -> TrainingSpec:
-        """Return `spec` with the defaults that depend on the version.
+        """Return `spec` with its version's defaults.
 
         Raises the errors that `CreateTrainingJob` lists for a program.
         """
@@ -78,7 +78,10 @@ class ProgramCheck:
 
 
 def check_requirements(bundle: BundleRecord, installed: Callable[[str], str | None], field: str = BUNDLE_FIELD) -> None:
-    """Raise `InvalidArgument` naming each requirement that this image does not meet, and the installed version."""
+    """Raise `InvalidArgument` for unmet requirements.
+
+    The error names each requirement that this image does not meet, and the installed version.
+    """
     problems = unmet(bundle.requirements, installed)
     if problems:
         remedy = "install it in the image of the services and of Ray's nodes, or change the bundle's requirements"
@@ -93,9 +96,9 @@ def installed_version(name: str) -> str | None:
 
 
 def check_module(bundle: BundleRecord, field: str, entry: str) -> None:
-    """Raise `InvalidArgument` on `field` for a module that the bundle does not have.
+    """Raise `InvalidArgument` for a missing module.
 
-    This check precedes the start of a process.
+    The error is on `field`; the bundle does not have the module. This check precedes the start of a process.
     """
     top = entry.partition(":")[0].partition(".")[0]
     if top not in bundle.modules:
@@ -115,7 +118,9 @@ class OwnModelCheck:
         self._programs = programs
 
     def checked(self, spec: TrainingSpec) -> TrainingSpec:
-        """Return `spec` with everything that follows from the version and from the model's code.
+        """Return `spec` completed by version and model.
+
+        It has everything that follows from the version and from the model's code.
 
         Raises the errors that `CreateTrainingJob` lists for a specification, except for the scaling of its initial
         checkpoint.
@@ -153,7 +158,10 @@ class OwnModelCheck:
         return spec
 
     def _check_installed(self, spec: TrainingSpec) -> None:
-        """Check the loss and the training step that the specification names, unless they are the model's own."""
+        """Check the named loss and training step.
+
+        The model's own are not checked here.
+        """
         from train_service.learning.learner import build_training_step
 
         build_training_step(spec.training_step)
@@ -192,15 +200,17 @@ class EntryCheck:
         self._good: dict[tuple[str, str, str], dict[str, Any]] = {}
 
     def check(self, sha256: str, entry: str) -> None:
-        """Raise `InvalidArgument` on `spec.program.entry` for an entry that cannot be called.
+        """Raise `InvalidArgument` for an entry without a call.
 
-        The error names the user's file and line if there is one. Raises `ResourceExhausted` if other checks take too
-        long.
+        The error is on `spec.program.entry`: the entry cannot be called. The error names the user's file and line if
+        there is one. Raises `ResourceExhausted` if other checks take too long.
         """
         self._checked(sha256, entry, None, ENTRY_FIELD)
 
     def inspect_model(self, sha256: str, entry: str, asked: dict[str, Any]) -> dict[str, Any]:
-        """Return what `own_model_child` finds out about the model that the entry makes; `asked` is its question.
+        """Return the facts of an entry's model.
+
+        `own_model_child` finds them; `asked` is its question.
 
         Raises `InvalidArgument` on the field of `spec` that does not work, and `ResourceExhausted` as `check` does.
         """
@@ -265,8 +275,10 @@ PASSED_ON = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH")
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits for all processes of one check together, except `file_bytes` and `open_files`, which hold for each
-    process."""
+    """Limits of one check.
+
+    They hold for all its processes together, except `file_bytes` and `open_files`, which hold for each process.
+    """
 
     memory_bytes: int = 4 * 1024**3
     cpu_s: float = 60.0
@@ -277,7 +289,9 @@ class Limits:
 
 
 def ask_in_child(question: Mapping[str, Any], work: Path, limits: Limits, *, namespaces: bool = True) -> dict[str, Any]:
-    """Return the answer to `question`; its `problem` is empty if nothing is wrong.
+    """Return the guarded child's answer to `question`.
+
+    Its `problem` is empty if nothing is wrong.
 
     `work` is the child's folder. `namespaces` means that the child gets namespaces of its own if the kernel grants
     them. See `entry_child` for the question.
@@ -354,14 +368,19 @@ class Header:
 
 
 class BundleIntake:
-    """Uploads of code bundles, refused if `own_code` does not let callers' code run."""
+    """Uploads of code bundles.
+
+    They are refused if `own_code` does not let callers' code run.
+    """
 
     def __init__(self, bundles: CodeBundles, own_code: OwnCode | None = None) -> None:
         self.bundles = bundles
         self._own_code = own_code or OwnCode()
 
     async def receive(self, parts: AsyncIterator[Header | bytes]) -> BundleRecord:
-        """Receive and store a bundle, with one chunk in memory at a time.
+        """Receive and store a bundle.
+
+        One chunk is in memory at a time.
 
         Raises the errors that `CreateCodeBundle` lists. After any error, and if the caller disconnects, no bundle is
         created and the spooled file is removed.

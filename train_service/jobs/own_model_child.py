@@ -1,4 +1,6 @@
-"""The facts of a user's own model, found in the child process that imported its module; see `entry_child`.
+"""The facts of a user's own model.
+
+The child process that imported its module finds them; see `entry_child`.
 
 The model is built on torch's meta device, where its size costs nothing. Code that makes other tensors itself, for
 example from NumPy, fails there. Such a model is built on the CPU, within the child's limits.
@@ -35,7 +37,9 @@ SOME_STEPS = 100
 
 
 def inspect_model(asked: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Return `problem` with the wrong `field`, or an empty `problem` with the `facts` of `OwnModelFacts`.
+    """Return the problem or the facts of a model.
+
+    The answer has `problem` with the wrong `field`, or an empty `problem` with the `facts` of `OwnModelFacts`.
 
     `asked` has the plain form of the specification as `spec`, the `row_shape` of one row of the model's input, the
     run's `total_steps`, and `initial`: the shapes of an initial checkpoint's tensors by name, or None.
@@ -54,14 +58,20 @@ def inspect_model(asked: dict[str, Any], folder: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Trial:
-    """A model that was built and called, on the meta device or the CPU."""
+    """A model that was built and called.
+
+    This happened on the meta device or the CPU.
+    """
 
     model: nn.Module
     facts: OwnModelFacts
 
 
 def _tried(spec: TrainingSpec, row_shape: tuple[int, ...]) -> _Trial:
-    """Try the model on the first device where it works; raise the error of the last device."""
+    """Try the model on the first device that works.
+
+    If none works, the error of the last device is raised.
+    """
     for device in DEVICES:
         try:
             return _tried_on(device, spec, row_shape)
@@ -136,7 +146,10 @@ def _facts_of_step(model: nn.Module, spec: TrainingSpec, row_shape: tuple[int, .
 
 
 def _width(model: nn.Module, row_shape: tuple[int, ...]) -> int:
-    """Return the width of the output if it is (rows, width) for such rows, else 0."""
+    """Return the width of the model's output.
+
+    It is 0 if the output is not (rows, width) for such rows.
+    """
     model.eval()
     try:
         with torch.no_grad():
@@ -184,7 +197,10 @@ def _names(spec: TrainingSpec, given: Any) -> tuple[str, ...]:
 
 
 def _check(spec: TrainingSpec, trial: _Trial, asked: dict[str, Any]) -> None:
-    """Check what depends on more than the model itself; `spec` is settled."""
+    """Check what depends on more than the model.
+
+    `spec` is settled.
+    """
     shapes = {name: tuple(one.shape) for name, one in trial.model.named_parameters()}
     if spec.optimizer.name != OWN:
         check_optimizer(spec.optimizer, shapes.values(), asked["total_steps"])

@@ -1,4 +1,6 @@
-"""Records of a run: the rows that it consumed, its metrics, its logs, and its checkpoints.
+"""Records of a run.
+
+They are the rows that it consumed, its metrics, its logs, and its checkpoints.
 
 Clients download a checkpoint file by file. Retention does not delete it while it is read.
 """
@@ -139,7 +141,10 @@ class RunRecords:
     def _count_shard(
         self, name: str, spec: TrainingSpec, shard: str, epoch: int, entry: CheckpointEntry | None
     ) -> Coverage:
-        """Count the rows by the positions that a program's checkpoint names."""
+        """Count the rows by a checkpoint's positions.
+
+        The checkpoint is a program's.
+        """
         saved = None
         if entry is not None:
             saved = load_program_checkpoint(self._store, entry.folder, entry.manifest_sha256).positions.get(shard)
@@ -176,13 +181,18 @@ class RunRecords:
         )
 
     def metrics(self, name: str, after_step: int, page_size: int, page_token: str) -> tuple[list[MetricPoint], str]:
-        """Return a page of points after `after_step`, and the token of the next page."""
+        """Return a page of points after `after_step`.
+
+        The second value is the token of the next page.
+        """
         names.parse("name", name, PATTERN)
         self._jobs.get(name, name)
         return metrics_page(self._store, name, after_step, page_size, page_token)
 
     def logs(self, name: str, attempt: int, rank: int | None, follow: bool) -> LogReader:
-        """Return a reader of an attempt's log, on one rank or on all; attempt 0 is the newest.
+        """Return a reader of an attempt's log.
+
+        It reads one rank or all. Attempt 0 is the newest.
 
         Raises `NotFound` if there is no log and, with `follow`, none will be written.
         """
@@ -194,8 +204,9 @@ class RunRecords:
         return find_logs(self._store, self._jobs, name, attempt, rank, follow)
 
     def _train_split(self, job: JobRecord, spec: TrainingSpec) -> Split:
-        """Return the training split as the job's record has it, because the version may have been deleted since the
-        run.
+        """Return the training split of the job.
+
+        It comes from the job's record, because the version may have been deleted since the run.
 
         Jobs of earlier releases have no such record; for them the version is read.
         """
@@ -264,7 +275,7 @@ class CheckpointListing:
 
 @dataclass(frozen=True)
 class FileBegin:
-    """Announces that the next bytes are those of `file` from `offset` on."""
+    """Announces the next bytes: `file` from `offset` on."""
 
     file: CheckpointFile
     offset: int
@@ -281,7 +292,9 @@ class CheckpointReader:
         self._clock = clock
 
     def read(self, name: str, manifest_sha256: str, path: str, offset: int) -> Generator[Part, None, None]:
-        """Yield the listing, then each file from the one at `path` on, and the first of these from `offset` on.
+        """Yield the listing, then each file.
+
+        Files begin with the one at `path`, and its bytes with `offset`.
 
         An empty `path` means the first file. Holds `PIECE_BYTES` in memory. Raises the errors that `GetCheckpoint`
         lists; errors of the request are raised before the first part. While the generator is open, and for ten minutes
@@ -329,7 +342,10 @@ class CheckpointReader:
         )
 
     def _mark(self, entry: CheckpointEntry, uid: str) -> bool:
-        """Mark the checkpoint as in use; return whether the registry still names it."""
+        """Mark the checkpoint as in use.
+
+        Returns whether the registry still names it.
+        """
         try:
             return keep(self._store, entry.name, entry.folder, KIND, uid, f"downloads/{uid}", ends_in=NEVER)
         except ResourceExhausted as error:  # an operator who frees a full store may want its checkpoints first

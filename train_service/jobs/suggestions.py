@@ -1,4 +1,7 @@
-"""Suggested specifications for a version in the store, from its schema and statistics by the domain's rules."""
+"""Suggested specifications for a version in the store.
+
+They follow from its schema and statistics by the domain's rules.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +98,10 @@ def _facts(column: Column, given: ColumnType, statistics: Sequence[Json], train_
 
 
 def _values(statistics: Sequence[Json]) -> tuple[Any, ...] | None:
-    """Return all distinct values over all splits; None if a split's statistics lack some of its values."""
+    """Return all distinct values over all splits.
+
+    The result is None if a split's statistics lack some of its values.
+    """
     found: set[Any] = set()
     for one in statistics:
         values = one.get("values", ())
@@ -119,9 +125,9 @@ def _kind(arrow_type: pa.DataType) -> str:
 
 
 def _shape_made(version: DatasetVersion, given: Json, column: str, custom_allowed: Collection[str]) -> tuple[int, ...]:
-    """Return the shape of a row of `column` after the given transform.
+    """Return the shape of a transformed row.
 
-    Raises `InvalidArgument` unless it is a tensor of a fixed shape.
+    The given transform is applied to `column`. Raises `InvalidArgument` unless it is a tensor of a fixed shape.
     """
     message = json_format.ParseDict(given.get("transform", {}), transform_pb2.Transform())
     pipeline = Pipeline.from_proto(message, column, FIELD, custom_allowed)

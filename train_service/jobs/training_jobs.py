@@ -115,7 +115,9 @@ class TrainingJobs:
             return self._view(first or self.make(job, spec))
 
     def run_here(self, job_id: str, spec: TrainingSpec, runner: str, device: str) -> JobRecord:
-        """Return the job with a new attempt that the caller must run, as the job's `runner`.
+        """Begin an attempt that the caller must run.
+
+        Returns the job with that attempt; the caller is its `runner`.
 
         The job is created if there is none of that name. A job that SUCCEEDED is returned as it is. The new attempt
         supersedes an attempt that is still at work. `device` is the device of the attempt, GPU or CPU.
@@ -172,7 +174,10 @@ class TrainingJobs:
             known_builders()
 
     def suggest(self, version: str, given: Mapping[str, Any], custom_allowed: Collection[str]) -> Suggestion:
-        """Return a suggested specification for a dataset version; see `suggest_spec`."""
+        """Return a suggested specification for a dataset version.
+
+        See `suggest_spec`.
+        """
         return suggest_spec(self._store, version, given, custom_allowed)
 
     def get(self, name: str) -> JobView:
@@ -180,7 +185,7 @@ class TrainingJobs:
         return self._view(self._jobs.get(name, name))
 
     def since(self, name: str, seen: JobRecord) -> list[JobView]:
-        """Return the job in each of its states after `seen`, oldest first.
+        """Return the job's states after `seen`, oldest first.
 
         If there is none, the list has `seen` alone. The last view shows the job as it is now. All views have the
         present progress and checkpoints. Raises `NotFound`.
@@ -198,7 +203,9 @@ class TrainingJobs:
         return [self._view(job) for job in found if job], token
 
     def cluster_use(self) -> tuple[ClusterUse, dict[str, str], float]:
-        """Return who uses the Ray cluster, the jobs' names by their attempts' actors, and the time of the observation.
+        """Return who uses the Ray cluster.
+
+        The second value maps the attempts' actors to their jobs' names, the third is the time of the observation.
 
         Reads the live jobs of those kinds that hold resources.
         """
@@ -216,7 +223,7 @@ class TrainingJobs:
         return self._view(self._jobs.cancel(name, name, etag))
 
     def delete(self, name: str, etag: str) -> JobView:
-        """Start the deletion of a job and return it in DELETING.
+        """Start a deletion and return the DELETING job.
 
         The deletion finishes in the background. Raises the errors that the RPC's comment lists.
         """
@@ -267,7 +274,10 @@ class TrainingJobs:
         return list(itertools.islice(EventLog(self._store, name).after(after_sequence), EVENTS_AT_ONCE))
 
     def check_sequence(self, name: str, after_sequence: int) -> None:
-        """Raise `OutOfRange` for a sequence number that no event has."""
+        """Raise `OutOfRange` for an unknown sequence number.
+
+        An event must have the number, or it is 0.
+        """
         last = EventLog(self._store, name).last_sequence()
         if not 0 <= after_sequence <= last:
             wrong = "must be 0 or more" if after_sequence < 0 else f"is beyond the last event, {last}"
@@ -288,7 +298,7 @@ class TrainingJobs:
         return replace(spec, initial_checkpoint="") if has_own else spec
 
     def checked(self, spec: TrainingSpec) -> TrainingSpec:
-        """Return `spec` with the defaults that depend on the version.
+        """Return `spec` with its version's defaults.
 
         Raises the errors that `CreateTrainingJob` lists for a specification.
         """
@@ -302,9 +312,9 @@ class TrainingJobs:
         return self._with_initial_checkpoint(spec)
 
     def check_outputs(self, spec: TrainingSpec, model_input: TensorSpec) -> None:
-        """Check that the model accepts rows of `model_input` and produces the outputs of its task.
+        """Check the outputs of the model.
 
-        Raises as `create` does.
+        It must accept rows of `model_input` and produce the outputs of its task. Raises as `create` does.
         """
         with self._alone():
             check_outputs(spec, model_input)
@@ -326,7 +336,7 @@ class TrainingJobs:
             self._checking.release()
 
     def _with_initial_checkpoint(self, spec: TrainingSpec) -> TrainingSpec:
-        """Return `spec` with the name of the checkpoint that its initial checkpoint resolves to.
+        """Return `spec` with its initial checkpoint resolved.
 
         A name that ends in `final` resolves to a numbered checkpoint.
         """
@@ -340,7 +350,10 @@ class TrainingJobs:
         return replace(spec, initial_checkpoint=entry.name)
 
     def check_ever_fits(self, spec: TrainingSpec) -> None:
-        """Raise `FailedPrecondition` for more workers than the cluster can ever hold."""
+        """Raise `FailedPrecondition` for workers that never fit.
+
+        There are more of them than the cluster can ever hold.
+        """
         check_ever_fits(spec, self._clusters, self._cluster_max)
 
     def make(self, job: JobRecord, spec: TrainingSpec) -> JobRecord:
@@ -379,9 +392,10 @@ class TrainingJobs:
 
 
 def _with_lanes_of(job: JobRecord, spec: TrainingSpec) -> TrainingSpec:
-    """Return `spec` with the lanes of `job` if `spec` has the default and the job has `MIN_LANES`.
+    """Return `spec` with the lanes of `job`.
 
-    Jobs of earlier releases always had `MIN_LANES`; this keeps their order of rows.
+    `spec` must have the default, and the job `MIN_LANES`. Jobs of earlier releases always had `MIN_LANES`; this keeps
+    their order of rows.
     """
     begun: int = job.spec["training"]["lanes"]
     is_default = spec.lanes == default_lanes(spec.num_workers)
@@ -389,9 +403,9 @@ def _with_lanes_of(job: JobRecord, spec: TrainingSpec) -> TrainingSpec:
 
 
 def _may_mean(given: str, settled: str) -> bool:
-    """Return whether `given` may have resolved to the checkpoint `settled`.
+    """Return whether `given` may have meant `settled`.
 
-    A job's `final` checkpoint is not always the same one.
+    Both name checkpoints. A job's `final` checkpoint is not always the same one.
     """
     job, is_final, _ = given.partition("/checkpoints/final")
     return given == settled or (bool(is_final) and settled.startswith(f"{job}/checkpoints/"))

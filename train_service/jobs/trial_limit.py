@@ -1,4 +1,6 @@
-"""A limit on the time for building and trying a model on torch's meta device, where its size costs nothing.
+"""A limit on building and trying a model.
+
+The model is on torch's meta device, where its size costs nothing, so the limit is on time.
 
 Only the builder knows how many layers it makes of its arguments. But each layer is made by calls of torch, so the limit
 counts these calls. It stops a builder that requests too many layers at its next call, whatever its arguments are named.
@@ -25,11 +27,16 @@ class TooLarge(Exception):
 
 
 class OutOfTime(Exception):
-    """The model was not built in time, perhaps because the machine is busy."""
+    """The model was not built in time.
+
+    The machine may be busy.
+    """
 
 
 class TrialLimit(TorchFunctionMode):
-    """A context in which calls of torch by this thread are limited.
+    """A context in which calls of torch are limited.
+
+    Only calls by this thread count.
 
     A call raises `TooLarge` after too many calls, and `OutOfTime` if there was no time for them. Builders may catch the
     error, so `out_of_time` records it, too.

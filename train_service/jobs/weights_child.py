@@ -1,4 +1,6 @@
-"""Reading files of weights that a client sent, fitting them to a model, and writing them as that model's own.
+"""Reading and fitting files of sent weights.
+
+The files are fitted to a model and written as that model's own.
 
 This runs in the process that `entry_child` guards: an error or an exhausted limit ends only that process. Files are
 read as data. For torch's files, `weights_only` accepts tensors and plain values, and refuses everything that names
@@ -43,7 +45,10 @@ WIDENED = (torch.float16, torch.bfloat16)
 
 
 class Unreadable(Exception):
-    """The files cannot be read; the text says why, and the remedy."""
+    """The files cannot be read.
+
+    The text says why, and the remedy.
+    """
 
 
 @dataclass(frozen=True)
@@ -78,10 +83,11 @@ class Report:
 
 
 def read_weights(asked: Mapping[str, Any]) -> str:
-    """Fit the files in the folder `files` to `model`; return what is wrong with them, or an empty string.
+    """Fit the files in `files` to `model`.
 
-    If the files can be read, writes `report`. If no tensor is missing without permission, unexpected, or of another
-    shape, also writes `output`, a safetensors file of all the model's tensors.
+    Returns what is wrong with them, or an empty string. If the files can be read, writes `report`. If no tensor is
+    missing without permission, unexpected, or of another shape, also writes `output`, a safetensors file of all the
+    model's tensors.
     """
     torch.set_num_threads(1)
     try:
@@ -120,7 +126,10 @@ def _read(asked: Mapping[str, Any]) -> str:
 
 
 def _model(config: Mapping[str, Any], *, on: str) -> tuple[dict[str, torch.Tensor], dict[str, list[str]]]:
-    """Return the model's tensors by name and, for each name, the other names of the same tensor."""
+    """Return the model's tensors by name.
+
+    The second value lists, for each name, the other names of the same tensor.
+    """
     torch.manual_seed(0)
     with torch.device(on):
         state = build_model(ModelSpec.from_config(config), "spec.model").state_dict(keep_vars=True)
@@ -134,7 +143,10 @@ def _model(config: Mapping[str, Any], *, on: str) -> tuple[dict[str, torch.Tenso
 def _fit(
     model: Mapping[str, torch.Tensor], renamed: Mapping[str, tuple[str, Source]], report: Report
 ) -> dict[str, str]:
-    """Return the names in the file of the model's tensors that fit, by their names in the model."""
+    """Return the file's names of the fitting tensors.
+
+    The keys are their names in the model.
+    """
     taken = {}
     for target, (name, source) in renamed.items():
         wanted = model.get(target)
@@ -154,7 +166,10 @@ def _fit(
 
 
 def _holds(wanted: torch.dtype, given: torch.dtype) -> bool:
-    """Return whether the wanted type can hold every number of the given type exactly."""
+    """Return whether one type holds another exactly.
+
+    `wanted` must represent every number of `given`.
+    """
     return given == wanted or (wanted == torch.float32 and given in WIDENED)
 
 
@@ -168,7 +183,10 @@ def _find_non_finite(taken: Mapping[str, str], found: Mapping[str, Source], repo
 
 
 def _renamed(found: Mapping[str, Source], names: Mapping[str, Any], report: Report) -> dict[str, tuple[str, Source]]:
-    """Return the name in the file and the tensor, by the name in the model."""
+    """Return the file's tensors by the model's names.
+
+    Each comes with its name in the file.
+    """
     drop = _patterns("names.drop", names["drop"])
     renames = [_rename(place, one) for place, one in enumerate(names["renames"])]
     renamed: dict[str, tuple[str, Source]] = {}
@@ -272,7 +290,10 @@ def _of_safetensors(name: str, path: Path) -> dict[str, Source]:
 
 
 def _check_header(name: str, path: Path) -> None:
-    """Check the header for faults that the library reports less plainly or accepts, such as repeated names."""
+    """Check the header of a safetensors file.
+
+    The check finds faults that the library reports less plainly or accepts, such as repeated names.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
@@ -363,7 +384,10 @@ def _write(
     sources: Mapping[str, Source],
     fresh: Mapping[str, torch.Tensor],
 ) -> None:
-    """Write a safetensors file of the model's tensors, one after the other; only one is in memory at a time."""
+    """Write a safetensors file of the model's tensors.
+
+    The tensors are written one after the other, and only one is in memory at a time.
+    """
     # Wide elements come first, so that each tensor is aligned. Sorting by name makes the order reproducible.
     ordered = sorted(model, key=lambda name: (-model[name].element_size(), name))
     header: dict[str, Any] = {}

@@ -1,1 +1,4 @@
-"""Sweeps: a sweep is a durable job in which Ray Tune schedules trials, each a training job with its own logs."""
+"""Sweeps: searches in which Ray Tune schedules trials.
+
+A sweep is a durable job, and each trial a training job with its own logs.
+"""

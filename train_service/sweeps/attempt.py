@@ -1,4 +1,6 @@
-"""The attempt at a sweep: Ray Tune decides which trials run and which stop early; the attempt applies it to their jobs.
+"""The attempt at a sweep.
+
+Ray Tune decides which trials run and which stop early, and the attempt applies these decisions to their jobs.
 
 Tune sees only the trials' numbers; the sweep's specification gives them meaning. Tune's own state is discarded: the
 attempt after a lost one finds the existing jobs, and replays their reports to Tune. The jobs continue meanwhile.
@@ -37,9 +39,9 @@ MEMORY_OF_FOLLOWER = 1
 
 
 def run(context: AttemptContext) -> dict[str, Any]:
-    """Run an attempt; the entry function of a durable job of kind `sweep`.
+    """Run an attempt at a sweep.
 
-    Returns the best trial and its checkpoint.
+    This is the entry function of a durable job of kind `sweep`. Returns the best trial and its checkpoint.
     """
     trials = Trials(context.store, context.job)
     try:
@@ -53,7 +55,10 @@ def run(context: AttemptContext) -> dict[str, Any]:
 
 
 def _search(context: AttemptContext, trials: Trials) -> None:
-    """Run Tune until it is done with every trial; jobs may still be ending."""
+    """Run Tune until every trial is done.
+
+    Jobs may still be ending.
+    """
     # Tune reads these when it starts. They turn off its result files, which are not needed.
     os.environ["TUNE_DISABLE_AUTO_CALLBACK_LOGGERS"] = "1"
     os.environ["TUNE_DISABLE_STRICT_METRIC_CHECKING"] = "1"
@@ -114,7 +119,9 @@ def _search(context: AttemptContext, trials: Trials) -> None:
 
 @contextmanager
 def _kept_out(module: str) -> Iterator[None]:
-    """Prevent the import of a module in the body, unless it is already imported.
+    """Prevent the import of a module in the body.
+
+    A module that is already imported stays.
 
     Tune imports each library that its users may log to, only to count them. The import of wandb takes a second and
     parses source. In Python 3.11 that fails if another thread parses at the same time, for example to show a traceback:
@@ -159,7 +166,10 @@ def _all_over(trials: Trials) -> bool:
 
 
 def _end(context: AttemptContext, trials: Trials) -> None:
-    """Cancel the trials if a client cancelled the sweep or it failed; leave a later attempt's trials alone."""
+    """Cancel the trials of a cancelled or failed sweep.
+
+    A later attempt's trials are left alone.
+    """
     newest = retry_on_outage(context.newest, "the sweep's state")
     ends = (JobState.CANCELLING, JobState.CANCELLED, JobState.FAILED)
     if newest.state not in ends:
@@ -171,7 +181,10 @@ def _end(context: AttemptContext, trials: Trials) -> None:
 
 
 def _result(trials: Trials) -> dict[str, Any]:
-    """Return the result; raise `FailedPrecondition` if no trial ended well."""
+    """Return the best trial and its checkpoint.
+
+    Raises `FailedPrecondition` if no trial ended well.
+    """
     read = retry_on_outage(trials.read, "the trials")
     best = best_of(trials.spec, read)
     if best is None or best.best is None or not any(trial.ended_well for trial in read):

@@ -1,5 +1,6 @@
-"""The function that Ray Tune runs for a trial: it reads the events of the trial's training job and reports values to
-Tune.
+"""The function that Ray Tune runs for a trial.
+
+It reads the events of the trial's training job and reports values to Tune.
 
 It writes nothing. Each running trial has a process of its own for it, so this module imports neither torch nor Parquet
 readers.
@@ -32,7 +33,9 @@ TRIAL, EPOCHS, VALUE = "trial", "epochs", "value"
 
 @dataclass(frozen=True)
 class Followed:
-    """The job that a trial follows, identified by `name` and `uid`, and the metric to report.
+    """The job that a trial follows.
+
+    `name` and `uid` identify it, and `metric` is reported.
 
     The job may not exist yet. `by_reports` means that it runs a program, whose reports with a checkpoint count instead
     of validated epochs.
@@ -47,7 +50,9 @@ class Followed:
 
 
 def follow(trial: Followed, report: Callable[[int, float], None]) -> None:
-    """Call `report` with (finished epochs, value) once for each validated epoch, until the job is over.
+    """Report a job's epochs to Tune.
+
+    Calls `report` with (finished epochs, value) once for each validated epoch, until the job is over.
 
     For a program call it with (report, value) for each report that has the metric. Epochs that the job finished earlier
     are reported at once.

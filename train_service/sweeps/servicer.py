@@ -1,4 +1,7 @@
-"""The sweep RPCs of `millrace.train.v1.TrainService`, and the conversion of their messages."""
+"""The sweep RPCs of the training service.
+
+They belong to `millrace.train.v1.TrainService`. The module converts their messages, too.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,10 @@ class SweepServicerPart(train_service_pb2_grpc.TrainServiceServicer):
         return await asyncio.to_thread(self._create, request, math.inf if timeout_s is None else timeout_s)
 
     def _create(self, request: Any, timeout_s: float) -> sweep_pb2.Sweep:
-        """Create the sweep, in a thread: a sweep may list many values, and other calls must be answered meanwhile."""
+        """Create the sweep, in a thread.
+
+        A sweep may list many values, and other calls must be answered meanwhile.
+        """
         spec = sweep_spec_from_proto(request.spec, self._allowed_in_sweeps)
         digest = body_digest(request)
         view = self._sweeps.create(request.sweep_id, spec, request.request_id, digest, request.validate_only, timeout_s)
@@ -120,7 +126,7 @@ def sweep_to_proto(view: SweepView) -> sweep_pb2.Sweep:
 
 
 def _ranked(base: TrainingSpec, spec: sweep_pb2.SweepSpec) -> TrainingSpec:
-    """Return `base` with the sweep's metric as the metric of its checkpoints."""
+    """Return `base` ranked by the sweep's metric."""
     policy = base.checkpoints
     metric = spec.metric or policy.best_metric
     if spec.order != _Order.ORDER_UNSPECIFIED:
@@ -213,7 +219,10 @@ def _counts(view: SweepView) -> sweep_pb2.TrialCounts:
 
 
 def _counted_as(trial: Trial, sweep: JobRecord) -> str:
-    """Return the name of the count that includes the trial; empty if only the total does."""
+    """Return the count that includes the trial.
+
+    The name is empty if only the total includes it.
+    """
     if trial.deleted:
         return ""
     if trial.job is None:

@@ -136,18 +136,24 @@ class Sweeps:
         return self._view(self._jobs.get(name, name))
 
     def page(self, page_size: int, page_token: str) -> tuple[list[SweepView], str]:
-        """Return a page of sweeps without their trials, whose logs are many."""
+        """Return a page of sweeps without their trials.
+
+        Reading trials means reading many logs.
+        """
         ids, token = paging.page(self._store.folders(COLLECTION), page_size, page_token)
         found = [self._jobs.find(f"{COLLECTION}/{one}") for one in ids]
         return [_alone(record) for record in found if record], token
 
     def cancel(self, name: str, etag: str) -> SweepView:
-        """Request the cancellation; the sweep's attempt ends the trials, or the reconciler if it has none."""
+        """Request the cancellation of a sweep.
+
+        The sweep's attempt ends the trials, or the reconciler if it has none.
+        """
         names.parse("name", name, PATTERN)
         return self._view(self._jobs.cancel(name, name, etag))
 
     def delete(self, name: str, etag: str) -> SweepView:
-        """Start the deletion of a sweep and return it in DELETING.
+        """Start a deletion and return the DELETING sweep.
 
         The deletion finishes in the background. Raises the errors that the RPC's comment lists.
         """
@@ -157,7 +163,7 @@ class Sweeps:
         return view
 
     def _checked(self, spec: SweepSpec, give_up_at: float) -> SweepSpec:
-        """Return `spec` with the defaults that depend on the version."""
+        """Return `spec` with its version's defaults."""
         sweep.check(spec)
         checked: list[TrainingSpec] = []
         most = MAX_CHECKED_WITH_OWN_MODEL if spec.base.model.is_own else MAX_CHECKED_WITH_MODEL
@@ -198,7 +204,10 @@ class Sweeps:
             raise sweep.renamed(error, {}) from None
 
     def _check_free(self, record: JobRecord) -> None:
-        """Raise `AlreadyExists` if the sweep exists, or a training job with the name of a trial."""
+        """Raise `AlreadyExists` if a name is taken.
+
+        A sweep of that name may exist, or a training job with the name of a trial.
+        """
         if self._jobs.find(record.name):
             raise already_exists(record.name)
         trials = Trials(self._store, record)
@@ -226,7 +235,10 @@ class Sweeps:
 
 
 def _alone(record: JobRecord) -> SweepView:
-    """Return the view without trials; the best ones are those recorded when the sweep ended."""
+    """Return the view without trials.
+
+    The best ones are those recorded when the sweep ended.
+    """
     best = (record.result.get("best_training_job", ""), record.result.get("best_checkpoint", ""))
     return SweepView(record, SweepSpec.from_config(record.spec["sweep"]), None, *best)
 
@@ -246,7 +258,9 @@ class SweepDeletions:
         self._clock = clock
 
     def begin(self, name: str, etag: str = "") -> JobRecord:
-        """Start a deletion: move the sweep to DELETING for good. `finish` then deletes it with its trials.
+        """Start a deletion.
+
+        The sweep moves to DELETING for good. `finish` then deletes it with its trials.
 
         Raises `NotFound`, and `Conflict` if `etag` is given and not the present one. Raises `FailedPrecondition` while
         the sweep or a trial is at work, or while a checkpoint of a trial is in use; the sweep then keeps its state.
@@ -260,7 +274,10 @@ class SweepDeletions:
         return self._condemn(self._jobs.transition(name, decide))
 
     def finish(self, name: str) -> None:
-        """Finish a deletion that was started; do nothing for a sweep that is not DELETING. Raises as `begin` does."""
+        """Finish a deletion that was started.
+
+        If the sweep is not DELETING, the function does nothing. Raises as `begin` does.
+        """
         sweep = self._jobs.find(name)
         if sweep is None or sweep.state is not JobState.DELETING:
             return
@@ -280,7 +297,10 @@ class SweepDeletions:
         logger.info("%s is deleted", name)
 
     def finish_soon(self, name: str) -> None:
-        """Run `finish` in a thread; if it fails, `finish_all` finishes the deletion later."""
+        """Run `finish` in a thread.
+
+        If it fails, `finish_all` finishes the deletion later.
+        """
         in_background(self.finish, name)
 
     def finish_all(self) -> None:
@@ -379,14 +399,17 @@ class Trials:
         return uuid.uuid5(uuid.UUID(self._sweep.uid), str(number)).hex
 
     def newest(self, number: int) -> JobRecord | None:
-        """Return the trial's job or its tombstone; None if it was never created.
+        """Return the trial's job or its tombstone.
 
-        A job of another owner with the same name does not count.
+        The result is None if the job was never created. A job of another owner with the same name does not count.
         """
         return self._jobs.newest_of(self.name(number), self.uid(number))
 
     def job(self, number: int) -> JobRecord | None:
-        """Return the trial's job; None if it was deleted or never created."""
+        """Return the trial's job.
+
+        The result is None if it was deleted or never created.
+        """
         job = self._jobs.find(self.name(number))
         return job if job is not None and job.uid == self.uid(number) else None
 
@@ -418,23 +441,29 @@ class Trials:
         return job is not None and _over(job)
 
     def any_at_work(self) -> bool:
-        """Return whether any trial that was created is not over."""
+        """Return whether any created trial is not over."""
         return any(self._each(self._is_at_work))
 
     def stop_early(self, number: int) -> None:
-        """Stop a trial for the scheduler; a trial that is over stays unchanged."""
+        """Stop a trial for the scheduler.
+
+        A trial that is over stays unchanged.
+        """
         if self._is_at_work(number):
             # Write the mark first, so that a reader of the cancelled job sees the cause.
             self._store.put(self._mark(number), b"{}")
             self._cancel(number)
 
     def stop_marked(self) -> None:
-        """Cancel the marked trials again: the process that wrote a mark may have died before it cancelled the job."""
+        """Cancel the marked trials again.
+
+        The process that wrote a mark may have died before it cancelled the job.
+        """
         for number in self.stopped():
             self._cancel(number)
 
     def stopped(self) -> set[int]:
-        """Return the numbers of the trials that the scheduler stopped."""
+        """Return the numbers of the trials stopped early."""
         keys = (info.key for info in self._store.list(f"{self._sweep.name}/stopped"))
         return {int(key.rpartition("/")[2]) for key in keys}
 
@@ -443,7 +472,10 @@ class Trials:
         self._each(self._cancel)
 
     def read(self) -> list[Trial]:
-        """Return the present state of all trials, in the order of their numbers."""
+        """Return the present state of all trials.
+
+        They are in the order of their numbers.
+        """
         stopped = self.stopped()
         return self._each(lambda number: self._read(number, number in stopped))
 
@@ -485,9 +517,9 @@ class Trials:
 
 
 def best_of(spec: SweepSpec, trials: Iterable[Trial]) -> Trial | None:
-    """Return the trial with the best checkpoint by the sweep's metric; None if no trial was measured.
+    """Return the trial with the best checkpoint.
 
-    Among equals the first wins.
+    The sweep's metric decides. The result is None if no trial was measured. Among equals the first wins.
     """
     ranking = spec.ranking
     sign = 1 if ranking.maximize else -1
@@ -496,7 +528,7 @@ def best_of(spec: SweepSpec, trials: Iterable[Trial]) -> Trial | None:
 
 
 def end_trials(store: ObjectStore, sweep: JobRecord) -> None:
-    """End the trials of a sweep that was cancelled or failed, for whatever reason."""
+    """End the trials of a cancelled or failed sweep."""
     # A sweep that succeeded waited for its trials. Do not cancel a trial that a client resumes later.
     if (sweep.deleted_from or sweep.state) is not JobState.SUCCEEDED:
         Trials(store, sweep).cancel()

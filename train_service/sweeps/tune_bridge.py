@@ -1,4 +1,7 @@
-"""The bridge between Ray Tune and the store: started trials become training jobs, and stopped trials are cancelled."""
+"""The bridge between Ray Tune and the store.
+
+Started trials become training jobs, and the jobs of stopped trials are cancelled.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,9 @@ FAILURE = "Failure # "
 
 
 class TuneBridge(Callback):
-    """A callback that records Tune's events and acts on them between two of Tune's steps.
+    """A callback that records Tune's events.
 
-    Errors raised there reach the caller of Tune.
+    It acts on them between two of Tune's steps. Errors raised there reach the caller of Tune.
     """
 
     def __init__(self, context: AttemptContext, trials: Trials) -> None:
@@ -56,7 +59,7 @@ class TuneBridge(Callback):
         self._context.raise_if_stopped()
 
     def on_step_end(self, iteration: int, trials: list[Any], **_: Any) -> None:
-        """Create the jobs of started trials, and stop those of ended ones.
+        """Create started trials' jobs, and stop ended trials.
 
         Raises `Unavailable` if a follower was lost more often than Tune restarts it; the next attempt follows all
         trials again.
@@ -78,7 +81,10 @@ class TuneBridge(Callback):
             raise Unavailable(f"processes that follow trials were lost: {told}", reason="FOLLOWER_LOST")
 
     def _log_failure(self, trial: Any, what: str) -> str:
-        """Log the trial's newest failure; return its last line, which is the error itself."""
+        """Log the trial's newest failure.
+
+        Returns its last line, which is the error itself.
+        """
         # Read the file that Tune's driver writes. `Trial.get_error` reads a copy in Tune's storage, which is updated
         # only at times.
         failure = Path(trial.error_file).read_text().rpartition(FAILURE)[2].strip()
@@ -86,9 +92,9 @@ class TuneBridge(Callback):
         return failure.splitlines()[-1].strip()
 
     def _epochs(self, number: int) -> int:
-        """Return the number of epochs after which a trial ends by itself.
+        """Return after how many epochs a trial ends.
 
-        A program's loop decides that, and the scheduler stops no trial after `max_t`.
+        It then ends by itself. A program's loop decides that, and the scheduler stops no trial after `max_t`.
         """
         spec = self._trials.spec
         if spec.base.program is not None:
