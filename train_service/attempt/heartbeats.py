@@ -34,10 +34,7 @@ Handler = Callable[[int, dict[str, Any], Reply], None]
 
 @dataclass
 class RankHeartbeat:
-    """The last heartbeat of one rank.
-
-    Times are those of this process's monotonic clock.
-    """
+    """The last heartbeat of one rank. Times are those of this process's monotonic clock."""
 
     rank: int
     pid: int
@@ -70,10 +67,7 @@ class RankHeartbeat:
 
 @dataclass
 class _Steps:
-    """Seconds per step, derived from heartbeats.
-
-    A rank reports its step once a second.
-    """
+    """Seconds per step, derived from heartbeats. A rank reports its step once a second."""
 
     step: int = 0
     at: float = 0.0
@@ -103,10 +97,7 @@ class _Steps:
 
 
 class HeartbeatServer:
-    """A server for the heartbeats of one attempt's ranks.
-
-    It listens on a port of this node. Use as a context.
-    """
+    """A server for the heartbeats of one attempt's ranks. It listens on a port of this node. Use as a context."""
 
     def __init__(self, host: str, handler: Handler | None = None) -> None:
         """Create the server.
@@ -156,17 +147,11 @@ class HeartbeatServer:
             return self._steps.first_s
 
     def ask_to_stop(self, reason: int) -> None:
-        """Ask the ranks to stop.
-
-        Rank 0 makes all of them stop after the same step.
-        """
+        """Ask the ranks to stop. Rank 0 makes all of them stop after the same step."""
         self._tell({"stop": reason})
 
     def stacks(self, timeout_s: float) -> dict[int, str]:
-        """Return the stacks of all threads, by rank.
-
-        Ranks that do not answer in time are left out.
-        """
+        """Return the stacks of all threads, by rank. Ranks that do not answer in time are left out."""
         for one in self.heard():
             one.stacks = ""
         self._tell({"dump": True})

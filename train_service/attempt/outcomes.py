@@ -57,10 +57,7 @@ OF_REASON = {"RANK_HUNG": HUNG, PREEMPTED: PREEMPTION, RESIZED: RESIZING, INSUFF
 
 
 def cause_of(error: MillraceError, state: JobState) -> str:
-    """Return the cause of an attempt's end.
-
-    It follows from the error and from the state that clients requested.
-    """
+    """Return the cause of an attempt's end. It follows from the error and from the state that clients requested."""
     if state is JobState.CANCELLING:
         return CANCELLED
     if state is JobState.SUSPENDING:
@@ -69,10 +66,7 @@ def cause_of(error: MillraceError, state: JobState) -> str:
 
 
 def told(context: AttemptContext, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the result of `work`, the attempt.
-
-    An error is reported as an event before it is raised again.
-    """
+    """Return the result of `work`, the attempt. An error is reported as an event before it is raised again."""
     try:
         return work()
     except MillraceError as error:
@@ -209,10 +203,7 @@ def _good(context: AttemptContext, last: CheckpointEntry) -> bool:
 
 
 def report_outcome(context: AttemptContext, cause: str, text: str, ranks: Sequence[int] = ()) -> None:
-    """Report the end of an attempt, once.
-
-    A second report changes nothing. The log of a later attempt is left alone.
-    """
+    """Report the end of an attempt, once. A second report changes nothing. The log of a later attempt is left alone."""
     _tell(context.store, context.job.name, context.attempt, cause, text, ranks)
 
 

@@ -165,10 +165,7 @@ def capacity_was_taken(error: BaseException | None) -> bool:
 
 
 def backend_of(placement: Placement, size: Size) -> str:
-    """Return nccl if each worker has its own GPU.
-
-    Otherwise return gloo. nccl refuses two ranks on one GPU.
-    """
+    """Return nccl if each worker has its own GPU. Otherwise return gloo. nccl refuses two ranks on one GPU."""
     return placement.backend or ("nccl" if size.bundle.get("GPU", 0.0) >= 1 else "gloo")
 
 
@@ -226,10 +223,7 @@ class Failure:
 
 
 def _own_error(raised: BaseException | None) -> MillraceError | None:
-    """Return the Millrace error in the chain of causes.
-
-    Ray wraps the errors that workers raise.
-    """
+    """Return the Millrace error in the chain of causes. Ray wraps the errors that workers raise."""
     while raised is not None:
         if isinstance(raised, MillraceError):
             return raised

@@ -268,10 +268,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _names_tune(code: Path) -> bool:
-    """Return whether a bundle may use Ray Tune.
-
-    Any of its modules may; the import of Ray Tune takes seconds.
-    """
+    """Return whether a bundle may use Ray Tune. Any of its modules may; the import of Ray Tune takes seconds."""
     return any(b"tune" in module.read_bytes() for module in code.rglob("*.py"))
 
 
@@ -281,10 +278,7 @@ def _run_given(given: str) -> tuple[ProgramConfig, Size | None]:
 
 
 def _made(datasets: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the datasets of a script.
-
-    A dataset that the script gives as a function is created here.
-    """
+    """Return the datasets of a script. A dataset that the script gives as a function is created here."""
     return {name: one() if callable(one) else one for name, one in datasets.items()}
 
 
@@ -301,10 +295,7 @@ def _run(path: Path) -> None:
 
 
 def _raised(channel: Channel, error: BaseException, code: Path) -> None:
-    """Report the error to the attempt.
-
-    The attempt then ends this process.
-    """
+    """Report the error to the attempt. The attempt then ends this process."""
     where = line_of(error, code)
     if isinstance(error, MillraceError):
         record = error

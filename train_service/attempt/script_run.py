@@ -316,10 +316,7 @@ class ScriptRun:
         return fit, spec
 
     def _sweep(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the trials of a script's finished sweep.
-
-        The sweep stands for the script's `Tuner`.
-        """
+        """Return the trials of a script's finished sweep. The sweep stands for the script's `Tuner`."""
         self._sweeps += 1
         self._met.add(0)
         sweep = ScriptSweep(self._context, self._spec, self._program, self._sweeps)
@@ -334,10 +331,7 @@ class ScriptRun:
         return ended
 
     def _begin(self, size: Size | None, number: int, reports_before: int) -> dict[str, Any]:
-        """Return the configuration for the run.
-
-        If `size` is None, the script's process itself trains.
-        """
+        """Return the configuration for the run. If `size` is None, the script's process itself trains."""
         before = number in self._begun_before if self._program.is_script else began_before(self._context.job)
         at_work = program_at_work(
             self._context, self._fit_spec, self._program, size, number, reports_before, began_before=before
@@ -428,10 +422,7 @@ class ScriptRun:
         return CheckpointRegistry(self._store, self._context.job.name).entries()
 
     def _folder_of(self, name: str) -> str:
-        """Return the folder of a checkpoint on this node.
-
-        Its files are verified.
-        """
+        """Return the folder of a checkpoint on this node. Its files are verified."""
         job = name.partition("/checkpoints/")[0]
         if job not in self._readable:
             what = f"{job} is neither this job nor a trial of its sweeps"
@@ -460,10 +451,7 @@ class ScriptRun:
 
 
 class _Refused(Exception):
-    """A refused question.
-
-    The script gets `error` and may continue.
-    """
+    """A refused question. The script gets `error` and may continue."""
 
     def __init__(self, error: MillraceError) -> None:
         super().__init__(error.message)
@@ -491,10 +479,7 @@ DEFAULT_CONCURRENT = 4
 
 
 class ScriptSweep:
-    """The sweep that a script's `Tuner` becomes.
-
-    `number` counts the script's sweeps from 1.
-    """
+    """The sweep that a script's `Tuner` becomes. `number` counts the script's sweeps from 1."""
 
     def __init__(self, context: AttemptContext, spec: TrainingSpec, program: Program, number: int) -> None:
         self._context = context
@@ -510,10 +495,7 @@ class ScriptSweep:
     def spec_of(
         self, constants: Mapping[str, Any], domains: Mapping[str, Any], settings: Mapping[str, Any]
     ) -> SweepSpec:
-        """Return the specification of the sweep.
-
-        Raises `InvalidArgument` if it is not valid.
-        """
+        """Return the specification of the sweep. Raises `InvalidArgument` if it is not valid."""
         asha = settings["asha"]
         policy = replace(self._spec.checkpoints, best_metric=settings["metric"], maximize=bool(settings["maximize"]))
         program = replace(self._program, config_json=json.dumps(dict(constants)))

@@ -219,10 +219,7 @@ class Supervision:
         self._give_up(self.cause)
 
     def _line(self, stacks: str) -> str:
-        """Return a rank's line in the program's own code.
-
-        Its stacks show the line.
-        """
+        """Return a rank's line in the program's own code. Its stacks show the line."""
         program = self._spec.program
         line = line_in_bundle(stacks, program.code_bundle.rpartition("/")[2]) if program else ""
         return f" ({line})" if line else ""
@@ -280,10 +277,7 @@ class Supervision:
         return self._workers < self._spec.num_workers or self._waits_for_gpus(own)
 
     def _waits_for_gpus(self, own: Size) -> bool:
-        """Return whether the run waits for its GPUs.
-
-        It then runs on CPUs until the GPUs are back.
-        """
+        """Return whether the run waits for its GPUs. It then runs on CPUs until the GPUs are back."""
         return own.device == CPU and self._context.job.choices.get(RUN_DEVICE) == GPU
 
     def _check_capacity(self, own: Size, ranks: list[RankHeartbeat]) -> None:
@@ -325,10 +319,7 @@ class Supervision:
         return size if size.workers > own.workers and self._is_faster(size.workers) else None
 
     def _keep_warm(self, ranks: list[RankHeartbeat]) -> None:
-        """Start warm processes for the next attempt.
-
-        They start on the nodes of this attempt's workers.
-        """
+        """Start warm processes for the next attempt. They start on the nodes of this attempt's workers."""
         now = time.monotonic()
         if not self._may_warm or len(ranks) < self._workers or not self._heartbeats.seconds_per_step:
             return
@@ -355,10 +346,7 @@ class Supervision:
         return self._left_s() > WORTH_A_RESTART_S
 
     def _left_s(self) -> float:
-        """Return the remaining seconds of the run.
-
-        0 means unknown.
-        """
+        """Return the remaining seconds of the run. 0 means unknown."""
         first = next((one for one in self._heartbeats.at_work() if one.rank == 0), None)
         seconds = self._heartbeats.seconds_per_step
         if first is None or not seconds or not first.total_steps:

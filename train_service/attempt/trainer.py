@@ -106,10 +106,7 @@ def _run(
 
 
 def _run_program(context: AttemptContext, spec: TrainingSpec, program: Program) -> dict[str, Any]:
-    """Run a user's own training function.
-
-    It replaces Millrace's loop.
-    """
+    """Run a user's own training function. It replaces Millrace's loop."""
     size = size_of_attempt(context, spec)
     with program_at_work(context, spec, program, size, began_before=began_before(context.job)) as run:
         try:
@@ -124,19 +121,13 @@ def _run_program(context: AttemptContext, spec: TrainingSpec, program: Program) 
 
 
 def began_before(job: JobRecord) -> bool:
-    """Return whether an earlier attempt began to train.
-
-    Attempts that found no capacity did not.
-    """
+    """Return whether an earlier attempt began to train. Attempts that found no capacity did not."""
     return job.attempts_made - job.waits > 1
 
 
 @dataclass(frozen=True)
 class ProgramAtWork:
-    """The attempt's objects while a program trains.
-
-    The ranks meet in the attempt's process at each report.
-    """
+    """The attempt's objects while a program trains. The ranks meet in the attempt's process at each report."""
 
     config: ProgramConfig
     coordinator: ReportCoordinator
@@ -144,10 +135,7 @@ class ProgramAtWork:
     supervision: Supervision
 
     def result(self, context: AttemptContext) -> dict[str, Any]:
-        """Return the result of a finished run.
-
-        See `program_result`.
-        """
+        """Return the result of a finished run. See `program_result`."""
         return program_result(context, self.coordinator, self.supervision.cause)
 
 

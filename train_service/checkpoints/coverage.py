@@ -69,10 +69,7 @@ class ConsumedRows:
         self._row_ids.append(row_ids)
 
     def take(self) -> Taken:
-        """Return the new records, and forget them.
-
-        They are the records since the last call.
-        """
+        """Return the new records, and forget them. They are the records since the last call."""
         steps = np.asarray(self._steps, np.int64).reshape(-1, 4)
         row_ids = np.concatenate([np.empty(0, np.int64), *self._row_ids])
         self._steps, self._row_ids = [], []
@@ -154,10 +151,7 @@ class CoverageChain:
         return self.parts
 
     def _add(self, chain: list[CoveragePart], table: pa.Table) -> None:
-        """Write `table`, merged with the last parts.
-
-        The merged part replaces those parts in `chain`.
-        """
+        """Write `table`, merged with the last parts. The merged part replaces those parts in `chain`."""
         first, end = _bounds(table)
         rows = table.num_rows
         while chain and chain[-1].row_count < 2 * rows and chain[-1].row_count + rows <= PART_ROWS:
@@ -236,10 +230,7 @@ def encode(table: pa.Table) -> bytes:
 
 
 def read_part(store: ObjectStore, part: CoveragePart) -> pa.Table:
-    """Return a part as a table of `SCHEMA`.
-
-    Raises `DataLoss` if the part is missing or does not match the manifest.
-    """
+    """Return a part as a table of `SCHEMA`. Raises `DataLoss` if the part is missing or does not match the manifest."""
     try:
         data = store.get(part.path)
     except ObjectMissing:
@@ -255,18 +246,12 @@ def read_part(store: ObjectStore, part: CoveragePart) -> pa.Table:
 
 
 def row_ids_of(table: pa.Table, epoch: int) -> Ints:
-    """Return the rows of `epoch` in the weights.
-
-    They are in the order of steps.
-    """
+    """Return the rows of `epoch` in the weights. They are in the order of steps."""
     return _row_ids(table, epoch, 0)[0]
 
 
 def skipped_of(table: pa.Table, epoch: int) -> tuple[Ints, set[int]]:
-    """Return the skipped rows and steps of `epoch`.
-
-    The loss scaler skipped these steps.
-    """
+    """Return the skipped rows and steps of `epoch`. The loss scaler skipped these steps."""
     return _row_ids(table, epoch, 1) if _has_skipped(table) else (np.empty(0, np.int64), set())
 
 

@@ -43,10 +43,7 @@ class Fit:
     unused: tuple[str, ...]
 
     def left_out(self) -> str:
-        """Return in words which tensors do not match.
-
-        The text is empty if all do.
-        """
+        """Return in words which tensors do not match. The text is empty if all do."""
         parts = [("start anew", self.anew), ("are not used", self.unused)]
         return "; ".join(f"{_listed(one)} {what}" for what, one in parts if one)
 
@@ -62,10 +59,7 @@ def fit(model: Shapes, checkpoint: Shapes) -> Fit:
 
 
 def check_name(name: str) -> None:
-    """Raise `InvalidArgument` unless `name` is a checkpoint's.
-
-    A job's name alone is ambiguous.
-    """
+    """Raise `InvalidArgument` unless `name` is a checkpoint's. A job's name alone is ambiguous."""
     names.parse(FIELD, name, NAME_PATTERN)
 
 

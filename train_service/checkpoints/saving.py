@@ -160,10 +160,7 @@ class Checkpointing:
             self._writer.wait()
 
     def tidy(self) -> None:
-        """Delete coverage records that no checkpoint names.
-
-        The run must be over, and its last checkpoint durable.
-        """
+        """Delete coverage records that no checkpoint names. The run must be over, and its last checkpoint durable."""
         if self._writer is None:
             return
         try:
@@ -293,18 +290,12 @@ class CheckpointClock:
         return 1.0
 
     def heard(self, summed: float) -> None:
-        """Receive the sum over the ranks.
-
-        Call this once for each step and before the next checkpoint is `taken`.
-        """
+        """Receive the sum over the ranks. Call this once for each step and before the next checkpoint is `taken`."""
         self._requested = self._requested or (summed > 0 and not self._saved)
         self._saved = False
 
     def due(self, steps_done: int) -> bool:
-        """Return whether a checkpoint is due after this step.
-
-        Checkpoints at the ends of epochs are not included.
-        """
+        """Return whether a checkpoint is due after this step. Checkpoints at the ends of epochs are not included."""
         return self._requested or bool(self._every_steps and steps_done % self._every_steps == 0)
 
     def taken(self) -> None:

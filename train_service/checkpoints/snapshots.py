@@ -215,10 +215,7 @@ class Restored:
 
 
 def restore(store: ObjectStore, entry: CheckpointEntry) -> Restored:
-    """Return the restored checkpoint.
-
-    Raises `DataLoss` before anything with a wrong digest is loaded.
-    """
+    """Return the restored checkpoint. Raises `DataLoss` before anything with a wrong digest is loaded."""
     checkpoint = load_checkpoint(store, entry.folder, entry.manifest_sha256)
     weights, state = checkpoint.read(WEIGHTS), checkpoint.read(OPTIMIZER)
     return Restored(checkpoint.content, safetensors.torch.load(weights), put_together(state))

@@ -104,10 +104,7 @@ def take_apart(nest: Any) -> tuple[dict[str, torch.Tensor], str]:
 
 
 def put_together(data: bytes) -> Any:
-    """Return the nested value of a file's bytes.
-
-    `take_apart` made the file's content. Nothing in it is code.
-    """
+    """Return the nested value of a file's bytes. `take_apart` made the file's content. Nothing in it is code."""
     length = int.from_bytes(data[:8], "little")
     form = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][NEST])
     return _nested(form, safetensors.torch.load(data))

@@ -1,7 +1,4 @@
-"""Conversion between protobuf and plain training specifications.
-
-Defaults are filled in.
-"""
+"""Conversion between protobuf and plain training specifications. Defaults are filled in."""
 
 from __future__ import annotations
 
@@ -289,10 +286,7 @@ def spec_to_proto(spec: TrainingSpec) -> resources_pb2.TrainingSpec:
 
 
 def _set_program(message: resources_pb2.TrainingSpec, program: Program) -> None:
-    """Clear the fields that a program leaves unset.
-
-    Clients can then send the message again.
-    """
+    """Clear the fields that a program leaves unset. Clients can then send the message again."""
     for path in FIELDS_OF_OWN_LOOP:
         _clear(message, path)
     message.program.CopyFrom(
@@ -315,10 +309,7 @@ def _clear(message: resources_pb2.TrainingSpec, path: str) -> None:
 
 
 def maximizes(metric: str) -> bool:
-    """Return whether a higher value is better.
-
-    The metric's name decides: all but losses and errors.
-    """
+    """Return whether a higher value is better. The metric's name decides: all but losses and errors."""
     return not any(part in metric.lower() for part in ("loss", "error", "mae", "mse"))
 
 
@@ -395,10 +386,7 @@ def _optimizer(optimizer: resources_pb2.Optimizer) -> OptimizerSpec:
 
 
 def _name(enum: Any, number: int, prefix: str, default: str) -> str:
-    """Return the enum's name without its prefix.
-
-    An unknown number is returned as text, and refused later.
-    """
+    """Return the enum's name without its prefix. An unknown number is returned as text, and refused later."""
     if number == 0:
         return default
     known = enum.values()
@@ -406,10 +394,7 @@ def _name(enum: Any, number: int, prefix: str, default: str) -> str:
 
 
 def _seconds(duration: Duration) -> float:
-    """Return the seconds of any duration.
-
-    The rules refuse values out of bounds later, by name.
-    """
+    """Return the seconds of any duration. The rules refuse values out of bounds later, by name."""
     return duration.seconds + duration.nanos / 1e9
 
 

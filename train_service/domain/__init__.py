@@ -1,4 +1,1 @@
-"""Pure rules of training.
-
-They cover the order of rows, their assignment to ranks, and specifications.
-"""
+"""Pure rules of training. They cover the order of rows, their assignment to ranks, and specifications."""

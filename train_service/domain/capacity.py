@@ -47,10 +47,7 @@ def device_of_attempt(spec: TrainingSpec, run: str, totals: Sequence[Resources])
 
 
 def bundle_of(spec: TrainingSpec, device: str) -> dict[str, float]:
-    """Return the resources of one worker on `device`.
-
-    The worker requests them from Ray. Zeros are left out.
-    """
+    """Return the resources of one worker on `device`. The worker requests them from Ray. Zeros are left out."""
     placement = spec.placement
     gpus = 0.0
     if device == GPU:
@@ -117,10 +114,7 @@ def beyond(spec: TrainingSpec, most: Mapping[str, float]) -> list[str]:
 
 
 def first_bundle(spec: TrainingSpec, nodes: Sequence[Resources]) -> dict[str, float]:
-    """Return the resources of a first attempt's worker.
-
-    The cluster has these `nodes`.
-    """
+    """Return the resources of a first attempt's worker. The cluster has these `nodes`."""
     return bundle_of(spec, _first_device(spec, nodes))
 
 

@@ -1,7 +1,4 @@
-"""Counts of how often each row was consumed.
-
-The functions work on plain values.
-"""
+"""Counts of how often each row was consumed. The functions work on plain values."""
 
 from __future__ import annotations
 
@@ -81,10 +78,7 @@ def count_rows(
 
 
 class RowBits:
-    """A set of the rows [0, N).
-
-    Each row takes one bit: row r is bit r mod 8, the lowest first, of byte r div 8.
-    """
+    """A set of the rows [0, N). Each row takes one bit: row r is bit r mod 8, the lowest first, of byte r div 8."""
 
     def __init__(self, row_count: int) -> None:
         self._row_count = row_count

@@ -106,10 +106,7 @@ class EpochOrder:
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def lane_rows(self, lane: int) -> int:
-        """Return n, the rows of a lane.
-
-        The first N mod L lanes have one row more.
-        """
+        """Return n, the rows of a lane. The first N mod L lanes have one row more."""
         return self.row_count // self.lanes + (lane < self.row_count % self.lanes)
 
     def windows(self, lane: int) -> int:
@@ -126,10 +123,7 @@ class EpochOrder:
         return permutation(end - begin, self.seed, self.epoch, WINDOW, lane, number)
 
     def stretch(self, lane: int, number: int) -> Ints:
-        """Return the unshuffled rows of a lane's window.
-
-        There are none beyond the last window.
-        """
+        """Return the unshuffled rows of a lane's window. There are none beyond the last window."""
         start = self._lane_start(lane)
         begin, end = self._bounds(lane, number)
         return self._rows_at(np.arange(start + begin, start + end, dtype=np.int64))
@@ -261,10 +255,7 @@ def shapes_of_steps(rows: int, steps: int, lanes: int) -> list[tuple[int, Ints]]
 
 
 def min_rows_of_a_rank(shapes: Sequence[tuple[int, Ints]], lanes: int, world_size: int) -> int:
-    """Return the smallest slice of any rank and step.
-
-    The steps of an epoch have these `shapes`.
-    """
+    """Return the smallest slice of any rank and step. The steps of an epoch have these `shapes`."""
     own = _own_lanes(lanes, world_size)
     return int(min(_slices(own, length, begins, lanes).min() for length, begins in shapes))
 
@@ -307,10 +298,7 @@ def _own_lanes(lanes: int, world_size: int) -> Ints:
 
 
 def _slices(own: Ints, length: int, begins: Ints, lanes: int) -> Ints:
-    """Return the ranks' rows in a step.
-
-    The step has `length` rows and begins at each of n lanes; shape (W, n).
-    """
+    """Return the ranks' rows in a step. The step has `length` rows and begins at each of n lanes; shape (W, n)."""
     turns, rest = divmod(length, lanes)
     slices: Ints = turns * own[:, lanes, None] + own[:, begins + rest] - own[:, begins]
     return slices
@@ -351,8 +339,5 @@ NOISE = 2
 
 
 def noise_seed(seed: int, step: int, rank: int) -> int:
-    """Return the seed of a step's random draws.
-
-    Layers draw on one rank. The seed is below 2^63.
-    """
+    """Return the seed of a step's random draws. Layers draw on one rank. The seed is below 2^63."""
     return int(np.random.SeedSequence((seed, NOISE, step, rank)).generate_state(1, np.uint64)[0] >> np.uint64(1))

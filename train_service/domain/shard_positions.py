@@ -64,26 +64,17 @@ class Pass:
         return self.base + rank + self.world_size * taken
 
     def positions(self, rank: int, begin: int, end: int) -> Ints:
-        """Return the positions of a rank's rows.
-
-        The rows are [begin, end), so the shape is (end - begin,).
-        """
+        """Return the positions of a rank's rows. The rows are [begin, end), so the shape is (end - begin,)."""
         return self.first_position(rank, 0) + self.world_size * np.arange(begin, end, dtype=np.int64)
 
     def rows_before(self, rank: int, position: int) -> int:
-        """Return how many rows have lower positions.
-
-        Only the rank's own rows count.
-        """
+        """Return how many rows have lower positions. Only the rank's own rows count."""
         return max(0, -(-(position - self.base - rank) // self.world_size))
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a rank in a pass.
-
-    The rank was given `taken` rows of the pass that began at `base`.
-    """
+    """The place of a rank in a pass. The rank was given `taken` rows of the pass that began at `base`."""
 
     epoch: int = 0
     base: int = 0
@@ -111,10 +102,7 @@ def shard_identity(
 
 
 def extend(spans: list[Span], span: Span) -> None:
-    """Append `span` to `spans`.
-
-    If it continues one of the newest spans, that span is extended instead.
-    """
+    """Append `span` to `spans`. If it continues one of the newest spans, that span is extended instead."""
     for last in spans[-LOOK_BACK:]:
         if last[0] == span[0] and last[3] == span[3] and last[2] == span[1]:
             last[2] = span[2]
@@ -215,10 +203,7 @@ def _joined(epoch: int, spans: Sequence[Span]) -> list[Span]:
 
 
 def _chained(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return sorted ranges with adjacent ones joined.
-
-    All ranges have the same step.
-    """
+    """Return sorted ranges with adjacent ones joined. All ranges have the same step."""
     ends: dict[int, list[int]] = {}
     chained: list[list[int]] = []
     for start, stop in sorted(ranges):
@@ -283,18 +268,12 @@ def place_to_resume(saved: Mapping[str, Any], rank: int, world_size: int, *, goe
 
 
 def last_epoch(saved: Mapping[str, Any]) -> int:
-    """Return the last epoch with a given row.
-
-    0 before the first row.
-    """
+    """Return the last epoch with a given row. 0 before the first row."""
     return max((span[0] for span in saved["given"]), default=0)
 
 
 def is_epoch_done(saved: Mapping[str, Any], epoch: int) -> bool:
-    """Return whether all ranks have finished `epoch`.
-
-    Only ranks that read the shard count.
-    """
+    """Return whether all ranks have finished `epoch`. Only ranks that read the shard count."""
     return all(place[0] > epoch for place in saved["places"] if place)
 
 

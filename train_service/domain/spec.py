@@ -146,10 +146,7 @@ class Program:
 
     @property
     def is_script(self) -> bool:
-        """Return whether `entry` is a script.
-
-        A script trains by calling `fit()`; otherwise the entry is a function.
-        """
+        """Return whether `entry` is a script. A script trains by calling `fit()`; otherwise the entry is a function."""
         return self.entry.endswith(SCRIPT_SUFFIX)
 
 
@@ -251,10 +248,7 @@ WARMUP_SHARE = 0.1
 
 
 def learning_rate(schedule: str, base: float, step: int, total_steps: int) -> float:
-    """Return the learning rate for step `step`.
-
-    Steps count from 0.
-    """
+    """Return the learning rate for step `step`. Steps count from 0."""
     if schedule == CONSTANT:
         return base
     warmup = max(1, round(total_steps * WARMUP_SHARE))
@@ -436,10 +430,7 @@ def with_settings(spec: TrainingSpec, settings: Mapping[str, Any]) -> TrainingSp
 
 
 def spec_of_job(config: Mapping[str, Any], choices: Mapping[str, Any]) -> TrainingSpec:
-    """Return a job's specification with its script's settings.
-
-    The script chose these settings for the present run.
-    """
+    """Return a job's specification with its script's settings. The script chose these settings for the present run."""
     return with_settings(TrainingSpec.from_config(config), choices.get(SCRIPT, {}))
 
 
@@ -453,10 +444,7 @@ DEVICE_BEFORE = "device_before"
 
 
 def with_devices(choices: Mapping[str, Any], run: str, attempt: str) -> dict[str, Any]:
-    """Return the choices for a job's next attempt.
-
-    The attempt runs on the device `attempt`, and the run on `run`.
-    """
+    """Return the choices for a job's next attempt. The attempt runs on the device `attempt`, and the run on `run`."""
     chosen = {**choices, RUN_DEVICE: run, ATTEMPT_DEVICE: attempt}
     before = choices.get(ATTEMPT_DEVICE, run)
     chosen.pop(DEVICE_BEFORE, None)

@@ -1,7 +1,4 @@
-"""The rules of a specification.
-
-They need only its own values and the number of rows.
-"""
+"""The rules of a specification. They need only its own values and the number of rows."""
 
 from __future__ import annotations
 
@@ -81,10 +78,7 @@ Rule = tuple[bool, str, object, str]
 
 
 def check(spec: TrainingSpec) -> None:
-    """Raise `InvalidArgument` for fields out of bounds.
-
-    The error names every such field.
-    """
+    """Raise `InvalidArgument` for fields out of bounds. The error names every such field."""
     rules = [*_of_the_run(spec), *_of_the_model(spec), *_of_the_optimizer(spec), *_of_checkpoints(spec)]
     rules += [*_of_placement(spec), *_of_acceleration(spec)]
     if spec.local:
@@ -408,10 +402,7 @@ def _own_field(resource: str) -> str:
 
 
 def _of_local_mode(spec: TrainingSpec) -> list[Rule]:
-    """Return the rules for local mode.
-
-    Local mode has no workers that could have resources.
-    """
+    """Return the rules for local mode. Local mode has no workers that could have resources."""
     placement = spec.placement
     remedy = "num_workers is 0, local mode, which has no workers; leave it out, or use 1 worker"
     return [

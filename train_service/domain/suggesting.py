@@ -110,10 +110,7 @@ def _width(
     columns: Sequence[str],
     shape_made: Callable[[str], tuple[int, ...]],
 ) -> int:
-    """Return the width of the model's input vector.
-
-    Before a preparation it is an estimate from statistics.
-    """
+    """Return the width of the model's input vector. Before a preparation it is an estimate from statistics."""
     if columns:
         return expected_width(version, columns)
     if source is None or "transform" in made.spec:
@@ -122,19 +119,13 @@ def _width(
 
 
 def _source_split(version: VersionFacts, made: Suggestion) -> str:
-    """Return the split that has the training rows now.
-
-    A split that is still to be made has none.
-    """
+    """Return the split that has the training rows now. A split that is still to be made has none."""
     train = made.spec["train_split"]
     return train if train in version.splits else next(iter(version.splits))
 
 
 def _choose_splits(made: Suggestion, version: VersionFacts) -> dict[str, float]:
-    """Return the shares of the splits to make.
-
-    The result is empty if the version's own splits suffice.
-    """
+    """Return the shares of the splits to make. The result is empty if the version's own splits suffice."""
     splits, spec = version.splits, made.spec
     for path in ("train_split", "validation_split"):
         if path in spec and spec[path] not in splits:
@@ -184,10 +175,7 @@ def _why_train(train: str, splits: Mapping[str, int]) -> str:
 
 
 def _find_input(made: Suggestion, version: VersionFacts) -> ColumnFacts | None:
-    """Return the model's input column.
-
-    It is an image or a vector, or None if columns of a table must be combined.
-    """
+    """Return the model's input column. It is an image or a vector, or None if columns of a table must be combined."""
     spec = made.spec
     path = "spec.input_column"
     steps = spec.get("transform", {}).get("steps", ())
@@ -271,10 +259,7 @@ def _usable_label(one: ColumnFacts, version: VersionFacts) -> ColumnFacts:
 
 
 def _is_own(made: Suggestion) -> bool:
-    """Return whether the caller gave their own model.
-
-    Such a model may bring its own loss and optimizer.
-    """
+    """Return whether the caller gave their own model. Such a model may bring its own loss and optimizer."""
     return bool(made.spec.get("model", {}).get("entry"))
 
 
@@ -294,19 +279,13 @@ def _choose_task(made: Suggestion, label: ColumnFacts) -> str:
 
 
 def _counts_from_0(label: ColumnFacts) -> bool:
-    """Return whether the integers are 0, 1, ….
-
-    Classes have such integers.
-    """
+    """Return whether the integers are 0, 1, …. Classes have such integers."""
     many_rows = label.rows >= 10 * label.distinct
     return label.least == 0 and label.most == label.distinct - 1 and (many_rows or label.distinct <= 2)
 
 
 def _label_steps(made: Suggestion, label: ColumnFacts, task: str) -> list[dict[str, Any]]:
-    """Return the steps that the label needs.
-
-    A run can use the label after these steps.
-    """
+    """Return the steps that the label needs. A run can use the label after these steps."""
     path = "spec.label_column"
     steps: list[dict[str, Any]] = []
     if label.kind in (BYTES, TIME, OTHER) or (label.kind == TEXT and task == REGRESSION):
@@ -393,10 +372,7 @@ class _Feature:
 def feature_steps(
     made: Suggestion, version: VersionFacts, label: ColumnFacts, most: int
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the steps and columns of the features.
-
-    The steps, at most `most`, make these columns numeric.
-    """
+    """Return the steps and columns of the features. The steps, at most `most`, make these columns numeric."""
     steps: list[dict[str, Any]] = []
     used: dict[str, list[str]] = {}
     left_out: dict[str, list[str]] = {}
@@ -425,10 +401,7 @@ def feature_steps(
 
 
 def _feature(one: ColumnFacts) -> _Feature:
-    """Return the treatment of a table's column.
-
-    The first rule that applies decides.
-    """
+    """Return the treatment of a table's column. The first rule that applies decides."""
     column = one.name
     there = one.rows - one.nulls
     unique = one.distinct >= 0.95 * there and there >= 20
@@ -507,10 +480,7 @@ def check_input(source: ColumnFacts) -> None:
 
 
 def choose_model_input(made: Suggestion, source: ColumnFacts | None, rows: int, width: Callable[[], int]) -> None:
-    """Choose the transform that runs in training.
-
-    The channels or the `width` that it produces are chosen, too.
-    """
+    """Choose the transform that runs in training. The channels or the `width` that it produces are chosen, too."""
     if source is None or made.spec.get("transform", {}).get("steps"):
         made.choose("model.in_channels", width(), "It is what the transform makes.")
     elif source.kind == BYTES:
@@ -601,10 +571,7 @@ def _numbers(one: ColumnFacts) -> int:
 
 
 def choose_training(made: Suggestion, task: str, rows: int, is_image: bool, *, is_own: bool = False) -> None:
-    """Choose the training settings.
-
-    If the model `is_own`, skip those that its code may supply.
-    """
+    """Choose the training settings. If the model `is_own`, skip those that its code may supply."""
     spec = made.spec
     if not is_own:
         _choose_optimizer(made, is_image)
@@ -636,10 +603,7 @@ def _choose_optimizer(made: Suggestion, is_image: bool) -> None:
 
 
 def _batch_size(spec: Mapping[str, Any], rows: int) -> int:
-    """Return the batch size for `rows` rows.
-
-    It is large enough that each worker has rows in each step.
-    """
+    """Return the batch size for `rows` rows. It is large enough that each worker has rows in each step."""
     size = min(int(by_rows(BATCH_BY_ROWS, rows)), rows)
     workers = max(int(spec.get("num_workers", 1)), 1)
     lanes = int(spec.get("lanes", 0)) or default_lanes(workers)
@@ -655,10 +619,7 @@ def _each_has_rows(rows: int, size: int, lanes: int, workers: int, least: int) -
 
 
 def by_rows(table: Sequence[tuple[float, Any]], count: int) -> Any:
-    """Return the value for a count.
-
-    It is that of the first line whose bound is above `count`.
-    """
+    """Return the value for a count. It is that of the first line whose bound is above `count`."""
     return next(value for bound, value in table if count < bound)
 
 
@@ -674,10 +635,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """Arguments of TransformVersion.
-
-    `steps` is JSON of the transform's steps. `shares` are weights of a RatioSplit.
-    """
+    """Arguments of TransformVersion. `steps` is JSON of the transform's steps. `shares` are weights of a RatioSplit."""
 
     source: str
     steps: Sequence[Mapping[str, Any]]
@@ -687,10 +645,7 @@ class Preparation:
 
     @property
     def request_id(self) -> str:
-        """Return a UUID4-like id of the preparation.
-
-        Equal preparations have equal ids.
-        """
+        """Return a UUID4-like id of the preparation. Equal preparations have equal ids."""
         body = [self.source, self.steps, self.shares, self.seed, self.fit_split]
         digest = sha256(json.dumps(body, sort_keys=True).encode()).digest()
         return str(uuid.UUID(bytes=digest[:16], version=4))
@@ -703,10 +658,7 @@ class Suggestion:
     preparation: Preparation | None = None
 
     def choose(self, path: str, value: Any, reason: str, shown: str = "") -> None:
-        """Set a field unless the caller gave it.
-
-        The field is at most one message deep.
-        """
+        """Set a field unless the caller gave it. The field is at most one message deep."""
         outer, _, inner = path.rpartition(".")
         message = self.spec.setdefault(outer, {}) if outer else self.spec
         if inner not in message:
@@ -765,10 +717,7 @@ class ColumnFacts:
 
     @property
     def whole(self) -> bool:
-        """Return whether all distinct values are whole numbers.
-
-        They must all be known.
-        """
+        """Return whether all distinct values are whole numbers. They must all be known."""
         return self.values is not None and all(float(one).is_integer() for one in self.values)
 
 
@@ -782,10 +731,7 @@ class VersionFacts:
     size_bytes: int = 0
 
     def column(self, name: str, path: str) -> ColumnFacts:
-        """Return the column of that name.
-
-        Raises `InvalidArgument` if there is none.
-        """
+        """Return the column of that name. Raises `InvalidArgument` if there is none."""
         for one in self.columns:
             if one.name == name:
                 return one

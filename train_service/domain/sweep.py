@@ -108,10 +108,7 @@ def trial_id(sweep_id: str, number: int) -> str:
 
 
 def check(spec: SweepSpec) -> None:
-    """Raise `InvalidArgument` naming every invalid field.
-
-    Both the sweep and its trials are checked.
-    """
+    """Raise `InvalidArgument` naming every invalid field. Both the sweep and its trials are checked."""
     broken = [*problems(spec.parameters), *_of_numbers(spec), *_of_program(spec)]
     if broken:
         raise _refusal(broken)
@@ -146,10 +143,7 @@ def _check_rules(spec: SweepSpec, count: int) -> None:
 
 
 def with_trial_named(check_trial: Callable[[TrainingSpec], T], spec: SweepSpec, parameters: Parameters) -> T:
-    """Return the result of `check_trial` for the trial.
-
-    Its errors are renamed after the sweep's fields.
-    """
+    """Return the result of `check_trial` for the trial. Its errors are renamed after the sweep's fields."""
     try:
         return check_trial(spec.training_of(parameters))
     except MillraceError as error:
@@ -184,10 +178,7 @@ def _refusal(broken: list[Problem]) -> InvalidArgument:
 
 
 def _of_program(spec: SweepSpec) -> list[Problem]:
-    """Return the problems with a program's sweep.
-
-    For another sweep these are its program parameters.
-    """
+    """Return the problems with a program's sweep. For another sweep these are its program parameters."""
     is_program = spec.base.program is not None
     paths = {path: path.startswith(PROGRAM_CONFIG) for path in spec.parameters}
     if not is_program:
@@ -324,10 +315,7 @@ def is_plain_field(path: str) -> bool:
 
 
 def problems(space: Mapping[str, Domain]) -> list[Problem]:
-    """Return the problems with the space itself.
-
-    `repetitions` are not included. Paths are relative to `parameters`.
-    """
+    """Return the problems with the space itself. `repetitions` are not included. Paths are relative to `parameters`."""
     if not 1 <= len(space) <= MAX_PARAMETERS:
         return [("parameters", len(space), f"name 1 to {MAX_PARAMETERS} of them")]
     return [problem for path in sorted(space) for problem in _of_parameter(path, space[path])]
@@ -452,10 +440,7 @@ def _drawn(domain: Domain, chance: float) -> Any:
 
 
 def _uniform(seed: int, number: int, path: str) -> float:
-    """Return a reproducible number in [0, 1).
-
-    It is the same with every release of every library.
-    """
+    """Return a reproducible number in [0, 1). It is the same with every release of every library."""
     digest = hashlib.sha256(f"{seed}/{number}/{path}".encode()).digest()
     return float((int.from_bytes(digest[:8]) >> (64 - MANTISSA_BITS)) / 2**MANTISSA_BITS)
 

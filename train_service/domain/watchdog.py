@@ -1,7 +1,4 @@
-"""The rule by which a rank counts as hung.
-
-It uses the heartbeats that ranks send once a second.
-"""
+"""The rule by which a rank counts as hung. It uses the heartbeats that ranks send once a second."""
 
 from __future__ import annotations
 
@@ -100,10 +97,7 @@ def _outage_timeout_s(one: RankState, limit: float) -> float:
 
 
 def waits_for_others(stacks: str) -> bool:
-    """Return whether a training thread waits for ranks.
-
-    `stacks` is faulthandler's text of one rank.
-    """
+    """Return whether a training thread waits for ranks. `stacks` is faulthandler's text of one rank."""
     for thread in stacks.split("\n\n"):
         if any(frame in thread for frame in TRAINING_FRAMES):
             return any(frame in thread for frame in WAITING_FRAMES)

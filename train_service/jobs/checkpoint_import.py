@@ -96,10 +96,7 @@ class CheckpointImportRequest:
 
 @dataclass(frozen=True)
 class Imported:
-    """The result of an import.
-
-    `report` is written by `weights_child`. Without `view` no job was created.
-    """
+    """The result of an import. `report` is written by `weights_child`. Without `view` no job was created."""
 
     report: Mapping[str, Any]
     view: JobView | None = None

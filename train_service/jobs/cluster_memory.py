@@ -81,10 +81,7 @@ class ClusterMemory:
             return ClusterUse(), 0.0
 
     def clusters(self) -> list[list[Resources]]:
-        """Return the last day's sets of nodes.
-
-        The newest is the last.
-        """
+        """Return the last day's sets of nodes. The newest is the last."""
         now = self._clock()
         return [one["nodes"] for one in self._read() if now - one["seen"] < REMEMBERED_S]
 

@@ -95,10 +95,7 @@ class Deletions:
             logger.info("%s is deleted", name)
 
     def finish_soon(self, name: str) -> None:
-        """Run `finish` in a thread.
-
-        If it fails, the sweeper finishes the deletion later.
-        """
+        """Run `finish` in a thread. If it fails, the sweeper finishes the deletion later."""
         in_background(self.finish, name)
 
     def remove_files(self, job: JobRecord) -> bool:
@@ -124,10 +121,7 @@ class Deletions:
 
 
 def in_background(finish: Callable[[str], None], name: str) -> None:
-    """Call `finish` with `name` in a thread.
-
-    If it fails, a later call finishes the deletion.
-    """
+    """Call `finish` with `name` in a thread. If it fails, a later call finishes the deletion."""
 
     def run() -> None:
         try:
@@ -209,10 +203,7 @@ class Sweeper:
             self._sweep_checkpoints(job)
 
     def _sweep_ray(self, job: JobRecord) -> None:
-        """Delete Ray Train's files of finished attempts.
-
-        Millrace's registry never reads them.
-        """
+        """Delete Ray Train's files of finished attempts. Millrace's registry never reads them."""
         for one in self._store.folders(f"{job.name}/ray"):
             match = ATTEMPT_OF_RAY.match(one)
             if match and (int(match[1]) < job.attempt or job.state.final):
@@ -268,10 +259,7 @@ class Sweeper:
 
 
 def _attempt(folder: str) -> int:
-    """Return the attempt that wrote a folder.
-
-    A folder with an unknown name counts as new and stays.
-    """
+    """Return the attempt that wrote a folder. A folder with an unknown name counts as new and stays."""
     match = ATTEMPT_OF_DATA.search(folder)
     return int(match[1]) if match else 2**62
 

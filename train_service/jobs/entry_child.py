@@ -99,10 +99,7 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def look_up(question: dict[str, Any]) -> str:
-    """Return the problem of the entry, if any.
-
-    `module` and `function` are looked up in `folder`.
-    """
+    """Return the problem of the entry, if any. `module` and `function` are looked up in `folder`."""
     folder, name, function = question["folder"], question["module"], question["function"]
     # The folder comes after everything installed, so no module of the bundle replaces one of ours or of Python.
     sys.path[:] = [*question["path"], folder]
@@ -242,10 +239,7 @@ def _over(question: dict[str, Any], elapsed_s: float) -> str:
 
 
 def _below(root: int) -> list[tuple[int, int, float]]:
-    """Return all processes below `root`.
-
-    Each is (pid, resident bytes, CPU seconds including ended children).
-    """
+    """Return all processes below `root`. Each is (pid, resident bytes, CPU seconds including ended children)."""
     children: dict[int, list[int]] = {}
     facts: dict[int, tuple[int, float]] = {}
     for entry in Path("/proc").iterdir():
@@ -268,10 +262,7 @@ def _below(root: int) -> list[tuple[int, int, float]]:
 
 
 def _reap(pid: int) -> int | None:
-    """Reap ended children.
-
-    Returns the status of `pid` once it has ended.
-    """
+    """Reap ended children. Returns the status of `pid` once it has ended."""
     status = None
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -334,10 +325,7 @@ def _threads_of_user() -> int:
 
 
 def _detach(keep: int) -> None:
-    """Close all open files except `keep`.
-
-    This includes standard input and output.
-    """
+    """Close all open files except `keep`. This includes standard input and output."""
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)

@@ -59,10 +59,7 @@ class ProgramCheck:
         self.entries = entries or EntryCheck(store)
 
     def checked(self, spec: TrainingSpec) -> TrainingSpec:
-        """Return `spec` with its version's defaults.
-
-        Raises the errors that `CreateTrainingJob` lists for a program.
-        """
+        """Return `spec` with its version's defaults. Raises the errors that `CreateTrainingJob` lists for a program."""
         program = spec.program
         assert program is not None
         self.own_code.require_own_code()
@@ -158,10 +155,7 @@ class OwnModelCheck:
         return spec
 
     def _check_installed(self, spec: TrainingSpec) -> None:
-        """Check the named loss and training step.
-
-        The model's own are not checked here.
-        """
+        """Check the named loss and training step. The model's own are not checked here."""
         from train_service.learning.learner import build_training_step
 
         build_training_step(spec.training_step)
@@ -368,10 +362,7 @@ class Header:
 
 
 class BundleIntake:
-    """Uploads of code bundles.
-
-    They are refused if `own_code` does not let callers' code run.
-    """
+    """Uploads of code bundles. They are refused if `own_code` does not let callers' code run."""
 
     def __init__(self, bundles: CodeBundles, own_code: OwnCode | None = None) -> None:
         self.bundles = bundles

@@ -58,20 +58,14 @@ def inspect_model(asked: dict[str, Any], folder: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Trial:
-    """A model that was built and called.
-
-    This happened on the meta device or the CPU.
-    """
+    """A model that was built and called. This happened on the meta device or the CPU."""
 
     model: nn.Module
     facts: OwnModelFacts
 
 
 def _tried(spec: TrainingSpec, row_shape: tuple[int, ...]) -> _Trial:
-    """Try the model on the first device that works.
-
-    If none works, the error of the last device is raised.
-    """
+    """Try the model on the first device that works. If none works, the error of the last device is raised."""
     for device in DEVICES:
         try:
             return _tried_on(device, spec, row_shape)
@@ -146,10 +140,7 @@ def _facts_of_step(model: nn.Module, spec: TrainingSpec, row_shape: tuple[int, .
 
 
 def _width(model: nn.Module, row_shape: tuple[int, ...]) -> int:
-    """Return the width of the model's output.
-
-    It is 0 if the output is not (rows, width) for such rows.
-    """
+    """Return the width of the model's output. It is 0 if the output is not (rows, width) for such rows."""
     model.eval()
     try:
         with torch.no_grad():
@@ -197,10 +188,7 @@ def _names(spec: TrainingSpec, given: Any) -> tuple[str, ...]:
 
 
 def _check(spec: TrainingSpec, trial: _Trial, asked: dict[str, Any]) -> None:
-    """Check what depends on more than the model.
-
-    `spec` is settled.
-    """
+    """Check what depends on more than the model. `spec` is settled."""
     shapes = {name: tuple(one.shape) for name, one in trial.model.named_parameters()}
     if spec.optimizer.name != OWN:
         check_optimizer(spec.optimizer, shapes.values(), asked["total_steps"])

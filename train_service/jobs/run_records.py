@@ -141,10 +141,7 @@ class RunRecords:
     def _count_shard(
         self, name: str, spec: TrainingSpec, shard: str, epoch: int, entry: CheckpointEntry | None
     ) -> Coverage:
-        """Count the rows by a checkpoint's positions.
-
-        The checkpoint is a program's.
-        """
+        """Count the rows by a checkpoint's positions. The checkpoint is a program's."""
         saved = None
         if entry is not None:
             saved = load_program_checkpoint(self._store, entry.folder, entry.manifest_sha256).positions.get(shard)
@@ -181,10 +178,7 @@ class RunRecords:
         )
 
     def metrics(self, name: str, after_step: int, page_size: int, page_token: str) -> tuple[list[MetricPoint], str]:
-        """Return a page of points after `after_step`.
-
-        The second value is the token of the next page.
-        """
+        """Return a page of points after `after_step`. The second value is the token of the next page."""
         names.parse("name", name, PATTERN)
         self._jobs.get(name, name)
         return metrics_page(self._store, name, after_step, page_size, page_token)
@@ -342,10 +336,7 @@ class CheckpointReader:
         )
 
     def _mark(self, entry: CheckpointEntry, uid: str) -> bool:
-        """Mark the checkpoint as in use.
-
-        Returns whether the registry still names it.
-        """
+        """Mark the checkpoint as in use. Returns whether the registry still names it."""
         try:
             return keep(self._store, entry.name, entry.folder, KIND, uid, f"downloads/{uid}", ends_in=NEVER)
         except ResourceExhausted as error:  # an operator who frees a full store may want its checkpoints first

@@ -158,10 +158,7 @@ class TrainingJobs:
         return self._jobs.transition(job.name, begin, attempt=job.attempt + 1)
 
     def _fitted(self, spec: TrainingSpec) -> TrainingSpec:
-        """Return `spec` as `checked` does, using the store alone.
-
-        Only a user's own model is checked again in full.
-        """
+        """Return `spec` as `checked` does, using the store alone. Only a user's own model is checked again in full."""
         if spec.program is not None:
             return fitted_program(self._store, spec)
         return self.checked(spec) if spec.model.is_own else fitted(self._store, spec)[0]
@@ -174,10 +171,7 @@ class TrainingJobs:
             known_builders()
 
     def suggest(self, version: str, given: Mapping[str, Any], custom_allowed: Collection[str]) -> Suggestion:
-        """Return a suggested specification for a dataset version.
-
-        See `suggest_spec`.
-        """
+        """Return a suggested specification for a dataset version. See `suggest_spec`."""
         return suggest_spec(self._store, version, given, custom_allowed)
 
     def get(self, name: str) -> JobView:
@@ -237,10 +231,7 @@ class TrainingJobs:
         return self._view(self._jobs.suspend(name, name, etag))
 
     def resume(self, name: str, etag: str) -> JobView:
-        """Resume a job.
-
-        Raises `FailedPrecondition` if the job is over and its dataset version has been deleted.
-        """
+        """Resume a job. Raises `FailedPrecondition` if the job is over and its dataset version has been deleted."""
         names.parse("name", name, PATTERN)
         job = self._jobs.get(name, name)
         if not job.state.final:
@@ -274,10 +265,7 @@ class TrainingJobs:
         return list(itertools.islice(EventLog(self._store, name).after(after_sequence), EVENTS_AT_ONCE))
 
     def check_sequence(self, name: str, after_sequence: int) -> None:
-        """Raise `OutOfRange` for an unknown sequence number.
-
-        An event must have the number, or it is 0.
-        """
+        """Raise `OutOfRange` for an unknown sequence number. An event must have the number, or it is 0."""
         last = EventLog(self._store, name).last_sequence()
         if not 0 <= after_sequence <= last:
             wrong = "must be 0 or more" if after_sequence < 0 else f"is beyond the last event, {last}"
@@ -357,10 +345,7 @@ class TrainingJobs:
         check_ever_fits(spec, self._clusters, self._cluster_max)
 
     def make(self, job: JobRecord, spec: TrainingSpec) -> JobRecord:
-        """Make a job durable whose `spec` was checked.
-
-        For a repeated record, return the existing job.
-        """
+        """Make a job durable whose `spec` was checked. For a repeated record, return the existing job."""
         try:
             with using_inputs(self._store, TRAIN_KIND, job, spec) as version:
                 # Clients may ask which rows the run consumed after the version has been deleted.

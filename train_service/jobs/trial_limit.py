@@ -27,10 +27,7 @@ class TooLarge(Exception):
 
 
 class OutOfTime(Exception):
-    """The model was not built in time.
-
-    The machine may be busy.
-    """
+    """The model was not built in time. The machine may be busy."""
 
 
 class TrialLimit(TorchFunctionMode):

@@ -45,10 +45,7 @@ WIDENED = (torch.float16, torch.bfloat16)
 
 
 class Unreadable(Exception):
-    """The files cannot be read.
-
-    The text says why, and the remedy.
-    """
+    """The files cannot be read. The text says why, and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -126,10 +123,7 @@ def _read(asked: Mapping[str, Any]) -> str:
 
 
 def _model(config: Mapping[str, Any], *, on: str) -> tuple[dict[str, torch.Tensor], dict[str, list[str]]]:
-    """Return the model's tensors by name.
-
-    The second value lists, for each name, the other names of the same tensor.
-    """
+    """Return the model's tensors by name. The second value lists, for each name, the other names of the same tensor."""
     torch.manual_seed(0)
     with torch.device(on):
         state = build_model(ModelSpec.from_config(config), "spec.model").state_dict(keep_vars=True)
@@ -143,10 +137,7 @@ def _model(config: Mapping[str, Any], *, on: str) -> tuple[dict[str, torch.Tenso
 def _fit(
     model: Mapping[str, torch.Tensor], renamed: Mapping[str, tuple[str, Source]], report: Report
 ) -> dict[str, str]:
-    """Return the file's names of the fitting tensors.
-
-    The keys are their names in the model.
-    """
+    """Return the file's names of the fitting tensors. The keys are their names in the model."""
     taken = {}
     for target, (name, source) in renamed.items():
         wanted = model.get(target)
@@ -166,10 +157,7 @@ def _fit(
 
 
 def _holds(wanted: torch.dtype, given: torch.dtype) -> bool:
-    """Return whether one type holds another exactly.
-
-    `wanted` must represent every number of `given`.
-    """
+    """Return whether one type holds another exactly. `wanted` must represent every number of `given`."""
     return given == wanted or (wanted == torch.float32 and given in WIDENED)
 
 
@@ -183,10 +171,7 @@ def _find_non_finite(taken: Mapping[str, str], found: Mapping[str, Source], repo
 
 
 def _renamed(found: Mapping[str, Source], names: Mapping[str, Any], report: Report) -> dict[str, tuple[str, Source]]:
-    """Return the file's tensors by the model's names.
-
-    Each comes with its name in the file.
-    """
+    """Return the file's tensors by the model's names. Each comes with its name in the file."""
     drop = _patterns("names.drop", names["drop"])
     renames = [_rename(place, one) for place, one in enumerate(names["renames"])]
     renamed: dict[str, tuple[str, Source]] = {}

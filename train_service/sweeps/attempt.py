@@ -55,10 +55,7 @@ def run(context: AttemptContext) -> dict[str, Any]:
 
 
 def _search(context: AttemptContext, trials: Trials) -> None:
-    """Run Tune until every trial is done.
-
-    Jobs may still be ending.
-    """
+    """Run Tune until every trial is done. Jobs may still be ending."""
     # Tune reads these when it starts. They turn off its result files, which are not needed.
     os.environ["TUNE_DISABLE_AUTO_CALLBACK_LOGGERS"] = "1"
     os.environ["TUNE_DISABLE_STRICT_METRIC_CHECKING"] = "1"
@@ -166,10 +163,7 @@ def _all_over(trials: Trials) -> bool:
 
 
 def _end(context: AttemptContext, trials: Trials) -> None:
-    """Cancel the trials of a cancelled or failed sweep.
-
-    A later attempt's trials are left alone.
-    """
+    """Cancel the trials of a cancelled or failed sweep. A later attempt's trials are left alone."""
     newest = retry_on_outage(context.newest, "the sweep's state")
     ends = (JobState.CANCELLING, JobState.CANCELLED, JobState.FAILED)
     if newest.state not in ends:
@@ -181,10 +175,7 @@ def _end(context: AttemptContext, trials: Trials) -> None:
 
 
 def _result(trials: Trials) -> dict[str, Any]:
-    """Return the best trial and its checkpoint.
-
-    Raises `FailedPrecondition` if no trial ended well.
-    """
+    """Return the best trial and its checkpoint. Raises `FailedPrecondition` if no trial ended well."""
     read = retry_on_outage(trials.read, "the trials")
     best = best_of(trials.spec, read)
     if best is None or best.best is None or not any(trial.ended_well for trial in read):

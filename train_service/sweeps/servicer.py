@@ -51,10 +51,7 @@ class SweepServicerPart(train_service_pb2_grpc.TrainServiceServicer):
         return await asyncio.to_thread(self._create, request, math.inf if timeout_s is None else timeout_s)
 
     def _create(self, request: Any, timeout_s: float) -> sweep_pb2.Sweep:
-        """Create the sweep, in a thread.
-
-        A sweep may list many values, and other calls must be answered meanwhile.
-        """
+        """Create the sweep, in a thread. A sweep may list many values, and other calls must be answered meanwhile."""
         spec = sweep_spec_from_proto(request.spec, self._allowed_in_sweeps)
         digest = body_digest(request)
         view = self._sweeps.create(request.sweep_id, spec, request.request_id, digest, request.validate_only, timeout_s)
@@ -219,10 +216,7 @@ def _counts(view: SweepView) -> sweep_pb2.TrialCounts:
 
 
 def _counted_as(trial: Trial, sweep: JobRecord) -> str:
-    """Return the count that includes the trial.
-
-    The name is empty if only the total includes it.
-    """
+    """Return the count that includes the trial. The name is empty if only the total includes it."""
     if trial.deleted:
         return ""
     if trial.job is None:

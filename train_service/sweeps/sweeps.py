@@ -64,10 +64,7 @@ MAX_FAILURES = 100
 
 @dataclass(frozen=True)
 class SweepView:
-    """A sweep as clients see it.
-
-    `trials` is None if they were not read. `best_checkpoint` is the best one so far.
-    """
+    """A sweep as clients see it. `trials` is None if they were not read. `best_checkpoint` is the best one so far."""
 
     record: JobRecord
     spec: SweepSpec
@@ -136,10 +133,7 @@ class Sweeps:
         return self._view(self._jobs.get(name, name))
 
     def page(self, page_size: int, page_token: str) -> tuple[list[SweepView], str]:
-        """Return a page of sweeps without their trials.
-
-        Reading trials means reading many logs.
-        """
+        """Return a page of sweeps without their trials. Reading trials means reading many logs."""
         ids, token = paging.page(self._store.folders(COLLECTION), page_size, page_token)
         found = [self._jobs.find(f"{COLLECTION}/{one}") for one in ids]
         return [_alone(record) for record in found if record], token
@@ -235,10 +229,7 @@ class Sweeps:
 
 
 def _alone(record: JobRecord) -> SweepView:
-    """Return the view without trials.
-
-    The best ones are those recorded when the sweep ended.
-    """
+    """Return the view without trials. The best ones are those recorded when the sweep ended."""
     best = (record.result.get("best_training_job", ""), record.result.get("best_checkpoint", ""))
     return SweepView(record, SweepSpec.from_config(record.spec["sweep"]), None, *best)
 
@@ -297,10 +288,7 @@ class SweepDeletions:
         logger.info("%s is deleted", name)
 
     def finish_soon(self, name: str) -> None:
-        """Run `finish` in a thread.
-
-        If it fails, `finish_all` finishes the deletion later.
-        """
+        """Run `finish` in a thread. If it fails, `finish_all` finishes the deletion later."""
         in_background(self.finish, name)
 
     def finish_all(self) -> None:
@@ -372,10 +360,7 @@ class Trial:
 
     @property
     def ended_well(self) -> bool:
-        """Return whether the trial succeeded.
-
-        A trial that was stopped before its first checkpoint did not.
-        """
+        """Return whether the trial succeeded. A trial that was stopped before its first checkpoint did not."""
         if self.job is None:
             return False
         return self.job.state is JobState.SUCCEEDED or (self.stopped_early and self.best is not None)
@@ -406,10 +391,7 @@ class Trials:
         return self._jobs.newest_of(self.name(number), self.uid(number))
 
     def job(self, number: int) -> JobRecord | None:
-        """Return the trial's job.
-
-        The result is None if it was deleted or never created.
-        """
+        """Return the trial's job. The result is None if it was deleted or never created."""
         job = self._jobs.find(self.name(number))
         return job if job is not None and job.uid == self.uid(number) else None
 
@@ -445,20 +427,14 @@ class Trials:
         return any(self._each(self._is_at_work))
 
     def stop_early(self, number: int) -> None:
-        """Stop a trial for the scheduler.
-
-        A trial that is over stays unchanged.
-        """
+        """Stop a trial for the scheduler. A trial that is over stays unchanged."""
         if self._is_at_work(number):
             # Write the mark first, so that a reader of the cancelled job sees the cause.
             self._store.put(self._mark(number), b"{}")
             self._cancel(number)
 
     def stop_marked(self) -> None:
-        """Cancel the marked trials again.
-
-        The process that wrote a mark may have died before it cancelled the job.
-        """
+        """Cancel the marked trials again. The process that wrote a mark may have died before it cancelled the job."""
         for number in self.stopped():
             self._cancel(number)
 
@@ -472,10 +448,7 @@ class Trials:
         self._each(self._cancel)
 
     def read(self) -> list[Trial]:
-        """Return the present state of all trials.
-
-        They are in the order of their numbers.
-        """
+        """Return the present state of all trials. They are in the order of their numbers."""
         stopped = self.stopped()
         return self._each(lambda number: self._read(number, number in stopped))
 
