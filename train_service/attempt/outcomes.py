@@ -99,8 +99,8 @@ def program_result(
 ) -> dict[str, Any]:
     """Return the result of an attempt at a program.
 
-    The function works as `result_of` does. The run is done once its function has returned on every rank. `ended_for` is
-    the reason for which the supervision ended the attempt.
+    It works as `result_of` does, but the run is done once the program's function has returned on every rank.
+    `ended_for` is the reason for which the supervision ended the attempt.
     """
     if coordinator.all_returned:
         return coordinator.result()
@@ -210,8 +210,8 @@ def report_outcome(context: AttemptContext, cause: str, text: str, ranks: Sequen
 def report_error(context: AttemptContext, error: MillraceError) -> None:
     """Report an error as the end of an attempt.
 
-    The function works as `report_outcome` does. A stop that clients have requested by now takes precedence as the
-    cause. Raises `StaleAttempt` if the job was deleted.
+    See `report_outcome`. A stop that clients have requested by now takes precedence as the cause. Raises `StaleAttempt`
+    if the job was deleted.
     """
     ranks = [int(rank) for rank in error.metadata.get("ranks", "").split(",") if rank.strip()]
     report_outcome(context, cause_of(error, context.newest().state), error.message, ranks)

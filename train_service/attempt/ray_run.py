@@ -156,7 +156,7 @@ def environment_of_workers(config: LoopConfig | ProgramConfig) -> dict[str, Any]
 
 
 def capacity_was_taken(error: BaseException | None) -> bool:
-    """Return whether the workers' capacity was taken meanwhile."""
+    """Return whether taken capacity kept workers from starting."""
     while error is not None:
         if isinstance(error, WorkerGroupStartupTimeoutError):
             return True

@@ -152,7 +152,7 @@ class Supervision:
             self._keep_warm(ranks)
 
     def _check_end(self, ranks: list[RankHeartbeat]) -> None:
-        """Give up if all ranks have ended without `fit`.
+        """Give up if `fit` hangs after all ranks ended.
 
         All ranks that ever connected have ended, but `fit` does not return.
         """
@@ -230,9 +230,10 @@ class Supervision:
             retry_on_outage(partial(self._context.store.put, key, text.encode()), "a stack", STORE_OUTAGE_TIMEOUT_S)
 
     def _give_up(self, cause: MillraceError) -> None:
-        """End the attempt: its workers are lost or missing.
+        """End an attempt without workers.
 
-        `fit` should notice that. If it does not return, this process exits.
+        The workers are lost or will never come, and `fit` should notice that. If it does not return, this process
+        exits.
         """
         self.cause = cause
         if self._spec.local or not self._ended.wait(FIT_ENDS_TIMEOUT_S):
@@ -264,8 +265,8 @@ class Supervision:
     def _note_leaving(self) -> None:
         """Note in the job's record that a node drains.
 
-        One note is enough. If the store is unavailable, the next poll tries again, because the supervision has other
-        things to check meanwhile.
+        The note is written once. If the store is unavailable, the next poll tries again, because the supervision has
+        other things to check meanwhile.
         """
         try:
             self._context.note_leaving()

@@ -301,7 +301,7 @@ class CheckpointClock:
     def taken(self) -> None:
         """Note that a checkpoint was taken.
 
-        It was taken, for any reason, after the step whose sum comes next. The seconds count anew.
+        It was taken, for any reason, after the step whose sum comes next. The seconds are counted from here.
         """
         self._last = self._now()
         self._told = self._requested = False

@@ -1,8 +1,6 @@
 """Conversion between protobuf messages and the service's values.
 
 This module converts jobs, checkpoints, events, the records of a run, bundles of code, and suggestions.
-
-It also converts bundles of code and suggestions.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ def device_of_run(spec: TrainingSpec, totals: Sequence[Resources]) -> str:
 def device_of_attempt(spec: TrainingSpec, run: str, totals: Sequence[Resources]) -> str:
     """Return the device of a run's next attempt.
 
-    `run` is the device of the run. It is the device of the run, unless the cluster lost the GPUs that the run needs and
-    the run may fall back to CPUs. GPUs that other jobs hold are not lost.
+    It is `run`, the device of the run, unless the cluster lost the GPUs that the run needs and the run may fall back to
+    CPUs. GPUs that other jobs hold are not lost.
     """
     falls_back = run == GPU and spec.placement.allow_cpu_fallback and not _could_hold(spec, GPU, totals)
     return CPU if falls_back else run

@@ -196,10 +196,9 @@ class SlicePlan:
 def default_lanes(max_workers: int) -> int:
     """Return the default of L.
 
-    A specification has at most `max_workers` workers. It is the first multiple of `max_workers` that is at least
-    `MIN_LANES` and at least 2·`max_workers`. So `max_workers` ranks share a step evenly, and with fewer ranks none has
-    1.5 times the mean or more. More lanes would be more even still, but each lane needs a window in memory and row
-    groups of its own.
+    It is the first multiple of `max_workers`, the most workers of the specification, that is at least `MIN_LANES` and
+    at least 2·`max_workers`. So `max_workers` ranks share a step evenly, and with fewer ranks none has 1.5 times the
+    mean or more. More lanes would be more even still, but each lane needs a window in memory and row groups of its own.
     """
     workers = max(max_workers, 1)
     return workers * max(2, -(-MIN_LANES // workers))
@@ -289,7 +288,7 @@ def parts_of_step(step_rows: int, lanes: int, world_size: int, max_workers: int,
 def _own_lanes(lanes: int, world_size: int) -> Ints:
     """Return the ranks' counts of lanes, cumulated.
 
-    Row w holds how many of the first k lanes, counted twice around, rank w owns; shape (W, 2·L + 1).
+    The shape is (W, 2·L + 1): entry [w, k] is how many of the first k lanes, counted twice around, rank w owns.
     """
     owners = np.arange(2 * lanes) % lanes % world_size
     own = np.zeros((world_size, 2 * lanes + 1), np.int64)
@@ -305,7 +304,7 @@ def _slices(own: Ints, length: int, begins: Ints, lanes: int) -> Ints:
 
 
 def _first_within(stride: int, modulus: int, low: int, high: int) -> float:
-    """Return the least multiple of `stride` within bounds.
+    """Return the least n with n·stride in bounds.
 
     It is the least n ≥ 0 for which n·stride mod modulus is in [low, high], or infinity if there is none. [low, high]
     lies within [0, modulus). The recursion is that of Euclid's algorithm, and takes as few rounds.

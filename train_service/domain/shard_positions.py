@@ -241,8 +241,8 @@ class UnevenRanks(ValueError):
 def place_to_resume(saved: Mapping[str, Any], rank: int, world_size: int, *, goes_on: bool) -> Place:
     """Return the place where a rank resumes.
 
-    `saved` is the shard of the checkpoint, from `merge_reports`. With `goes_on` it begins with the rest of the epoch,
-    otherwise with the beginning of the epoch, in the same order.
+    `saved` is the shard of the checkpoint, from `merge_reports`. With `goes_on` the rank begins with the rest of the
+    epoch, otherwise with the beginning of the epoch, in the same order.
 
     Ranks that never read the shard do not count: a split that one rank reads belongs to that rank alone. All ranks
     begin in the same epoch, unless each rank resumes from a place of its own. Raises `UnevenRanks`.
@@ -268,7 +268,7 @@ def place_to_resume(saved: Mapping[str, Any], rank: int, world_size: int, *, goe
 
 
 def last_epoch(saved: Mapping[str, Any]) -> int:
-    """Return the last epoch with a given row. 0 before the first row."""
+    """Return the last epoch with a given row. It is 0 before the first row."""
     return max((span[0] for span in saved["given"]), default=0)
 
 

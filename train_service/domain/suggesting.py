@@ -469,7 +469,7 @@ PHOTO_MEAN, PHOTO_DEVIATION = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
 
 def check_input(source: ColumnFacts) -> None:
-    """Raise `InvalidArgument` for a column without a model.
+    """Raise `InvalidArgument` for an unreadable input column.
 
     No model can read the column, neither as it is nor as an image.
     """

@@ -380,8 +380,8 @@ def _with_settings(config_json: str, settings: Parameters) -> str:
 def kind_of(path: str) -> Callable[[Any], str] | None:
     """Return the check of values for a path.
 
-    The result is None if the path is not sweepable. The function returns an empty string if the value fits, otherwise
-    the remedy.
+    The check returns an empty string if the value fits, otherwise the remedy. The result is None if the path is not
+    sweepable.
     """
     if path in _FIELDS:
         return _FIELDS[path]

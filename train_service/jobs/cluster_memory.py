@@ -1,8 +1,6 @@
-"""The recent clusters, and the present cluster's use.
+"""Records of recent clusters, and of the present cluster's use.
 
-The reconciler has seen them.
-
-The service's process, which has no connection to Ray, reads these records.
+The reconciler writes them for the service's process, which has no connection to Ray.
 
 `clusters/train.json` holds each distinct set of nodes with the time when it was last seen. A node that is absent for a
 while is part of an earlier set: a job that fits that set is accepted, and waits.

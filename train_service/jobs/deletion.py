@@ -6,7 +6,7 @@ A deletion has these steps: the job's log records DELETING, references to its ch
 are deleted, and the log records DELETED.
 
 A user of a checkpoint first writes a reference marker and then checks that the job exists. A deletion does the reverse,
-so at least one of both sees the other. If there is no reference, the log records that (`deleted_from` is cleared), and
+so at least one sees the other. If there is no reference, the log records that (`deleted_from` is cleared), and
 the deletion is final. Each step can be repeated, so the next process finishes what another left unfinished.
 
 The sweeper deletes objects that no training job names any more, and finishes deletions that were started. These objects

@@ -325,7 +325,7 @@ def _threads_of_user() -> int:
 
 
 def _detach(keep: int) -> None:
-    """Close all open files except `keep`. This includes standard input and output."""
+    """Close all open files except `keep`. Standard input, output and error become /dev/null."""
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)

@@ -4,7 +4,7 @@ A model, its loss, metrics and optimizer are built without memory, on torch's me
 
 The first call imports torch and torchvision, which takes seconds.
 
-A process of its own tries whether FSDP can shard a model. torch shards only within a process group, of which a process
+A separate process tries whether FSDP can shard a model. torch shards only within a process group, of which a process
 has one by default, and a service that answers several calls must not have one.
 """
 

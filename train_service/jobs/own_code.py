@@ -194,10 +194,10 @@ class EntryCheck:
         self._good: dict[tuple[str, str, str], dict[str, Any]] = {}
 
     def check(self, sha256: str, entry: str) -> None:
-        """Raise `InvalidArgument` for an entry without a call.
+        """Raise `InvalidArgument` for an entry that cannot be called.
 
-        The error is on `spec.program.entry`: the entry cannot be called. The error names the user's file and line if
-        there is one. Raises `ResourceExhausted` if other checks take too long.
+        The error is on `spec.program.entry`, and names the user's file and line if there is one. Raises
+        `ResourceExhausted` if other checks take too long.
         """
         self._checked(sha256, entry, None, ENTRY_FIELD)
 

@@ -269,7 +269,7 @@ class CheckpointListing:
 
 @dataclass(frozen=True)
 class FileBegin:
-    """Announces the next bytes: `file` from `offset` on."""
+    """The beginning of a file's bytes. The next bytes are those of `file` from `offset` on."""
 
     file: CheckpointFile
     offset: int

@@ -1,9 +1,9 @@
 """A limit on building and trying a model.
 
-The model is on torch's meta device, where its size costs nothing, so the limit is on time.
+The model is on torch's meta device, where its size costs no memory. So the limit is on the time that it takes.
 
 Only the builder knows how many layers it makes of its arguments. But each layer is made by calls of torch, so the limit
-counts these calls. It stops a builder that requests too many layers at its next call, whatever its arguments are named.
+counts these calls. It stops a builder that requests too many layers at its next call, however its arguments are named.
 """
 
 from __future__ import annotations

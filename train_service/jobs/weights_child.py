@@ -82,9 +82,9 @@ class Report:
 def read_weights(asked: Mapping[str, Any]) -> str:
     """Fit the files in `files` to `model`.
 
-    Returns what is wrong with them, or an empty string. If the files can be read, writes `report`. If no tensor is
-    missing without permission, unexpected, or of another shape, also writes `output`, a safetensors file of all the
-    model's tensors.
+    `files` is a folder. Returns what is wrong with the files, or an empty string. If the files can be read, writes
+    `report`. If no tensor is missing without permission, unexpected, or of another shape, also writes `output`, a
+    safetensors file of all the model's tensors.
     """
     torch.set_num_threads(1)
     try:
