@@ -326,7 +326,7 @@ class TrainingJobs:
     def _with_initial_checkpoint(self, spec: TrainingSpec) -> TrainingSpec:
         """Return `spec` with its initial checkpoint resolved.
 
-        A name that ends in `final` resolves to a numbered checkpoint.
+        A name that ends in `final` becomes the name of the checkpoint that it refers to.
         """
         if not spec.initial_checkpoint:
             return spec
