@@ -1,1 +1,1 @@
-"""One attempt at a training job, in a process of its own: Ray Train's workers started, watched, and their end told."""
+"""One attempt at a training job, in its own process. The attempt starts and supervises workers, and reports its end."""

@@ -1,4 +1,7 @@
-"""The attempt's end of its ranks' pulses: what they last said, and a way to ask them for something."""
+"""The attempt's side of its ranks' heartbeats.
+
+It keeps the last state of each rank, and sends requests to the ranks.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +22,19 @@ from train_service.domain.watchdog import Phase, RankState
 
 logger = logging.getLogger(__name__)
 
-# A rank says a few hundred bytes a second; its stacks, and a program's reports of many files, are the longest.
+# A rank sends a few hundred bytes a second. Its stacks, and a program's reports of many files, are the longest lines.
 LONGEST_LINE = 32 * 1024 * 1024
 HELLO_TIMEOUT_S = 10.0
 
-# Sends the answer to a request, in any thread; nothing where the rank is gone.
+# Sends the answer to a request, from any thread. Does nothing if the rank's connection has ended.
 Reply = Callable[[dict[str, Any]], None]
-# Takes a rank's request; called in the thread of that rank's connection, so it should return soon.
+# Handles a rank's request. It is called in the thread of that rank's connection, so it should return soon.
 Handler = Callable[[int, dict[str, Any], Reply], None]
 
 
 @dataclass
 class RankHeartbeat:
-    """What one rank said; times by this process's monotonic clock."""
+    """The last heartbeat of one rank. Times are those of this process's monotonic clock."""
 
     rank: int
     pid: int
@@ -45,12 +48,12 @@ class RankHeartbeat:
     still_since: float = 0.0
     waits_for_store: bool = False
     stacks: str = ""
-    # It said that it ends.
+    # The rank announced that it ends.
     left: bool = False
-    # Its connection ended without that, and when.
+    # The connection ended without that announcement, and when.
     lost: bool = False
     lost_at: float = 0.0
-    # Held while something is sent to it.
+    # Held while a message is sent to the rank.
     sending: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def send(self, message: dict[str, Any]) -> None:
@@ -64,12 +67,12 @@ class RankHeartbeat:
 
 @dataclass
 class _Steps:
-    """From where a rank is once a second to seconds per step."""
+    """Seconds per step, derived from heartbeats. A rank reports its step once a second."""
 
     step: int = 0
     at: float = 0.0
     received_at: float = 0.0
-    # It is in its loop.
+    # The rank is in its loop.
     begun: bool = False
     timed: bool = False
     seconds: list[float] = field(default_factory=list)
@@ -77,7 +80,7 @@ class _Steps:
 
     def note(self, step: int, total_steps: int, phase: Phase, now: float) -> None:
         if total_steps and not self.begun:
-            # What it did before is no part of a step; one that is done by now began after it was last heard.
+            # Time before the loop is no part of a step. A step that is already done began after the previous heartbeat.
             self.begun, self.at = True, self.received_at if step > self.step else now
         self.received_at = now
         if step > self.step and self.at:
@@ -89,16 +92,19 @@ class _Steps:
                 self.first_s = took_s
         if step > self.step or not self.at:
             self.step, self.at = step, now
-        # What follows a start, that of a resumed run too, is no step like others.
+        # The step after a start, also that of a resumed run, takes longer than other steps.
         self.timed = phase is not Phase.STARTING
 
 
 class HeartbeatServer:
-    """Listens on a port of this node's for the ranks of one attempt. Use as a context."""
+    """A server for the heartbeats of one attempt's ranks. It listens on a port of this node. Use as a context."""
 
     def __init__(self, host: str, handler: Handler | None = None) -> None:
-        """`handler` takes the requests of ranks (`HeartbeatSender.ask`); it may get one again, after a connection
-        broke."""
+        """Create the server.
+
+        `handler` receives the ranks' requests (`HeartbeatSender.ask`). It may receive a request again after a
+        connection broke.
+        """
         self._handler = handler
         self._token = secrets.token_hex(16)
         self._ranks: dict[int, RankHeartbeat] = {}
@@ -117,32 +123,35 @@ class HeartbeatServer:
         self._server.server_close()
 
     def heard(self) -> list[RankHeartbeat]:
-        """Every rank that ever said something, in their order."""
+        """Return every rank that ever connected, ordered by rank."""
         with self._lock:
             return [self._ranks[rank] for rank in sorted(self._ranks)]
 
     def at_work(self) -> list[RankHeartbeat]:
-        """Those that have neither left nor been lost."""
+        """Return the ranks that neither left nor were lost."""
         return [one for one in self.heard() if not one.left and not one.lost]
 
     @property
     def seconds_per_step(self) -> list[float]:
-        """Of the newest steps of rank 0."""
+        """Seconds per step of rank 0's newest steps."""
         with self._lock:
             return list(self._steps.seconds)
 
     @property
     def first_step_s(self) -> float:
-        """Of rank 0's first step of the attempt, from where its loop began; 0 until it is done."""
+        """Seconds of rank 0's first step of the attempt.
+
+        They count from the beginning of its loop, and are 0 until the step is done.
+        """
         with self._lock:
             return self._steps.first_s
 
     def ask_to_stop(self, reason: int) -> None:
-        """Rank 0 makes all of them stop after the same step."""
+        """Ask the ranks to stop. Rank 0 makes all of them stop after the same step."""
         self._tell({"stop": reason})
 
     def stacks(self, timeout_s: float) -> dict[int, str]:
-        """What all threads of each rank do, by rank, of those that answer in time."""
+        """Return the stacks of all threads, by rank. Ranks that do not answer in time are left out."""
         for one in self.heard():
             one.stacks = ""
         self._tell({"dump": True})
@@ -157,12 +166,12 @@ class HeartbeatServer:
 
     def _tell(self, order: dict[str, Any]) -> None:
         for one in self.at_work():
-            # One that is stopped takes nothing; its socket's buffer has room for these few bytes.
+            # A stopped process reads nothing, but its socket's buffer has room for these few bytes.
             with contextlib.suppress(OSError):
                 one.send(order)
 
     def _serve(self, connection: socket.socket) -> None:
-        """One rank's connection, in a thread of its own."""
+        """Serve one rank's connection in its own thread."""
         connection.settimeout(HELLO_TIMEOUT_S)
         with connection.makefile("rb") as lines:
             hello = json.loads(lines.readline(LONGEST_LINE))
@@ -182,7 +191,7 @@ class HeartbeatServer:
 
     def _answer(self, one: RankHeartbeat, asked: int, body: dict[str, Any]) -> None:
         def reply(answer: dict[str, Any]) -> None:
-            with contextlib.suppress(OSError):  # it asks again where it is still there
+            with contextlib.suppress(OSError):  # a rank that is still alive asks again
                 one.send({"reply": asked, "body": answer})
 
         if self._handler is not None:

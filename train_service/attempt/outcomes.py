@@ -1,5 +1,7 @@
-"""Each end of an attempt is an event, written by the attempt itself or, should its process have died, for it; so is
-each change of its device."""
+"""Events for the end of each attempt and for each change of its device.
+
+The attempt itself writes the event. If its process has died, another process writes it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ logger = logging.getLogger(__name__)
 FAILURE, HUNG = "CAUSE_FAILURE", "CAUSE_HUNG"
 PREEMPTION, RESIZING = "CAUSE_PREEMPTED", "CAUSE_RESIZED"
 SUSPENDED, CANCELLED = "CAUSE_SUSPENDED", "CAUSE_CANCELLED"
-# Errors of Python's that come from the code and its data, by their names.
+# Names of Python errors that come from the code and its data.
 ERRORS_IN_CODE = frozenset(
     kind.__name__
     for kind in (
@@ -55,7 +57,7 @@ OF_REASON = {"RANK_HUNG": HUNG, PREEMPTED: PREEMPTION, RESIZED: RESIZING, INSUFF
 
 
 def cause_of(error: MillraceError, state: JobState) -> str:
-    """The cause of an attempt's end, from what it raised and what clients wish of the job."""
+    """Return the cause of an attempt's end. It follows from the error and from the state that clients requested."""
     if state is JobState.CANCELLING:
         return CANCELLED
     if state is JobState.SUSPENDING:
@@ -64,7 +66,7 @@ def cause_of(error: MillraceError, state: JobState) -> str:
 
 
 def told(context: AttemptContext, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `work`, the attempt, returns. What it raises is raised on, and is an event before."""
+    """Return the result of `work`, the attempt. An error is reported as an event before it is raised again."""
     try:
         return work()
     except MillraceError as error:
@@ -79,8 +81,10 @@ def told(context: AttemptContext, work: Callable[[], dict[str, Any]]) -> dict[st
 
 
 def result_of(context: AttemptContext, spec: TrainingSpec, cause: MillraceError | None = None) -> dict[str, Any]:
-    """Of an attempt whose ranks have ended: the last and the best checkpoint. Where the run is not done raises what was
-    wished of it, else `cause`."""
+    """Return the last and the best checkpoint.
+
+    The attempt's ranks must have ended. If the run is not done, raises the stop that a client requested, else `cause`.
+    """
     last, chosen = _last_and_best(context, spec)
     if last is not None and chosen is not None and last.final and _good(context, last):
         return {"checkpoint": last.name, "best_checkpoint": chosen.name}
@@ -93,8 +97,11 @@ def result_of(context: AttemptContext, spec: TrainingSpec, cause: MillraceError 
 def program_result(
     context: AttemptContext, coordinator: ReportCoordinator, ended_for: MillraceError | None
 ) -> dict[str, Any]:
-    """As `result_of`, of an attempt at a program: it is done once its function has returned on every rank. `ended_for`
-    is what its supervision ended it for."""
+    """Return the result of an attempt at a program.
+
+    It works as `result_of` does, but the run is done once the program's function has returned on every rank.
+    `ended_for` is the reason for which the supervision ended the attempt.
+    """
     if coordinator.all_returned:
         return coordinator.result()
     retry_on_outage(lambda: context.raise_if_stopped(fresh=True), "the job's state")
@@ -105,14 +112,20 @@ def program_result(
 
 
 def script_result(context: AttemptContext, spec: TrainingSpec) -> dict[str, Any]:
-    """Of an attempt at a script that has ended: the last and the best checkpoint of all its runs, or none."""
+    """Return the last and the best checkpoint of a script.
+
+    All runs of the script count, after its end. There may be none.
+    """
     last, chosen = _last_and_best(context, spec)
     return {"checkpoint": last.name if last else "", "best_checkpoint": chosen.name if chosen else ""}
 
 
 def program_error(coordinator: ReportCoordinator, heartbeats: HeartbeatServer, lost: MillraceError) -> MillraceError:
-    """Why an attempt at a program ended, when Ray says `lost`: what a rank or the coordinator said before, else which
-    process was gone first."""
+    """Return why an attempt at a program ended.
+
+    Ray reports `lost`. An earlier error of a rank or of the coordinator counts first, then the process that was lost
+    first.
+    """
     if coordinator.cause is not None:
         return coordinator.cause
     gone = sorted((one for one in heartbeats.heard() if one.lost), key=lambda one: one.lost_at)
@@ -128,11 +141,14 @@ def program_error(coordinator: ReportCoordinator, heartbeats: HeartbeatServer, l
 
 
 def as_last_error(error: MillraceError, before: Mapping[str, Any] | None) -> MillraceError:
-    """`error`, which ended an attempt at a program, as one after which no other attempt begins where the attempt before
-    ended with the same: an error in the code, of the same type, at the same line, with no report in between. Attempts
-    get the same seeds and the same rows, so another one would only repeat it. `before` is the record of that error.
+    """Return `error`, made final if it is a repetition.
 
-    What a disk, a network or a device may cause is never such an error, for it may pass.
+    `error` ended an attempt at a program, and may repeat the previous attempt's error. After a final error no other
+    attempt begins. Errors repeat if they come from the code, have the same type and the same line, and no report came
+    in between. Attempts get the same seeds and the same rows, so another one would fail the same way. `before` is the
+    record of the previous error.
+
+    An error that a disk, a network or a device may cause is never final, because its cause may pass.
     """
     if before is None or error.metadata.get("exception") not in ERRORS_IN_CODE or not error.metadata.get("line"):
         return error
@@ -158,7 +174,10 @@ def _last_and_best(
 
 
 def _require_progress(context: AttemptContext, resized: MillraceError) -> None:
-    """A change of size costs a run nothing as long as each attempt gets on; else it could go on changing for ever."""
+    """Raise `Internal` if a resized attempt took no checkpoint.
+
+    A resize costs a run nothing while each attempt makes progress. Without progress the run could resize for ever.
+    """
     registry = CheckpointRegistry(context.store, context.job.name)
     if not retry_on_outage(lambda: registry.poll(lambda view: view.has_attempt(context.attempt)), "the checkpoints"):
         raise Internal(
@@ -167,7 +186,10 @@ def _require_progress(context: AttemptContext, resized: MillraceError) -> None:
 
 
 def _good(context: AttemptContext, last: CheckpointEntry) -> bool:
-    """Whether the run is in it. One of an earlier attempt may be damaged: this attempt then trained on from before."""
+    """Return whether the last checkpoint is intact.
+
+    A checkpoint of an earlier attempt may be damaged; this attempt then trained on from an earlier one.
+    """
     if last.attempt == context.attempt:
         return True
     try:
@@ -181,22 +203,28 @@ def _good(context: AttemptContext, last: CheckpointEntry) -> bool:
 
 
 def report_outcome(context: AttemptContext, cause: str, text: str, ranks: Sequence[int] = ()) -> None:
-    """Once for each attempt: whoever comes second changes nothing. A later attempt's log is left alone."""
+    """Report the end of an attempt, once. A second report changes nothing. The log of a later attempt is left alone."""
     _tell(context.store, context.job.name, context.attempt, cause, text, ranks)
 
 
 def report_error(context: AttemptContext, error: MillraceError) -> None:
-    """As `report_outcome`, of what ended the attempt or, by now, of what clients wish of the job. Raises `StaleAttempt`
-    where that was deleted."""
+    """Report an error as the end of an attempt.
+
+    See `report_outcome`. A stop that clients have requested by now takes precedence as the cause. Raises `StaleAttempt`
+    if the job was deleted.
+    """
     ranks = [int(rank) for rank in error.metadata.get("ranks", "").split(",") if rank.strip()]
     report_outcome(context, cause_of(error, context.newest().state), error.message, ranks)
 
 
 def report_lost(store: ObjectStore, job: JobRecord) -> None:
-    """For the process of `job`'s present attempt, which is gone; nothing where there has been none yet. Tells the
-    change of its device, too, where that was still to be told.
+    """Report the loss of the present attempt's process.
 
-    One that failed by its own word, e.g. that it hung, did not go with its node, though that was about to leave."""
+    If the job has had no attempt, the function does nothing. Also reports the attempt's change of device if that is
+    still missing.
+
+    An attempt that reported its own failure, such as a hang, was not lost with its node, even if the node was draining.
+    """
     if job.attempts_made == 0:
         return
     report_device(store, job)
@@ -213,10 +241,11 @@ def report_lost(store: ObjectStore, job: JobRecord) -> None:
 
 
 def report_device(store: ObjectStore, job: JobRecord) -> None:
-    """Tells that the job's present attempt is on another kind of device than the one before it, where it is.
+    """Report a change of the attempt's kind of device.
 
-    To be called before the attempt tells anything else, so that it is told once. An attempt that ends without workers
-    tells it, too: the next one is compared with it alone.
+    The present attempt is compared with the previous one. Call this before the attempt reports anything else, so that
+    the event is written once. An attempt that ends without workers reports it, too, because the next attempt is
+    compared only with this one.
     """
     choices = job.choices
     before = choices.get(DEVICE_BEFORE)
@@ -230,7 +259,7 @@ def report_device(store: ObjectStore, job: JobRecord) -> None:
         else "there are no GPUs for the run, and placement.allow_cpu_fallback lets it go on without"
     )
     payload = {"before": f"DEVICE_{before}", "device": f"DEVICE_{now}", "text": text}
-    with suppress(StaleAttempt):  # a later attempt tells its own story
+    with suppress(StaleAttempt):  # a later attempt reports for itself
         log.append(job.attempt, EventKind.DEVICE_CHANGED, payload, f"device-{job.attempt}")
 
 

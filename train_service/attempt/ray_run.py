@@ -1,10 +1,11 @@
 """One run of Ray Train, driven from the attempt's own process.
 
-Ray Train starts its controller as an actor, and for it a cleaner and a preemption watcher, a process each. Here the
-controller is an object in the attempt's process: what it holds ends with that process, which is a detached actor, so
-that there is nothing left to clean. Ray's release is pinned; `tests/integration/train_service` would notice a change.
+Ray Train starts its controller as an actor, with a cleaner and a preemption watcher for it, a process each. Here the
+controller is an object in the attempt's process. Its resources end with that process, which is a detached actor, so
+nothing is left to clean. Ray's release is pinned; `tests/integration/train_service` would notice a change.
 
-A `Failure` says in plain values why a run failed: what its process knows, and what the attempt makes of that.
+A `Failure` describes in plain values why a run failed: first what the run's process knows, then what the attempt
+concludes from it.
 """
 
 from __future__ import annotations
@@ -44,14 +45,15 @@ from train_service.worker.loop import LoopConfig, work
 
 logger = logging.getLogger(__name__)
 
-# What a worker imports before its first step; torch._dynamo with the first optimizer, whether it compiles or not.
+# Modules that a worker imports before its first step. The first optimizer imports torch._dynamo, whether it compiles or
+# not.
 WARM_WORKERS = WarmWorkers(("train_service.worker.loop", "torchvision", "torch._dynamo"))
-# How often it looks after its workers; Ray's own 2 s are a tenth of a restart.
+# How often the controller polls its workers. Ray's own interval of 2 s is a tenth of a restart.
 POLL_EVERY_S = 0.25
-# The room was there a moment ago: whoever has it now keeps it for longer than that.
+# The capacity was free a moment ago, so another job that has taken it keeps it for longer than this.
 CAPACITY_TIMEOUT_S = 20.0
-# Of this process alone: nothing beside the workers, how long these may take to leave their group, and no advice on
-# blocking calls.
+# Settings for this process alone: no processes beside the workers, a limit on how long the workers may take to leave
+# their process group, and no advice about blocking calls.
 OF_THE_ATTEMPT = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",
@@ -63,9 +65,12 @@ NOT_NEEDED = (PlacementGroupCleanerCallback, WorkingDirectorySetupCallback)
 
 
 class RayRun(TorchTrainer):
-    """`fit` blocks until the workers have ended. Raises `TrainingFailedError` where one was lost or raised."""
+    """A run of Ray Train whose `fit` blocks until the workers have ended.
 
-    # Ray's own, whatever a script's trainers have (`ray_hooks.install_driver`).
+    `fit` raises `TrainingFailedError` if a worker was lost or raised an error.
+    """
+
+    # Ray's own `fit`, although a script's trainers may have a replaced one (`ray_hooks.install_driver`).
     fit = DataParallelTrainer.fit
 
     def __init__(
@@ -77,10 +82,10 @@ class RayRun(TorchTrainer):
         datasets: Mapping[str, Any] | None = None,
         dataset_config: DataConfig | None = None,
     ) -> None:
-        """`name`, `datasets` and `dataset_config` are those of a script's trainer."""
+        """Create a run. `name`, `datasets` and `dataset_config` come from a script's trainer."""
         os.environ.update(OF_THE_ATTEMPT)
         placement = config.spec.placement
-        # Ray insists on a folder for its own notes. Ours are in the store, and it need not know of that.
+        # Ray requires a folder for its own notes. Millrace's records are in the store, which Ray need not know.
         self._folder = Path(tempfile.mkdtemp(prefix="millrace-ray-train-"))
         super().__init__(
             work_on_program if isinstance(config, ProgramConfig) else work,
@@ -100,7 +105,7 @@ class RayRun(TorchTrainer):
                 name=name or f"{config.job_name.rpartition('/')[2]}-attempt-{config.attempt:05d}",
                 storage_path=str(self._folder),
                 worker_runtime_env=environment_of_workers(config),
-                # Both kinds of failure end the attempt; by default it would try to start its workers for ever.
+                # Both kinds of failure end the attempt. By default Ray would try to start its workers for ever.
                 failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),
             ),
             datasets=dict(datasets or {}),
@@ -129,22 +134,29 @@ class _Group(WorkerGroup):
 
     @staticmethod
     def _get_worker_runtime_env(custom_runtime_env: Any) -> Any:
-        """Ray would add variables of this process, and workers take a process that waits only where both have the very
-        same environment."""
+        """Return the environment unchanged.
+
+        Ray would add variables of this process, but workers take a waiting process only if both have exactly the same
+        environment.
+        """
         return custom_runtime_env
 
 
 def environment_of_workers(config: LoopConfig | ProgramConfig) -> dict[str, Any] | None:
-    """Ray's runtime environment of the workers: they take only a process that was started for the very same one."""
+    """Return Ray's runtime environment of the workers.
+
+    Workers take only a process that was started for exactly the same environment.
+    """
     if isinstance(config, ProgramConfig):
-        # So none that has worked for another job, and may still hold a key of the store in its memory.
+        # So they never take a process that has worked for another job and may still hold a key of the store in its
+        # memory.
         return {"env_vars": dict.fromkeys(HIDDEN_VARIABLES, "")}
-    # By it they take processes that wait for them. For the first attempt's there are none but Ray's own.
+    # With this environment they take warm processes. For the first attempt there are only Ray's own.
     return WARM_WORKERS.runtime_env if config.attempt > 1 else None
 
 
 def capacity_was_taken(error: BaseException | None) -> bool:
-    """Whether that is why the workers did not start."""
+    """Return whether taken capacity kept workers from starting."""
     while error is not None:
         if isinstance(error, WorkerGroupStartupTimeoutError):
             return True
@@ -153,7 +165,7 @@ def capacity_was_taken(error: BaseException | None) -> bool:
 
 
 def backend_of(placement: Placement, size: Size) -> str:
-    """nccl where each worker has a GPU of its own: it refuses two ranks on one."""
+    """Return nccl if each worker has its own GPU. Otherwise return gloo. nccl refuses two ranks on one GPU."""
     return placement.backend or ("nccl" if size.bundle.get("GPU", 0.0) >= 1 else "gloo")
 
 
@@ -162,7 +174,11 @@ def backend_of(placement: Placement, size: Size) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """`own`: the first error of our own that a worker raised, as a record; `ranks`: those that failed, with commas."""
+    """The failure of a run.
+
+    `own` is the record of the first Millrace error that a worker raised. `ranks` lists the failed ranks, separated by
+    commas.
+    """
 
     own: dict[str, Any] | None
     ranks: str
@@ -187,9 +203,10 @@ class Failure:
         )
 
     def cause(self, ended_for: MillraceError | None) -> MillraceError:
-        """What a worker raised, else what we ended the attempt for, else that the workers were lost.
+        """Return the cause of the failure.
 
-        A change of size ends no worker: one that is lost before it has stopped by itself is a fault.
+        A worker's error counts first, then the reason for which the attempt ended the run, then the loss of the
+        workers. A resize ends no worker, so a worker that is lost before it has stopped by itself is a failure.
         """
         if self.own is not None:
             return error_from_record(self.own)
@@ -206,7 +223,7 @@ class Failure:
 
 
 def _own_error(raised: BaseException | None) -> MillraceError | None:
-    """Follows causes down to an error of ours; Ray wraps what workers raise."""
+    """Return the Millrace error in the chain of causes. Ray wraps the errors that workers raise."""
     while raised is not None:
         if isinstance(raised, MillraceError):
             return raised

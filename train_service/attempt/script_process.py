@@ -1,8 +1,11 @@
-"""`python -m train_service.attempt.script_process FD PID`: the process that runs a job's script, a driver of Ray; in
-local mode it is the one rank that trains, of a script or a function.
+"""The process that runs a job's script.
 
-`FD` is its end of the channel to the attempt, `PID` the attempt's process, with which it ends. `ScriptRun` starts it.
-It has no credentials of the store: a trainer's `fit()` asks the attempt, which has them.
+Its command is `python -m train_service.attempt.script_process FD PID`.
+
+The process is a driver of Ray. In local mode it is the only rank and trains itself, for a script or a function.
+
+`FD` is its end of the channel to the attempt. `PID` is the attempt's process, with which it ends. `ScriptRun` starts
+it. It has no credentials of the store: a trainer's `fit()` asks the attempt, which has them.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
 MAX_TEXT = 200
-# Fields of Ray's configurations that `Asked` has, and the name, by which a run is told from others.
+# Fields of Ray's configurations that `Asked` covers, and the name, which identifies a run.
 IN_ASKED = frozenset(
     {
         "num_workers",
@@ -69,19 +72,24 @@ PLAIN_LOGGERS = ("train_service", "shared")
 
 
 class ScriptDriver:
-    """What stands behind the trainers of the script."""
+    """The implementation behind the script's trainers."""
 
     def __init__(self, channel: Channel, code: Path, config: Mapping[str, Any], *, is_trial: bool = False) -> None:
-        """`config` replaces keys of every trainer's `train_loop_config`. `is_trial`: it has the values of a trial of
-        the sweep that the script's `Tuner` has become."""
+        """Create the driver.
+
+        `config` replaces keys of every trainer's `train_loop_config`. `is_trial` means that `config` has the values of
+        a trial of the sweep that the script's `Tuner` has become.
+        """
         self._channel = channel
         self._code = code
         self._config = dict(config)
         self._is_trial = is_trial
 
     def fit(self, trainer: Any) -> Result:
-        """In place of a trainer's own `fit`. Returns once the run is done and committed; where it fails, the attempt
-        ends, and this process with it."""
+        """Replace a trainer's own `fit`.
+
+        Returns once the run is done and committed. If the run fails, the attempt ends, and this process with it.
+        """
         line = self.line()
         if not isinstance(trainer, TorchTrainer):
             raise InvalidArgument(f"{line}: {type(trainer).__name__}.fit() is not supported; use TorchTrainer")
@@ -109,8 +117,11 @@ class ScriptDriver:
         return result
 
     def tune(self, trainer: Any, space: Mapping[str, Any], settings: Mapping[str, Any], line: str) -> TrialResults:
-        """In place of `Tuner.fit`. A trial trains with its own values and ends the script: what comes behind is for all
-        trials together."""
+        """Replace `Tuner.fit`.
+
+        A trial trains with its own values and ends the script, because the code after the call concerns all trials
+        together.
+        """
         if self._is_trial:
             self.fit(trainer)
             raise TrialDone
@@ -124,7 +135,10 @@ class ScriptDriver:
         self._channel.ask({"kind": "warning", "text": f"{self.line()}: {text}"})
 
     def line(self) -> str:
-        """`cells.py:31`, the innermost line of the script's own files that is being run."""
+        """Return the innermost running line of the script.
+
+        The line lies in the script's own files, such as `cells.py:31`.
+        """
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None and not Path(frame.f_code.co_filename).is_relative_to(self._code):
             frame = frame.f_back
@@ -148,21 +162,21 @@ class ScriptDriver:
             )
             run.fit()
         except TrainingFailedError as error:
-            # The attempt ends this process: a script that caught the error would go on without its run.
+            # The attempt ends this process: a script that caught the error would continue without its run.
             self._channel.ask({"kind": "failed", "failure": asdict(Failure.of(error))})
         except BaseException:
             self._channel.ask({"kind": "withdrawn"})
             raise
 
     def train_function(self) -> None:
-        """Of a program without a script, whose entry trains in this process."""
+        """Train a program without a script in this process."""
         config, _ = _run_given(self._channel.ask({"kind": "train"})["run"])
         self._train_here(config, LocalRank(name=config.job_name))
         self._channel.ask({"kind": "fitted"})
 
     def _train_here(self, config: ProgramConfig, local: LocalRank) -> None:
         try:
-            with _plain_log_paused():  # the rank's log has Millrace's records already
+            with _plain_log_paused():  # the rank's log already has Millrace's records
                 run_program(config, 0, 1, "", local)
         except MillraceError as error:
             failure = Failure(own=error.as_record(), ranks="0", lacks_resources=False, text=error.message)
@@ -179,7 +193,7 @@ class ScriptDriver:
             resources_per_worker=dict(scaling.resources_per_worker or {}),
             accelerator_type=scaling.accelerator_type or "",
             placement_strategy=str(scaling.placement_strategy),
-            # Ray fills in its own where the script names none.
+            # Ray fills in a default path if the script names none.
             storage_path="" if run_config.storage_path == RunConfig().storage_path else str(run_config.storage_path),
             backend=torch_config.backend or "",
             timeout_s=torch_config.timeout_s,
@@ -197,14 +211,17 @@ class ScriptDriver:
             config={
                 key: [repr(given[key])[:MAX_TEXT] if key in given else "(absent)", repr(value)[:MAX_TEXT]]
                 for key, value in self._config.items()
-                # A trial's values are what it is for.
+                # A trial's values replace the script's on purpose.
                 if not self._is_trial and (key not in given or given[key] != value)
             },
         )
 
 
 def other_settings(config: Any) -> list[str]:
-    """The settings of one of Ray's configurations that differ from their defaults, and are in no field of `Asked`."""
+    """Return a configuration's settings beyond those of `Asked`.
+
+    The configuration is one of Ray's, and default values are left out.
+    """
     kind = type(config)
     defaults = kind()
     return [
@@ -227,7 +244,7 @@ def main(arguments: list[str]) -> int:
         driver.train_function()
         channel.send({"kind": "end"})
         return 0
-    # Before the paths of the script: what stands in `sys.path` then, Ray gives to all workers, before all else.
+    # Connect before the script's paths are added, because Ray puts the present `sys.path` first on all workers.
     ray.init(address=start["cluster"], namespace=start["job"], logging_level=logging.WARNING)
     sys.dont_write_bytecode = True
     sys.path += code_paths(code, program)
@@ -251,7 +268,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _names_tune(code: Path) -> bool:
-    """Whether any module of the bundle may use Ray Tune, which takes seconds to import."""
+    """Return whether a bundle may use Ray Tune. Any of its modules may; the import of Ray Tune takes seconds."""
     return any(b"tune" in module.read_bytes() for module in code.rglob("*.py"))
 
 
@@ -261,12 +278,15 @@ def _run_given(given: str) -> tuple[ProgramConfig, Size | None]:
 
 
 def _made(datasets: Mapping[str, Any]) -> dict[str, Any]:
-    """Datasets that a script gives as functions are made where they are needed."""
+    """Return the datasets of a script. A dataset that the script gives as a function is created here."""
     return {name: one() if callable(one) else one for name, one in datasets.items()}
 
 
 def _run(path: Path) -> None:
-    """As `python path` does. The module stays: what is pickled of it is pickled by value."""
+    """Run the script as `python path` does.
+
+    The module stays in `sys.modules`, so that its objects are pickled by value.
+    """
     module = types.ModuleType("__main__")
     module.__file__ = str(path)
     sys.modules["__main__"] = module
@@ -275,7 +295,7 @@ def _run(path: Path) -> None:
 
 
 def _raised(channel: Channel, error: BaseException, code: Path) -> None:
-    """Tells the attempt, which ends this process."""
+    """Report the error to the attempt. The attempt then ends this process."""
     where = line_of(error, code)
     if isinstance(error, MillraceError):
         record = error
@@ -300,7 +320,10 @@ def _announce_exit(channel: Channel, code: Path, status: int, where: str) -> Non
 
 
 def _log_plainly() -> None:
-    """What Millrace and Ray Train say goes to the job's log, as lines for people; the script's own logging is its."""
+    """Write log records as plain lines to the job's log.
+
+    The records are those of Millrace and Ray Train. The script configures its own logging.
+    """
     PLAIN_LOG.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for name in PLAIN_LOGGERS:
         logging.getLogger(name).addHandler(PLAIN_LOG)
@@ -323,7 +346,7 @@ def _question_for(name: str) -> dict[str, Any]:
 
 
 def _end_with(parent: int) -> None:
-    """Has the kernel kill this process once its parent has ended."""
+    """Make the kernel kill this process with its parent."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)

@@ -1,17 +1,17 @@
-"""The attempt at a script: a process of its own runs the script, and asks this one for what counts.
+"""The attempt at a script: the script runs in a process of its own, which asks the attempt for everything durable.
 
     the script's process (`script_process`)     a driver of Ray; no credentials of the store
-        fit()       what is asked for   ->  which run it is; its result at once, or what Ray Train is to be run with
-        fitted      Ray has ended       ->  the result, once it is committed
-        checkpoint  a name              ->  a folder with its files, verified
+        fit()       the script's settings   ->  which run it is; its result at once, or how Ray Train is to run it
+        fitted      Ray has ended           ->  the result, once it is committed
+        checkpoint  a name                  ->  a folder with its verified files
 
-The attempt has the ranks' reports, the registry, and all that watches over workers, as for a training function. A loss
-ends the attempt, and the next one runs the script again: `Fits` says which of its runs are done. The script never sees
-a failed run.
+The attempt receives the ranks' reports, owns the registry, and supervises the workers, as for a training function. A
+loss ends the attempt, and the next attempt runs the script again: `Fits` records which of its runs are done. The script
+never sees a failed run.
 
-A `Tuner` of a script is a sweep of the job's: made once, and followed to its end by whichever attempt is at work. Its
-name and uid are pure functions of the job and of how many the script had before it, so the attempt after a lost one
-finds the sweep that there is. Each trial is a training job that runs the same script with the trial's values, up to its
+A script's `Tuner` becomes a sweep of the job. The sweep is created once, and each attempt follows it to its end. Its
+name and uid are pure functions of the job and of how many sweeps the script had before it, so the attempt after a lost
+one finds the existing sweep. Each trial is a training job that runs the same script with the trial's values, up to its
 `Tuner.fit()`.
 """
 
@@ -89,64 +89,68 @@ from train_service.store_retry import retry_on_outage
 logger = logging.getLogger(__name__)
 
 CHILD = "train_service.attempt.script_process"
-# In the folder of the attempt, beside those of ranks.
+# The rank that names the script's own folder in the attempt's folder, next to the folders of the ranks.
 DRIVER = -1
 POLL_INTERVAL_S = 0.5
-# A script that has said that it is over leaves the cluster within so long, or is killed.
+# A script that has announced its end must leave the cluster within this time, or it is killed.
 ENDS_TIMEOUT_S = 20.0
 OUTPUT_ENDS_TIMEOUT_S = 5.0
-# Of what a script calls, in one attempt.
+# Warnings about the script's calls, in one attempt.
 MAX_WARNINGS = 100
 # More than the bound of a rank's log allows.
 LOG_CHUNKS = 100_000
-# Of this process's environment nothing of Millrace's gets to the script, nor what is hidden from ranks: no credentials,
-# no token.
+# Variables of this process that the script does not get, in addition to those hidden from ranks: no credentials, no
+# token.
 PRIVATE = "MILLRACE_"
-# Copies of checkpoints that the script reads: all are kept until the attempt ends, since it may hold their paths.
+# Copies of checkpoints that the script reads. All are kept until the attempt ends, because the script may hold their
+# paths.
 COPIES = "read-by-script"
-# Figures go nowhere, and a log is no place for bars.
+# A log shows neither figures nor progress bars.
 NOBODY_LOOKS = {"MPLBACKEND": "Agg", "RAY_DATA_DISABLE_PROGRESS_BARS": "1"}
 
 
 class ScriptRun:
-    """Of one attempt. `run` returns the attempt's result, and raises as an attempt at a function does."""
+    """The run of a script in one attempt.
+
+    `run` returns the attempt's result, and raises as an attempt at a function does.
+    """
 
     def __init__(
         self, context: AttemptContext, spec: TrainingSpec, program: Program, add_lines: Callable[[bytes], None]
     ) -> None:
-        """`add_lines` takes what the script prints."""
+        """Create the run. `add_lines` receives the script's output."""
         self._context = context
         self._spec = spec
         self._program = program
         self._add_lines = add_lines
         self._store = context.store
         self._fits = Fits(self._store, context.job.name, context.job.uid)
-        # By number, those of all attempts; and which of them this one was asked for.
+        # The fits of all attempts by number, and the numbers that this attempt has met.
         self._known: dict[int, Fit] = {}
         self._met: set[int] = set()
-        # Jobs whose checkpoints the script may read: this one, and the trials of its sweeps.
+        # Jobs whose checkpoints the script may read: this job, and the trials of its sweeps.
         self._readable = {context.job.name}
-        # By number, those that an earlier attempt began.
+        # The numbers of the fits that an earlier attempt began.
         self._begun_before: set[int] = set()
-        # How many of them Ray has run in this attempt.
+        # How many fits Ray has run in this attempt.
         self._begun = 0
         self._warned: set[str] = set()
-        # How many sweeps it has asked for in this attempt.
+        # How many sweeps the script has requested in this attempt.
         self._sweeps = 0
-        # Of the fit at work: what it was asked with, and what there is while Ray runs it.
+        # The present fit: the script's call, and the objects that exist while Ray runs it.
         self._call: FitCall | None = None
         self._number = 0
         self._at_work: ProgramAtWork | None = None
         self._leave = ExitStack()
-        # That of the fit at work, or of the last: with what its script's configurations say.
+        # The specification of the present or last fit, with the settings of the script's configurations.
         self._fit_spec = spec_of_job(context.job.spec["training"], context.job.choices)
-        # Of a training function in local mode, which is no script.
+        # The result of a training function in local mode, which is no script.
         self._function_result: dict[str, Any] = {}
 
     def run(self) -> dict[str, Any]:
         job, url = self._context.job.name, self._store.settings.url
         if urlsplit(url).scheme == "s3":
-            hide_memory()  # the script's process begins below, and may be on the same node as other attempts
+            hide_memory()  # the script's process starts below, and may share its node with other attempts
         with ExitStack() as stack:
             self._reporter = stack.enter_context(Reporter(self._store, job, self._context.attempt))
             folder = stack.enter_context(AttemptFolder(url, job, self._context.attempt, DRIVER).entered())
@@ -206,7 +210,10 @@ class ScriptRun:
         return process, Channel(own)
 
     def _serve(self, process: subprocess.Popen[bytes], channel: Channel) -> None:
-        """Until the script has ended. Raises what it raised, and what a run of it ended for."""
+        """Answer the script's questions until it ends.
+
+        Raises the script's error, and the reason for which a run of it ended.
+        """
         while True:
             try:
                 question = channel.receive(POLL_INTERVAL_S)
@@ -214,7 +221,7 @@ class ScriptRun:
                 raise self._gone(process) from None
             if question is None:
                 if self._at_work is None:
-                    # A run looks after that itself: its ranks stop at a report.
+                    # A run checks that itself: its ranks stop at a report.
                     self._context.raise_if_stopped()
                 continue
             if question["kind"] == "end":
@@ -223,7 +230,7 @@ class ScriptRun:
                 answer = self._answer(question)
             except _Refused as refused:
                 answer = {"error": refused.error.as_record()}
-            with suppress(ChannelClosed):  # said at the next look
+            with suppress(ChannelClosed):  # the next receive reports it
                 channel.send(answer)
 
     def _answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
@@ -239,19 +246,19 @@ class ScriptRun:
         if kind == "failed":
             raise self._ended(Failure.from_message(question["failure"]))
         if kind == "withdrawn":
-            # Ray never began: the script gets the error that its own trainer raised.
+            # Ray never began, so the script gets the error that its own trainer raised.
             self._close()
             return {}
         if kind == "checkpoint":
             return {"folder": self._folder_of(question["name"])}
         if kind == "warning":
-            # A script may call what is warned of again and again.
+            # A script may repeat the call that causes a warning.
             if (text := str(question["text"])) not in self._warned and len(self._warned) < MAX_WARNINGS:
                 self._warned.add(text)
                 self._warn(text)
             return {}
         if kind == "raised":
-            # Another attempt gets to the same line with the same state, unless Ray has run a fit in this one.
+            # Another attempt reaches the same line in the same state, unless Ray has run a fit in this one.
             before = self._context.job.error if self._begun == 0 else None
             raise as_last_error(error_from_record(question["error"]), before)
         raise Internal(f"the script's process asks {kind!r}, which is no known request", reason="UNKNOWN_REQUEST")
@@ -267,7 +274,7 @@ class ScriptRun:
             logger.info("%s: fit() of %r has ended before: its result is given again", call.line, call.name)
             return {"result": self._result(fit)}
         fit, spec = self._settle(fit, asked, call.line)
-        # Of a script with Ray Datasets the CPU that prepares their rows stays free.
+        # If the script has Ray Datasets, keep the CPU that prepares their rows free.
         size = (
             None if spec.local else size_of_attempt(self._context, replace(spec, ingest=RAY_DATA) if datasets else spec)
         )
@@ -280,12 +287,15 @@ class ScriptRun:
         return self._begin(size, fit.number, before)
 
     def _settle(self, fit: Fit, asked: Asked, line: str) -> tuple[Fit, TrainingSpec]:
-        """The specification of a run: the job's, and where that is open what the script's configurations say. The job
-        keeps it before there is room: the next attempt begins once there is room for these workers."""
+        """Return the specification of a run.
+
+        It is the job's specification, completed with the settings of the script's configurations. The job records the
+        settings before there is capacity, because the next attempt begins once there is capacity for these workers.
+        """
         context = self._context
         spec = self._spec
         if "trial" in context.job.spec:
-            # By its sweep's metric the checkpoints of all trials are compared.
+            # The sweep's metric compares the checkpoints of all trials.
             kept = tuple(one for one in spec.left_open if not one.startswith("checkpoints."))
             spec = replace(spec, left_open=kept)
         if not spec.left_open:
@@ -315,7 +325,7 @@ class ScriptRun:
         return fit, spec
 
     def _sweep(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """The trials of the sweep that a `Tuner` of the script is, once it has ended."""
+        """Return the trials of a script's finished sweep. The sweep stands for the script's `Tuner`."""
         self._sweeps += 1
         self._met.add(0)
         sweep = ScriptSweep(self._context, self._spec, self._program, self._sweeps)
@@ -330,7 +340,7 @@ class ScriptRun:
         return ended
 
     def _begin(self, size: Size | None, number: int, reports_before: int) -> dict[str, Any]:
-        """What the run is to be run with; `size` None: by the script's process itself."""
+        """Return the configuration for the run. If `size` is None, the script's process itself trains."""
         before = number in self._begun_before if self._program.is_script else began_before(self._context.job)
         at_work = program_at_work(
             self._context, self._fit_spec, self._program, size, number, reports_before, began_before=before
@@ -348,7 +358,10 @@ class ScriptRun:
         return replace(fit, reported_overrides=(*fit.reported_overrides, *new))
 
     def _fitted(self) -> dict[str, Any]:
-        """Ray's run has ended, and every rank with it: by its return, or at a report that it was to stop at."""
+        """Commit a run that Ray has ended.
+
+        Every rank has ended, too: its function returned, or it stopped at a report as requested.
+        """
         run, call = self._at_work, self._call
         assert run is not None
         if not run.coordinator.all_returned:
@@ -375,7 +388,7 @@ class ScriptRun:
         return {"result": self._result(fit)}
 
     def _ended(self, failure: Failure) -> MillraceError:
-        """Why Ray's run has failed."""
+        """Return why Ray's run has failed."""
         run = self._at_work
         assert run is not None
         self._close()
@@ -384,7 +397,7 @@ class ScriptRun:
         return as_last_error(error, self._context.job.error if run.coordinator.reported == 0 else None)
 
     def _gone(self, process: subprocess.Popen[bytes]) -> MillraceError:
-        """Why the script's process has ended without a word."""
+        """Return why the script's process ended without announcing it."""
         run = self._at_work
         self._close()
         if run is not None and (known := run.coordinator.cause or run.supervision.cause) is not None:
@@ -399,12 +412,12 @@ class ScriptRun:
         )
 
     def _close(self) -> None:
-        """Leaves what there was for the fit at work."""
+        """Leave the contexts of the present fit."""
         self._at_work = None
         self._leave.close()
 
     def _result(self, fit: Fit) -> dict[str, Any]:
-        """What `ray.train.Result` is made of."""
+        """Return the values that `ray.train.Result` is built from."""
         assert fit.done is not None
         entries = [one for one in retry_on_outage(self._entries, "the checkpoints") if one.fit == fit.number]
         return {
@@ -418,7 +431,7 @@ class ScriptRun:
         return CheckpointRegistry(self._store, self._context.job.name).entries()
 
     def _folder_of(self, name: str) -> str:
-        """Where a checkpoint's files are on this node, whose digests hold."""
+        """Return the folder of a checkpoint on this node. Its files are verified."""
         job = name.partition("/checkpoints/")[0]
         if job not in self._readable:
             what = f"{job} is neither this job nor a trial of its sweeps"
@@ -447,7 +460,7 @@ class ScriptRun:
 
 
 class _Refused(Exception):
-    """What is refused of a question; the script gets `error`, and may go on."""
+    """A refused question. The script gets `error` and may continue."""
 
     def __init__(self, error: MillraceError) -> None:
         super().__init__(error.message)
@@ -455,7 +468,10 @@ class _Refused(Exception):
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kills the script's process and all that it started and did not put into another session."""
+    """Kill the script's process and its session.
+
+    This includes all processes that the script started in its own session.
+    """
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -466,13 +482,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 SWEEP_KIND = "sweep"
 COLLECTION, TRAINING_JOBS = "sweeps", "trainingJobs"
 SWEEP_POLL_INTERVAL_S = 1.0
-# As of sweeps that clients make: nodes that come and go do not end it.
+# As for sweeps that clients create: nodes that come and go do not end the sweep.
 MAX_FAILURES = 100
 DEFAULT_CONCURRENT = 4
 
 
 class ScriptSweep:
-    """Number `number`, from 1, of the attempt's script."""
+    """The sweep that a script's `Tuner` becomes. `number` counts the script's sweeps from 1."""
 
     def __init__(self, context: AttemptContext, spec: TrainingSpec, program: Program, number: int) -> None:
         self._context = context
@@ -488,7 +504,7 @@ class ScriptSweep:
     def spec_of(
         self, constants: Mapping[str, Any], domains: Mapping[str, Any], settings: Mapping[str, Any]
     ) -> SweepSpec:
-        """Raises `InvalidArgument` for what no sweep can be."""
+        """Return the specification of the sweep. Raises `InvalidArgument` if it is not valid."""
         asha = settings["asha"]
         policy = replace(self._spec.checkpoints, best_metric=settings["metric"], maximize=bool(settings["maximize"]))
         program = replace(self._program, config_json=json.dumps(dict(constants)))
@@ -507,8 +523,11 @@ class ScriptSweep:
         return spec
 
     def ended(self, spec: SweepSpec) -> dict[str, Any]:
-        """Makes it where it was not made, and waits for its end. `trials`: of each `name`, `config`, `error` and its
-        `checkpoints`, oldest first. Raises what it failed for, and ends it where the job is cancelled."""
+        """Create the sweep if necessary and await its end.
+
+        Returns `trials`: for each trial its `name`, `config`, `error` and `checkpoints`, oldest first. Raises the error
+        for which the sweep failed. Cancels the sweep if the job is cancelled.
+        """
         record = retry_on_outage(lambda: self._made(spec), "the sweep of the script")
         try:
             while not record.state.final:

@@ -1,6 +1,8 @@
-"""What an attempt looks after while its workers train: hung ranks, nodes that are taken away, room for more workers.
+"""Supervision of an attempt while its workers train.
 
-It reaches a worker's process on whatever node that runs: to read what it left there, and to end it for sure.
+It watches for hung ranks, draining nodes, and capacity for more workers.
+
+It reaches a worker's process on any node, to read the stacks that the process left there and to kill it.
 """
 
 from __future__ import annotations
@@ -45,26 +47,29 @@ logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 1.0
 GROWTH_POLL_INTERVAL_S = 3.0
-# Room must have been there for so long: nodes that come one after another should cost one restart, not several.
+# Capacity must have been free for this long, so that nodes that join one after another cost one restart, not several.
 CAPACITY_STABLE_S = 10.0
-# A restart takes about as long; with less left to do, more workers do not pay.
+# A restart takes about this long; with less training left, more workers do not pay.
 WORTH_A_RESTART_S = 30.0
-# Warm workers are started after so long, so that the start of this attempt is over, where so much is left to do that a
-# loss is likely enough.
+# Warm workers are started this long after training began, when the start of this attempt is over. They are started only
+# if at least WORTH_WARM_WORKERS_S of training is left, which makes a loss likely enough.
 WARM_AFTER_S = 10.0
 WORTH_WARM_WORKERS_S = 60.0
 STACKS_TIMEOUT_S = 5.0
-# Workers that did not even reach their loop by then never will.
+# Workers that have not reached their loop by then never will.
 START_TIMEOUT_S = 900.0
-# Ranks that have gone may still write their logs, and Ray ends its run then; should it hang in that, so would the job.
+# Ranks that have ended may still write their logs before Ray ends its run. If Ray hangs there, so would the job.
 GONE_TIMEOUT_S = 90.0
-# After its workers were killed, `fit` returns; should it not, this process ends.
+# `fit` returns after its workers were killed. If it does not, this process ends.
 FIT_ENDS_TIMEOUT_S = 30.0
 STORE_OUTAGE_TIMEOUT_S = 30.0
 
 
 class Supervision:
-    """A thread beside `fit`. Use as a context; afterwards `cause` says why it ended the attempt, if it did."""
+    """A thread that supervises the attempt while `fit` runs.
+
+    Use as a context. Afterwards `cause` holds the reason for which the supervision ended the attempt, if it did.
+    """
 
     def __init__(
         self,
@@ -75,8 +80,11 @@ class Supervision:
         coordinator: ReportCoordinator | None = None,
         request: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`size` is the attempt's; None in local mode. `coordinator` is that of a program. `request` is called with a
-        reason to stop, beside the ranks."""
+        """Create the supervision of one attempt.
+
+        `size` is the attempt's size; None in local mode. `coordinator` is that of a program. `request` is called with
+        each reason to stop, in addition to the message to the ranks.
+        """
         self._coordinator = coordinator
         self._request = request
         self._stacks_kept = False
@@ -91,12 +99,13 @@ class Supervision:
         self._gone_since: float | None = None
         self._capacity_polled_at = 0.0
         self._capacity_since: float | None = None
-        # Trials are many and short; a local attempt has no workers.
+        # Trials are many and short, and a local attempt has no workers.
         self._may_warm = not spec.local and "trial" not in context.job.spec and warm_workers.wanted()
         self._training_since: float | None = None
-        # What the ranks were asked to stop for; see `reporting`.
+        # The reason for which the ranks were asked to stop; see `reporting`.
         self._asked = GO_ON
-        # What whoever finds this process gone shall know.
+        # Whether a node of the attempt is draining, and whether the job's record notes it. The process that finds this
+        # attempt dead reads that note.
         self._leaving = self._noted = False
         self.cause: MillraceError | None = None
 
@@ -127,11 +136,12 @@ class Supervision:
         if self._coordinator is not None:
             self._check_reports(self._coordinator, ranks)
         self._check_hung_ranks(ranks)
-        # Again at each look: a rank that starts may not have heard it, and one that has is not disturbed.
+        # Repeat the request at each poll: a starting rank may have missed it, and a rank that received it ignores the
+        # repetition.
         if self._asked:
             self._request(self._asked)
             self._heartbeats.ask_to_stop(self._asked)
-        # Also while it makes way for another size: a node may go before it has.
+        # Check also while the attempt stops for a resize: a node may go away before the attempt has stopped.
         if self.cause is None or self.cause.specific_reason == RESIZED:
             self._check_drains(ranks)
         if self._leaving and not self._noted:
@@ -142,7 +152,10 @@ class Supervision:
             self._keep_warm(ranks)
 
     def _check_end(self, ranks: list[RankHeartbeat]) -> None:
-        """Gives up where all ranks that were ever heard have gone and `fit` does not return."""
+        """Give up if `fit` hangs after all ranks ended.
+
+        All ranks that ever connected have ended, but `fit` does not return.
+        """
         if ranks or not self._heartbeats.heard():
             self._gone_since = None
             return
@@ -152,8 +165,11 @@ class Supervision:
             self._give_up(self.cause or Unavailable(text, reason="RUN_DID_NOT_EXIT"))
 
     def _check_reports(self, coordinator: ReportCoordinator, ranks: list[RankHeartbeat]) -> None:
-        """Keeps the stacks of all ranks once some are missing at a report, and ends those that were told to stop and
-        did not: what they reported is durable."""
+        """Handle ranks that miss a report or do not stop.
+
+        If ranks miss a report, keep the stacks of all ranks. Kill ranks that ignored a request to stop. What those
+        ranks reported is durable.
+        """
         if coordinator.missing and not self._stacks_kept:
             self._keep(self._heartbeats.stacks(STACKS_TIMEOUT_S))
         self._stacks_kept = bool(coordinator.missing)
@@ -171,7 +187,7 @@ class Supervision:
             program = self._spec.program
             limit = (program.hang_after_s if program else 0.0) or limit
             if self._coordinator.is_committing:
-                # They wait for this process, and it maybe for the store.
+                # The ranks wait for this process, which may in turn wait for the store.
                 states = [replace(one, still_s=0.0) for one in states]
         suspects = hung(states, limit)
         if not suspects:
@@ -180,7 +196,8 @@ class Supervision:
         unresponsive = unresponsive_ranks(states, limit)
         stacks = self._heartbeats.stacks(STACKS_TIMEOUT_S)
         if self._spec.program is not None and not self._spec.local:
-            # Its file and line are part of the text; a rank whose interpreter is held left them in its file.
+            # The error text names the file and line of each rank. A rank whose interpreter is blocked wrote its stacks
+            # to its file.
             stacks = {**end_hard(ranks), **stacks}
         standing = culprits(suspects, stacks, unresponsive)
         at = {state.rank: state.step for state in states}
@@ -190,8 +207,8 @@ class Supervision:
             reason="RANK_HUNG",
             metadata={"ranks": ",".join(str(rank) for rank in standing)},
         )
-        if not self._spec.local and self._spec.program is None:  # whose only rank is this process; it ends at last
-            # What a rank whose interpreter is held wrote by itself; it must be read before its process ends.
+        if not self._spec.local and self._spec.program is None:  # in local mode this process is the only rank
+            # Read the file in which a rank with a blocked interpreter wrote its stacks, before its process is killed.
             stacks = {**end_hard(ranks), **stacks}
         self._keep(stacks)
         retry_on_outage(
@@ -202,7 +219,7 @@ class Supervision:
         self._give_up(self.cause)
 
     def _line(self, stacks: str) -> str:
-        """Where in the program's own code a rank stands, by its stacks."""
+        """Return a rank's line in the program's own code. Its stacks show the line."""
         program = self._spec.program
         line = line_in_bundle(stacks, program.code_bundle.rpartition("/")[2]) if program else ""
         return f" ({line})" if line else ""
@@ -213,7 +230,11 @@ class Supervision:
             retry_on_outage(partial(self._context.store.put, key, text.encode()), "a stack", STORE_OUTAGE_TIMEOUT_S)
 
     def _give_up(self, cause: MillraceError) -> None:
-        """The workers are gone, or will never come: `fit` should see it, and this process ends where it does not."""
+        """End an attempt without workers.
+
+        The workers are lost or will never come, and `fit` should notice that. If it does not return, this process
+        exits.
+        """
         self.cause = cause
         if self._spec.local or not self._ended.wait(FIT_ENDS_TIMEOUT_S):
             logger.warning("the loop does not end by itself; ending the attempt: %s", cause.message)
@@ -242,7 +263,11 @@ class Supervision:
             self._leaving = True
 
     def _note_leaving(self) -> None:
-        """Once, and at the next look where the store is away: there is more to look after than that."""
+        """Note in the job's record that a node drains.
+
+        The note is written once. If the store is unavailable, the next poll tries again, because the supervision has
+        other things to check meanwhile.
+        """
         try:
             self._context.note_leaving()
             self._noted = True
@@ -253,7 +278,7 @@ class Supervision:
         return self._workers < self._spec.num_workers or self._waits_for_gpus(own)
 
     def _waits_for_gpus(self, own: Size) -> bool:
-        """Whether the run is on CPUs only until its GPUs are back."""
+        """Return whether the run waits for its GPUs. It then runs on CPUs until the GPUs are back."""
         return own.device == CPU and self._context.job.choices.get(RUN_DEVICE) == GPU
 
     def _check_capacity(self, own: Size, ranks: list[RankHeartbeat]) -> None:
@@ -281,7 +306,10 @@ class Supervision:
     def _better_size(
         self, own: Size, held: Mapping[str, Resources], concurrent_ingests: Callable[[], int]
     ) -> Size | None:
-        """For which there is room: with its GPUs where the run waits for them, else more workers that are faster."""
+        """Return a better size that fits now, if any.
+
+        A run that waits for its GPUs gets a size with GPUs. Otherwise it is a size with more workers that are faster.
+        """
         if self._waits_for_gpus(own):
             size = size_now(self._spec, GPU, concurrent_ingests, held)
             if size.workers:
@@ -292,19 +320,23 @@ class Supervision:
         return size if size.workers > own.workers and self._is_faster(size.workers) else None
 
     def _keep_warm(self, ranks: list[RankHeartbeat]) -> None:
-        """Sees to it that processes wait for the next attempt where the workers of this one are."""
+        """Start warm processes for the next attempt. They start on the nodes of this attempt's workers."""
         now = time.monotonic()
         if not self._may_warm or len(ranks) < self._workers or not self._heartbeats.seconds_per_step:
             return
         self._training_since = self._training_since or now
         if now - self._training_since < WARM_AFTER_S or self._left_s() < WORTH_WARM_WORKERS_S:
             return
-        # Once an attempt: Ray keeps those whom nobody takes, and does not tell how many wait.
+        # Start them once per attempt: Ray keeps idle processes and does not report how many there are.
         self._may_warm = False
         WARM_WORKERS.start(Counter(one.node_id for one in ranks))
 
     def _is_faster(self, workers: int) -> bool:
-        """Whether the slowest of so many has less to compute than now: a worker computes whole lanes."""
+        """Return whether `workers` ranks are faster.
+
+        The slowest of them must have less to compute than the slowest rank now. A worker computes whole lanes, so more
+        workers are not always faster.
+        """
         now, then = (
             max_rows_of_a_rank(self._spec.global_batch_size, self._spec.lanes, number)
             for number in (self._workers, workers)
@@ -315,7 +347,7 @@ class Supervision:
         return self._left_s() > WORTH_A_RESTART_S
 
     def _left_s(self) -> float:
-        """How long the run will take from here; 0 where that cannot be said."""
+        """Return the remaining seconds of the run. 0 means unknown."""
         first = next((one for one in self._heartbeats.at_work() if one.rank == 0), None)
         seconds = self._heartbeats.seconds_per_step
         if first is None or not seconds or not first.total_steps:
@@ -330,7 +362,10 @@ NODE_ID_LABEL = "ray.io/node-id"
 
 
 def end_hard(ranks: list[RankHeartbeat]) -> dict[int, str]:
-    """SIGKILLs the ranks' processes, stopped ones too. Returns what each had left in its stacks file, by rank."""
+    """Kill the ranks' processes with SIGKILL.
+
+    The signal also ends stopped processes. Returns the content of each rank's stacks file, by rank, if there is one.
+    """
     own_node = ray.get_runtime_context().get_node_id()
     found = {one.rank: _end(one.pid, one.stacks_file) for one in ranks if one.node_id == own_node}
     elsewhere = {one.rank: one for one in ranks if one.node_id != own_node}
@@ -353,7 +388,7 @@ def _end(pid: int, stacks_file: str) -> str:
         text = Path(stacks_file).read_text(errors="replace")
         Path(stacks_file).unlink()
     with suppress(OSError):
-        # A worker of Ray's, and not who has got its number since.
+        # Kill only a worker of Ray's, not another process that has since got the same number.
         if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
             os.kill(pid, signal.SIGKILL)
     return text

@@ -1,8 +1,11 @@
-"""The attempt at a training job: hands the loop to Ray Train on as many workers as fit, looks after them, and waits.
-In local mode it runs the loop itself.
+"""An attempt at a training job.
 
-Ray's own checkpoint manager is bypassed and its retries are off: our registry says what counts, and a lost worker ends
-the attempt. The next attempt is a fresh Ray run that resumes from the newest good checkpoint.
+The attempt hands the loop to Ray Train on as many workers as fit, supervises them, and waits. In local mode it runs the
+loop itself.
+
+It bypasses Ray's own checkpoint manager and turns Ray's retries off: Millrace's registry decides which checkpoints
+count, and a lost worker ends the attempt. The next attempt is a fresh Ray run that resumes from the newest good
+checkpoint.
 """
 
 from __future__ import annotations
@@ -43,23 +46,29 @@ from train_service.worker.loop import LoopConfig, train_loop
 
 logger = logging.getLogger(__name__)
 
-# Workers that have begun stop after their next step. Those that wait for resources never would.
+# Workers that have begun stop after their next step. Workers that wait for resources would never stop by themselves.
 STOP_TIMEOUT_S = 20.0
 # A checkpoint may have to be written first.
 PAUSE_TIMEOUT_S = 300.0
-# Room that the last look of the reconciler saw may be given back within moments.
+# The capacity that the reconciler saw last may become free again within moments.
 CAPACITY_TIMEOUT_S = 5.0
 
 
 def prepare() -> None:
-    """Called in a process that waits for an attempt: this module's imports are what takes long."""
+    """Do nothing: importing this module is the slow part.
+
+    It is called in a standby process that waits for an attempt.
+    """
 
 
 def run(context: AttemptContext) -> dict[str, Any]:
-    """Entry function of a durable job of kind `train`. Returns the last and the best checkpoint."""
+    """Run an attempt at a training job.
+
+    This is the entry function of a durable job of kind `train`. Returns the last and the best checkpoint.
+    """
     spec = TrainingSpec.from_config(context.job.spec["training"])
     if spec.local and spec.program is None:
-        return told(context, lambda: _run(context, spec))  # this process is rank 0, and says all under that name
+        return told(context, lambda: _run(context, spec))  # this process is rank 0 and logs as rank 0
     with LogShipper(context.store, context.job.name, context.attempt, OWN_PROCESS) as shipper:
         return told(context, lambda: _run(context, spec, shipper.add_lines))
 
@@ -67,12 +76,12 @@ def run(context: AttemptContext) -> dict[str, Any]:
 def _run(
     context: AttemptContext, spec: TrainingSpec, add_lines: Callable[[bytes], None] = lambda _: None
 ) -> dict[str, Any]:
-    """`add_lines` takes what a process that the attempt starts prints."""
+    """Run the attempt. `add_lines` receives the output of a process that the attempt starts."""
     retry_on_outage(lambda: report_device(context.store, context.job), "the change of the device")
     if spec.program is not None and (spec.program.is_script or spec.local):
-        from train_service.attempt.script_run import ScriptRun  # whose fits are runs as below
+        from train_service.attempt.script_run import ScriptRun  # imports this module
 
-        # In local mode a function, too, runs in a process of its own: this one has the store's credentials.
+        # In local mode a function, too, runs in a process of its own, because this process has the store's credentials.
         return ScriptRun(context, spec, spec.program, add_lines).run()
     if spec.program is not None:
         return _run_program(context, spec, spec.program)
@@ -97,7 +106,7 @@ def _run(
 
 
 def _run_program(context: AttemptContext, spec: TrainingSpec, program: Program) -> dict[str, Any]:
-    """A user's own training function in place of the loop."""
+    """Run a user's own training function. It replaces Millrace's loop."""
     size = size_of_attempt(context, spec)
     with program_at_work(context, spec, program, size, began_before=began_before(context.job)) as run:
         try:
@@ -112,13 +121,13 @@ def _run_program(context: AttemptContext, spec: TrainingSpec, program: Program) 
 
 
 def began_before(job: JobRecord) -> bool:
-    """Whether an attempt before the present one began to train: those that found no room did not."""
+    """Return whether an earlier attempt began to train. Attempts that found no capacity did not."""
     return job.attempts_made - job.waits > 1
 
 
 @dataclass(frozen=True)
 class ProgramAtWork:
-    """What an attempt has while the ranks of a program train; they meet in its process at each report."""
+    """The attempt's objects while a program trains. The ranks meet in the attempt's process at each report."""
 
     config: ProgramConfig
     coordinator: ReportCoordinator
@@ -126,7 +135,7 @@ class ProgramAtWork:
     supervision: Supervision
 
     def result(self, context: AttemptContext) -> dict[str, Any]:
-        """Once it is over; see `program_result`."""
+        """Return the result of a finished run. See `program_result`."""
         return program_result(context, self.coordinator, self.supervision.cause)
 
 
@@ -141,8 +150,11 @@ def program_at_work(
     *,
     began_before: bool = False,
 ) -> Iterator[ProgramAtWork]:
-    """The attempt's side of a run of Ray Train, while the body has Ray run it; `size` None: of one rank that is no
-    worker. The others are as for `ReportCoordinator`."""
+    """Provide the attempt's side of a run.
+
+    The body has Ray Train run it. If `size` is None, the run has one rank that is no worker. The other arguments are
+    those of `ReportCoordinator`.
+    """
     name, timeout_s = context.job.name, program.stop_within_s
     asked = [GO_ON]
     with contextlib.ExitStack() as stack:
@@ -181,7 +193,7 @@ def program_at_work(
 
 
 def size_of_attempt(context: AttemptContext, spec: TrainingSpec) -> Size:
-    # Of a job that an earlier release began: as at a first attempt.
+    # For a job that an earlier release began, choose the device as for a first attempt.
     device = attempt_device(context.job.choices) or devices_of(spec, "", usable_nodes())[1]
 
     def concurrent_ingests() -> int:
@@ -190,7 +202,7 @@ def size_of_attempt(context: AttemptContext, spec: TrainingSpec) -> Size:
     give_up_at = time.monotonic() + CAPACITY_TIMEOUT_S
     while not (size := size_now(spec, device, concurrent_ingests)).workers:
         if time.monotonic() > give_up_at:
-            # Not a failure: the reconciler waits for room before it begins the next attempt.
+            # Not a failure: the reconciler waits for capacity before it begins the next attempt.
             raise Unavailable(
                 f"room was taken: {lacking(spec, device, concurrent_ingests)}", reason=INSUFFICIENT_RESOURCES
             )
@@ -210,9 +222,11 @@ def _fit(config: LoopConfig | ProgramConfig, size: Size, context: AttemptContext
 def _ends_when_stopped(
     context: AttemptContext, pause_timeout_s: float, stop_within_s: float, heartbeats: HeartbeatServer | None = None
 ) -> Iterator[None]:
-    """Ends this process, and with it its workers, should they not stop by themselves when a client or a later attempt
-    wishes it: `fit` cannot be interrupted while its workers start. The ranks that `heartbeats` hears are killed
-    first."""
+    """End this process if its workers ignore a stop.
+
+    A client or a later attempt asks for the stop, and the limit is `pause_timeout_s` or `stop_within_s`. `fit` cannot
+    be interrupted while its workers start. The ranks that `heartbeats` knows are killed first.
+    """
     done = threading.Event()
 
     def watch() -> None:

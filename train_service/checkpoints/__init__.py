@@ -1,1 +1,4 @@
-"""Checkpoints of a run: taken on all ranks at one step, written behind the training, and gone on from."""
+"""Checkpoints of a run.
+
+All ranks take them at one step. They are written in the background, and runs resume from them.
+"""

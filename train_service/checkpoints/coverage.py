@@ -1,7 +1,9 @@
-"""Which rows the workers truly consumed: noted by each rank, gathered for a checkpoint, and named by its manifest.
+"""Records of the rows that the workers consumed.
 
-A run that resumes goes on with the chain of the checkpoint that it resumes from. So the record is always that of the
-work that is in the weights, and what a lost attempt did behind its last checkpoint does not count.
+Each rank keeps its records, a checkpoint gathers them, and its manifest names them.
+
+A resumed run continues the chain of the checkpoint that it resumes from. So the record always describes the work that
+is in the weights. Work of a lost attempt after its last checkpoint does not count.
 """
 
 from __future__ import annotations
@@ -23,45 +25,51 @@ from shared.errors import DataLoss
 from shared.storage import ObjectMissing, ObjectStore
 from train_service.domain.order import Ints
 
-if TYPE_CHECKING:  # the service reads these records, and does not need torch for it
+if TYPE_CHECKING:  # the service reads these records without torch
     from train_service.learning.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
-# Parts of so many rows are left alone; smaller neighbours are put together.
+# Smaller neighbouring parts are merged up to this many rows.
 PART_ROWS = 1 << 20
 
 _RUNS = pa.run_end_encoded(pa.int32(), pa.int64())
-# One run for each step of each rank. `skipped` is 1 for the rows of a step that the loss scaler skipped; a file without
-# such rows, as all of earlier releases, has no such column.
+# One run for each step of each rank. `skipped` is 1 for the rows of a step that the loss scaler skipped. A file without
+# such rows has no such column, like all files of earlier releases.
 SKIPPED = "skipped"
 SCHEMA = pa.schema([("step", _RUNS), ("epoch", _RUNS), ("rank", _RUNS), ("row_id", pa.int64()), (SKIPPED, _RUNS)])
 
 
 @dataclass(frozen=True)
 class Taken:
-    """One rank's notes: `steps` is (n, 4) of step, epoch, number of rows and whether it was skipped; `row_ids` are
-    those rows, in order."""
+    """One rank's records.
+
+    `steps` has shape (n, 4): step, epoch, number of rows, and whether the step was skipped. `row_ids` are the rows of
+    these steps, in order.
+    """
 
     steps: Ints
     row_ids: Ints
 
 
 class ConsumedRows:
-    """One rank's notes since the last checkpoint. Not shared between threads."""
+    """One rank's records since the last checkpoint. Not shared between threads."""
 
     def __init__(self) -> None:
         self._steps: list[tuple[int, int, int, int]] = []
         self._row_ids: list[Ints] = []
 
     def add(self, step: int, epoch: int, row_ids: Ints, *, skipped: bool = False) -> None:
-        """Notes the rows of the batch that went into `step` (from 0); call it once the optimiser has stepped or, where
-        the step is `skipped`, was kept from it."""
+        """Record the rows of a step's batch.
+
+        `step` counts from 0. Call this once the optimizer has stepped or, if the step is `skipped`, was kept from
+        stepping.
+        """
         self._steps.append((step, epoch, len(row_ids), int(skipped)))
         self._row_ids.append(row_ids)
 
     def take(self) -> Taken:
-        """What was noted since the last call, which is then forgotten."""
+        """Return the new records, and forget them. They are the records since the last call."""
         steps = np.asarray(self._steps, np.int64).reshape(-1, 4)
         row_ids = np.concatenate([np.empty(0, np.int64), *self._row_ids])
         self._steps, self._row_ids = [], []
@@ -69,9 +77,10 @@ class ConsumedRows:
 
 
 def gather(ranks: Ranks, taken: Taken) -> pa.Table | None:
-    """What all ranks took, as a table of `SCHEMA` in the order of steps, on rank 0; None on the others.
+    """Return all ranks' records on rank 0.
 
-    A collective: every rank must call it at the same point. It exchanges 8 bytes a row; no rank waits for a store.
+    The table is of `SCHEMA`, in the order of steps. Other ranks get None. This is a collective: every rank must call it
+    at the same point. It exchanges 8 bytes a row, and no rank waits for a store.
     """
     flat = np.concatenate([[len(taken.steps)], taken.steps.ravel(), taken.row_ids]).astype(np.int64)
     everyone = ranks.gather(flat)
@@ -85,7 +94,7 @@ def _table(everyone: Sequence[Ints]) -> pa.Table:
         steps, row_ids = flat[1 : 1 + 4 * count].reshape(-1, 4), flat[1 + 4 * count :]
         ends = np.cumsum(steps[:, 2])
         for (step, epoch, rows, skipped), end in zip(steps.tolist(), ends.tolist(), strict=True):
-            if rows:  # a run of none is no run for Arrow
+            if rows:  # Arrow has no empty runs
                 runs.append((step, rank, epoch, skipped, row_ids[end - rows : end]))
     runs.sort(key=lambda run: run[:2])
     ends = np.cumsum([len(rows) for *_, rows in runs]).astype(np.int32)
@@ -104,27 +113,27 @@ def _table(everyone: Sequence[Ints]) -> pa.Table:
 
 
 class CoverageChain:
-    """The parts that a run's next checkpoint names. Used by rank 0, in one thread.
+    """The parts that a run's next checkpoint names. Rank 0 uses the chain, in one thread.
 
-    A record of more than `PART_ROWS` becomes several parts, which end with steps. Neighbours are put together like the
-    digits of a binary counter: while the last part has more than half as many rows as the one before it, and both fit
-    into `PART_ROWS`, they become one. So a manifest names at most (rows of the run) / 2^19 parts and some twenty small
-    ones, however often checkpoints are taken, and each row is written again some thirty times at most. The parts that
-    were put together stay until nobody names them; see `orphans`.
+    A record of more than `PART_ROWS` rows becomes several parts, cut between steps. Neighbouring parts are merged like
+    the digits of a binary counter: while the last part has more than half as many rows as the previous one, and both
+    fit into `PART_ROWS`, they become one. So a manifest names at most (rows of the run) / 2^19 parts and some twenty
+    small ones, however often checkpoints are taken, and each row is written again some thirty times at most. Merged
+    parts stay until no checkpoint names them; see `orphans`.
     """
 
     def __init__(self, store: ObjectStore, job: str, parts: Sequence[CoveragePart] = ()) -> None:
-        """`parts` are those of the checkpoint that the run resumes from."""
+        """Create the chain. `parts` are those of the checkpoint that the run resumes from."""
         self._store = store
         self._job = job
         self._small: dict[str, pa.Table] = {}
         self.parts = tuple(parts)
 
     def append(self, table: pa.Table) -> tuple[CoveragePart, ...]:
-        """Writes the record and returns the chain that the checkpoint must name.
+        """Write the record and return the new chain.
 
-        Where the store fails it raises what that raises and may be called again with the same table; one that the chain
-        ends with already is not added twice.
+        The checkpoint must name this chain. If the store fails, its error is raised, and the call may be repeated with
+        the same table. A table that the chain already ends with is not added twice.
         """
         if not table.num_rows:
             return self.parts
@@ -142,7 +151,7 @@ class CoverageChain:
         return self.parts
 
     def _add(self, chain: list[CoveragePart], table: pa.Table) -> None:
-        """Writes `table`, with the parts at the end of `chain` that it is put together with, in their place."""
+        """Write `table`, merged with the last parts. The merged part replaces those parts in `chain`."""
         first, end = _bounds(table)
         rows = table.num_rows
         while chain and chain[-1].row_count < 2 * rows and chain[-1].row_count + rows <= PART_ROWS:
@@ -165,7 +174,10 @@ class CoverageChain:
         self._small[part.path] = table
 
     def _table_of(self, part: CoveragePart) -> pa.Table | None:
-        """None for a damaged one, which then stays as it is: whoever asks for the coverage learns of it."""
+        """Return the table of a part.
+
+        The result is None for a damaged part, which then stays. A query for the coverage reports the damage.
+        """
         held = self._small.get(part.path)
         if held is not None:
             return held
@@ -177,8 +189,11 @@ class CoverageChain:
 
 
 def _pieces(table: pa.Table) -> Iterator[pa.Table]:
-    """`table` cut between steps into pieces of at most `PART_ROWS`, unless a step alone has more: who reads a record
-    holds one part in memory, so a record of an epoch without a checkpoint is not one part."""
+    """Cut `table` between steps into pieces.
+
+    A piece has at most `PART_ROWS` rows, unless a single step has more. A reader of a record holds one part in memory,
+    so the record of an epoch without a checkpoint is not one part.
+    """
     if table.num_rows <= PART_ROWS:
         yield table
         return
@@ -205,7 +220,7 @@ def _decoded_column(table: pa.Table, name: str) -> Ints:
 
 
 def encode(table: pa.Table) -> bytes:
-    """`table` is of `SCHEMA`."""
+    """Return `table`, of `SCHEMA`, as an Arrow file."""
     sink = io.BytesIO()
     if not _has_skipped(table):
         table = table.drop_columns(SKIPPED)
@@ -215,7 +230,7 @@ def encode(table: pa.Table) -> bytes:
 
 
 def read_part(store: ObjectStore, part: CoveragePart) -> pa.Table:
-    """A table of `SCHEMA`. Raises `DataLoss` when it is missing or not what the manifest names."""
+    """Return a part as a table of `SCHEMA`. Raises `DataLoss` if the part is missing or does not match the manifest."""
     try:
         data = store.get(part.path)
     except ObjectMissing:
@@ -231,12 +246,12 @@ def read_part(store: ObjectStore, part: CoveragePart) -> pa.Table:
 
 
 def row_ids_of(table: pa.Table, epoch: int) -> Ints:
-    """The rows that are in the weights since `epoch`, in the order of steps."""
+    """Return the rows of `epoch` in the weights. They are in the order of steps."""
     return _row_ids(table, epoch, 0)[0]
 
 
 def skipped_of(table: pa.Table, epoch: int) -> tuple[Ints, set[int]]:
-    """The rows of the steps of `epoch` that the loss scaler skipped, and these steps."""
+    """Return the skipped rows and steps of `epoch`. The loss scaler skipped these steps."""
     return _row_ids(table, epoch, 1) if _has_skipped(table) else (np.empty(0, np.int64), set())
 
 
@@ -263,10 +278,11 @@ def _decoded(batch: pa.RecordBatch, column: str) -> Ints:
 def orphans(
     store: ObjectStore, job: str, checkpoints: Iterable[CheckpointEntry], chain: Sequence[CoveragePart] = ()
 ) -> list[str]:
-    """Keys of the records of `job` that none of these checkpoints names, nor `chain`.
+    """Return the keys of the unnamed records of `job`.
 
-    Whoever deletes them must know every checkpoint that counts, and be the one writer of new ones, with its `chain` as
-    it is now: what a checkpoint under way will name is in there.
+    Neither `checkpoints` nor `chain` name them. A caller that deletes them must know every valid checkpoint and be the
+    only writer of new ones. Its `chain` must be the present one, which includes the parts of a checkpoint that is being
+    written.
     """
     named = {part.path for part in chain}
     for entry in checkpoints:
@@ -274,18 +290,18 @@ def orphans(
             content = load_checkpoint(store, entry.folder, entry.manifest_sha256).content
         except DataLoss as error:
             if error.specific_reason == OTHER_FORMAT:
-                return []  # what it names only the release that wrote it knows
-            continue  # nobody can resume from it, nor ask for its coverage
+                return []  # only the release that wrote it knows what it names
+            continue  # it can serve neither a resumption nor a query for its coverage
         named.update(part.path for part in content.coverage)
     return sorted(info.key for info in store.list(f"{job}/coverage") if info.key not in named)
 
 
 def delete_coverage(store: ObjectStore, job: str) -> None:
-    """Takes away all records of a job that is being deleted."""
+    """Delete all records of a deleted job."""
     store.delete_folder(f"{job}/coverage")
 
 
 def _bounds(table: pa.Table) -> tuple[int, int]:
-    """The first step, and the one after the last."""
+    """Return the steps [first, end) of a table."""
     steps = [values for chunk in table.column("step").chunks for values in (chunk.values.to_pylist())]
     return min(steps), max(steps) + 1

@@ -1,4 +1,7 @@
-"""Starting from another job's weights: those whose name and shape agree; what does not fit starts anew."""
+"""Fine-tuning: a run starts with another job's weights.
+
+It takes the tensors whose name and shape match, and initializes the others.
+"""
 
 from __future__ import annotations
 
@@ -30,20 +33,23 @@ Shapes = Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True)
 class Fit:
-    """Names of tensors: `taken` from the checkpoint; `anew` is what the model has besides, `unused` the checkpoint."""
+    """Names of tensors by how they match.
+
+    `taken` come from the checkpoint. `anew` are only in the model, `unused` only in the checkpoint.
+    """
 
     taken: tuple[str, ...]
     anew: tuple[str, ...]
     unused: tuple[str, ...]
 
     def left_out(self) -> str:
-        """For people; empty where everything fits."""
+        """Return in words which tensors do not match. The text is empty if all do."""
         parts = [("start anew", self.anew), ("are not used", self.unused)]
         return "; ".join(f"{_listed(one)} {what}" for what, one in parts if one)
 
 
 def fit(model: Shapes, checkpoint: Shapes) -> Fit:
-    """Which tensors agree in name and shape."""
+    """Return which tensors match in name and shape."""
     taken = {name for name, shape in model.items() if name in checkpoint and tuple(checkpoint[name]) == tuple(shape)}
     return Fit(
         tuple(name for name in model if name in taken),
@@ -53,13 +59,16 @@ def fit(model: Shapes, checkpoint: Shapes) -> Fit:
 
 
 def check_name(name: str) -> None:
-    """Raises `InvalidArgument`: a job's name alone says not which one."""
+    """Raise `InvalidArgument` unless `name` is a checkpoint's. A job's name alone is ambiguous."""
     names.parse(FIELD, name, NAME_PATTERN)
 
 
 def check_fits(store: ObjectStore, entry: CheckpointEntry, model: ModelSpec) -> None:
-    """Raises `InvalidArgument` unless at least one parameter of the model is in the checkpoint, `FailedPrecondition`
-    for one that is damaged. Imports torch."""
+    """Raise `InvalidArgument` if no parameter matches.
+
+    At least one parameter of the model must be in the checkpoint. Raises `FailedPrecondition` for a damaged checkpoint.
+    Imports torch.
+    """
     import torch
 
     from shared.models import build_model
@@ -73,22 +82,31 @@ def check_fits(store: ObjectStore, entry: CheckpointEntry, model: ModelSpec) -> 
 
 
 def check_scaling(store: ObjectStore, entry: CheckpointEntry, spec: TrainingSpec) -> None:
-    """Raises `InvalidArgument` where the model's last layer would begin in the unit of a scaled target, and the run's
-    target is not scaled."""
+    """Raise `InvalidArgument` if only the checkpoint is scaled.
+
+    Its target was scaled, but the run's target is not. The model's last layer would otherwise begin in the unit of the
+    scaled target.
+    """
     if spec.target_scaling == NONE and kept_scaling(store, entry, spec.model) is not None:
         remedy = f"the target of {entry.name} was scaled, and its last layer answers so; use TARGET_SCALING_STANDARD"
         raise invalid_field("spec.target_scaling", spec.target_scaling, remedy)
 
 
 def kept_scaling(store: ObjectStore, entry: CheckpointEntry, model: ModelSpec) -> TargetScaling | None:
-    """That of the checkpoint's target, in which its last layer learnt; None where there is none, or where the layer
-    starts anew, for it has another number of outputs."""
+    """Return the checkpoint's target scaling.
+
+    Its last layer was trained in that scale. None if there is none, or if the layer is initialized anew because it has
+    another number of outputs.
+    """
     scaling = load_checkpoint(store, entry.folder, entry.manifest_sha256).content.target_scaling
     return scaling if scaling is not None and len(scaling.mean) == model.num_classes else None
 
 
 def weight_shapes(store: ObjectStore, entry: CheckpointEntry) -> dict[str, tuple[int, ...]]:
-    """By the header of its weights; their bytes are not read. Raises `FailedPrecondition` for a damaged one."""
+    """Return the shapes of a checkpoint's weights.
+
+    They come from the file's header; the weights are not read. Raises `FailedPrecondition` for a damaged checkpoint.
+    """
     key = f"{entry.folder}/{WEIGHTS}"
     try:
         load_checkpoint(store, entry.folder, entry.manifest_sha256)
@@ -105,9 +123,11 @@ def weight_shapes(store: ObjectStore, entry: CheckpointEntry) -> dict[str, tuple
 
 
 def load_initial(store: ObjectStore, name: str, model: nn.Module) -> tuple[CheckpointEntry, Fit]:
-    """Loads what fits of the checkpoint into `model`. Every rank does it by itself: all read the same bytes.
+    """Load the matching tensors of the checkpoint into `model`.
 
-    Raises `FailedPrecondition` where the checkpoint is gone or damaged: another attempt would not find it either.
+    Every rank does this itself, and all read the same bytes.
+
+    Raises `FailedPrecondition` if the checkpoint is missing or damaged, because another attempt would find the same.
     """
     import safetensors.torch
 

@@ -1,8 +1,8 @@
-"""Taking a checkpoint on all ranks at the same step, and going on from one.
+"""Checkpoints of all ranks at the same step, and resumption from them.
 
-Every rank notes the rows that it consumed and gives its part; rank 0 has the writer, and the world is told there.
+Every rank records the rows that it consumed and contributes its part. Rank 0 has the writer and reports the events.
 
-`CheckpointClock` says when: after a number of steps or seconds, the same on every rank.
+`CheckpointClock` decides when: after a number of steps or seconds, at the same step on every rank.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from train_service.store_retry import retry_on_outage, store_call
 
 logger = logging.getLogger(__name__)
 
-# Of early stopping: each epoch, and what it measured.
+# For early stopping: each epoch and its measured value.
 History = list[tuple[int, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lineage:
-    """What every checkpoint of a run says alike."""
+    """The content that all checkpoints of a run share."""
 
     job_name: str
     attempt: int
@@ -49,13 +49,16 @@ class Lineage:
     preprocessing: Preprocessing
     steps_per_epoch: int
     total_steps: int
-    # How many NaN the training split had in each column as it was ingested, where that is known.
+    # Number of NaN values in each column of the training split as ingested, if known.
     nan_counts: Mapping[str, int] | None = None
 
 
 class Checkpointing:
-    """One rank's side of it. Use as a context: leaving it lets the checkpoint under way be committed, however the run
-    ends. `clock` says when one is due."""
+    """One rank's side of checkpointing.
+
+    Use as a context. On exit the checkpoint that is being written is committed, however the run ends. `clock` says when
+    a checkpoint is due.
+    """
 
     def __init__(
         self,
@@ -66,7 +69,10 @@ class Checkpointing:
         reporter: Reporter | None,
         touched: Callable[[], None] = lambda: None,
     ) -> None:
-        """`touched` is called while a checkpoint is gathered and copied, as a sign that it gets on."""
+        """Create one rank's side.
+
+        `touched` is called while a checkpoint is gathered and copied, as a sign of progress.
+        """
         self._store = store
         self._lineage = lineage
         self._ranks = ranks
@@ -76,7 +82,7 @@ class Checkpointing:
         self._registry = CheckpointRegistry(store, lineage.job_name)
         self._consumed = ConsumedRows()
         self._chain = CoverageChain(store, lineage.job_name)
-        # Where the first weights came from: name and digest.
+        # Name and digest of the checkpoint with the first weights.
         self._initial = ("", "")
         self._writer: CheckpointWriter | None = None
         spec = lineage.spec
@@ -91,12 +97,14 @@ class Checkpointing:
 
     @property
     def stalled_s(self) -> float:
-        """Seconds that this rank has waited for checkpoints so far."""
+        """Seconds that this rank has waited for checkpoints."""
         return self._writer.stalled_s if self._writer is not None else 0.0
 
     def begin(self) -> tuple[int, History]:
-        """Restores the newest good checkpoint, which rank 0 chooses for all. Returns the first step to do, and what
-        early stopping knows."""
+        """Restore the newest good checkpoint.
+
+        Rank 0 chooses it for all ranks. Returns the first step to do, and the history for early stopping.
+        """
         chosen: dict[str, Any] | None = None
         if self._reporter is not None:
             chosen = as_message(self._choose(self._reporter))
@@ -119,21 +127,26 @@ class Checkpointing:
         try:
             return restore(self._store, entry)
         except DataLoss as error:
-            # Rank 0 has just found it whole; the next attempt looks, and chooses, again.
+            # Rank 0 has just verified it; the next attempt verifies and chooses again.
             raise Internal(f"{entry.name} was read damaged: {error.message}", reason="READ_DAMAGED") from error
 
     def note(self, batch: Batch, *, skipped: bool = False) -> None:
-        """The optimiser has stepped: the batch's rows are in the weights. Where the step was `skipped` they are not."""
+        """Record the rows of a batch after the optimizer's step.
+
+        The rows are then in the weights, unless the step was `skipped`.
+        """
         self._consumed.add(batch.step, batch.epoch, batch.row_ids, skipped=skipped)
 
     def take(
         self, step: int, metrics: dict[str, float], history: History, log: MetricsLog | None, *, final: bool
     ) -> None:
-        """A checkpoint of the run after `step` steps, whose metrics are in `log`, where there is one. Every rank calls
-        it at the same step; it returns once all that it needs is copied. Raises what the checkpoint before failed
-        with."""
+        """Take a checkpoint of the run after `step` steps.
+
+        `log` holds the metrics of these steps, if there is one. Every rank calls this at the same step. It returns once
+        all data of the checkpoint is copied. Raises the error of the previous checkpoint.
+        """
         table = gather(self._ranks, self._consumed.take())
-        # Of a sharded model every rank has a part.
+        # Every rank has a part of a sharded model.
         weights, state = self._learner.weights(self._touched), self._learner.state(self._touched)
         if self._writer is not None and table is not None:
             self._writer.save(
@@ -142,12 +155,12 @@ class Checkpointing:
         self.clock.taken()
 
     def wait(self) -> None:
-        """Returns once the last checkpoint is durable."""
+        """Wait until the last checkpoint is durable."""
         if self._writer is not None:
             self._writer.wait()
 
     def tidy(self) -> None:
-        """Once the run is over and its last checkpoint durable: what no checkpoint names any more goes."""
+        """Delete coverage records that no checkpoint names. The run must be over, and its last checkpoint durable."""
         if self._writer is None:
             return
         try:
@@ -158,7 +171,10 @@ class Checkpointing:
             logger.warning("old records of consumed rows stay until the job is deleted: %s", error.message)
 
     def _choose(self, reporter: Reporter) -> CheckpointEntry | None:
-        """On rank 0: opens the registry for this attempt, and the writer."""
+        """Open the registry and create the writer.
+
+        Rank 0 does this for the attempt. Returns the checkpoint to resume from.
+        """
         lineage, damaged = self._lineage, set[str]()
 
         def newest() -> CheckpointEntry | None:
@@ -206,8 +222,11 @@ class Checkpointing:
     def _content(
         self, step: int, metrics: dict[str, float], consumed: Any, log: MetricsLog | None
     ) -> CheckpointContent:
-        """In the writer's thread. What tells of the steps in the checkpoint is durable before it is: no later attempt
-        does them again."""
+        """Return the content of a checkpoint.
+
+        This runs in the writer's thread. The metrics and coverage of its steps become durable before the checkpoint,
+        because no later attempt repeats these steps.
+        """
         if log is not None:
             log.write()
         lineage, spec = self._lineage, self._lineage.spec
@@ -240,42 +259,50 @@ def _warning(reporter: Reporter) -> Callable[[str], None]:
 
 
 class CheckpointClock:
-    """One on each rank. Steps are counted alike everywhere; seconds only by rank 0, which asks through the step's sum.
+    """The clock of one rank.
 
-    The sum of a step is known one step later, on every rank at the same place, so all take the checkpoint after the
-    same step. A wish is told once: until `taken` is called it is not repeated. Where the step is saved for another
-    reason, the wish that its sum brings afterwards has been fulfilled.
+    Every rank counts steps. Only rank 0 measures seconds; it requests a checkpoint through the step's all-reduced sum.
+
+    Every rank learns the sum one step later, at the same place, so all take the checkpoint after the same step. Rank 0
+    requests a checkpoint once, until `taken` is called. If the step is saved for another reason, that checkpoint also
+    fulfils the request that its sum brings afterwards.
     """
 
     def __init__(self, every_steps: int, every_s: float, now: Callable[[], float] = time.monotonic) -> None:
-        """0 means that there is no such rule."""
+        """Create the clock. 0 disables a rule."""
         self._every_steps = every_steps
         self._every_s = every_s
         self._now = now
         self._last = now()
         self._told = False
         self._requested = False
-        # The next sum is of a step that was saved.
+        # The next sum belongs to a step that was saved.
         self._saved = False
 
     def ask(self) -> float:
-        """What rank 0 adds to the sum of a step: 1.0 when the time has come, else 0.0."""
+        """Return what rank 0 adds to a step's sum.
+
+        1.0 requests a checkpoint that is due by time; otherwise it is 0.0.
+        """
         if not self._every_s or self._told or self._now() - self._last < self._every_s:
             return 0.0
         self._told = True
         return 1.0
 
     def heard(self, summed: float) -> None:
-        """Takes what the ranks added up to, of each step once and before the next is `taken`."""
+        """Receive the sum over the ranks. Call this once for each step and before the next checkpoint is `taken`."""
         self._requested = self._requested or (summed > 0 and not self._saved)
         self._saved = False
 
     def due(self, steps_done: int) -> bool:
-        """Whether a checkpoint is to be taken after this step, besides those at the ends of epochs."""
+        """Return whether a checkpoint is due after this step. Checkpoints at the ends of epochs are not included."""
         return self._requested or bool(self._every_steps and steps_done % self._every_steps == 0)
 
     def taken(self) -> None:
-        """One was taken after the step whose sum is heard next, whatever for: the seconds count anew."""
+        """Note that a checkpoint was taken.
+
+        It was taken, for any reason, after the step whose sum comes next. The seconds are counted from here.
+        """
         self._last = self._now()
         self._told = self._requested = False
         self._saved = True

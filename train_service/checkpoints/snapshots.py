@@ -1,6 +1,8 @@
-"""Saving and restoring a run: rank 0 writes checkpoints in the background and chooses the one to resume from.
+"""Writing and restoring checkpoints.
 
-`outlived` says which checkpoints of a run go.
+Rank 0 writes in the background and chooses the checkpoint to resume from.
+
+`outlived` selects the checkpoints that retention deletes.
 """
 
 from __future__ import annotations
@@ -31,17 +33,18 @@ from train_service.store_retry import retry_on_outage, store_call
 logger = logging.getLogger(__name__)
 
 
-# A write that took longer than this is told: the store was away, or is slow.
+# A write that took longer than this is reported: the store was unavailable, or is slow.
 REPORTED_AFTER_S = 5.0
 
 T = TypeVar("T")
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time; a step waits only for the copy, and for the one before if it is still going.
+    """A writer of one checkpoint at a time.
 
-    A store that is away is waited for, in the writer's thread. Use as a context: leaving it lets the checkpoint under
-    way finish, and hides the error that it may meet.
+    A step waits only for the copy, and for the previous checkpoint if it is still being written. The writer's thread
+    waits for an unavailable store. Use as a context. On exit the present checkpoint is completed, and an error of it is
+    suppressed.
     """
 
     def __init__(
@@ -56,10 +59,13 @@ class CheckpointWriter:
         warn: Callable[[str], None] = logger.warning,
         touched: Callable[[], None] = lambda: None,
     ) -> None:
-        """`told` is called with each committed checkpoint, `warn` with what delayed one, in the writer's thread, and
-        `touched` while `save` copies and gets on.
+        """Create the writer.
 
-        Without a `policy` all are kept. `damaged` are the folders of those that were found so when the attempt began.
+        `told` is called with each committed checkpoint and `warn` with the cause of a delay, both in the writer's
+        thread. `touched` is called while `save` copies, as a sign of progress.
+
+        Without a `policy` all checkpoints are kept. `damaged` are the folders that were found damaged when the attempt
+        began.
         """
         self._store = store
         self._registry = registry
@@ -82,11 +88,11 @@ class CheckpointWriter:
         *,
         final: bool = False,
     ) -> None:
-        """Copies weights, and `state` of optimizer and scheduler, as they are now and returns.
+        """Copy weights and state, and return.
 
-        `content` is asked for in the writer's thread, again where the store did not answer it. `final` tells that no
-        step comes after. Raises what the checkpoint before failed with, and `TypeError` for a
-        state that is not made of tensors and plain values.
+        `state` is that of optimizer and scheduler. Later changes do not affect the copies. `content` is called in the
+        writer's thread, again if the store was unavailable. `final` means that no step follows. Raises the error of the
+        previous checkpoint, and `TypeError` for a state that does not consist of tensors and plain values.
         """
         self.wait()
         began = time.monotonic()
@@ -96,8 +102,10 @@ class CheckpointWriter:
         self.stalled_s += time.monotonic() - began
 
     def wait(self) -> None:
-        """Returns once the checkpoint under way is committed. Raises `StaleAttempt` and what the store raises, but for
-        `Unavailable`: that is waited out."""
+        """Wait until the present checkpoint is committed.
+
+        Raises `StaleAttempt` and the store's errors, except `Unavailable`, which it waits out.
+        """
         began = time.monotonic()
         try:
             if self._writing is not None:
@@ -117,7 +125,7 @@ class CheckpointWriter:
     def _write(self, describe: Callable[[], CheckpointContent], files: dict[str, memoryview], final: bool) -> None:
         content = self._retry_on_outage(describe)
         checkpoint_id = f"step-{content.step:08d}"
-        # A fresh folder each: a stale attempt may be writing the same step.
+        # Use a new folder each time: a stale attempt may be writing the same step.
         folder = f"{self._registry.data_folder}/{checkpoint_id}-a{self._attempt:05d}-{uuid.uuid4().hex[:8]}"
         digest, size_bytes = self._retry_on_outage(lambda: write_checkpoint(self._store, folder, content, files))
         entry = CheckpointEntry(
@@ -156,11 +164,12 @@ def retain(
     damaged: Collection[str] = (),
     fit: int = 0,
 ) -> list[CheckpointEntry]:
-    """Take away the checkpoints of run `fit` that have outlived `policy` and are not in use; return them.
+    """Delete and return the checkpoints of run `fit` that outlived `policy`.
 
-    Run 0 is that of a job whose code is no script. The runs of a script keep each their own. `damaged` are folders.
+    Run 0 is that of a job whose code is no script. Each run of a script keeps its own.
 
-    Raises `StaleAttempt`. What an earlier attempt left half-way is finished first.
+    Checkpoints in use stay. `damaged` are folders. Raises `StaleAttempt`. Deletions that an earlier attempt left
+    unfinished are finished first.
     """
     registry.settle(attempt)
     state = registry.read()
@@ -172,7 +181,7 @@ def retain(
         if one.fit == fit
     }
     going = outlived(list(saved.values()), policy.keep_newest, policy.keep_best, state.ranking)
-    # Only those that would go are asked for their users.
+    # Look up references only of the checkpoints that would be deleted.
     used = {name for name in going if live_references(store, name, time.time())}
     return registry.retire([one for one in state.checkpoints if one.name in going and one.name not in used], attempt)
 
@@ -180,14 +189,16 @@ def retain(
 def newest_good(
     store: ObjectStore, entries: Sequence[CheckpointEntry], warn: Callable[[str], None], damaged: set[str] | None = None
 ) -> CheckpointEntry | None:
-    """The checkpoint furthest on whose every digest holds; each damaged one on the way is told to `warn`, and its
-    folder added to `damaged`."""
+    """Return the newest checkpoint whose every digest holds.
+
+    Each damaged checkpoint of a higher step is reported to `warn`, and its folder added to `damaged`.
+    """
     for entry in sorted(entries, key=lambda one: one.step, reverse=True):
         try:
             load_checkpoint(store, entry.folder, entry.manifest_sha256).verify()
         except DataLoss as error:
             warn(f"{entry.name} is damaged and skipped: {error.message}")
-            # One of another release is no less good for that, and is not to be taken away.
+            # A checkpoint in another release's format is not damaged and must not be deleted.
             if damaged is not None and error.specific_reason != OTHER_FORMAT:
                 damaged.add(entry.folder)
             continue
@@ -197,7 +208,10 @@ def newest_good(
 
 @dataclass(frozen=True)
 class Restored:
-    """Whole weights, and `state` of optimizer and scheduler as it was saved; all in host memory."""
+    """A restored checkpoint in host memory.
+
+    It has whole weights, and the `state` of optimizer and scheduler as saved.
+    """
 
     content: CheckpointContent
     weights: dict[str, torch.Tensor]
@@ -205,14 +219,14 @@ class Restored:
 
 
 def restore(store: ObjectStore, entry: CheckpointEntry) -> Restored:
-    """Raises `DataLoss`: nothing is loaded before its digest holds."""
+    """Return the restored checkpoint. Raises `DataLoss` before anything with a wrong digest is loaded."""
     checkpoint = load_checkpoint(store, entry.folder, entry.manifest_sha256)
     weights, state = checkpoint.read(WEIGHTS), checkpoint.read(OPTIMIZER)
     return Restored(checkpoint.content, safetensors.torch.load(weights), put_together(state))
 
 
 def as_message(entry: CheckpointEntry | None) -> dict[str, Any] | None:
-    """For sending the choice to the other ranks."""
+    """Return the choice as a message to other ranks."""
     return entry.as_state() if entry else None
 
 
@@ -221,7 +235,10 @@ def as_message(entry: CheckpointEntry | None) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """`damaged`: it was found so, and counts for nothing. `final`: it is of the run's last step."""
+    """A saved checkpoint as retention sees it.
+
+    A `damaged` one counts for nothing. A `final` one is of the run's last step.
+    """
 
     name: str
     step: int
@@ -233,10 +250,12 @@ class Saved:
 def outlived(
     checkpoints: Sequence[Saved], keep_newest: int, keep_best: int, ranking: Ranking, in_use: Collection[str] = ()
 ) -> list[str]:
-    """The names of those that go, the oldest first.
+    """Return the names of the checkpoints to delete.
 
-    The `keep_newest` furthest on stay, or all where that is 0, and besides them the `keep_best` best. Final ones and
-    those `in_use` (names) always stay, and count among the newest and the best like any other.
+    The oldest comes first.
+
+    The `keep_newest` newest stay, or all if that is 0, and in addition the `keep_best` best. Final ones and those
+    `in_use` (names) always stay, and count among the newest and the best like any other.
     """
     if keep_newest == 0:
         return []
@@ -244,7 +263,7 @@ def outlived(
     kept = {one.name for one in good[:keep_newest]}
     kept |= {one.name for one in ranking.best_first(good)[:keep_best]}
     kept |= {one.name for one in good if one.final}
-    # Until there is a good one, a damaged one may be all that is left to look at.
+    # Until there is a good checkpoint, a damaged one may be all that is left to examine.
     if not good:
         return []
     going = [one for one in checkpoints if one.name not in kept and one.name not in in_use]

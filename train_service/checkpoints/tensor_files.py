@@ -1,7 +1,9 @@
-"""Tensors as the bytes of a safetensors file, laid out once in host memory and filled again at each checkpoint.
+"""Tensors as the bytes of a safetensors file.
 
-Copying into memory that is there already is several times faster than copying into new memory, and what was copied is
-the file: nothing is put together afterwards.
+The file is laid out once in host memory and refilled at each checkpoint.
+
+Copying into existing memory is several times faster than copying into new memory. The copied bytes are already the
+file, so nothing is assembled afterwards.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import safetensors.torch
 import torch
 
 ALIGNMENT = 8
-# As safetensors names them.
+# The names of dtypes in safetensors.
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -27,23 +29,25 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-# The key of the header that holds a nest's form.
+# The metadata key in the header that holds the form of a nested state.
 NEST = "nest"
 
 
 class TensorFile:
-    """One file, filled by one thread at a time. What `fill` gives is good until the next `fill`."""
+    """One file, filled by one thread at a time. The result of `fill` is valid until the next `fill`."""
 
     def __init__(self, touched: Callable[[], None] = lambda: None) -> None:
-        """`touched` is called with each tensor: to copy a large model takes its time."""
+        """Create the file. `touched` is called for each tensor, because copying a large model takes long."""
         self._touched = touched
         self._form: object = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._views: dict[str, torch.Tensor] = {}
 
     def fill(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> memoryview:
-        """The bytes of a file that holds these tensors as they are now. Raises `TypeError` for a dtype that the format
-        does not know."""
+        """Return the bytes of a file with these tensors.
+
+        The bytes hold the tensors' present values. Raises `TypeError` for a dtype that the format does not know.
+        """
         metadata = dict(metadata or {})
         form = ({name: (one.dtype, one.shape) for name, one in tensors.items()}, metadata)
         pinned = any(one.is_cuda for one in tensors.values())
@@ -60,7 +64,7 @@ class TensorFile:
 
     def _lay_out(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], pinned: bool) -> None:
         header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-        # Wide elements first, so that each tensor is aligned; names make the order the same every time.
+        # Wide elements come first, so that each tensor is aligned. Sorting by name makes the order reproducible.
         ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
         at = 0
         for name in ordered:
@@ -89,35 +93,40 @@ class TensorFile:
 
 
 def take_apart(nest: Any) -> tuple[dict[str, torch.Tensor], str]:
-    """The tensors of nested dicts, lists and tuples, and the rest as JSON, from which `put_together` makes the same.
+    """Split a nested value into tensors and JSON.
 
-    Raises `TypeError` for what is neither a tensor nor a plain value.
+    The value consists of dicts, lists and tuples. `put_together` is the inverse.
+
+    Raises `TypeError` for a value that is neither a tensor nor plain.
     """
     tensors: dict[str, torch.Tensor] = {}
     return tensors, json.dumps(_flat(nest, tensors), separators=(",", ":"))
 
 
 def put_together(data: bytes) -> Any:
-    """What `take_apart` took apart, from a file's bytes. Nothing of it is code."""
+    """Return the nested value of a file's bytes. `take_apart` made the file's content. Nothing in it is code."""
     length = int.from_bytes(data[:8], "little")
     form = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][NEST])
     return _nested(form, safetensors.torch.load(data))
 
 
 def _flat(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Plain values stay; what JSON has no form for becomes a list that begins with its kind."""
+    """Return the JSON form of a value.
+
+    Plain values stay unchanged. A value without a JSON form becomes a list that begins with its kind.
+    """
     if isinstance(value, torch.Tensor):
         name = str(len(tensors))
         tensors[name] = value
         return ["tensor", name]
     if isinstance(value, dict):
-        # Pairs, for keys may be numbers: parameters are numbered.
+        # Use pairs, because keys may be numbers: parameters are numbered.
         return ["dict", [[_flat(key, tensors), _flat(one, tensors)] for key, one in value.items()]]
     if isinstance(value, (list, tuple)):
         return [type(value).__name__ if type(value) in (list, tuple) else "tuple", [_flat(v, tensors) for v in value]]
     if value is None or type(value) in (bool, int, float, str):
         return value
-    if isinstance(value, (bool, int, float, str)):  # e.g. an enum, or a number of NumPy's
+    if isinstance(value, (bool, int, float, str)):  # for example an enum or a number of NumPy's
         return _flat(_plain(value), tensors)
     raise TypeError(f"a checkpoint cannot hold {type(value).__name__} of an optimizer or scheduler: {value!r:.200}")
 

@@ -1,1 +1,1 @@
-"""Between the wire's messages and the service's own values."""
+"""Conversion between protobuf messages and the service's own values."""

@@ -1,4 +1,4 @@
-"""Between the protobuf contract and checkpoints that leave, and those that are imported."""
+"""Conversion between protobuf messages and downloaded or imported checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_CHUNK_BYTES = 1024 * 1024
 
 
 def part_to_protos(part: Part) -> Iterator[GetCheckpointResponse]:
-    """Its messages; bytes are cut into chunks."""
+    """Yield a part's messages, with bytes cut into chunks."""
     if isinstance(part, CheckpointListing):
         header = GetCheckpointResponse.Header(
             checkpoint=checkpoint_to_proto(part.entry),
@@ -47,7 +47,7 @@ def part_to_protos(part: Part) -> Iterator[GetCheckpointResponse]:
 
 MAX_DIMENSIONS = 8
 MAX_NUMBERS = 1 << 31
-# Of a name map; each may be a costly expression.
+# Limits of a name map, whose rules may be costly expressions.
 MAX_RULES = 100
 MAX_RULE = 1_000
 

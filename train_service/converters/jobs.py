@@ -1,5 +1,6 @@
-"""Between the protobuf contract and the service's own values: jobs, checkpoints, events, and what surrounds a run, its
-bundles of code, suggestions, coverage, metrics and logs.
+"""Conversion between protobuf messages and the service's values.
+
+This module converts jobs, checkpoints, events, the records of a run, bundles of code, and suggestions.
 """
 
 from __future__ import annotations
@@ -100,12 +101,12 @@ def event_to_proto(event: Event) -> train_service_pb2.TrainingEvent:
 
 
 def _known(kind: type[M], payload: Mapping[str, Any]) -> M:
-    """The message without what a later release added to it."""
+    """Return the message without later releases' fields."""
     return kind(**{name: value for name, value in payload.items() if name in kind.DESCRIPTOR.fields_by_name})
 
 
 def set_values(messages: Any, values: Mapping[str, Any]) -> None:
-    """Plain values into a `map<string, google.protobuf.Value>`."""
+    """Write plain values into a `map<string, google.protobuf.Value>`."""
     for path, value in values.items():
         json_format.ParseDict(value, messages[path])
 
@@ -143,7 +144,7 @@ def point_to_proto(point: MetricPoint) -> pb.MetricPoint:
 
 
 def use_to_proto(use: ClusterUse, names: Mapping[str, str], seen_at: float) -> pb.ClusterUse:
-    """`names` are those of jobs, by the names of their attempts' actors."""
+    """Return the message. `names` are the jobs' names by the names of their attempts' actors."""
     return pb.ClusterUse(
         time=timestamp(seen_at) if seen_at else None,
         nodes=use.nodes,
@@ -195,7 +196,7 @@ def bundle_to_proto(record: BundleRecord) -> code_bundle_pb2.CodeBundle:
 
 
 def given_from_proto(spec: resources_pb2.TrainingSpec) -> dict[str, Any]:
-    """The fields that are set, as JSON. Raises `InvalidArgument` for what JSON does not hold."""
+    """Return the fields that are set, as JSON. Raises `InvalidArgument` for values that JSON does not hold."""
     try:
         given: dict[str, Any] = json_format.MessageToDict(spec, preserving_proto_field_name=True)
     except (ValueError, json_format.Error) as error:

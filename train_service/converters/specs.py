@@ -1,4 +1,4 @@
-"""Between the protobuf specification of a run and the service's own, with defaults filled in."""
+"""Conversion between protobuf and plain training specifications. Defaults are filled in."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from train_service.domain.spec import (
 )
 from train_service.domain.spec_rules import FIELDS_OF_OWN_LOOP, MAX_WORKERS, check_unset
 
-# What a script may say by its own configurations: paths in `TrainingSpec`, and those of the contract.
+# Fields that a script's own configurations may set: paths in `TrainingSpec`, and paths in the contract.
 FIELDS_OF_SCRIPTS = {
     "num_workers": "num_workers",
     "min_workers": "min_workers",
@@ -65,7 +65,9 @@ _Program = code_bundle_pb2.Program
 
 
 def spec_from_proto(spec: resources_pb2.TrainingSpec, custom_allowed: Collection[str]) -> TrainingSpec:
-    """Fills in defaults. `custom_allowed` are the functions that custom steps may name.
+    """Return the specification with defaults filled in.
+
+    `custom_allowed` are the functions that custom steps may name.
 
     Raises `InvalidArgument` for what plain values cannot hold, such as a broken transform.
     """
@@ -99,7 +101,7 @@ def spec_from_proto(spec: resources_pb2.TrainingSpec, custom_allowed: Collection
         ),
         initial_checkpoint=spec.initial_checkpoint,
         loss=LossSpec(
-            # Of a model of one's own only its code says whether it has a loss, metrics and optimizers: without a name
+            # Only the code of a user's own model shows whether it has a loss, metrics and optimizers. Without a name
             # the check of the job fills them in.
             name=spec.loss.name or ("" if is_own else default_loss(task)),
             kwargs=_plain(spec.loss.kwargs, "spec.loss.kwargs"),
@@ -119,7 +121,7 @@ def spec_from_proto(spec: resources_pb2.TrainingSpec, custom_allowed: Collection
         epochs=spec.epochs,
         global_batch_size=spec.global_batch_size,
         seed=spec.seed,
-        # Beyond that the workers are refused, and lanes that nobody asked for need not be, too.
+        # More workers are refused later; do not also refuse a default for lanes that the client never set.
         lanes=spec.lanes or default_lanes(min(num_workers, MAX_WORKERS)),
         ingest=_name(resources_pb2.TrainingSpec.Ingest, spec.ingest, "INGEST_", THREADS),
         num_workers=num_workers,
@@ -136,7 +138,10 @@ def spec_from_proto(spec: resources_pb2.TrainingSpec, custom_allowed: Collection
 
 
 def _program_spec_from_proto(spec: resources_pb2.TrainingSpec) -> TrainingSpec:
-    """Of a program: what only Millrace's own loop reads must be unset, and keeps the values that stand for nothing."""
+    """Return the specification of a program.
+
+    Fields that only Millrace's own loop reads must be unset, and keep their neutral values.
+    """
     given = [field.name for field, _ in spec.ListFields()]
     for parent in ("checkpoints", "placement"):
         given += [f"{parent}.{field.name}" for field, _ in getattr(spec, parent).ListFields()]
@@ -159,7 +164,7 @@ def _program_spec_from_proto(spec: resources_pb2.TrainingSpec) -> TrainingSpec:
         min_workers=spec.min_workers,
         threads_per_worker=spec.threads_per_worker or 1,
         placement=_placement(spec.placement),
-        # Of a program any metric that it reports; without a name the newest checkpoint is the best.
+        # A program may report any metric. Without a name the newest checkpoint is the best.
         checkpoints=_checkpoints(spec.checkpoints, ""),
         max_failures=spec.max_failures if spec.HasField("max_failures") else 3,
         max_preemptions=spec.max_preemptions if spec.HasField("max_preemptions") else 100,
@@ -177,7 +182,10 @@ def _program_spec_from_proto(spec: resources_pb2.TrainingSpec) -> TrainingSpec:
 
 
 def _entry(entry: str) -> str:
-    """`module:name`, also where the module is named by its file: `jobs/train.py:loop` is `jobs.train:loop`."""
+    """Return an entry as `module:name`.
+
+    A module may be named by its file: `jobs/train.py:loop` becomes `jobs.train:loop`.
+    """
     path, colon, name = entry.partition(":")
     if colon and path.endswith(SCRIPT_SUFFIX):
         return f"{path.removesuffix(SCRIPT_SUFFIX).replace('/', '.')}:{name}"
@@ -185,7 +193,10 @@ def _entry(entry: str) -> str:
 
 
 def _left_open(spec: resources_pb2.TrainingSpec) -> tuple[str, ...]:
-    """Of a script: the fields that its own configurations may say, by their paths in `TrainingSpec`."""
+    """Return the fields that a script may set.
+
+    They are paths in `TrainingSpec`, for the script's own configurations.
+    """
     given = {field.name for field, _ in spec.ListFields()}
     for parent in ("checkpoints", "placement"):
         given.update(f"{parent}.{field.name}" for field, _ in getattr(spec, parent).ListFields())
@@ -194,7 +205,7 @@ def _left_open(spec: resources_pb2.TrainingSpec) -> tuple[str, ...]:
     if "checkpoints.best_metric" in given:
         given.add("checkpoints.order")  # a script's order is that of its own metric
     if spec.placement.backend == NCCL or given & {"placement.accelerator_type", "placement.allow_cpu_fallback"}:
-        given.add("placement.gpus_per_worker")  # who names one of these means GPUs
+        given.add("placement.gpus_per_worker")  # either field implies GPUs
     return tuple(path for path, name in FIELDS_OF_SCRIPTS.items() if name not in given)
 
 
@@ -268,7 +279,7 @@ def spec_to_proto(spec: TrainingSpec) -> resources_pb2.TrainingSpec:
     ):
         struct.update(values)
     if spec.optimizer.name == OWN:
-        message.ClearField("optimizer")  # so that the message can be given back
+        message.ClearField("optimizer")  # so that clients can send the message again
     if spec.program is not None:
         _set_program(message, spec.program)
     for path in spec.left_open:
@@ -277,7 +288,7 @@ def spec_to_proto(spec: TrainingSpec) -> resources_pb2.TrainingSpec:
 
 
 def _set_program(message: resources_pb2.TrainingSpec, program: Program) -> None:
-    """Takes away what the program leaves unset: so what is told can be given back."""
+    """Clear the fields that a program leaves unset. Clients can then send the message again."""
     for path in FIELDS_OF_OWN_LOOP:
         _clear(message, path)
     message.program.CopyFrom(
@@ -300,7 +311,7 @@ def _clear(message: resources_pb2.TrainingSpec, path: str) -> None:
 
 
 def maximizes(metric: str) -> bool:
-    """Whether a metric of that name is better the higher it is: all but losses and errors."""
+    """Return whether a higher value is better. The metric's name decides: all but losses and errors."""
     return not any(part in metric.lower() for part in ("loss", "error", "mae", "mse"))
 
 
@@ -377,7 +388,7 @@ def _optimizer(optimizer: resources_pb2.Optimizer) -> OptimizerSpec:
 
 
 def _name(enum: Any, number: int, prefix: str, default: str) -> str:
-    """The name without its prefix. A number that this contract does not know stays one, and is refused later."""
+    """Return the enum's name without its prefix. An unknown number is returned as text, and refused later."""
     if number == 0:
         return default
     known = enum.values()
@@ -385,7 +396,7 @@ def _name(enum: Any, number: int, prefix: str, default: str) -> str:
 
 
 def _seconds(duration: Duration) -> float:
-    """Whatever its size: what is out of bounds is refused by name later."""
+    """Return the seconds of any duration. The rules refuse values out of bounds later, by name."""
     return duration.seconds + duration.nanos / 1e9
 
 
@@ -396,7 +407,10 @@ def _duration(seconds: float) -> Duration:
 
 
 def _plain(struct: Any, path: str) -> dict[str, Any]:
-    """A Struct has only doubles; whole ones become ints, as builders and optimizers expect."""
+    """Return a Struct as plain values.
+
+    A Struct has only doubles. Whole ones become ints, as builders and optimizers expect.
+    """
     try:
         values = json_format.MessageToDict(struct)
     except (ValueError, json_format.Error):

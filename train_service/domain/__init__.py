@@ -1,1 +1,1 @@
-"""Pure rules of training: the order of rows, who reads which, and what a specification may say."""
+"""Pure rules of training. They cover the order of rows, their assignment to ranks, and specifications."""

@@ -1,6 +1,8 @@
-"""What a run asks of a cluster, whether a cluster could ever give it, how many workers fit now, and who holds the rest.
+"""Resources: a run's demand and a cluster's capacity.
 
-All of it is on plain values: the totals of nodes, what they have free, and what Ray says of its actors and groups.
+The module tells whether a cluster can provide a run's resources, how many workers fit now, and who holds the rest.
+
+All functions work on plain values: the nodes' totals, the nodes' free resources, and Ray's lists of actors and groups.
 """
 
 from __future__ import annotations
@@ -15,15 +17,17 @@ from train_service.domain.spec import CPU, GPU, RAY_DATA, TrainingSpec
 
 # --- Demand of a run ---
 
-# What a worker asks of a node with an accelerator of its type: a mark, of which a node has 1.
+# The amount of its accelerator type that a worker requests. The type marks a node, which has 1 of it.
 MARK = 0.001
 INGEST_CPUS = 1.0
 FIELDS = {"CPU": "spec.placement.cpus_per_worker", "GPU": "spec.placement.gpus_per_worker"}
 
 
 def device_of_run(spec: TrainingSpec, totals: Sequence[Resources]) -> str:
-    """GPU or CPU, as the first attempt chooses it for the whole run where `spec` leaves it open; `totals` are all that
-    the nodes have."""
+    """Return the device of a run: GPU or CPU.
+
+    If `spec` leaves it open, the first attempt chooses it for the whole run. `totals` are all resources of each node.
+    """
     gpus = spec.placement.gpus_per_worker
     if spec.local or gpus == 0:
         return CPU
@@ -33,33 +37,41 @@ def device_of_run(spec: TrainingSpec, totals: Sequence[Resources]) -> str:
 
 
 def device_of_attempt(spec: TrainingSpec, run: str, totals: Sequence[Resources]) -> str:
-    """What the next attempt at a run on `run` needs: the same, unless the cluster lost the GPUs for it and the run may
-    go on on CPUs. GPUs that others hold are not lost."""
+    """Return the device of a run's next attempt.
+
+    It is `run`, the device of the run, unless the cluster lost the GPUs that the run needs and the run may fall back to
+    CPUs. GPUs that other jobs hold are not lost.
+    """
     falls_back = run == GPU and spec.placement.allow_cpu_fallback and not _could_hold(spec, GPU, totals)
     return CPU if falls_back else run
 
 
 def bundle_of(spec: TrainingSpec, device: str) -> dict[str, float]:
-    """What one worker on such a device asks of Ray, without zeros."""
+    """Return the resources of one worker on `device`. The worker requests them from Ray. Zeros are left out."""
     placement = spec.placement
     gpus = 0.0
     if device == GPU:
         gpus = 1.0 if placement.gpus_per_worker is None else placement.gpus_per_worker
     bundle = {"CPU": placement.cpus_per_worker, "GPU": gpus, **placement.resources_per_worker}
-    # Of a run on GPUs it is the type of these, which a node without GPUs need not have.
+    # For a run on GPUs this is the type of its GPUs, which a node without GPUs need not have.
     if placement.accelerator_type and (device == GPU or not placement.allow_cpu_fallback):
         bundle[f"{ACCELERATOR}{placement.accelerator_type}"] = MARK
     return {name: amount for name, amount in bundle.items() if amount > 0}
 
 
 def lasts(resource: str) -> bool:
-    """Whether it tells the size of a node, and not which one it is, or what differs at each of its starts."""
+    """Return whether `resource` describes the size of a node.
+
+    Other resources identify the node, or differ each time it starts.
+    """
     return not resource.startswith(("node:", "object_store_memory"))
 
 
 def besides_ingest(nodes: Sequence[Resources], jobs: int) -> list[Resources]:
-    """What is left of the nodes for workers where Ray Data prepares the rows of so many jobs: for each of them its
-    tasks must find a CPU, too."""
+    """Return the resources that ingest leaves for workers.
+
+    Ray Data prepares the rows of `jobs` jobs meanwhile. Ray Data's tasks need a CPU for each of these jobs.
+    """
     left = [dict(node) for node in nodes]
     for _ in range(jobs if left else 0):
         roomiest = max(left, key=lambda node: node.get("CPU", 0.0))
@@ -68,15 +80,19 @@ def besides_ingest(nodes: Sequence[Resources], jobs: int) -> list[Resources]:
 
 
 def never_fits(spec: TrainingSpec, clusters: Sequence[Sequence[Resources]]) -> tuple[list[str], str]:
-    """The fields that ask for more than any of `clusters` (nodes' totals each) could give the fewest workers, and what
-    the last of them has, for people. No fields where one of them could, or where none is known."""
+    """Return the fields that request too much.
+
+    They request more than any of `clusters` could give to the fewest workers. Each cluster is a list of its nodes'
+    totals. The second value describes the last cluster's resources in words. No fields are returned if one of the
+    clusters could hold the workers, or if no cluster is known.
+    """
     if spec.local or not clusters or any(_could_hold(spec, _first_device(spec, nodes), nodes) for nodes in clusters):
         return [], ""
     nodes = clusters[-1]
     bundle = first_bundle(spec, nodes)
     sums = {name: sum(node.get(name, 0.0) for node in nodes) for name in bundle}
     has = f"{told(sums)} on {len(nodes)} node{'' if len(nodes) == 1 else 's'}"
-    # A worker that no node could hold is the matter of what it asks for, not of how many there are.
+    # If no single node could hold one worker, the worker's resources are at fault, not the number of workers.
     alone = [
         name for name, need in bundle.items() if lasts(name) and not any(node.get(name, 0.0) >= need for node in nodes)
     ]
@@ -84,7 +100,11 @@ def never_fits(spec: TrainingSpec, clusters: Sequence[Sequence[Resources]]) -> t
 
 
 def beyond(spec: TrainingSpec, most: Mapping[str, float]) -> list[str]:
-    """As `never_fits`, for a cluster that becomes no larger than `most` in all; what it does not name has no bound."""
+    """Return the fields that request more than `most`.
+
+    `most` is the size that the cluster never exceeds; see `never_fits`. A resource that `most` does not name has no
+    bound.
+    """
     if spec.local:
         return []
     bundle = first_bundle(spec, [])
@@ -94,7 +114,7 @@ def beyond(spec: TrainingSpec, most: Mapping[str, float]) -> list[str]:
 
 
 def first_bundle(spec: TrainingSpec, nodes: Sequence[Resources]) -> dict[str, float]:
-    """What one worker of a first attempt asks for on such a cluster."""
+    """Return the resources of a first attempt's worker. The cluster has these `nodes`."""
     return bundle_of(spec, _first_device(spec, nodes))
 
 
@@ -111,7 +131,7 @@ def _could_hold(spec: TrainingSpec, device: str, nodes: Sequence[Resources]) -> 
 
 def _field(spec: TrainingSpec, resource: str) -> str:
     if resource == "GPU" and spec.placement.gpus_per_worker is None:
-        return "spec.placement.backend"  # nccl; else the cluster says whether there are any
+        return "spec.placement.backend"  # nccl; for other backends the cluster's GPUs decide
     if resource.startswith(ACCELERATOR):
         return "spec.placement.accelerator_type"
     return FIELDS.get(resource, f"spec.placement.resources_per_worker[{resource}]")
@@ -132,9 +152,10 @@ Resources = Mapping[str, float]
 
 
 def workers_that_fit(free: Sequence[Resources], bundle: Resources, strategy: str, fewest: int, most: int) -> int:
-    """The largest number of workers from `fewest` to `most`, each of one `bundle`, for which there is room; else 0.
+    """Return the largest number of workers that fit.
 
-    `free` is what each node has left, by name; `bundle` what a worker asks for, above 0 each. No worker spans nodes.
+    The number is from `fewest` to `most`, or 0 if fewer than `fewest` fit. `free` is what each node has left, by
+    resource name. `bundle` is what one worker requests, each amount above 0. No worker spans nodes.
     """
     rooms = [_capacity(node, bundle) for node in free]
     if strategy == STRICT_PACK:
@@ -150,7 +171,10 @@ def workers_that_fit(free: Sequence[Resources], bundle: Resources, strategy: str
 def what_is_missing(
     free: Sequence[Resources], total: Sequence[Resources], bundle: Resources, strategy: str, fewest: int
 ) -> str:
-    """What `fewest` workers wait for; e.g. `2 workers of 1 CPU: the cluster has 1 CPU free on 1 node`."""
+    """Return what `fewest` workers wait for.
+
+    An example is `2 workers of 1 CPU: the cluster has 1 CPU free on 1 node`.
+    """
     wanted = f"{_counted(fewest, 'worker')} of {told(bundle)}"
     if strategy == STRICT_PACK and fewest > 1:
         wanted += " on one node"
@@ -178,8 +202,8 @@ def _amounts(bundle: Resources) -> list[str]:
 
 
 def told(resources: Resources) -> str:
-    """For people, e.g. `2 CPU and 1 GPU`."""
-    # An accelerator's type is no amount but a mark on a node.
+    """Return resources in words: `2 CPU and 1 GPU`."""
+    # An accelerator's type is a mark on a node, not an amount.
     parts = [
         (name.removeprefix(ACCELERATOR) if amount else f"no {name.removeprefix(ACCELERATOR)}")
         if name.startswith(ACCELERATOR)
@@ -195,8 +219,8 @@ def _counted(number: int, noun: str) -> str:
 
 # --- Use of a cluster ---
 
-# An attempt's own process, which Ray knows by the kind of its job and a random number; and a replica of Serve, whose
-# application has the uid of its deployment in front.
+# Names of Ray actors. An attempt's process is named after its job's kind and a random number. A replica of Serve is
+# named after its application, whose name begins with the uid of its deployment.
 ATTEMPT = re.compile(r"(?P<kind>[a-z-]+)-[0-9a-f]{32}")
 REPLICA = re.compile(r"SERVE_REPLICA::(?P<uid>.+)-v[^#]*#.*")
 COUNTED = ("CPU", "GPU")
@@ -204,8 +228,11 @@ COUNTED = ("CPU", "GPU")
 
 @dataclass(frozen=True, kw_only=True)
 class RayActor:
-    """One that is alive. `process` is that of its worker, `owner` that of who started it; `group` is its placement
-    group, whose resources are not its own."""
+    """A Ray actor that is alive.
+
+    `process` is the id of the actor's worker process, `owner` that of the process that started it. `group` is its
+    placement group; the group's resources do not count as the actor's own.
+    """
 
     actor_id: str
     name: str
@@ -217,7 +244,10 @@ class RayActor:
 
 @dataclass(frozen=True, kw_only=True)
 class RayGroup:
-    """A placement group that is placed. `creator` is an actor's id, `resources` are those of all its bundles."""
+    """A placement group that has been placed.
+
+    `creator` is an actor's id. `resources` are the sums over all bundles of the group.
+    """
 
     creator: str
     resources: Resources
@@ -225,8 +255,11 @@ class RayGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """`attempt` is the name of the Ray actor of a job's attempt, `deployment_uid` that of a deployment; with neither,
-    `what` says what it is."""
+    """A holder of CPUs and GPUs of the cluster.
+
+    `attempt` is the name of the Ray actor of a job's attempt. `deployment_uid` identifies a deployment. If both are
+    empty, `what` describes the holder.
+    """
 
     attempt: str = ""
     deployment_uid: str = ""
@@ -237,7 +270,10 @@ class Holder:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterUse:
-    """`free` CPUs and GPUs of those that there are; who holds the rest."""
+    """The use of the cluster's CPUs and GPUs.
+
+    It tells how many there are, how many are free, and who holds the rest.
+    """
 
     nodes: int = 0
     cpus: float = 0.0
@@ -255,7 +291,10 @@ class ClusterUse:
 def use_of(
     totals: Sequence[Resources], free: Sequence[Resources], actors: Iterable[RayActor], groups: Iterable[RayGroup]
 ) -> ClusterUse:
-    """`totals` and `free` are those of the nodes. What neither is free nor an actor's or a group's, tasks hold."""
+    """Return who uses the cluster.
+
+    `totals` and `free` are resources of the nodes. Tasks hold whatever is neither free nor held by an actor or a group.
+    """
     actors = list(actors)
     by_id = {one.actor_id: one for one in actors}
     by_process = {one.process: one for one in actors}
@@ -274,7 +313,7 @@ def use_of(
         add(_holder(creator, by_process) if creator else ("", "", "others, in placement groups"), group.resources)
     total, left = _sum(totals), _sum(free)
     tasks = {name: total[name] - left[name] - sum(sums[name] for sums in held.values()) for name in COUNTED}
-    # Ray tells the parts one after the other.
+    # Ray reports totals, free resources and holders at slightly different times, so a difference may be negative.
     add(("", "", "tasks, which read, prepare or transform rows"), {name: max(0.0, one) for name, one in tasks.items()})
     holders = [
         Holder(attempt=attempt, deployment_uid=uid, what=what, cpus=round(sums["CPU"], 4), gpus=round(sums["GPU"], 4))
@@ -292,13 +331,20 @@ def use_of(
 
 
 def kind_of(attempt: str) -> str:
-    """The kind of the job whose attempt runs in the actor of that name."""
+    """Return the kind of the job of an attempt.
+
+    The attempt runs in the actor named `attempt`. Other actors have an empty kind.
+    """
     found = ATTEMPT.fullmatch(attempt)
     return found["kind"] if found else ""
 
 
 def _holder(actor: RayActor, by_process: Mapping[str, RayActor]) -> tuple[str, str, str]:
-    """Of an actor that another one started, as of a pool that prepares rows, it is the first of them."""
+    """Return the holder that an actor belongs to.
+
+    The holder is an attempt, a deployment or a description. If another actor started this one, such as a pool that
+    prepares rows, the first known ancestor counts.
+    """
     seen = set[str]()
     while actor.actor_id not in seen:
         seen.add(actor.actor_id)

@@ -1,4 +1,4 @@
-"""How often each row of a split was consumed: counting, on plain values."""
+"""Counts of how often each row was consumed. The functions work on plain values."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from numpy.typing import NDArray
 
 from train_service.domain.order import Ints
 
-# So many row ids are told of each kind.
+# The most row ids that are listed of each kind.
 MAX_LISTED = 1000
-# So many rows are looked through at a time: a multiple of eight, whose bits fill whole bytes.
+# Rows scanned at a time. It is a multiple of eight, so that their bits fill whole bytes.
 BLOCK_ROWS = 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoverageCounts:
-    """Each row counts once. `skipped` rows were in a step that changed no weight and in no other, `missing` ones were
-    never read, `repeated` ones consumed twice or more; of each the lowest ids are listed."""
+    """Counts of the rows of a split.
+
+    Each row counts once. `skipped` rows were only in steps that changed no weight. `missing` rows were never read.
+    `repeated` rows were consumed twice or more. The lowest ids of each kind are listed.
+    """
 
     row_count: int
     seen_once: int
@@ -39,10 +42,11 @@ def count_rows(
     max_listed: int = MAX_LISTED,
     skipped_parts: Iterable[Ints] = (),
 ) -> CoverageCounts:
-    """Counts the row ids of all `parts` for a split that owns the ids [first, first + row_count). Takes three bits a
-    row, and what one part at a time takes. `skipped_parts` are those of skipped steps, looked at after `parts`.
+    """Count the row ids of a split.
 
-    Raises `ValueError` for an id that is not the split's.
+    `parts` hold consumed ids. The split owns the ids [first, first + row_count). Memory: three bits a row, plus one
+    part at a time. `skipped_parts` hold the rows of skipped steps; they are read after `parts`. Raises `ValueError` for
+    an id that does not belong to the split.
     """
     seen, repeated, skipped = RowBits(row_count), RowBits(row_count), RowBits(row_count)
     for row_ids in parts:
@@ -74,14 +78,14 @@ def count_rows(
 
 
 class RowBits:
-    """A set of the rows [0, N), one bit each: row r is bit r mod 8, the lowest first, of byte r div 8."""
+    """A set of the rows [0, N). Each row takes one bit: row r is bit r mod 8, the lowest first, of byte r div 8."""
 
     def __init__(self, row_count: int) -> None:
         self._row_count = row_count
         self._bytes = np.zeros(-(-row_count // 8), np.uint8)
 
     def add(self, rows: Ints) -> None:
-        """`rows` are sorted, each there once."""
+        """Add `rows`, which are sorted and unique."""
         if not len(rows):
             return
         places = rows >> 3
@@ -90,19 +94,25 @@ class RowBits:
         self._bytes[places[begins]] |= np.bitwise_or.reduceat(bits, begins)
 
     def has(self, rows: Ints) -> NDArray[np.bool_]:
-        """Of each row whether it is in the set."""
+        """Return for each row whether the set has it."""
         found: NDArray[np.bool_] = (self._bytes[rows >> 3] >> (rows & 7)) & 1 == 1
         return found
 
     def block(self, begin: int) -> NDArray[np.bool_]:
-        """The same of the `BLOCK_ROWS` rows from `begin` on, a multiple of eight."""
+        """Return the membership of a block of rows.
+
+        The block has `BLOCK_ROWS` rows from `begin`, a multiple of eight.
+        """
         rows = min(BLOCK_ROWS, self._row_count - begin)
         packed = self._bytes[begin // 8 : (begin + BLOCK_ROWS) // 8]
         return np.unpackbits(packed, count=rows, bitorder="little").astype(bool)
 
 
 class Tally:
-    """How many rows there are of each kind, and the lowest `max_listed` of them, found block by block."""
+    """The number of rows of each kind.
+
+    The lowest `max_listed` rows of each kind are listed, too. Rows are collected block by block.
+    """
 
     def __init__(self, max_listed: int) -> None:
         self._max_listed = max_listed
@@ -110,7 +120,7 @@ class Tally:
         self.listed: defaultdict[str, list[int]] = defaultdict(list)
 
     def add(self, kind: str, begin: int, here: NDArray[np.bool_]) -> None:
-        """Counts a block that begins at the row `begin`. Blocks come in their order."""
+        """Count a block that begins at row `begin`. Blocks must come in order."""
         listed = self.listed[kind]
         rows = np.flatnonzero(here)
         self.count[kind] += len(rows)

@@ -1,15 +1,17 @@
-"""The order of rows in an epoch: a pure function of position, over a fixed number of lanes.
+"""The order of rows in an epoch.
 
-The blocks of a split (its row groups, or ranges of rows where there are few) are permuted; the permuted sequence is cut
-into L lanes of equal length, and each lane is shuffled within windows of its own. Positions are dealt out to lanes like
-cards: position p is row p div L of lane p mod L. So any position is found without walking to it, a step takes rows from
-every lane, and whoever owns whole lanes reads whole stretches of the files.
+It is a pure function of position, over a fixed number of lanes.
 
-After the canonical-node order of MosaicML Streaming (`base/shuffle/py1s.py`), with lanes independent of the number of
-workers. N = rows of the split, L = lanes, n = rows of one lane.
+The blocks of a split are its row groups, or ranges of rows if the split has few row groups. The blocks are permuted,
+the permuted sequence is cut into L lanes of equal length, and each lane is shuffled within windows of its own.
+Positions are dealt out to lanes like cards: position p is row p div L of lane p mod L. So any position is found without
+walking to it, a step takes rows from every lane, and a rank that owns whole lanes reads contiguous ranges of the files.
 
-Of these positions a step owns some, and a rank computes some of those: G = global batch, S = steps of an epoch, W =
-world size (ranks). Seeds are functions of a position, too, so there is no generator state to save.
+The method follows the canonical-node order of MosaicML Streaming (`base/shuffle/py1s.py`), with lanes independent of
+the number of workers. N = rows of the split, L = lanes, n = rows of one lane.
+
+Each step owns a range of these positions, and each rank computes a part of that range: G = global batch, S = steps of
+an epoch, W = world size (ranks). Seeds are functions of a position, too, so there is no generator state to save.
 """
 
 from __future__ import annotations
@@ -28,40 +30,41 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 
-# So many blocks a lane at least, where the rows allow: fewer would leave neighbours together.
+# The minimum number of blocks in a lane, if there are enough rows: fewer blocks would leave neighbouring rows together.
 BLOCKS_PER_LANE = 4
 WINDOW_ROWS = 1024
-# Of the open windows of all lanes together: rows that are large are shuffled within fewer.
+# Memory for the open windows of all lanes together. Large rows get smaller windows.
 WINDOWS_BYTES = 256 * 1024 * 1024
 MIN_WINDOW_ROWS = 16
 
-# What a permutation is for; part of its key.
+# The purpose of a permutation; part of its key.
 BLOCKS, WINDOW = 0, 1
 
 
 def permutation(count: int, *key: int) -> Ints:
-    """A permutation of range(count) that depends on nothing but `key`.
+    """Return a permutation of range(count), determined by `key`.
 
-    The sort of a counter-based stream (Philox 4x64-10, Salmon et al. 2011): numpy promises that stream for ever, but
-    not how its own `permutation` uses one.
+    It sorts a counter-based stream (Philox 4x64-10, Salmon et al. 2011). numpy guarantees that stream for all releases,
+    but not how numpy's own `permutation` uses a stream.
     """
     stream: Any = np.random.Philox(np.random.SeedSequence(key))
     return sorting(stream.random_raw(count))
 
 
 def sorting(drawn: NDArray[np.uint64]) -> Ints:
-    """The places of these numbers in their order, equal ones in that of their places."""
+    """Return the stable sorting order (argsort) of `drawn`."""
     order = np.argsort(drawn)
-    # Sorts differ in equal numbers alone, and the stable one takes several times as long.
+    # Sorting algorithms disagree only on equal numbers, and the stable one takes several times as long.
     if (np.diff(drawn[order]) == 0).any():
         order = np.argsort(drawn, kind="stable")
     return order.astype(np.int64, copy=False)
 
 
 def blocks_of(row_groups: Sequence[int], lanes: int) -> Ints:
-    """Cuts row groups, given as row counts, into blocks: an (blocks, 2) array of first row and row count.
+    """Cut row groups, given as row counts, into blocks.
 
-    A block never crosses a row group. Row groups stay whole when there are enough of them.
+    Returns a (blocks, 2) array of first row and row count. A block never crosses a row group. Row groups stay whole if
+    there are enough of them.
     """
     if len(row_groups) >= lanes * BLOCKS_PER_LANE:
         counts = np.asarray(row_groups, np.int64)
@@ -78,18 +81,21 @@ def blocks_of(row_groups: Sequence[int], lanes: int) -> Ints:
 
 
 def window_rows(row_bytes: int, lanes: int) -> int:
-    """How many rows a lane's window has; `row_bytes` is what one takes in memory, and part of what fixes the order."""
+    """Return the number of rows in a lane's window.
+
+    `row_bytes` is the memory that one row takes. It helps to determine the order, so it must not change within a run.
+    """
     return min(WINDOW_ROWS, max(MIN_WINDOW_ROWS, WINDOWS_BYTES // (max(row_bytes, 1) * lanes)))
 
 
 @dataclass(frozen=True)
 class EpochOrder:
-    """One epoch's order. Rows are counted from 0 at the beginning of the split."""
+    """The order of rows in one epoch. Rows are counted from 0 at the beginning of the split."""
 
     starts: Ints
     """The first row of each block, in the permuted sequence."""
     ends: Ints
-    """Where each block ends in the permuted sequence."""
+    """The end of each block in the permuted sequence."""
     lanes: int
     seed: int
     epoch: int
@@ -100,24 +106,24 @@ class EpochOrder:
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def lane_rows(self, lane: int) -> int:
-        """n: the first N mod L lanes have one row more."""
+        """Return n, the rows of a lane. The first N mod L lanes have one row more."""
         return self.row_count // self.lanes + (lane < self.row_count % self.lanes)
 
     def windows(self, lane: int) -> int:
         return -(-self.lane_rows(lane) // self.window_rows)
 
     def window(self, lane: int, number: int) -> Ints:
-        """The rows of one window of a lane, in their order."""
+        """Return the shuffled rows of a lane's window."""
         shuffled: Ints = self.stretch(lane, number)[self.shuffle(lane, number)]
         return shuffled
 
     def shuffle(self, lane: int, number: int) -> Ints:
-        """What `window` makes of `stretch`."""
+        """Return the permutation that `window` applies to `stretch`."""
         begin, end = self._bounds(lane, number)
         return permutation(end - begin, self.seed, self.epoch, WINDOW, lane, number)
 
     def stretch(self, lane: int, number: int) -> Ints:
-        """The rows of one window of a lane before they are shuffled; none beyond the last window."""
+        """Return the unshuffled rows of a lane's window. There are none beyond the last window."""
         start = self._lane_start(lane)
         begin, end = self._bounds(lane, number)
         return self._rows_at(np.arange(start + begin, start + end, dtype=np.int64))
@@ -127,11 +133,13 @@ class EpochOrder:
         return begin, min(begin + self.window_rows, self.lane_rows(lane))
 
     def rows(self, positions: Ints) -> Ints:
-        """The rows at these positions of the epoch. Each window that they are in is shuffled once; of its rows only
-        those at these positions are worked out."""
+        """Return the rows at `positions` of the epoch.
+
+        Each window that holds one of the positions is shuffled once, and only the rows at `positions` are computed.
+        """
         lanes = positions % self.lanes
         numbers, places = np.divmod(positions // self.lanes, self.window_rows)
-        # Windows of all lanes, counted through, so that the positions of one stand together once they are sorted.
+        # Number the windows across all lanes, so that sorting puts the positions of one window together.
         windows = numbers * self.lanes + lanes
         by_window = np.argsort(windows, kind="stable")
         cuts = np.flatnonzero(np.diff(windows[by_window], prepend=-1))
@@ -144,7 +152,7 @@ class EpochOrder:
         return self._rows_at(sequence)
 
     def _lane_start(self, lane: int) -> int:
-        """Where the lane begins in the permuted sequence."""
+        """Return where the lane begins in the permuted sequence."""
         share, extra = divmod(self.row_count, self.lanes)
         return lane * share + min(lane, extra)
 
@@ -156,7 +164,7 @@ class EpochOrder:
 
 
 def epoch_order(blocks: Ints, lanes: int, seed: int, epoch: int, window_rows: int = WINDOW_ROWS) -> EpochOrder:
-    """The order of `epoch` over `blocks` (from `blocks_of`)."""
+    """Return the order of `epoch` over `blocks` (from `blocks_of`)."""
     permuted = blocks[permutation(len(blocks), seed, epoch, BLOCKS)]
     return EpochOrder(permuted[:, 0], np.cumsum(permuted[:, 1]), lanes, seed, epoch, window_rows)
 
@@ -165,13 +173,16 @@ def epoch_order(blocks: Ints, lanes: int, seed: int, epoch: int, window_rows: in
 
 # BatchNorm refuses a single row whose feature map is 1x1.
 MIN_ROWS_PER_RANK = 2
-# Even among 1, 2, 3, 4, 6, 8 and 12 ranks.
+# Divides evenly among 1, 2, 3, 4, 6, 8 and 12 ranks.
 MIN_LANES = 24
 
 
 @dataclass(frozen=True)
 class SlicePlan:
-    """What fixes the batches. `global_batch` is G; rank and world size are those of this attempt."""
+    """The values that determine the batches.
+
+    `global_batch` is G. `rank` and `world_size` are those of the present attempt.
+    """
 
     seed: int
     lanes: int
@@ -183,31 +194,35 @@ class SlicePlan:
 
 
 def default_lanes(max_workers: int) -> int:
-    """L where a specification does not say: the first multiple of its most workers from 24 up, and two for each at
-    least.
+    """Return the default of L.
 
-    So all of them together share a step evenly, and on fewer none has half as much again as the mean. More would be
-    more even still; but each takes a window in memory, and row groups of its own.
+    It is the first multiple of `max_workers`, the most workers of the specification, that is at least `MIN_LANES` and
+    at least 2·`max_workers`. So `max_workers` ranks share a step evenly, and with fewer ranks none has 1.5 times the
+    mean or more. More lanes would be more even still, but each lane needs a window in memory and row groups of its own.
     """
     workers = max(max_workers, 1)
     return workers * max(2, -(-MIN_LANES // workers))
 
 
 def steps_per_epoch(rows: int, global_batch: int) -> int:
-    """S = ⌈N/G⌉."""
+    """Return S = ⌈N/G⌉."""
     return -(-rows // global_batch)
 
 
 def step_bounds(rows: int, steps: int, step: int) -> tuple[int, int]:
-    """The positions [begin, end) of one step of the epoch: all steps differ by one row at most, none is a sliver."""
+    """Return the positions [begin, end) of one step of the epoch.
+
+    All steps differ by at most one row, so no step is much shorter than the others.
+    """
     return step * rows // steps, (step + 1) * rows // steps
 
 
 def rank_positions(begin: int, end: int, lanes: int, rank: int, world_size: int) -> Ints:
-    """The positions of a step that `rank` computes: those in its own lanes, every W-th lane from `rank` on.
+    """Return the positions of a step that `rank` computes.
 
-    Only these are made, and those of its lanes in the first and the last turn: with a thousand ranks a step has a
-    thousand times as many.
+    They lie in the rank's own lanes: every W-th lane from `rank` on. The function generates only positions in these
+    lanes, including the first and the last turn in full. With a thousand ranks a step has a thousand times as many
+    positions.
     """
     own = np.arange(rank, lanes, world_size, dtype=np.int64)
     turns = np.arange(begin // lanes, -(-end // lanes), dtype=np.int64)
@@ -217,11 +232,13 @@ def rank_positions(begin: int, end: int, lanes: int, rank: int, world_size: int)
 
 
 def shapes_of_steps(rows: int, steps: int, lanes: int) -> list[tuple[int, Ints]]:
-    """All that the ranks' shares of an epoch's steps depend on: each length that a step has, and the lanes at which
-    steps of that length begin. Takes time for 2·L lookups, however many steps there are.
+    """Return the lengths of steps, with their first lanes.
 
-    Step s begins at position ⌊s·N/S⌋. So s·N modulo S·L tells, divided by S, the lane at which it begins; and the rest
-    of that division whether it is one of the N mod S steps that have a row more, which then is S - N mod S or above.
+    For each length these are the lanes at which steps of that length begin. The ranks' shares of an epoch's steps
+    depend on nothing else. The cost is 2·L lookups, however many steps there are.
+
+    Step s begins at position ⌊s·N/S⌋. So (s·N mod S·L) div S is the lane at which it begins. The remainder of that
+    division shows whether the step is one of the N mod S steps with one row more: it then is at least S - N mod S.
     """
     length, longer = divmod(rows, steps)
     shapes = []
@@ -237,24 +254,28 @@ def shapes_of_steps(rows: int, steps: int, lanes: int) -> list[tuple[int, Ints]]
 
 
 def min_rows_of_a_rank(shapes: Sequence[tuple[int, Ints]], lanes: int, world_size: int) -> int:
-    """The smallest slice that any rank gets in any step of an epoch whose steps have these `shapes`."""
+    """Return the smallest slice of any rank and step. The steps of an epoch have these `shapes`."""
     own = _own_lanes(lanes, world_size)
     return int(min(_slices(own, length, begins, lanes).min() for length, begins in shapes))
 
 
 def max_rows_of_a_rank(step_rows: int, lanes: int, world_size: int) -> int:
-    """The largest slice that any rank gets of a step of `step_rows` rows, at whichever lane that begins: all others
-    wait for that rank. At 24 lanes it is the same on 12 ranks as on 23."""
+    """Return the largest slice of any rank.
+
+    The step has `step_rows` rows. The step may begin at any lane. All other ranks wait for the rank with this slice.
+    With 24 lanes the result is the same for 12 ranks as for 23.
+    """
     return int(_slices(_own_lanes(lanes, world_size), step_rows, np.arange(lanes), lanes).max())
 
 
 @functools.lru_cache(maxsize=64)
 def parts_of_step(step_rows: int, lanes: int, world_size: int, max_workers: int, accumulation_steps: int) -> int:
-    """In how many parts each of `world_size` ranks computes its slice of a step of `step_rows` rows.
+    """Return the number of parts of each slice.
 
-    As many as the specification says, on `max_workers` ranks; on fewer, whose slices are larger, so many that no part
-    has more rows than one may have there. But where rows are so few that a part of the smallest slice would be below
-    `MIN_ROWS_PER_RANK`, fewer.
+    Each of `world_size` ranks computes its slice of a step of `step_rows` rows in this many parts. On `max_workers`
+    ranks the number is `accumulation_steps`. On fewer ranks the slices are larger, so the number rises until no part
+    has more rows than a part may have on `max_workers` ranks. It stays lower if a part of the smallest slice would
+    otherwise fall below `MIN_ROWS_PER_RANK`.
     """
     if world_size >= max_workers:
         return accumulation_steps
@@ -265,7 +286,10 @@ def parts_of_step(step_rows: int, lanes: int, world_size: int, max_workers: int,
 
 
 def _own_lanes(lanes: int, world_size: int) -> Ints:
-    """(W, 2·L + 1): of so many lanes, counted twice around, how many are the rank's."""
+    """Return the ranks' counts of lanes, cumulated.
+
+    The shape is (W, 2·L + 1): entry [w, k] is how many of the first k lanes, counted twice around, rank w owns.
+    """
     owners = np.arange(2 * lanes) % lanes % world_size
     own = np.zeros((world_size, 2 * lanes + 1), np.int64)
     own[owners, np.arange(1, 2 * lanes + 1)] = 1
@@ -273,15 +297,18 @@ def _own_lanes(lanes: int, world_size: int) -> Ints:
 
 
 def _slices(own: Ints, length: int, begins: Ints, lanes: int) -> Ints:
-    """(W, n): the rows of each rank in a step of `length` rows that begins at each of these n lanes."""
+    """Return the ranks' rows in a step. The step has `length` rows and begins at each of n lanes; shape (W, n)."""
     turns, rest = divmod(length, lanes)
     slices: Ints = turns * own[:, lanes, None] + own[:, begins + rest] - own[:, begins]
     return slices
 
 
 def _first_within(stride: int, modulus: int, low: int, high: int) -> float:
-    """The least n ≥ 0 for which n·stride mod modulus is in [low, high], which is within [0, modulus); infinity where
-    there is none. As Euclid's algorithm, in as few rounds."""
+    """Return the least n with n·stride in bounds.
+
+    It is the least n ≥ 0 for which n·stride mod modulus is in [low, high], or infinity if there is none. [low, high]
+    lies within [0, modulus). The recursion is that of Euclid's algorithm, and takes as few rounds.
+    """
     if low == 0:
         return 0
     stride %= modulus
@@ -290,17 +317,17 @@ def _first_within(stride: int, modulus: int, low: int, high: int) -> float:
     n = -(-low // stride)
     if n * stride <= high:
         return n
-    # Not in the first turn around the modulus. After m turns a multiple of the stride is in [low, high] + m·modulus
-    # where m·modulus mod stride is in [-high, -low] mod stride.
+    # No multiple in the first turn around the modulus matches. After m turns a multiple of the stride is in [low, high]
+    # + m·modulus if m·modulus mod stride is in [-high, -low] mod stride.
     turns = _first_within(modulus, stride, -high % stride, -low % stride)
     return turns if turns == math.inf else -(-(low + int(turns) * modulus) // stride)
 
 
 def loss_scale(world_size: int, step_weight: float) -> float:
-    """What a rank multiplies its summed loss by: W / Σ(weights of the whole step).
+    """Return the factor for a rank's summed loss.
 
-    DDP averages gradients over ranks; so scaled, that average is the exact weighted mean over the global batch, however
-    unequal the ranks' shares are.
+    The factor is W / Σ(weights of the whole step). DDP averages gradients over ranks. With this factor the average is
+    the exact weighted mean over the global batch, however unequal the ranks' shares are.
     """
     return world_size / step_weight
 
@@ -311,5 +338,5 @@ NOISE = 2
 
 
 def noise_seed(seed: int, step: int, rank: int) -> int:
-    """Seeds what the layers draw in one step on one rank, below 2^63."""
+    """Return the seed of a step's random draws. Layers draw on one rank. The seed is below 2^63."""
     return int(np.random.SeedSequence((seed, NOISE, step, rank)).generate_state(1, np.uint64)[0] >> np.uint64(1))

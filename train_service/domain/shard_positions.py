@@ -1,14 +1,17 @@
-"""Where a program is in a shard of its dataset version, and which positions of which epoch it was given.
+"""Positions of a program in a shard.
 
-A pass of W ranks over an epoch deals positions out like cards: the i-th row of rank r is position base + r + W*i, for
-which `order.EpochOrder` has the row. `base` is 0 but for a pass that goes on in the middle of an epoch. So where a rank
-is takes three numbers, [epoch, base, taken], and what it was given is a range, [epoch, start, stop, step].
-N = rows of the split.
+The module tracks where a program is in a shard of its dataset version, and the positions of each epoch that it was
+given.
 
-A program's process holds the rank's end, and may say anything. So each report is checked: it has for each split what
-`VersionShard.take` makes, the identity of the shard, the place of the rank, and the ranges of positions that it was
-given since its last report. They are compared with what the attempt knows by itself: the version and the job's
-specification, the bounds of the split, the number of workers, and the place before.
+A pass of W ranks over an epoch deals positions out like cards: the i-th row of rank r is position base + r + W*i, and
+`order.EpochOrder` maps the position to a row. `base` is 0, except for a pass that resumes in the middle of an epoch. So
+three numbers locate a rank, [epoch, base, taken], and a range describes the positions that it was given, [epoch, start,
+stop, step]. N = rows of the split.
+
+A program's process keeps its rank's place and may report anything, so each report is checked. For each split it has the
+result of `VersionShard.take`: the identity of the shard, the place of the rank, and the ranges of positions that the
+rank was given since its last report. The check compares them with what the attempt itself knows: the version and the
+job's specification, the bounds of the split, the number of workers, and the place at the last report.
 """
 
 from __future__ import annotations
@@ -29,20 +32,23 @@ from train_service.domain.spec import TrainingSpec
 
 # --- Positions ---
 
-# The keys of a shard's `state_dict`, apart from `epoch` and `rows`, must be those of the job.
+# A shard's `state_dict` must match the job's in all keys except `epoch` and `rows`.
 STATE_FORMAT = "millrace.shard/1"
 # [epoch, start, stop, step] of positions.
 Span = list[int]
-# How often a position was given is not counted beyond.
+# Counts of how often a position was given stop here.
 OFTEN = 2
-# Of the newest spans, those that may go on; a rank leaves a few between two reports.
+# How many of the newest spans `extend` searches; a rank leaves only a few between two reports.
 LOOK_BACK = 128
 
 
 @dataclass(frozen=True)
 class Pass:
-    """W ranks' way through the positions [base, N) of an epoch. Where `keeps_remainder`, the first ranks have a row
-    more; else the (N - base) mod W positions at the end are left out, and all ranks have as many."""
+    """The pass of W ranks over an epoch.
+
+    It covers the positions [base, N). If `keeps_remainder` is set, the first ranks have one row more. Otherwise the
+    last (N - base) mod W positions are left out, and all ranks have equally many rows.
+    """
 
     row_count: int
     base: int
@@ -54,21 +60,21 @@ class Pass:
         return max(0, -(-(left - rank) // self.world_size)) if self.keeps_remainder else left // self.world_size
 
     def first_position(self, rank: int, taken: int) -> int:
-        """The position of the row that comes after `taken` rows."""
+        """Return the position after `taken` rows."""
         return self.base + rank + self.world_size * taken
 
     def positions(self, rank: int, begin: int, end: int) -> Ints:
-        """Of the rank's rows [begin, end)."""
+        """Return the positions of a rank's rows. The rows are [begin, end), so the shape is (end - begin,)."""
         return self.first_position(rank, 0) + self.world_size * np.arange(begin, end, dtype=np.int64)
 
     def rows_before(self, rank: int, position: int) -> int:
-        """How many of the rank's rows have lower positions."""
+        """Return how many rows have lower positions. Only the rank's own rows count."""
         return max(0, -(-(position - self.base - rank) // self.world_size))
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is: `taken` rows were given to it of the pass from `base` on."""
+    """The place of a rank in a pass. The rank was given `taken` rows of the pass that began at `base`."""
 
     epoch: int = 0
     base: int = 0
@@ -78,7 +84,11 @@ class Place:
 def shard_identity(
     version: str, manifest_sha256: str, split: str, row_count: int, spec: TrainingSpec
 ) -> dict[str, Any]:
-    """What makes positions in a shard those of this job: another one's mean other rows."""
+    """Return the identity of a shard.
+
+    Its values determine which rows the positions of the shard denote. If any value differs, the same positions denote
+    other rows.
+    """
     return {
         "format": STATE_FORMAT,
         "dataset_version": version,
@@ -92,7 +102,7 @@ def shard_identity(
 
 
 def extend(spans: list[Span], span: Span) -> None:
-    """Appends `span`, or makes one of the newest longer where it goes on from there."""
+    """Append `span` to `spans`. If it continues one of the newest spans, that span is extended instead."""
     for last in spans[-LOOK_BACK:]:
         if last[0] == span[0] and last[3] == span[3] and last[2] == span[1]:
             last[2] = span[2]
@@ -103,8 +113,11 @@ def extend(spans: list[Span], span: Span) -> None:
 def merge_reports(
     reports: Sequence[Sequence[Mapping[str, Any]]], world_size: int, before: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The positions of all shards for a checkpoint. `reports` are those since the last one, oldest first; each has what
-    `ProgramShards.take` gave on each rank. `before` is what this function made for the checkpoint before."""
+    """Return the positions of all shards for a checkpoint.
+
+    `reports` are the reports since the last checkpoint, oldest first. Each has the result of `ProgramShards.take` for
+    each rank. `before` is this function's result for the previous checkpoint.
+    """
     merged = {name: dict(one) for name, one in before.items()}
     for report in reports:
         for name in sorted({name for said in report for name in said}):
@@ -126,7 +139,10 @@ def merge_reports(
 
 
 def place_before(known: Mapping[str, Any], rank: int, world_size: int) -> list[int] | None:
-    """Of a rank that has not asked for the shard in this attempt. None: at the beginning."""
+    """Return the last known place of a rank.
+
+    The rank has not read the shard in this attempt. None means the beginning.
+    """
     places: list[list[int] | None] = known.get("places") or [None]
     if len(places) == 1:
         return places[0]
@@ -134,8 +150,11 @@ def place_before(known: Mapping[str, Any], rank: int, world_size: int) -> list[i
 
 
 def _settled(places: list[list[int] | None], row_count: int) -> list[list[int] | None]:
-    """The places of all ranks. Once the last rank is out of rows of an epoch, all are at the next one; a rank that is
-    out of rows before others knows nothing of that."""
+    """Return the places of all ranks.
+
+    Once the last rank has no rows of an epoch left, all ranks move to the next epoch. A rank that finishes earlier
+    cannot know that.
+    """
     epoch = min(place[0] for place in places if place)
 
     def is_out(rank: int, place: list[int]) -> bool:
@@ -151,12 +170,14 @@ def _settled(places: list[list[int] | None], row_count: int) -> list[list[int] |
 
 
 def join_spans(before: Sequence[Span], fresh: Sequence[Span]) -> list[Span]:
-    """The positions of both, each as often as before, in few spans. Only epochs of `fresh` are looked at.
+    """Return the positions of both in few spans.
 
-    A pass of W ranks takes one span of step 1, up to its first position that was not given, and one of step W for each
-    rank that is ahead of that: none where ranks go in step, and none once all have come to the end. So a pass that is
-    left before its end, e.g. by a lost attempt, may keep W spans for good, and so may one whose ranks drop different
-    last rows. Each pass over the same epoch has spans of its own.
+    Each position keeps its multiplicity. Only epochs of `fresh` are examined.
+
+    A pass of W ranks takes one span of step 1, up to its first position that was not given, and one span of step W for
+    each rank that is ahead of that position. No rank is ahead if the ranks advance in step, or once all have reached
+    the end. So a pass that stops before its end, for example in a lost attempt, may keep W spans for good, and so may a
+    pass whose ranks drop different last rows. Each pass over the same epoch has spans of its own.
     """
     epochs = sorted({span[0] for span in fresh})
     joined = [span for span in before if span[0] not in epochs]
@@ -182,7 +203,7 @@ def _joined(epoch: int, spans: Sequence[Span]) -> list[Span]:
 
 
 def _chained(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges of one step, sorted, those that follow on one another as one."""
+    """Return sorted ranges with adjacent ones joined. All ranges have the same step."""
     ends: dict[int, list[int]] = {}
     chained: list[list[int]] = []
     for start, stop in sorted(ranges):
@@ -195,8 +216,11 @@ def _chained(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _advance(stop: int, lanes: dict[int, list[int]], world_size: int) -> int:
-    """Where a block that ends at `stop` ends with the rows of `lanes` that follow on it, which are taken from there:
-    all ranks' rows as far as the shortest lane goes, then one row of each rank that is ahead."""
+    """Return the new end of an extended block.
+
+    The block ends at `stop` and takes the adjoining rows of `lanes`. The rows are removed from `lanes`. The block grows
+    by all ranks' rows up to the end of the shortest lane, then by one row of each rank that is ahead.
+    """
     while True:
         run = list(itertools.takewhile(lanes.get, range(stop, stop + world_size)))
         if not run:
@@ -211,15 +235,17 @@ def _advance(stop: int, lanes: dict[int, list[int]], world_size: int) -> int:
 
 
 class UnevenRanks(ValueError):
-    """The ranks were at different places, and cannot go on from them on another number of ranks."""
+    """Ranks at different places cannot resume on a different number of ranks."""
 
 
 def place_to_resume(saved: Mapping[str, Any], rank: int, world_size: int, *, goes_on: bool) -> Place:
-    """Where a rank begins after a checkpoint whose shard was `saved` by `merge_reports`. `goes_on`: with the rest of
-    the epoch; else with the epoch's beginning, in the same order.
+    """Return the place where a rank resumes.
 
-    Ranks that had not asked for the shard do not count: a split that one rank reads is that rank's alone. All ranks
-    begin in the same epoch but where each goes on from a place of its own. Raises `UnevenRanks`.
+    `saved` is the shard of the checkpoint, from `merge_reports`. With `goes_on` the rank begins with the rest of the
+    epoch, otherwise with the beginning of the epoch, in the same order.
+
+    Ranks that never read the shard do not count: a split that one rank reads belongs to that rank alone. All ranks
+    begin in the same epoch, unless each rank resumes from a place of its own. Raises `UnevenRanks`.
     """
     places = [Place(*place) if place else None for place in saved["places"]]
     begun = [place for place in places if place is not None]
@@ -242,20 +268,24 @@ def place_to_resume(saved: Mapping[str, Any], rank: int, world_size: int, *, goe
 
 
 def last_epoch(saved: Mapping[str, Any]) -> int:
-    """The last one of which a row was given; 0 before the first row."""
+    """Return the last epoch with a given row. It is 0 before the first row."""
     return max((span[0] for span in saved["given"]), default=0)
 
 
 def is_epoch_done(saved: Mapping[str, Any], epoch: int) -> bool:
-    """Whether all ranks that read the shard were behind `epoch`."""
+    """Return whether all ranks have finished `epoch`. Only ranks that read the shard count."""
     return all(place[0] > epoch for place in saved["places"] if place)
 
 
 def times_given(spans: Iterable[Span], begin: int, end: int) -> NDArray[np.uint8]:
-    """(end - begin,): how often each of these positions was given by `spans` of one epoch, 2 for twice or more."""
+    """Return how often each position was given.
+
+    The positions are [begin, end), and `spans` are those of one epoch; the shape is (end - begin,). 2 stands for twice
+    or more.
+    """
     times = np.zeros(end - begin, np.uint8)
     for _, start, stop, step in spans:
-        # The span's first position from `begin` on, counted from there.
+        # The span's first position at or after `begin`, relative to `begin`.
         first = start - begin if start >= begin else (start - begin) % step
         mine = times[first : max(0, min(stop, end) - begin) : step]
         np.minimum(mine + 1, OFTEN, out=mine)
@@ -263,10 +293,10 @@ def times_given(spans: Iterable[Span], begin: int, end: int) -> NDArray[np.uint8
 
 
 def count_given(spans: Iterable[Span], order: EpochOrder, first_row_id: int) -> CoverageCounts:
-    """How often each row was given in the epoch of `order`.
+    """Return how often each row was given.
 
-    A block of positions is looked at after another, whole windows of all lanes each, so that each window is worked out
-    once; memory is that of a block, however many rows there are.
+    The epoch is that of `order`. The function processes positions in blocks of whole windows of all lanes, so that each
+    window is computed once. It needs memory for one block, however many rows there are.
     """
     of_epoch = [span for span in spans if span[0] == order.epoch]
     count: Counter[int] = Counter()
@@ -294,7 +324,7 @@ def count_given(spans: Iterable[Span], order: EpochOrder, first_row_id: int) -> 
 
 # --- Checks of reports ---
 
-# An epoch is an int32 of the contract.
+# The contract's epoch is an int32.
 MAX_EPOCHS = 2**31 - 1
 WRONG_POSITION = "WRONG_SHARD_POSITION"
 
@@ -308,8 +338,11 @@ def check_shards(
     *,
     keeps_remainder: bool,
 ) -> None:
-    """`said` is what the rank reported, by split. `identities` are those of the shards that there are; `before` is what
-    `merge_reports` made of the last report. Raises `InvalidArgument` naming the rank, the value and what it must be."""
+    """Raise `InvalidArgument` for a wrong report.
+
+    The error names the rank, the value and what it must be. `said` is the rank's report, by split. `identities` are
+    those of the existing shards. `before` is the result of `merge_reports` for the last report.
+    """
     if not isinstance(said, Mapping):
         raise _wrong(rank, "shards", said, "must be shards by the name of their split")
     for split, shard in said.items():
@@ -333,7 +366,10 @@ class _ShardCheck:
         self._keeps_remainder = keeps_remainder
 
     def check_given(self, given: object) -> None:
-        """Each range of a rank is of every W-th position, in the split, and of one row at least."""
+        """Check the ranges that a rank was given.
+
+        Each range must have every W-th position, lie in the split, and have at least one row.
+        """
         if not isinstance(given, list):
             raise _wrong(self._rank, f"{self._path}.given", given, "must be a list of ranges")
         for number, span in enumerate(given):
@@ -351,7 +387,10 @@ class _ShardCheck:
                 )
 
     def check_place(self, place: object, given: Sequence[Sequence[int]], before: Sequence[int] | None) -> None:
-        """In the bounds of its pass; and where rows of it were given, behind the last one that was."""
+        """Check the place of a rank.
+
+        It must be within its pass and, if rows of the pass were given, behind the last of them.
+        """
         path = f"{self._path}.place"
         if not _is_ints(place, 3):
             raise _wrong(self._rank, path, place, "must be 3 whole numbers: epoch, base, taken")

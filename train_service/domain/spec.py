@@ -1,8 +1,9 @@
-"""What to train, as plain values with every default filled in. The messages of the contract describe each field.
+"""Training specifications as plain values with every default filled in.
 
-The learning rate and early stopping are pure functions of the step and of what epochs measured, so a resumed run has
-no state to restore. Below them is what others say of a specification: a model of a user's own, the trainer of a script,
-and a job's log, which keeps the devices of its run.
+The messages of the contract describe each field. The learning rate and early stopping are pure functions of the step
+and of the measurements of past epochs, so a resumed run has no state to restore. The later sections apply what is
+learned after the request: the facts of a user's own model, the settings of a script's trainer, and the devices that the
+job's log keeps.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ from train_service.domain.order import WINDOW_ROWS
 # --- Specification ---
 
 FLOAT32, BFLOAT16, FLOAT16, TF32 = "FLOAT32", "BFLOAT16", "FLOAT16", "TF32"
-# Schedules of the learning rate.
+# Learning rate schedules.
 CONSTANT, COSINE_WITH_WARMUP = "CONSTANT", "COSINE_WITH_WARMUP"
 THREADS, RAY_DATA = "THREADS", "RAY_DATA"
 DDP, FSDP = "DDP", "FSDP"
-# Whether a GPU gives the same bits each time.
+# Whether a GPU must compute the same bits each time.
 DETERMINISTIC, FASTEST = "DETERMINISTIC", "FASTEST"
-# Who computes the last steps of the transform: the loader, or the worker's device.
+# Where the last steps of the transform run: in the loader, or on the worker's device.
 BY_LOADER, BY_DEVICE = "CPU", "WORKER"
-# What workers compute on.
+# Devices that workers compute on.
 CPU, GPU = "CPU", "GPU"
-# The name of a loss and an optimizer that a model of a user's own brings itself.
+# The name of a loss or an optimizer that the user's own model supplies.
 OWN = ""
-# Where a program's shard goes on after a checkpoint in the middle of an epoch.
+# How a program's shard resumes after a checkpoint in the middle of an epoch.
 REPLAY, CONTINUE = "REPLAY", "CONTINUE"
-# Of the path of a script.
+# File suffix of a script's path.
 SCRIPT_SUFFIX = ".py"
-# What happens to rows that the workers cannot share equally.
+# What happens to rows that do not divide equally among the workers.
 DROP, KEEP = "DROP", "KEEP"
 
 
@@ -49,7 +50,7 @@ class OptimizerSpec:
     learning_rate: float = 0.001
     kwargs: dict[str, Any] = field(default_factory=dict)
     schedule: str = CONSTANT
-    # Empty: `schedule` says how the rate moves.
+    # If empty, `schedule` controls the learning rate.
     scheduler: str = ""
     scheduler_kwargs: dict[str, Any] = field(default_factory=dict)
 
@@ -63,7 +64,10 @@ class LossSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPolicy:
-    """`every_s` 0: no such rule; `keep_newest` 0: all are kept."""
+    """Rules for taking and keeping checkpoints.
+
+    If `every_s` is 0, no checkpoint is taken by time. If `keep_newest` is 0, all checkpoints are kept.
+    """
 
     every_s: float = 0.0
     keep_newest: int = 0
@@ -99,25 +103,26 @@ class EarlyStopping:
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     cpus_per_worker: float = 1.0
-    # None: one where the backend is nccl or the cluster has as many as workers at the first attempt, else none.
+    # None: one GPU if the backend is nccl, or if the cluster has a GPU for each of the fewest workers at the first
+    # attempt; otherwise none.
     gpus_per_worker: float | None = None
-    # Whether a run on GPUs may go on on CPUs while the cluster lacks them.
+    # Whether a run on GPUs may continue on CPUs while the cluster lacks GPUs.
     allow_cpu_fallback: bool = False
     resources_per_worker: dict[str, float] = field(default_factory=dict)
     accelerator_type: str = ""
     strategy: str = "PACK"
     parallel: str = DDP
-    # Empty: as the devices need.
+    # If empty, the devices determine the backend.
     backend: str = ""
     timeout_s: float = 1800.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Acceleration:
-    """How a worker uses its device."""
+    """Settings for how a worker uses its device."""
 
     channels_last: bool = False
-    # Batches that are copied to a GPU ahead of the step that takes them.
+    # Number of batches copied to a GPU ahead of the step that uses them.
     prefetch_batches: int = 2
     algorithms: str = DETERMINISTIC
     transform_device: str = BY_LOADER
@@ -125,8 +130,11 @@ class Acceleration:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A user's own training function or script. `entry` is `module:function`, or the path of a script in the bundle;
-    `config_json` is a JSON object; `hang_after_s` 0: by the median interval."""
+    """A user's own training function or script.
+
+    `entry` is `module:function`, or the path of a script in the bundle. `config_json` is a JSON object. If
+    `hang_after_s` is 0, the limit follows from the median interval.
+    """
 
     code_bundle: str
     entry: str
@@ -138,13 +146,16 @@ class Program:
 
     @property
     def is_script(self) -> bool:
-        """Whether `entry` is a script, whose `fit()` calls train, and not a function."""
+        """Return whether `entry` is a script. A script trains by calling `fit()`; otherwise the entry is a function."""
         return self.entry.endswith(SCRIPT_SUFFIX)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSpec:
-    """Mirrors `millrace.train.v1.TrainingSpec`. An empty string, 0 or None means that a part is not wanted."""
+    """A training specification; it mirrors `millrace.train.v1.TrainingSpec`.
+
+    An empty string, 0 or None disables an optional part.
+    """
 
     dataset_version: str
     train_split: str = "train"
@@ -154,7 +165,7 @@ class TrainingSpec:
     # The JSON form of `millrace.common.v1.Transform`.
     transform: dict[str, Any] = field(default_factory=dict)
     task: str = CLASSIFICATION
-    # Of TASK_REGRESSION: what the model learns is the target, or that scaled.
+    # For TASK_REGRESSION: whether the model learns the target itself or the scaled target.
     target_scaling: str = NONE
     model: ModelSpec
     initial_checkpoint: str = ""
@@ -171,12 +182,12 @@ class TrainingSpec:
     global_batch_size: int
     seed: int = 0
     lanes: int = 24
-    # Rows of a shuffle window; fixed with the job, for the order of rows hangs on it.
+    # Rows of a shuffle window. The order of rows depends on it, so it is fixed when the job is created.
     window_rows: int = WINDOW_ROWS
     ingest: str = THREADS
-    # 0: local mode.
+    # 0 means local mode.
     num_workers: int = 1
-    # The fewest that it may go on with; 0: `num_workers`.
+    # The fewest workers that the run may continue with; 0 means `num_workers`.
     min_workers: int = 0
     threads_per_worker: int = 1
     placement: Placement = field(default_factory=Placement)
@@ -185,19 +196,19 @@ class TrainingSpec:
         default_factory=lambda: CheckpointPolicy(best_metric="validation_accuracy", maximize=True)
     )
     early_stopping: EarlyStopping | None = None
-    # Whether inputs and numbers to learn may be NaN or infinite.
+    # Whether inputs and targets may be NaN or infinite.
     allow_non_finite: bool = False
     max_failures: int = 3
     max_preemptions: int = 100
-    # A user's own training function; None: Millrace's loop. With it `model` has an empty builder, and `epochs` and
-    # `global_batch_size` are 0.
+    # A user's own training function or script; None means Millrace's loop. With a program, `model` has an empty
+    # builder, and `epochs` and `global_batch_size` are 0.
     program: Program | None = None
-    # Of a script: the fields, by their paths here, that its caller left to the script's own configurations.
+    # For a script: the paths of the fields that the caller left to the script's own configurations.
     left_open: tuple[str, ...] = ()
 
     @property
     def local(self) -> bool:
-        """Whether it trains in the attempt's own process, without workers."""
+        """Return whether the attempt's own process trains, without workers."""
         return self.num_workers == 0
 
     @property
@@ -209,7 +220,7 @@ class TrainingSpec:
         return self.min_workers or self.num_workers
 
     def as_config(self) -> dict[str, Any]:
-        return {**asdict(self), "metrics": list(self.metrics), "left_open": list(self.left_open)}  # as JSON gives it
+        return {**asdict(self), "metrics": list(self.metrics), "left_open": list(self.left_open)}  # JSON has no tuples
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> TrainingSpec:
@@ -237,7 +248,7 @@ WARMUP_SHARE = 0.1
 
 
 def learning_rate(schedule: str, base: float, step: int, total_steps: int) -> float:
-    """The rate for the step numbered `step`, from 0."""
+    """Return the learning rate for step `step`. Steps count from 0."""
     if schedule == CONSTANT:
         return base
     warmup = max(1, round(total_steps * WARMUP_SHARE))
@@ -251,11 +262,12 @@ def learning_rate(schedule: str, base: float, step: int, total_steps: int) -> fl
 
 
 def should_stop(rule: EarlyStopping | None, history: Sequence[tuple[int, float]]) -> bool:
-    """Whether the run ends after the last epoch of `history`, or should have before it.
+    """Return whether the run ends now.
 
-    `history` has (epoch, value of `rule.metric`) of each epoch measured so far, in any order; an epoch measured again
-    by a later attempt counts once, with its last value. The first finite value is the best at first, and what is better
-    by at least `min_delta` takes its place; NaN never does.
+    It ends after the last epoch of `history`, or should have ended earlier. `history` holds (epoch, value of
+    `rule.metric`) for each epoch measured so far, in any order. An epoch that a later attempt measures again counts
+    once, with its last value. The first finite value is the initial best. A value that is better by at least
+    `min_delta` replaces it; NaN never does.
     """
     if rule is None:
         return False
@@ -272,13 +284,17 @@ def should_stop(rule: EarlyStopping | None, history: Sequence[tuple[int, float]]
     return False
 
 
-# --- What a user's own model says ---
+# --- Facts of a user's own model ---
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnModelFacts:
-    """`num_classes` is the width of its output, 0 where that is not (rows, width). `has_optimizers`: it configures
-    them; `is_manual`: its training step steps them itself. `metrics` are the names that its `metrics` gives."""
+    """Facts that the check of a user's own model found.
+
+    `num_classes` is the width of the output, or 0 if the output is not (rows, width). `has_optimizers` means that the
+    model configures its optimizers. `is_manual` means that its training step calls them itself. `metrics` holds the
+    names that the model's `metrics` returns.
+    """
 
     num_classes: int
     is_step: bool = False
@@ -292,7 +308,10 @@ class OwnModelFacts:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> OwnModelFacts:
-        """Raises `ValueError` for values of another kind: a user's code may have made them up."""
+        """Return the facts in `config`.
+
+        Raises `ValueError` for values of wrong types. A user's code may have made up the values.
+        """
         facts = cls(**{**fields_of(cls, config), "metrics": tuple(config["metrics"])})
         flags = (facts.is_step, facts.is_manual, facts.has_optimizers, facts.has_loss)
         names = all(isinstance(name, str) and name.isidentifier() for name in facts.metrics)
@@ -302,9 +321,10 @@ class OwnModelFacts:
 
 
 def settled(spec: TrainingSpec, facts: OwnModelFacts, row_shape: Sequence[int]) -> TrainingSpec:
-    """The specification with all that follows from the model; `row_shape` is that of one row of its input.
+    """Return `spec` completed with what follows from the model.
 
-    Raises `InvalidArgument` for fields that the model takes the place of, or does not go with.
+    `row_shape` is the shape of one row of the model's input. Raises `InvalidArgument` for fields that the model
+    replaces or does not support.
     """
     classes = spec.task == CLASSIFICATION
     width = spec.model.num_classes or facts.num_classes
@@ -336,8 +356,11 @@ def settled(spec: TrainingSpec, facts: OwnModelFacts, row_shape: Sequence[int]) 
 
 
 def settled_base(base: TrainingSpec, trials: Sequence[TrainingSpec]) -> TrainingSpec:
-    """Of a sweep: the specification that all trials share, with what follows from the model; `trials` are some that
-    were checked. Raises `InvalidArgument` where their models do not have that in common."""
+    """Return a sweep's completed base specification.
+
+    It is completed with what follows from the model. `trials` are some of the trials' checked specifications. Raises
+    `InvalidArgument` if their models do not agree on outputs, metrics and methods.
+    """
     first = trials[0]
     for other in trials:
         if (other.model.num_classes, other.model.is_step, other.metrics) != (
@@ -386,16 +409,19 @@ def _refuse_what_a_step_does_itself(spec: TrainingSpec, facts: OwnModelFacts) ->
         raise invalid_fields(broken)
 
 
-# --- What a script's trainer says ---
+# --- Settings of a script's trainer ---
 
-# The key in `JobRecord.choices`: settings by the path of their field.
+# The key in `JobRecord.choices` whose value maps field paths to settings.
 SCRIPT = "script"
-# Those of a job as a whole, which the log keeps in fields of its own.
+# Settings of the job as a whole, which the log keeps in fields of its own.
 BUDGETS = ("max_failures", "max_preemptions")
 
 
 def with_settings(spec: TrainingSpec, settings: Mapping[str, Any]) -> TrainingSpec:
-    """`spec` with `settings`, values by the path of a field, e.g. `placement.backend`, that are no longer open."""
+    """Return `spec` with `settings` applied and no longer open.
+
+    `settings` maps field paths, such as `placement.backend`, to values.
+    """
     for path, value in settings.items():
         parent, _, name = path.rpartition(".")
         change = {parent: replace(getattr(spec, parent), **{name: value})} if parent else {name: value}
@@ -404,7 +430,7 @@ def with_settings(spec: TrainingSpec, settings: Mapping[str, Any]) -> TrainingSp
 
 
 def spec_of_job(config: Mapping[str, Any], choices: Mapping[str, Any]) -> TrainingSpec:
-    """The specification of a job, with what its script has said of the run that is at work."""
+    """Return a job's specification with its script's settings. The script chose these settings for the present run."""
     return with_settings(TrainingSpec.from_config(config), choices.get(SCRIPT, {}))
 
 
@@ -413,12 +439,12 @@ def spec_of_job(config: Mapping[str, Any], choices: Mapping[str, Any]) -> Traini
 # Keys of `JobRecord.choices`; the values are CPU and GPU.
 RUN_DEVICE = "device"
 ATTEMPT_DEVICE = "attempt_device"
-# What the attempt before had; only of one that changed it.
+# The device of the previous attempt; set only if the device has changed.
 DEVICE_BEFORE = "device_before"
 
 
 def with_devices(choices: Mapping[str, Any], run: str, attempt: str) -> dict[str, Any]:
-    """The choices of a job whose next attempt is on `attempt`."""
+    """Return the choices for a job's next attempt. The attempt runs on the device `attempt`, and the run on `run`."""
     chosen = {**choices, RUN_DEVICE: run, ATTEMPT_DEVICE: attempt}
     before = choices.get(ATTEMPT_DEVICE, run)
     chosen.pop(DEVICE_BEFORE, None)
@@ -426,5 +452,8 @@ def with_devices(choices: Mapping[str, Any], run: str, attempt: str) -> dict[str
 
 
 def attempt_device(choices: Mapping[str, Any]) -> str:
-    """Of the present or last attempt; empty before the first, and of a job that an earlier release ran."""
+    """Return the device of the present or last attempt.
+
+    Empty before the first attempt, and for a job that an earlier release ran.
+    """
     return str(choices.get(ATTEMPT_DEVICE, ""))

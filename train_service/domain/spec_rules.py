@@ -1,4 +1,4 @@
-"""The rules that a specification must keep which need nothing but its own values, and the number of rows."""
+"""The rules of a specification. They need only its own values and the number of rows."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MAX_PREFETCH_BATCHES = 64
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 MAX_CONFIG_BYTES = 64 * 1024
 MAX_ENTRY_CHARACTERS = 255
-# What only Millrace's own loop reads. With a program they are left unset, and the rules for them do not hold.
+# Fields that only Millrace's own loop reads. With a program they stay unset, and the rules for them do not apply.
 FIELDS_OF_OWN_LOOP = frozenset(
     {
         "acceleration",
@@ -73,12 +73,12 @@ FIELDS_OF_OWN_LOOP = frozenset(
         "placement.parallel",
     }
 )
-# (whether it holds, the field, its value, the remedy)
+# (whether the rule holds, the field, its value, the remedy)
 Rule = tuple[bool, str, object, str]
 
 
 def check(spec: TrainingSpec) -> None:
-    """Raises `InvalidArgument` naming every field that is out of its bounds."""
+    """Raise `InvalidArgument` for fields out of bounds. The error names every such field."""
     rules = [*_of_the_run(spec), *_of_the_model(spec), *_of_the_optimizer(spec), *_of_checkpoints(spec)]
     rules += [*_of_placement(spec), *_of_acceleration(spec)]
     if spec.local:
@@ -91,7 +91,10 @@ def check(spec: TrainingSpec) -> None:
 
 
 def check_unset(fields: Iterable[str]) -> None:
-    """Raises `InvalidArgument` naming each of these fields of a specification that a program leaves to itself."""
+    """Raise `InvalidArgument` for fields without effect.
+
+    The error names each of `fields` that has no effect with a program.
+    """
     remedy = "with a program it has no effect: leave it out, or give it in program.config_json"
     broken = [(f"spec.{path}", "set", remedy) for path in sorted(fields) if path in FIELDS_OF_OWN_LOOP]
     if broken:
@@ -99,7 +102,10 @@ def check_unset(fields: Iterable[str]) -> None:
 
 
 def check_rows(spec: TrainingSpec, rows: int) -> None:
-    """Raises `InvalidArgument` unless the train split of `rows` rows can be cut for every world size up to W."""
+    """Raise `InvalidArgument` unless ranks can share steps.
+
+    Every world size up to W must be able to share the train split of `rows` rows.
+    """
     path = "spec.global_batch_size"
     if spec.global_batch_size > rows:
         raise invalid_fields([(path, spec.global_batch_size, f"the split has {rows} rows; use at most as many")])
@@ -155,7 +161,10 @@ def _is_entry(entry: str) -> bool:
 
 
 def _config_problem(text: str) -> str:
-    """What is wrong with a program's configuration, with the remedy; empty if nothing."""
+    """Return the problem of a program's configuration.
+
+    The text includes the remedy, and is empty if there is no problem.
+    """
     if len(text.encode(errors="surrogatepass")) > MAX_CONFIG_BYTES:
         return f"use at most {MAX_CONFIG_BYTES >> 10} KiB; larger things belong in the bundle or in a dataset version"
     try:
@@ -200,7 +209,7 @@ def _of_the_model(spec: TrainingSpec) -> list[Rule]:
     model, loss = spec.model, spec.loss
     classes = spec.task == CLASSIFICATION
     smoothing = loss.label_smoothing
-    # Of a model of one's own both are worked out where they are 0.
+    # For a user's own model, both numbers are derived if they are 0.
     own = model.is_own
     return [
         (
@@ -383,14 +392,17 @@ def _of_acceleration(spec: TrainingSpec) -> list[Rule]:
 
 
 def _own_field(resource: str) -> str:
-    """The remedy for a resource of Ray's that has a field of its own; empty for others."""
+    """Return the remedy for a misplaced resource.
+
+    The resource has a field of its own. Other resources have an empty remedy.
+    """
     if resource.startswith(ACCELERATOR):
         return f"use placement.accelerator_type, {resource.removeprefix(ACCELERATOR) or 'e.g. A100'}"
     return {"CPU": "use placement.cpus_per_worker", "GPU": "use placement.gpus_per_worker"}.get(resource.upper(), "")
 
 
 def _of_local_mode(spec: TrainingSpec) -> list[Rule]:
-    """It has no workers, so nothing can be asked for them."""
+    """Return the rules for local mode. Local mode has no workers that could have resources."""
     placement = spec.placement
     remedy = "num_workers is 0, local mode, which has no workers; leave it out, or use 1 worker"
     return [

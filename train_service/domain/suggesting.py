@@ -1,12 +1,16 @@
-"""From what is known of a version to a specification that trains something sensible on it, and why.
+"""Rules that suggest a training specification, with reasons.
 
-Each rule sets one field and gives its reason; a field that was given stays as it is, and no rule gives a reason for it.
-What a step has to learn, or rows that cannot be used, make a preparation: a version that the data service makes first.
+They start from the facts of a dataset version.
 
-The rules choose the splits, the label and the task; then what becomes of the columns of a table on their way into one
-vector, by the first rule that holds; then the model, its input and how it is trained, by the kind and number of rows.
+Each rule sets one field and gives its reason. A field that the caller gave stays unchanged, and no rule gives a reason
+for it. If a step has statistics to learn, or if rows are unusable, the rules propose a preparation: a version that the
+data service makes first.
 
-A `Suggestion` is in the JSON form of `millrace.train.v1.TrainingSpec`, with field names as the contract spells them.
+The rules choose the splits, the label and the task. Then they choose how each column of a table becomes part of one
+vector, by the first rule that applies. Then they choose the model, its input and its training, by the kind and number
+of rows.
+
+A `Suggestion` has the JSON form of `millrace.train.v1.TrainingSpec`, with field names as in the contract.
 `VersionFacts` are known before any row is read: a version's columns with their statistics, and its splits.
 """
 
@@ -32,7 +36,7 @@ from train_service.domain.spec import CLASSIFICATION, REGRESSION
 
 # --- Splits, label and task ---
 
-# How a label is called, the surest names first. Two of one line leave open which is meant.
+# Usual names of label columns, the most certain first. If two columns match the same line, the label is ambiguous.
 LABEL_NAMES = (
     ("label", "labels", "target", "class"),
     ("species", "survived", "diagnosis", "outcome", "category", "churn", "sentiment", "variety"),
@@ -42,10 +46,10 @@ LABEL_NAMES = (
 IMAGE_NAMES = ("image", "images", "img", "picture", "photo", "pixels")
 FEATURES = "features"
 VALIDATION_NAMES = ("validation", "val", "valid", "dev", "eval")
-# More different integers than that are a quantity, and more different texts say too little each.
+# More distinct integers than this are a quantity. More distinct texts than MAX_CLASSES have too few rows each.
 MAX_CLASSES_OF_INTEGERS = 20
 MAX_CLASSES = 10_000
-# Larger versions are not copied for a validation split alone.
+# Larger versions are not copied just to get a validation split.
 MAX_BYTES_TO_DIVIDE = 10 * 2**30
 MIN_ROWS_TO_DIVIDE = 10
 SPLIT_SEED = 17
@@ -54,10 +58,12 @@ SPLIT_SEED = 17
 def suggest(
     version: VersionFacts, given: Mapping[str, Any], shape_made: Callable[[str], tuple[int, ...]]
 ) -> Suggestion:
-    """`given` is the partial specification; `shape_made` says what its own transform makes of an input column.
+    """Return a suggestion that completes the partial specification `given`.
 
-    Raises `InvalidArgument` where the version leaves open what is meant, naming what there is to choose from, and
-    `FailedPrecondition` where it lacks statistics.
+    `shape_made` returns the shape that the caller's own transform makes of an input column.
+
+    Raises `InvalidArgument` if the version is ambiguous, naming the alternatives, and `FailedPrecondition` if it lacks
+    statistics.
     """
     if "program" in given:
         raise invalid_field(
@@ -75,7 +81,7 @@ def suggest(
     if source is None and "transform" not in given:
         more, columns = feature_steps(made, version, label, MAX_STEPS - len(steps) - 1)
         steps += more
-    # As if all rows without a label were among them.
+    # Count as if all rows without a label were in this split.
     rows = max(version.splits[_source_split(version, made)] - label.nulls - label.nans, MIN_ROWS_PER_RANK)
     rows = round(rows * shares["train"] / sum(shares.values())) if shares else rows
     if steps or shares:
@@ -104,7 +110,7 @@ def _width(
     columns: Sequence[str],
     shape_made: Callable[[str], tuple[int, ...]],
 ) -> int:
-    """Of the model's input vector; before a preparation as far as statistics tell."""
+    """Return the width of the model's input vector. Before a preparation it is an estimate from statistics."""
     if columns:
         return expected_width(version, columns)
     if source is None or "transform" in made.spec:
@@ -113,13 +119,13 @@ def _width(
 
 
 def _source_split(version: VersionFacts, made: Suggestion) -> str:
-    """Where the training rows are now: a split that is still to be made has none."""
+    """Return the split that has the training rows now. A split that is still to be made has none."""
     train = made.spec["train_split"]
     return train if train in version.splits else next(iter(version.splits))
 
 
 def _choose_splits(made: Suggestion, version: VersionFacts) -> dict[str, float]:
-    """The shares of a division that has to be made; none where the version's own splits do."""
+    """Return the shares of the splits to make. The result is empty if the version's own splits suffice."""
     splits, spec = version.splits, made.spec
     for path in ("train_split", "validation_split"):
         if path in spec and spec[path] not in splits:
@@ -169,7 +175,7 @@ def _why_train(train: str, splits: Mapping[str, int]) -> str:
 
 
 def _find_input(made: Suggestion, version: VersionFacts) -> ColumnFacts | None:
-    """The column that the model reads, an image or a vector; None where it has to be made of columns of a table."""
+    """Return the model's input column. It is an image or a vector, or None if columns of a table must be combined."""
     spec = made.spec
     path = "spec.input_column"
     steps = spec.get("transform", {}).get("steps", ())
@@ -253,7 +259,7 @@ def _usable_label(one: ColumnFacts, version: VersionFacts) -> ColumnFacts:
 
 
 def _is_own(made: Suggestion) -> bool:
-    """Whether a model of the caller's own code is given, which may bring what it is trained with."""
+    """Return whether the caller gave their own model. Such a model may bring its own loss and optimizer."""
     return bool(made.spec.get("model", {}).get("entry"))
 
 
@@ -273,13 +279,13 @@ def _choose_task(made: Suggestion, label: ColumnFacts) -> str:
 
 
 def _counts_from_0(label: ColumnFacts) -> bool:
-    """Whether the integers are 0, 1, …, as classes are."""
+    """Return whether the integers are 0, 1, …. Classes have such integers."""
     many_rows = label.rows >= 10 * label.distinct
     return label.least == 0 and label.most == label.distinct - 1 and (many_rows or label.distinct <= 2)
 
 
 def _label_steps(made: Suggestion, label: ColumnFacts, task: str) -> list[dict[str, Any]]:
-    """What has to be done to the label before a run takes it."""
+    """Return the steps that the label needs. A run can use the label after these steps."""
     path = "spec.label_column"
     steps: list[dict[str, Any]] = []
     if label.kind in (BYTES, TIME, OTHER) or (label.kind == TEXT and task == REGRESSION):
@@ -327,7 +333,11 @@ def _label_steps(made: Suggestion, label: ColumnFacts, task: str) -> list[dict[s
 
 
 def _category_texts(label: ColumnFacts) -> list[str]:
-    """Of all splits, in the order of the type: a class that training rows lack is no error then. None: learnt."""
+    """Return the label's values as texts.
+
+    They are those of all splits, in the order of their type. With all splits, a class that the training rows lack
+    causes no error later. If the values are not all known, the list is empty, and the step learns them.
+    """
     if label.values is None:
         return []
     if label.kind == TEXT:
@@ -341,15 +351,18 @@ def _category_texts(label: ColumnFacts) -> list[str]:
 
 ID_NAMES = ("id", "uuid", "guid", "index", "key", "row", "rowid", "row_id")
 MAX_CATEGORIES = 50
-# Of one transform; as shared.transforms counts them.
+# Of one transform, as shared.transforms counts steps.
 MAX_STEPS = 256
-# A learnt median counts every different value.
+# Learning a median counts every distinct value.
 MAX_DISTINCT_OF_MEDIAN = 4_000_000
 
 
 @dataclass(frozen=True)
 class _Feature:
-    """What becomes of a column: steps that make numbers of it, or `left_out` says why it is none."""
+    """The treatment of a column.
+
+    It has steps that make numbers of the column, or in `left_out` the reason for leaving it out.
+    """
 
     steps: Sequence[Mapping[str, Any]] = ()
     treatment: str = ""
@@ -359,7 +372,7 @@ class _Feature:
 def feature_steps(
     made: Suggestion, version: VersionFacts, label: ColumnFacts, most: int
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """The steps, at most so many, and the columns that they make numbers of."""
+    """Return the steps and columns of the features. The steps, at most `most`, make these columns numeric."""
     steps: list[dict[str, Any]] = []
     used: dict[str, list[str]] = {}
     left_out: dict[str, list[str]] = {}
@@ -388,7 +401,7 @@ def feature_steps(
 
 
 def _feature(one: ColumnFacts) -> _Feature:
-    """The table of rules for a column of a table, the first that holds."""
+    """Return the treatment of a table's column. The first rule that applies decides."""
     column = one.name
     there = one.rows - one.nulls
     unique = one.distinct >= 0.95 * there and there >= 20
@@ -443,20 +456,23 @@ def _scaled(one: ColumnFacts) -> _Feature:
 # --- Model and training ---
 
 MLP, RESNET = "mlp", "torchvision.resnet18"
-# (below so many training rows, value)
+# (applies below this number of training rows, value)
 BATCH_BY_ROWS = ((500, 16), (5_000, 32), (50_000, 64), (math.inf, 128))
 HIDDEN_BY_WIDTH = ((33, [64, 32]), (257, [128, 64]), (math.inf, [256, 128]))
 SIDE_BY_ROWS = ((2_000, 64), (20_000, 128), (math.inf, 224))
 LARGEST_SIDE = 256
-# (rows to see in all, fewest epochs, most epochs)
+# (rows to process in total, fewest epochs, most epochs)
 EPOCHS_OF_IMAGES, EPOCHS_OF_TABLES = (24_000, 3, 40), (100_000, 5, 100)
 LEARNING_RATE_OF_IMAGES, LEARNING_RATE_OF_TABLES = 0.002, 0.003
-# Of ImageNet's pixels, which photos resemble.
+# Statistics of ImageNet's pixels, which photos resemble.
 PHOTO_MEAN, PHOTO_DEVIATION = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
 
 def check_input(source: ColumnFacts) -> None:
-    """Raises `InvalidArgument` for a column that no model reads as it is, or as an image."""
+    """Raise `InvalidArgument` for an unreadable input column.
+
+    No model can read the column, neither as it is nor as an image.
+    """
     tensor = source.kind == TENSOR and source.dtype == "float32" and len(source.shape) in (1, 3)
     if not (tensor or source.is_image or source.kind == BYTES):
         remedy = "it is neither an image nor a float32 tensor; choose another, or give a transform that makes one of it"
@@ -464,7 +480,7 @@ def check_input(source: ColumnFacts) -> None:
 
 
 def choose_model_input(made: Suggestion, source: ColumnFacts | None, rows: int, width: Callable[[], int]) -> None:
-    """The transform that runs in training, and the channels or the `width` that it makes."""
+    """Choose the transform that runs in training. The channels or the `width` that it produces are chosen, too."""
     if source is None or made.spec.get("transform", {}).get("steps"):
         made.choose("model.in_channels", width(), "It is what the transform makes.")
     elif source.kind == BYTES:
@@ -540,7 +556,10 @@ def choose_model(made: Suggestion, is_image: bool, width: Callable[[], int]) -> 
 
 
 def expected_width(version: VersionFacts, columns: Sequence[str]) -> int:
-    """Of what becomes of these columns of a table: before it is known which values are in the training rows."""
+    """Return the expected width of the input vector.
+
+    These columns of a table become the vector. It is an estimate until the values in the training rows are known.
+    """
     wanted = frozenset(columns)
     return sum(_numbers(one) for one in version.columns if one.name in wanted)
 
@@ -552,7 +571,7 @@ def _numbers(one: ColumnFacts) -> int:
 
 
 def choose_training(made: Suggestion, task: str, rows: int, is_image: bool, *, is_own: bool = False) -> None:
-    """Of a model that `is_own` without what its code may bring itself."""
+    """Choose the training settings. If the model `is_own`, skip those that its code may supply."""
     spec = made.spec
     if not is_own:
         _choose_optimizer(made, is_image)
@@ -584,7 +603,7 @@ def _choose_optimizer(made: Suggestion, is_image: bool) -> None:
 
 
 def _batch_size(spec: Mapping[str, Any], rows: int) -> int:
-    """By the rows, and at least so large that each of the workers has rows in each step."""
+    """Return the batch size for `rows` rows. It is large enough that each worker has rows in each step."""
     size = min(int(by_rows(BATCH_BY_ROWS, rows)), rows)
     workers = max(int(spec.get("num_workers", 1)), 1)
     lanes = int(spec.get("lanes", 0)) or default_lanes(workers)
@@ -600,7 +619,7 @@ def _each_has_rows(rows: int, size: int, lanes: int, workers: int, least: int) -
 
 
 def by_rows(table: Sequence[tuple[float, Any]], count: int) -> Any:
-    """The value of the first line whose bound is above the count."""
+    """Return the value for a count. It is that of the first line whose bound is above `count`."""
     return next(value for bound, value in table if count < bound)
 
 
@@ -616,7 +635,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """Arguments of TransformVersion. `steps` is JSON of its transform's steps; `shares` are weights of a RatioSplit."""
+    """Arguments of TransformVersion. `steps` is JSON of the transform's steps. `shares` are weights of a RatioSplit."""
 
     source: str
     steps: Sequence[Mapping[str, Any]]
@@ -626,7 +645,7 @@ class Preparation:
 
     @property
     def request_id(self) -> str:
-        """A UUID4 in form, the same for the same preparation."""
+        """Return a UUID4-like id of the preparation. Equal preparations have equal ids."""
         body = [self.source, self.steps, self.shares, self.seed, self.fit_split]
         digest = sha256(json.dumps(body, sort_keys=True).encode()).digest()
         return str(uuid.UUID(bytes=digest[:16], version=4))
@@ -639,7 +658,7 @@ class Suggestion:
     preparation: Preparation | None = None
 
     def choose(self, path: str, value: Any, reason: str, shown: str = "") -> None:
-        """Sets a field, at most one message deep, unless it was given."""
+        """Set a field unless the caller gave it. The field is at most one message deep."""
         outer, _, inner = path.rpartition(".")
         message = self.spec.setdefault(outer, {}) if outer else self.spec
         if inner not in message:
@@ -656,16 +675,17 @@ class Suggestion:
 NUMBER, INTEGER, BOOLEAN, TEXT, BYTES, TIME, TENSOR, OTHER = (
     *("number", "integer", "boolean", "text", "bytes", "time", "tensor", "other"),
 )
-# Statistics keep so many values of a column.
+# Statistics keep this many values of a column.
 MAX_VALUES = 100
 MAX_NAMES_SHOWN = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnFacts:
-    """What the schema and the statistics of all splits say of one column; `known`: whether it has statistics.
+    """The facts of one column.
 
-    `values` are all different ones, or None where they are too many. `mean` and `deviation` are of the training split.
+    The schema and the statistics provide them, over all splits. `known` means that the column has statistics. `values`
+    are all distinct values, or None if there are too many. `mean` and `deviation` are those of the training split.
     """
 
     name: str
@@ -691,19 +711,19 @@ class ColumnFacts:
 
     @property
     def is_image(self) -> bool:
-        """uint8 (H, W) or (H, W, C)."""
+        """Return whether the column is uint8 (H, W[, C])."""
         of_image = len(self.shape) == 2 or (len(self.shape) == 3 and self.shape[2] in (1, 3, 4))
         return self.kind == TENSOR and self.dtype == "uint8" and of_image
 
     @property
     def whole(self) -> bool:
-        """Whether all of its different values are known and are whole numbers."""
+        """Return whether all distinct values are whole numbers. They must all be known."""
         return self.values is not None and all(float(one).is_integer() for one in self.values)
 
 
 @dataclass(frozen=True, kw_only=True)
 class VersionFacts:
-    """`splits` has the rows of each."""
+    """The facts of a version. `splits` has the number of rows of each split."""
 
     name: str
     columns: Sequence[ColumnFacts]
@@ -711,7 +731,7 @@ class VersionFacts:
     size_bytes: int = 0
 
     def column(self, name: str, path: str) -> ColumnFacts:
-        """Raises `InvalidArgument` for a column that is not there."""
+        """Return the column of that name. Raises `InvalidArgument` if there is none."""
         for one in self.columns:
             if one.name == name:
                 return one
@@ -719,7 +739,7 @@ class VersionFacts:
 
 
 def names_shown(names: Sequence[str] | Mapping[str, Any]) -> str:
-    """The first of them, and how many more there are."""
+    """Return the first names, and count the others."""
     shown = list(names)[:MAX_NAMES_SHOWN]
     more = len(names) - len(shown)
     return ", ".join(shown) + (f" and {more:,} more" if more else "")

@@ -1,7 +1,7 @@
-"""What to search, as plain values with every default filled in. The messages of the contract describe each field.
+"""Sweep specifications as plain values with every default filled in.
 
-The parameters of each trial come from the search space: they are a pure function of the space, a seed and the trial's
-number, so every caller gets the same each time.
+The messages of the contract describe each field. The parameters of each trial are a pure function of the search space,
+a seed and the trial's number, so every caller computes the same ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_TRIALS = 1000
 MAX_CONCURRENT_TRIALS = 64
 DIGITS = 3
 MAX_SWEEP_ID = 63 - DIGITS - 1
-# Fields of a trial that the sweep fills in from one of its own.
+# Fields of a trial that the sweep fills in from its own fields.
 _OURS = {"checkpoints.best_metric": "spec.metric"}
 
 T = TypeVar("T")
@@ -37,7 +37,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Asha:
-    """In epochs, of programs in reports; `max_t` 0: the epochs of the trials."""
+    """ASHA's settings, in epochs.
+
+    For programs they are in reports. If `max_t` is 0, it is the number of epochs of the trials.
+    """
 
     grace_period: int = 1
     reduction_factor: float = 4.0
@@ -46,7 +49,10 @@ class Asha:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepSpec:
-    """Mirrors `millrace.train.v1.SweepSpec`. `base` ranks its checkpoints by the sweep's metric."""
+    """A sweep specification; it mirrors `millrace.train.v1.SweepSpec`.
+
+    `base` ranks its checkpoints by the sweep's metric.
+    """
 
     base: TrainingSpec
     parameters: dict[str, Domain] = field(default_factory=dict)
@@ -67,7 +73,7 @@ class SweepSpec:
         return parameters_of(self.parameters, self.seed, number)
 
     def training_of(self, parameters: Parameters) -> TrainingSpec:
-        """The specification of the trial that has these parameters."""
+        """Return the specification of the trial with these parameters."""
         return TrainingSpec.from_config(with_values(self._base_config, parameters))
 
     @cached_property
@@ -76,13 +82,13 @@ class SweepSpec:
 
     @property
     def max_epochs(self) -> int:
-        """Of any trial."""
+        """Return the largest number of epochs of any trial."""
         space = {path: one for path, one in self.parameters.items() if path == "epochs"}
         return max(self.training_of(one).epochs for one in probes(space, self.seed))
 
     def as_config(self) -> dict[str, Any]:
         parameters = {path: {**asdict(one), "values": list(one.values)} for path, one in self.parameters.items()}
-        return {**asdict(self), "base": self.base.as_config(), "parameters": parameters}  # as JSON gives it back
+        return {**asdict(self), "base": self.base.as_config(), "parameters": parameters}  # JSON has no tuples
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> SweepSpec:
@@ -97,12 +103,12 @@ class SweepSpec:
 
 
 def trial_id(sweep_id: str, number: int) -> str:
-    """The id of the training job."""
+    """Return the id of a trial's training job."""
     return f"{sweep_id}-{number:0{DIGITS}d}"
 
 
 def check(spec: SweepSpec) -> None:
-    """Raises `InvalidArgument` naming every field that is out of its bounds, or what of a trial is."""
+    """Raise `InvalidArgument` naming every invalid field. Both the sweep and its trials are checked."""
     broken = [*problems(spec.parameters), *_of_numbers(spec), *_of_program(spec)]
     if broken:
         raise _refusal(broken)
@@ -110,7 +116,7 @@ def check(spec: SweepSpec) -> None:
     if count > MAX_TRIALS:
         remedy = f"with the grid it makes {count:,} trials; at most {MAX_TRIALS:,} are allowed"
         raise invalid_field("spec.num_samples", spec.num_samples, remedy)
-    # With so few trials no grid is large.
+    # A grid of at most MAX_TRIALS trials is small enough to search for repetitions.
     if twice := repetitions(spec.parameters):
         raise _refusal(twice)
     if spec.num_samples > 1 and all(one.kind == GRID for one in spec.parameters.values()):
@@ -120,10 +126,10 @@ def check(spec: SweepSpec) -> None:
 
 
 def _check_rules(spec: SweepSpec, count: int) -> None:
-    """The rules for plain fields, for all of `count` trials and for those that stand for the rest.
+    """Check the rules for plain fields.
 
-    The rules do not look into arguments that are passed on, whose values may be many and large: those of the first
-    trial will do.
+    The check covers all of `count` trials and those of `probes`. The rules do not examine arguments that are passed on,
+    whose values may be many and large. So the check uses those of the first trial.
     """
     plain = {path: one for path, one in spec.parameters.items() if is_plain_field(path)}
     first = spec.parameters_of(0)
@@ -137,7 +143,7 @@ def _check_rules(spec: SweepSpec, count: int) -> None:
 
 
 def with_trial_named(check_trial: Callable[[TrainingSpec], T], spec: SweepSpec, parameters: Parameters) -> T:
-    """What `check_trial` makes of the trial's specification; what it refuses is told by the fields of the sweep."""
+    """Return the result of `check_trial` for the trial. Its errors are renamed after the sweep's fields."""
     try:
         return check_trial(spec.training_of(parameters))
     except MillraceError as error:
@@ -145,8 +151,11 @@ def with_trial_named(check_trial: Callable[[TrainingSpec], T], spec: SweepSpec, 
 
 
 def renamed(error: MillraceError, parameters: Parameters) -> MillraceError:
-    """Errors of a trial's `spec.x` are those of `spec.parameters[x]` where the sweep sets x, else of `spec.base.x`. One
-    that names no field of it stays as it is."""
+    """Return a trial's error with the sweep's fields.
+
+    `spec.x` becomes `spec.parameters[x]` if the sweep sets x, otherwise `spec.base.x`. An error that names no field
+    stays unchanged.
+    """
     if not error.fields:
         return error
     message, fields = error.message, []
@@ -154,7 +163,7 @@ def renamed(error: MillraceError, parameters: Parameters) -> MillraceError:
         inner = path.removeprefix("spec.")
         swept = [one for one in parameters if one == inner or one.startswith(f"{inner}.")]
         ours = f"spec.parameters[{swept[0]}]" if swept else _OURS.get(inner, f"spec.base.{inner}")
-        # A path is the client's text, in which a backslash is nothing special.
+        # A path is the client's text, so escape its backslashes for re.sub.
         pattern = rf"(?<![\w.]){re.escape(path)}(?!\w|\.\w|\[)"
         message = re.sub(pattern, ours.replace("\\", r"\\"), message, count=1)
         fields.append((ours, text))
@@ -169,7 +178,7 @@ def _refusal(broken: list[Problem]) -> InvalidArgument:
 
 
 def _of_program(spec: SweepSpec) -> list[Problem]:
-    """What a program's sweep needs, and which parameters go with a program and which with Millrace's own loop."""
+    """Return the problems with a program's sweep. For another sweep these are its program parameters."""
     is_program = spec.base.program is not None
     paths = {path: path.startswith(PROGRAM_CONFIG) for path in spec.parameters}
     if not is_program:
@@ -223,22 +232,25 @@ GRID, CHOICE, UNIFORM, LOG_UNIFORM, INTEGERS = "grid", "choice", "uniform", "log
 LISTED = (GRID, CHOICE)
 MAX_VALUES = 1000
 MAX_PARAMETERS = 32
-# Whole numbers up to here are exact as JSON has them.
+# Whole numbers up to this one are exact in JSON.
 MAX_WHOLE = 2**53
 MANTISSA_BITS = 53
 
 _NONE_LEFT = object()
-# Before the path of a key of a program's configuration.
+# Prefix of the path of a key in a program's configuration.
 PROGRAM_CONFIG = "program.config."
 
-# What is wrong: the path of a field, its value, the remedy.
+# A problem: the path of a field, its value, the remedy.
 Problem = tuple[str, object, str]
 Parameters = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Domain:
-    """`values` of a grid or a choice, else `low` and `high`; of `integers` both ends are included."""
+    """The domain of a parameter.
+
+    A grid and a choice have `values`; the other kinds have `low` and `high`. `integers` include both ends.
+    """
 
     kind: str
     values: tuple[Any, ...] = ()
@@ -255,8 +267,11 @@ def number_of_trials(space: Mapping[str, Domain], num_samples: int) -> int:
 
 
 def parameters_of(space: Mapping[str, Domain], seed: int, number: int) -> Parameters:
-    """Those of trial `number`, from 0, by path. The grid's last path changes fastest; what is drawn depends on nothing
-    but the seed, the number and the path, so more samples leave the earlier trials as they are."""
+    """Return the parameters of trial `number`, by path.
+
+    Numbers count from 0. The grid's last path changes fastest. Random values depend only on the seed, the number and
+    the path, so more samples leave the earlier trials unchanged.
+    """
     parameters, rest = {}, number
     for path in sorted(space, reverse=True):
         domain = space[path]
@@ -269,9 +284,12 @@ def parameters_of(space: Mapping[str, Domain], seed: int, number: int) -> Parame
 
 
 def probes(space: Mapping[str, Domain], seed: int) -> Iterator[Parameters]:
-    """Trials that stand for all: the first one, and it with each listed value and each end of a range in turn. Of a
-    list of numbers the least and the greatest will do. One of each parameter comes first, then another of each, and
-    so on: who tries but some tries some of each."""
+    """Yield trials that represent all trials.
+
+    The first trial comes first, then its variants with each listed value and each end of a range in turn. From a list
+    of numbers only the smallest and the largest are used. The variants alternate between the parameters, so a caller
+    that stops early has still tried some values of each.
+    """
     first = parameters_of(space, seed, 0)
     yield first
     by_path = {path: _worth_trying(space[path]) for path in sorted(space)}
@@ -289,19 +307,22 @@ def _worth_trying(domain: Domain) -> Sequence[Any]:
 
 
 def is_plain_field(path: str) -> bool:
-    """Whether it is a field of the specification itself, not an argument among others that are passed on."""
+    """Return whether `path` is a plain field.
+
+    A plain field belongs to the specification itself, not to the arguments that are passed on.
+    """
     return path in _FIELDS
 
 
 def problems(space: Mapping[str, Domain]) -> list[Problem]:
-    """What is wrong with the space by itself, but for `repetitions`; the paths are below `parameters`."""
+    """Return the problems with the space itself. `repetitions` are not included. Paths are relative to `parameters`."""
     if not 1 <= len(space) <= MAX_PARAMETERS:
         return [("parameters", len(space), f"name 1 to {MAX_PARAMETERS} of them")]
     return [problem for path in sorted(space) for problem in _of_parameter(path, space[path])]
 
 
 def repetitions(space: Mapping[str, Domain]) -> list[Problem]:
-    """Values that a grid has twice."""
+    """Return the values that a grid lists twice."""
     found = []
     for path, domain in sorted(space.items()):
         seen = set[str]()
@@ -315,8 +336,11 @@ def repetitions(space: Mapping[str, Domain]) -> list[Problem]:
 
 
 def with_values(config: Mapping[str, Any], parameters: Parameters) -> dict[str, Any]:
-    """The plain form of a training specification with what these sweepable paths mean. Only the parts that change are
-    copied."""
+    """Return a training specification with these values.
+
+    The specification is in its plain form, and `parameters` maps sweepable paths to values. Only the parts that change
+    are copied.
+    """
     whole = dict(config)
     settings = {path: value for path, value in parameters.items() if path.startswith(PROGRAM_CONFIG)}
     if settings:
@@ -338,7 +362,10 @@ def with_values(config: Mapping[str, Any], parameters: Parameters) -> dict[str, 
 
 
 def _with_settings(config_json: str, settings: Parameters) -> str:
-    """A program's configuration with these; a path goes down into objects, which are made where there are none."""
+    """Return a program's configuration with `settings`.
+
+    A path descends into nested objects and creates missing ones.
+    """
     config: dict[str, Any] = json.loads(config_json or "{}")
     for path, value in settings.items():
         *parents, last = path.removeprefix(PROGRAM_CONFIG).split(".")
@@ -351,7 +378,11 @@ def _with_settings(config_json: str, settings: Parameters) -> str:
 
 
 def kind_of(path: str) -> Callable[[Any], str] | None:
-    """What tells whether a value fits a sweepable path (empty: it does); None where the path is none."""
+    """Return the check of values for a path.
+
+    The check returns an empty string if the value fits, otherwise the remedy. The result is None if the path is not
+    sweepable.
+    """
     if path in _FIELDS:
         return _FIELDS[path]
     inside = any(path.startswith(one) and len(path) > len(one) for one in _OPEN)
@@ -397,7 +428,7 @@ def _of_range(where: str, domain: Domain, fits: Callable[[Any], str]) -> list[Pr
 
 
 def _drawn(domain: Domain, chance: float) -> Any:
-    """`chance` is in [0, 1)."""
+    """Return the value that `chance`, in [0, 1), selects."""
     if domain.kind == CHOICE:
         return domain.values[int(chance * len(domain.values))]
     if domain.kind == INTEGERS:
@@ -409,7 +440,7 @@ def _drawn(domain: Domain, chance: float) -> Any:
 
 
 def _uniform(seed: int, number: int, path: str) -> float:
-    """In [0, 1), the same in every version of every library."""
+    """Return a reproducible number in [0, 1). It is the same with every release of every library."""
     digest = hashlib.sha256(f"{seed}/{number}/{path}".encode()).digest()
     return float((int.from_bytes(digest[:8]) >> (64 - MANTISSA_BITS)) / 2**MANTISSA_BITS)
 
@@ -438,7 +469,7 @@ def _one_of(*names: str) -> Callable[[Any], str]:
     return lambda value: "" if value in names else f"use one of {', '.join(names)}"
 
 
-# By path; what holds for the value itself is left to the checks of the job that gets it.
+# Sweepable fields by path. The checks of the trial's job validate the value itself.
 _FIELDS: dict[str, Callable[[Any], str]] = {
     "accumulation_steps": _whole,
     "epochs": _whole,
@@ -456,5 +487,5 @@ _FIELDS: dict[str, Callable[[Any], str]] = {
     "training_step": _text,
 }
 _OPEN = ("loss.kwargs.", "model.kwargs.", "optimizer.kwargs.", "optimizer.scheduler_kwargs.", PROGRAM_CONFIG)
-# What a trial of a program may have of its own besides.
+# Other fields that may differ between a program's trials.
 OF_PROGRAMS = ("seed",)

@@ -1,4 +1,4 @@
-"""The rule by which a rank counts as hung, from what the ranks say of themselves once a second."""
+"""The rule by which a rank counts as hung. It uses the heartbeats that ranks send once a second."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from statistics import median
 
 MIN_SECONDS = 30.0
 MEDIAN_STEPS = 10.0
-# A rank that starts may stand still for so long: what it compiles takes minutes, never half an hour.
+# How long a starting rank may make no progress: compilation takes minutes, never half an hour.
 STARTING_SECONDS = 1800.0
-# By so much longer may a rank that starts say nothing: what it imports and compiles may hold the interpreter.
+# The factor by which a starting rank may stay silent for longer: imports and compilation may hold the interpreter lock.
 STARTING_FACTOR = 3.0
-# Frames in which a rank waits for the others: in backward, where gradients are added up, or in a call of its own.
+# Frames in which a rank waits for the other ranks: in backward, where gradients are reduced, or in a collective call.
 WAITING_FRAMES = (
     "torch/distributed/",
     "_engine_run_backward",
@@ -22,7 +22,7 @@ WAITING_FRAMES = (
     "train_service/program/rank_reports.py",
     "ray/train/v2/_internal/execution/collective_impl.py",
 )
-# Frames of the thread that trains, whatever else a worker's process runs: Millrace's loop, or a program's.
+# Frames of the training thread, in Millrace's loop or in a program. Other threads of the process do not count.
 TRAINING_FRAMES = ("in train_loop", "in run_program")
 
 
@@ -30,31 +30,41 @@ class Phase(enum.StrEnum):
     # Until the first step of the attempt is done: reading, building, compiling; and while a validation compiles.
     STARTING = "STARTING"
     TRAINING = "TRAINING"
-    # Rank 0 waits for a checkpoint to be durable, and others for rank 0.
+    # Rank 0 waits for a checkpoint to be durable, and the other ranks wait for rank 0.
     SAVING = "SAVING"
 
 
 @dataclass(frozen=True)
 class RankState:
-    """`still_s`: since it last got on, by its own word; `unresponsive_s`: since it last said anything at all."""
+    """The state of one rank.
+
+    `still_s` is the time since its last progress, as the rank itself reports it. `unresponsive_s` is the time since its
+    last message of any kind.
+    """
 
     rank: int
     step: int
     phase: Phase
     still_s: float
     unresponsive_s: float
-    # The thread that trains waits for a call of the store, which may not answer.
+    # The training thread waits for a call of the store, which may not answer.
     waits_for_store: bool = False
 
 
 def limit_s(seconds_per_step: Sequence[float], first_step_s: float = 0.0) -> float:
-    """How long a rank may stand still: the larger of 30 s and ten median steps. While only the first step was timed, it
-    stands for the others: none takes longer."""
+    """Return how long a rank may make no progress.
+
+    The limit is the larger of `MIN_SECONDS` and `MEDIAN_STEPS` median steps. While only the first step has been timed,
+    its duration stands for the others, because no step takes longer.
+    """
     return max(MIN_SECONDS, MEDIAN_STEPS * median(seconds_per_step or [first_step_s]))
 
 
 def unresponsive_ranks(ranks: Sequence[RankState], limit: float) -> list[int]:
-    """Those whose process says nothing any more. One that starts may keep the interpreter to itself for longer."""
+    """Return the ranks whose processes have stopped sending messages.
+
+    A starting rank may hold the interpreter lock for longer, by `STARTING_FACTOR`.
+    """
     return [
         one.rank
         for one in ranks
@@ -63,12 +73,15 @@ def unresponsive_ranks(ranks: Sequence[RankState], limit: float) -> list[int]:
 
 
 def hung(ranks: Sequence[RankState], limit: float) -> list[int]:
-    """The ranks that hang; empty while all is well.
+    """Return the ranks that hang.
 
-    A process that says nothing hangs in any phase. Ranks go in step, so as long as one of them gets on, or has a reason
-    not to, the others wait for it. Of those that stand still, the ones at the lowest step hold up the rest. A start has
-    more patience; a checkpoint has none of its own: whoever gathers or copies one gets on with each tensor, and who
-    waits for its upload is in a call of the store, which gives up by itself.
+    The list is empty while all is well.
+
+    A silent process counts as hung in any phase. Ranks advance in step, so while one of them progresses, or has a
+    reason not to, the others wait for it. If all stand still, the ranks at the lowest step hold up the rest.
+
+    A start has a longer limit. A checkpoint needs none: a rank that gathers or copies a checkpoint reports progress
+    with each tensor, and a rank that waits for the upload is in a call of the store, which times out by itself.
     """
     unresponsive = unresponsive_ranks(ranks, limit)
     if unresponsive or not ranks:
@@ -84,7 +97,7 @@ def _outage_timeout_s(one: RankState, limit: float) -> float:
 
 
 def waits_for_others(stacks: str) -> bool:
-    """Whether the training thread of such stacks (faulthandler's text) waits for other ranks."""
+    """Return whether a training thread waits for ranks. `stacks` is faulthandler's text of one rank."""
     for thread in stacks.split("\n\n"):
         if any(frame in thread for frame in TRAINING_FRAMES):
             return any(frame in thread for frame in WAITING_FRAMES)
@@ -92,9 +105,12 @@ def waits_for_others(stacks: str) -> bool:
 
 
 def line_in_bundle(stacks: str, bundle_sha256: str) -> str:
-    """`path:line` of the innermost frame of a program's own code in the thread that trains; empty where it is in none.
+    """Return the training thread's line in the program.
 
-    The code lies in a folder that has the bundle's digest for its name."""
+    The line is `path:line` of the innermost frame of the program's own code.
+
+    Empty if the thread is not in the program's code. The folder of the code is named after the bundle's digest.
+    """
     for thread in stacks.split("\n\n"):
         if any(frame in thread for frame in TRAINING_FRAMES):
             found = re.search(rf'File "[^"]*/{re.escape(bundle_sha256)}/([^"]+)", line (\d+)', thread)
@@ -103,7 +119,10 @@ def line_in_bundle(stacks: str, bundle_sha256: str) -> str:
 
 
 def culprits(suspects: Sequence[int], stacks: dict[int, str], unresponsive: Sequence[int]) -> list[int]:
-    """Which of the suspects hold up the others: who is silent, else who does not wait for anybody, else all."""
+    """Return which of the suspects hold up the others.
+
+    These are the silent ranks; otherwise those that do not wait for other ranks; otherwise all suspects.
+    """
     if unresponsive:
         return list(unresponsive)
     return [rank for rank in suspects if rank in stacks and not waits_for_others(stacks[rank])] or list(suspects)

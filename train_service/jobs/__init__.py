@@ -1,1 +1,4 @@
-"""Training jobs as clients know them: checked, created, changed at their wish, deleted with all they made."""
+"""Training jobs as clients know them.
+
+They are checked, created, changed on request, and deleted with everything they made.
+"""

@@ -1,6 +1,9 @@
-"""Weights from elsewhere: taken in as they are streamed, read in a child process, and committed as a checkpoint.
+"""Imports of weights as checkpoints.
 
-The checkpoint's home is a training job that has SUCCEEDED: it is listed, resolved, kept and deleted as that of a run.
+The weights are received as a stream, read in a child process, and committed as a checkpoint.
+
+The checkpoint belongs to a training job that has SUCCEEDED. It is listed, resolved, kept and deleted like the
+checkpoint of a run.
 """
 
 from __future__ import annotations
@@ -50,17 +53,17 @@ from train_service.records.reporting import TRAIN_KIND
 logger = logging.getLogger(__name__)
 
 MAX_CHUNK_BYTES = 1024 * 1024
-# Of all files of one import, which lie on the service's disk twice for a while.
+# Limit for all files of one import, which are on the service's disk twice for a while.
 MAX_BYTES = 64 * 1024**3
 MAX_FILES = 1_000
 MAX_PATH = 240
 MAX_REPORT_BYTES = 16 * 1024**2
-# Who begins the job's only attempt: no reconciler looks after it.
+# The runner of the job's only attempt. No reconciler manages the job.
 RUNNER = "import"
 IMPORTED = "imported"
 MAX_SHOWN = 8
 GIB = 1024**3
-# What a model takes besides its weights to be built, and how slowly a disk may give them.
+# Memory that building a model takes besides its weights, and the slowest expected disk.
 BASE_MEMORY_BYTES = 4 * GIB
 BASE_S, BYTES_PER_S = 90.0, 25 * 1024**2
 
@@ -74,8 +77,11 @@ class SentFile:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointImportRequest:
-    """What the first message asks for. `spec` is that of the checkpoint's job; `given` the column of an input tensor,
-    None where `spec.dataset_version` has the columns; `names` is `NameMap` as plain values."""
+    """The request in the first message.
+
+    `spec` is the specification of the checkpoint's job. `given` is the column of an input tensor, or None if
+    `spec.dataset_version` has the columns. `names` is `NameMap` as plain values.
+    """
 
     job_id: str
     spec: TrainingSpec
@@ -90,7 +96,7 @@ class CheckpointImportRequest:
 
 @dataclass(frozen=True)
 class Imported:
-    """`report` is what `weights_child` writes; without `view` nothing was made."""
+    """The result of an import. `report` is written by `weights_child`. Without `view` no job was created."""
 
     report: Mapping[str, Any]
     view: JobView | None = None
@@ -98,7 +104,7 @@ class Imported:
 
 @dataclass(frozen=True)
 class _Home:
-    """What the checkpoint says of the rows that its model takes."""
+    """The checkpoint's description of its model's rows."""
 
     ingested: Sequence[Column]
     transforms: Sequence[dict[str, Any]]
@@ -107,8 +113,11 @@ class _Home:
 
 
 class CheckpointImports:
-    """`spool` is the folder for files on their way, by default the system's; `limits` those of the child, by default
-    by the size of the files."""
+    """Imports of checkpoints.
+
+    `spool` is the folder for incoming files; the default is the system's folder. `limits` are the child's limits; the
+    default follows from the size of the files.
+    """
 
     def __init__(
         self,
@@ -126,8 +135,13 @@ class CheckpointImports:
         self._limits = limits
 
     async def receive(self, parts: AsyncIterator[CheckpointImportRequest | bytes]) -> Imported:
-        """Holds one chunk in memory at a time. Raises what `ImportCheckpoint` says; whatever it raises, and where the
-        caller goes away, no checkpoint is made and the spooled files go."""
+        """Receive files and import them.
+
+        One chunk is in memory at a time.
+
+        Raises the errors that `ImportCheckpoint` lists. After any error, and if the caller disconnects, no checkpoint
+        is created and the spooled files are removed.
+        """
         request = await anext(parts, None)
         if not isinstance(request, CheckpointImportRequest):
             raise invalid_field("header", None, "send it first, then the chunks")
@@ -150,7 +164,7 @@ class CheckpointImports:
             yield Path(made)
 
     def sources(self, name: str) -> dict[str, Any]:
-        """`files` and `report` of an imported job. Raises `InvalidArgument` and `NotFound`."""
+        """Return `files` and `report` of an imported job. Raises `InvalidArgument` and `NotFound`."""
         names.parse("name", name, f"{COLLECTION}/{{j}}")
         imported: dict[str, Any] | None = self._jobs.get(name, name).spec.get("import")
         if imported is None:
@@ -177,12 +191,12 @@ class CheckpointImports:
         return Imported(job.spec["import"]["report"], self._training.get(job.name))
 
     def _checked(self, request: CheckpointImportRequest) -> _Home:
-        """Before a byte is taken: raises what is wrong with the header."""
+        """Check the header before any bytes are received."""
         if not request.validate_only and self._training.exists(f"{COLLECTION}/{request.job_id}"):
             raise already_exists(f"{COLLECTION}/{request.job_id}")
         _check_files(request.files)
         spec = request.spec
-        # Neither is of an import.
+        # An import has neither epochs nor a batch size.
         spec_rules.check(replace(spec, epochs=1, global_batch_size=2))
         if (request.given is None) == (not spec.dataset_version):
             raise invalid_field("spec.input", spec.dataset_version, "give either input or dataset_version")
@@ -217,7 +231,7 @@ class CheckpointImports:
             if claim.repeated and (first := self._jobs.made_by(request.request_id, claim.name)):
                 return self._answer(first)
             made = self._jobs.create(job.name, job)
-            # Its number is above those of deleted jobs of this name.
+            # The attempt number must be above those of deleted jobs of this name.
             job = self._jobs.transition(
                 made.name, lambda newest: begin_attempt(newest, time.time()), attempt=made.attempt + 1
             )
@@ -243,11 +257,11 @@ class CheckpointImports:
         }
         size_bytes = sum(one.size_bytes for one in request.files)
         limits = self._limits or Limits(
-            # Files are mapped, and so count once they are read.
+            # Files are mapped, so they count as memory once they are read.
             memory_bytes=BASE_MEMORY_BYTES + 2 * size_bytes,
             cpu_s=BASE_S + size_bytes / BYTES_PER_S,
             wall_s=BASE_S + size_bytes / BYTES_PER_S,
-            # Of float16 twice as much is written.
+            # float16 weights are written as float32, which takes twice the bytes.
             file_bytes=4 * GIB + 2 * size_bytes,
         )
         if problem := ask_in_child(question, work, limits)["problem"]:
@@ -305,7 +319,10 @@ class CheckpointImports:
         self._jobs.transition(job.name, lambda newest: succeed(newest, {}, time.time()))
 
     def _take_back(self, job: JobRecord, error: BaseException) -> None:
-        """Leaves nothing of a job whose checkpoint could not be committed, unless the store is out of reach."""
+        """Delete a job whose import failed.
+
+        Its checkpoint could not be committed. If the store is unavailable, the job stays.
+        """
         cause = error if isinstance(error, MillraceError) else Internal("the import was cut off")
         try:
             self._jobs.transition(job.name, lambda newest: fail(newest, cause, time.time()))
@@ -342,7 +359,10 @@ def _check_files(files: Sequence[SentFile]) -> None:
 
 
 def _check_capacity(folder: Path, files: Sequence[SentFile]) -> None:
-    """The files, and what is made of them: of float16 twice as much."""
+    """Raise `ResourceExhausted` if the disk cannot hold the files and the output.
+
+    The output of float16 files is twice as large as the files.
+    """
     needed, free = 3 * sum(one.size_bytes for one in files), shutil.disk_usage(folder).free
     if needed > free:
         raise ResourceExhausted(
@@ -397,7 +417,10 @@ def _bounded(path: Path) -> bytes:
 
 
 def _problem(report: Mapping[str, Any], *, allow_non_finite: bool) -> InvalidArgument | None:
-    """What keeps the weights from becoming a checkpoint, and what to do about it."""
+    """Return the error that the weights cause, if any.
+
+    The error keeps them from becoming a checkpoint, and names remedies.
+    """
     problems = []
     lacking = report["missing_count"] - report["missing_allowed_count"]
     if not report["fitted_count"]:

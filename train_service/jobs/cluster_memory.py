@@ -1,8 +1,9 @@
-"""The clusters that the reconciler has seen lately, and who holds what of the present one, for the service's process,
-which has no connection to Ray.
+"""Records of recent clusters, and of the present cluster's use.
 
-`clusters/train.json` holds each different set of nodes with the time when it was last seen. A node that is gone for a
-while is part of an earlier set: a job that fits then is let in, and waits.
+The reconciler writes them for the service's process, which has no connection to Ray.
+
+`clusters/train.json` holds each distinct set of nodes with the time when it was last seen. A node that is absent for a
+while is part of an earlier set: a job that fits that set is accepted, and waits.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ logger = logging.getLogger(__name__)
 
 KEY = "clusters/train.json"
 USE_KEY = "clusters/use.json"
-# Who holds what is written again after so long though nothing changed: so it is known that somebody still looks.
+# The use is written again after this time although nothing changed. This shows that the reconciler still runs.
 USE_REFRESHED_S = 60.0
 GIB = 2.0**30
 REMEMBERED_S = 24 * 3600.0
-# A set of nodes that stays is written again only so often.
+# How often an unchanged set of nodes is written again.
 REFRESHED_S = 600.0
 AS_LATE_S = 3600.0
 MAX_REMEMBERED = 100
 
 
 class ClusterMemory:
-    """`clock` gives seconds since the epoch."""
+    """The store's records of clusters. `clock` returns seconds since the epoch."""
 
     def __init__(self, store: ObjectStore, clock: Callable[[], float] = time.time) -> None:
         self._store = store
@@ -46,7 +47,7 @@ class ClusterMemory:
         self._last_use: tuple[ClusterUse | None, float] = (None, 0.0)
 
     def note(self, nodes: Sequence[Resources]) -> None:
-        """The totals of all nodes that there are now. Cheap while nothing changes."""
+        """Record the totals of all present nodes. Cheap while nothing changes."""
         now = self._clock()
         seen = sorted((_lasting(node) for node in nodes), key=str)
         last, at = self._last
@@ -58,7 +59,7 @@ class ClusterMemory:
         self._last = (seen, now)
 
     def note_use(self, use: ClusterUse) -> None:
-        """Who holds what now. Cheap while nothing changes."""
+        """Record who uses the cluster now. Cheap while nothing changes."""
         now = self._clock()
         last, at = self._last_use
         if use == last and now - at < USE_REFRESHED_S:
@@ -67,7 +68,10 @@ class ClusterMemory:
         self._last_use = (use, now)
 
     def use(self) -> tuple[ClusterUse, float]:
-        """Who held what, and when that was seen, in seconds since the epoch; 0 where it never was."""
+        """Return the cluster's use and its time.
+
+        The time is in seconds since the epoch, or 0 if the use was never seen.
+        """
         try:
             state = json.loads(self._store.get(USE_KEY))
             return ClusterUse.from_state(state), float(state["time"])
@@ -75,7 +79,7 @@ class ClusterMemory:
             return ClusterUse(), 0.0
 
     def clusters(self) -> list[list[Resources]]:
-        """The sets of nodes of the last day, the newest last."""
+        """Return the last day's sets of nodes. The newest is the last."""
         now = self._clock()
         return [one["nodes"] for one in self._read() if now - one["seen"] < REMEMBERED_S]
 
@@ -91,8 +95,11 @@ class ClusterMemory:
 
 
 def check_ever_fits(spec: TrainingSpec, memory: ClusterMemory, most: Mapping[str, float] | None) -> None:
-    """Raises `FailedPrecondition` naming the fields where no cluster of the last day could hold the fewest workers;
-    with `most`, the operator's bound, where that is exceeded."""
+    """Raise `FailedPrecondition` for workers that never fit.
+
+    The error names the fields that request too much for the fewest workers. With `most`, the operator's bound, a
+    request may not exceed it. Otherwise a cluster of the last day must be able to hold the workers.
+    """
     if most is None:
         clusters = memory.clusters()
         fields, has = never_fits(spec, clusters)
@@ -113,7 +120,11 @@ def check_ever_fits(spec: TrainingSpec, memory: ClusterMemory, most: Mapping[str
 
 
 def _largest(clusters: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What fits a part of a cluster fits all of it: without those that were part of another, seen as late or nearly."""
+    """Return the clusters without parts of others.
+
+    A cluster is dropped if it is part of a larger one that was seen as late or nearly as late. A job that fits a part
+    of a cluster fits all of it.
+    """
     sizes = [_counted(one["nodes"]) for one in clusters]
     return [
         one
@@ -130,6 +141,9 @@ def _counted(nodes: Sequence[Resources]) -> Counter[str]:
 
 
 def _lasting(node: Resources) -> dict[str, float]:
-    """Memory in whole GiB: it differs a little at each start of a node."""
+    """Return the lasting resources of a node.
+
+    Memory is in whole GiB, because it differs a little at each start of a node.
+    """
     kept = {name: amount for name, amount in node.items() if lasts(name)}
     return {name: math.ceil(amount / GIB) * GIB if name == "memory" else amount for name, amount in kept.items()}

@@ -1,16 +1,20 @@
-"""The end of a training job: its log says DELETING, users of its checkpoints are looked for, all that it made goes, its
-log says DELETED.
+"""Deletion of training jobs, and what protects inputs.
 
-Whoever uses a checkpoint leaves a marker and then looks whether the job is there; here it is the other way round, so
-one of both sees the other. Once no user was found the log says so (`deleted_from` is gone), and there is no way back.
-Each step can be done again, so what a process leaves half-way the next one finishes.
+The module has the deletion of a job, the sweeper, and references to a job's inputs.
 
-The sweeper takes away what no training job names any more, and finishes deletions that were begun. What it removes
-belongs to attempts that the registry has closed out: none of them can commit it any more. So no clock decides, and any
-number of sweepers may run beside the attempts at work.
+A deletion has these steps: the job's log records DELETING, references to its checkpoints are looked up, all its objects
+are deleted, and the log records DELETED.
 
-What a job stands on stays: the dataset version and the checkpoint that it starts from while it is at work, the bundle
-of a user's own code until the job is deleted.
+A user of a checkpoint first writes a reference marker and then checks that the job exists. A deletion does the reverse,
+so at least one sees the other. If there is no reference, the log records that (`deleted_from` is cleared), and
+the deletion is final. Each step can be repeated, so the next process finishes what another left unfinished.
+
+The sweeper deletes objects that no training job names any more, and finishes deletions that were started. These objects
+belong to attempts that the registry has closed out, so no attempt can commit them any more. So the sweeper needs no
+clock, and any number of sweepers may run while attempts are at work.
+
+A job's inputs are protected: the dataset version and the initial checkpoint while the job is at work, the bundle of a
+user's own code until the job is deleted.
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 class Deletions:
-    """`clock` gives seconds since the epoch."""
+    """Deletion of training jobs. `clock` returns seconds since the epoch."""
 
     def __init__(self, store: ObjectStore, clock: Callable[[], float] = time.time) -> None:
         self._store = store
@@ -53,11 +57,14 @@ class Deletions:
         self._clock = clock
 
     def begin(self, name: str, etag: str = "", uid: str = "") -> JobRecord:
-        """The job, DELETING for good; `finish` takes away what it made. With `uid` given only that job, and no later
-        one of its name.
+        """Start a deletion.
 
-        Raises `NotFound`, `Conflict` when `etag` is given and not the present one, and `FailedPrecondition` while an
-        attempt may work on it or somebody uses one of its checkpoints: then it is what it was before.
+        The job moves to DELETING for good. `finish` then deletes its objects.
+
+        With `uid`, only the job with that uid is deleted, not a later one of its name.
+
+        Raises `NotFound`, and `Conflict` if `etag` is given and not the present one. Raises `FailedPrecondition` while
+        an attempt may be at work or a checkpoint is in use; the job then keeps its state.
         """
         self._jobs.get(name, name)
 
@@ -70,15 +77,17 @@ class Deletions:
         return self._condemn(self._jobs.transition(name, decide))
 
     def finish(self, name: str) -> None:
-        """Takes on a deletion that was begun. Nothing to do for a job that is not DELETING.
+        """Finish a deletion that was started.
 
-        Raises `FailedPrecondition` where somebody uses a checkpoint: then the job is what it was before.
+        If the job is not DELETING, the function does nothing.
+
+        Raises `FailedPrecondition` if a checkpoint is in use; the job then returns to its former state.
         """
         job = self._jobs.find(name)
         if job is None or job.state is not JobState.DELETING:
             return
         job = self._condemn(job)
-        # A zombie of the last attempt cannot commit any more, nor into what a new job of this name makes.
+        # A stale process of the last attempt can no longer commit, not even into a new job of this name.
         CheckpointRegistry(self._store, name).clear(job.attempt + 1)
         release_inputs(self._store, TRAIN_KIND, job.uid, job.spec.get("training", {}))
         if self.remove_files(job):
@@ -86,15 +95,17 @@ class Deletions:
             logger.info("%s is deleted", name)
 
     def finish_soon(self, name: str) -> None:
-        """As `finish`, in a thread; what stops it is left to the sweep."""
+        """Run `finish` in a thread. If it fails, the sweeper finishes the deletion later."""
         in_background(self.finish, name)
 
     def remove_files(self, job: JobRecord) -> bool:
-        """Removes all objects of the job but the logs that say that it is gone; not those of a new one of its name.
+        """Remove all objects of a deleted job.
 
-        Returns whether the log still says of this job what it said before.
+        The logs that record its deletion stay.
+
+        Objects of a new job with the same name stay. Returns whether the log still has the same state of this job.
         """
-        # Listed before the log is read: what a new job makes is not among it.
+        # List the keys before the log is read, so that they exclude the objects of a new job.
         logs = (f"{job.name}/log/", f"{job.name}/checkpoints/log/")
         keys = [info.key for info in self._store.list(job.name) if not info.key.startswith(logs)]
         return remove_objects(self._store, self._jobs, job, keys)
@@ -110,7 +121,7 @@ class Deletions:
 
 
 def in_background(finish: Callable[[str], None], name: str) -> None:
-    """Calls `finish` with `name` in a thread; whoever looks next goes on where it was stopped."""
+    """Call `finish` with `name` in a thread. If it fails, a later call finishes the deletion."""
 
     def run() -> None:
         try:
@@ -150,12 +161,12 @@ def in_use(job: JobRecord, references: dict[str, list[str]]) -> FailedPreconditi
 COLLECTION = "trainingJobs"
 ATTEMPT_OF_DATA = re.compile(r"-a(\d+)-[0-9a-f]+$")
 ATTEMPT_OF_RAY = re.compile(r"^attempt-(\d+)$")
-# Logs of jobs that are over are read again only so often.
+# How often the logs of finished jobs are read again.
 SWEEP_INTERVAL_S = 300.0
 
 
 class Sweeper:
-    """`clock` gives seconds since the epoch."""
+    """A sweeper of orphaned objects and unfinished deletions. `clock` returns seconds since the epoch."""
 
     def __init__(self, store: ObjectStore, deletions: Deletions, clock: Callable[[], float] = time.time) -> None:
         self._store = store
@@ -164,13 +175,16 @@ class Sweeper:
         self._clock = clock
 
     def sweep(self) -> None:
-        """One pass. What goes wrong with one job is logged and leaves the others be; raises `Unavailable`."""
+        """Sweep all jobs once.
+
+        A failure with one job is logged and does not affect the others. Raises `Unavailable`.
+        """
         for job_id in self._store.folders(COLLECTION):
             name = f"{COLLECTION}/{job_id}"
             try:
                 self.sweep_job(name)
             except Unavailable:
-                raise  # which holds for every job
+                raise  # it holds for every job
             except FailedPrecondition as error:
                 logger.info("%s stays: %s", name, error.message)
             except Exception:
@@ -183,13 +197,13 @@ class Sweeper:
         if job.state is JobState.DELETING:
             self._deletions.finish(name)
         elif job.state is JobState.DELETED:
-            self._deletions.remove_files(job)  # what a zombie wrote after it was gone
+            self._deletions.remove_files(job)  # a stale process may have written them after the deletion
         else:
             self._sweep_ray(job)
             self._sweep_checkpoints(job)
 
     def _sweep_ray(self, job: JobRecord) -> None:
-        """What Ray Train left of attempts that are over; our own registry never reads it."""
+        """Delete Ray Train's files of finished attempts. Millrace's registry never reads them."""
         for one in self._store.folders(f"{job.name}/ray"):
             match = ATTEMPT_OF_RAY.match(one)
             if match and (int(match[1]) < job.attempt or job.state.final):
@@ -197,20 +211,22 @@ class Sweeper:
 
     def _sweep_checkpoints(self, job: JobRecord) -> None:
         registry = CheckpointRegistry(self._store, job.name)
-        # In this order: what is listed here was written before the log was read that says what is named.
+        # Keep this order: every folder listed here was written before the log is read that says which folders are
+        # named.
         folders = [f"{registry.data_folder}/{one}" for one in self._store.folders(registry.data_folder)]
         if job.state.final:
             registry.settle()
         self._drop_dead_markers(job)
         unnamed = self._unnamed(registry, folders)
         if unnamed and job.state.final and any(_attempt(one) == job.attempt for one in unnamed):
-            # The last attempt could still commit, were it a zombie; the next one will open the registry like this.
+            # A stale process of the last attempt could still commit. Open the registry for the next attempt, as that
+            # attempt will.
             registry.open_for(job.attempt + 1)
             unnamed = self._unnamed(registry, folders)
         if not unnamed:
             return
         open_for = registry.state().attempt
-        used = self._used_folders(job.name)  # after the registry: whoever found one named before has its mark here
+        used = self._used_folders(job.name)  # read last: a reader that saw a named folder has marked it by now
         for folder in unnamed:
             if _attempt(folder) < open_for and folder not in used:
                 logger.info("%s is of no checkpoint and goes", folder)
@@ -243,7 +259,7 @@ class Sweeper:
 
 
 def _attempt(folder: str) -> int:
-    """Of a folder with a foreign name no attempt is known: it stays."""
+    """Return the attempt that wrote a folder. A folder with an unknown name counts as new and stays."""
     match = ATTEMPT_OF_DATA.search(folder)
     return int(match[1]) if match else 2**62
 
@@ -253,8 +269,12 @@ def _attempt(folder: str) -> int:
 
 @contextlib.contextmanager
 def using_inputs(store: ObjectStore, kind: str, job: JobRecord, spec: TrainingSpec) -> Iterator[DatasetVersion | None]:
-    """Marks what `spec` reads, and gives its version, None of a program that names none, while the body makes `job`, of
-    this kind; the marks stay unless the body is refused."""
+    """Mark a job's inputs as in use.
+
+    The inputs are those of `spec`, and the body creates `job`, a job of this kind.
+
+    Yields the dataset version, or None for a program that names none. The marks stay unless the body fails.
+    """
     with contextlib.ExitStack() as stack:
         version = None
         if spec.dataset_version or spec.program is None:
@@ -271,8 +291,10 @@ def using_inputs(store: ObjectStore, kind: str, job: JobRecord, spec: TrainingSp
 
 
 def release_inputs(store: ObjectStore, kind: str, uid: str, training: Mapping[str, Any]) -> None:
-    """For a job that is being deleted: its marks count for nothing, but they would be read for ever. `training` is the
-    plain form of what it read."""
+    """Remove a deleted job's marks.
+
+    The marks have no effect any more, but would be read for ever. `training` is the plain form of the specification.
+    """
     if version := training.get("dataset_version"):
         unmark(store, version, kind, uid)
     if program := training.get("program"):

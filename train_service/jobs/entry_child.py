@@ -1,14 +1,14 @@
-"""Looks at what a stranger sent in a process that may die: a module with its function or model, a script,
-or files of weights.
+"""Checks of a client's code or weights in a process that may die.
 
-`ask_in_child` in `own_code.py` starts it.
+It checks a module with its function or model, a script, or files of weights. `ask_in_child` in `own_code.py` starts it.
 
     python -I -B entry_child.py < question.json > answer.json
 
-Two or three processes: the guard, which this file is started as, watches the user's, in which the module is imported;
-where the kernel grants namespaces, a third between them is their first process, whose end takes all others with it.
-The guard writes one JSON object: `problem` is empty, or says what is wrong. It needs the standard library alone; the
-user's process imports torch, too, where the entry makes a model, and for weights.
+There are two or three processes. The guard, which this file is started as, watches the user's process, in which the
+module is imported. If the kernel grants namespaces, a third process between them is the first process of the
+namespaces, whose end kills all other processes in them. The guard writes one JSON object, whose `problem` is empty or
+says what is wrong. The guard needs only the standard library. The user's process imports torch, too, for a model and
+for weights.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ KILLED_TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 64 * 1024
 MAX_TEXT = 500
 MAX_NAMES = 20
-# A process of another user than root has at most so many more than its user had before.
+# For users other than root, the child may start this many processes more than its user had before.
 MORE_PROCESSES = 256
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -43,7 +43,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 def main() -> None:
     question = json.load(sys.stdin)
-    # Whatever the user's processes leave behind becomes ours, so we can end it.
+    # Orphaned processes of the user's code become children of the guard, so it can kill them.
     _libc().prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     isolated = question["namespaces"] and _enter_namespaces()
     reading, writing = os.pipe()
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def _begin(question: dict[str, Any], writing: int, isolated: bool) -> NoReturn:
-    """The user's process; in namespaces of its own the first process of these, and the user's below it."""
+    """Run the user's process. With namespaces, this is their first process, and the user's process is its child."""
     _libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if isolated:
         _mount_own_proc()
@@ -74,13 +74,16 @@ def _begin(question: dict[str, Any], writing: int, isolated: bool) -> NoReturn:
     _limit(question["limits"])
     os.chdir(question["work"])
     answer = json.dumps(_answer(question)).encode()
-    with contextlib.suppress(OSError):  # the module has closed it; the guard says so
+    with contextlib.suppress(OSError):  # the module may have closed it; the guard reports that
         os.write(writing, answer[:MAX_ANSWER_BYTES])
     os._exit(0)
 
 
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
-    """`problem`, and of a model's entry, which `model` asks about, what `own_model_child` says besides."""
+    """Return the answer of the user's process.
+
+    It is `problem` and, for an entry that makes a model, the other results of `own_model_child`.
+    """
     if "weights" in question:
         sys.path[:] = question["path"]
         from train_service.jobs.weights_child import read_weights  # imports torch
@@ -96,9 +99,9 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def look_up(question: dict[str, Any]) -> str:
-    """What is wrong with the entry; empty if nothing. `module` and `function` are looked for in `folder`."""
+    """Return the problem of the entry, if any. `module` and `function` are looked up in `folder`."""
     folder, name, function = question["folder"], question["module"], question["function"]
-    # Behind all that is installed: no module of the bundle stands in for one of ours or of Python.
+    # The folder comes after everything installed, so no module of the bundle replaces one of ours or of Python.
     sys.path[:] = [*question["path"], folder]
     sys.argv = [""]
     try:
@@ -115,7 +118,7 @@ def look_up(question: dict[str, Any]) -> str:
         listed = f"; it has {', '.join(there[:MAX_NAMES])}" if there else ""
         return f"{place} has no function {function!r}{listed}"
     if "model" in question and inspect.isclass(found):
-        return ""  # whether it takes the configuration is seen when it is called
+        return ""  # its call shows whether it takes the configuration
     if not callable(found):
         return f"{function!r} of {place} is of type {type(found).__name__}: name a function"
     code = getattr(found, "__code__", None)
@@ -134,7 +137,10 @@ def look_up(question: dict[str, Any]) -> str:
 
 
 def compiled(question: dict[str, Any]) -> str:
-    """What is wrong with the file `script` in `folder`; empty if Python can compile it."""
+    """Return the problem of the script, if any.
+
+    The file `script` in `folder` must exist, and Python must be able to compile it.
+    """
     folder, script = question["folder"], question["script"]
     path = Path(folder, script)
     if not path.is_file():
@@ -149,7 +155,10 @@ def compiled(question: dict[str, Any]) -> str:
 
 
 def _describe_error(error: BaseException, folder: str) -> str:
-    """`train.py:12: ModuleNotFoundError: …`, by the last line of the bundle's that was at work."""
+    """Return an error with its place in the bundle.
+
+    An example is `train.py:12: ModuleNotFoundError: …`, with the innermost line in the bundle.
+    """
     inside = os.path.realpath(folder) + os.sep
     place = ""
     for frame in traceback.extract_tb(error.__traceback__):
@@ -172,7 +181,10 @@ def _one_line(error: BaseException) -> str:
 
 
 def _watch(pid: int, reading: int, question: dict[str, Any]) -> dict[str, Any]:
-    """Until the process `pid` has ended, or all processes below us together are over a limit."""
+    """Watch the process `pid` until it ends.
+
+    The watch also ends if all processes below this one together exceed a limit.
+    """
     os.set_blocking(reading, False)
     began = time.monotonic()
     answer = b""
@@ -189,14 +201,14 @@ def _watch(pid: int, reading: int, question: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named(question: dict[str, Any]) -> tuple[str, str]:
-    """What is looked at, and what is done with it."""
+    """Return the subject of the check, and its treatment."""
     return ("the files", "read") if "weights" in question else ("its module", "imported")
 
 
 def _answered(answer: bytes, status: int, subject: str, done: str) -> dict[str, Any]:
     try:
         record = json.loads(answer)
-        # `field` and `facts` are of a model.
+        # `field` and `facts` belong to a model.
         kept = {key: record[key] for key in ("field", "facts") if key in record}
         return {"problem": str(record["problem"])[: 4 * MAX_TEXT], **kept}
     except (ValueError, TypeError, KeyError):
@@ -227,7 +239,7 @@ def _over(question: dict[str, Any], elapsed_s: float) -> str:
 
 
 def _below(root: int) -> list[tuple[int, int, float]]:
-    """All processes below `root`: (pid, resident bytes, seconds of CPU with those of its ended children)."""
+    """Return all processes below `root`. Each is (pid, resident bytes, CPU seconds including ended children)."""
     children: dict[int, list[int]] = {}
     facts: dict[int, tuple[int, float]] = {}
     for entry in Path("/proc").iterdir():
@@ -237,7 +249,7 @@ def _below(root: int) -> list[tuple[int, int, float]]:
             stat = (entry / "stat").read_bytes()
         except OSError:  # it has ended
             continue
-        # Its name, in brackets, may hold anything; the fields behind it begin with the state, number 3.
+        # The process name, in brackets, may hold any bytes. The fields after it begin with the state, number 3.
         fields = stat[stat.rindex(b")") + 2 :].split()
         children.setdefault(int(fields[1]), []).append(int(entry.name))
         facts[int(entry.name)] = (int(fields[21]) * PAGE_BYTES, sum(map(int, fields[11:15])) / TICKS_PER_S)
@@ -250,7 +262,7 @@ def _below(root: int) -> list[tuple[int, int, float]]:
 
 
 def _reap(pid: int) -> int | None:
-    """Takes what has ended away. Returns the status of `pid` once that has."""
+    """Reap ended children. Returns the status of `pid` once it has ended."""
     status = None
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -266,15 +278,15 @@ def _reap_until(pid: int) -> NoReturn:
         ended, status = os.waitpid(-1, 0)
         if ended == pid:
             code = os.waitstatus_to_exitcode(status)
-            # This process cannot die by a signal of its own, so 128 + its number stands for it.
+            # This first process cannot die by a signal of its own, so 128 + the signal's number stands for it.
             os._exit(code if code >= 0 else 128 - code)
 
 
 def _end_all(pid: int) -> None:
-    """Kills every process below us, those that others leave behind included."""
+    """Kill every process below this one, including orphans."""
     until = time.monotonic() + KILLED_TIMEOUT_S
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)  # all that have not left its group, at one moment
+        os.killpg(pid, signal.SIGKILL)  # kills all processes of its group at one moment
     while time.monotonic() < until:
         _reap(pid)
         below = _below(os.getpid())
@@ -294,7 +306,7 @@ def _limit(limits: dict[str, Any]) -> None:
         (resource.RLIMIT_NOFILE, limits["open_files"]),
         (resource.RLIMIT_CORE, 0),
     ]
-    if os.getuid() != 0:  # for root it does not hold
+    if os.getuid() != 0:  # root has no such limit
         bounds.append((resource.RLIMIT_NPROC, _threads_of_user() + MORE_PROCESSES))
     for kind, value in bounds:
         _, hard = resource.getrlimit(kind)
@@ -313,20 +325,24 @@ def _threads_of_user() -> int:
 
 
 def _detach(keep: int) -> None:
-    """Nothing to read, nowhere to print to, and no other open file but `keep`."""
+    """Close all open files except `keep`. Standard input, output and error become /dev/null."""
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)
     for entry in list(Path("/proc/self/fd").iterdir()):
         number = int(entry.name)
         if number > 2 and number != keep:
-            with contextlib.suppress(OSError):  # the listing's own
+            with contextlib.suppress(OSError):  # the listing's own descriptor
                 os.close(number)
 
 
 def _enter_namespaces() -> bool:
-    """Own processes, network and IPC for what is started from here on, where the kernel grants them: to root with
-    CAP_SYS_ADMIN, and to others where it lets them have user namespaces."""
+    """Enter new namespaces if the kernel grants them.
+
+    They separate processes, network and IPC. Returns whether the kernel granted them.
+
+    The kernel grants them to root with CAP_SYS_ADMIN, and to other users if it allows user namespaces.
+    """
     kinds = CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC
     libc = _libc()
     if libc.unshare(kinds) == 0:
@@ -340,8 +356,11 @@ def _enter_namespaces() -> bool:
 
 
 def _mount_own_proc() -> None:
-    """So that `/proc` shows no process outside. Some containers forbid it: then the processes are seen, but out of
-    reach of signals. The mounts are this process's own: the guard goes on to see all by its `/proc`."""
+    """Mount a private `/proc` that shows no process outside.
+
+    Some containers forbid the mount. Outside processes are then visible, but out of reach of signals. The mounts belong
+    to this process alone, so the guard's `/proc` still shows all processes.
+    """
     libc = _libc()
     if libc.unshare(CLONE_NEWNS) == 0 and libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0:
         libc.mount(b"proc", b"/proc", b"proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, None)

@@ -1,9 +1,11 @@
-"""Whether a model, its loss, metrics and optimizer can be built at all: tried without memory, on torch's meta device.
+"""Checks that everything of a training can be built.
+
+A model, its loss, metrics and optimizer are built without memory, on torch's meta device.
 
 The first call imports torch and torchvision, which takes seconds.
 
-Whether FSDP can shard a model is tried in a process of its own. torch shards only within a process group, of which a
-process has one by default: a service that answers several calls must not have one.
+A separate process tries whether FSDP can shard a model. torch shards only within a process group, of which a process
+has one by default, and a service that answers several calls must not have one.
 """
 
 from __future__ import annotations
@@ -30,13 +32,16 @@ if TYPE_CHECKING:
 
 ROWS = 2
 SOME_STEPS = 100
-# Optimizers that need a whole parameter: torch has no such step of its parts.
+# Optimizers that need a whole parameter: torch has no version of their step for shards.
 NOT_OF_SHARDS = ("Adafactor",)
 
 
 def check_model(spec: TrainingSpec, model_input: TensorSpec, total_steps: int = SOME_STEPS) -> None:
-    """`total_steps` are those of the run. Raises `InvalidArgument` naming the field of `spec` that does not work, and
-    `ResourceExhausted` where this machine does not get the check done."""
+    """Check that the model and everything that trains it work.
+
+    `total_steps` are those of the run. Raises `InvalidArgument` naming the field of `spec` that does not work, and
+    `ResourceExhausted` if this machine cannot finish the check.
+    """
     from train_service.learning.learner import build_training_step
     from train_service.learning.optimizers import check_optimizer
 
@@ -51,7 +56,7 @@ def check_model(spec: TrainingSpec, model_input: TensorSpec, total_steps: int = 
 
 
 def check_outputs(spec: TrainingSpec, model_input: TensorSpec) -> nn.Module:
-    """The model, on the meta device. Raises as `check_model`."""
+    """Return the model, on the meta device. Raises as `check_model` does."""
     import torch
 
     from train_service.jobs.trial_limit import TooLarge, TrialLimit
@@ -60,13 +65,13 @@ def check_outputs(spec: TrainingSpec, model_input: TensorSpec) -> nn.Module:
     limit = TrialLimit()
     try:
         with torch.device("meta"), limit:
-            # A builder that is stopped by the limit has refused its arguments.
+            # If the limit stops a builder, the error is reported as one of the builder's arguments.
             model = build_model(spec.model, "spec.model")
             try:
                 output = model(torch.zeros((ROWS, *model_input.shape)))
             except TooLarge as error:
                 raise invalid_field("spec.model.kwargs", spec.model.kwargs, str(error)) from None
-            except Exception as error:  # each model has its own way of refusing inputs
+            except Exception as error:  # models refuse inputs with errors of many types
                 remedy = f"the model does not take inputs of {model_input.shape}: {first_line(error)}"
                 raise invalid_field("spec.model.builder", spec.model.builder, remedy) from None
     except InvalidArgument:
@@ -85,7 +90,10 @@ def check_outputs(spec: TrainingSpec, model_input: TensorSpec) -> nn.Module:
 
 
 def check_loss(spec: TrainingSpec) -> None:
-    """Raises `InvalidArgument` for a loss that is none, or not for the task's outputs and labels."""
+    """Raise `InvalidArgument` for an unusable loss.
+
+    The loss is unknown, or does not suit the task's outputs and labels.
+    """
     import torch
 
     from train_service.learning.losses import build_loss
@@ -97,15 +105,18 @@ def check_loss(spec: TrainingSpec) -> None:
         loss.total(numbers, labels)
     except InvalidArgument as error:
         raise invalid_field("spec.loss.name", spec.loss.name, error.message) from None
-    except Exception as error:  # whatever a loss makes of labels that it is not for
+    except Exception as error:  # losses refuse unsuitable labels with errors of many types
         path, value = ("spec.loss.kwargs", spec.loss.kwargs) if spec.loss.kwargs else ("spec.loss.name", spec.loss.name)
         remedy = f"{spec.loss.name} does not work for TASK_{spec.task}: {first_line(error)}"
         raise invalid_field(path, value, remedy) from None
 
 
 def check_names(spec: TrainingSpec, own_metrics: Collection[str] = ()) -> None:
-    """Metrics there are, and what goes by one goes by one that will be measured. `own_metrics` are those of a model of
-    a user's own."""
+    """Check the names of metrics.
+
+    All metrics must exist, and rules may use only metrics that will be measured. `own_metrics` are those of a user's
+    own model.
+    """
     import torch
 
     from train_service.learning.metrics import Metrics, measured
@@ -120,7 +131,7 @@ def check_names(spec: TrainingSpec, own_metrics: Collection[str] = ()) -> None:
 
 
 def check_stopping(spec: TrainingSpec) -> None:
-    """Raises `InvalidArgument` where it goes by a metric that the model does not measure."""
+    """Raise `InvalidArgument` for early stopping without a validation split."""
     if spec.early_stopping is not None and not spec.validation_split:
         remedy = "it goes by what validation measures, and the version has no split for it; set spec.validation_split"
         raise invalid_field("spec.early_stopping", spec.early_stopping.metric, remedy)
@@ -133,7 +144,7 @@ def _check_best(spec: TrainingSpec, will_be: list[str]) -> None:
     if spec.validation_split:
         return
     remedy = "it goes by what validation measures, and the version has no split for it; set spec.validation_split"
-    # The one by default is in every job's own specification, which may be given back for another.
+    # Every job's own specification has the default, and may be used again for another job.
     if policy.best_metric != default_best_metric(spec.task):
         raise invalid_field("spec.checkpoints.best_metric", policy.best_metric, remedy)
     if policy.keep_best > 1:
@@ -158,17 +169,19 @@ def check_parallel(spec: TrainingSpec) -> None:
 
 # --- Sharding ---
 
-# To import torch and to call the model twice on the meta device; a machine that has much else to do is slow.
+# Time to import torch and to call the model twice on the meta device, on a busy machine.
 LIMIT_S = 120.0
 _START = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {__name__} import answer; answer()"
 _REMEDY = "use DDP, or change that module"
 
 
 def check_sharding(model: ModelSpec, row_shape: Sequence[int]) -> None:
-    """`row_shape` is that of one row of the model's input. The model must have been built and called before.
+    """Check that FSDP can shard the model.
 
-    Raises `InvalidArgument` naming the module that cannot be sharded, and `ResourceExhausted` where the check does not
-    end.
+    The model must have been built and called before. `row_shape` is the shape of one row of the model's input.
+
+    Raises `InvalidArgument` naming the module that cannot be sharded, and `ResourceExhausted` if the check does not end
+    in time.
     """
     question = {"model": model.as_config(), "row_shape": list(row_shape)}
     try:
@@ -179,7 +192,7 @@ def check_sharding(model: ModelSpec, row_shape: Sequence[int]) -> None:
             text=True,
             check=False,
             timeout=LIMIT_S,
-            # A group of one process talks to nobody, and shall not look for its host's address.
+            # A group of one process needs no network, and must not look up its host's address.
             env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
         )
     except subprocess.TimeoutExpired:
@@ -193,7 +206,10 @@ def check_sharding(model: ModelSpec, row_shape: Sequence[int]) -> None:
 
 
 def answer() -> None:
-    """The child's whole work: a question on its standard input, the answer as the last line of its standard output."""
+    """Answer the question on standard input.
+
+    This is the child's entry point. The answer is the last line of standard output.
+    """
     question: dict[str, Any] = json.load(sys.stdin)
     import torch
     import torch.distributed as dist
@@ -208,8 +224,11 @@ def answer() -> None:
 
 
 def sharding_problem(model: nn.Module, row_shape: Sequence[int]) -> str:
-    """What keeps FSDP from sharding the model, which is on the meta device; empty if nothing. It is sharded then. In a
-    process of its own with a process group of one."""
+    """Return what keeps FSDP from sharding.
+
+    The text is empty if nothing does. The model is on the meta device, and is sharded afterwards. Call this in a
+    process of its own, with a process group of one process.
+    """
     from train_service.learning.sharding import ShardingError, find_units, mixed_unit, shard
 
     units = find_units(model, row_shape)

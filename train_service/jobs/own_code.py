@@ -1,10 +1,12 @@
-"""Code of a user's own: whether a program or a model can be run, by its bundle, its requirements, its dataset version,
-and its entry; and how a bundle is taken in.
+"""Checks of users' own code, and uploads of bundles.
 
-Whether an entry can be called at all is tried in a guarded child process, `entry_child.py`, never in the service's own.
-The child imports the module, which runs whatever the user wrote at its top level; a script is compiled and not run,
-since its top level trains. `Limits` says what it may take;
-docs/decisions/0024-own-code.md says what this keeps from it and what not.
+The checks tell whether a program or a model can run, by its bundle, its requirements, its dataset version and its
+entry.
+
+A guarded child process, `entry_child.py`, tries whether an entry can be called; the service's own process never does.
+The child imports the module, which runs the user's code at its top level. A script is compiled and not run, because its
+top level trains. `Limits` bounds the child. docs/decisions/0024-own-code.md lists what this protects against and what
+not.
 """
 
 from __future__ import annotations
@@ -44,12 +46,12 @@ logger = logging.getLogger(__name__)
 
 BUNDLE_FIELD = "spec.program.code_bundle"
 ENTRY_FIELD = "spec.program.entry"
-# Of requirements that are not met, and of modules, at most so many are named.
+# The most unmet requirements, and the most modules, that an error names.
 MAX_NAMED = 20
 
 
 class ProgramCheck:
-    """`own_code` says whether callers' code is to run at all."""
+    """A check of users' programs. `own_code` says whether callers' code may run at all."""
 
     def __init__(self, store: ObjectStore, own_code: OwnCode | None = None, entries: EntryCheck | None = None) -> None:
         self._store = store
@@ -57,7 +59,7 @@ class ProgramCheck:
         self.entries = entries or EntryCheck(store)
 
     def checked(self, spec: TrainingSpec) -> TrainingSpec:
-        """With the defaults that depend on the version. Raises what `CreateTrainingJob` says of a program."""
+        """Return `spec` with its version's defaults. Raises the errors that `CreateTrainingJob` lists for a program."""
         program = spec.program
         assert program is not None
         self.own_code.require_own_code()
@@ -65,7 +67,7 @@ class ProgramCheck:
         bundle = load_bundle(self._store, BUNDLE_FIELD, program.code_bundle)
         if not program.is_script:
             check_module(bundle, ENTRY_FIELD, program.entry)
-        # What the request itself names comes before what its bundle needs, and that before a process is started.
+        # Check the request's own fields first, then the bundle's requirements, and start a process only after both.
         spec = fitted_program(self._store, spec)
         check_requirements(bundle, installed_version)
         self.entries.check(bundle.sha256, program.entry)
@@ -73,7 +75,10 @@ class ProgramCheck:
 
 
 def check_requirements(bundle: BundleRecord, installed: Callable[[str], str | None], field: str = BUNDLE_FIELD) -> None:
-    """Raises `InvalidArgument` naming each requirement that this image does not meet, and the version that it has."""
+    """Raise `InvalidArgument` for unmet requirements.
+
+    The error names each requirement that this image does not meet, and the installed version.
+    """
     problems = unmet(bundle.requirements, installed)
     if problems:
         remedy = "install it in the image of the services and of Ray's nodes, or change the bundle's requirements"
@@ -88,7 +93,10 @@ def installed_version(name: str) -> str | None:
 
 
 def check_module(bundle: BundleRecord, field: str, entry: str) -> None:
-    """Before a process is started for it. Raises `InvalidArgument` on `field` for a module that the bundle has not."""
+    """Raise `InvalidArgument` for a missing module.
+
+    The error is on `field`; the bundle does not have the module. This check precedes the start of a process.
+    """
     top = entry.partition(":")[0].partition(".")[0]
     if top not in bundle.modules:
         has = ", ".join(bundle.modules[:MAX_NAMED]) or "no module"
@@ -102,13 +110,18 @@ MODEL_BUNDLE_FIELD, MODEL_ENTRY_FIELD = "spec.model.code_bundle", "spec.model.en
 
 class OwnModelCheck:
     def __init__(self, store: ObjectStore, programs: ProgramCheck) -> None:
-        """`programs` says whether callers' code is to run at all, and looks at entries."""
+        """Create the check. `programs` says whether callers' code may run at all, and checks entries."""
         self._store = store
         self._programs = programs
 
     def checked(self, spec: TrainingSpec) -> TrainingSpec:
-        """With all that follows from the version and from the model's code. Raises what `CreateTrainingJob` says of a
-        specification, but for its initial checkpoint's scaling."""
+        """Return `spec` completed by version and model.
+
+        It has everything that follows from the version and from the model's code.
+
+        Raises the errors that `CreateTrainingJob` lists for a specification, except for the scaling of its initial
+        checkpoint.
+        """
         self._programs.own_code.require_own_code()
         spec, version, prepared = fitted(self._store, spec)
         bundle = load_bundle(self._store, MODEL_BUNDLE_FIELD, spec.model.code_bundle)
@@ -116,7 +129,8 @@ class OwnModelCheck:
         check_requirements(bundle, installed_version, MODEL_BUNDLE_FIELD)
         row_shape = tuple(prepared.shape)
         asked = {
-            # Numbers that JSON gives back as they are; what the order of rows hangs on says nothing of the model.
+            # Plain values, which JSON returns unchanged. The seed determines the order of rows and says nothing about
+            # the model, so it is always 0 here.
             "spec": replace(spec, seed=0).as_config(),
             "row_shape": list(row_shape),
             "total_steps": steps_of_run(spec, version),
@@ -134,14 +148,14 @@ class OwnModelCheck:
         check_classes(self._store, spec, version)
         check_parallel(spec)
         if facts.is_step:
-            check_stopping(spec)  # what it logs is known once it runs
+            check_stopping(spec)  # its log's names are known only when it runs
         else:
             check_names(spec, facts.metrics)
             self._check_installed(spec)
         return spec
 
     def _check_installed(self, spec: TrainingSpec) -> None:
-        """A loss and a training step that the specification names, and that are none of the model's own."""
+        """Check the named loss and training step. The model's own are not checked here."""
         from train_service.learning.learner import build_training_step
 
         build_training_step(spec.training_step)
@@ -158,33 +172,42 @@ class OwnModelCheck:
 
 # --- Entries ---
 
-# Each may take as much as `Limits` allows.
+# Each child may take as much as `Limits` allows.
 MAX_CHILDREN = 2
 CHECK_WAIT_S = 60.0
 MAX_REMEMBERED = 1_000
 
 
 class EntryCheck:
-    """Of one service. `namespaces`: whether the child gets its own where the kernel grants them."""
+    """The entry check of one service.
+
+    `namespaces` means that the child gets namespaces of its own if the kernel grants them.
+    """
 
     def __init__(self, store: Readable, limits: Limits | None = None, *, namespaces: bool = True) -> None:
         self._store = store
         self._limits = limits or Limits()
         self._namespaces = namespaces
         self._children = threading.BoundedSemaphore(MAX_CHILDREN)
-        # What is installed does not change while the service runs, and a bundle never does: a sweep asks once. By the
-        # bundle, the entry and what was asked of its model; what was found.
+        # The found facts, by bundle, entry and question. Installed packages do not change while the service runs, and a
+        # bundle never changes, so a sweep asks only once.
         self._good: dict[tuple[str, str, str], dict[str, Any]] = {}
 
     def check(self, sha256: str, entry: str) -> None:
-        """Raises `InvalidArgument` on `spec.program.entry`, naming the user's file and line where there is one, and
-        `ResourceExhausted` where others' checks take too long."""
+        """Raise `InvalidArgument` for an entry that cannot be called.
+
+        The error is on `spec.program.entry`, and names the user's file and line if there is one. Raises
+        `ResourceExhausted` if other checks take too long.
+        """
         self._checked(sha256, entry, None, ENTRY_FIELD)
 
     def inspect_model(self, sha256: str, entry: str, asked: dict[str, Any]) -> dict[str, Any]:
-        """What `own_model_child` finds of the model that the entry makes; `asked` is its question.
+        """Return the facts of an entry's model.
 
-        Raises `InvalidArgument` on the field of `spec` that does not work, and `ResourceExhausted` as `check`."""
+        `own_model_child` finds them; `asked` is its question.
+
+        Raises `InvalidArgument` on the field of `spec` that does not work, and `ResourceExhausted` as `check` does.
+        """
         return self._checked(sha256, entry, asked, MODEL_ENTRY_FIELD)
 
     def _checked(self, sha256: str, entry: str, model: dict[str, Any] | None, field: str) -> dict[str, Any]:
@@ -200,7 +223,7 @@ class EntryCheck:
         finally:
             self._children.release()
         if problem := str(answer["problem"]):
-            # A child may answer anything: of what it names only a field of the specification is taken.
+            # A child may answer anything, so accept only a field of the specification from its answer.
             path = str(answer.get("field", ""))
             if path.startswith("spec."):
                 fields = [(path, problem)]
@@ -214,7 +237,7 @@ class EntryCheck:
 
     def _answer(self, sha256: str, entry: str, model: dict[str, Any] | None) -> dict[str, Any]:
         module, _, function = entry.partition(":")
-        # What the module leaves there may be made unreadable; a service must not fail for it.
+        # The module may leave unreadable files there; the service must not fail because of them.
         with tempfile.TemporaryDirectory(prefix="millrace-entry-", ignore_cleanup_errors=True) as made:
             folder, work = Path(made, "code"), Path(made, "work")
             folder.mkdir()
@@ -237,16 +260,19 @@ class EntryCheck:
 # --- Guarded child ---
 
 CHILD = Path(__file__).with_name("entry_child.py")
-# To start Python, and to end all processes, besides the time that the task may take.
+# Time to start Python and to end all processes, in addition to the time limit of the task.
 GUARD_S = 30.0
 MAX_ANSWER_BYTES = 64 * 1024
-# Of the service's environment nothing else gets to the child: no credentials, no token, no proxy.
+# Variables of the service's environment that the child gets: no credentials, no token, no proxy.
 PASSED_ON = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Of all processes of one check together, but for `file_bytes` and `open_files`, which hold for each."""
+    """Limits of one check.
+
+    They hold for all its processes together, except `file_bytes` and `open_files`, which hold for each process.
+    """
 
     memory_bytes: int = 4 * 1024**3
     cpu_s: float = 60.0
@@ -257,8 +283,13 @@ class Limits:
 
 
 def ask_in_child(question: Mapping[str, Any], work: Path, limits: Limits, *, namespaces: bool = True) -> dict[str, Any]:
-    """The answer: `problem` says what is wrong, and is empty if nothing. `work` is the child's folder, `namespaces`
-    says whether it gets its own where the kernel grants them. For the question see `entry_child`."""
+    """Return the guarded child's answer to `question`.
+
+    Its `problem` is empty if nothing is wrong.
+
+    `work` is the child's folder. `namespaces` means that the child gets namespaces of its own if the kernel grants
+    them. See `entry_child` for the question.
+    """
     whole = {
         **question,
         "work": str(work),
@@ -268,7 +299,7 @@ def ask_in_child(question: Mapping[str, Any], work: Path, limits: Limits, *, nam
     }
     subject = "the files" if "weights" in question else "its module"
     command = [sys.executable, "-I", "-B", str(CHILD)]
-    # Files, not pipes: a process that is left behind would keep a pipe open.
+    # Use files instead of pipes: a process that is left behind would keep a pipe open.
     with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as answered:
         asked.write(json.dumps(whole).encode())
         asked.seek(0)
@@ -295,7 +326,7 @@ def ask_in_child(question: Mapping[str, Any], work: Path, limits: Limits, *, nam
         record = json.loads(answer)
         return {**record, "problem": str(record["problem"])}
     except (ValueError, TypeError, KeyError):
-        # The guard runs none of the user's code. Where it has no namespaces, that may still kill it.
+        # The guard runs none of the user's code. Without namespaces, that code may still kill the guard.
         logger.warning("a guarded child ended without an answer, with status %d", status)
         return {"problem": f"{subject} ended the process that checks {'it' if subject == 'its module' else 'them'}"}
 
@@ -317,29 +348,34 @@ def _environment(work: Path) -> dict[str, str]:
     }
 
 
-# --- Taking in a bundle ---
+# --- Uploads of bundles ---
 
 MAX_CHUNK_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True)
 class Header:
-    """What the first message says of all chunks together."""
+    """The first message, which describes all chunks together."""
 
     sha256: str
     size_bytes: int
 
 
 class BundleIntake:
-    """Where `own_code` does not let callers' code run, none is taken in."""
+    """Uploads of code bundles. They are refused if `own_code` does not let callers' code run."""
 
     def __init__(self, bundles: CodeBundles, own_code: OwnCode | None = None) -> None:
         self.bundles = bundles
         self._own_code = own_code or OwnCode()
 
     async def receive(self, parts: AsyncIterator[Header | bytes]) -> BundleRecord:
-        """The stored bundle. Holds one chunk in memory at a time. Raises what `CreateCodeBundle` says; whatever it
-        raises, and where the caller goes away, no bundle is made and the spool file goes."""
+        """Receive and store a bundle.
+
+        One chunk is in memory at a time.
+
+        Raises the errors that `CreateCodeBundle` lists. After any error, and if the caller disconnects, no bundle is
+        created and the spooled file is removed.
+        """
         self._own_code.require_own_code()
         header = await anext(parts, None)
         if not isinstance(header, Header):

@@ -1,7 +1,9 @@
-"""What a user's own model is, found out in the child process in which its module was imported; see `entry_child`.
+"""The facts of a user's own model.
 
-It is built on torch's meta device, where its size costs nothing. Code that makes tensors of its own kind there, from
-NumPy for example, does not stand that: it is built on the CPU then, within the child's limits.
+The child process that imported its module finds them; see `entry_child`.
+
+The model is built on torch's meta device, where its size costs nothing. Code that makes other tensors itself, for
+example from NumPy, fails there. Such a model is built on the CPU, within the child's limits.
 """
 
 from __future__ import annotations
@@ -30,15 +32,17 @@ from train_service.learning.step_module import NOT_CALLED, StepModule, Trainer, 
 FIELD = "spec.model.entry"
 ROWS = 2
 DEVICES = ("meta", "cpu")
-# The steps of an epoch, for a module that reads them of its trainer while it is tried.
+# Steps of an epoch, for a module that reads them from its trainer during the check.
 SOME_STEPS = 100
 
 
 def inspect_model(asked: dict[str, Any], folder: str) -> dict[str, Any]:
-    """`problem`, with the `field` that is wrong, or empty with the `facts`: those of `OwnModelFacts`.
+    """Return the problem or the facts of a model.
 
-    `asked` has the plain form of the specification as `spec`, `row_shape` of one row of the model's input, the run's
-    `total_steps`, and `initial`, the shapes of an initial checkpoint's tensors by name, or None.
+    The answer has `problem` with the wrong `field`, or an empty `problem` with the `facts` of `OwnModelFacts`.
+
+    `asked` has the plain form of the specification as `spec`, the `row_shape` of one row of the model's input, the
+    run's `total_steps`, and `initial`: the shapes of an initial checkpoint's tensors by name, or None.
     """
     spec = TrainingSpec.from_config(asked["spec"])
     adopt_code(spec.model.code_bundle, Path(folder))
@@ -54,14 +58,14 @@ def inspect_model(asked: dict[str, Any], folder: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Trial:
-    """A model that was built and called, on the meta device or the CPU."""
+    """A model that was built and called. This happened on the meta device or the CPU."""
 
     model: nn.Module
     facts: OwnModelFacts
 
 
 def _tried(spec: TrainingSpec, row_shape: tuple[int, ...]) -> _Trial:
-    """On the first device where it works. Raises what it does on the last."""
+    """Try the model on the first device that works. If none works, the error of the last device is raised."""
     for device in DEVICES:
         try:
             return _tried_on(device, spec, row_shape)
@@ -105,7 +109,10 @@ def _facts_of_model(model: nn.Module, spec: TrainingSpec, row_shape: tuple[int, 
 
 
 def _facts_of_step(model: nn.Module, spec: TrainingSpec, row_shape: tuple[int, ...]) -> OwnModelFacts:
-    """Its forward may take anything: of a GAN it is no function of the rows."""
+    """Return the facts of a model with a training step.
+
+    Its forward may take anything: a GAN's is no function of the rows.
+    """
     if refused := [name for name in NOT_CALLED if own_method(model, name) is not None]:
         remedy = f"its {refused[0]} would never be called here; leave it out, or train by a loop of your own"
         raise invalid_field(FIELD, spec.model.entry, remedy)
@@ -117,7 +124,7 @@ def _facts_of_step(model: nn.Module, spec: TrainingSpec, row_shape: tuple[int, .
     if has_optimizers:
         try:
             _asked(spec, module.configure, "configure_optimizers raises")
-            # Nothing in a checkpoint may run code when it is read.
+            # A checkpoint may hold nothing that runs code when it is read.
             states = [one.scheduler.state_dict() for one in module.rates]
             _asked(spec, lambda: take_apart(states), "schedulers have a state that no checkpoint can hold")
         except InvalidArgument as error:
@@ -133,7 +140,7 @@ def _facts_of_step(model: nn.Module, spec: TrainingSpec, row_shape: tuple[int, .
 
 
 def _width(model: nn.Module, row_shape: tuple[int, ...]) -> int:
-    """That of the output, where it is (rows, width) for rows like these, else 0."""
+    """Return the width of the model's output. It is 0 if the output is not (rows, width) for such rows."""
     model.eval()
     try:
         with torch.no_grad():
@@ -181,7 +188,7 @@ def _names(spec: TrainingSpec, given: Any) -> tuple[str, ...]:
 
 
 def _check(spec: TrainingSpec, trial: _Trial, asked: dict[str, Any]) -> None:
-    """What depends on more than the model itself; `spec` is settled."""
+    """Check what depends on more than the model. `spec` is settled."""
     shapes = {name: tuple(one.shape) for name, one in trial.model.named_parameters()}
     if spec.optimizer.name != OWN:
         check_optimizer(spec.optimizer, shapes.values(), asked["total_steps"])
@@ -198,7 +205,7 @@ def _sharding_problem(model: nn.Module, row_shape: Sequence[int]) -> str:
 
     if any(not one.is_meta for one in model.parameters()):
         return "FSDP builds the model on torch's meta device first, and its code makes tensors that do not go with that"
-    # A group of one process; the child has no network, which gloo would look for.
+    # Use a group of one process: the child has no network, which gloo would look for.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)

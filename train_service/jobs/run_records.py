@@ -1,6 +1,8 @@
-"""What a run left behind of its doings: the rows that it consumed, its metrics, its logs, and its checkpoints.
+"""Records of a run.
 
-A checkpoint is handed out file by file. It stays while it is read, whatever retention wishes.
+They are the rows that it consumed, its metrics, its logs, and its checkpoints.
+
+Clients download a checkpoint file by file. Retention does not delete it while it is read.
 """
 
 from __future__ import annotations
@@ -46,37 +48,46 @@ from train_service.records.reporting import TRAIN_KIND
 logger = logging.getLogger(__name__)
 
 PATTERN = "trainingJobs/{j}"
-# What a coverage rests on, see the contract.
+# The basis of a coverage; see the contract.
 OPTIMIZER, GIVEN, NO_WITNESS = "OPTIMIZER", "GIVEN", "NONE"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Coverage:
-    """`checkpoint` is the one up to which was counted, empty where there is none yet."""
+    """The coverage of one epoch.
+
+    `checkpoint` is the checkpoint up to which rows were counted; empty if there is none yet.
+    """
 
     training_job: str
     epoch: int
     checkpoint: str
     counts: CoverageCounts
     epoch_done: bool
-    # Of the epoch, by the loss scaler.
+    # Steps of the epoch that the loss scaler skipped.
     skipped_steps: int = 0
     witness: str = OPTIMIZER
-    # Of a program: the split.
+    # For a program: the split.
     shard: str = ""
 
 
 class RunRecords:
-    """All methods block on the store, so call them from threads. Names are `trainingJobs/{j}`."""
+    """Read access to the records of runs.
+
+    All methods block on the store, so call them from threads. Names are `trainingJobs/{j}`.
+    """
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
         self._jobs = Jobs(store, TRAIN_KIND)
 
     def coverage(self, name: str, epoch: int, checkpoint: str, shard: str = "") -> Coverage:
-        """`shard` is the split that a program read; empty: the training split. Raises `OutOfRange` for an epoch that
-        the job does not have, `InvalidArgument` for a shard of a job without a program, `DataLoss` where a record is
-        damaged, and `FailedPrecondition` where only a dataset version that is gone knew the rows."""
+        """Return how often each row of an epoch was consumed.
+
+        `shard` is the split that a program read; empty means the training split. Raises `OutOfRange` for an epoch that
+        the job does not have, `InvalidArgument` for a shard of a job without a program, `DataLoss` if a record is
+        damaged, and `FailedPrecondition` if only a deleted dataset version knew the rows.
+        """
         names.parse("name", name, PATTERN)
         job = self._jobs.get(name, name)
         spec = spec_of_job(job.spec["training"], job.choices)
@@ -92,7 +103,7 @@ class RunRecords:
                     return self._count_shard(name, spec, shard or spec.train_split, epoch, entry)
                 return self._count(name, spec, split, epoch, entry)
             except DataLoss:
-                # Retention may have taken it away meanwhile, and then another is named in its place.
+                # Retention may have deleted the checkpoint meanwhile; then the name resolves to another one.
                 if entry is None or entry == self._checkpoint(name, checkpoint):
                     raise
 
@@ -130,12 +141,12 @@ class RunRecords:
     def _count_shard(
         self, name: str, spec: TrainingSpec, shard: str, epoch: int, entry: CheckpointEntry | None
     ) -> Coverage:
-        """By the positions that a program's checkpoint names."""
+        """Count the rows by a checkpoint's positions. The checkpoint is a program's."""
         saved = None
         if entry is not None:
             saved = load_program_checkpoint(self._store, entry.folder, entry.manifest_sha256).positions.get(shard)
         if entry is None or saved is None:
-            # It reads its own data, or has not been given a row of this split.
+            # The program reads its own data, or has not been given a row of this split.
             _check_epoch(name, epoch, 1)
             nothing = CoverageCounts(
                 row_count=0, seen_once=0, missing=0, repeated=0, missing_row_ids=[], repeated_row_ids=[]
@@ -167,15 +178,17 @@ class RunRecords:
         )
 
     def metrics(self, name: str, after_step: int, page_size: int, page_token: str) -> tuple[list[MetricPoint], str]:
-        """A page of points behind `after_step`, and the token of the next."""
+        """Return a page of points after `after_step`. The second value is the token of the next page."""
         names.parse("name", name, PATTERN)
         self._jobs.get(name, name)
         return metrics_page(self._store, name, after_step, page_size, page_token)
 
     def logs(self, name: str, attempt: int, rank: int | None, follow: bool) -> LogReader:
-        """What an attempt logged (0: the newest) on one rank, or on all.
+        """Return a reader of an attempt's log.
 
-        Raises `NotFound` where there is nothing, nor, with `follow`, will be.
+        It reads one rank or all. Attempt 0 is the newest.
+
+        Raises `NotFound` if there is no log and, with `follow`, none will be written.
         """
         names.parse("name", name, PATTERN)
         if attempt < 0:
@@ -185,8 +198,12 @@ class RunRecords:
         return find_logs(self._store, self._jobs, name, attempt, rank, follow)
 
     def _train_split(self, job: JobRecord, spec: TrainingSpec) -> Split:
-        """As the job's own record has it: the version may have been deleted since the run. Jobs of earlier releases
-        have none, and the version is asked."""
+        """Return the training split of the job.
+
+        It comes from the job's record, because the version may have been deleted since the run.
+
+        Jobs of earlier releases have no such record; for them the version is read.
+        """
         if split := job.spec.get("train_split"):
             return Split(**fields_of(Split, split))
         try:
@@ -235,16 +252,16 @@ def _version_gone(name: str, spec: TrainingSpec, error: NotFound) -> FailedPreco
 # --- Files of a checkpoint ---
 
 KIND = "download"
-# The state that no download ever has: its marker counts by its age alone, and is written anew while it is read.
+# A state that no download ever has, so the age of the marker alone decides; a reader renews its marker.
 NEVER = "ENDED"
 RENEW_EVERY_S = REFERENCE_APPEARS_TIMEOUT_S / 4
-# A job's best may change while it is being marked.
+# A job's best checkpoint may change while it is being marked.
 TRIES = 5
 
 
 @dataclass(frozen=True)
 class CheckpointListing:
-    """What is sent before the files: `files` are all of them, the manifest first."""
+    """The message before the files. `files` are all of them, the manifest first."""
 
     entry: CheckpointEntry
     files: list[CheckpointFile]
@@ -252,7 +269,7 @@ class CheckpointListing:
 
 @dataclass(frozen=True)
 class FileBegin:
-    """The next bytes are those of `file` from `offset` on."""
+    """The beginning of a file's bytes. The next bytes are those of `file` from `offset` on."""
 
     file: CheckpointFile
     offset: int
@@ -262,18 +279,20 @@ Part = CheckpointListing | FileBegin | bytes
 
 
 class CheckpointReader:
-    """`clock` gives seconds that only grow."""
+    """A reader of checkpoint files. `clock` returns monotonic seconds."""
 
     def __init__(self, store: ObjectStore, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
         self._clock = clock
 
     def read(self, name: str, manifest_sha256: str, path: str, offset: int) -> Generator[Part, None, None]:
-        """The listing, then each file from the one at `path` on, that one from `offset` on; empty: from the first.
+        """Yield the listing, then each file.
 
-        Holds `PIECE_BYTES` in memory. Raises what `GetCheckpoint` says, before the first part for what is wrong with
-        the request. While the generator is open, and for ten minutes after the death of this process, neither retention
-        nor a deletion of the job takes the files away.
+        Files begin with the one at `path`, and its bytes with `offset`.
+
+        An empty `path` means the first file. Holds `PIECE_BYTES` in memory. Raises the errors that `GetCheckpoint`
+        lists; errors of the request are raised before the first part. While the generator is open, and for ten minutes
+        after the death of this process, neither retention nor a deletion of the job removes the files.
         """
         if offset < 0:
             raise invalid_field("offset", offset, "use 0 or more")
@@ -309,14 +328,15 @@ class CheckpointReader:
             entry = resolve_any(self._store, "name", name)
             if self._mark(entry, uid):
                 return entry
-            # It is retired just now; of a job another is the best by then.
+            # Retention is removing this checkpoint. If the name is a job's, it resolves to another checkpoint next
+            # time.
             release(self._store, entry.name, KIND, uid)
         raise FailedPrecondition(
             f"{name} means another checkpoint each time; name one of its checkpoints", fields=[("name", "name one")]
         )
 
     def _mark(self, entry: CheckpointEntry, uid: str) -> bool:
-        """Whether it is still named."""
+        """Mark the checkpoint as in use. Returns whether the registry still names it."""
         try:
             return keep(self._store, entry.name, entry.folder, KIND, uid, f"downloads/{uid}", ends_in=NEVER)
         except ResourceExhausted as error:  # an operator who frees a full store may want its checkpoints first
@@ -325,7 +345,7 @@ class CheckpointReader:
 
 
 def _place(files: list[CheckpointFile], path: str, offset: int) -> int:
-    """Of the file at `path` among all."""
+    """Return the index of the file at `path`."""
     if not path:
         return 0
     for place, file in enumerate(files):

@@ -1,4 +1,7 @@
-"""A suggested specification for a version in the store: reads its schema and statistics, and lets the rules decide."""
+"""Suggested specifications for a version in the store.
+
+They follow from its schema and statistics by the domain's rules.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,10 @@ KINDS = (
 
 
 def suggest_spec(store: ObjectStore, name: str, given: Json, custom_allowed: Collection[str] = ()) -> Suggestion:
-    """For the version `name`; `given` is the JSON form of a partial specification. Raises as the RPC's comment says."""
+    """Return a suggestion for the version `name`.
+
+    `given` is the JSON form of a partial specification. Raises the errors that the RPC's comment lists.
+    """
     version = load_version(store, name)
     wanted = given.get("train_split") or "train"
     facts = version_facts(version, read_report(store, version).get("columns", []), wanted)
@@ -47,7 +53,7 @@ def suggest_spec(store: ObjectStore, name: str, given: Json, custom_allowed: Col
 
 
 def version_facts(version: DatasetVersion, statistics: Sequence[Json], train_split: str) -> VersionFacts:
-    """`statistics` are those of the version's quality report."""
+    """Return the facts of a version. `statistics` are those of its quality report."""
     by_column: dict[str, list[Json]] = {}
     for one in statistics:
         by_column.setdefault(one["column"], []).append(one)
@@ -63,7 +69,10 @@ def version_facts(version: DatasetVersion, statistics: Sequence[Json], train_spl
 
 
 def _facts(column: Column, given: ColumnType, statistics: Sequence[Json], train_split: str) -> ColumnFacts:
-    """Of all splits together; mean and deviation are those of the training split, or of the first."""
+    """Return the facts of a column over all splits.
+
+    Mean and deviation are those of the training split, or of the first split if there are none.
+    """
     numbers = [one["numbers"] for one in statistics if "numbers" in one]
     of_train = next((one for one in statistics if one["split"] == train_split), statistics[0] if statistics else {})
     values = _values(statistics)
@@ -77,7 +86,7 @@ def _facts(column: Column, given: ColumnType, statistics: Sequence[Json], train_
         rows=sum(int(one["rowCount"]) for one in statistics),
         nulls=sum(int(one["nullCount"]) for one in statistics),
         nans=sum(int(one["nanCount"]) for one in statistics),
-        # As JSON spells infinities.
+        # JSON spells infinities as strings.
         infinite=any(isinstance(one.get(bound), str) for one in numbers for bound in ("min", "max")),
         distinct=max((int(one["distinctCount"]) for one in statistics), default=0) if values is None else len(values),
         values=values,
@@ -89,7 +98,10 @@ def _facts(column: Column, given: ColumnType, statistics: Sequence[Json], train_
 
 
 def _values(statistics: Sequence[Json]) -> tuple[Any, ...] | None:
-    """All different values of all splits; None where a split's statistics do not have all of its own."""
+    """Return all distinct values over all splits.
+
+    The result is None if a split's statistics lack some of its values.
+    """
     found: set[Any] = set()
     for one in statistics:
         values = one.get("values", ())
@@ -113,7 +125,10 @@ def _kind(arrow_type: pa.DataType) -> str:
 
 
 def _shape_made(version: DatasetVersion, given: Json, column: str, custom_allowed: Collection[str]) -> tuple[int, ...]:
-    """Of a row of `column` behind the given transform. Raises `InvalidArgument` unless it is a fixed-shape tensor."""
+    """Return the shape of a transformed row.
+
+    The given transform is applied to `column`. Raises `InvalidArgument` unless it is a tensor of a fixed shape.
+    """
     message = json_format.ParseDict(given.get("transform", {}), transform_pb2.Transform())
     pipeline = Pipeline.from_proto(message, column, FIELD, custom_allowed)
     with functions_in_children():

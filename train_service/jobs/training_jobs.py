@@ -46,17 +46,20 @@ logger = logging.getLogger(__name__)
 
 COLLECTION = "trainingJobs"
 PATTERN = "trainingJobs/{j}"
-# So many events in one look of a watcher. They are read one after another, maybe from a slow store, and clients take a
-# silence for the end of what there is.
+# The most events that one poll of a watcher reads. Events are read one by one, perhaps from a slow store, and clients
+# treat silence as the end of the events.
 EVENTS_AT_ONCE = 8
-# How long a call waits for others' models to be checked, each of which ends within `trial_limit.LIMIT_S`.
+# How long a call waits while other calls' models are checked. Each check ends within `trial_limit.LIMIT_S`.
 CHECK_WAIT_S = 60.0
 
 
 @dataclass(frozen=True)
 class JobView:
-    """A job as clients see it: its record, its progress so far, its newest checkpoint and its best one, and what its
-    next attempt waits for, if it does."""
+    """A job as clients see it.
+
+    It has the job's record, its progress, its newest and its best checkpoint, and what the next attempt waits for, if
+    anything.
+    """
 
     record: JobRecord
     progress: dict[str, Any]
@@ -66,7 +69,10 @@ class JobView:
 
 
 class TrainingJobs:
-    """All methods block on the store, so call them from threads. Names are `trainingJobs/{j}`."""
+    """Operations on training jobs in the store.
+
+    All methods block on the store, so call them from threads. Names are `trainingJobs/{j}`.
+    """
 
     def __init__(
         self,
@@ -75,8 +81,11 @@ class TrainingJobs:
         cluster_max: Mapping[str, float] | None = None,
         programs: ProgramCheck | None = None,
     ) -> None:
-        """`cluster_max` is what the cluster never exceeds, by an operator's word; None: it is as large as it was.
-        `programs` checks those of users; None: they are refused."""
+        """Create the operations over `store`.
+
+        `cluster_max` is the size that the cluster never exceeds, as the operator set it; if None, the cluster is taken
+        to stay as large as it has been. `programs` checks users' programs; the default refuses them.
+        """
         self._store = store
         self._cluster_max = cluster_max
         self._clusters = ClusterMemory(store)
@@ -84,11 +93,15 @@ class TrainingJobs:
         self._own_models = OwnModelCheck(store, self._programs)
         self._deletions = deletions or Deletions(store)
         self._jobs = Jobs(store, TRAIN_KIND)
-        # The first call imports torch, and first imports must not race; nor may what silences torch's warnings.
+        # The first call imports torch, and first imports must not race. Neither may the code that silences torch's
+        # warnings.
         self._checking = threading.Lock()
 
     def create(self, job_id: str, spec: TrainingSpec, request_id: str, digest: str, validate_only: bool) -> JobView:
-        """The job is durable when this returns. Raises what the RPC's comment says; `digest` is the body's."""
+        """Create a job, which is durable when this returns.
+
+        `digest` is the digest of the request's body. Raises the errors that the RPC's comment lists.
+        """
         names.check_id("training_job_id", job_id)
         request_id = names.check_request_id("request_id", request_id)
         if not validate_only and (first := self._first_answer(request_id, digest)):
@@ -107,11 +120,14 @@ class TrainingJobs:
             return self._view(first or self.make(job, spec))
 
     def run_here(self, job_id: str, spec: TrainingSpec, runner: str, device: str) -> JobRecord:
-        """The job with an attempt begun that the caller must run, as its `runner`; made where there is none of that
-        name. One that SUCCEEDED is returned as it is. An attempt that is still at work on it is overtaken. `device` is
-        GPU or CPU, what the attempt is on.
+        """Begin an attempt that the caller must run.
 
-        Raises as `create` does, and `FailedPrecondition` for a job that the service runs, or that is being deleted.
+        Returns the job with that attempt; the caller is its `runner`.
+
+        The job is created if there is none of that name. A job that SUCCEEDED is returned as it is. The new attempt
+        supersedes an attempt that is still at work. `device` is the device of the attempt, GPU or CPU.
+
+        Raises as `create` does, and `FailedPrecondition` for a job that the service runs or that is being deleted.
         """
         names.check_id("job", job_id)
         job = self._jobs.find(f"{COLLECTION}/{job_id}")
@@ -121,7 +137,7 @@ class TrainingJobs:
         spec = _with_lanes_of(job, spec)
         begun = TrainingSpec.from_config(job.spec["training"])
         given = self._fitted(spec)
-        # Which checkpoint it started from was settled then, and that may be gone by now.
+        # The initial checkpoint was resolved when the job was created, and may have been deleted since.
         same_start = _may_mean(given.initial_checkpoint, begun.initial_checkpoint)
         if not same_start or replace(given, initial_checkpoint=begun.initial_checkpoint) != begun:
             raise already_exists(job.name, "with another spec; use another id")
@@ -147,20 +163,20 @@ class TrainingJobs:
         return self._jobs.transition(job.name, begin, attempt=job.attempt + 1)
 
     def _fitted(self, spec: TrainingSpec) -> TrainingSpec:
-        """As `checked`, where that reads the store alone; a model of a user's own is asked again."""
+        """Return `spec` as `checked` does, using the store alone. Only a user's own model is checked again in full."""
         if spec.program is not None:
             return fitted_program(self._store, spec)
         return self.checked(spec) if spec.model.is_own else fitted(self._store, spec)[0]
 
     def warm_up(self) -> None:
-        """Imports what the first `create` needs, ahead of it."""
+        """Import what the first `create` needs, ahead of that call."""
         with self._checking:
             from shared.models import known_builders
 
             known_builders()
 
     def suggest(self, version: str, given: Mapping[str, Any], custom_allowed: Collection[str]) -> Suggestion:
-        """A specification for a dataset version, see `suggest_spec`."""
+        """Return a suggested specification for a dataset version. See `suggest_spec`."""
         return suggest_spec(self._store, version, given, custom_allowed)
 
     def get(self, name: str) -> JobView:
@@ -168,8 +184,11 @@ class TrainingJobs:
         return self._view(self._jobs.get(name, name))
 
     def since(self, name: str, seen: JobRecord) -> list[JobView]:
-        """The job in each of its states behind `seen`, oldest first, the last one as it is now; that one alone where
-        there is none. All have the present progress and checkpoints. Raises `NotFound`."""
+        """Return the job's states after `seen`, oldest first.
+
+        If there is none, the list has `seen` alone. The last view shows the job as it is now. All views have the
+        present progress and checkpoints. Raises `NotFound`.
+        """
         behind = self._jobs.since(name, name, seen)
         newest = self._view(behind[-1] if behind else seen)
         return [*(replace(newest, record=record, waiting_for="") for record in behind[:-1]), newest]
@@ -183,8 +202,12 @@ class TrainingJobs:
         return [self._view(job) for job in found if job], token
 
     def cluster_use(self) -> tuple[ClusterUse, dict[str, str], float]:
-        """Who holds what of the Ray cluster, the jobs' names by those of their attempts' actors, and when it was seen.
-        Reads the jobs that are live of the kinds that hold something."""
+        """Return who uses the Ray cluster.
+
+        The second value maps the attempts' actors to their jobs' names, the third is the time of the observation.
+
+        Reads the live jobs of those kinds that hold resources.
+        """
         use, seen_at = self._clusters.use()
         names: dict[str, str] = {}
         for kind in {kind_of(one.attempt) for one in use.holders if one.attempt}:
@@ -199,7 +222,10 @@ class TrainingJobs:
         return self._view(self._jobs.cancel(name, name, etag))
 
     def delete(self, name: str, etag: str) -> JobView:
-        """The job in DELETING; it is gone soon after. Raises what the RPC's comment says."""
+        """Start a deletion and return the DELETING job.
+
+        The deletion finishes in the background. Raises the errors that the RPC's comment lists.
+        """
         names.parse("name", name, PATTERN)
         view = self._view(self._deletions.begin(name, etag))
         self._deletions.finish_soon(name)
@@ -210,7 +236,7 @@ class TrainingJobs:
         return self._view(self._jobs.suspend(name, name, etag))
 
     def resume(self, name: str, etag: str) -> JobView:
-        """Raises `FailedPrecondition` where its dataset version is gone."""
+        """Resume a job. Raises `FailedPrecondition` if the job is over and its dataset version has been deleted."""
         names.parse("name", name, PATTERN)
         job = self._jobs.get(name, name)
         if not job.state.final:
@@ -219,9 +245,9 @@ class TrainingJobs:
         if spec.program is not None or spec.model.is_own:
             self._programs.own_code.require_own_code()
         try:
-            # What a job stands on may be deleted once it is over; from here on it may not again. The marks stay even
-            # if the wish is refused: another resumption may have been faster, and those of a job that stays as it is
-            # soon count for nothing.
+            # The inputs of a finished job may be deleted; from here on they may not. The reference marks stay even if
+            # the resumption is refused: another resumption may have been faster. The marks of a job that stays finished
+            # soon expire.
             with using_inputs(self._store, TRAIN_KIND, job, spec):
                 pass
         except NotFound as error:
@@ -240,11 +266,11 @@ class TrainingJobs:
         return chosen, paging.token_of(chosen[-1].name) if more else ""
 
     def events(self, name: str, after_sequence: int) -> list[Event]:
-        """The next ones that are written, at most `EVENTS_AT_ONCE`."""
+        """Return the next written events, at most `EVENTS_AT_ONCE`."""
         return list(itertools.islice(EventLog(self._store, name).after(after_sequence), EVENTS_AT_ONCE))
 
     def check_sequence(self, name: str, after_sequence: int) -> None:
-        """Raises `OutOfRange` for a sequence number that no event has."""
+        """Raise `OutOfRange` for an unknown sequence number. An event must have the number, or it is 0."""
         last = EventLog(self._store, name).last_sequence()
         if not 0 <= after_sequence <= last:
             wrong = "must be 0 or more" if after_sequence < 0 else f"is beyond the last event, {last}"
@@ -256,13 +282,19 @@ class TrainingJobs:
             )
 
     def _still_read(self, job: JobRecord) -> TrainingSpec:
-        """Its specification, without the checkpoint that it started from once it has one of its own to go on from."""
+        """Return the job's specification with the inputs that it still reads.
+
+        Once the job has a checkpoint of its own to resume from, it no longer needs its initial checkpoint.
+        """
         spec = TrainingSpec.from_config(job.spec["training"])
         has_own = not CheckpointRegistry(self._store, job.name).poll(lambda view: view.is_empty)
         return replace(spec, initial_checkpoint="") if has_own else spec
 
     def checked(self, spec: TrainingSpec) -> TrainingSpec:
-        """With defaults that depend on the version. Raises what `CreateTrainingJob` says of a spec."""
+        """Return `spec` with its version's defaults.
+
+        Raises the errors that `CreateTrainingJob` lists for a specification.
+        """
         if spec.program is not None:
             return self._programs.checked(spec)
         if spec.model.is_own:
@@ -273,13 +305,19 @@ class TrainingJobs:
         return self._with_initial_checkpoint(spec)
 
     def check_outputs(self, spec: TrainingSpec, model_input: TensorSpec) -> None:
-        """Whether the model takes such rows and gives what its task needs. Raises as `create`."""
+        """Check the outputs of the model.
+
+        It must accept rows of `model_input` and produce the outputs of its task. Raises as `create` does.
+        """
         with self._alone():
             check_outputs(spec, model_input)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """While one call's model is checked. Raises `ResourceExhausted` where others' take too long."""
+        """Hold the lock for model checks.
+
+        Raises `ResourceExhausted` if other calls' checks take longer than `CHECK_WAIT_S`.
+        """
         if not self._checking.acquire(timeout=CHECK_WAIT_S):
             raise ResourceExhausted(
                 f"other calls' models have been checked for {CHECK_WAIT_S:g} s already; try again later",
@@ -291,37 +329,46 @@ class TrainingJobs:
             self._checking.release()
 
     def _with_initial_checkpoint(self, spec: TrainingSpec) -> TrainingSpec:
-        """With the name of the checkpoint that was meant, where it was asked for as `final`."""
+        """Return `spec` with its initial checkpoint resolved.
+
+        A name that ends in `final` becomes the name of the checkpoint that it refers to.
+        """
         if not spec.initial_checkpoint:
             return spec
         check_name(spec.initial_checkpoint)
         entry = resolve(self._store, FIELD, spec.initial_checkpoint)
-        if not spec.model.is_own:  # whose code runs in the check's child alone
+        if not spec.model.is_own:  # a user's code runs only in the check's child process
             check_fits(self._store, entry, spec.model)
         check_scaling(self._store, entry, spec)
         return replace(spec, initial_checkpoint=entry.name)
 
     def check_ever_fits(self, spec: TrainingSpec) -> None:
-        """Raises `FailedPrecondition` for more workers than the cluster can ever hold."""
+        """Raise `FailedPrecondition` for workers that never fit.
+
+        There are more of them than the cluster can ever hold.
+        """
         check_ever_fits(spec, self._clusters, self._cluster_max)
 
     def make(self, job: JobRecord, spec: TrainingSpec) -> JobRecord:
-        """Makes a job durable whose `spec` was checked. The same record again gives the job that there is."""
+        """Make a job durable whose `spec` was checked. For a repeated record, return the existing job."""
         try:
             with using_inputs(self._store, TRAIN_KIND, job, spec) as version:
-                # What the run consumed may be asked for when the version is gone.
+                # Clients may ask which rows the run consumed after the version has been deleted.
                 if version is not None:
                     job = replace(job, spec={**job.spec, "train_split": asdict(version.split(spec.train_split))})
                 return self._jobs.create(job.name, job)
         except AlreadyExists:
-            # The same request, sent twice at once, may have made it in between.
+            # A concurrent call with the same request may have created the job.
             if there := self._jobs.made_by(job.spec["request_id"], job.name):
                 return there
             raise
 
     def _first_answer(self, request_id: str, digest: str) -> JobRecord | None:
-        """The job that an earlier call with this id made. What that was made of may be gone since, so its
-        specification is not checked again. Raises `AlreadyExists` where the body was another."""
+        """Return the job that an earlier call with this id created.
+
+        Its inputs may have been deleted since, so the specification is not checked again. Raises `AlreadyExists` if the
+        body was different.
+        """
         name = claimed_before(self._store, TRAIN_KIND, request_id, digest)
         return self._jobs.made_by(request_id, name) if name else None
 
@@ -339,15 +386,21 @@ class TrainingJobs:
 
 
 def _with_lanes_of(job: JobRecord, spec: TrainingSpec) -> TrainingSpec:
-    """Where `spec` has the lanes that it gets when it names none, those of a job that began when these were always
-    24: its order of rows stays."""
+    """Return `spec` with the lanes of `job`.
+
+    `spec` must have the default, and the job `MIN_LANES`. Jobs of earlier releases always had `MIN_LANES`; this keeps
+    their order of rows.
+    """
     begun: int = job.spec["training"]["lanes"]
     is_default = spec.lanes == default_lanes(spec.num_workers)
     return replace(spec, lanes=begun) if is_default and begun == MIN_LANES else spec
 
 
 def _may_mean(given: str, settled: str) -> bool:
-    """Whether the name of a checkpoint may have been that of this one: a job's `final` one is not always the same."""
+    """Return whether `given` may have meant `settled`.
+
+    Both name checkpoints. A job's `final` checkpoint is not always the same one.
+    """
     job, is_final, _ = given.partition("/checkpoints/final")
     return given == settled or (bool(is_final) and settled.startswith(f"{job}/checkpoints/"))
 

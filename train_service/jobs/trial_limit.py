@@ -1,7 +1,9 @@
-"""A bound on how long a model may take to be built and tried on torch's meta device, where its size costs nothing.
+"""A limit on building and trying a model.
 
-How many layers a builder makes of its arguments only the builder knows. But each layer is made by calls of torch, so
-these are counted: a builder that asks for too many is stopped in its next one, whatever its arguments are called.
+The model is on torch's meta device, where its size costs no memory. So the limit is on the time that it takes.
+
+Only the builder knows how many layers it makes of its arguments. But each layer is made by calls of torch, so the limit
+counts these calls. It stops a builder that requests too many layers at its next call, however its arguments are named.
 """
 
 from __future__ import annotations
@@ -12,27 +14,31 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
-# Seven times those of torchvision's largest, efficientnet_v2_l; they take some seconds.
+# Seven times the calls of torchvision's largest model, efficientnet_v2_l; they take some seconds.
 MAX_CALLS = 100_000
-# Where calls are slow: of the processor's time, for a machine that has much else to do says nothing of the model.
+# For slow calls: a limit on CPU time, because wall time on a busy machine says nothing about the model.
 LIMIT_S = 30.0
-# Somebody waits for the answer.
+# A client waits for the answer.
 WALL_LIMIT_S = 300.0
 
 
 class TooLarge(Exception):
-    """The model was not built to its end."""
+    """The model is too large to be built."""
 
 
 class OutOfTime(Exception):
-    """The model was not built to its end, for which it may not be to blame."""
+    """The model was not built in time. The machine may be busy."""
 
 
 class TrialLimit(TorchFunctionMode):
-    """Use as a context, in which calls of torch by this thread raise `TooLarge` once there were too many, and
-    `OutOfTime` where there was no time for them. Builders may catch it, so `out_of_time` says it, too.
+    """A context in which calls of torch are limited.
 
-    What builders import should have been imported before: it costs time, and is none of the model.
+    Only calls by this thread count.
+
+    A call raises `TooLarge` after too many calls, and `OutOfTime` if there was no time for them. Builders may catch the
+    error, so `out_of_time` records it, too.
+
+    Import the builder's modules first: imports cost time, but are no part of the model.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,10 @@
-"""Reads files of weights that a stranger sent, fits them to a model, and writes them as that model's own.
+"""Reading and fitting files of sent weights.
 
-Runs in the process that `entry_child` guards: what goes wrong here, or takes too much, ends that process alone. A file
-is read as data. Of torch's files `weights_only` lets tensors and plain values in, and refuses whatever names code.
+The files are fitted to a model and written as that model's own.
+
+This runs in the process that `entry_child` guards: an error or an exhausted limit ends only that process. Files are
+read as data. For torch's files, `weights_only` accepts tensors and plain values, and refuses everything that names
+code.
 """
 
 from __future__ import annotations
@@ -28,26 +31,26 @@ SAFETENSORS, TORCH, HUGGING_FACE = "SAFETENSORS", "TORCH", "HUGGING_FACE"
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 WHOLE = ("model.safetensors", "pytorch_model.bin")
-# Where programs often keep a state dict among other things.
+# Usual keys of a state dict in a file that holds other values, too.
 USUAL_KEYS = ("state_dict", "model_state_dict", "model")
-# As the safetensors library has it.
+# The limit of the safetensors library.
 MAX_HEADER_BYTES = 100_000_000
 LENGTH_BYTES = 8
-# What is named of each list of the report, and how long a name may be.
+# The most entries of each list of the report, and the longest name.
 MAX_LISTED = 1_000
 MAX_NAME = 500
-# Of a refusal.
+# The most names in a refusal.
 MAX_SHOWN = 8
 WIDENED = (torch.float16, torch.bfloat16)
 
 
 class Unreadable(Exception):
-    """The text says what is wrong with the files, and what to do."""
+    """The files cannot be read. The text says why, and the remedy."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor in a file: read when it is wanted. `shape` and `dtype` are known before."""
+    """A tensor in a file, read when needed. `shape` and `dtype` are known before."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -56,7 +59,7 @@ class Source:
 
 @dataclass
 class Report:
-    """What `millrace.train.v1.ImportReport` says, in the same words."""
+    """The content of `millrace.train.v1.ImportReport`, with the same names."""
 
     format: str = ""
     key: str = ""
@@ -77,10 +80,11 @@ class Report:
 
 
 def read_weights(asked: Mapping[str, Any]) -> str:
-    """Fits the files in the folder `files` to `model`. Returns what is wrong with them; empty if nothing.
+    """Fit the files in `files` to `model`.
 
-    Writes `report` in any case in which they can be read, and `output`, a safetensors file of all the model's tensors,
-    where nothing is missing that may not be, nothing unexpected, and nothing of another shape.
+    `files` is a folder. Returns what is wrong with the files, or an empty string. If the files can be read, writes
+    `report`. If no tensor is missing without permission, unexpected, or of another shape, also writes `output`, a
+    safetensors file of all the model's tensors.
     """
     torch.set_num_threads(1)
     try:
@@ -119,7 +123,7 @@ def _read(asked: Mapping[str, Any]) -> str:
 
 
 def _model(config: Mapping[str, Any], *, on: str) -> tuple[dict[str, torch.Tensor], dict[str, list[str]]]:
-    """Its tensors by name, and to each name the others that are the same tensor."""
+    """Return the model's tensors by name. The second value lists, for each name, the other names of the same tensor."""
     torch.manual_seed(0)
     with torch.device(on):
         state = build_model(ModelSpec.from_config(config), "spec.model").state_dict(keep_vars=True)
@@ -133,7 +137,7 @@ def _model(config: Mapping[str, Any], *, on: str) -> tuple[dict[str, torch.Tenso
 def _fit(
     model: Mapping[str, torch.Tensor], renamed: Mapping[str, tuple[str, Source]], report: Report
 ) -> dict[str, str]:
-    """Of the model's tensors that fit, the names in the file."""
+    """Return the file's names of the fitting tensors. The keys are their names in the model."""
     taken = {}
     for target, (name, source) in renamed.items():
         wanted = model.get(target)
@@ -153,7 +157,7 @@ def _fit(
 
 
 def _holds(wanted: torch.dtype, given: torch.dtype) -> bool:
-    """Whether every number of the one type is one of the other."""
+    """Return whether one type holds another exactly. `wanted` must represent every number of `given`."""
     return given == wanted or (wanted == torch.float32 and given in WIDENED)
 
 
@@ -167,7 +171,7 @@ def _find_non_finite(taken: Mapping[str, str], found: Mapping[str, Source], repo
 
 
 def _renamed(found: Mapping[str, Source], names: Mapping[str, Any], report: Report) -> dict[str, tuple[str, Source]]:
-    """By the name in the model: the name in the file and the tensor."""
+    """Return the file's tensors by the model's names. Each comes with its name in the file."""
     drop = _patterns("names.drop", names["drop"])
     renames = [_rename(place, one) for place, one in enumerate(names["renames"])]
     renamed: dict[str, tuple[str, Source]] = {}
@@ -271,7 +275,10 @@ def _of_safetensors(name: str, path: Path) -> dict[str, Source]:
 
 
 def _check_header(name: str, path: Path) -> None:
-    """For what the library says less plainly, or lets pass: names that are there twice."""
+    """Check the header of a safetensors file.
+
+    The check finds faults that the library reports less plainly or accepts, such as repeated names.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
@@ -308,11 +315,11 @@ def _unique(name: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
 
 def _of_torch(name: str, path: Path, key: str, report: Report) -> dict[str, Source]:
     try:
-        # Files of torch before 1.6 are no archives, and cannot be mapped.
+        # Files of torch before 1.6 are not zip archives and cannot be mapped.
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except (MemoryError, RecursionError):
         raise
-    except Exception as error:  # torch has an exception of its own for each way of being damaged
+    except Exception as error:  # torch has an exception of its own for each kind of damage
         text = str(error)
         if "weights_only" in text.lower() or "Unsupported global" in text or "WeightsUnpickler" in text:
             raise Unreadable(
@@ -362,8 +369,11 @@ def _write(
     sources: Mapping[str, Source],
     fresh: Mapping[str, torch.Tensor],
 ) -> None:
-    """A safetensors file of the model's tensors, one after the other: holds one of them at a time."""
-    # Wide elements first, so that each tensor is aligned; names make the order the same every time.
+    """Write a safetensors file of the model's tensors.
+
+    The tensors are written one after the other, and only one is in memory at a time.
+    """
+    # Wide elements come first, so that each tensor is aligned. Sorting by name makes the order reproducible.
     ordered = sorted(model, key=lambda name: (-model[name].element_size(), name))
     header: dict[str, Any] = {}
     at = 0

@@ -1,1 +1,4 @@
-"""Sweeps: a durable job whose attempt lets Ray Tune decide which training jobs run, each a trial with its own logs."""
+"""Sweeps: searches in which Ray Tune schedules trials.
+
+A sweep is a durable job, and each trial a training job with its own logs.
+"""

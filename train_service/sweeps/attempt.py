@@ -1,7 +1,9 @@
-"""The attempt at a sweep: Ray Tune says which trials run and which stop early; here it is done to their training jobs.
+"""The attempt at a sweep.
 
-Tune sees numbers of trials; what they mean is in the sweep's specification. Its own state is thrown away: the attempt
-after a lost one finds the jobs that there are, and replays to Tune what they told. Jobs go on meanwhile.
+Ray Tune decides which trials run and which stop early, and the attempt applies these decisions to their jobs.
+
+Tune sees only the trials' numbers; the sweep's specification gives them meaning. Tune's own state is discarded: the
+attempt after a lost one finds the existing jobs, and replays their reports to Tune. The jobs continue meanwhile.
 """
 
 from __future__ import annotations
@@ -26,17 +28,21 @@ from train_service.sweeps.sweeps import Trials, best_of
 
 logger = logging.getLogger(__name__)
 
-# Trials stop after their next step; one that does not is ended by its own attempt soon after.
+# Trials stop after their next step. A trial that does not stop is ended by its own attempt soon after.
 ENDED_TIMEOUT_S = 60.0
 POLL_INTERVAL_S = 1.0
-# Nodes come and go, and a follower that is begun again costs a process's start; one that always fails ends the attempt.
+# Nodes come and go, and restarting a follower costs the start of a process. A follower that always fails ends the
+# attempt.
 FOLLOWER_RESTARTS = 100
-# A follower asks for no CPU, which the trainings need; Ray wants a bundle of something. In bytes.
+# In bytes. A follower requests no CPU, because the trainings need them, but Ray requires a bundle with some resource.
 MEMORY_OF_FOLLOWER = 1
 
 
 def run(context: AttemptContext) -> dict[str, Any]:
-    """Entry function of a durable job of kind `sweep`. Returns the best trial and its checkpoint."""
+    """Run an attempt at a sweep.
+
+    This is the entry function of a durable job of kind `sweep`. Returns the best trial and its checkpoint.
+    """
     trials = Trials(context.store, context.job)
     try:
         retry_on_outage(trials.stop_marked, "trials that were stopped")
@@ -49,11 +55,11 @@ def run(context: AttemptContext) -> dict[str, Any]:
 
 
 def _search(context: AttemptContext, trials: Trials) -> None:
-    """Returns once Tune is done with every trial; jobs may still be about to end."""
-    # Read by Tune where it begins. Its result files would be in nobody's way but ours.
+    """Run Tune until every trial is done. Jobs may still be ending."""
+    # Tune reads these when it starts. They turn off its result files, which are not needed.
     os.environ["TUNE_DISABLE_AUTO_CALLBACK_LOGGERS"] = "1"
     os.environ["TUNE_DISABLE_STRICT_METRIC_CHECKING"] = "1"
-    # Here, since it takes seconds, and a reconciler imports this module's neighbours.
+    # Imported here, because the import takes seconds and a reconciler imports the neighbouring modules.
     from ray import tune
     from ray.tune.registry import TRAINABLE_CLASS, _global_registry
     from ray.tune.search import BasicVariantGenerator
@@ -75,7 +81,7 @@ def _search(context: AttemptContext, trials: Trials) -> None:
     def trainable(config: dict[str, Any]) -> None:
         follow(followed[config[TRIAL]], lambda epochs, value: tune.report({EPOCHS: epochs, VALUE: value}))
 
-    # Tune keeps it by the Ray job, which all attempts share, and by this name.
+    # Tune registers the function by the Ray job, which all attempts share, and by this name.
     trainable.__name__ = f"follow-{context.job.uid}-{context.attempt}"
     bundles = tune.PlacementGroupFactory(
         [{"memory": MEMORY_OF_FOLLOWER}], bundle_label_selector=[dict(NOT_BESIDE_A_SERVICE)]
@@ -95,7 +101,8 @@ def _search(context: AttemptContext, trials: Trials) -> None:
                 storage_path=folder,
                 verbose=0,
                 callbacks=[TuneBridge(context, trials)],
-                # What it had told is told again; the scheduler has judged it, and does not do so twice.
+                # A restarted follower reports again from the beginning. The scheduler has judged these reports and
+                # ignores them.
                 failure_config=tune.FailureConfig(max_failures=FOLLOWER_RESTARTS),
             ),
         )
@@ -103,19 +110,24 @@ def _search(context: AttemptContext, trials: Trials) -> None:
             with _kept_out("wandb"):
                 tuner.fit()
         finally:
-            # It would stay as long as the head: only in a driver Tune sees to that.
+            # The registration would stay until the head node ends, because Tune removes it only in a driver.
             _global_registry.unregister(TRAINABLE_CLASS, trainable.__name__)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def _kept_out(module: str) -> Iterator[None]:
-    """The module cannot be imported meanwhile, unless it is already. Tune imports each library that its users may log
-    to, only to count them. That of wandb takes a second and parses source, and in Python 3.11 that fails where another
-    thread does the same, to show a traceback, say: SystemError, "AST constructor recursion depth mismatch"."""
+    """Prevent the import of a module in the body.
+
+    A module that is already imported stays.
+
+    Tune imports each library that its users may log to, only to count them. The import of wandb takes a second and
+    parses source. In Python 3.11 that fails if another thread parses at the same time, for example to show a traceback:
+    SystemError, "AST constructor recursion depth mismatch".
+    """
     if module in sys.modules:
         yield
         return
-    sys.modules[module] = None  # type: ignore[assignment] # by which Python knows that there is none
+    sys.modules[module] = None  # type: ignore[assignment] # marks the module as missing
     try:
         yield
     finally:
@@ -151,7 +163,7 @@ def _all_over(trials: Trials) -> bool:
 
 
 def _end(context: AttemptContext, trials: Trials) -> None:
-    """Cancels what runs where a client wishes it, or the sweep has failed; a later attempt's trials are left alone."""
+    """Cancel the trials of a cancelled or failed sweep. A later attempt's trials are left alone."""
     newest = retry_on_outage(context.newest, "the sweep's state")
     ends = (JobState.CANCELLING, JobState.CANCELLED, JobState.FAILED)
     if newest.state not in ends:
@@ -163,7 +175,7 @@ def _end(context: AttemptContext, trials: Trials) -> None:
 
 
 def _result(trials: Trials) -> dict[str, Any]:
-    """Raises `FailedPrecondition` where no trial came to anything."""
+    """Return the best trial and its checkpoint. Raises `FailedPrecondition` if no trial ended well."""
     read = retry_on_outage(trials.read, "the trials")
     best = best_of(trials.spec, read)
     if best is None or best.best is None or not any(trial.ended_well for trial in read):

@@ -1,6 +1,9 @@
-"""What Ray Tune runs for a trial: it reads what the trial's training job tells, and reports it; it writes nothing.
+"""The function that Ray Tune runs for a trial.
 
-A process of its own for each trial at work, so it imports neither torch nor what reads Parquet.
+It reads the events of the trial's training job and reports values to Tune.
+
+It writes nothing. Each running trial has a process of its own for it, so this module imports neither torch nor Parquet
+readers.
 """
 
 from __future__ import annotations
@@ -21,17 +24,22 @@ from train_service.store_retry import retry_on_outage
 
 POLL_INTERVAL_S = 0.5
 EVENTS_AT_ONCE = 256
-# In place of a value that is no number: worse than all others, and finite, since the scheduler computes with it.
+# Replaces a value that is no number: worse than all others, and finite, because the scheduler computes with it.
 WORST = 1e30
 PREFIX = "validation_"
-# What Tune has of a trial: its number, and in each report the epochs that are done and the metric's value.
+# Keys of a trial in Tune: its number, and in each report the finished epochs and the metric's value.
 TRIAL, EPOCHS, VALUE = "trial", "epochs", "value"
 
 
 @dataclass(frozen=True)
 class Followed:
-    """The job `name` of that `uid`, once it is there, and the metric that is reported. `by_reports`: it runs a program,
-    whose reports with a checkpoint count in place of validated epochs."""
+    """The job that a trial follows.
+
+    `name` and `uid` identify it, and `metric` is reported.
+
+    The job may not exist yet. `by_reports` means that it runs a program, whose reports with a checkpoint count instead
+    of validated epochs.
+    """
 
     settings: StoreSettings
     name: str
@@ -42,12 +50,17 @@ class Followed:
 
 
 def follow(trial: Followed, report: Callable[[int, float], None]) -> None:
-    """Calls `report` with (epochs done, value) for each validated epoch once, of a program (reports, value) for each
-    that has the metric, until the job is over. What a job did before is reported at once."""
+    """Report a job's epochs to Tune.
+
+    Calls `report` with (finished epochs, value) once for each validated epoch, until the job is over.
+
+    For a program call it with (report, value) for each report that has the metric. Epochs that the job finished earlier
+    are reported at once.
+    """
     store = open_store(trial.settings)
     told = 0
     for epoch, value in _validated(store, trial):
-        # An attempt that was lost behind its last checkpoint did these epochs, too.
+        # An attempt that was lost after its last checkpoint may have reported these epochs already.
         if epoch > told:
             told = epoch
             report(epoch, value)
@@ -60,8 +73,9 @@ def _validated(store: ObjectStore, trial: Followed) -> Iterator[tuple[int, float
         job = retry_on_outage(lambda: jobs.newest_of(trial.name, trial.uid), "the trial's state")
         if job is not None:
             if job.state is JobState.DELETED:
-                return  # with its events; those that are there now are another's
-            # The state was read before the events: once it is over and none are left, none will come.
+                return  # its events are deleted, too; present ones belong to another job
+            # The state was read before the events, so after the end of the job an empty read means that no more will
+            # come.
             while events := retry_on_outage(partial(_next, store, trial.name, sequence), "the trial's events"):
                 for event in events:
                     sequence = event.sequence

@@ -1,6 +1,6 @@
-"""The part of `millrace.train.v1.TrainService` that is about sweeps: convert, delegate, convert.
+"""The sweep RPCs of the training service.
 
-Between the protobuf contract of sweeps and the service's own values.
+They belong to `millrace.train.v1.TrainService`. The module converts their messages, too.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SweepServicerPart(train_service_pb2_grpc.TrainServiceServicer):
         return await asyncio.to_thread(self._create, request, math.inf if timeout_s is None else timeout_s)
 
     def _create(self, request: Any, timeout_s: float) -> sweep_pb2.Sweep:
-        """In a thread: a sweep may list many values, and others' calls are answered meanwhile."""
+        """Create the sweep, in a thread. A sweep may list many values, and other calls must be answered meanwhile."""
         spec = sweep_spec_from_proto(request.spec, self._allowed_in_sweeps)
         digest = body_digest(request)
         view = self._sweeps.create(request.sweep_id, spec, request.request_id, digest, request.validate_only, timeout_s)
@@ -76,12 +76,12 @@ class SweepServicerPart(train_service_pb2_grpc.TrainServiceServicer):
 # --- Messages ---
 
 _Order = resources_pb2.CheckpointPolicy
-# Names of the contract have these before what the service calls them.
+# Prefixes of enum names in the contract that the service's own names lack.
 _PREFIXES = {"optimizer.schedule": "SCHEDULE_", "precision": "PRECISION_"}
 
 
 def sweep_spec_from_proto(spec: sweep_pb2.SweepSpec, custom_allowed: Collection[str]) -> SweepSpec:
-    """Fills in defaults. Raises `InvalidArgument` for what plain values cannot hold."""
+    """Return the specification with defaults filled in. Raises `InvalidArgument` for what plain values cannot hold."""
     if not spec.HasField("base"):
         raise invalid_field("spec.base", None, "say what all trials have in common")
     try:
@@ -123,7 +123,7 @@ def sweep_to_proto(view: SweepView) -> sweep_pb2.Sweep:
 
 
 def _ranked(base: TrainingSpec, spec: sweep_pb2.SweepSpec) -> TrainingSpec:
-    """With the sweep's metric as that of its checkpoints."""
+    """Return `base` ranked by the sweep's metric."""
     policy = base.checkpoints
     metric = spec.metric or policy.best_metric
     if spec.order != _Order.ORDER_UNSPECIFIED:
@@ -146,7 +146,10 @@ def _domain(path: str, domain: sweep_pb2.Domain) -> Domain:
 
 
 def _plain(value: Any, path: str, where: str) -> Any:
-    """JSON has only doubles; whole ones become ints, as in the other arguments of a specification."""
+    """Return a JSON value as a plain one.
+
+    JSON has only doubles. Whole ones become ints, as in the other arguments of a specification.
+    """
     try:
         plain = whole(json_format.MessageToDict(value))
     except (ValueError, json_format.Error):
@@ -213,7 +216,7 @@ def _counts(view: SweepView) -> sweep_pb2.TrialCounts:
 
 
 def _counted_as(trial: Trial, sweep: JobRecord) -> str:
-    """Empty where it is in the total alone."""
+    """Return the count that includes the trial. The name is empty if only the total includes it."""
     if trial.deleted:
         return ""
     if trial.job is None:

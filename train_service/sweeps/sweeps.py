@@ -1,13 +1,13 @@
 """Sweeps in the store: creating, reading, cancelling and deleting them.
 
-A sweep ends so: no checkpoint of its trials may be in use; then they go one by one, and it goes last. As with a
-training job its log says DELETING first and users are looked for then. A user who begins to use a checkpoint after that
-look keeps that trial: the sweep then stays DELETING until the user has let go.
+A sweep can be deleted only if none of its trials' checkpoints is in use. First its trials are deleted one by one, then
+the sweep. As for a training job, the sweep's log first records DELETING, and references are checked afterwards. A
+reference that appears after the check keeps that trial: the sweep then stays DELETING until the reference is released.
 
-The trials are training jobs whose names, uids and parameters are pure functions of the sweep and a number. So whoever
-makes a trial, and however often, makes the same job; and what a sweep says of its trials is what their own logs and
-checkpoints say. Only that the scheduler stopped one early is the sweep's to say: it leaves a mark, at
-`{sweep}/stopped/{number}`, before it cancels the job.
+The trials are training jobs whose names, uids and parameters are pure functions of the sweep and a number. So every
+process that creates a trial creates the same job, however often. The trials' own logs and checkpoints hold their state.
+Only an early stop by the scheduler is recorded by the sweep: it writes a mark at `{sweep}/stopped/{number}` before it
+cancels the job.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ from train_service.records.reporting import TRAIN_KIND
 logger = logging.getLogger(__name__)
 
 PATTERN = "sweeps/{s}"
-# Each builds a model.
+# Each check builds a model.
 MAX_CHECKED_WITH_MODEL = 100
-# Each starts a process that imports torch.
+# Each check starts a process that imports torch.
 MAX_CHECKED_WITH_OWN_MODEL = 8
-# Lost attempts of the sweep's own process, which cost its trials nothing: nodes that come and go must not end a search
-# of days, and one that never gets anywhere must end.
+# Lost attempts of the sweep's own process, which cost its trials nothing. Nodes that come and go must not end a search
+# of days, but a sweep that never makes progress must end.
 MAX_FAILURES = 100
 
 
 @dataclass(frozen=True)
 class SweepView:
-    """`trials` is None where they were not asked for; `best` is the best checkpoint so far."""
+    """A sweep as clients see it. `trials` is None if they were not read. `best_checkpoint` is the best one so far."""
 
     record: JobRecord
     spec: SweepSpec
@@ -74,7 +74,10 @@ class SweepView:
 
 
 class Sweeps:
-    """All methods block on the store, so call them from threads. Names are `sweeps/{s}`."""
+    """Operations on sweeps in the store.
+
+    All methods block on the store, so call them from threads. Names are `sweeps/{s}`.
+    """
 
     def __init__(self, store: ObjectStore, training: TrainingJobs, deletions: SweepDeletions) -> None:
         self._store = store
@@ -91,8 +94,11 @@ class Sweeps:
         validate_only: bool,
         timeout_s: float = math.inf,
     ) -> SweepView:
-        """The sweep is durable when this returns. Raises what the RPC's comment says; `digest` is the body's. Nobody
-        waits for the answer after `timeout_s`: `DeadlineExceeded` where its trials are not all checked by then."""
+        """Create a sweep, which is durable when this returns.
+
+        `digest` is the digest of the request's body. Raises the errors that the RPC's comment lists, and
+        `DeadlineExceeded` if the trials are not all checked within `timeout_s`, when the caller stops waiting.
+        """
         give_up_at = time.monotonic() + timeout_s
         names.check_id("sweep_id", sweep_id)
         if len(sweep_id) > MAX_SWEEP_ID:
@@ -127,25 +133,31 @@ class Sweeps:
         return self._view(self._jobs.get(name, name))
 
     def page(self, page_size: int, page_token: str) -> tuple[list[SweepView], str]:
-        """Without their trials, whose logs are many."""
+        """Return a page of sweeps without their trials. Reading trials means reading many logs."""
         ids, token = paging.page(self._store.folders(COLLECTION), page_size, page_token)
         found = [self._jobs.find(f"{COLLECTION}/{one}") for one in ids]
         return [_alone(record) for record in found if record], token
 
     def cancel(self, name: str, etag: str) -> SweepView:
-        """The wish; its attempt, or whoever finds that it has none, ends the trials."""
+        """Request the cancellation of a sweep.
+
+        The sweep's attempt ends the trials, or the reconciler if it has none.
+        """
         names.parse("name", name, PATTERN)
         return self._view(self._jobs.cancel(name, name, etag))
 
     def delete(self, name: str, etag: str) -> SweepView:
-        """The sweep in DELETING; it is gone soon after. Raises what the RPC's comment says."""
+        """Start a deletion and return the DELETING sweep.
+
+        The deletion finishes in the background. Raises the errors that the RPC's comment lists.
+        """
         names.parse("name", name, PATTERN)
         view = self._view(self._deletions.begin(name, etag))
         self._deletions.finish_soon(name)
         return view
 
     def _checked(self, spec: SweepSpec, give_up_at: float) -> SweepSpec:
-        """With the defaults that depend on the version."""
+        """Return `spec` with its version's defaults."""
         sweep.check(spec)
         checked: list[TrainingSpec] = []
         most = MAX_CHECKED_WITH_OWN_MODEL if spec.base.model.is_own else MAX_CHECKED_WITH_MODEL
@@ -161,7 +173,7 @@ class Sweeps:
             base,
             validation_split=checked[0].validation_split,
             initial_checkpoint=checked[0].initial_checkpoint,
-            # One order for all: nothing that differs between trials changes what a row takes.
+            # All trials share one order of rows: nothing that differs between trials changes the size of a row.
             window_rows=checked[0].window_rows,
         )
         if not base.validation_split and base.program is None:
@@ -178,7 +190,7 @@ class Sweeps:
             with using_inputs(self._store, SWEEP_KIND, record, spec.base):
                 return self._jobs.create(record.name, record)
         except AlreadyExists:
-            # The same request, sent twice at once, may have made it in between.
+            # A concurrent call with the same request may have created the sweep.
             if there := self._jobs.made_by(record.spec["request_id"], record.name):
                 return there
             raise
@@ -186,7 +198,10 @@ class Sweeps:
             raise sweep.renamed(error, {}) from None
 
     def _check_free(self, record: JobRecord) -> None:
-        """Raises `AlreadyExists` where there is a sweep of that name, or a training job of that of a trial."""
+        """Raise `AlreadyExists` if a name is taken.
+
+        A sweep of that name may exist, or a training job with the name of a trial.
+        """
         if self._jobs.find(record.name):
             raise already_exists(record.name)
         trials = Trials(self._store, record)
@@ -197,8 +212,11 @@ class Sweeps:
                 raise already_exists(name, "it would be a trial's; choose another sweep_id")
 
     def _first_answer(self, request_id: str, digest: str) -> JobRecord | None:
-        """The sweep that an earlier call with this id made. What that was made of may be gone since, so its
-        specification is not checked again. Raises `AlreadyExists` where the body was another."""
+        """Return the sweep that an earlier call with this id created.
+
+        Its inputs may have been deleted since, so the specification is not checked again. Raises `AlreadyExists` if the
+        body was different.
+        """
         name = claimed_before(self._store, SWEEP_KIND, request_id, digest)
         return self._jobs.made_by(request_id, name) if name else None
 
@@ -211,7 +229,7 @@ class Sweeps:
 
 
 def _alone(record: JobRecord) -> SweepView:
-    """With the best as it was when the sweep ended."""
+    """Return the view without trials. The best ones are those recorded when the sweep ended."""
     best = (record.result.get("best_training_job", ""), record.result.get("best_checkpoint", ""))
     return SweepView(record, SweepSpec.from_config(record.spec["sweep"]), None, *best)
 
@@ -222,7 +240,7 @@ COLLECTION = "sweeps"
 
 
 class SweepDeletions:
-    """`clock` gives seconds since the epoch."""
+    """Deletion of sweeps. `clock` returns seconds since the epoch."""
 
     def __init__(self, store: ObjectStore, deletions: Deletions, clock: Callable[[], float] = time.time) -> None:
         self._store = store
@@ -231,10 +249,12 @@ class SweepDeletions:
         self._clock = clock
 
     def begin(self, name: str, etag: str = "") -> JobRecord:
-        """The sweep, DELETING for good; `finish` takes it away with its trials.
+        """Start a deletion.
 
-        Raises `NotFound`, `Conflict` when `etag` is given and not the present one, and `FailedPrecondition` while it or
-        a trial is at work, or somebody uses a checkpoint of one: then it is what it was before.
+        The sweep moves to DELETING for good. `finish` then deletes it with its trials.
+
+        Raises `NotFound`, and `Conflict` if `etag` is given and not the present one. Raises `FailedPrecondition` while
+        the sweep or a trial is at work, or while a checkpoint of a trial is in use; the sweep then keeps its state.
         """
         self._jobs.get(name, name)
 
@@ -245,7 +265,10 @@ class SweepDeletions:
         return self._condemn(self._jobs.transition(name, decide))
 
     def finish(self, name: str) -> None:
-        """Takes on a deletion that was begun. Nothing to do for a sweep that is not DELETING. Raises as `begin`."""
+        """Finish a deletion that was started.
+
+        If the sweep is not DELETING, the function does nothing. Raises as `begin` does.
+        """
         sweep = self._jobs.find(name)
         if sweep is None or sweep.state is not JobState.DELETING:
             return
@@ -256,7 +279,8 @@ class SweepDeletions:
                 self._deletions.begin(trial.name, uid=trial.uid)
                 self._deletions.finish(trial.name)
         release_inputs(self._store, SWEEP_KIND, sweep.uid, sweep.spec["sweep"]["base"])
-        # Listed before the log is read again: another may have finished this, and a new sweep may have the name.
+        # List the keys before the log is read again: another process may have finished the deletion, and a new sweep
+        # may have the name.
         keys = [info.key for info in self._store.list(f"{name}/stopped")]
         if not remove_objects(self._store, self._jobs, sweep, [*keys, f"{name}/progress.json"]):
             return
@@ -264,18 +288,20 @@ class SweepDeletions:
         logger.info("%s is deleted", name)
 
     def finish_soon(self, name: str) -> None:
-        """As `finish`, in a thread; what stops it is left to `finish_all`."""
+        """Run `finish` in a thread. If it fails, `finish_all` finishes the deletion later."""
         in_background(self.finish, name)
 
     def finish_all(self) -> None:
-        """Every deletion that was begun. What goes wrong with one sweep is logged and leaves the others be; raises
-        where the store does not answer."""
+        """Finish every deletion that was started.
+
+        A failure with one sweep is logged and does not affect the others. Raises if the store is unavailable.
+        """
         for sweep_id in self._store.folders(COLLECTION):
             name = f"{COLLECTION}/{sweep_id}"
             try:
                 self.finish(name)
             except STORE_OUTAGES:
-                raise  # which holds for every sweep
+                raise  # it holds for every sweep
             except FailedPrecondition as error:
                 logger.info("%s stays: %s", name, error.message)
             except Exception:
@@ -291,7 +317,7 @@ class SweepDeletions:
         return sweep
 
     def _refusal(self, sweep: JobRecord) -> FailedPrecondition | None:
-        """What is against it."""
+        """Return the reason against a deletion, if any."""
         trials = Trials(self._store, sweep)
         references: dict[str, list[str]] = {}
         for number in trials.numbers:
@@ -314,8 +340,12 @@ READ_AT_ONCE = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """`job` is None where it is still to be made, or was `deleted`. Of its checkpoints at ends of epochs, `last` is the
-    newest and `best` that with the best metric. `epochs` of a program are its reports, and not known before: 0."""
+    """The state of a trial.
+
+    `job` is None if it has not been created, or was `deleted`. `last` is the newest and `best` the best of the
+    checkpoints with the sweep's metric. For a program `epochs` counts reports, and is 0 because their number is unknown
+    in advance.
+    """
 
     number: int
     name: str
@@ -330,14 +360,14 @@ class Trial:
 
     @property
     def ended_well(self) -> bool:
-        """One that was stopped before it had a checkpoint did not."""
+        """Return whether the trial succeeded. A trial that was stopped before its first checkpoint did not."""
         if self.job is None:
             return False
         return self.job.state is JobState.SUCCEEDED or (self.stopped_early and self.best is not None)
 
 
 class Trials:
-    """Those of one sweep. All methods block on the store."""
+    """The trials of one sweep. All methods block on the store."""
 
     def __init__(self, store: ObjectStore, sweep: JobRecord) -> None:
         self._store = store
@@ -354,16 +384,19 @@ class Trials:
         return uuid.uuid5(uuid.UUID(self._sweep.uid), str(number)).hex
 
     def newest(self, number: int) -> JobRecord | None:
-        """Its job, or the tombstone of it; None where it was never made. Another's of its name is not it."""
+        """Return the trial's job or its tombstone.
+
+        The result is None if the job was never created. A job of another owner with the same name does not count.
+        """
         return self._jobs.newest_of(self.name(number), self.uid(number))
 
     def job(self, number: int) -> JobRecord | None:
-        """None as well where it was deleted."""
+        """Return the trial's job. The result is None if it was deleted or never created."""
         job = self._jobs.find(self.name(number))
         return job if job is not None and job.uid == self.uid(number) else None
 
     def make(self, number: int) -> JobRecord:
-        """The trial's job, made if it never was. Raises `AlreadyExists` where another job has its name."""
+        """Return the trial's job, created if it never was. Raises `AlreadyExists` if another job has its name."""
         if there := self.newest(number):
             return there
         parameters = self.spec.parameters_of(number)
@@ -385,37 +418,37 @@ class Trials:
         return self._training.make(job, training)
 
     def is_over(self, number: int) -> bool:
-        """Whether nothing more will come of it. One that was suspended by hand waits to go on."""
+        """Return whether the trial is over. A trial that a client suspended is not."""
         job = self.newest(number)
         return job is not None and _over(job)
 
     def any_at_work(self) -> bool:
-        """Whether something may still come of a trial that was made."""
+        """Return whether any created trial is not over."""
         return any(self._each(self._is_at_work))
 
     def stop_early(self, number: int) -> None:
-        """For the scheduler; one that is over stays as it is."""
+        """Stop a trial for the scheduler. A trial that is over stays unchanged."""
         if self._is_at_work(number):
-            # First, so that whoever sees the cancelled job sees why.
+            # Write the mark first, so that a reader of the cancelled job sees the cause.
             self._store.put(self._mark(number), b"{}")
             self._cancel(number)
 
     def stop_marked(self) -> None:
-        """Again those that were to be stopped: whoever marked them may have died before the job was told."""
+        """Cancel the marked trials again. The process that wrote a mark may have died before it cancelled the job."""
         for number in self.stopped():
             self._cancel(number)
 
     def stopped(self) -> set[int]:
-        """The numbers of those that the scheduler stopped."""
+        """Return the numbers of the trials stopped early."""
         keys = (info.key for info in self._store.list(f"{self._sweep.name}/stopped"))
         return {int(key.rpartition("/")[2]) for key in keys}
 
     def cancel(self) -> None:
-        """All that are not over."""
+        """Cancel all trials that are not over."""
         self._each(self._cancel)
 
     def read(self) -> list[Trial]:
-        """All of them as they are now, in the order of their numbers."""
+        """Return the present state of all trials. They are in the order of their numbers."""
         stopped = self.stopped()
         return self._each(lambda number: self._read(number, number in stopped))
 
@@ -457,7 +490,10 @@ class Trials:
 
 
 def best_of(spec: SweepSpec, trials: Iterable[Trial]) -> Trial | None:
-    """The one with the best checkpoint by the sweep's metric, of equals the first; None where none was measured."""
+    """Return the trial with the best checkpoint.
+
+    The sweep's metric decides. The result is None if no trial was measured. Among equals the first wins.
+    """
     ranking = spec.ranking
     sign = 1 if ranking.maximize else -1
     measured = [(trial, trial.best) for trial in trials if trial.best is not None]
@@ -465,8 +501,8 @@ def best_of(spec: SweepSpec, trials: Iterable[Trial]) -> Trial | None:
 
 
 def end_trials(store: ObjectStore, sweep: JobRecord) -> None:
-    """For a sweep that is final: of one that was cancelled or failed the trials end, however it came to that."""
-    # One that succeeded waited for them; whoever resumes one of those by hand is not disturbed.
+    """End the trials of a cancelled or failed sweep."""
+    # A sweep that succeeded waited for its trials. Do not cancel a trial that a client resumes later.
     if (sweep.deleted_from or sweep.state) is not JobState.SUCCEEDED:
         Trials(store, sweep).cancel()
 

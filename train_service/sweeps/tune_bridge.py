@@ -1,4 +1,7 @@
-"""Between Ray Tune and the store: trials that Tune starts become training jobs, those that it stops are cancelled."""
+"""The bridge between Ray Tune and the store.
+
+Started trials become training jobs, and the jobs of stopped trials are cancelled.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +20,27 @@ from train_service.sweeps.sweeps import Trials
 
 logger = logging.getLogger(__name__)
 
-# What Tune writes before each failure in a trial's file of them.
+# Tune writes this before each failure in a trial's error file.
 FAILURE = "Failure # "
 
 
 class TuneBridge(Callback):
-    """Notes what Tune tells, and acts on it between two of its steps: there, errors reach whoever called Tune."""
+    """A callback that records Tune's events.
+
+    It acts on them between two of Tune's steps. Errors raised there reach the caller of Tune.
+    """
 
     def __init__(self, context: AttemptContext, trials: Trials) -> None:
         self._context = context
         self._trials = trials
         self._started: list[int] = []
-        # By number: the epochs that it had told.
+        # By number: the epochs that the trial had reported.
         self._ended: dict[int, int] = {}
-        # By number: why.
+        # By number: the reason.
         self._lost: dict[int, str] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Tune writes its callbacks down, for a restoration that we do without.
+        # Tune saves its callbacks for a restoration that is not used here.
         return Callback, ()
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **_: Any) -> None:
@@ -53,16 +59,20 @@ class TuneBridge(Callback):
         self._context.raise_if_stopped()
 
     def on_step_end(self, iteration: int, trials: list[Any], **_: Any) -> None:
-        """Raises `Unavailable` where a follower was lost more often than Tune begins it again: the next attempt follows
-        all trials again."""
+        """Create started trials' jobs, and stop ended trials.
+
+        Raises `Unavailable` if a follower was lost more often than Tune restarts it; the next attempt follows all
+        trials again.
+        """
         while self._started:
             number = self._started.pop(0)
             retry_on_outage(partial(self._trials.make, number), "a trial")
-            # Whoever cancels says so first and looks for trials then; here it is the other way round.
+            # A cancellation is recorded first, and then cancels existing trials. Creating a trial first and then
+            # checking for a cancellation leaves no gap.
             retry_on_outage(lambda: self._context.raise_if_stopped(fresh=True), "the sweep's state")
         while self._ended:
             number, epochs = self._ended.popitem()
-            # One that has done its epochs is about to end well.
+            # A trial that has finished its epochs is about to succeed.
             if epochs < self._epochs(number):
                 retry_on_outage(lambda: self._context.raise_if_stopped(fresh=True), "the sweep's state")
                 retry_on_outage(partial(self._trials.stop_early, number), "a trial that is to stop")
@@ -71,15 +81,18 @@ class TuneBridge(Callback):
             raise Unavailable(f"processes that follow trials were lost: {told}", reason="FOLLOWER_LOST")
 
     def _log_failure(self, trial: Any, what: str) -> str:
-        """The last line of the trial's newest failure, which is the error itself; all of it is logged."""
-        # Where Tune's driver writes; what `Trial.get_error` reads is a copy in its storage, made at times.
+        """Log the trial's newest failure. Returns its last line, which is the error itself."""
+        # Read the file that Tune's driver writes. `Trial.get_error` reads a copy in Tune's storage, which is updated
+        # only at times.
         failure = Path(trial.error_file).read_text().rpartition(FAILURE)[2].strip()
         logger.warning("the process that follows %s %s: %s", self._trials.name(trial.config[TRIAL]), what, failure)
         return failure.splitlines()[-1].strip()
 
     def _epochs(self, number: int) -> int:
-        """After this many epochs a trial ends by itself. A program's loop decides when; the scheduler stops no trial
-        behind `max_t`."""
+        """Return after how many epochs a trial ends.
+
+        It then ends by itself. A program's loop decides that, and the scheduler stops no trial after `max_t`.
+        """
         spec = self._trials.spec
         if spec.base.program is not None:
             return spec.asha.max_t if spec.asha is not None else 0
