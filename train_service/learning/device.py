@@ -43,7 +43,10 @@ from train_service.store_retry import waiting_for
 
 @dataclass(frozen=True)
 class DeviceBatch(Batch):
-    """A batch that is on the device, too: `device_inputs` float32 (B, *shape), `device_labels` as a loss takes them."""
+    """A batch that is also on the device.
+
+    `device_inputs` float32 (B, *shape), `device_labels` as the loss takes them.
+    """
 
     device_inputs: Tensor
     device_labels: Tensor
@@ -320,7 +323,7 @@ def set_up_device(device: torch.device, spec: TrainingSpec, environ: Mapping[str
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """Meanwhile no product is rounded to TF32: what is measured is what is served."""
+    """Round no product to TF32 in this context, so that validation measures the model as it is served."""
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     before = cudnn.allow_tf32, matmul.allow_tf32
     cudnn.allow_tf32 = matmul.allow_tf32 = False

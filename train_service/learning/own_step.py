@@ -106,7 +106,7 @@ class OwnStepLearner(BaseLearner):
             module.hook("on_train_batch_end", outputs, parts[-1][1], index)
             self._schedule(STEP, batch.step + 1, {})
         if math.isnan(loss) and logged.sums:
-            total, rows = next(iter(logged.sums.values()))  # a manual step returns no loss; the first value that it logs is shown
+            total, rows = next(iter(logged.sums.values()))  # a manual step returns no loss: show its first logged value
             loss = total / rows
         return self._sums(batch, loss, logged.sums)
 

@@ -51,7 +51,7 @@ def shard(model: nn.Module, device_type: str, world_size: int, units: Iterable[s
     for name in [*(find_units(model) if units is None else units), ""]:
         try:
             fully_shard(model.get_submodule(name), mesh=mesh)
-        except (ValueError, NotImplementedError, AssertionError) as error:  # raised by torch; its text names the parameter
+        except (ValueError, NotImplementedError, AssertionError) as error:  # from torch; the text names the parameter
             raise ShardingError(name, first_line(error)) from error
     return model
 

@@ -29,8 +29,11 @@ EPOCH, STEP = "epoch", "step"
 
 @dataclass(frozen=True)
 class ScheduledRate:
-    """`interval` is `epoch` or `step`, of which it is stepped every `frequency`-th; `monitor` names what validation
-    must have measured for a scheduler that goes by it."""
+    """A scheduler and when it is stepped.
+
+    It is stepped after every `frequency`-th `interval`, `epoch` or `step`. `monitor` names the validation metric that
+    the scheduler uses, if any.
+    """
 
     scheduler: LRScheduler
     interval: str = EPOCH
@@ -40,7 +43,7 @@ class ScheduledRate:
 
 @dataclass
 class Logged:
-    """Sums of what was logged, each value weighed by its rows: name → (sum, rows)."""
+    """Sums of logged values, each weighted by its rows: name → (sum, rows)."""
 
     sums: dict[str, tuple[float, float]] = field(default_factory=dict)
 

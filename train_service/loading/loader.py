@@ -51,10 +51,11 @@ NAP_S = 5e-4
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's share of one step: `inputs` float32 (rows, *shape), `labels` int64 (rows,), `row_ids` int64 (rows,).
-    For a device that does the last steps itself, `inputs` are uint8 images.
+    """One rank's share of one step.
 
-    `step` counts over all epochs from 0; `step_rows` is the number of rows over all ranks.
+    `inputs` float32 (rows, *shape), `labels` int64 (rows,), `row_ids` int64 (rows,). If the device computes the last
+    transform steps, `inputs` are uint8 images. `step` counts over all epochs from 0; `step_rows` is the number of rows
+    over all ranks.
     """
 
     step: int

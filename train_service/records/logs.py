@@ -260,7 +260,7 @@ _KEY = re.compile(r".*/r(-?\d+)/(\d+)\.txt")
 
 @dataclass(frozen=True)
 class LogText:
-    """Whole lines of one rank, each with its end."""
+    """Whole lines of one rank, with their line ends."""
 
     attempt: int
     rank: int

@@ -45,7 +45,7 @@ VALUE = "values."
 
 @dataclass(frozen=True)
 class MetricPoint:
-    """`step` counts the steps done; `time` is in seconds since the epoch."""
+    """Values after `step` completed steps; `time` is in seconds since the epoch."""
 
     step: int
     epoch: int

@@ -170,7 +170,10 @@ class EventKind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Event:
-    """`sequence` counts from 1; `time` is in seconds since the epoch; `payload` fits the message of its kind."""
+    """An event of a job.
+
+    `sequence` counts from 1; `time` is in seconds since the epoch; `payload` fits the message of its kind.
+    """
 
     sequence: int
     time: float

@@ -94,7 +94,7 @@ class HeartbeatSender:
 
     @property
     def step(self) -> int:
-        """How many steps of the run are done."""
+        """The number of completed steps of the run."""
         return self._step
 
     def at(self, step: int, phase: Phase) -> None:

@@ -41,8 +41,10 @@ REQUEST = "placement.resources_per_worker[memory]"
 
 @dataclass(frozen=True)
 class NodeMemory:
-    """In bytes: what processes of this container, or else of the machine, may have, and what they have now. Page cache
-    that can be given back counts as free."""
+    """Memory of this container, or of the machine, in bytes: `total` is available to processes, `used` is in use.
+
+    Page cache that can be reclaimed counts as free.
+    """
 
     total: int
     used: int
@@ -110,7 +112,10 @@ class ProcessMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLimit:
-    """`bytes` of a rank; `is_request`: as its job asked for it, whether or not the node has room."""
+    """Limit of a rank in `bytes`.
+
+    `is_request`: the job requested it, so it applies whether or not the node has room.
+    """
 
     bytes: int
     is_request: bool
