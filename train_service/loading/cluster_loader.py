@@ -146,7 +146,7 @@ class ClusterLoader(Loader):
                 yield _Piece.of(table, shape)
 
     def _tasks(self, first_step: int) -> Iterator[dict[str, int]]:
-        """Yield a task per range of positions [begin, end): a shuffle window of every lane, for each remaining epoch."""
+        """Yield a task per range of positions [begin, end), a shuffle window of every lane, for each epoch left."""
         stretch = self._plan.lanes * self._plan.window_rows
         for epoch in range(first_step // self.steps_per_epoch, self._plan.epochs):
             of_epoch = max(first_step - epoch * self.steps_per_epoch, 0)
