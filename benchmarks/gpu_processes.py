@@ -98,7 +98,7 @@ def resumed_variants(size: Size) -> dict[str, TrainingSpec]:
 
 
 def killed_and_resumed(place: Place, variant: str, spec: TrainingSpec, timeout_s: float, **more: str) -> dict[str, int]:
-    """Run one undisturbed run, and one that is killed after a checkpoint and resumed; return the steps.
+    """Run one undisturbed run, and one that is killed after a checkpoint and resumed. Return the steps.
 
     Raises `CheckFailed` unless both end with the same weights and the same optimizer state, bit for bit.
     """

@@ -219,7 +219,7 @@ def _served(
 
 
 def _asked(ask: Callable[[], Any], timeout_s: float) -> Any:
-    """Return the answer; repeats the request while the replica restarts."""
+    """Return the answer. Repeats the request while the replica restarts."""
     deadline = time.monotonic() + timeout_s
     while True:
         with suppress(MillraceError):

@@ -54,7 +54,7 @@ class PeerState:
 
 
 class Peers:
-    """The peers of this process; none without a `folder`.
+    """The peers of this process. None without a `folder`.
 
     `number` counts from 0.
     """
@@ -88,7 +88,7 @@ class Peers:
             own.touch()
 
     def tell(self, told: PeerState) -> None:
-        """Replace this process's reported state; a concurrent reader sees the old or the new one."""
+        """Replace this process's reported state. A concurrent reader sees the old or the new one."""
         self._write("json", json.dumps(asdict(told)).encode())
 
     def leave(self, name: str, data: bytes) -> None:

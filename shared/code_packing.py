@@ -356,7 +356,7 @@ class _Paths:
 
 
 def path_problem(path: str) -> str:
-    """Explain, with a remedy, why no bundle can have a file of that path; empty if it can."""
+    """Explain, with a remedy, why no bundle can have a file of that path. Empty if it can."""
     parts = path.split("/")
     if not path or path.startswith("/"):
         return "is no relative path: use paths below the folder"

@@ -1,4 +1,4 @@
-"""Streams a Ray dataset's tables to a consumer that can stop at any moment.
+"""A stream of a Ray dataset's tables to a consumer that can stop at any moment.
 
 Ray Data blocks its consumer while it waits for a block, and cancels tasks without waiting for their end. So Ray's
 iterator runs on its own thread, and this module keeps its executor to shut it down properly.

@@ -36,7 +36,7 @@ class ModelSpec:
     task: str = CLASSIFICATION
     code_bundle: str = ""
     entry: str = ""
-    # Of a user's own model: whether it has a training step and the methods around it.
+    # For a user's own model: whether it has a training step and the methods around it.
     is_step: bool = False
 
     @property

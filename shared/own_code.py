@@ -87,7 +87,7 @@ _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def allowed_functions(environ: Mapping[str, str]) -> frozenset[str]:
-    """Read the allowed functions, `module:function` each; none if the variable is unset.
+    """Read the allowed functions, `module:function` each. None if the variable is unset.
 
     Raises `SettingsError`, naming the variable.
     """

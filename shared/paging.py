@@ -37,7 +37,7 @@ def token_of(key: str) -> str:
 
 
 def key_of(token: str) -> str:
-    """Return the last key of the previous page; empty for the first page."""
+    """Return the last key of the previous page. Empty for the first page."""
     try:
         return base64.b64decode(token.encode(), altchars=b"-_", validate=True).decode()
     except (binascii.Error, UnicodeError):

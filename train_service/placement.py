@@ -71,7 +71,7 @@ class Size:
         return GPU if self.use_gpu else CPU
 
     def held(self, workers: Mapping[str, int]) -> dict[str, Resources]:
-        """Return the resources that workers hold, by node id; `workers` is their number per node."""
+        """Return the resources that workers hold, by node id. `workers` is their number per node."""
         return {
             node_id: {name: number * need for name, need in self.bundle.items()} for node_id, number in workers.items()
         }
@@ -145,7 +145,7 @@ def lacking(
     concurrent_ingests: Callable[[], int] = lambda: 0,
     nodes: Sequence[Node] | None = None,
 ) -> str:
-    """Return what the cluster lacks for the minimum of workers on `device`; empty if they fit.
+    """Return what the cluster lacks for the minimum of workers on `device`. Empty if they fit.
 
     `concurrent_ingests` as for `size_now`. `nodes` avoids a second query of the `usable_nodes`.
     """

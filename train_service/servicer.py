@@ -141,7 +141,7 @@ class TrainServicer(SweepServicerPart, BundleServicerPart, CheckpointServicerPar
         imports: CheckpointImports,
         custom_allowed: Collection[str],
     ) -> None:
-        """Build the servicer; `custom_allowed` are the functions that custom transform steps may name."""
+        """Build the servicer. `custom_allowed` are the functions that custom transform steps may name."""
         SweepServicerPart.__init__(self, sweeps, custom_allowed)
         BundleServicerPart.__init__(self, intake)
         CheckpointServicerPart.__init__(self, checkpoints, imports, custom_allowed)

@@ -60,7 +60,7 @@ AGAIN = f"its command, {RUNNER}, to be run again"
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's place among those that torchrun started; a single rank without torchrun."""
+    """This process's place among those that torchrun started. A single rank without torchrun."""
 
     rank: int = 0
     world_size: int = 1
@@ -292,7 +292,7 @@ def _joined(spec: TrainingSpec, launch: Launch, kind: str) -> Ranks:
 
 
 def _device_of_run(store: StoreSettings, job_id: str) -> str:
-    """Return the device that an earlier attempt at the job chose; empty if there was none."""
+    """Return the device that an earlier attempt at the job chose. Empty if there was none."""
     check_id("job", job_id)
     job = Jobs(open_store(store), TRAIN_KIND).find(f"{COLLECTION}/{job_id}")
     return str(job.choices.get(RUN_DEVICE, "")) if job is not None else ""

@@ -117,7 +117,7 @@ class TrainingBatches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def _whole(number: object) -> int | None:
-    """Return a whole number of any type, numpy's included; None for anything else, including a bool."""
+    """Return a whole number of any type, numpy's included. None for anything else, including a bool."""
     if isinstance(number, bool):
         return None
     try:

@@ -202,7 +202,7 @@ def _write_manifest(
 
 
 class Readable(Protocol):
-    """The store's methods that reading a checkpoint needs; both raise `ObjectMissing`."""
+    """The store's methods that reading a checkpoint needs. Both raise `ObjectMissing`."""
 
     def get(self, key: str) -> bytes: ...
 

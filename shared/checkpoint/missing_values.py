@@ -42,10 +42,11 @@ class BadRow:
 
 @dataclass(frozen=True)
 class NanReading:
-    """How NaN is read in float columns for which the steps define a value for null. Elsewhere NaN is a number.
+    """Reading of NaN in float columns for which the steps define a value for null.
 
-    A NaN in a column of `as_null` means null, because the model's training rows had no NaN there. In a column of
-    `unclear` it may mean either, because the checkpoint does not record whether they had. Picklable.
+    In all other columns NaN is a number. A NaN in a column of `as_null` means null, because the model's training rows
+    had no NaN there. In a column of `unclear` it may mean either, because the checkpoint does not record whether they
+    had. Picklable.
     """
 
     as_null: frozenset[str] = frozenset()
@@ -147,7 +148,7 @@ def _columns_with_null_value(steps: Sequence[Step], given: Schema) -> list[str]:
 
 
 def _ingested_name(gone: Pipeline, name: str, ingested: Schema) -> str | None:
-    """Return the column's name at ingest; None if a step made it, or changed its values."""
+    """Return the column's name at ingest. None if a step made it, or changed its values."""
     if not all(isinstance(step, _KEEP_VALUES) for step in gone.serving([name], ingested).steps):
         return None
     return gone.serving([name], ingested).reads([name], ingested)[0]

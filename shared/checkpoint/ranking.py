@@ -30,7 +30,7 @@ class Ranking(Durable):
     maximize: bool = True
 
     def best_first(self, checkpoints: Iterable[T]) -> list[T]:
-        """Return the measured checkpoints, best first; of equals the later first. Diverged ones are left out."""
+        """Return the measured checkpoints, best first, and of equals the later first. Diverged ones are left out."""
         # A run that diverged may have measured NaN.
         measured = [one for one in checkpoints if math.isfinite(one.metrics.get(self.metric, math.nan))]
         sign = 1 if self.maximize else -1
@@ -87,5 +87,5 @@ def latest(entries: Sequence[CheckpointEntry]) -> CheckpointEntry | None:
 
 
 def best(entries: Sequence[CheckpointEntry], ranking: Ranking = DEFAULT_RANKING) -> CheckpointEntry | None:
-    """Return the best by `ranking`, of equals the later; if none was measured, the one with the highest step."""
+    """Return the best by `ranking`, of equals the later. If none was measured, the one with the highest step."""
     return next(iter(ranking.best_first(entries)), latest(entries))

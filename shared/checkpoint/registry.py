@@ -104,7 +104,7 @@ class CheckpointRegistry:
         self.data_folder = data_folder_of(job_name)
 
     def poll(self, ask: Callable[[RegistryView], T]) -> T:
-        """Return the result of `ask` on the newest state; it is called again if the state changes meanwhile.
+        """Return the result of `ask` on the newest state. It is called again if the state changes meanwhile.
 
         Raises `DataLoss` if a page is lost.
         """
@@ -232,7 +232,7 @@ class CheckpointRegistry:
         return list(gone.values())
 
     def clear(self, attempt: int) -> None:
-        """Drop the entries of attempts before `attempt` and close the registry to these attempts; the files stay.
+        """Drop the entries of attempts before `attempt` and close the registry to these attempts. The files stay.
 
         Entries of later attempts stay: a new job of the name continues the attempt numbers of the deleted one.
         """

@@ -135,7 +135,7 @@ class Standby:
     """The idle actor that one reconciler keeps for attempts of its kind. Without `hold` calls it ends by itself."""
 
     def __init__(self, kind: str, prepare: str, rest_s: float = 0.0) -> None:
-        """Prepare the standby; `prepare` is `module:function`, called in the actor before there is an attempt.
+        """Prepare the standby. `prepare` is `module:function`, called in the actor before there is an attempt.
 
         A taken actor is replaced after `rest_s`, because the starting attempt needs the processors more.
         """
@@ -147,7 +147,7 @@ class Standby:
         self._start_after = 0.0
 
     def hold(self, *, replace: bool) -> None:
-        """Keep the actor alive; call this at every poll. With `replace`, a taken or dead actor is replaced."""
+        """Keep the actor alive. Call this at every poll. With `replace`, a taken or dead actor is replaced."""
         if self._actor is not None and find_actor(self._name) is None:
             self._actor = None
         if self._actor is not None:
@@ -159,7 +159,7 @@ class Standby:
             self._actor.prepare.remote(self._prepare)
 
     def take(self) -> tuple[str, ray.actor.ActorHandle[AttemptActor]] | None:
-        """Return the actor's name and handle, which then belong to the caller; None if there is none."""
+        """Return the actor's name and handle, which then belong to the caller. None if there is none."""
         actor, self._actor = self._actor, None
         if actor is None or find_actor(self._name) is None or _has_died(actor):
             return None
@@ -216,7 +216,7 @@ def staying_nodes() -> list[dict[str, Any]]:
 
 
 def node_of(actor: ray.actor.ActorHandle[Any]) -> str:
-    """Return the id of the actor's node; empty while it has none."""
+    """Return the id of the actor's node. Empty while it has none."""
     known = ray_state.actors(actor_id=actor._actor_id.hex())
     node_id: str = known.get("Address", {}).get("NodeID", "")
     return node_id

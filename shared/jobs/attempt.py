@@ -117,7 +117,7 @@ class AttemptContext:
         self._afterwards.append(do)
 
     def end(self) -> None:
-        """Run the `afterwards` callbacks; for the runner of the attempt."""
+        """Run the `afterwards` callbacks; the runner of the attempt calls this."""
         for do in self._afterwards:
             do()
 

@@ -101,7 +101,7 @@ class Jobs:
         return JobRecord.from_state(record.state) if record else None
 
     def newest_of(self, folder: str, uid: str) -> JobRecord | None:
-        """Return the job with that `uid`, or its tombstone if another job has its name since; None if it never existed.
+        """Return the job with that `uid`, or its tombstone if another job has its name since. None if it never existed.
 
         It is cheap if the name still belongs to the job. Otherwise it reads all records of its successors.
         """
@@ -148,7 +148,7 @@ class Jobs:
         return job
 
     def cancel(self, folder: str, name: str, etag: str = "", uid: str = "") -> JobRecord:
-        """Request the job's end; with `uid` only for that job, and for no later one of its name.
+        """Request the job's end. With `uid` only for that job, and for no later one of its name.
 
         Raises `NotFound`, and `Conflict` if `etag` is given and not the current generation.
         """
@@ -226,7 +226,7 @@ class Jobs:
         self._store.delete(live.marker)
 
     def progress(self, folder: str) -> dict[str, Any]:
-        """Return the attempt's last reported progress; empty before the first report."""
+        """Return the attempt's last reported progress. Empty before the first report."""
         try:
             progress: dict[str, Any] = json.loads(self._store.get(progress_key(folder)))
         except ObjectMissing:
@@ -234,14 +234,14 @@ class Jobs:
         return progress
 
     def wait_for(self, folder: str, what: str) -> None:
-        """Record for clients what the next attempt waits for; empty: nothing."""
+        """Record for clients what the next attempt waits for. Empty: nothing."""
         if what:
             self._store.put(f"{folder}/{WAITING}", what.encode())
         else:
             self._store.delete(f"{folder}/{WAITING}")
 
     def waiting_for(self, folder: str) -> str:
-        """Return what the next attempt waits for; empty if it does not wait."""
+        """Return what the next attempt waits for. Empty if it does not wait."""
         try:
             return bytes(self._store.get(f"{folder}/{WAITING}")).decode()
         except ObjectMissing:

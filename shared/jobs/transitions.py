@@ -1,4 +1,4 @@
-"""A job's state, the record of it that its log holds, and its legal transitions.
+"""A job's state, its record in the log, and its legal transitions.
 
 Transitions are pure functions on plain values. A transition that is not legal raises `ValueError`.
 """
@@ -24,7 +24,7 @@ class JobState(enum.StrEnum):
     #     └──────────┴── SUSPENDING ──▶ SUSPENDED
     #  SUSPENDED, FAILED, CANCELLED ──▶ RECOVERING, where the kind of job can be resumed
     #  SUCCEEDED, FAILED, CANCELLED, SUSPENDED ◀──▶ DELETING ──▶ DELETED
-    #  of a job with a `runner` any of the first six ──▶ RUNNING, and a wish to cancel ──▶ CANCELLED at once
+    #  a job with a `runner`: any of the first six ──▶ RUNNING, and a request to cancel ──▶ CANCELLED at once
     PENDING = "PENDING"
     RUNNING = "RUNNING"
     RECOVERING = "RECOVERING"

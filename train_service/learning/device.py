@@ -305,7 +305,7 @@ COMPILE_CACHE = "MILLRACE_COMPILE_CACHE"
 
 
 def set_up_device(device: torch.device, spec: TrainingSpec, environ: Mapping[str, str] = os.environ) -> None:
-    """Apply the spec's settings to this process; call it before the first use of a GPU."""
+    """Apply the spec's settings to this process. Call it before the first use of a GPU."""
     if spec.compile:
         _keep_compiled(environ.get(COMPILE_CACHE, ""))
     if device.type != "cuda":

@@ -182,7 +182,7 @@ class BaseLearner(ABC):
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the last step; NaN before the first step."""
+        """The learning rate of the last step. NaN before the first step."""
         return self._learning_rate
 
     @property
@@ -669,7 +669,7 @@ class TrialStep:
         loss: Loss,
         device: torch.device,
     ) -> None:
-        """Prepare the trial; `shape` is that of one row of the model's input."""
+        """Prepare the trial. `shape` is that of one row of the model's input."""
         self._numbers = spec.task == REGRESSION
         self._labels_shape = (TRIAL_ROWS, spec.model.num_classes) if self._numbers else (TRIAL_ROWS,)
         self._shape = shape

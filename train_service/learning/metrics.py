@@ -220,7 +220,7 @@ class _OfHits(_Torchmetrics):
 
 @dataclass(frozen=True)
 class _Kind:
-    """A factory of metrics; `width` returns the width of a metric for that number of outputs."""
+    """A factory of metrics. `width` returns the width of a metric for that number of outputs."""
 
     build: Callable[[int, torch.device], Metric]
     width: Callable[[int], int] = lambda _: _Mean.width

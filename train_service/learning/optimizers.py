@@ -133,7 +133,7 @@ def _has_no_gaps(tensor: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def _lay_out_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give the loaded state the memory layout of its parameters; a checkpoint stores it row by row."""
+    """Give the loaded state the memory layout of its parameters. A checkpoint stores it row by row."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             is_alike = isinstance(value, torch.Tensor) and value.shape == parameter.shape
@@ -158,7 +158,7 @@ def _model(dimensions: list[int]) -> nn.Module:
 
 
 def _refusal(attempt: Callable[[], object]) -> str:
-    """Return the first line of torch's error; empty if the attempt works."""
+    """Return the first line of torch's error. Empty if the attempt works."""
     try:
         with _quiet():
             attempt()

@@ -317,7 +317,7 @@ class OwnStepLearner(BaseLearner):
             group["lr"] = rate
 
     def _schedule(self, interval: str, done: int, metrics: Mapping[str, float]) -> None:
-        """Step the schedulers of that interval; `done` intervals are complete.
+        """Step the schedulers of that interval. `done` intervals are complete.
 
         A manual module steps its own schedulers.
         """

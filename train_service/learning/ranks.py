@@ -242,7 +242,7 @@ ABORTS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 
 
 def backend_for(device: torch.device, backend: str = "") -> str:
-    """Return the requested backend; by default nccl for GPUs, and gloo for CPUs."""
+    """Return the requested backend. By default nccl for GPUs, and gloo for CPUs."""
     return backend or ("nccl" if device.type == "cuda" else "gloo")
 
 

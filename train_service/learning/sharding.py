@@ -94,7 +94,7 @@ def put_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def put_some_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Load unsharded weights for some tensors of the model; the others keep their values.
+    """Load unsharded weights for some tensors of the model. The others keep their values.
 
     Every rank passes the weights, in any order.
     """

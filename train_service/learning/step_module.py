@@ -135,7 +135,7 @@ class StepModule:
         return values
 
     def forget_metrics(self) -> None:
-        """Reset the metrics that were logged as objects; their step logged the value of each batch."""
+        """Reset the metrics that were logged as objects. Their step logged the value of each batch."""
         for metric in self.metrics.values():
             metric.reset()
         self.metrics = {}

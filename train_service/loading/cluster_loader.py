@@ -104,7 +104,7 @@ class _Piece:
 
 
 class ClusterLoader(Loader):
-    """Loader of the train split through Ray Data; one iteration at a time."""
+    """Loader of the train split through Ray Data. One iteration at a time."""
 
     def __init__(
         self,
@@ -297,7 +297,7 @@ def prepared(
     watch = _Watch(stream, touched, longest_s, tasks)
     with closing(stream.tables(watch.poll, POLL_S)) as tables:
         while True:
-            with store_call():  # a store call, as in the tasks: this wait has its own timeout
+            with store_call():  # the wait has its own timeout, so it is no hang
                 table = next(tables, None)
             if table is None:
                 return

@@ -1,10 +1,10 @@
-"""The seekable loader: from any step on, the batches of one rank, read and prepared ahead by a thread.
+"""The seekable loader: the batches of one rank from any step on, read and prepared ahead by a thread.
 
-Which rows a batch holds is a pure function of (seed, epoch, step, rank, world size); nothing is kept that a resumed run
-would have to restore.
+The rows of a batch are a pure function of (seed, epoch, step, rank, world size), so a resumed run has no state of the
+loader to restore.
 
-`Windows` keeps one shuffle window of all lanes of a rank open, and reads the next. `Batches` puts a loader together
-from a specification.
+`Windows` keeps one shuffle window of all lanes of a rank open, and reads the next. `Batches` builds a loader from a
+specification.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Loader:
     def __init__(
         self, cache: RowCache, preprocessing: Preprocessing, plan: SlicePlan, *, for_device: bool = False
     ) -> None:
-        """Prepare the loader; with `for_device` the inputs are `Preprocessing.for_device` of the rows."""
+        """Prepare the loader. With `for_device` the inputs are `Preprocessing.for_device` of the rows."""
         self._cache = cache
         self._preprocessing = preprocessing
         self._plan = plan
@@ -165,7 +165,7 @@ class Loader:
             )
 
     def _inputs(self, epoch: int, rows: Rows, parts: Sequence[Rows]) -> Iterator[Array]:
-        """Yield the model's inputs of each part of `rows`, prepared together; a row's result does not depend on the
+        """Yield the model's inputs of each part of `rows`, prepared together. A row's result does not depend on the
         others."""
 
         def made(some: Rows) -> Array:
@@ -192,7 +192,7 @@ class Windows:
     """
 
     def __init__(self, cache: RowCache, blocks: Ints, plan: SlicePlan, epoch: int, *, read_ahead: bool = True) -> None:
-        """Prepare an epoch's windows; `read_ahead`: the next window is read while one is open."""
+        """Prepare an epoch's windows. `read_ahead`: the next window is read while one is open."""
         self._cache = cache
         self._read_ahead = read_ahead
         self._plan = plan
@@ -201,7 +201,8 @@ class Windows:
         self._number = -1
         # The number of the last computed window, and its rows.
         self._stretches: tuple[int, Ints] = (-1, np.empty(0, np.int64))
-        # Of the open window: the rows, lane after lane; the rank's positions; the index of the row of each position.
+        # State of the open window: the rows, lane after lane; the rank's positions; the index of the row of each
+        # position.
         self._rows: Rows | None = None
         self._buffers: RowBuffers = {}
         self._positions = np.empty(0, np.int64)

@@ -436,7 +436,7 @@ def check_classes(store: ObjectStore, spec: TrainingSpec, version: DatasetVersio
 
 
 def _non_finite(statistics: Mapping[str, Any]) -> str:
-    """Return a column's NaN and infinities, by its statistics as JSON, as text; empty if there are none."""
+    """Return a column's NaN and infinities, by its statistics as JSON, as text. Empty if there are none."""
     count = int(statistics.get("nanCount", 0))
     found = [f"{count:,} NaN"] if count else []
     numbers = statistics.get("numbers", {})
@@ -466,7 +466,7 @@ def _wanted(channels: int, dimensions: int | None) -> str:
 
 
 def ingested_columns(version: DatasetVersion) -> Sequence[Column]:
-    """Return the columns of the rows as ingested; by default the version's own."""
+    """Return the columns of the rows as ingested. By default the version's own."""
     return version.manifest.ingested or version.columns
 
 

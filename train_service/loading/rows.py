@@ -323,8 +323,10 @@ def _concatenated(tensors: Sequence[Array], name: str, buffers: RowBuffers) -> A
 
 
 def bytes_of_row(version: DatasetVersion, split: str, columns: Sequence[str]) -> int:
-    """About what these columns of a row take in memory, by the manifest alone: where their types do not say, by the
-    bytes of the files."""
+    """Estimate the memory of one row's columns, in bytes, from the manifest alone.
+
+    A column whose type has no fixed size counts with the bytes of the files.
+    """
     types = schema_of_columns(version.columns)
     files = [file for file in version.manifest.files if file.split == split]
     stored = sum(file.size_bytes for file in files) // max(1, sum(file.row_count for file in files))

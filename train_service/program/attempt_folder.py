@@ -229,7 +229,7 @@ def _make_read_only(folder: Path) -> None:
 
 @contextmanager
 def _locked(path: Path, options: int = 0) -> Iterator[None]:
-    """Hold a file lock that one process of the node has at a time; the system releases it if the process dies.
+    """Hold a file lock that one process of the node has at a time. The system releases it if the process dies.
 
     With LOCK_NB it raises `BlockingIOError` if another process holds it.
     """

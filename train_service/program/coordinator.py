@@ -115,7 +115,7 @@ def merged_files(parts: Sequence[ReportPart]) -> tuple[list[ProgramFile], list[P
 
 @dataclass
 class Start:
-    """Where the attempt begins: after the report of `entry`, or at the very beginning."""
+    """The attempt's start: after the report of `entry`, or at the very beginning."""
 
     entry: CheckpointEntry | None = None
     content: ProgramContent | None = None
@@ -240,7 +240,7 @@ class ReportCoordinator:
             self._metrics.__exit__()
 
     def handle(self, rank: int, body: dict[str, Any], reply: Reply) -> None:
-        """Queue a rank's message; any thread may call it."""
+        """Queue a rank's message. Any thread may call it."""
         self._said.put((rank, body, reply))
 
     @property
@@ -277,7 +277,7 @@ class ReportCoordinator:
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that are late for a report by more than the time to name them; empty before."""
+        """The ranks that are late for a report by more than the time to name them. Empty before."""
         with self._lock:
             return self._absent() if self._named else []
 

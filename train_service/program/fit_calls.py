@@ -70,7 +70,7 @@ class FitDone:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """One run of the script; `number` counts from 1, in the order in which the runs first began."""
+    """One run of the script. `number` counts from 1, in the order in which the runs first began."""
 
     number: int
     call: FitCall
@@ -271,7 +271,7 @@ def settled(
 
 
 def overridden(asked: Asked, spec: TrainingSpec, *, use_gpu: bool) -> list[str]:
-    """Return a sentence for each setting that `spec`, the run's, overrides; `use_gpu`: its workers have GPUs."""
+    """Return a sentence for each setting that `spec`, the run's, overrides. `use_gpu`: its workers have GPUs."""
     sentences = [_difference(one, spec, use_gpu=use_gpu) for one in wanted_of(asked)]
     sentences += [
         "ScalingConfig(use_gpu=True) asks for a GPU for each worker, and the job's workers have none: they compute on "

@@ -56,7 +56,7 @@ SCRATCH = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 def install_hugging_face(outputs: Path) -> None:
-    """Install the hooks; call it before the program's module is imported.
+    """Install the hooks. Call it before the program's module is imported.
 
     `outputs` is a folder of the attempt's ranks on this node, which takes the place of scratch folders.
     """

@@ -57,7 +57,7 @@ class OptimizerSteps:
     """Counter of the steps of all torch optimizers in the process. Each step is a sign of progress."""
 
     def __init__(self, first: int, stepped: Callable[[int], None]) -> None:
-        """Count from `first`; `stepped` is called with each new count."""
+        """Count from `first`. `stepped` is called with each new count."""
         self.count = first
         self._stepped = stepped
         self._handle = register_optimizer_step_post_hook(self._note)
@@ -155,7 +155,7 @@ def forward_lines(reading: int, add: Callable[[bytes], None]) -> None:
 
 
 def line_of(error: BaseException, code: Path) -> str:
-    """Return `path:line` of the innermost frame in the program's own files, relative to `code`; empty if none is."""
+    """Return `path:line` of the innermost frame in the program's own files, relative to `code`. Empty if none is."""
     return next(
         (
             f"{Path(frame.filename).relative_to(code).as_posix()}:{frame.lineno}"

@@ -196,7 +196,7 @@ class RankReports:
             self._collect(most=0)
 
     def close(self) -> None:
-        """End the thread; reports that were not begun are dropped."""
+        """End the thread. Reports that were not begun are dropped."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     @contextmanager

@@ -220,7 +220,7 @@ class LocalProgramTrainFnUtils(ProgramTrainFnUtils):
     """The same calls on a rank that is no worker of Ray Train, with collectives of torch."""
 
     def __init__(self, rank: int, world_size: int, local: LocalRank, *arguments: Any) -> None:
-        """Build the implementation; `arguments` are those of `ProgramTrainFnUtils`."""
+        """Build the implementation. `arguments` are those of `ProgramTrainFnUtils`."""
         super().__init__(*arguments)
         self._local = _LocalContext(self._spool, rank, world_size, local)
         self._datasets = local.datasets

@@ -181,7 +181,7 @@ class TrialResults:
 
     @classmethod
     def of(cls, described: Mapping[str, Any], settings: Mapping[str, Any], fetch: Callable[[str], str]) -> TrialResults:
-        """Build the results; `described` is the attempt's answer, see `ScriptSweep.ended`."""
+        """Build the results. `described` is the attempt's answer, see `ScriptSweep.ended`."""
         results = [_result(one, fetch) for one in described["trials"]]
         return cls(results, settings["metric"], settings["maximize"])
 
@@ -267,7 +267,7 @@ class RegistryCheckpoint(Checkpoint):
     """
 
     def __init__(self, name: str, fetch: Callable[[str], str]) -> None:
-        """Refer to a checkpoint; `fetch` returns the folder of a checkpoint by name."""
+        """Refer to a checkpoint. `fetch` returns the folder of a checkpoint by name."""
         self.name = name
         self._fetch = fetch
         self._folder = ""

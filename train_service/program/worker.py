@@ -66,11 +66,12 @@ class ProgramConfig:
     spec: TrainingSpec
     # Where ranks send heartbeats to the attempt, see `HeartbeatSender`.
     heartbeat: str
-    # Of a script: its training function and the function's config, pickled in the script's process. Empty: the entry's.
+    # For a script: its training function and the function's config, pickled in the script's process. Empty: the
+    # entry's.
     function: bytes = b""
-    # Of a script: the names of the Ray Datasets that it gave its trainer.
+    # For a script: the names of the Ray Datasets that it gave its trainer.
     own_datasets: tuple[str, ...] = ()
-    # Of a script: the first log chunk of this run, after those of the attempt's earlier runs.
+    # For a script: the first log chunk of this run, after those of the attempt's earlier runs.
     first_log_chunk: int = 0
 
     @property
@@ -80,7 +81,7 @@ class ProgramConfig:
 
 
 def work_on_program(config: dict[str, Any]) -> None:
-    """Run a worker of Ray Train; `config["loop"]` is the attempt's `ProgramConfig`."""
+    """Run a worker of Ray Train. `config["loop"]` is the attempt's `ProgramConfig`."""
     program: ProgramConfig = config["loop"]
     context = ray.train.get_context()
     configure_logging("train-worker", "INFO")

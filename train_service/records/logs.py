@@ -176,7 +176,7 @@ class LogShipper:
                 self._chunk, self._sequence = b"", self._sequence + 1
 
     def _take(self) -> bytes | None:
-        """Take about one chunk of waiting lines; None if there are none."""
+        """Take about one chunk of waiting lines. None if there are none."""
         with self._lock:
             lines: list[bytes] = []
             size = 0
@@ -273,7 +273,7 @@ class LogReader:
     def __init__(
         self, store: ObjectStore, jobs: Jobs, job: str, attempt: int, rank: int | None, follow: bool = False
     ) -> None:
-        """Prepare the reader; `attempt` 0 is the next one that begins.
+        """Prepare the reader. `attempt` 0 is the next one that begins.
 
         With `follow` the stacks of a rank, which are its last chunk, are kept back until `over`.
         """
@@ -300,7 +300,7 @@ class LogReader:
         return over
 
     def read(self) -> list[LogText]:
-        """Return the lines added since the last call, rank by rank; at most some MiB."""
+        """Return the lines added since the last call, rank by rank. At most some MiB."""
         if not self._attempt:
             return []
         found: list[tuple[int, int, ObjectInfo]] = []

@@ -45,7 +45,7 @@ VALUE = "values."
 
 @dataclass(frozen=True)
 class MetricPoint:
-    """Values after `step` completed steps; `time` is in seconds since the epoch."""
+    """Values after `step` completed steps. `time` is in seconds since the epoch."""
 
     step: int
     epoch: int
@@ -64,7 +64,7 @@ class MetricsLog:
     """
 
     def __init__(self, store: ObjectStore, job: str, attempt: int, first_step: int) -> None:
-        """Prepare the log; `first_step` is the position that the attempt starts from."""
+        """Prepare the log. `first_step` is the position that the attempt starts from."""
         self._store = store
         self._attempt = attempt
         self._prefix = f"{job}/metrics/a{attempt:05d}-f{first_step:08d}"
@@ -248,7 +248,7 @@ def _points(store: ObjectStore, job: str, after_step: int, wanted: int) -> list[
 
 
 def list_parts(store: ObjectStore, job: str) -> list[Part]:
-    """Return the parts in the order of their points; for each beginning the longest."""
+    """Return the parts in the order of their points. For each beginning the longest."""
     longest: dict[tuple[int, int], Part] = {}
     for info in store.list(f"{job}/metrics"):
         matched = _NAME.fullmatch(info.key.rpartition("/")[2])

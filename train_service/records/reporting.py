@@ -47,7 +47,7 @@ class Reporter:
     def __init__(
         self, store: ObjectStore, job_name: str, attempt: int, asked: Callable[[], int] = lambda: GO_ON
     ) -> None:
-        """Prepare the reporter; `asked` returns the attempt's own reason to stop, e.g. `HeartbeatSender.request`."""
+        """Prepare the reporter. `asked` returns the attempt's own reason to stop, e.g. `HeartbeatSender.request`."""
         self._asked = asked
         self._store = store
         self._job_name = job_name
@@ -78,7 +78,7 @@ class Reporter:
             self._raise_if_broken()
 
     def tell(self, kind: EventKind, **payload: Any) -> None:
-        """Queue an event; it is durable once the context is left without an error.
+        """Queue an event. It is durable once the context is left without an error.
 
         Raises `Internal`, as leaving does, if events cannot be written.
         """
@@ -219,7 +219,7 @@ class EventLog:
         return head.number if head else 0
 
     def last_attempt(self) -> int:
-        """Return the newest attempt that has written; 0 if none has."""
+        """Return the newest attempt that has written. 0 if none has."""
         head = self._log.head()
         return head.attempt if head else 0
 

@@ -200,7 +200,7 @@ class HeartbeatSender:
             _send(connection, message)
 
     def _guard(self, stacks: Any) -> None:
-        """Arm faulthandler until the next call; its thread needs no interpreter."""
+        """Arm faulthandler until the next call. Its thread needs no interpreter."""
         if self._ended_after_s:
             faulthandler.dump_traceback_later(self._ended_after_s, exit=True, file=STDERR)
         else:

@@ -346,7 +346,7 @@ class PendingReport:
         checkpoint_requested: float = 0.0,
         stop_reason: int = 0,
     ) -> None:
-        """Start the sum over ranks; every rank does so after the same step.
+        """Start the sum over ranks. Every rank does so after the same step.
 
         The requests are rank 0's.
         """
@@ -559,7 +559,7 @@ def fit_target_scaling(labels: RowCache, outputs: int, ranks: Ranks) -> TargetSc
 
 
 def work(config: dict[str, Any]) -> None:
-    """Run a worker of Ray Train; `config["loop"]` is the attempt's `LoopConfig`."""
+    """Run a worker of Ray Train. `config["loop"]` is the attempt's `LoopConfig`."""
     # Imported here, because a run without Ray imports this module, too.
     import ray
     import ray.train

@@ -1,5 +1,4 @@
-"""Watch that ends a rank whose own code fills the memory, before the node is full and the kernel or Ray picks a
-process.
+"""Watch that ends a rank whose own code fills the memory, before the kernel or Ray picks a process.
 
 A thread reads the anonymous memory of the process and of its children, e.g. a DataLoader's workers. That is allocated
 memory, without files in the page cache and without Ray's shared objects. The limit is the job's request for `memory`.
@@ -122,7 +121,7 @@ class MemoryLimit:
 
     @classmethod
     def of(cls, request: float, ranks_of_node: int, node: NodeMemory) -> MemoryLimit:
-        """Return the limit of a rank; `request` is 0 if the job has none."""
+        """Return the limit of a rank. `request` is 0 if the job has none."""
         if request:
             return cls(bytes=int(request), is_request=True)
         return cls(bytes=int(node.total * NODE_IS_FULL) // max(ranks_of_node, 1), is_request=False)
@@ -151,7 +150,7 @@ class MemoryWatch:
         node: Callable[[], NodeMemory] = NodeMemory.read,
         poll_interval_s: float = POLL_INTERVAL_S,
     ) -> None:
-        """Prepare the watch; `code` is the folder of the program's own files."""
+        """Prepare the watch. `code` is the folder of the program's own files."""
         self._rank = rank
         self._limit = limit
         self._leave = leave
@@ -210,7 +209,7 @@ class MemoryWatch:
 
 
 def line_of_frame(frame: FrameType | None, code: Path) -> str:
-    """Return `path:line` of the innermost frame in the program's own files, relative to `code`; empty if none is."""
+    """Return `path:line` of the innermost frame in the program's own files, relative to `code`. Empty if none is."""
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if path.is_relative_to(code):
