@@ -5,8 +5,9 @@ file has a path, size and SHA-256.
 
 All processes of a node share one copy, as long as one of them lives.
 
-{root}/{manifest_sha256}/         the files, each compared with its digest; read-only {root}/{manifest_sha256}.lock
-held by every process that uses them, and by the process that makes or removes them
+    {root}/{manifest_sha256}/         the files, each compared with its digest; read-only
+    {root}/{manifest_sha256}.lock     held by every process that uses them, and by the process that makes or removes
+                                      them
 """
 
 from __future__ import annotations
