@@ -292,7 +292,9 @@ class Learner(BaseLearner):
         self._some_unused = wraps and self._trial.leaves_some_unused(ranks, self._autocast)
 
     def prepare(self) -> None:
-        """Wrap and compile the model and take throw-away passes, so that the first real step is like all others.
+        """Wrap and compile the model and take throw-away passes.
+
+        After that the first real step is like all others.
 
         Raises `FailedPrecondition` if the model cannot be compiled.
         """

@@ -81,7 +81,7 @@ def build_loss(spec: LossSpec, model: nn.Module | None = None) -> Loss:
 
 
 def _cross_entropy(*, label_smoothing: float = 0.0, weight: list[float] | None = None) -> Loss:
-    """Cross entropy with one factor in `weight` per class.
+    """Return cross entropy with one factor in `weight` per class.
 
     Every row counts as one in the mean, whatever its class. torch's own mean divides by the sum of the weights of all
     rows of the step, but a rank knows only its own rows.

@@ -236,7 +236,10 @@ class VersionShard(ray.data.DataIterator):
     # --- API that tutorials call ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of all ranks that are in step with this one, valid on any rank of any number."""
+        """Return the position of all ranks that are in step with this one.
+
+        It is valid on any rank, whatever the number of ranks.
+        """
         place = self._normalized()
         return {
             **self._identity(),

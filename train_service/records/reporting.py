@@ -1,4 +1,6 @@
-"""Events and progress of a run, written by threads of rank 0, so that no step waits for the store.
+"""Events and progress of a run, written by threads of rank 0.
+
+The threads keep every step from waiting for the store.
 
 Events are numbered without gaps. Their log is separate from the job's, and fenced by attempts like it. An
 `EventPrinter` prints them as readable lines while they are written.

@@ -1,4 +1,6 @@
-"""The training loop of one rank, whether Ray Train, an attempt in local mode, or torchrun started the rank.
+"""The training loop of one rank.
+
+Ray Train, an attempt in local mode, or torchrun starts the rank.
 
 `Run` is the loop. Below it come the reports that the ranks exchange in each step's one sum over ranks, the metrics and
 the progress that users see, and the scaling of a regression's target.
