@@ -107,7 +107,7 @@ class Check:
         return LIMITS_S[name] * (1 if self.is_gpu else CPU_SLOWER)
 
     def hold(self, name: str, value: float) -> None:
-        """Records a figure; raises `CheckFailed` if it misses its bar."""
+        """Record a figure. Raises `CheckFailed` if it misses its bar."""
         self.figures[name] = round(value, 4)
         bar, way = BARS[name]
         missed = value < bar if way == "at least" else value > bar
@@ -120,7 +120,7 @@ class Check:
 
 
 def check_resume(check: Check) -> str:
-    """Checks that a killed run ends with the bits of an undisturbed one.
+    """Check that a killed run ends with the bits of an undisturbed one.
 
     Runs in float32, TF32, and bfloat16 with channels last.
     """
@@ -147,7 +147,7 @@ def check_resume(check: Check) -> str:
 
 
 def check_copies(check: Check) -> str:
-    """Compares prefetching copies from pinned memory with a plain copy at each step, with equal work on the device."""
+    """Compare prefetching copies from pinned memory with a plain copy at each step, with equal work on the device."""
     size = MEASURED[check.device.type]
     batches = _float_batches(size, 24)
     work = _work_like_a_copy(check.device, batches[0])
@@ -184,7 +184,7 @@ def check_copies(check: Check) -> str:
 
 
 def check_nccl(check: Check) -> str:
-    """Checks that the service's code joins a group of one rank, which adds up, with the given timeout."""
+    """Check that the service's code joins a group of one rank, which adds up, with the given timeout."""
     place = check.place(check.resumed)
     place.run("nccl", ["-m", "benchmarks.gpu_group", check.device.type, str(NCCL_TIMEOUT_S)], check.limit_s("nccl"))
     said = json.loads(place.last_lines("nccl", 1))
@@ -196,7 +196,7 @@ def check_nccl(check: Check) -> str:
 
 
 def check_loop(check: Check) -> str:
-    """Measures the images a second of the loop, relative to a bare one, by precision and layout.
+    """Measure the images a second of the loop, relative to a bare one, by precision and layout.
 
     Also measures how busy the GPU is meanwhile, and the cost of deterministic algorithms.
     """
@@ -236,7 +236,7 @@ def check_loop(check: Check) -> str:
 
 
 def check_compile(check: Check) -> str:
-    """Measures the seconds to the first step with an empty cache of torch.compile, and with a warm one.
+    """Measure the seconds to the first step with an empty cache of torch.compile, and with a warm one.
 
     Also checks that a killed compiled run ends with the bits of an undisturbed one.
     """
@@ -258,7 +258,7 @@ def check_compile(check: Check) -> str:
 
 
 def check_compiled(check: Check) -> str:
-    """Measures the images a second of a compiled model, relative to a compiled bare loop."""
+    """Measure the images a second of a compiled model, relative to a compiled bare loop."""
     size = MEASURED[check.device.type]
     spec = accelerated(spec_of(size, precision=BFLOAT16, compile=True, validation_split=""), channels_last=True)
     images, labels = gpu_runs.stripes(min(size.rows, 8192), size.side)
@@ -270,7 +270,7 @@ def check_compiled(check: Check) -> str:
 
 
 def check_serving(check: Check) -> str:
-    """Checks that a served model predicts the same classes on the device as on a CPU; measures its time."""
+    """Check that a served model predicts the same classes on the device as on a CPU, and measure its time."""
     size = RESUMED[check.device.type]
     spec = replace(spec_of(replace(size, epochs=1)), seed=5)
     gpu_runs.run_ours(check.resumed, spec, check.device)
@@ -300,7 +300,7 @@ def check_serving(check: Check) -> str:
 
 
 def check_tutorial(check: Check) -> str:
-    """Runs the tutorial's notebook (C25) unchanged, killing its trainer and its replica once each."""
+    """Run the tutorial's notebook (C25) unchanged, killing its trainer and its replica once each."""
     from benchmarks.gpu_tutorial import run_tutorial  # imports ray
 
     said = run_tutorial(check.folder / "tutorial", gpus=check.is_gpu)
@@ -408,7 +408,7 @@ def _float_batches(size: Size, count: int) -> list[Batch]:
 
 
 def _work_like_a_copy(device: torch.device, batch: Batch) -> Callable[[], None]:
-    """Returns matrix products that take the device about as long as a plain copy of the batch."""
+    """Return matrix products that take the device about as long as a plain copy of the batch."""
     side = 4096 if device.type == "cuda" else 256
     matrix = torch.ones(side, side, device=device)
     inputs = torch.from_numpy(batch.inputs)
@@ -429,7 +429,7 @@ def _work_like_a_copy(device: torch.device, batch: Batch) -> Callable[[], None]:
 
 
 def _newest(store: ObjectStore) -> Any:
-    """Returns the final checkpoint of the run in this process, the newest in the store."""
+    """Return the final checkpoint of the run in this process, the newest in the store."""
     names = {key.split("/")[1] for key in (one.key for one in store.list("trainingJobs/"))}
     entries = [
         entry for name in names for entry in CheckpointRegistry(store, f"trainingJobs/{name}").entries() if entry.final

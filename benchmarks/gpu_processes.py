@@ -31,13 +31,13 @@ _running: set[subprocess.Popen[bytes]] = set()
 
 
 def end_processes() -> None:
-    """Kills the processes that an interrupted check left running."""
+    """Kill the processes that an interrupted check left running."""
     for process in tuple(_running):
         process.kill()
 
 
 class CheckFailed(Exception):
-    """A check failed; the text is the observation."""
+    """A failed check. The text is the observation."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Place:
 
     @contextmanager
     def running(self, name: str, arguments: list[str], **more: str) -> Iterator[subprocess.Popen[bytes]]:
-        """Runs a Python process, and kills it at the end if necessary.
+        """Run a Python process, and kill it at the end if necessary.
 
         Its output is in the folder's `name`.log.
         """
@@ -98,7 +98,7 @@ def resumed_variants(size: Size) -> dict[str, TrainingSpec]:
 
 
 def killed_and_resumed(place: Place, variant: str, spec: TrainingSpec, timeout_s: float, **more: str) -> dict[str, int]:
-    """Runs one undisturbed run, and one that is killed after a checkpoint and resumed; returns the steps.
+    """Run one undisturbed run, and one that is killed after a checkpoint and resumed. Return the steps.
 
     Raises `CheckFailed` unless both end with the same weights and the same optimizer state, bit for bit.
     """
@@ -140,7 +140,7 @@ def _killed(place: Place, job: str, spec: TrainingSpec, timeout_s: float, more: 
 
 
 def seconds_to_first_step(store: ObjectStore, job: str) -> float:
-    """Returns the time from the start of the job's last attempt to its first step, which includes compiling."""
+    """Return the time from the start of the job's last attempt to its first step, which includes compiling."""
     begun = _starts(store, job)[-1]
     points, _ = RunRecords(store).metrics(f"trainingJobs/{job}", 0, 10_000, "")
     return min(point.time for point in points if point.attempt == begun.attempt) - begun.time

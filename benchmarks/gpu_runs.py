@@ -78,7 +78,7 @@ class Size:
 
 
 def stripes(rows: int, side: int, seed: int = 0) -> tuple[Any, Any]:
-    """Returns noisy images uint8 (rows, S, S, 3) whose label 0..9 is the position of a bright stripe."""
+    """Return noisy images uint8 (rows, S, S, 3) whose label 0..9 is the position of a bright stripe."""
     generator = np.random.default_rng(seed)
     labels = generator.integers(0, 10, rows)
     images = generator.integers(0, 120, (rows, side, side, 3), np.uint8)
@@ -89,7 +89,7 @@ def stripes(rows: int, side: int, seed: int = 0) -> tuple[Any, Any]:
 
 
 def new_store(folder: Path, size: Size) -> ObjectStore:
-    """Creates a store with a version of stripes, and a validation split of one batch."""
+    """Create a store with a version of stripes, and a validation split of one batch."""
     store = open_store(store_settings({"MILLRACE_STORE": folder.resolve().as_uri()}))
     schema = pa.schema([tensor_field("image", pa.uint8(), (size.side, size.side, 3)), pa.field("label", pa.int64())])
     splits = {"train": stripes(size.rows, size.side), "validation": stripes(size.batch, size.side, 1)}
@@ -117,7 +117,7 @@ def accelerated(spec: TrainingSpec, **changes: Any) -> TrainingSpec:
 
 
 def settings_compared(spec: TrainingSpec) -> dict[str, TrainingSpec]:
-    """Returns the compared settings, by their names in the report."""
+    """Return the compared settings, by their names in the report."""
     loader = replace(spec, acceleration=replace(spec.acceleration, transform_device="CPU"))
     last = {"channels_last": True}
     half = replace(spec, precision=BFLOAT16)
@@ -134,7 +134,7 @@ def settings_compared(spec: TrainingSpec) -> dict[str, TrainingSpec]:
 
 
 def set_up(device: torch.device, spec: TrainingSpec) -> None:
-    """Sets up the device as in a new worker process, though this one has computed before."""
+    """Set up the device as in a new worker process, though this one has computed before."""
     torch.use_deterministic_algorithms(False)
     torch.backends.cudnn.deterministic = torch.backends.cudnn.benchmark = False
     set_up_device(device, spec)
@@ -150,7 +150,7 @@ class Measured:
 
 
 def run_ours(store: ObjectStore, spec: TrainingSpec, device: torch.device) -> Measured:
-    """Runs the loop once: reading, preparing, copying, learning, and a checkpoint with each epoch.
+    """Run the loop once: reading, preparing, copying, learning, and a checkpoint with each epoch.
 
     A step's time is the median: only a few steps are followed by an epoch's end, or used by cuDNN to try kernels.
     """
@@ -175,7 +175,7 @@ def run_ours(store: ObjectStore, spec: TrainingSpec, device: torch.device) -> Me
 
 
 def run_bare(spec: TrainingSpec, device: torch.device, images: Any, labels: Any) -> Measured:
-    """Runs the same model, optimizer, precision and layout in a bare loop.
+    """Run the same model, optimizer, precision and layout in a bare loop.
 
     The inputs are ready on the device, and nothing is checked, reported or stored.
     """
@@ -208,7 +208,7 @@ def run_bare(spec: TrainingSpec, device: torch.device, images: Any, labels: Any)
 
 
 def ready_tensors(spec: TrainingSpec, device: torch.device, images: Any, labels: Any) -> tuple[Tensor, Tensor]:
-    """Returns the model's inputs for these images: float32 (rows, 3, S, S), and labels (rows,), on the device."""
+    """Return the model's inputs for these images: float32 (rows, 3, S, S), and labels (rows,), on the device."""
     by_device = accelerated(spec, transform_device=BY_DEVICE)
     shape = images.shape[1:]
     schema = pa.schema([tensor_field("image", pa.uint8(), shape), pa.field("label", pa.int64())])
@@ -228,7 +228,7 @@ def finish(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def sampled(device: torch.device) -> Iterator[list[tuple[float, float]]]:
-    """Collects (time, GPU utilisation by NVML) within the block; none for a CPU."""
+    """Collect (time, GPU utilisation by NVML) within the block; none for a CPU."""
     samples: list[tuple[float, float]] = []
     if device.type != "cuda":
         yield samples

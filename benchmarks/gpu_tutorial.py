@@ -76,7 +76,7 @@ class Predictor:
 
 
 def run_tutorial(folder: Path, *, gpus: bool) -> dict[str, Any]:
-    """Runs the tutorial and returns the figures and, under `text`, a sentence.
+    """Run the tutorial and return the figures and, under `text`, a sentence.
 
     Raises `CheckFailed`.
     """
@@ -145,7 +145,7 @@ def _run(stack: TrainStack, head: RayHead, storage: Path, folder: Path, script: 
 
 
 def _kill_trainer(stack: TrainStack, head: RayHead, job: str, timeout_s: float) -> None:
-    """Kills a worker of the run, once it has a checkpoint."""
+    """Kill a worker of the run, once it has a checkpoint."""
     stack.client.watch(job, timeout_s=timeout_s).until("checkpoint_committed")
     for pid in head.processes(WORKER)[:1]:
         os.kill(pid, signal.SIGKILL)
@@ -153,7 +153,7 @@ def _kill_trainer(stack: TrainStack, head: RayHead, job: str, timeout_s: float) 
 
 
 def _watched(stack: TrainStack, job: str) -> res.TrainingJob:
-    """Follows the job to its end, printing each checkpoint and each attempt."""
+    """Follow the job to its end, printing each checkpoint and each attempt."""
     watch = stack.client.watch(job)
     for update in watch._updates():
         if update.WhichOneof("update") == "event":
@@ -165,7 +165,7 @@ def _watched(stack: TrainStack, job: str) -> res.TrainingJob:
 
 
 def _ends(stack: TrainStack, folder: Path) -> Iterator[str]:
-    """Yields the ends of the logs of the job and the services."""
+    """Yield the ends of the logs of the job and the services."""
     with suppress(MillraceError), mc.connect(train=stack.service.address) as millrace:
         text = "".join(one.text for one in millrace.train.stream_logs(f"trainingJobs/{JOB}", follow=False))
         yield f"the job's log: …{text[-4000:]}"
@@ -178,7 +178,7 @@ def _say(text: str) -> None:
 
 
 def _held_out(storage: Path) -> tuple[Any, Any]:
-    """Returns float32 (rows, 1, 28, 28), normalised as in the tutorial, and the labels."""
+    """Return float32 (rows, 1, 28, 28), normalised as in the tutorial, and the labels."""
     raw = storage / "data" / "MNIST" / "raw"
     pixels = np.frombuffer((raw / "t10k-images-idx3-ubyte").read_bytes(), np.uint8, offset=16).reshape(-1, 1, 28, 28)
     labels = np.frombuffer((raw / "t10k-labels-idx1-ubyte").read_bytes(), np.uint8, offset=8)
@@ -221,7 +221,7 @@ def _served(
 
 
 def _asked(ask: Callable[[], Any], timeout_s: float) -> Any:
-    """Returns the answer; repeats the request while the replica restarts."""
+    """Return the answer. Repeats the request while the replica restarts."""
     deadline = time.monotonic() + timeout_s
     while True:
         with suppress(MillraceError):

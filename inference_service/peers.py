@@ -54,7 +54,7 @@ class PeerState:
 
 
 class Peers:
-    """The peers of this process; none without a `folder`.
+    """The peers of this process. None without a `folder`.
 
     `number` counts from 0.
     """
@@ -73,7 +73,7 @@ class Peers:
         return self._folder is not None
 
     def heartbeat(self) -> None:
-        """Touches the heartbeat file that the parent process watches.
+        """Touch the heartbeat file that the parent process watches.
 
         Raises nothing. After the first call it needs neither a file descriptor nor disk space: a process that lacks
         these but answers does not hang.
@@ -88,15 +88,15 @@ class Peers:
             own.touch()
 
     def tell(self, told: PeerState) -> None:
-        """Replaces this process's reported state; a concurrent reader sees the old or the new one."""
+        """Replace this process's reported state. A concurrent reader sees the old or the new one."""
         self._write("json", json.dumps(asdict(told)).encode())
 
     def leave(self, name: str, data: bytes) -> None:
-        """Replaces this process's data under that name."""
+        """Replace this process's data under that name."""
         self._write(name, data)
 
     def left(self, name: str) -> list[bytes]:
-        """Returns the other processes' data under that name.
+        """Return the other processes' data under that name.
 
         A dead process's data stays until its restart.
         """
@@ -108,7 +108,7 @@ class Peers:
         return found
 
     def counts(self, application: str) -> Iterable[Counts]:
-        """Returns the counts of each other process with a recent report."""
+        """Return the counts of each other process with a recent report."""
         return [
             told.counts[application]
             for reported_at, told in self._others()
@@ -116,7 +116,7 @@ class Peers:
         ]
 
     def may_listen(self, ready: bool, holds: Iterable[str]) -> bool:
-        """Returns whether this process, which `holds` these applications, may listen on the shared port.
+        """Return whether this process, which `holds` these applications, may listen on the shared port.
 
         The kernel (SO_REUSEPORT) distributes connections over all listeners, so a new listener must serve everything
         that the existing ones serve. The leader may listen at once if no other process does, so that clients get
@@ -130,7 +130,7 @@ class Peers:
         return ready and all(told.ready and own.issuperset(told.holds) for at, told in listening if _is_recent(at))
 
     def all_hold(self, application: str, unresponsive_s: float) -> bool:
-        """Returns whether every other listening process can send batches to the application.
+        """Return whether every other listening process can send batches to the application.
 
         A process without a report for `unresponsive_s` does not count.
         """
@@ -141,7 +141,7 @@ class Peers:
         )
 
     def going(self) -> set[str]:
-        """Returns the applications that another process is removing from Serve.
+        """Return the applications that another process is removing from Serve.
 
         That process has read a log without them, and waits until no process sends them batches. So no process may, even
         if the log names them again by now.
@@ -149,11 +149,11 @@ class Peers:
         return {name for reported_at, told in self._others() if _is_recent(reported_at) for name in told.going}
 
     def news(self) -> dict[int, tuple[int, list[str], list[str]]]:
-        """Returns by pid how many logs each other process has written, what it holds and what it removes."""
+        """Return by pid how many logs each other process has written, what it holds and what it removes."""
         return {told.pid: (told.written, told.holds, told.going) for _, told in self._others()}
 
     async def let_go(self, application: str, since_s: float, unresponsive_s: float) -> None:
-        """Waits until no other process sends batches to the application.
+        """Wait until no other process sends batches to the application.
 
         Each must have reported so after `since_s`, in seconds since the epoch, which is when this process announced the
         removal: until it reads that, a peer may still attach. A process without a report for `unresponsive_s` is not
@@ -166,7 +166,7 @@ class Peers:
             await asyncio.sleep(POLL_INTERVAL_S)
 
     def _others(self) -> Iterator[tuple[float, PeerState]]:
-        """Yields the last report of each live peer, with its time in seconds since the epoch."""
+        """Yield the last report of each live peer, with its time in seconds since the epoch."""
         if self._folder is None:
             return
         for path in self._folder.glob("*.json"):
@@ -190,7 +190,7 @@ class Peers:
 
 
 def heartbeat_of(folder: Path, number: int, pid: int) -> Path:
-    """Returns the empty file that the process of this number and pid touches as its heartbeat."""
+    """Return the empty file that the process of this number and pid touches as its heartbeat."""
     return folder / f"{number}.{pid}.beat"
 
 

@@ -1,1 +1,1 @@
-"""What two or more services need, one concept a file."""
+"""Modules that two or more services need, one concept per file."""

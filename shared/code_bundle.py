@@ -101,7 +101,7 @@ class BundleRecord:
 
 
 class CodeBundles:
-    """Creates, reads, lists and deletes bundles.
+    """The bundles of a store.
 
     All methods block on the store. Names are `codeBundles/{sha256}`.
     """

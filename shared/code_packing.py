@@ -183,7 +183,7 @@ def _pack(sources: Iterable[_Source], file: BinaryIO) -> BundleFacts:
 
 
 class _Facts:
-    """Collects the facts of a bundle while its entries are processed."""
+    """Collector of a bundle's facts while its entries are processed."""
 
     def __init__(self) -> None:
         self._sha256 = hashlib.sha256()
@@ -268,7 +268,7 @@ class _Writer:
 
 
 class _Reader:
-    """Reads entries strictly. Each header must equal the one that `_Writer` writes for that path and size."""
+    """Strict reader of entries. Each header must equal the one that `_Writer` writes for that path and size."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -356,7 +356,7 @@ class _Paths:
 
 
 def path_problem(path: str) -> str:
-    """Explain, with a remedy, why no bundle can have a file of that path; empty if it can."""
+    """Explain, with a remedy, why no bundle can have a file of that path. Empty if it can."""
     parts = path.split("/")
     if not path or path.startswith("/"):
         return "is no relative path: use paths below the folder"

@@ -1,4 +1,4 @@
-"""Streams a Ray dataset's tables to a consumer that can stop at any moment.
+"""A stream of a Ray dataset's tables to a consumer that can stop at any moment.
 
 Ray Data blocks its consumer while it waits for a block, and cancels tasks without waiting for their end. So Ray's
 iterator runs on its own thread, and this module keeps its executor to shut it down properly.
@@ -46,7 +46,7 @@ _END = object()
 
 
 class _Remember(ExecutionCallback):
-    """Registers the executor with its stream. Ray constructs it on the iterating thread."""
+    """Callback that registers the executor with its stream. Ray constructs it on the iterating thread."""
 
     def before_execution_starts(self, executor: StreamingExecutor) -> None:
         _streams.get().begin(executor)
@@ -198,7 +198,7 @@ def _poll_interval(seconds: float) -> None:
 
 
 class _Ending:
-    """Shuts an executor down so that none of its tasks runs any more, whichever caller asks.
+    """Shutdown of an executor after which none of its tasks runs, whichever caller asks.
 
     When a task fails, Ray lets the others continue. It starts more tasks during shutdown, because it waits at most two
     seconds for its loop. Even with force it does not wait for the tasks' end.

@@ -1,7 +1,7 @@
 """The resource log: the state of one resource as immutable numbered records, appended with put-if-absent.
 
-Each record holds the whole state after one transition. Appending record n is a put-if-absent on its key, so each
-number has exactly one winner; who loses reads the winner's record and decides again. Attempts fence one another:
+Each record holds the whole state after one transition. Appending record n is a put-if-absent on its key, so each number
+has exactly one winner. A writer that loses reads the winner's record and decides again. Attempts fence one another:
 once a record carries attempt a, no writer of an earlier attempt can append.
 """
 
@@ -23,19 +23,22 @@ logger = logging.getLogger(__name__)
 
 State = dict[str, Any]
 
-# The object beside the records of a long log that names one of its last ones.
+# The object beside the records of a long log that holds the number of a recent one.
 HINT = "newest"
-# After so many records it is written again.
+# The hint is written again after this many records.
 HINT_EVERY = 8
 
 
 class StaleAttempt(Exception):
-    """A later attempt has taken over: whoever gets this must stop and must not write."""
+    """A later attempt has taken over. The receiver must stop and must not write."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """`number` counts from 1; `time` is seconds since the epoch by the writer's clock, for people only."""
+    """A record of a log.
+
+    `number` counts from 1. `time` is in seconds since the epoch by the writer's clock, only for display.
+    """
 
     number: int
     nonce: str
@@ -47,8 +50,8 @@ class Record:
 class ResourceLog:
     """One resource's log below the folder `prefix`. Not shared between threads; open one each.
 
-    A log that `is_long` also notes, after each `HINT_EVERY` records, which is the newest; so its newest record is found
-    with a bounded number of reads. The note is a hint and no more: it may be behind or missing.
+    A log that `is_long` also stores the number of its newest record after each `HINT_EVERY` records, so that its newest
+    record is found with a bounded number of reads. This is only a hint: it may be outdated or missing.
     """
 
     def __init__(self, store: ObjectStore, prefix: str, *, is_long: bool = False) -> None:
@@ -56,27 +59,27 @@ class ResourceLog:
         self._prefix = prefix.rstrip("/")
         self._is_long = is_long
         self._head: Record | None = None
-        # The number of the last record whose write was not answered: it may be there or not.
+        # The number of the last record whose write was not answered: the record may or may not exist.
         self._unanswered = 0
 
     @property
     def newest_known(self) -> Record | None:
-        """What `head` gave last, or `append` wrote."""
+        """The record that `head` last returned, or `append` wrote."""
         return self._head
 
     def read(self, number: int) -> Record | None:
-        """The record with that number; None where it has not been written."""
+        """Return the record with that number, or None if it has not been written."""
         try:
             return Record(**fields_of(Record, json.loads(self._store.get(self._key(number)))))
         except ObjectMissing:
             return None
 
     def head(self) -> Record | None:
-        """The newest record, None for a resource that never was.
+        """Return the newest record, or None if the resource never existed.
 
-        Records are contiguous and never deleted, so it gallops on from the last head seen and then halves the gap:
-        about 2·log2(new records) reads, and one where nothing is new. In a log that `is_long` it leaps to the hint once
-        there are more new records than hints are apart.
+        Records are contiguous and never deleted. The search gallops on from the last known head and then bisects: about
+        2·log2(new records) reads, and one read if there is nothing new. In a log that `is_long` it jumps to the hint
+        once there are more new records than the hint's interval.
         """
         known = self._head.number if self._head else 0
         step = 1
@@ -99,8 +102,10 @@ class ResourceLog:
         return best
 
     def append(self, previous: Record | None, state: State, attempt: int = 0, nonce: str = "") -> Record | None:
-        """Writes the record after `previous`. None if another writer was faster; raises `StaleAttempt` if that one, or
-        `previous`, belongs to a later attempt. `nonce` is that of `update`."""
+        """Write the record after `previous`. Returns None if another writer was faster.
+
+        Raises `StaleAttempt` if that writer, or `previous`, belongs to a later attempt. `nonce` is that of `update`.
+        """
         if previous and previous.attempt > attempt:
             raise StaleAttempt(f"{self._prefix}: attempt {attempt} is fenced by attempt {previous.attempt}")
         number = previous.number + 1 if previous else 1
@@ -109,7 +114,7 @@ class ResourceLog:
             self._store.put_if_absent(self._key(number), json.dumps(asdict(record)).encode())
         except ObjectExists:
             winner = self.read(number)
-            # A PUT that was retried inside the client can meet its own first write.
+            # A PUT that the client retried can meet its own first write.
             if winner is None or winner.nonce != record.nonce:
                 if winner is not None and winner.attempt > attempt:
                     raise StaleAttempt(
@@ -127,13 +132,14 @@ class ResourceLog:
     def update(
         self, decide: Callable[[Record | None], State | None], attempt: int | None = None, nonce: str = ""
     ) -> Record | None:
-        """Appends what `decide` makes of the newest record, deciding again each time another writer was faster.
+        """Append the state that `decide` returns for the newest record, and return the newest record.
 
-        `decide` returns None to leave things as they are. Without `attempt` the record keeps the attempt that it
-        follows: that is for wishes of clients, which must not fence the attempt at work. Returns the newest record.
+        `decide` is called again each time another writer was faster. It returns None to change nothing. Without
+        `attempt` the record keeps the attempt of its predecessor. This is for clients' requests, which must not fence
+        the current attempt.
 
-        After an error of the store it may have been written all the same. Who calls again with the `nonce` of the call
-        before, one of its own for each thing to write, then gets that record and writes no second one.
+        After an error of the store the record may exist all the same. A caller that retries passes the `nonce` of its
+        first call, unique for each thing to write. It then gets that record, and no second one is written.
         """
         if nonce and self._unanswered:
             written = self.read(self._unanswered)
@@ -150,12 +156,12 @@ class ResourceLog:
             except StaleAttempt:
                 if attempt is not None:
                     raise
-                continue  # a wish belongs to no attempt: it follows the new one
+                continue  # a client's request belongs to no attempt: it follows the new one
             if record is not None:
                 return record
 
     def fence(self, attempt: int, initial: State) -> Record:
-        """Opens the log for `attempt`: from here on no earlier attempt can append. Returns the newest record."""
+        """Open the log for `attempt`, so that no earlier attempt can append. Returns the newest record."""
         opened = self.update(
             lambda previous: (
                 None if previous and previous.attempt == attempt else (previous.state if previous else initial)
@@ -166,14 +172,14 @@ class ResourceLog:
         return opened
 
     def _hint(self, number: int) -> None:
-        """The record is written already, so what fails here fails nothing."""
+        """Write the hint. The record exists already, so a failure here is only logged."""
         try:
             self._store.put(f"{self._prefix}/{HINT}", str(number).encode())
         except STORE_OUTAGES as error:
             logger.warning("%s/%s stays behind: %s", self._prefix, HINT, error.message)
 
     def _hinted(self, known: int) -> Record | None:
-        """The record that the hint names, where that is a later one than `known`."""
+        """Return the record that the hint names, if it is later than `known`."""
         try:
             named = self._store.get(f"{self._prefix}/{HINT}")
         except ObjectMissing:

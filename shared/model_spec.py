@@ -1,8 +1,8 @@
-"""What a model is built from: plain values, which a job's record and a checkpoint keep.
+"""The specification of a model, in plain values, which a job's record and a checkpoint store.
 
-The scaling of a regression's target is one of them: what the model learns is (target - mean) / deviation, output by
-output. Training fits it on the training split, a checkpoint keeps it, and whoever answers with the model undoes it, by
-`shared.models.loaded`.
+It includes the scaling of a regression's target: the model learns (target - mean) / deviation, output by output.
+Training fits the scaling on the training split and a checkpoint stores it. `shared.models.loaded` undoes it for every
+answer of the model.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ CLASSIFICATION, REGRESSION = "CLASSIFICATION", "REGRESSION"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """`builder` is `torchvision.` and the name of a builder of `torchvision.models`, `mlp`, or an entry point of
-    `millrace.models`. It is empty of a model of a user's own, which `entry`, `module:name`, of `code_bundle`,
-    `codeBundles/{sha256}`, makes of `kwargs`.
+    """A model's builder and its arguments.
 
-    `task` says what the outputs mean; a checkpoint's always does, a `TrainingSpec` has a task of its own.
+    `builder` is `torchvision.` and the name of a builder of `torchvision.models`, `mlp`, or an entry point of
+    `millrace.models`. It is empty for a user's own model: `entry`, `module:name`, of `code_bundle`,
+    `codeBundles/{sha256}`, builds that from `kwargs`.
+
+    `task` is the meaning of the outputs. It is always set in a checkpoint; a `TrainingSpec` has its own task.
     """
 
     builder: str
@@ -34,12 +36,12 @@ class ModelSpec:
     task: str = CLASSIFICATION
     code_bundle: str = ""
     entry: str = ""
-    # Of a user's own: whether it has a training step, and what goes with it.
+    # For a user's own model: whether it has a training step and the methods around it.
     is_step: bool = False
 
     @property
     def is_own(self) -> bool:
-        """Whether a user's own code makes it."""
+        """Whether a user's own code builds the model."""
         return bool(self.entry)
 
     def as_config(self) -> dict[str, Any]:
@@ -57,8 +59,10 @@ NONE, STANDARD = "NONE", "STANDARD"
 
 @dataclass(frozen=True, kw_only=True)
 class TargetScaling:
-    """One number for each of the K outputs, in the target's own unit. A deviation is above 0: of a target that is
-    constant it is 1."""
+    """One number per output, K in all, in the target's own unit.
+
+    A deviation is above 0; for a constant target it is 1.
+    """
 
     mean: tuple[float, ...]
     deviation: tuple[float, ...]
@@ -68,5 +72,5 @@ class TargetScaling:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Sequence[float]] | None) -> TargetScaling | None:
-        """None where there is none."""
+        """Return the scaling, or None if there is none."""
         return None if config is None else cls(mean=tuple(config["mean"]), deviation=tuple(config["deviation"]))

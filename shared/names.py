@@ -14,14 +14,14 @@ SPLIT_REMEDY = "use 1 to 63 of a-z, 0-9, '_' and '-', beginning with a letter"
 
 
 def check_id(field: str, value: str) -> str:
-    """Returns `value` if it is a resource id, else refuses `field`."""
+    """Return `value` if it is a resource id, else refuse `field`."""
     if not ID.fullmatch(value):
         raise invalid_field(field, value, ID_REMEDY)
     return value
 
 
 def check_request_id(field: str, value: str) -> str:
-    """An empty id is allowed: the call is then not idempotent."""
+    """Return the request id in lower case, or refuse `field`. An empty id makes the call not idempotent."""
     if value:
         try:
             parsed = uuid.UUID(value)
@@ -33,7 +33,7 @@ def check_request_id(field: str, value: str) -> str:
 
 
 def parse(field: str, name: str, pattern: str) -> tuple[str, ...]:
-    """Takes the ids out of a name of the form `pattern`, e.g. `datasets/{d}/versions/{v}`; else refuses `field`."""
+    """Return the ids in a name of the form `pattern`, e.g. `datasets/{d}/versions/{v}`, or refuse `field`."""
     wanted, given = pattern.split("/"), name.split("/")
     if len(wanted) == len(given) and all(
         ID.fullmatch(part) if want.startswith("{") else part == want for want, part in zip(wanted, given, strict=True)

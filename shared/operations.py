@@ -32,7 +32,7 @@ class OperationSource(Protocol):
 
 
 class OperationsServicer(operations_pb2_grpc.OperationsServicer):  # type: ignore[misc]
-    """Serves Get, List, Wait and Cancel.
+    """Servicer of Get, List, Wait and Cancel.
 
     Delete is UNIMPLEMENTED, because an operation is the history of a resource.
     """

@@ -87,7 +87,7 @@ _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def allowed_functions(environ: Mapping[str, str]) -> frozenset[str]:
-    """Read the allowed functions, `module:function` each; none if the variable is unset.
+    """Read the allowed functions, `module:function` each. None if the variable is unset.
 
     Raises `SettingsError`, naming the variable.
     """
@@ -124,15 +124,15 @@ TRAINING_STEPS = "millrace.training_steps"
 
 
 def installed_names(group: str) -> list[str]:
-    """In their order."""
+    """Return the sorted names in an entry-point group."""
     return sorted({point.name for point in entry_points(group=group)})
 
 
 def load_installed(group: str, name: str, field: str, known: str) -> Any:
-    """The object that a package registered as `name`.
+    """Return the object that a package registered as `name`.
 
-    Raises `InvalidArgument` naming `field` where no package of this process has it, where two different ones do, or
-    where its import fails. `known` says what else the field may name.
+    Raises `InvalidArgument` that names `field` if no package of this process has it, if two different ones do, or if
+    its import fails. `known` lists the field's other allowed values.
     """
     points = {point.value: point for point in entry_points(group=group) if point.name == name}
     if not points:
@@ -144,5 +144,5 @@ def load_installed(group: str, name: str, field: str, known: str) -> Any:
     (point,) = points.values()
     try:
         return point.load()
-    except Exception as error:  # whatever the package's own import raises
+    except Exception as error:  # the package's own import may raise anything
         raise invalid_field(field, name, f"importing {point.value} failed: {first_line(error)}") from None

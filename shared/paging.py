@@ -10,12 +10,12 @@ from shared.errors import invalid_field
 
 DEFAULT_SIZE = 100
 MAX_SIZE = 1000
-# Most clients take messages of 4 MiB at most: a page ends before it would have more.
+# Most clients accept messages of at most 4 MiB, so a page ends before it exceeds this size.
 PAGE_BYTES = 3 * 1024 * 1024 + 512 * 1024
 
 
 def page(keys: Sequence[str], size: int, token: str) -> tuple[list[str], str]:
-    """Returns one page of `keys` (sorted here) and the token of the next, empty on the last."""
+    """Return one page of `keys` (sorted here) and the token of the next, empty on the last."""
     size = checked_size(size)
     after = key_of(token)
     wanted = sorted(key for key in keys if key > after) if after else sorted(keys)
@@ -25,19 +25,19 @@ def page(keys: Sequence[str], size: int, token: str) -> tuple[list[str], str]:
 
 
 def checked_size(size: int, default: int = DEFAULT_SIZE, most: int = MAX_SIZE) -> int:
-    """The `page_size` of a request, or the default where it is 0."""
+    """Return the `page_size` of a request, or the default if it is 0."""
     if not 0 <= size <= most:
         raise invalid_field("page_size", size, f"use 0 (for {default:,}) to {most:,}")
     return size or default
 
 
 def token_of(key: str) -> str:
-    """The token of the page behind `key`."""
+    """Return the token of the page after `key`."""
     return base64.urlsafe_b64encode(key.encode()).decode()
 
 
 def key_of(token: str) -> str:
-    """The last key of the page before; empty for the first page."""
+    """Return the last key of the previous page. Empty for the first page."""
     try:
         return base64.b64decode(token.encode(), altchars=b"-_", validate=True).decode()
     except (binascii.Error, UnicodeError):

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 
 class SettingsError(ValueError):
-    """A setting is missing or malformed; the text names the variable and the remedy."""
+    """A setting is missing or malformed. The text names the variable and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ def store_settings(environ: Mapping[str, str]) -> StoreSettings:
 
 
 def service_settings(environ: Mapping[str, str], default_listen: str) -> ServiceSettings:
-    """Read the settings of every service; `default_listen` is host:port."""
+    """Read the settings of every service. `default_listen` is host:port."""
     listen = environ.get("MILLRACE_LISTEN") or default_listen
     host, _, port = listen.rpartition(":")
     if not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
@@ -109,7 +109,7 @@ def warm_workers(environ: Mapping[str, str]) -> bool:
 
 
 def is_on(environ: Mapping[str, str], variable: str, *, default: bool) -> bool:
-    """Read a variable that is 0 or 1; unset or empty means the default. Raises `SettingsError`."""
+    """Read a variable that is 0 or 1. Unset or empty means the default. Raises `SettingsError`."""
     text = environ.get(variable, "")
     if text not in ("", "0", "1"):
         raise SettingsError(f"{variable}: {text!r}: use 0 or 1")

@@ -92,7 +92,7 @@ UPLOADS = Wording(
 
 
 class Slots:
-    """Limits concurrent streams, because each holds some tens of MiB. For one event loop."""
+    """Limit on concurrent streams, because each holds some tens of MiB. For one event loop."""
 
     def __init__(self, most: int, clock: Callable[[], float] = time.monotonic, wording: Wording = READS) -> None:
         self._most = most

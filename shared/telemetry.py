@@ -61,7 +61,7 @@ def log_outcome(
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as JSON. The members include its `fields` (`extra={"fields": …}`) and `always`."""
+    """Formatter of a record as JSON. The members include its `fields` (`extra={"fields": …}`) and `always`."""
 
     def __init__(self, service: str, **always: str) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ FLUSH_TIMEOUT_S = 2.0
 
 
 class BackgroundHandler(logging.Handler):
-    """Writes lines in the order in which they were logged, from its own thread.
+    """Handler that writes lines in the order in which they were logged, from its own thread.
 
     `flush`, which `logging.shutdown` calls at the end of a process, waits at most `FLUSH_TIMEOUT_S` seconds until they
     are written. In a forked child, which has no such thread, lines are written at once.

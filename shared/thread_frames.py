@@ -1,4 +1,4 @@
-"""Where every thread of the process is in its code, without the deadlock of Python 3.11."""
+"""The current frames of all threads, without the deadlock of Python 3.11."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from types import FrameType
 
 
 def current_frames() -> dict[int, FrameType]:
-    """The current frame of each thread, by its id.
+    """Return the current frame of each thread, by its id.
 
-    Python 3.11 holds its lock of all threads meanwhile and makes objects. A garbage collection that this sets off waits
-    for that lock for ever (python/cpython#106883), so none may begin.
+    Python 3.11 holds its lock of all threads meanwhile and creates objects. A garbage collection that this triggers
+    waits forever for that lock (python/cpython#106883), so the collector is disabled.
     """
     collects = gc.isenabled()
     gc.disable()

@@ -133,7 +133,7 @@ def is_wanted(environ: Mapping[str, str]) -> bool:
 
 
 def tracing_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return OpenTelemetry's variables for other processes; none if nothing is exported.
+    """Return OpenTelemetry's variables for other processes. None if nothing is exported.
 
     Raises `SettingsError`.
     """

@@ -55,7 +55,7 @@ def zone_problem(given: pa.DataType, wanted: pa.DataType) -> str | None:
 
 
 def zone_hint(wanted: pa.DataType) -> str:
-    """Return the hint for texts that do not fit `wanted`; empty for all types but moments."""
+    """Return the hint for texts that do not fit `wanted`. Empty for all types but moments."""
     if not (kinds.is_timestamp(wanted) and wanted.tz is not None):
         return ""
     return "; each text needs its offset, such as 2024-07-01T12:00:00+02:00 or …Z"
@@ -77,7 +77,7 @@ def whole_seconds(value: int, arrow_type: pa.DataType) -> tuple[int, int]:
 
 
 def value_of_text(text: str, arrow_type: pa.DataType) -> pa.Scalar:
-    """Invert `value_text`; Arrow's other spellings are accepted, too. Raises `pa.ArrowInvalid`."""
+    """Invert `value_text`. Arrow's other spellings are accepted, too. Raises `pa.ArrowInvalid`."""
     if kinds.is_time(arrow_type):
         return times_of_day(pa.array([text]), arrow_type)[0]
     far = _FAR.fullmatch(text)
@@ -175,7 +175,7 @@ def _in_the_middle(values: NDArray[np.float64]) -> NDArray[np.bool_]:
 
 
 def _next_to(half: np.float16, value: float, *, above: bool) -> np.float16:
-    """Return the half float above or below `value`; `half` is one of the two."""
+    """Return the half float above or below `value`. `half` is one of the two."""
     if (float(half) > value) == above:
         return half
     return np.float16(np.nextafter(half, np.float16(np.inf if above else -np.inf)))

@@ -72,7 +72,7 @@ def main() -> int:
     try:
         settings = service_settings(os.environ, DEFAULT_LISTEN)
         token = bearer_token(os.environ)
-        # Refuses a setting with which strangers could run code.
+        # Refuses settings that would let strangers run code.
         callers_code = own_code(os.environ, settings.listen, has_token=token is not None)
         custom_allowed = allowed_functions(os.environ)
         cluster_max = largest_cluster(os.environ)

@@ -1,7 +1,8 @@
-"""Where the workers of a run go: what Ray has free, how many fit, and how Ray Train is told.
+"""Placement of a run's workers: Ray's free resources, how many workers fit, and the request to Ray Train.
 
-Ray holds no CPU for the tasks of Ray Data that prepare the rows of jobs at work, so others leave them alone here: it
-takes any CPU that is free at the moment, and held in a placement group, its tasks could use no other.
+Ray reserves no CPU for the tasks of Ray Data that prepare the rows of running jobs, so other jobs leave CPUs free for
+them here. Ray Data takes any CPU that is free at the moment; with CPUs in a placement group, its tasks could use no
+others.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ from train_service.records.reporting import TRAIN_KIND
 # --- Placement ---
 
 ROLE_LABEL = "millrace.role"
-# What Ray calls the CPUs that a placement group holds on a node; those of its bundles have a number besides.
+# Ray's name of the CPUs that a placement group holds on a node; those of its bundles also have a number.
 GROUP_CPUS = re.compile(r"CPU_group_[0-9a-f]{20,}")
 
 
 @dataclass(frozen=True)
 class Node:
-    """One that takes workers: `free` and `total` by the names of resources."""
+    """A node that takes workers. `free` and `total` are keyed by resource."""
 
     node_id: str
     free: Resources
@@ -56,7 +57,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Size:
-    """How many workers, and what each asks for."""
+    """The number of workers, and each worker's resources."""
 
     workers: int
     bundle: dict[str, float]
@@ -70,14 +71,14 @@ class Size:
         return GPU if self.use_gpu else CPU
 
     def held(self, workers: Mapping[str, int]) -> dict[str, Resources]:
-        """By node id what such workers hold, of whom there are so many on each."""
+        """Return the resources that workers hold, by node id. `workers` is their number per node."""
         return {
             node_id: {name: number * need for name, need in self.bundle.items()} for node_id, number in workers.items()
         }
 
 
 def usable_nodes() -> list[Node]:
-    """The nodes that answer, stay, and are no service's own."""
+    """Return the live nodes that stay and are not reserved for a service."""
     free = free_of_nodes()
     return [
         Node(node["NodeID"], free.get(node["NodeID"], {}), node["Resources"])
@@ -92,14 +93,16 @@ def free_of_nodes() -> Mapping[str, Resources]:
 
 
 def totals() -> list[Resources]:
-    """All that the nodes which may take workers have, by what Ray knows of them."""
+    """Return the total resources of the nodes that take workers, as Ray knows them."""
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     return [node["Resources"] for node in nodes if node["Alive"] and _takes_workers(node)]
 
 
 def devices_of(spec: TrainingSpec, run: str, nodes: Sequence[Node]) -> tuple[str, str]:
-    """GPU or CPU, of the run and of its next attempt on these nodes; `run` is what the first attempt chose, empty
-    before that."""
+    """Return the device, GPU or CPU, of the run and of its next attempt on these nodes.
+
+    `run` is the device that the first attempt chose, empty before that.
+    """
     if spec.local:
         return CPU, CPU
     totals = [node.total for node in nodes]
@@ -114,9 +117,12 @@ def size_now(
     own: Mapping[str, Resources] | None = None,
     more_than: int = 0,
 ) -> Size:
-    """The most workers on `device` for which there is room, 0 where not even the fewest fit. `concurrent_ingests` tells
-    for how many other jobs Ray Data prepares rows; it is asked only where there is room for more than `more_than`
-    without them. `own` is what the caller's workers hold, by node id: they would make room for others."""
+    """Return the most workers on `device` that fit, 0 if even the minimum does not fit.
+
+    `concurrent_ingests` returns for how many other jobs Ray Data prepares rows. It is called only if more than
+    `more_than` workers would fit without them. `own` holds the resources of the caller's workers by node id, which
+    those would free.
+    """
     nodes = usable_nodes()
     bundle = bundle_of(spec, device)
     free = [_with_own(node, (own or {}).get(node.node_id, {})) for node in nodes]
@@ -125,7 +131,7 @@ def size_now(
         left = besides_ingest(free, ingests)
         return workers_that_fit(left, bundle, spec.placement.strategy, spec.effective_min_workers, spec.num_workers)
 
-    # Of a job with workers, tasks may run just now.
+    # If the job has workers, its tasks may be running now.
     begun, begins = (_ingests(spec), 0) if own else (0, _ingests(spec))
     workers = fits(begins + _not_running(begun))
     if workers > more_than and (others := concurrent_ingests()):
@@ -139,8 +145,10 @@ def lacking(
     concurrent_ingests: Callable[[], int] = lambda: 0,
     nodes: Sequence[Node] | None = None,
 ) -> str:
-    """What the cluster lacks for the fewest workers of a run on `device`; empty where they fit. `concurrent_ingests` as
-    for `size_now`; `nodes` where the caller has just asked for the `usable_nodes`."""
+    """Return what the cluster lacks for the minimum of workers on `device`. Empty if they fit.
+
+    `concurrent_ingests` as for `size_now`. `nodes` avoids a second query of the `usable_nodes`.
+    """
     if spec.local:
         return ""
     nodes = usable_nodes() if nodes is None else nodes
@@ -151,8 +159,10 @@ def lacking(
 
 
 def _missing(spec: TrainingSpec, device: str, nodes: Sequence[Node], ingests: int, running: int = 0) -> str:
-    """`ingests`: for how many jobs Ray Data prepares rows once this one has begun; for `running` of them it does just
-    now, so that what is free is free besides."""
+    """Return what is missing if Ray Data prepares rows for `ingests` jobs once this one has begun.
+
+    Tasks of `running` of these jobs hold their CPU now, so that the free resources already exclude it.
+    """
     bundle = bundle_of(spec, device)
     free = besides_ingest([node.free for node in nodes], ingests - running)
     total = besides_ingest([node.total for node in nodes], ingests)
@@ -169,14 +179,15 @@ def _ingests(spec: TrainingSpec) -> int:
 
 
 def _not_running(jobs: int) -> int:
-    """For how many of so many jobs whose rows Ray Data prepares no task holds its CPU at this moment: what is free must
-    do for them, too."""
+    """Return for how many of `jobs` no Ray Data task holds its CPU now. Free CPUs must suffice for them, too."""
     return max(0, jobs - math.floor(cpus_of_tasks() / INGEST_CPUS + GRAIN)) if jobs else 0
 
 
 def cpus_of_tasks() -> float:
-    """How many CPUs of the nodes that may take workers tasks hold now: what neither is free, nor in a placement group,
-    nor an actor's."""
+    """Return how many CPUs tasks hold now, on the nodes that take workers.
+
+    These CPUs are not free, not in a placement group, and not an actor's.
+    """
     free = free_of_nodes()
     all_there_is: Mapping[str, Resources] = ray_state.total_resources_per_node()  # type: ignore[no-untyped-call]
     held = 0.0
@@ -190,11 +201,11 @@ def cpus_of_tasks() -> float:
         actor = gcs_pb2.ActorTableData.FromString(one)  # type: ignore[attr-defined]
         if actor.address.node_id.hex() in mine:
             held -= actor.required_resources.get("CPU", 0.0)
-    return max(held, 0.0)  # Ray tells the parts one after the other
+    return max(held, 0.0)  # Ray's answers are from different moments
 
 
 def cluster_use() -> ClusterUse:
-    """Who holds what of all nodes that live, by what Ray knows of its actors and placement groups."""
+    """Return the use of all live nodes, by Ray's actors and placement groups."""
     alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     free = free_of_nodes()
     accessor = ray_state.state._connect_and_get_accessor()
@@ -230,8 +241,10 @@ def _of_bundles(group: Any) -> dict[str, float]:
 
 
 def is_settling(spec: TrainingSpec, device: str) -> bool:
-    """Whether there would be room for more workers on `device` if the nodes were empty: somebody, maybe the attempt
-    that has just ended, still holds it."""
+    """Return whether more workers on `device` would fit if the nodes were empty.
+
+    Something still holds the resources then, e.g. the attempt that has just ended.
+    """
     nodes = usable_nodes()
     bundle = bundle_of(spec, device)
 
@@ -242,7 +255,7 @@ def is_settling(spec: TrainingSpec, device: str) -> bool:
 
 
 def selector() -> dict[str, str]:
-    """The labels that a worker's node must have."""
+    """Return the labels that a worker's node must have."""
     return dict(NOT_BESIDE_A_SERVICE)
 
 
@@ -260,19 +273,22 @@ AT_WORK = (JobState.RUNNING, JobState.CANCELLING, JobState.SUSPENDING)
 
 
 def count_concurrent_ingests(store: ObjectStore, job_name: str) -> int:
-    """How many other jobs have an attempt at work whose rows Ray Data prepares. Reads the state of every live job."""
+    """Return how many other running jobs have rows prepared by Ray Data. Reads the state of every live job."""
     return len(_at_work(store) - {job_name})
 
 
 class IngestReservation:
-    """The same for whoever asks for many jobs: it reads the live ones once between two looks, and only if asked."""
+    """Cached count of running ingests, for a caller that checks many jobs.
+
+    It reads the live jobs at most once between two polls, and only on demand.
+    """
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
         self._names: set[str] | None = None
 
     def poll(self) -> None:
-        """What was read is old from here on."""
+        """Drop the cached jobs."""
         self._names = None
 
     def concurrent_ingests(self, job_name: str) -> int:
@@ -281,7 +297,7 @@ class IngestReservation:
         return len(self._names - {job_name})
 
     def begins(self, job_name: str) -> None:
-        """An attempt at this job will be at work, whose rows Ray Data prepares."""
+        """Count this job, whose rows Ray Data prepares, as running."""
         if self._names is None:
             self._names = _at_work(self._store)
         self._names.add(job_name)

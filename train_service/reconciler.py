@@ -42,7 +42,7 @@ from train_service.sweeps.sweeps import SWEEP_KIND, end_trials
 ENTRY = "train_service.attempt.trainer:run"
 PREPARE = "train_service.attempt.trainer:prepare"
 SWEEP_ENTRY = "train_service.sweeps.attempt:run"
-# An attempt that has ended gives its room back within moments; who begins before gets fewer workers than there are.
+# An ended attempt frees its resources within moments; an attempt that begins earlier gets too few workers.
 SETTLED_TIMEOUT_S = 5.0
 CLUSTER_POLL_INTERVAL_S = 5.0
 # A node that restarts, or is silent for a moment, is no reason to change to CPUs, which costs two restarts.
@@ -50,17 +50,20 @@ FALLBACK_AFTER_S = 15.0
 
 
 class OwnCodeGate:
-    """Keeps programs waiting where callers' code is not to run; one that has begun goes on. A job that waits for it can
-    be cancelled or suspended like others."""
+    """Gate that keeps programs waiting while callers' code is not trusted.
+
+    A program that has begun continues. A waiting job can be cancelled or suspended like others.
+    """
 
     def __init__(self, store: ObjectStore, own_code: OwnCode) -> None:
         self._store = store
         self._own_code = own_code
-        # By uid: the attempt of which the job's events say that it does not begin.
+        # By job uid, the attempt whose refusal the job's events already report.
         self._noted: dict[str, int] = {}
 
     def refusal(self, job: JobRecord, spec: TrainingSpec) -> str:
-        """Why no attempt at the job may begin, empty where one may. The job's events say so once an attempt."""
+        """Return why no attempt at the job may begin, empty if one may. Records it once per attempt in the job's
+        events."""
         if spec.program is None or self._own_code.is_trusted:
             return ""
         text = f"own code is switched off: the service must be started with {VARIABLE}={TRUSTED}"
@@ -79,7 +82,7 @@ class OwnCodeGate:
 
 
 def missing_capacity(reservation: IngestReservation, gate: OwnCodeGate, job: JobRecord) -> str:
-    """What the cluster lacks for the fewest workers that the job may go on with."""
+    """Return what the cluster lacks for the job's minimum of workers."""
     spec = spec_of_job(job.spec["training"], job.choices)
     if refusal := gate.refusal(job, spec):
         return refusal
@@ -97,12 +100,12 @@ def missing_capacity(reservation: IngestReservation, gate: OwnCodeGate, job: Job
     if ended_now and is_settling(spec, device):
         return "the workers of the last attempt to end"
     if spec.ingest == RAY_DATA:
-        reservation.begins(job.name)  # for those that are looked at behind it
+        reservation.begins(job.name)  # counts for the jobs that are checked after it
     return ""
 
 
 def choose(job: JobRecord) -> dict[str, Any]:
-    """What the log keeps of the devices: those of the run, for all its attempts, and of the attempt that begins."""
+    """Return the devices that the log keeps: the run's, for all its attempts, and the next attempt's."""
     spec = spec_of_job(job.spec["training"], job.choices)
     nodes = [] if spec.local else usable_nodes()
     run, device = devices_of(spec, job.choices.get(RUN_DEVICE, ""), nodes)
@@ -110,7 +113,7 @@ def choose(job: JobRecord) -> dict[str, Any]:
 
 
 def _why_gpus(spec: TrainingSpec, job: JobRecord, device: str) -> str:
-    """Why nobody but a GPU will do, where the specification does not say so."""
+    """Return why the job needs GPUs, if the specification does not say so."""
     began_on_gpus = device == GPU and job.choices.get(RUN_DEVICE) == GPU
     if not began_on_gpus or spec.placement.gpus_per_worker is not None:
         return ""
@@ -118,7 +121,7 @@ def _why_gpus(spec: TrainingSpec, job: JobRecord, device: str) -> str:
 
 
 class ClusterWatch:
-    """Remembers which nodes there are, and who holds what of them, for the process that answers clients."""
+    """Recorder of the cluster's nodes and their use, for the process that answers clients."""
 
     def __init__(self) -> None:
         self._memory: ClusterMemory | None = None
@@ -133,8 +136,10 @@ class ClusterWatch:
 
 
 def training(store: ObjectStore, prepare: str = "", own_code: OwnCode | None = None) -> JobKind:
-    """Training jobs in that store, which are looked at one after the other. Attempts at programs begin only where
-    `own_code` trusts callers' code; None: it does not."""
+    """Return the job kind of training jobs in that store, which are checked one after another.
+
+    Attempts at programs begin only if `own_code` trusts callers' code; None does not.
+    """
     gate = OwnCodeGate(store, own_code or OwnCode())
     reservation, watch = IngestReservation(store), ClusterWatch()
 
@@ -157,7 +162,7 @@ def training(store: ObjectStore, prepare: str = "", own_code: OwnCode | None = N
 def main() -> None:
     settings = service_settings(os.environ, "127.0.0.1:0")
     configure_logging("train-reconciler", settings.log_level)
-    # The service that started this process has refused `trusted` where strangers could reach it.
+    # The service that started this process has already refused `trusted` if strangers can reach it.
     callers_code = own_code(os.environ, settings.listen, has_token=True)
     kind = training(open_store(settings.store), PREPARE if standby_attempt(os.environ) else "", callers_code)
     run_reconciler(settings, kind, JobKind(name=SWEEP_KIND, entry=SWEEP_ENTRY, ended=end_trials))

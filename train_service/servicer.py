@@ -1,6 +1,6 @@
 """`millrace.train.v1.TrainService`: convert, delegate, convert.
 
-A part of it is about checkpoints that leave and come in, another about bundles of code; `sweeps.servicer` has sweeps.
+One part serves downloads and imports of checkpoints, another bundles of code; `sweeps.servicer` serves sweeps.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from train_service.jobs.training_jobs import TrainingJobs
 from train_service.sweeps.servicer import SweepServicerPart
 from train_service.sweeps.sweeps import Sweeps
 
-# --- Checkpoints that leave and come in ---
+# --- Downloads and imports of checkpoints ---
 
 Context = aio.ServicerContext[Any, Any]
 
-# Each holds two pieces of 4 MiB and a message, and a thread at times.
+# Each download holds two pieces of 4 MiB and a message, and a thread at times.
 MAX_DOWNLOADS = 8
-# Each has its files on the disk, and a child that may take as much memory as they have bytes.
+# Each import has its files on disk, and a child process that may need as much memory as their size.
 MAX_IMPORTS = 2
 
 
@@ -91,7 +91,7 @@ class CheckpointServicerPart(train_service_pb2_grpc.TrainServiceServicer):
 
 
 async def _awaited(requests: AsyncIterator[Any], slot: Slot) -> AsyncIterator[Any]:
-    """The same, with the time for which the sender is waited for."""
+    """Yield the requests, and count the time in which the sender is awaited as waiting."""
     while True:
         with slot.waiting():
             request = await anext(requests, None)
@@ -141,7 +141,7 @@ class TrainServicer(SweepServicerPart, BundleServicerPart, CheckpointServicerPar
         imports: CheckpointImports,
         custom_allowed: Collection[str],
     ) -> None:
-        """`custom_allowed` are the functions that custom transform steps may name."""
+        """Build the servicer. `custom_allowed` are the functions that custom transform steps may name."""
         SweepServicerPart.__init__(self, sweeps, custom_allowed)
         BundleServicerPart.__init__(self, intake)
         CheckpointServicerPart.__init__(self, checkpoints, imports, custom_allowed)
@@ -194,11 +194,11 @@ class TrainServicer(SweepServicerPart, BundleServicerPart, CheckpointServicerPar
         await asyncio.to_thread(self._jobs.check_sequence, request.name, sequence)
         yield train_service_pb2.WatchTrainingJobResponse(job=job_to_proto(view))
         views = [view]
-        # A suspended job ends no stream: sent again behind its events it says that those were all.
+        # A suspended job does not end the stream. Sent again after its events, it marks that there are no more for now.
         sent = None if view.record.state is JobState.SUSPENDED else (view.record, view.waiting_for)
         while True:
-            # The records were read before the events: what was written before a transition is sent before it, and once
-            # the job is final and none are left, none will come.
+            # The records were read before the events. So what was written before a transition is sent before it, and
+            # once the job is final and no events are left, none will come.
             while events := await asyncio.to_thread(self._jobs.events, request.name, sequence):
                 for event in events:
                     yield train_service_pb2.WatchTrainingJobResponse(event=event_to_proto(event))
@@ -207,7 +207,7 @@ class TrainServicer(SweepServicerPart, BundleServicerPart, CheckpointServicerPar
                 if (view.record, view.waiting_for) != sent:
                     yield train_service_pb2.WatchTrainingJobResponse(job=job_to_proto(view))
                     sent = (view.record, view.waiting_for)
-            # A suspended job is only between two of its parts.
+            # A suspended job may be resumed, so the stream continues.
             if view.record.state.final and view.record.state is not JobState.SUSPENDED:
                 return
             await asyncio.sleep(WATCH_INTERVAL_S)
@@ -237,7 +237,7 @@ class TrainServicer(SweepServicerPart, BundleServicerPart, CheckpointServicerPar
         rank = request.rank if request.HasField("rank") else None
         reader = await asyncio.to_thread(self._records.logs, request.name, request.attempt, rank, request.follow)
         while True:
-            # Asked before reading: once it is over and nothing is left, nothing will come.
+            # Ask before reading: if the job is over and nothing is left, nothing will come.
             over = not request.follow or await asyncio.to_thread(reader.over)
             texts = await asyncio.to_thread(reader.read)
             for text in texts:

@@ -3,13 +3,13 @@
     MILLRACE_STORE=file:///path/to/store torchrun --nproc-per-node 2 -m train_service.standalone spec.json --job debug
 
 `spec.json` is the JSON form of `millrace.train.v1.TrainingSpec`; without torchrun there is one rank. The job is an
-ordinary one of that store, with its checkpoints, events, metrics, logs and coverage, but for its `runner`: no
-reconciler takes it for its own. The same command resumes it from its newest good checkpoint. Exit code 0 when the run
-is done, or was suspended or cancelled by a client, 1 when it failed, 2 when it could not begin.
+ordinary job of that store, with its checkpoints, events, metrics, logs and coverage. Only its `runner` differs, so that
+no reconciler takes it. The same command resumes it from its newest good checkpoint. Exit code 0: the run is complete,
+or a client suspended or cancelled it. 1: it failed. 2: it could not begin.
 
-A training function of a user's own, `program` in the specification, runs likewise: every `ray.train` call of it works,
-and rank 0's process is where the ranks meet at a report. Whoever calls the command runs the code, so MILLRACE_OWN_CODE
-is not asked.
+A user's own training function, `program` in the specification, runs the same way: all its `ray.train` calls work, and
+the ranks' reports meet in rank 0's process. The user who calls the command runs their own code, so MILLRACE_OWN_CODE is
+not checked.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ AGAIN = f"its command, {RUNNER}, to be run again"
 
 @dataclass(frozen=True)
 class Launch:
-    """Where this process is among those that torchrun started; alone without it."""
+    """This process's place among those that torchrun started. A single rank without torchrun."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    # Where the first rank is reached by the others.
+    # The address at which other ranks reach the first rank.
     host: str = "127.0.0.1"
 
     @classmethod
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(ranks: Ranks, store: StoreSettings, job_id: str, spec: TrainingSpec) -> int:
-    """Rank 0 has the job; the others learn from it which attempt they belong to."""
+    """Run a job of the built-in loop. Rank 0 owns the job; the others learn their attempt from it."""
     job: JobRecord | None = None
     config: LoopConfig | None
     code = 0
@@ -125,7 +125,7 @@ def _run(ranks: Ranks, store: StoreSettings, job_id: str, spec: TrainingSpec) ->
 
 
 def _run_program(ranks: Ranks, launch: Launch, settings: StoreSettings, job_id: str, spec: TrainingSpec) -> int:
-    """As `_run`, of a user's own training function: rank 0 commits what all ranks report, too."""
+    """Run a job with a user's training function. Rank 0 also commits the reports of all ranks."""
     job: JobRecord | None = None
     config: ProgramConfig | None = None
     code = 0
@@ -144,7 +144,7 @@ def _run_program(ranks: Ranks, launch: Launch, settings: StoreSettings, job_id: 
                 print(f"{RUNNER}: {error.message}", file=sys.stderr)
                 code = 2
         if job is not None and job.state is JobState.RUNNING:
-            from train_service.program.worker import ProgramConfig  # imports ray, which the own loop does without
+            from train_service.program.worker import ProgramConfig  # imports ray, which the built-in loop does not need
 
             spec = TrainingSpec.from_config(job.spec["training"])
             reporter = Reporter(store, job.name, job.attempt)
@@ -182,12 +182,12 @@ def _trained(
     coordinator: ReportCoordinator,
     heartbeats: HeartbeatServer,
 ) -> dict[str, Any]:
-    """What rank 0 does of an attempt at a program."""
+    """Run rank 0's part of an attempt at a program."""
     with reporter, coordinator:
         try:
             _train_rank(config, ranks, launch)
             while heartbeats.at_work():
-                time.sleep(0.1)  # another rank is behind; torchrun ends this one where that fails
+                time.sleep(0.1)  # wait for other ranks; torchrun ends this process if one fails
         except KeyboardInterrupt:
             if coordinator.cause is not None:
                 raise coordinator.cause from None
@@ -202,7 +202,7 @@ def _train_rank(config: LoopConfig | ProgramConfig, ranks: Ranks, launch: Launch
         train_loop(config, ranks)
         return
     assert launch is not None
-    # They import ray, which the own loop does without.
+    # These modules import ray, which the built-in loop does not need.
     from train_service.program.ray_hooks import LocalRank
     from train_service.program.worker import run_program
 
@@ -219,8 +219,10 @@ def _train_rank(config: LoopConfig | ProgramConfig, ranks: Ranks, launch: Launch
 def _follow(
     config: LoopConfig | ProgramConfig, ranks: Ranks, settings: StoreSettings, launch: Launch | None = None
 ) -> int:
-    """Runs a rank that is not the first. An error of ours is the attempt's end: rank 0 would only see that the rank is
-    gone."""
+    """Run a rank other than the first.
+
+    An error of ours ends the attempt here, because rank 0 would only see that the rank is lost.
+    """
     try:
         _train_rank(config, ranks, launch)
         return 0
@@ -253,7 +255,7 @@ def _attempt(job: JobRecord, store: ObjectStore, trained: Callable[[AttemptConte
 
         return told(context, report_trained)
 
-    # torchrun ends the ranks with it when one of them fails.
+    # torchrun sends SIGTERM to the ranks if one of them fails.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     Jobs(store, TRAIN_KIND).wait_for(job.name, "")
     with EventPrinter(store, job.name):
@@ -271,7 +273,7 @@ def _report_end(jobs: Jobs, name: str) -> int:
 
 
 def _config(store: StoreSettings, job: JobRecord | None) -> LoopConfig | None:
-    """None where there is nothing to run."""
+    """Return the config of the attempt, or None if there is nothing to run."""
     if job is None or job.state is not JobState.RUNNING:
         return None
     spec = TrainingSpec.from_config(job.spec["training"])
@@ -279,7 +281,7 @@ def _config(store: StoreSettings, job: JobRecord | None) -> LoopConfig | None:
 
 
 def _joined(spec: TrainingSpec, launch: Launch, kind: str) -> Ranks:
-    """With the process group that torchrun's environment describes; a rank alone needs none."""
+    """Return this process's rank, in the process group of torchrun. A single rank needs no group."""
     cuda = kind == GPU
     device = torch.device("cuda", launch.local_rank) if cuda else torch.device("cpu")
     if cuda:
@@ -290,14 +292,14 @@ def _joined(spec: TrainingSpec, launch: Launch, kind: str) -> Ranks:
 
 
 def _device_of_run(store: StoreSettings, job_id: str) -> str:
-    """What an earlier attempt at the job chose; empty where there was none."""
+    """Return the device that an earlier attempt at the job chose. Empty if there was none."""
     check_id("job", job_id)
     job = Jobs(open_store(store), TRAIN_KIND).find(f"{COLLECTION}/{job_id}")
     return str(job.choices.get(RUN_DEVICE, "")) if job is not None else ""
 
 
 def _device(spec: TrainingSpec, launch: Launch, of_run: str) -> str:
-    """GPU or CPU, for an attempt at a run that is on `of_run`. Raises `FailedPrecondition`."""
+    """Return GPU or CPU for an attempt at a run on `of_run`. Raises `FailedPrecondition`."""
     if launch.world_size > spec.max_ranks:
         raise FailedPrecondition(
             f"spec.num_workers is {spec.num_workers} and there are {launch.world_size} ranks; start fewer, or raise it"
@@ -340,5 +342,5 @@ if __name__ == "__main__":
     sys.stdout.flush()
     sys.stderr.flush()
     flush_logs()
-    # gloo's threads may outlive the interpreter's end and abort the process then.
+    # gloo's threads may outlive the interpreter and then abort the process.
     os._exit(code)

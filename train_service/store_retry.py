@@ -1,4 +1,4 @@
-"""Waiting out an absent store: training stalls for as long as it is away, and does not fail."""
+"""Retries during an outage of the store: training stalls until the store is back, and does not fail."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# After so long an attempt is given up; its checkpoints stay, and the next one waits as long.
+# An attempt fails after this time. Its checkpoints stay, and the next attempt waits as long.
 OUTAGE_TIMEOUT_S = 600.0
 RETRY_DELAY_S = 1.0
 
 _lock = threading.Lock()
-# By thread: how many calls of the store it is in, and the thread that it waits for.
+# By thread: the number of its nested store calls, and the thread that it waits for.
 _calls: Counter[int] = Counter()
 _waits: dict[int, int] = {}
 
 
 def retry_on_outage(call: Callable[[], T], what: str, outage_timeout_s: float = OUTAGE_TIMEOUT_S) -> T:
-    """What `call` returns, called again and again while the store does not answer or is full. Raises its last error
-    after `outage_timeout_s`. To be used for calls that may be repeated, whether or not the one before had an effect."""
+    """Return the result of `call`, repeated while the store does not answer or is full.
+
+    Raises the last error after `outage_timeout_s`. `call` must be safe to repeat, whether or not the call before had an
+    effect.
+    """
     give_up_at = time.monotonic() + outage_timeout_s
     with store_call():
         while True:
@@ -42,8 +45,10 @@ def retry_on_outage(call: Callable[[], T], what: str, outage_timeout_s: float = 
 
 
 def waits_for_store(thread: int) -> bool:
-    """Whether this thread (by its `ident`) is in a `store_call`, or waits for one that is. What others of its process
-    wait for, as a checkpoint that is written beside the steps, is no reason for it to stand still."""
+    """Return whether this thread (by its `ident`) is in a `store_call`, or waits for a thread that is.
+
+    Other threads that use the store, e.g. for a checkpoint written beside the steps, do not excuse this thread's stall.
+    """
     seen: set[int] = set()
     with _lock:
         while thread not in seen:
@@ -56,8 +61,10 @@ def waits_for_store(thread: int) -> bool:
 
 @contextmanager
 def store_call() -> Iterator[None]:
-    """Around what waits for the store, or for a thread that only works for it, with a patience of its own: a thread
-    that waits in it does not hang."""
+    """Mark a wait for the store, or for a thread that only works for it.
+
+    The wait has its own timeout, so the waiting thread does not count as hung.
+    """
     thread = threading.get_ident()
     _count(thread, 1)
     try:
@@ -68,7 +75,7 @@ def store_call() -> Iterator[None]:
 
 @contextmanager
 def waiting_for(other: threading.Thread) -> Iterator[None]:
-    """Around what waits for a thread that does more than call the store. Not to be nested."""
+    """Mark a wait for a thread that does more than call the store. Not to be nested."""
     thread, ident = threading.get_ident(), other.ident
     if ident is not None:
         with _lock:

@@ -1,4 +1,4 @@
-"""The order of a training run as a torch dataset, for those who come with a `DataLoader` and a loop of their own."""
+"""The order of a training run as a torch dataset, for use with a `DataLoader` in a user's own loop."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from train_service.loading.preprocessing import fitted
 
 
 class TrainingBatches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Batches of a loader's rank from the position on: inputs float32 (rows, *shape) and labels (rows,).
+    """Batches of one rank from the current position: inputs float32 (rows, *shape) and labels (rows,).
 
-    Use it with `DataLoader(dataset, batch_size=None)`: the batches are made. One pass gives the rest of the run, or of
-    the epoch that `set_epoch` chose. Its state is the number of steps taken, so `state_dict` after a batch and
-    `load_state_dict` before the first go on with the next batch. The loader's thread reads ahead; worker processes of a
-    `DataLoader` would each give all batches, and are refused.
+    Use it with `DataLoader(dataset, batch_size=None)`, because it yields whole batches. One pass yields the rest of the
+    run, or of the epoch that `set_epoch` chose. Its state is the number of steps taken: `state_dict` after a batch, and
+    `load_state_dict` before the first, continue with the next batch. The loader's thread reads ahead; worker processes
+    of a `DataLoader` would each yield all batches, and are refused.
     """
 
     @classmethod
@@ -40,20 +40,20 @@ class TrainingBatches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         rank: int = 0,
         world_size: int = 1,
     ) -> TrainingBatches:
-        """The batches that a training job of this specification gives rank `rank` of `world_size`.
+        """Return the batches that a training job of this specification gives rank `rank` of `world_size`.
 
-        `store` is the one that has the dataset version: settings, or a URL as MILLRACE_STORE takes it; by default that
+        `store` is the store of the dataset version: settings, or a URL in the form of MILLRACE_STORE; by default that
         variable. The keys of S3 come from MILLRACE_S3_* unless they are in the settings.
 
-        Raises `SettingsError` for the store, `NotFound` for the version, and `InvalidArgument` naming the field of the
-        specification that does not fit it; also where the batches are too small for so many ranks.
+        Raises `SettingsError` for the store, `NotFound` for the version, and `InvalidArgument` that names the field of
+        the specification that does not fit the version, also if the batches are too small for the ranks.
         """
         if not 0 <= rank < world_size:
             raise invalid_field("rank", rank, f"use 0 to world_size - 1, {world_size - 1}")
         settings = store if isinstance(store, StoreSettings) else _settings(store)
         wanted = resources_pb2.TrainingSpec()
         wanted.CopyFrom(spec)
-        # Those of the job, whatever the number of ranks: on them the order hangs.
+        # The order of rows depends on the lanes, so they are the job's for any number of ranks.
         wanted.lanes = spec_from_proto(spec, allowed_functions(os.environ)).lanes
         wanted.num_workers = world_size
         wanted.min_workers = 0
@@ -66,7 +66,7 @@ class TrainingBatches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         self._loader = loader
         self._step = 0
         self._end = loader.total_steps
-        # What a restored state says was taken is not given again.
+        # Steps that a restored state counts as taken are not repeated.
         self._restored = 0
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -80,8 +80,11 @@ class TrainingBatches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
                 yield torch.from_numpy(batch.inputs), torch.from_numpy(batch.labels)
 
     def set_epoch(self, epoch: int) -> None:
-        """The next pass gives `epoch`, counted from 0, and ends with it; after `load_state_dict` what is left of it,
-        which of an epoch that was done by then is nothing. Raises `ValueError` for one that the run does not have."""
+        """Let the next pass yield `epoch`, counted from 0, only.
+
+        After `load_state_dict` the pass yields the rest of that epoch, or nothing if it was complete. Raises
+        `ValueError` for an epoch that the run does not have.
+        """
         steps = self._loader.steps_per_epoch
         epochs = self._loader.total_steps // steps
         number = _whole(epoch)
@@ -94,11 +97,13 @@ class TrainingBatches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         return {"step": self._step, "lanes": self._loader.lanes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next pass goes on from there to the end of the run, or of the epoch that `set_epoch` chooses. Raises
-        `ValueError` for a state that is not one of this loader's."""
+        """Let the next pass continue from `state`, to the end of the run or of the epoch that `set_epoch` chooses.
+
+        Raises `ValueError` for a state that does not belong to this loader.
+        """
         step, lanes = state.get("step"), state.get("lanes")
         if lanes is None:
-            # Of an earlier release, whose default was 24 for any number of workers.
+            # An earlier release wrote it; its default was 24 for any number of workers.
             raise ValueError("state: has no lanes; add those of the spec that it comes from, 24 where that named none")
         if lanes != self._loader.lanes:
             raise ValueError(
@@ -112,7 +117,7 @@ class TrainingBatches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def _whole(number: object) -> int | None:
-    """Of any type of whole numbers, numpy's among them; None for what is none, as a bool."""
+    """Return a whole number of any type, numpy's included. None for anything else, including a bool."""
     if isinstance(number, bool):
         return None
     try:

@@ -1,4 +1,4 @@
-"""The checkpoint format, and the registry that says which checkpoints count."""
+"""The checkpoint format, and the registry of committed checkpoints."""
 
 from shared.checkpoint.format import Checkpoint, CheckpointContent, CoveragePart, load_checkpoint, write_checkpoint
 from shared.checkpoint.ranking import Ranking

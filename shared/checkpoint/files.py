@@ -1,12 +1,13 @@
-"""The files of any checkpoint, a model's or a program's: as they are handed out, and as a node keeps a copy of them.
+"""The files of any checkpoint, a model's or a program's: for downloads, and copied to a node.
 
-They are handed out with the manifest first, then what it names. A reader needs no knowledge of what is in them: each is
-known by its path, size and SHA-256.
+A download has the manifest first, then the files that it names. A reader needs no knowledge of their contents: each
+file has a path, size and SHA-256.
 
-A node has one copy for all of its processes, as long as one of them lives.
+All processes of a node share one copy, as long as one of them lives.
 
-{root}/{manifest_sha256}/         the files, each compared with its digest; read-only
-{root}/{manifest_sha256}.lock     held by every process that uses them, and by the process that makes or removes them
+    {root}/{manifest_sha256}/         the files, each compared with its digest; read-only
+    {root}/{manifest_sha256}.lock     held by every process that uses them, and by the process that makes or removes
+                                      them
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from shared.checkpoint.program import ProgramContent
 from shared.errors import DataLoss
 from shared.storage import ObjectMissing
 
-# --- Files as they are handed out ---
+# --- Files for download ---
 
-# Where the manifest lies among a program's files, which may have a `manifest.json` of their own.
+# The manifest's path among a program's files, which may include their own `manifest.json`.
 PROGRAM_MANIFEST = "millrace-manifest.json"
 FORMATS = "millrace.checkpoint/"
-# A file is read in pieces of this many bytes: a checkpoint may be larger than the memory.
+# A file is read in pieces of this many bytes, because a checkpoint may exceed the memory.
 PIECE_BYTES = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True)
 class CheckpointFile:
-    """`path` is where it lies in a checkpoint that was downloaded, `key` where it lies in the store."""
+    """A file of a checkpoint: `path` in a downloaded checkpoint, `key` in the store."""
 
     path: str
     key: str
@@ -47,10 +48,11 @@ class CheckpointFile:
 
 
 def files_of(store: Readable, folder: str, manifest_sha256: str) -> list[CheckpointFile]:
-    """The manifest, then the files that it names, in its order. `folder` is where the checkpoint lies in the store.
+    """Return the manifest, then the files that it names, in its order.
 
-    A program's own file goes before the manifest where both have the path `PROGRAM_MANIFEST`; the manifest is then left
-    out. Raises `DataLoss` where the manifest is missing, another than the registry names, or of an unknown format.
+    `folder` is the checkpoint's folder in the store. If a program's own file has the path `PROGRAM_MANIFEST`, it takes
+    precedence, and the manifest is left out. Raises `DataLoss` if the manifest is missing, not the one that the
+    registry names, or of an unknown format.
     """
     key = f"{folder}/{MANIFEST}"
     manifest, manifest_bytes = read_manifest(store, folder, manifest_sha256)
@@ -69,11 +71,11 @@ def files_of(store: Readable, folder: str, manifest_sha256: str) -> list[Checkpo
 
 
 def read_file(store: Readable, file: CheckpointFile, offset: int = 0) -> Iterator[bytes]:
-    """The bytes of a file from `offset` on, in pieces of `PIECE_BYTES`.
+    """Yield the bytes of a file from `offset` on, in pieces of `PIECE_BYTES`.
 
-    A file that is read from its beginning is compared with its digest: `DataLoss` comes behind the last piece. One that
-    is read from an offset is for the reader to compare, who has the bytes before it. Raises `DataLoss` as well where
-    the object is missing or too short.
+    A file that is read from its beginning is compared with its digest: `DataLoss` is raised after the last piece. With
+    an offset the reader must compare it, because it has the bytes before. Raises `DataLoss` also if the object is
+    missing or too short.
     """
     digest, start = hashlib.sha256(), offset
     try:
@@ -110,21 +112,21 @@ logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
 HASHED_BYTES = 1 << 20
-# The locks of the copies that this process uses, to its end.
+# Locks of the copies that this process uses, held until its end.
 _held: dict[Path, int] = {}
 
 
 def default_root() -> Path:
-    """A folder of this user's alone."""
+    """Return the folder of this user's copies."""
     return Path(f"/tmp/millrace-{os.getuid()}/checkpoints")
 
 
 def node_copy(store: Readable, folder: str, manifest_sha256: str, root: Path | None = None) -> Path:
-    """The folder below `root` with the files of the checkpoint in the store's `folder`, for this process's life.
+    """Return the folder below `root` with the files of a checkpoint, for this process's life.
 
-    A copy that is there is compared with its digests, and made anew where it was changed. Copies that no process uses
-    any more are removed first. Raises `DataLoss` for stored files that are not what was committed, and `OSError` of
-    this node's disk.
+    `folder` is the checkpoint's folder in the store. An existing copy is compared with its digests, and replaced if it
+    was changed. Copies that no process uses any more are removed first. Raises `DataLoss` for stored files that differ
+    from what was committed, and `OSError` for faults of this node's disk.
     """
     root = root or default_root()
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -182,7 +184,7 @@ def _digest(path: Path) -> str:
 
 
 def _locked(place: Path, kind: int) -> int:
-    """Waits for those who make or remove it."""
+    """Lock the copy, after waiting for processes that make or remove it."""
     path = place.with_name(place.name + LOCK)
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -206,7 +208,7 @@ def _remove_unused(root: Path, place: Path) -> None:
                 if not left.name.endswith(LOCK):
                     _remove(left)
             path.unlink(missing_ok=True)
-        except BlockingIOError:  # it is in use
+        except BlockingIOError:  # the copy is in use
             continue
         finally:
             os.close(lock)

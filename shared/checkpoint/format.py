@@ -1,10 +1,10 @@
-"""A checkpoint's files: written first, and then the manifest that names each with its size and SHA-256.
+"""A checkpoint's files, written first, and the manifest that names each with its size and SHA-256.
 
     model.safetensors       weights and buffers
-    optimizer.safetensors   state of optimizer and scheduler: no pickles, so nothing of it can run
+    optimizer.safetensors   state of optimizer and scheduler: no pickles, so that loading runs no code
     manifest.json           position, metrics, model, preprocessing and lineage; canonical JSON
 
-A checkpoint counts once the registry names it with its manifest's digest, never before.
+A checkpoint counts only once the registry names it with its manifest's digest.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from shared.storage import ObjectMissing, ObjectStore
 from shared.transforms import Pipeline, Schema, schema_of_columns
 
 FORMAT = "millrace.checkpoint/3"
-# Of a model whose target was scaled: a release that knows nothing of that would answer in the wrong unit.
+# For a model with a scaled target: a release that does not know the scaling would answer in the wrong unit.
 FORMAT_SCALED = "millrace.checkpoint/3-scaled-target"
-# Of a model that a user's own code makes: a release that knows nothing of that could not build it.
+# For a model that a user's own code builds: a release that does not know these could not build it.
 FORMAT_OWN_MODEL = "millrace.checkpoint/5-own-model"
 MODEL_FORMATS = (FORMAT, FORMAT_SCALED, FORMAT_OWN_MODEL)
-# Of a user's own training function; see `shared.checkpoint.program`. Earlier releases skip it.
+# For a user's own training function, see `shared.checkpoint.program`. Earlier releases skip it.
 PROGRAM_FORMAT = "millrace.checkpoint/4-program"
 WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 MANIFEST = "manifest.json"
-# The reason of the error of a checkpoint that may be whole, but is not for this release.
+# The error reason for a checkpoint that may be whole, but is of a format that this release does not read.
 OTHER_FORMAT = "OTHER_FORMAT"
-# The reason of the error of a checkpoint that only the program which reported it can read.
+# The error reason for a checkpoint that only the program which reported it can read.
 PROGRAM_CHECKPOINT = "PROGRAM_CHECKPOINT"
 
 
@@ -54,13 +54,13 @@ class CoveragePart:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointContent:
-    """What a checkpoint says of itself.
+    """The content of a model's checkpoint.
 
-    `step` counts the optimiser steps that are in it, `epoch` is that of the next step. `ingested` are the columns of
-    the rows as they were ingested; `transforms` all that was done to them since, a frozen `Transform` each, oldest
-    first: those that made the dataset version, and last the training's own, which gives `input_column`, the model's
-    input. `class_names` names the classes 0, 1, … of a classifier, where its dataset version does. `coverage` names the
-    record of every row that led to it, in the order of the steps; loading a checkpoint does not read it.
+    `step` counts the optimizer steps that are in it, `epoch` is that of the next step. `ingested` are the columns of
+    the rows as ingested. `transforms` are all transforms applied to them since, a frozen `Transform` each, oldest
+    first: those that made the dataset version, and last the training's own, which outputs `input_column`, the model's
+    input. `class_names` names the classes 0, 1, … of a classifier, if its dataset version does. `coverage` names the
+    records of every row that led to it, in the order of the steps; loading a checkpoint does not read them.
     """
 
     training_job: str
@@ -75,16 +75,16 @@ class CheckpointContent:
     transforms: Sequence[dict[str, Any]]
     input_column: str
     class_names: Sequence[str] = ()
-    # Of a regression; None where the model's outputs are in the target's own unit.
+    # Set for a regression; None: the model's outputs are in the target's own unit.
     target_scaling: TargetScaling | None = None
-    # Where the first weights came from, and the digest of its manifest; empty where they were drawn.
+    # The source of the initial weights and the digest of its manifest; empty: the weights were drawn at random.
     initial_checkpoint: str = ""
     initial_checkpoint_sha256: str = ""
     coverage: Sequence[CoveragePart] = ()
-    # How many NaN the training split had in each of the `ingested` columns, where that is known; None: of no column, as
-    # in checkpoints of earlier releases.
+    # The number of NaN of the training split in each `ingested` column, as far as known. None: unknown for all columns,
+    # as in checkpoints of earlier releases.
     nan_counts: Mapping[str, int] | None = None
-    # Of weights from elsewhere: the files that they came in, `path`, `size_bytes` and `sha256` each.
+    # For imported weights: the files that they came in, `path`, `size_bytes` and `sha256` each.
     imported: Sequence[Mapping[str, Any]] = ()
 
     @property
@@ -92,9 +92,9 @@ class CheckpointContent:
         return schema_of_columns(self.ingested)
 
     def serving(self) -> Pipeline:
-        """From raw rows, as they were ingested, to the model's input: every row-wise step since, and nothing else.
+        """Return the pipeline from raw rows, as ingested, to the model's input: all row-wise steps and no others.
 
-        Raises `InvalidArgument` where the steps do not fit the columns.
+        Raises `InvalidArgument` if the steps do not fit the columns.
         """
         whole = reduce(Pipeline.then, map(Pipeline.from_config, self.transforms), Pipeline([]))
         return whole.serving([self.input_column], self.ingested_schema)
@@ -154,7 +154,7 @@ class Checkpoint:
         self.content = CheckpointContent.from_manifest(manifest)
 
     def read(self, path: str) -> bytes:
-        """A file's bytes. Raises `DataLoss` when it is missing or not what the manifest names."""
+        """Return a file's bytes. Raises `DataLoss` if it is missing or differs from the manifest."""
         expected = self._files.get(path)
         if expected is None:
             raise _lost(self._folder, path, "is not in the manifest")
@@ -167,7 +167,7 @@ class Checkpoint:
         return data
 
     def verify(self) -> None:
-        """Reads every file once. Raises `DataLoss`."""
+        """Read every file once. Raises `DataLoss`."""
         for path in self._files:
             self.read(path)
 
@@ -175,15 +175,15 @@ class Checkpoint:
 def write_checkpoint(
     store: ObjectStore, folder: str, content: CheckpointContent, files: Mapping[str, bytes | memoryview]
 ) -> tuple[str, int]:
-    """Writes files, then the manifest, below `folder`. Returns the manifest's digest and the size of all in bytes."""
+    """Write files, then the manifest, below `folder`. Returns the manifest's digest and the total bytes."""
     for path, data in files.items():
-        store.put(f"{folder}/{path}", data)  # in parts where it is large
+        store.put(f"{folder}/{path}", data)  # in parts if it is large
     named = [{"path": path, "size_bytes": len(data), "sha256": sha256(data)} for path, data in sorted(files.items())]
     return _write_manifest(store, folder, content, named)
 
 
 def write_weights(store: ObjectStore, folder: str, content: CheckpointContent, weights: Path) -> tuple[str, int]:
-    """As `write_checkpoint`, of a local file of weights alone, which may be larger than the memory."""
+    """Write a checkpoint as `write_checkpoint` does, from a local file of weights, which may exceed the memory."""
     with weights.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         size_bytes = file.tell()
@@ -202,7 +202,7 @@ def _write_manifest(
 
 
 class Readable(Protocol):
-    """What reading a checkpoint needs of a store; both methods raise `ObjectMissing`."""
+    """The store's methods that reading a checkpoint needs. Both raise `ObjectMissing`."""
 
     def get(self, key: str) -> bytes: ...
 
@@ -210,9 +210,9 @@ class Readable(Protocol):
 
 
 def read_manifest(store: Readable, folder: str, manifest_sha256: str) -> tuple[dict[str, Any], int]:
-    """The manifest of a checkpoint of any format, and its size in bytes.
+    """Return the manifest of a checkpoint of any format, and its size in bytes.
 
-    Raises `DataLoss` where it is missing, or another than the registry names.
+    Raises `DataLoss` if it is missing, or not the one that the registry names.
     """
     try:
         encoded = store.get(f"{folder}/{MANIFEST}")
@@ -224,9 +224,9 @@ def read_manifest(store: Readable, folder: str, manifest_sha256: str) -> tuple[d
 
 
 def load_checkpoint(store: ObjectStore, folder: str, manifest_sha256: str) -> Checkpoint:
-    """Opens a checkpoint that the registry names.
+    """Open a checkpoint that the registry names.
 
-    Raises `DataLoss` when its manifest is missing, another, or of a format that this release does not read, and
+    Raises `DataLoss` if its manifest is missing, another, or of a format that this release does not read, and
     `FailedPrecondition` for a program's.
     """
     manifest, _ = read_manifest(store, folder, manifest_sha256)
@@ -243,7 +243,7 @@ def load_checkpoint(store: ObjectStore, folder: str, manifest_sha256: str) -> Ch
 
 
 def not_a_model(name: str, fields: Sequence[tuple[str, str]] = ()) -> FailedPrecondition:
-    """The error of whoever needs a model of Millrace's and is given a program's checkpoint."""
+    """Return the error for a program's checkpoint in place of a model of Millrace's."""
     return FailedPrecondition(
         f"{name} was reported by a user's own training function: its files are known to that program alone, so it "
         "can be served by its predictor, and not predicted with or fine-tuned from; name a checkpoint of a job with "

@@ -1,7 +1,7 @@
-"""NaN in rows that a model is asked about: which of them mean null, and of which rows nothing can be made.
+"""NaN in rows for a model: which NaN mean null, and which rows the model cannot answer.
 
-Tables in pandas have a NaN where a float is missing, while a version has null there. Serving and predictions over
-versions both read NaN by this module, so that a row gets the same answer from either.
+pandas writes a NaN for a missing float, but a dataset version has null there. Serving and predictions over versions
+both read NaN by this module, so that a row gets the same answer from either.
 
 B = rows of the batch.
 """
@@ -27,14 +27,14 @@ from shared.transforms.steps.filling import FillNulls
 from shared.transforms.steps.step import Step
 
 Array = NDArray[Any]
-# They have a value for a null.
+# Steps that define a value for null.
 _TAKE_NULLS = (FillNulls, OneHotEncode, Custom)
 _KEEP_VALUES = (Select, Drop, Rename)
 
 
 @dataclass(frozen=True)
 class BadRow:
-    """`columns` are those at fault, `problem` what is wrong with them."""
+    """A row without an answer: the columns at fault, and the problem."""
 
     columns: Sequence[str]
     problem: str
@@ -42,24 +42,25 @@ class BadRow:
 
 @dataclass(frozen=True)
 class NanReading:
-    """How NaN is read in columns of floats for whose nulls the steps have a value; in all others it is a number.
+    """Reading of NaN in float columns for which the steps define a value for null.
 
-    A NaN in one of `as_null` means null: the model's training rows had no NaN there. In one of `unclear` it may mean
-    either, since the checkpoint does not say whether they had. Picklable.
+    In all other columns NaN is a number. A NaN in a column of `as_null` means null, because the model's training rows
+    had no NaN there. In a column of `unclear` it may mean either, because the checkpoint does not record whether they
+    had. Picklable.
     """
 
     as_null: frozenset[str] = frozenset()
     unclear: frozenset[str] = frozenset()
 
     def nulls_for_nans(self, batch: Batch) -> Batch:
-        """The batch with null for each NaN of `as_null`; columns without NaN are the same objects."""
+        """Return the batch with null for each NaN of `as_null`. Columns without NaN are not copied."""
         return {name: _null_for_nan(column) if name in self.as_null else column for name, column in batch.items()}
 
     def bad_rows(self, prepared: Array, read: Sequence[str], floats: Callable[[], Batch]) -> dict[int, BadRow]:
-        """The rows with a NaN in a column of `unclear`, and those whose model input is not finite, by their place.
+        """Return, by index, the rows with a NaN in a column of `unclear`, and those whose model input is not finite.
 
-        `prepared`, float32 (B, *shape), is what the steps made of the columns `read`. `floats` returns those of them
-        that hold floats, as `nulls_for_nans` left them; it is called only where it matters.
+        `prepared`, float32 (B, *shape), is the steps' output for the columns `read`. `floats` returns the float columns
+        among them, after `nulls_for_nans`; it is called only if needed.
         """
         bad = ~finite_rows(prepared)
         if not self.unclear and not bad.any():
@@ -92,8 +93,11 @@ class NanReading:
 def nan_reading(
     content: CheckpointContent, steps: Sequence[Step], given: Schema, gone: Sequence[Step] = ()
 ) -> NanReading:
-    """For rows of `given` columns, which go through `steps`. Those that they went through since ingest are `gone`: a
-    column that these have changed is no longer what clients send, and its NaN are numbers."""
+    """Return how NaN is read in rows of `given` columns, which go through `steps`.
+
+    `gone` are the steps applied to them since ingest. A column that these have changed is no longer what clients send,
+    and its NaN are numbers.
+    """
     as_null, unclear = set(), set()
     before = Pipeline(gone)
     for name in _columns_with_null_value(steps, given):
@@ -109,9 +113,9 @@ def nan_reading(
 
 
 def finite_rows(values: Array) -> NDArray[np.bool_]:
-    """Of floats (B, *shape), the rows (B) in which all are finite."""
+    """Return which rows (B,) of floats (B, *shape) are entirely finite."""
     finite: Array = np.isfinite(values)
-    # Nearly always all of them are, which is told sooner than of which rows.
+    # Nearly always all values are finite, which is faster to check than each row.
     if finite.all():
         return np.ones(len(values), np.bool_)
     whole: NDArray[np.bool_] = np.logical_and.reduce(finite.reshape(len(values), -1), axis=1)
@@ -119,18 +123,20 @@ def finite_rows(values: Array) -> NDArray[np.bool_]:
 
 
 def may_be_non_finite(columns: Schema, images: Collection[str]) -> bool:
-    """Whether a model's input that is made of such columns is to be looked through: not that of pixels, `images` being
-    the columns of encoded ones, nor of other tensors of integers."""
+    """Return whether a model's input that is made of these columns must be checked.
+
+    Pixels and other integer tensors need no check; `images` are the columns of encoded images.
+    """
     return any(name not in images and (isinstance(one, ScalarType) or _is_float(one)) for name, one in columns.items())
 
 
 def float_columns(columns: Schema) -> list[str]:
-    """Those that hold floats, one a row or a tensor of them."""
+    """Return the columns that hold floats, scalars or tensors."""
     return [name for name, one in columns.items() if _is_float(one)]
 
 
 def _columns_with_null_value(steps: Sequence[Step], given: Schema) -> list[str]:
-    """The scalar columns of floats that a step reads which has a value for null."""
+    """Return the scalar float columns that are read by a step with a value for null."""
     floats = [name for name in float_columns(given) if isinstance(given[name], ScalarType)]
     if not floats:
         return []
@@ -142,7 +148,7 @@ def _columns_with_null_value(steps: Sequence[Step], given: Schema) -> list[str]:
 
 
 def _ingested_name(gone: Pipeline, name: str, ingested: Schema) -> str | None:
-    """What the column was ingested as; None where a step made it, or changed its values."""
+    """Return the column's name at ingest. None if a step made it, or changed its values."""
     if not all(isinstance(step, _KEEP_VALUES) for step in gone.serving([name], ingested).steps):
         return None
     return gone.serving([name], ingested).reads([name], ingested)[0]
@@ -157,7 +163,7 @@ def _null_for_nan(column: pa.Array) -> pa.Array:
 
 
 def _numbers(column: Any) -> Array:
-    """Floats (B, *shape), 0 where null."""
+    """Return floats (B, *shape), 0 for null."""
     if isinstance(column, np.ndarray):
         return column
     filled = column.fill_null(pa.scalar(0.0).cast(column.type)) if column.null_count else column

@@ -1,14 +1,14 @@
-"""The older entries of a registry: a tree of pages that are written once, so that no append writes them again.
+"""The older entries of a registry: a tree of pages that are written once, so that no append rewrites them.
 
     head of the log          its newest entries, and references, the oldest first:
                              [level 3] [level 2] [level 2] [level 1] [level 1]
     page of level 1          at most `PAGE_ENTRIES` entries
     page of level n > 1      at most `FAN_OUT` references to pages of level n - 1
 
-A reference says of all entries below it what searches need: the range of their names, the furthest step, the best
-value. So a search reads one page of each level, and n entries have about log(n) / log(FAN_OUT) levels. Where an entry
-changes or goes, its page and those above it are written anew under new names; the old pages go once the log names the
-new ones. Whatever a process leaves half-way is a page that nothing names.
+A reference summarizes all entries below it for searches: the range of their names, the highest step, the best value. So
+a search reads one page of each level, and n entries have about log(n) / log(FAN_OUT) levels. If an entry is changed or
+removed, its page and those above it are written under new names; the old pages are deleted once the log names the new
+ones. An interrupted process leaves only pages that nothing references.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ PAGES = "pages"
 
 
 class PageMissing(Exception):
-    """A page is not there: the registry has another head by now, or has lost it."""
+    """A page is missing: the registry has a newer head, or the page is lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PageRef(Durable):
-    """Of a page, and of the entries in it and below it. `level` 1 is a page of entries."""
+    """Reference to a page, with a summary of all entries below it. Pages of `level` 1 hold entries."""
 
     key: str
     sha256: str
     level: int
     count: int
-    # The lowest and the highest name, as strings are compared.
+    # The lowest and the highest name, in string order.
     first_name: str
     last_name: str
     first_attempt: int
     last_attempt: int
     last_step: int
-    # Of the final ones; -1 where none is.
+    # The highest final step; -1 if there is none.
     last_final_step: int
-    # By the registry's ranking; None where none was measured.
+    # The best value by the registry's ranking; None if no entry was measured.
     best_value: float | None
     best_step: int
 
@@ -62,11 +62,11 @@ class PageRef(Durable):
 
 
 class PageTree:
-    """The pages that `refs` name, the oldest first, and what an edit makes of them. Best values are by `ranking`."""
+    """The pages that `refs` name, the oldest first, and edits of them. Best values are by `ranking`."""
 
     def __init__(self, store: ObjectStore, folder: str, refs: Sequence[PageRef], ranking: Ranking) -> None:
         self.refs = list(refs)
-        # Keys: of pages that were written by this edit, and of those that it put others in the place of.
+        # Keys of the pages that this edit wrote, and of those that it replaced.
         self.written: list[str] = []
         self.replaced: list[str] = []
         self._store = store
@@ -74,20 +74,20 @@ class PageTree:
         self.ranking = ranking
 
     def search(self, may_have: Callable[[PageRef], bool]) -> Iterator[CheckpointEntry]:
-        """The entries of the pages that `may_have`, the oldest first; others are not read."""
+        """Yield the entries of the pages that `may_have` accepts, the oldest first. Other pages are not read."""
         for ref in self.refs:
             yield from self._search(ref, may_have)
 
     def entries_of(self, ref: PageRef) -> list[CheckpointEntry]:
-        """What is on a page of level 1."""
+        """Return the entries of a page of level 1."""
         return [CheckpointEntry.from_state(one) for one in self._load(ref)["entries"]]
 
     def refs_of(self, ref: PageRef) -> list[PageRef]:
-        """What is on a page of a higher level."""
+        """Return the references of a page of a higher level."""
         return [PageRef(**fields_of(PageRef, one)) for one in self._load(ref)["pages"]]
 
     def add(self, entries: Sequence[CheckpointEntry]) -> None:
-        """As the newest page; where that makes `FAN_OUT` of a level, these become one of the next."""
+        """Add the newest page. `FAN_OUT` pages of one level become one page of the next."""
         self.refs.append(self._write_entries(entries))
         while len(newest := self.refs[-FAN_OUT:]) == FAN_OUT and newest[0].level == newest[-1].level:
             self.refs[-FAN_OUT:] = [self._write_refs(newest)]
@@ -95,8 +95,10 @@ class PageTree:
     def change(
         self, may_have: Callable[[PageRef], bool], change: Callable[[CheckpointEntry], CheckpointEntry | None]
     ) -> None:
-        """Puts what `change` makes of each entry in its place, nothing where that is None. Only pages that `may_have`
-        one that changes are read."""
+        """Replace each entry by the result of `change`, or remove it if that is None.
+
+        Only pages that `may_have` accepts are read.
+        """
         changed = (self._changed(ref, may_have, change) for ref in self.refs)
         self.refs = [ref for ref in changed if ref is not None]
 
@@ -108,7 +110,7 @@ class PageTree:
         self.refs = [ref for ref in self.refs if not goes(ref)]
 
     def rank(self, ranking: Ranking) -> None:
-        """Writes all references anew where another ranking orders otherwise."""
+        """Change the ranking. All references are rewritten if the order differs."""
         reorders = not is_same_order(ranking, self.ranking)
         self.ranking = ranking
         if reorders:
@@ -209,7 +211,8 @@ class PageTree:
         return (ref.best_value if self.ranking.maximize else -ref.best_value, ref.best_step)
 
     def _write(self, page: dict[str, Any]) -> tuple[str, str]:
-        """The key, and the digest. A key of its own each time: what another process still takes away is another."""
+        """Write a page and return its key and digest. Each key is new, so a process that deletes old keys cannot hit
+        it."""
         data = json.dumps(page).encode()
         key = f"{self._folder}/{uuid.uuid4().hex}.json"
         self._store.put(key, data)
@@ -236,10 +239,10 @@ def is_same_order(one: Ranking, other: Ranking) -> bool:
 
 
 class RegistryView:
-    """The named checkpoints of one head of the log: `recent` are its newest entries, and `tree` has the others.
+    """The named checkpoints of one head of the log: `recent` are its newest entries, `tree` has the others.
 
-    Each method reads a bounded number of pages, but for `entries` and a `best` by another ranking than the registry's,
-    which read all. They raise `PageMissing` where another head has taken this one's place.
+    Each method reads a bounded number of pages, except `entries` and a `best` by another ranking than the registry's,
+    which read all. They raise `PageMissing` if another head has replaced this one.
     """
 
     def __init__(self, recent: Sequence[CheckpointEntry], tree: PageTree, ranking: Ranking) -> None:
@@ -252,7 +255,7 @@ class RegistryView:
         return not self._recent and not self._tree.refs
 
     def entries(self) -> list[CheckpointEntry]:
-        """All, the oldest first."""
+        """Return all entries, the oldest first."""
         # A release without pages may have committed a name that is on a page: the later one counts.
         recent = {one.name for one in self._recent}
         older = [one for one in self._tree.search(lambda _: True) if one.name not in recent]
@@ -265,7 +268,7 @@ class RegistryView:
         return next((one for one in self._tree.search(lambda ref: ref.may_have(name)) if one.name == name), None)
 
     def newest(self) -> CheckpointEntry | None:
-        """The one furthest on."""
+        """Return the entry with the highest step."""
         recent = latest(self._recent)
         step = max((ref.last_step for ref in self._tree.refs), default=-1)
         if recent is not None and recent.step >= step:
@@ -273,7 +276,7 @@ class RegistryView:
         return next((one for one in self._tree.search(lambda ref: ref.last_step == step) if one.step == step), None)
 
     def final(self) -> CheckpointEntry | None:
-        """Of the final ones the one furthest on."""
+        """Return the final entry with the highest step."""
         recent = latest([one for one in self._recent if one.final])
         step = max((ref.last_final_step for ref in self._tree.refs), default=-1)
         if step < 0 or (recent is not None and recent.step >= step):
@@ -282,7 +285,10 @@ class RegistryView:
         return next((one for one in found if one.final and one.step == step), None)
 
     def best(self, ranking: Ranking | None = None) -> CheckpointEntry | None:
-        """The first by `ranking` (None: the registry's), of equals the later; without any measured, the newest."""
+        """Return the best entry by `ranking` (None: the registry's).
+
+        Of equals the later one wins. If none was measured, it is the newest.
+        """
         ranking = ranking or self._ranking
         if self._tree.refs and not is_same_order(ranking, self._tree.ranking):
             return best(self.entries(), ranking)
@@ -301,12 +307,12 @@ class RegistryView:
         return next(iter(ranking.best_first(self._tree.search(may_have))), None)
 
     def has_attempt(self, attempt: int) -> bool:
-        """Whether one was committed by this attempt."""
+        """Return whether this attempt committed a checkpoint."""
         older = self._tree.search(lambda ref: ref.first_attempt <= attempt <= ref.last_attempt)
         return any(one.attempt == attempt for one in itertools.chain(self._recent, older))
 
     def page(self, after: str, size: int) -> tuple[list[CheckpointEntry], bool]:
-        """The first `size` by name behind `after`, and whether there are more."""
+        """Return the first `size` entries by name after `after`, and whether there are more."""
         recent = {one.name for one in self._recent}
         waiting: list[tuple[str, int, CheckpointEntry | PageRef]] = []
         order = itertools.count()

@@ -3,8 +3,8 @@
     r{rank:04d}/{path}      a file, as that rank reported it
     manifest.json           which of them count, with size and SHA-256, and where the run was; canonical JSON
 
-Files are opaque, and may be pickles: a digest that holds says that they are what was reported, not that they are safe.
-Nothing of Millrace's ever loads one.
+Files are opaque, and may be pickles: a matching digest proves that they are the reported files, not that they are safe.
+Millrace itself never loads one.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from shared.errors import DataLoss
 from shared.storage import ObjectMissing, ObjectStore
 
 KIND = "PROGRAM"
-# A file is read in pieces of this many bytes: a checkpoint may be larger than the memory.
+# A file is read in pieces of this many bytes, because a checkpoint may exceed the memory.
 PIECE_BYTES = 8 * 1024 * 1024
-# Pieces that are on their way beside the one that is used.
+# Pieces that are read ahead of the one in use.
 PIECES_AHEAD = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramFile:
-    """`path` is the file's path in the folder that was reported, `rank` the rank that reported it."""
+    """A reported file: its path in the reported folder, and the rank that reported it."""
 
     path: str
     rank: int
@@ -40,13 +40,13 @@ class ProgramFile:
 
     @property
     def object(self) -> str:
-        """Its key below the checkpoint's folder."""
+        """The file's key below the checkpoint's folder."""
         return f"r{self.rank:04d}/{self.path}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramContent:
-    """What a program's checkpoint says of itself. `report` counts the program's reports over all attempts."""
+    """The content of a program's checkpoint. `report` counts the program's reports over all attempts."""
 
     training_job: str
     # `codeBundles/{sha256}` and `module:function`, or the path of a script.
@@ -56,20 +56,20 @@ class ProgramContent:
     epoch: int
     seed: int
     world_size: int
-    # Steps of torch optimizers of rank 0, over the attempts that led to it.
+    # Steps of rank 0's torch optimizers, over the attempts that led to the checkpoint.
     optimizer_steps: int
     # The numbers that rank 0 reported.
     metrics: Mapping[str, float]
     files: Sequence[ProgramFile]
-    # Empty where the program reads its own data.
+    # Empty if the program reads its own data.
     dataset_version: str = ""
-    # Where the shards of the dataset were, and what they had given by then: of each split what the train service's
-    # `merge_reports` gives.
+    # Positions of the dataset's shards, and the rows that they had returned: by split the result of the train service's
+    # `merge_reports`.
     positions: Mapping[str, Any] = field(default_factory=dict)
-    # The checkpoint that the run last went on from, and the digest of its manifest.
+    # The checkpoint that the run last resumed from, and the digest of its manifest.
     parent: str = ""
     parent_manifest_sha256: str = ""
-    # The number of the run of its script that reported it, from 1; 0 where there is no script.
+    # The number of the script's run that reported it, from 1; 0 without a script.
     fit: int = 0
 
     @property
@@ -77,7 +77,7 @@ class ProgramContent:
         return sum(one.size_bytes for one in self.files)
 
     def encoded(self) -> bytes:
-        """The bytes of the manifest."""
+        """Return the bytes of the manifest."""
         manifest = {"format": PROGRAM_FORMAT, "kind": KIND, **asdict(self)}
         return json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
 
@@ -93,14 +93,17 @@ class ProgramContent:
 
 
 def write_manifest(store: ObjectStore, folder: str, content: ProgramContent) -> tuple[str, int]:
-    """Writes the manifest; the files are there already. Returns its digest and the size of all in bytes."""
+    """Write the manifest, after its files. Returns its digest and the total bytes."""
     encoded = content.encoded()
     store.put(f"{folder}/{MANIFEST}", encoded)
     return sha256(encoded), len(encoded) + content.size_bytes
 
 
 def load_program_checkpoint(store: Readable, folder: str, manifest_sha256: str) -> ProgramContent:
-    """Raises `DataLoss` where the manifest is missing, another than the registry names, or of another format."""
+    """Load a program's checkpoint.
+
+    Raises `DataLoss` if the manifest is missing, not the one that the registry names, or of another format.
+    """
     key = f"{folder}/{MANIFEST}"
     manifest, _ = read_manifest(store, folder, manifest_sha256)
     if manifest.get("format") != PROGRAM_FORMAT:
@@ -116,7 +119,7 @@ def load_program_checkpoint(store: Readable, folder: str, manifest_sha256: str) 
 def read_pieces(
     store: Readable, folder: str, file: ProgramFile, advanced: Callable[[], None] = lambda: None
 ) -> Iterator[bytes]:
-    """The bytes of one file. Raises `DataLoss` after the last piece where they are not what the manifest names."""
+    """Yield the bytes of one file. Raises `DataLoss` after the last piece if they differ from the manifest."""
     key, digest = f"{folder}/{file.object}", hashlib.sha256()
     try:
         for piece in _pieces(store, key, file.size_bytes):
@@ -130,8 +133,10 @@ def read_pieces(
 
 
 def _pieces(store: Readable, key: str, size_bytes: int) -> Iterator[bytes]:
-    """Of an object, in their order. While one is digested and written the next ones are on their way: each takes a
-    round trip to the store."""
+    """Yield the pieces of an object in order.
+
+    While one is digested and written the next ones are being fetched, because each takes a round trip to the store.
+    """
 
     def read(start: int) -> bytes:
         piece = store.get_range(key, start, min(PIECE_BYTES, size_bytes - start))
@@ -154,7 +159,7 @@ def _pieces(store: Readable, key: str, size_bytes: int) -> Iterator[bytes]:
 
 
 def verify_program_checkpoint(store: Readable, folder: str, manifest_sha256: str) -> ProgramContent:
-    """Reads every file once. Raises `DataLoss`."""
+    """Read every file once. Raises `DataLoss`."""
     content = load_program_checkpoint(store, folder, manifest_sha256)
     for file in content.files:
         for _ in read_pieces(store, folder, file):

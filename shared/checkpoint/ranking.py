@@ -1,6 +1,4 @@
-"""What is known of one committed checkpoint, and which of several is the newest or the best: by one metric, in one
-direction.
-"""
+"""The entry of one committed checkpoint, and the choice of the newest or the best of several, by one metric."""
 
 from __future__ import annotations
 
@@ -26,13 +24,13 @@ T = TypeVar("T", bound=Ranked)
 
 @dataclass(frozen=True)
 class Ranking(Durable):
-    """By `metric`, the highest first where `maximize`. Without a metric nothing counts as measured."""
+    """An order by `metric`, the highest first if `maximize`. Without a metric no checkpoint counts as measured."""
 
     metric: str = "validation_accuracy"
     maximize: bool = True
 
     def best_first(self, checkpoints: Iterable[T]) -> list[T]:
-        """Those that were measured, of equals the later first. What diverged is never among the best."""
+        """Return the measured checkpoints, best first, and of equals the later first. Diverged ones are left out."""
         # A run that diverged may have measured NaN.
         measured = [one for one in checkpoints if math.isfinite(one.metrics.get(self.metric, math.nan))]
         sign = 1 if self.maximize else -1
@@ -47,11 +45,9 @@ DEFAULT_RANKING = Ranking()
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointEntry(Durable):
-    """`name` is `trainingJobs/{j}/checkpoints/{c}`; `create_time` in seconds since the epoch; `final`: it is of the
-    run's last step; `code_bundle`: `codeBundles/{sha256}` of the program that reported it, or of the code that makes
-    the model, whose `model_entry` it then has; empty for other models. `fit`: the number of the run of its script that
-    reported it, from 1, and 0 where there is no script."""
+    """A committed checkpoint."""
 
+    # `trainingJobs/{j}/checkpoints/{c}`
     name: str
     folder: str
     manifest_sha256: str
@@ -59,11 +55,16 @@ class CheckpointEntry(Durable):
     epoch: int
     attempt: int
     size_bytes: int
+    # In seconds since the epoch.
     create_time: float
     metrics: dict[str, float] = field(default_factory=dict)
+    # Whether it is from the run's last step.
     final: bool = False
+    # `codeBundles/{sha256}` of the program that reported it, or of the code that builds the model, whose `model_entry`
+    # is then set; empty for other models.
     code_bundle: str = ""
     model_entry: str = ""
+    # The number of the script's run that reported it, from 1; 0 without a script.
     fit: int = 0
 
     @property
@@ -81,10 +82,10 @@ class CheckpointEntry(Durable):
 
 
 def latest(entries: Sequence[CheckpointEntry]) -> CheckpointEntry | None:
-    """The one furthest on."""
+    """Return the checkpoint with the highest step."""
     return max(entries, key=lambda entry: entry.step, default=None)
 
 
 def best(entries: Sequence[CheckpointEntry], ranking: Ranking = DEFAULT_RANKING) -> CheckpointEntry | None:
-    """The first by `ranking`, of equals the later; without any measured, the one furthest on."""
+    """Return the best by `ranking`, of equals the later. If none was measured, the one with the highest step."""
     return next(iter(ranking.best_first(entries)), latest(entries))

@@ -1,9 +1,9 @@
-"""Who uses a checkpoint: markers at `trainingJobs/{j}/checkpoints/{c}/users`, each naming the folder that is used.
+"""The users of a checkpoint: markers at `trainingJobs/{j}/checkpoints/{c}/users`, each naming the used folder.
 
-A user leaves its marker and then looks whether the registry still names that checkpoint; retention and the deletion of
-a job say first that it is not to be had any more and look for markers then. Whichever comes second sees the other.
+A user writes its marker and then checks that the registry still names the checkpoint. Retention and the deletion of a
+job first record that it is no longer available and then look for markers. Whichever comes second sees the other.
 
-A name means one of a job's checkpoints by its own name, the `final` one, or, where it names the job, the best.
+A name refers to one of a job's checkpoints by its own name, to the `final` one, or, if it names the job, to the best.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ __all__ = [
 
 # --- Markers of use ---
 
-# Beside the checkpoints themselves.
+# Folders beside the checkpoints themselves.
 OTHER_FOLDERS = ("log", "data", PAGES)
 
-# A job's best may change while it is being marked; after so many times something else is wrong.
+# A job's best may change while it is being marked; more changes than this have another cause.
 TRIES = 20
 
 
@@ -55,13 +55,15 @@ def using(
     ends_in: str = "",
     of_programs: bool = False,
 ) -> Iterator[CheckpointEntry]:
-    """Marks the checkpoint that `name` means, and gives it, while the body makes `holder`; the marker stays unless the
-    body is refused. A refusal takes nothing from an equal call that makes the user of the same `uid`.
+    """Mark the checkpoint that `name` refers to, and yield it, while the body creates `holder`.
+
+    The marker stays unless the body is refused. A refusal does not affect an equal call that creates the user of the
+    same `uid`.
 
     `holder` names a durable job of this `kind` and `uid`, whose end frees the checkpoint; or, with `ends_in`, a
-    resource whose log ends in that state. With `of_programs` it may be a program's, too. Raises what `resolve` raises.
-    After an outage the user may have been made all the same: the marker then stays, too, and counts no longer once its
-    user does not appear.
+    resource whose log ends in that state. With `of_programs` it may be a program's checkpoint, too. Raises what
+    `resolve` raises. After an outage the user may exist all the same: the marker then stays, too, and stops counting if
+    its user does not appear.
     """
     look_up = resolve_any if of_programs else resolve
     entry = _marked(store, lambda: look_up(store, field_path, name), field_path, name, kind, uid, holder, ends_in)
@@ -75,7 +77,7 @@ def using(
 
 
 def keep(store: ObjectStore, name: str, folder: str, kind: str, uid: str, holder: str, *, ends_in: str = "") -> bool:
-    """Marks a checkpoint for a user that has it already. Returns whether it is still named."""
+    """Mark a checkpoint for a user that has it already. Returns whether the registry still names it."""
     put_marker(store, name, kind, uid, holder, is_job=not ends_in, ends_in=ends_in, folder=folder)
     job_name = name.partition("/checkpoints/")[0]
     entry = CheckpointRegistry(store, job_name).find(name)
@@ -83,12 +85,12 @@ def keep(store: ObjectStore, name: str, folder: str, kind: str, uid: str, holder
 
 
 def release(store: ObjectStore, checkpoint_name: str, kind: str, uid: str) -> None:
-    """It is no error if it was not marked."""
+    """Remove a user's marker. A missing marker is no error."""
     unmark(store, checkpoint_name, kind, uid)
 
 
 def references_of_job(store: ObjectStore, job_name: str, now: float) -> dict[str, list[str]]:
-    """Of every checkpoint that somebody uses, by its name, the names of its users."""
+    """Return the names of the users by checkpoint, for every checkpoint in use."""
     root = f"{job_name}/checkpoints"
     found = {}
     for one in store.folders(root):
@@ -128,18 +130,18 @@ def _marked(
     )
 
 
-# --- What a name means ---
+# --- Resolution of names ---
 
 NAME_PATTERN = "trainingJobs/{j}/checkpoints/{c}"
-# `trainingJobs/{j}/checkpoints/final` means the one at the run's last step.
+# `trainingJobs/{j}/checkpoints/final` refers to the checkpoint of the run's last step.
 FINAL = "final"
 
 
 def resolve(store: ObjectStore, field_path: str, name: str) -> CheckpointEntry:
-    """The checkpoint of a model that `name` means: itself, the `final` one, or the best one of a job.
+    """Return the model's checkpoint that `name` refers to: itself, the `final` one, or a job's best.
 
-    Raises `InvalidArgument` naming `field_path`, `NotFound`, and `FailedPrecondition` for a job without checkpoints,
-    one that is being deleted, or a checkpoint that a user's own training function reported.
+    Raises `InvalidArgument` that names `field_path`, `NotFound`, and `FailedPrecondition` for a job without
+    checkpoints, a job that is being deleted, or a checkpoint that a user's own training function reported.
     """
     entry = resolve_any(store, field_path, name)
     if entry.is_of_program:
@@ -148,7 +150,7 @@ def resolve(store: ObjectStore, field_path: str, name: str) -> CheckpointEntry:
 
 
 def resolve_any(store: ObjectStore, field_path: str, name: str) -> CheckpointEntry:
-    """As `resolve`, also of a checkpoint that a user's own training function reported."""
+    """Resolve as `resolve` does, but accept a checkpoint of a user's own training function."""
     job_name, checkpoint_id = name, ""
     if name.count("/") == 3:
         job_id, checkpoint_id = names.parse(field_path, name, NAME_PATTERN)
@@ -181,7 +183,10 @@ def resolve_any(store: ObjectStore, field_path: str, name: str) -> CheckpointEnt
 
 
 def _meant(view: RegistryView, name: str) -> CheckpointEntry | None:
-    """The one of that name, the best where it is empty; `…/checkpoints/final` is the newest of the run's last step."""
+    """Return the entry of that name, or the best if it is empty.
+
+    `…/checkpoints/final` is the newest entry of the run's last step.
+    """
     if not name:
         return view.best()
     return view.find(name) or (view.final() if name.endswith(f"/{FINAL}") else None)

@@ -1,10 +1,10 @@
-"""Which checkpoints of a job count: a resource log of its own, so that a stale attempt cannot add to it.
+"""The committed checkpoints of a job: a separate resource log, so that a stale attempt cannot add to it.
 
-A checkpoint that is to go is first no longer named (it is `retiring`). Then its users are looked for: who left a marker
-before keeps it, and it is named again. Where there is none the log says that it is condemned, from which there is no
-way back; only then do its files go, and at last the log forgets it. Whoever wishes to use one leaves a marker first and
-looks then whether it is named (`shared.checkpoint.references`), so one of both sees the other. Each step can be done
-again by anybody, so what a process leaves half-way the next one finishes.
+A checkpoint is removed in steps. First it is no longer named (it is `retiring`). Then its users are looked for: a
+marker that was written before keeps it, and it is named again. If there is none the log records that it is condemned,
+which is final. Only then are its files deleted, and at last the log drops it. A new user first writes a marker and then
+checks that the checkpoint is named (`shared.checkpoint.references`), so at least one of the two sees the other. Any
+process may repeat each step, so the next one finishes what another left incomplete.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# So many of the newest entries stay in the log's records when others move to a page.
+# The number of newest entries that stay in the log's records when others move to a page.
 KEPT_ENTRIES = 8
 # The key of a record's entries where older ones are on pages.
 NEWEST_ENTRIES = "newest_entries"
@@ -38,7 +38,7 @@ NEWEST_ENTRIES = "newest_entries"
 
 @dataclass(frozen=True)
 class Retiring(Durable):
-    """No longer named. `condemned`: nobody used it, and its files go."""
+    """An entry that is no longer named. `condemned`: it has no user, and its files are being deleted."""
 
     entry: CheckpointEntry
     condemned: bool = False
@@ -46,15 +46,18 @@ class Retiring(Durable):
 
 @dataclass(frozen=True)
 class RegistryState(Durable):
-    """As the head of the log has it. `checkpoints` are the newest entries, all of them where there are few; the others
-    are on `pages`. `attempt` is the one that it is open for; 0 before the first."""
+    """The state in the head of the log.
+
+    `checkpoints` are the newest entries, or all of them if there are few; the others are on `pages`. `attempt` is the
+    one that the registry is open for; 0 before the first.
+    """
 
     checkpoints: tuple[CheckpointEntry, ...] = ()
     retiring: tuple[Retiring, ...] = ()
     ranking: Ranking = DEFAULT_RANKING
     attempt: int = 0
     pages: tuple[PageRef, ...] = ()
-    # What the best values in `pages` are by. An earlier release changes `ranking` alone.
+    # The ranking of the best values in `pages`. An earlier release changes only `ranking`.
     pages_ranking: Ranking = DEFAULT_RANKING
 
     def as_record(self) -> dict[str, Any]:
@@ -91,7 +94,7 @@ class RegistryState(Durable):
 
 
 def data_folder_of(job_name: str) -> str:
-    """Below which the files of a job's checkpoints are."""
+    """Return the folder of the files of a job's checkpoints."""
     return f"{job_name}/checkpoints/data"
 
 
@@ -109,16 +112,18 @@ class CheckpointRegistry:
         self.data_folder = data_folder_of(job_name)
 
     def poll(self, ask: Callable[[RegistryView], T]) -> T:
-        """What `ask` finds in the newest state; it is called again where others write meanwhile. Raises `DataLoss`
-        where a page is lost."""
+        """Return the result of `ask` on the newest state. It is called again if the state changes meanwhile.
+
+        Raises `DataLoss` if a page is lost.
+        """
         return self._with_pages(lambda: ask(self._view(RegistryState.from_record(self._log.head()))))
 
     def state(self) -> RegistryState:
-        """Of the entries only the newest."""
+        """Return the newest state, with only the newest entries."""
         return RegistryState.from_record(self._log.head())
 
     def read(self) -> RegistryState:
-        """With all entries among its `checkpoints`, for those who need all: that reads every page."""
+        """Return the newest state with all entries among its `checkpoints`, which reads every page."""
 
         def whole() -> RegistryState:
             state = self.state()
@@ -127,29 +132,32 @@ class CheckpointRegistry:
         return self._with_pages(whole)
 
     def entries(self) -> list[CheckpointEntry]:
-        """All, the oldest first."""
+        """Return all entries, the oldest first."""
         return list(self.read().checkpoints)
 
     def newest(self) -> CheckpointEntry | None:
-        """The one furthest on."""
+        """Return the entry with the highest step."""
         return self.poll(RegistryView.newest)
 
     def best(self, ranking: Ranking | None = None) -> CheckpointEntry | None:
-        """By `ranking`, or else the job's own; of equals the later; where none was measured, the one furthest on."""
+        """Return the best entry by `ranking`, or else the job's own.
+
+        Of equals the later one wins. If none was measured, it is the one with the highest step.
+        """
         return self.poll(lambda view: view.best(ranking))
 
     def find(self, name: str) -> CheckpointEntry | None:
         return self.poll(lambda view: view.find(name))
 
     def fence(self, attempt: int, ranking: Ranking | None = None) -> list[CheckpointEntry]:
-        """As `open_for`. Returns all entries."""
+        """Open the registry as `open_for` does, and return all entries."""
         self.open_for(attempt, ranking)
         return self.entries()
 
     def open_for(self, attempt: int, ranking: Ranking | None = None) -> None:
-        """Opens the registry for `attempt` and closes it to earlier ones.
+        """Open the registry for `attempt` and close it to earlier ones.
 
-        `ranking` says from now on which one is the best. Raises `StaleAttempt`.
+        `ranking` defines the best checkpoint from now on. Raises `StaleAttempt`.
         """
 
         def decide(before: RegistryState, _: PageTree) -> RegistryState:
@@ -158,7 +166,7 @@ class CheckpointRegistry:
         self._update(decide, attempt)
 
     def commit(self, entry: CheckpointEntry) -> None:
-        """Makes it count. Raises `StaleAttempt` when a later attempt has opened the registry.
+        """Commit a checkpoint. Raises `StaleAttempt` if a later attempt has opened the registry.
 
         A checkpoint of the same name is replaced: it is of the same position, written by an earlier attempt.
         """
@@ -171,7 +179,7 @@ class CheckpointRegistry:
         self._update(add, entry.attempt)
 
     def finish(self, name: str, attempt: int) -> None:
-        """Makes the checkpoint `name` the run's final one: no step came after. Raises `StaleAttempt`."""
+        """Mark the checkpoint `name` as the run's final one: no step came after. Raises `StaleAttempt`."""
 
         def marked(one: CheckpointEntry) -> CheckpointEntry:
             return replace(one, final=True) if one.name == name else one
@@ -185,7 +193,7 @@ class CheckpointRegistry:
     def retire(
         self, entries: Collection[CheckpointEntry], attempt: int | None = None, clock: Callable[[], float] = time.time
     ) -> list[CheckpointEntry]:
-        """Takes these away, but for those that somebody uses. Returns what is named no longer.
+        """Remove these checkpoints, except those in use. Returns the entries that are no longer named.
 
         With `attempt` it raises `StaleAttempt` once a later one has opened the registry.
         """
@@ -210,7 +218,7 @@ class CheckpointRegistry:
         return [one for one in self.settle(attempt, clock) if one.folder in folders]
 
     def settle(self, attempt: int | None = None, clock: Callable[[], float] = time.time) -> list[CheckpointEntry]:
-        """Finishes what `retire` began, whoever called it. Returns the entries whose files are gone."""
+        """Finish earlier calls of `retire`, of any process. Returns the entries whose files are deleted."""
         waiting = self.state().retiring
         if not waiting:
             return []
@@ -232,9 +240,9 @@ class CheckpointRegistry:
         return list(gone.values())
 
     def clear(self, attempt: int) -> None:
-        """Names nothing of the attempts before `attempt` any more and closes the registry to them; the files stay.
+        """Drop the entries of attempts before `attempt` and close the registry to these attempts. The files stay.
 
-        What later attempts committed stays named: a new job of the name goes on behind the numbers of the deleted one.
+        Entries of later attempts stay: a new job of the name continues the attempt numbers of the deleted one.
         """
 
         def drop(before: RegistryState, tree: PageTree) -> RegistryState:
@@ -249,11 +257,11 @@ class CheckpointRegistry:
         self._update(drop, attempt)
 
     def _update(self, decide: Callable[[RegistryState, PageTree], RegistryState], attempt: int | None) -> RegistryState:
-        """Appends what `decide` makes of the newest state and its pages; nothing where both are the same."""
+        """Append the state that `decide` returns for the newest state and its pages, unless both are unchanged."""
         edits: list[PageTree] = []
 
         def step(head: Record | None) -> dict[str, Any] | None:
-            # Where another writer was faster, no record names what was written for this one.
+            # If another writer was faster, no record names the pages that were written for this one.
             self._take_away([key for edit in edits for key in edit.written])
             edits.clear()
             before = RegistryState.from_record(head)
@@ -272,7 +280,7 @@ class CheckpointRegistry:
         return RegistryState.from_record(record)
 
     def _with_pages(self, call: Callable[[], T]) -> T:
-        """Calls again where a page was gone because the log has another head by now."""
+        """Repeat the call if a page is missing because the log has another head by now."""
         while True:
             try:
                 return call()
@@ -292,7 +300,7 @@ class CheckpointRegistry:
         return PageTree(self._store, self._pages_folder, state.pages, state.pages_ranking)
 
     def _take_away(self, pages: Collection[str]) -> None:
-        """Pages that no record names. What is left of them goes with the job."""
+        """Delete pages that no record names. Pages that remain are deleted with the job."""
         try:
             for key in pages:
                 self._store.delete(key)
@@ -301,7 +309,7 @@ class CheckpointRegistry:
 
 
 def _in_pages(state: RegistryState, tree: PageTree) -> RegistryState:
-    """With the oldest of `KEPT_ENTRIES + PAGE_ENTRIES` entries moved to a page."""
+    """Return the state with its oldest entries moved to a page once there are `KEPT_ENTRIES + PAGE_ENTRIES`."""
     checkpoints = list(state.checkpoints)
     tree.rank(state.ranking)
     while len(checkpoints) >= KEPT_ENTRIES + PAGE_ENTRIES:
@@ -316,7 +324,7 @@ def _in_pages(state: RegistryState, tree: PageTree) -> RegistryState:
 
 
 def _decided(before: RegistryState, tree: PageTree, looked_at: Collection[str], used: Collection[str]) -> RegistryState:
-    """With those that are used named again, unless somebody else has condemned them; the others are condemned."""
+    """Return the state with used entries named again, unless they are condemned, and the others condemned."""
     back = [one for one in before.retiring if one.entry.folder in used and not one.condemned]
     going = [
         replace(one, condemned=True) if one.entry.folder in looked_at else one
@@ -324,7 +332,7 @@ def _decided(before: RegistryState, tree: PageTree, looked_at: Collection[str], 
         if one not in back
     ]
     view = RegistryView(before.checkpoints, tree, before.ranking)
-    # One that was written again meanwhile has another under its name: the old files stay while they are used.
+    # An entry that was written again has a new one under its name: the old files stay while they are used.
     returned = [one.entry for one in back if view.find(one.entry.name) is None]
     checkpoints = sorted((*before.checkpoints, *returned), key=lambda one: (one.create_time, one.step))
     return replace(before, checkpoints=tuple(checkpoints if returned else before.checkpoints), retiring=tuple(going))

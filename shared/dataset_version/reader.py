@@ -1,4 +1,4 @@
-"""Reads a committed version row group by row group, and verifies everything it reads.
+"""Reader of a committed version: it reads row group by row group, and verifies everything it reads.
 
 Footers are parsed once and cached. Of a remote Parquet file only the byte ranges of the wanted columns are fetched.
 
@@ -53,7 +53,7 @@ class RangeStore(Protocol):
 
 
 class VersionReader:
-    """Reads the rows of one version. Thread-safe.
+    """Reader of the rows of one version. Thread-safe.
 
     For remote files, each read is one request per run of neighbouring columns and groups, all at the same time.
     `footers` caches the most recently used footers; readers may share it.

@@ -1,4 +1,4 @@
-"""Durable jobs: a resource log says what should be, a detached Ray actor does it, a reconciler compares the two."""
+"""Durable jobs: a resource log holds the desired state, a detached Ray actor works, a reconciler compares the two."""
 
 from shared.jobs.attempt import AttemptContext
 from shared.jobs.registry import Jobs

@@ -1,10 +1,10 @@
-"""The detached Ray actor in which an attempt runs: one actor an attempt, one name each, made for it or in advance.
+"""The detached Ray actor in which an attempt runs: one actor per attempt, started for it or in advance.
 
-One actor is ahead of the next attempt: a process takes longer to start, and to import what it needs, than a short job
-takes to run.
+One actor is started ahead of the next attempt, because starting a process and importing its modules takes longer than a
+short job runs.
 
-Attempts run on nodes that will stay: those that nobody takes away and that answer. Ray itself takes up to a quarter of
-a minute to see that a node is dead, and until then places work on it.
+Attempts run on nodes that stay: nodes that answer and are not being drained. Ray itself needs up to 15 seconds to
+notice that a node is dead, and places work on it until then.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from shared.telemetry import configure_logging
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "millrace"
-# Whoever starts an actor calls it from then on. If it dies, nobody would ever call again.
+# The starter of an actor calls it from then on. If the starter dies, the actor would never be called again.
 CALL_TIMEOUT_S = 60.0
-# An actor that asks for no CPU may be put on any node; a service's own, labelled so, comes and goes with the service.
+# An actor that requests no CPU may be placed on any node; a service's own node, labelled so, ends with the service.
 NOT_BESIDE_A_SERVICE = {"millrace.role": "!service"}
 
 
 class AttemptActor:
-    """Runs one attempt on its main thread, which Ray Train needs, and ends with it."""
+    """Actor that runs one attempt on its main thread, which Ray Train needs, and ends with it."""
 
     def __init__(self) -> None:
         self._unclaimed = self._countdown()
@@ -54,8 +54,8 @@ class AttemptActor:
         return timer
 
     def prepare(self, function: str) -> None:
-        """Calls `module:function` before there is an attempt to run: what it imports, the attempt finds there."""
-        # Calls wait for this one's end, which may take long where processors are busy.
+        """Call `module:function` before there is an attempt, so that its imports are ready for one."""
+        # Other calls wait until this one ends, which may take long if processors are busy.
         self._unclaimed.cancel()
         try:
             _load(function)()
@@ -63,7 +63,7 @@ class AttemptActor:
             self._unclaimed = self._countdown()
 
     def hold(self) -> None:
-        """Whoever started this actor lives, and may still need it."""
+        """Postpone the actor's end: its starter lives, and may still need it."""
         self._unclaimed.cancel()
         self._unclaimed = self._countdown()
 
@@ -72,7 +72,8 @@ class AttemptActor:
         configure_logging(f"{kind}-attempt", "INFO")
 
         def load_and_run(context: AttemptContext) -> dict[str, Any]:
-            # Inside the attempt: an entry function that cannot be imported is a lost attempt like any other.
+            # Inside the attempt, so that an entry function that cannot be imported loses the attempt like any other
+            # error.
             function: Entry = _load(entry)
             return function(context)
 
@@ -81,8 +82,8 @@ class AttemptActor:
         except Exception:
             logger.exception("attempt %d of %s ended without saying so", attempt, folder)
         finally:
-            gc.freeze()  # as in `warm_workers.load`: what it has imported need not be looked through as it ends
-            # In any case: the job would wait for ever for an actor that stays.
+            gc.freeze()  # as in `warm_workers.load`: its imports need not be collected at its end
+            # In any case: the job would wait forever for an actor that stays.
             ray.actor.exit_actor()  # type: ignore[no-untyped-call]
 
 
@@ -91,7 +92,7 @@ def new_actor_name(kind: str) -> str:
 
 
 def start_actor(name: str) -> ray.actor.ActorHandle[AttemptActor]:
-    """Returns at once."""
+    """Start an actor. Returns at once."""
     actor: ray.actor.ActorHandle[AttemptActor] = (
         ray.remote(AttemptActor)
         .options(
@@ -109,7 +110,7 @@ def start_actor(name: str) -> ray.actor.ActorHandle[AttemptActor]:
 
 
 def find_actor(name: str) -> ray.actor.ActorHandle[AttemptActor] | None:
-    """The live actor of that name; one that is being started counts. None for the empty name."""
+    """Return the live actor of that name, or one that is being started. None for the empty name."""
     try:
         return ray.get_actor(name, namespace=NAMESPACE) if name else None
     except ValueError:
@@ -124,19 +125,19 @@ def _load(name: str) -> Callable[..., Any]:
 
 # --- Standby ---
 
-# An idle actor answers within milliseconds; that one has died Ray knows after a second.
+# An idle actor answers within milliseconds. Ray notices a dead one after a second.
 ANSWERS_TIMEOUT_S = 5.0
-# An actor that cannot even start is not tried again at every look.
+# An actor that cannot even start is not tried again at every poll.
 RETRY_DELAY_S = 10.0
 
 
 class Standby:
-    """The idle actor that one reconciler keeps for attempts of its kind. It ends by itself once nobody holds it."""
+    """The idle actor that one reconciler keeps for attempts of its kind. Without `hold` calls it ends by itself."""
 
     def __init__(self, kind: str, prepare: str, rest_s: float = 0.0) -> None:
-        """`prepare` is `module:function`, called in the actor before there is an attempt.
+        """Prepare the standby. `prepare` is `module:function`, called in the actor before there is an attempt.
 
-        One that was taken is replaced after `rest_s`: while the attempt starts it has more need of the processors.
+        A taken actor is replaced after `rest_s`, because the starting attempt needs the processors more.
         """
         self._kind = kind
         self._prepare = prepare
@@ -146,7 +147,7 @@ class Standby:
         self._start_after = 0.0
 
     def hold(self, *, replace: bool) -> None:
-        """To be called at every look. With `replace`, a spare that was taken, or has died, is followed by another."""
+        """Keep the actor alive. Call this at every poll. With `replace`, a taken or dead actor is replaced."""
         if self._actor is not None and find_actor(self._name) is None:
             self._actor = None
         if self._actor is not None:
@@ -158,7 +159,7 @@ class Standby:
             self._actor.prepare.remote(self._prepare)
 
     def take(self) -> tuple[str, ray.actor.ActorHandle[AttemptActor]] | None:
-        """The spare's name and handle, which is then another's to call; None where there is none."""
+        """Return the actor's name and handle, which then belong to the caller. None if there is none."""
         actor, self._actor = self._actor, None
         if actor is None or find_actor(self._name) is None or _has_died(actor):
             return None
@@ -170,8 +171,10 @@ class Standby:
 
 
 def _has_died(actor: Any) -> bool:
-    """Whether the actor answers no call: Ray names one that died a moment ago still. One that is at its `prepare`
-    answers after that, and so would the attempt begin after that."""
+    """Return whether the actor is dead: Ray still lists one that died a moment ago.
+
+    An actor that runs its `prepare` answers afterwards; an attempt would also begin only then.
+    """
     try:
         ray.get(actor.hold.remote(), timeout=ANSWERS_TIMEOUT_S)
     except GetTimeoutError:
@@ -182,7 +185,7 @@ def _has_died(actor: Any) -> bool:
 
 
 def _leaves(actor: ray.actor.ActorHandle[AttemptActor]) -> bool:
-    """Whether the actor is on a node that is dead, or will be taken away: an attempt there would soon be lost."""
+    """Return whether the actor's node is dead or draining: an attempt there would soon be lost."""
     node_id = node_of(actor)
     return bool(node_id) and node_id not in {node["NodeID"] for node in staying_nodes()}
 
@@ -194,12 +197,12 @@ AT_ONCE = 32
 
 
 def draining_nodes() -> set[str]:
-    """The ids of the nodes that Ray was told will be taken away."""
+    """Return the ids of the nodes that Ray drains."""
     return set(ray_state.state.get_draining_nodes())
 
 
 def staying_nodes() -> list[dict[str, Any]]:
-    """As `ray.nodes()` tells them. Blocks for `NODE_ANSWERS_TIMEOUT_S` where one is silent."""
+    """Return the live nodes of `ray.nodes()` that stay. Blocks for `NODE_ANSWERS_TIMEOUT_S` if a node is silent."""
     draining = draining_nodes()
     nodes = [
         node
@@ -213,7 +216,7 @@ def staying_nodes() -> list[dict[str, Any]]:
 
 
 def node_of(actor: ray.actor.ActorHandle[Any]) -> str:
-    """The id of the actor's node; empty while it has none."""
+    """Return the id of the actor's node. Empty while it has none."""
     known = ray_state.actors(actor_id=actor._actor_id.hex())
     node_id: str = known.get("Address", {}).get("NodeID", "")
     return node_id

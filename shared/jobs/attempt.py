@@ -1,4 +1,4 @@
-"""One attempt at a job: runs its entry function and writes into the log how it ended."""
+"""One attempt at a job: runs its entry function and records in the log how it ended."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 REQUEST_POLL_INTERVAL_S = 1.0
 COMMIT_TIMEOUT_S = 300.0
 COMMIT_RETRY_S = 1.0
-# Errors that another attempt may not meet. Of a job that a client wishes to end, `Cancelled` is the end itself.
+# Errors that another attempt may not meet. For a job that a client ends, `Cancelled` is the end itself.
 TRANSIENT = (Unavailable, ResourceExhausted, DeadlineExceeded, Internal, Cancelled)
 
 
 class AttemptContext:
-    """What an entry function gets. It must call `raise_if_stopped` often, and write only below `folder`."""
+    """Context of an entry function. The function must call `raise_if_stopped` often, and write only below `folder`."""
 
     def __init__(self, store: ObjectStore, jobs: Jobs, folder: str, job: JobRecord) -> None:
         self.store = store
@@ -45,25 +45,25 @@ class AttemptContext:
         self.attempt = job.attempt
         self._jobs = jobs
         self._newest = job
-        # The job was deleted, whether or not another has its name since.
+        # The job was deleted, whether or not another job has its name since.
         self._gone = False
         self._ended = threading.Event()
         self._afterwards: list[Callable[[], None]] = []
 
     def report(self, **progress: Any) -> None:
-        """Replaces the progress that clients see. An outage of the store costs the report, never the attempt."""
+        """Replace the progress that clients see. An outage of the store loses the report, never the attempt."""
         if self._gone or self._newest.attempt != self.attempt:
-            return  # the progress is a later attempt's, or another job's
+            return  # the progress belongs to a later attempt, or to another job
         try:
             self.store.put(progress_key(self.folder), json.dumps(progress).encode())
         except STORE_OUTAGES as error:
             logger.warning("a report of progress is lost: %s", error.message)
 
     def raise_if_stopped(self, *, fresh: bool = False) -> None:
-        """Raises `Cancelled` when a client wishes an end or a pause, `StaleAttempt` when a later attempt took over or
-        the job was deleted.
+        """Raise `Cancelled` if a client requested an end or a pause, `StaleAttempt` if the attempt is outdated.
 
-        Cheap: it looks at what was read within the last second. With `fresh` it reads the log now.
+        It is outdated if a later attempt took over or the job was deleted. The call is cheap, because it uses a state
+        of the last second. With `fresh` it reads the log now.
         """
         if fresh:
             self._newest = self.newest()
@@ -76,7 +76,7 @@ class AttemptContext:
             raise Cancelled(f"{newest.name} is {newest.state}", metadata={"resource": newest.name})
 
     def newest(self) -> JobRecord:
-        """The job as the log has it now. Raises `StaleAttempt` where it was deleted."""
+        """Return the job from the log. Raises `StaleAttempt` if it was deleted."""
         job = self._jobs.find(self.folder)
         if job is None or job.uid != self.job.uid:
             self._gone = True
@@ -84,8 +84,11 @@ class AttemptContext:
         return job
 
     def choose(self, choices: Mapping[str, Any], budgets: Mapping[str, int] | None = None) -> None:
-        """Adds to what the job's attempts chose, for this one and those after it. `budgets` are its `max_failures` and
-        `max_preemptions`, where they are to be others. Raises `StaleAttempt` where a later attempt is at work."""
+        """Add to the choices of the job's attempts, for this one and later ones.
+
+        `budgets` are new values of `max_failures` and `max_preemptions`. Raises `StaleAttempt` if a later attempt is
+        running.
+        """
 
         def allowed(job: JobRecord) -> JobRecord:
             most = {"max_failures": job.max_failures, "max_preemptions": job.max_preemptions, **(budgets or {})}
@@ -101,26 +104,26 @@ class AttemptContext:
         self.job = allowed(replace(self.job, choices=newest.choices))
 
     def note_leaving(self) -> None:
-        """Notes that a node of the attempt will be taken away: should its process go with it, that is no failure."""
+        """Record that a node of the attempt will be taken away: if its process ends with it, that is no failure."""
         self._jobs.note_leaving(self.folder, self.attempt)
 
     @property
     def is_suspending(self) -> bool:
-        """Whether a client wishes a pause, by what was read within the last second."""
+        """Whether a client requested a pause, by a state of the last second."""
         return self._newest.state is JobState.SUSPENDING
 
     def afterwards(self, do: Callable[[], None]) -> None:
-        """Has something done once the log says how the attempt ended: nobody who waits for that shall wait for it."""
+        """Call `do` once the log records the attempt's end, so that no client waits for it."""
         self._afterwards.append(do)
 
     def end(self) -> None:
-        """For whoever runs the attempt."""
+        """Run the `afterwards` callbacks; the runner of the attempt calls this."""
         for do in self._afterwards:
             do()
 
     @contextmanager
     def watching_requests(self) -> Iterator[None]:
-        """Reads the log once a second while the body runs."""
+        """Read the log once a second while the body runs."""
         thread = threading.Thread(target=self._watch, name="wishes", daemon=True)
         thread.start()
         try:
@@ -138,7 +141,7 @@ class AttemptContext:
             except MillraceError as error:
                 logger.warning("the wish stays as last read: %s", error.message)
             except Exception:
-                # Were this thread to end, nobody could stop the attempt any more.
+                # If this thread ended, the attempt could not be stopped any more.
                 logger.exception("the wish stays as last read")
 
 
@@ -146,7 +149,7 @@ Entry = Callable[[AttemptContext], dict[str, Any]]
 
 
 def run_attempt(entry: Entry, store: ObjectStore, kind: str, folder: str, attempt: int) -> None:
-    """Runs `entry` as attempt number `attempt` of the job in `folder`. Whatever it raises becomes a transition."""
+    """Run `entry` as attempt number `attempt` of the job in `folder`. Each of its errors becomes a transition."""
     jobs = Jobs(store, kind)
     job = jobs.find(folder)
     if job is None or job.attempt != attempt or job.state.final:
@@ -175,12 +178,12 @@ def run_attempt(entry: Entry, store: ObjectStore, kind: str, folder: str, attemp
 
 
 def _lose(newest: JobRecord, cause: MillraceError) -> JobRecord:
-    # RECOVERING: a reconciler took this attempt for dead, and has counted it.
+    # RECOVERING: a reconciler considered this attempt dead, and has counted it.
     return newest if newest.state is JobState.RECOVERING else lose_attempt(newest, cause, time.time())
 
 
 def _conclude(jobs: Jobs, folder: str, job: JobRecord, decide: Callable[[JobRecord], JobRecord]) -> None:
-    """Writes the end of `job`'s attempt into the log; an outage of the store is waited out, for the work is done."""
+    """Record the end of `job`'s attempt in the log. Waits out an outage of the store, because the work is done."""
     give_up_at = time.monotonic() + COMMIT_TIMEOUT_S
 
     def unless_over(newest: JobRecord) -> JobRecord:

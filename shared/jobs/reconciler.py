@@ -1,6 +1,6 @@
-"""The reconciler: a process of its own, the only one of a data or train service that talks to Ray.
+"""The reconciler: a separate process, the only one of a data or train service that uses Ray.
 
-Ray ends a process whose head stays away, so the gRPC server is not that process; it supervises this one.
+Ray ends a process whose head stays away, so the gRPC server is a separate process, which supervises this one.
 """
 
 from __future__ import annotations
@@ -37,51 +37,53 @@ from shared.telemetry import flush_logs
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
-# A marker whose job was never written: its creator died in between. Counted from our first look, by our own clock.
+# A marker without a job: its creator died in between. Counted from our first poll, by our own clock.
 ORPHAN_AFTER_S = 300.0
-# So many looks in a row must find no actor before an attempt is taken for lost: another reconciler, which overlaps with
-# this one, may be about to start it.
+# An attempt counts as lost after this many polls in a row without an actor, because another reconciler, which overlaps
+# with this one, may be about to start it.
 POLLS_BEFORE_LOST = 2
-# So often an actor that cannot be started is tried; then its attempt is lost, as if it had begun.
+# Tries to start an actor. Then its attempt counts as lost, as if it had begun.
 STARTS_BEFORE_LOST = 5
-# What an attempt takes to start, and a little more.
+# A little more than an attempt takes to start.
 REST_BESIDE_WORK_S = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobKind:
-    """`entry` is `module:function`, the jobs' entry function, importable on Ray's nodes. With `prepare`, a function
-    named likewise, an actor that has called it waits for the next attempt; it holds a process's memory, and no
-    processor. `missing_capacity` tells what the cluster lacks for a job's next attempt, and no attempt begins until
-    that is nothing. `choose` gives the `choices` of the job that is about to begin an attempt, which the log keeps with
-    its beginning. `lost` is told of each attempt whose process is gone, at least once, before its job is; where it
-    knows better why that was, it takes the note of a node that leaves away. `ended` is told
-    of each job that is final, at least once, whoever wrote its end; where it raises, again at the next look. With
-    `standby_during_work` the prepared actor is there while an attempt is at work, too: for jobs that run long and
-    should resume soon. `polls` is called before each look at the jobs.
-    """
+    """A kind of jobs, and how its attempts run."""
 
+    # The kind's name in the store, e.g. `import` or `train`.
     name: str
+    # The jobs' entry function, `module:function`, importable on Ray's nodes.
     entry: str
+    # A function, named likewise, that an actor calls before it waits for the next attempt. The waiting actor takes a
+    # process's memory, but no processor.
     prepare: str = ""
+    # Returns what the cluster lacks for a job's next attempt. No attempt begins until it returns an empty text.
     missing_capacity: Callable[[JobRecord], str] = lambda _: ""
+    # Returns the `choices` of a job that is about to begin an attempt; the log stores them with its beginning.
     choose: Callable[[JobRecord], dict[str, Any]] = lambda job: job.choices
+    # Called at least once for each attempt whose process is lost, before its job changes. If it knows a better reason
+    # than a draining node, it removes the note of that.
     lost: Callable[[ObjectStore, JobRecord], None] = lambda _, __: None
+    # Called at least once for each final job, whichever process wrote its end; after an error again at the next poll.
     ended: Callable[[ObjectStore, JobRecord], None] = lambda _, __: None
+    # Keep the prepared actor also while an attempt is running: for jobs that run long and should resume soon.
     standby_during_work: bool = False
+    # Called before each poll of the jobs.
     polls: Callable[[ObjectStore], None] = lambda _: None
 
 
 @dataclass
 class _Start:
-    """An attempt on its way: the name of its actor, and how often that was tried."""
+    """An attempt that is being started: the name of its actor, and the number of tries."""
 
     actor: str
     tries: int = 0
 
 
 class Reconciler:
-    """Compares what the logs say with the actors there are, for one kind of job."""
+    """Reconciler of one kind of job: compares the logs with the live actors."""
 
     def __init__(self, settings: ServiceSettings, kind: JobKind) -> None:
         self._store = open_store(settings.store)
@@ -90,16 +92,16 @@ class Reconciler:
         self._jobs = Jobs(self._store, kind.name)
         rest_s = REST_BESIDE_WORK_S if kind.standby_during_work else 0.0
         self._standby = Standby(kind.name, kind.prepare, rest_s) if kind.prepare else None
-        # By uid: when a marker without its job was first seen, and how often an attempt had no actor.
+        # By uid: when a marker without its job was first seen, and how many polls found no actor of an attempt.
         self._orphans: dict[str, float] = {}
         self._missing: Counter[str] = Counter()
-        # By uid: attempts that the log has begun, or may have, and whose actor was not told to run yet.
+        # By uid: attempts that the log has begun, or may have, and whose actor has not been called yet.
         self._starting: dict[str, _Start] = {}
-        # By uid: what clients were told that its next attempt waits for.
+        # By uid: what the next attempt waits for, as clients see it.
         self._waiting: dict[str, str] = {}
 
     def reconcile(self) -> None:
-        """One look at every live job. Should two reconcilers overlap, the log decides who starts an attempt."""
+        """Check every live job once. If two reconcilers overlap, the log decides which one starts an attempt."""
         at_work = False
         self._poll()
         for live in self._jobs.live():
@@ -108,15 +110,15 @@ class Reconciler:
             except StaleAttempt:
                 continue  # another reconciler was faster
             except (*STORE_OUTAGES, RayError, ConnectionError):
-                raise  # which holds for every job
+                raise  # such an error affects every job
             except Exception:
                 logger.exception("%s cannot be reconciled; the others go on", live.folder)
         if self._standby is not None:
-            # An attempt that is at work has more need of the processors, unless a restart is to be short.
+            # A running attempt needs the processors more, unless a restart should be short.
             self._standby.hold(replace=not at_work or self._kind.standby_during_work)
 
     def _poll(self) -> None:
-        """What the kind does at each look. The jobs are looked at all the same where that fails."""
+        """Call the kind's `polls`. The jobs are checked even if it fails."""
         try:
             self._kind.polls(self._store)
         except STORE_OUTAGES as error:
@@ -125,9 +127,9 @@ class Reconciler:
             logger.exception("what is done at each look failed")
 
     def _reconcile(self, live: LiveJob) -> bool:
-        """Whether an attempt is at work on it."""
+        """Reconcile one job. Return whether an attempt is running."""
         job = self._jobs.find(live.folder)
-        # A marker of a generation to come is that of a resumption, which may be under way.
+        # A marker of a later generation belongs to a resumption, which may be in progress.
         if job is None or job.uid != live.uid or (job.unattended and live.generation > job.generation):
             first_seen = self._orphans.setdefault(live.uid, time.monotonic())
             if time.monotonic() - first_seen > ORPHAN_AFTER_S:
@@ -135,7 +137,7 @@ class Reconciler:
             return False
         if job.unattended:
             if job.state.final:
-                # Before the marker goes, by which it is found again should we end in between.
+                # Before the marker is removed, because it finds the job again if this process ends in between.
                 self._kind.ended(self._store, job)
             self._forget(live)
             return False
@@ -144,7 +146,7 @@ class Reconciler:
                 return False
             self._begin(live, job)
         elif (start := self._starting.get(live.uid)) is not None and start.actor == job.actor:
-            # Begun by us: the log's answer was lost, or the actor could not be started just then.
+            # Begun by us: the log's answer was lost, or the actor could not be started at that time.
             self._start(live, job, start)
         elif find_actor(job.actor) is not None:
             self._missing.pop(live.uid, None)
@@ -155,9 +157,9 @@ class Reconciler:
         return True
 
     def _waits(self, live: LiveJob, job: JobRecord) -> bool:
-        """Whether the cluster lacks what the next attempt needs; if so clients are told."""
+        """Return whether the cluster lacks what the next attempt needs, and show clients what it lacks."""
         what = self._kind.missing_capacity(job)
-        if what != self._waiting.get(live.uid):  # unknown at first: an earlier reconciler may have told something
+        if what != self._waiting.get(live.uid):  # unknown at first: an earlier reconciler may have written one
             self._jobs.wait_for(live.folder, what)
             self._waiting[live.uid] = what
         return bool(what)
@@ -182,14 +184,14 @@ class Reconciler:
 
         def decide(newest: JobRecord) -> JobRecord:
             nonlocal begun
-            # A cancel, or another reconciler, may have come between.
+            # A cancel, or another reconciler, may have come in between.
             unchanged = (newest.state, newest.attempt) == (job.state, job.attempt)
             begun = begin_attempt(newest, time.time(), name, choices) if unchanged else None
             return begun or newest
 
-        # Noted before the log is asked: it may have begun the attempt though its answer never comes.
+        # Recorded before the log is written: the log may begin the attempt even if its answer is lost.
         self._starting[live.uid] = start
-        # A spare whose attempt another reconciler begins is lost; it ends by itself.
+        # If another reconciler begins the attempt, the standby actor is lost; it ends by itself.
         self._jobs.transition(live.folder, decide, attempt=job.attempt + 1)
         if begun is None:
             del self._starting[live.uid]
@@ -197,20 +199,20 @@ class Reconciler:
             self._start(live, begun, start)
 
     def _start(self, live: LiveJob, job: JobRecord, start: _Start) -> None:
-        """Has the actor run the attempt that the log has begun, once."""
+        """Call the actor once to run the attempt that the log has begun."""
         start.tries += 1
         if start.tries >= STARTS_BEFORE_LOST:
             del self._starting[live.uid]
         logger.info("%s: starting attempt %d", job.name, job.attempt)
-        # A spare that nobody called in time has ended by itself.
+        # A standby actor that was not called in time has ended by itself.
         actor: Any = find_actor(start.actor) or start_actor(start.actor)
         actor.run.remote(self._kind.entry, self._settings, self._kind.name, live.folder, job.attempt)
         self._starting.pop(live.uid, None)
 
     def _lost(self, live: LiveJob, job: JobRecord) -> None:
-        """No actor works on it: it died, or its node or its Ray cluster did."""
+        """Record that an attempt is lost: its actor, its node or its Ray cluster died."""
         self._missing.pop(live.uid, None)
-        # Before the transition: should we end in between, the next look tells it again.
+        # Before the transition: if this process ends in between, the next poll repeats the call.
         self._kind.lost(self._store, job)
         leaving = self._jobs.was_leaving(live.folder, job.attempt)
 
@@ -232,9 +234,9 @@ class Reconciler:
 
 
 def run_reconciler(settings: ServiceSettings, *kinds: JobKind) -> None:
-    """Reconciles jobs of these kinds for ever.
+    """Reconcile jobs of these kinds forever.
 
-    Raises `ConnectionError` where Ray is not there: whoever supervises starts it again.
+    Raises `ConnectionError` if Ray is not reachable; the supervisor then starts this process again.
     """
     woken = end_with_parent()
     ray.init(address=settings.ray_address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
@@ -253,22 +255,24 @@ def run_reconciler(settings: ServiceSettings, *kinds: JobKind) -> None:
 
 
 def _require_cluster_of(node_id: str) -> None:
-    """Raises `ConnectionError` when the head is not the one that we joined. Ray reconnects to a head that comes back
-    within a minute on the same port, though it knows nothing of what there was, and goes on answering from its own
-    memory that our actors live."""
+    """Raise `ConnectionError` if the head is not the one that we joined.
+
+    Ray reconnects to a head that comes back within a minute on the same port, though the new head knows nothing of
+    earlier actors, and keeps answering from its own memory that our actors live.
+    """
     if not any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes()):  # type: ignore[no-untyped-call]
         raise ConnectionError("another Ray head has taken the place of ours")
 
 
 def end_with_parent() -> threading.Event:
-    """Ends this process when the supervising one is gone, however it died: its end of our standard input closes.
+    """End this process when the supervising one ends, however it died: our standard input closes then.
 
-    Returns the event that it sets when it nudges us: there is something to do now.
+    Returns the event that is set when the supervisor wakes this process.
     """
     woken = threading.Event()
 
     def wait() -> None:
-        # Not sys.stdin, whose lock this thread would hold while the interpreter ends, which aborts it.
+        # Not sys.stdin: this thread would hold its lock while the interpreter ends, which aborts the process.
         while os.read(0, 1024):
             woken.set()
         flush_logs()

@@ -1,13 +1,13 @@
-"""The jobs of one kind in the store: creating, reading, cancelling, and finding those still to be done.
+"""The jobs of one kind in the store: creating, reading and cancelling them, and finding unfinished ones.
 
-A job's log lives in the folder of the resource that it makes (`{folder}/log`). A marker below `live/{kind}` names every
-job that may not be final, so that a reconciler need not read all the history there is.
+A job's log is in the folder of its resource (`{folder}/log`). A marker below `live/{kind}` names every job that may not
+be final, so that a reconciler need not read the whole history.
 
-A job that is deleted goes through DELETING, for those that take away what it made.
-Users leave a marker and then look whether the job is there; a deletion says DELETING first and looks for users then, so
-one of both sees the other. While `deleted_from` is set there is a way back (`undone`); once no user was found the log
-says so (`condemned`), and there is none: of several that delete at the same time none can give back what another is
-removing.
+A job that is deleted goes through DELETING while its objects are removed. Users write a marker and then check that the
+job exists. A deletion first records DELETING and then looks for users, so at least one of the two sees the other. While
+`deleted_from` is set the deletion can be reverted (`undone`). Once no user was found the log records that
+(`condemned`), and it cannot be reverted any more. So if several callers delete at the same time, none can restore a job
+that another is removing.
 """
 
 from __future__ import annotations
@@ -41,8 +41,11 @@ LEAVING = "leaving.txt"
 
 @dataclass(frozen=True)
 class LiveJob:
-    """`folder` is that of the resource; `marked_at` in seconds since the epoch; `marker` the object that says it,
-    of the job's `generation`."""
+    """A marker of a job that may not be final.
+
+    `folder` is that of the resource, `marked_at` is in seconds since the epoch, and `marker` is the key of the marker
+    object, which belongs to the job's `generation`.
+    """
 
     uid: str
     folder: str
@@ -59,9 +62,12 @@ class Jobs:
         self.kind = kind
 
     def create(self, folder: str, job: JobRecord) -> JobRecord:
-        """Makes the job durable. Raises `AlreadyExists` when there is one in the folder that was not deleted, or this
-        very one was made and deleted before."""
-        # The marker first: a job without one would never be done. One that has a runner is done without.
+        """Make the job durable.
+
+        Raises `AlreadyExists` if the folder has a job that was not deleted, or if this very job was created and deleted
+        before.
+        """
+        # The marker first: a job without one would never run. A job that has a runner needs none.
         marker = "" if job.runner else self._mark(folder, job, job.generation)
         log = ResourceLog(self._store, log_prefix(folder))
         before = log.head()
@@ -78,25 +84,27 @@ class Jobs:
         raise already_exists(job.name)
 
     def get(self, folder: str, name: str) -> JobRecord:
-        """Raises `NotFound` naming `name`."""
+        """Return the job. Raises `NotFound` that names `name`."""
         job = self.find(folder)
         if job is None:
             raise not_found(name)
         return job
 
     def find(self, folder: str) -> JobRecord | None:
-        """None where none ever was, or where it was deleted."""
+        """Return the job, or None if it never existed or was deleted."""
         job = self.newest(folder)
         return None if job is None or job.state is JobState.DELETED else job
 
     def newest(self, folder: str) -> JobRecord | None:
-        """As `find`, but gives the tombstone of a deleted one, too."""
+        """Return the job as `find` does, but also the tombstone of a deleted one."""
         record = ResourceLog(self._store, log_prefix(folder)).head()
         return JobRecord.from_state(record.state) if record else None
 
     def newest_of(self, folder: str, uid: str) -> JobRecord | None:
-        """As `newest`, of the job of that `uid`: its tombstone where another has taken its name since. None where it
-        never was. Cheap where the name is its own; else it reads all that others wrote."""
+        """Return the job with that `uid`, or its tombstone if another job has its name since. None if it never existed.
+
+        It is cheap if the name still belongs to the job. Otherwise it reads all records of its successors.
+        """
         log = ResourceLog(self._store, log_prefix(folder))
         record = log.head()
         while record is not None and record.state["uid"] != uid:
@@ -104,10 +112,11 @@ class Jobs:
         return JobRecord.from_state(record.state) if record else None
 
     def since(self, folder: str, name: str, seen: JobRecord) -> list[JobRecord]:
-        """The states of the job behind `seen`, which it had once, oldest first: none where it has `seen` still. They
-        cost one read each. Of a job that was made anew since, all its own states.
+        """Return the states of the job after `seen`, one of its earlier states, oldest first.
 
-        Raises `NotFound` naming `name` where it was deleted.
+        Each state costs one read. If the job was created anew since, all states of the new job are returned.
+
+        Raises `NotFound` that names `name` if it was deleted.
         """
         log = ResourceLog(self._store, log_prefix(folder))
         record = log.head()
@@ -124,14 +133,14 @@ class Jobs:
         return behind[::-1]
 
     def made_by(self, request_id: str, name: str) -> JobRecord | None:
-        """The job of that name if this request made it; somebody else's is not the answer to it.
+        """Return the job of that name if this request created it, else None.
 
-        Raises `NotFound` where it was deleted since: the first answer cannot be given any more.
+        Raises `NotFound` if it was deleted since: the first answer cannot be given any more.
         """
         if not request_id:
             return None
         job = self.newest_of(name, uid_of(request_id, name))
-        # Jobs of earlier releases have uids that do not come from their requests.
+        # Uids of jobs of earlier releases do not derive from their requests.
         if job is None and (newest := self.newest(name)) and newest.spec.get("request_id") == request_id:
             job = newest
         if job is not None and job.state is JobState.DELETED:
@@ -139,27 +148,27 @@ class Jobs:
         return job
 
     def cancel(self, folder: str, name: str, etag: str = "", uid: str = "") -> JobRecord:
-        """Writes the wish; with `uid` given only for that job, and for no later one of its name.
+        """Request the job's end. With `uid` only for that job, and for no later one of its name.
 
-        Raises `NotFound`, and `Conflict` when `etag` is given and not the present generation.
+        Raises `NotFound`, and `Conflict` if `etag` is given and not the current generation.
         """
         return self._request(folder, name, etag, request_cancel, uid)
 
     def suspend(self, folder: str, name: str, etag: str = "") -> JobRecord:
-        """As `cancel`. Raises `FailedPrecondition` for a job that is over, or is being ended."""
+        """Request a pause, as `cancel` does. Raises `FailedPrecondition` for a job that is final or being ended."""
         return self._request(folder, name, etag, request_suspend)
 
     def resume(self, folder: str, name: str, etag: str = "") -> JobRecord:
-        """As `cancel`. Raises `FailedPrecondition` for a job that succeeded, or is being ended."""
+        """Request the continuation, as `cancel` does. Raises `FailedPrecondition` if it succeeded or is being ended."""
         while True:
             read = self.get(folder, name)
             if read.unattended:
-                # The marker first, as in `create`; of the generation to come, so that no reconciler takes it away
-                # because the job, as it reads it still, is over.
+                # The marker first, as in `create`. It carries the next generation, so that no reconciler removes it
+                # because the job still reads as final.
                 self._mark(folder, read, read.generation + 1)
 
             def unless_unmarked(newest: JobRecord, now: float, read: JobRecord = read) -> JobRecord:
-                """As it is where it has ended since, or was resumed and ended again: no marker is for that."""
+                """Resume the job, unless it ended, or was resumed and ended again, meanwhile: it has no marker then."""
                 marked = read.unattended and newest.generation == read.generation
                 return newest if newest.unattended and not marked else request_resume(newest, now)
 
@@ -187,7 +196,7 @@ class Jobs:
     def transition(
         self, folder: str, decide: Callable[[JobRecord], JobRecord], attempt: int | None = None
     ) -> JobRecord:
-        """Appends what `decide` makes of the newest state; nothing where it returns that state itself."""
+        """Append the state that `decide` returns for the newest state, unless it returns that state itself."""
 
         def step(record: Any) -> dict[str, Any] | None:
             before = JobRecord.from_state(record.state)
@@ -199,7 +208,7 @@ class Jobs:
         return JobRecord.from_state(record.state)
 
     def live(self) -> list[LiveJob]:
-        """Each once, by its newest marker; the one marked first comes first."""
+        """Return each live job once, by its newest marker, in the order of marking."""
         found: dict[str, LiveJob] = {}
         for info in self._store.list(f"live/{self.kind}"):
             try:
@@ -213,11 +222,11 @@ class Jobs:
         return sorted(found.values(), key=lambda job: job.marked_at)
 
     def forget(self, live: LiveJob) -> None:
-        """Removes the marker of a job that is final."""
+        """Remove the marker of a job that is final."""
         self._store.delete(live.marker)
 
     def progress(self, folder: str) -> dict[str, Any]:
-        """What the attempt last reported; empty before the first report."""
+        """Return the attempt's last reported progress. Empty before the first report."""
         try:
             progress: dict[str, Any] = json.loads(self._store.get(progress_key(folder)))
         except ObjectMissing:
@@ -225,32 +234,32 @@ class Jobs:
         return progress
 
     def wait_for(self, folder: str, what: str) -> None:
-        """Notes for clients what the next attempt waits for; empty: nothing."""
+        """Record for clients what the next attempt waits for. Empty: nothing."""
         if what:
             self._store.put(f"{folder}/{WAITING}", what.encode())
         else:
             self._store.delete(f"{folder}/{WAITING}")
 
     def waiting_for(self, folder: str) -> str:
-        """What the next attempt waits for; empty where it does not wait."""
+        """Return what the next attempt waits for. Empty if it does not wait."""
         try:
             return bytes(self._store.get(f"{folder}/{WAITING}")).decode()
         except ObjectMissing:
             return ""
 
     def note_leaving(self, folder: str, attempt: int) -> None:
-        """Notes that a node of this attempt will be taken away: its process may go with it before it can say so."""
+        """Record that a node of this attempt will be taken away: its process may end with it without a report."""
         self._store.put(f"{folder}/{LEAVING}", str(attempt).encode())
 
     def was_leaving(self, folder: str, attempt: int) -> bool:
-        """Whether that was noted of this attempt."""
+        """Return whether `note_leaving` recorded this attempt."""
         try:
             return bytes(self._store.get(f"{folder}/{LEAVING}")).decode() == str(attempt)
         except ObjectMissing:
             return False
 
     def forget_leaving(self, folder: str) -> None:
-        """Takes back what was noted of an attempt: it ended for another reason."""
+        """Remove the record of `note_leaving`: the attempt ended for another reason."""
         self._store.delete(f"{folder}/{LEAVING}")
 
     def _mark(self, folder: str, job: JobRecord, generation: int) -> str:
@@ -269,12 +278,12 @@ def progress_key(folder: str) -> str:
 
 # --- Deletion ---
 
-# So many objects are deleted between two looks at the log.
+# This many objects are deleted between two reads of the log.
 KEYS_BETWEEN_POLLS = 32
 
 
 def while_deleting(jobs: Jobs, job: JobRecord, decide: Callable[[JobRecord], JobRecord]) -> JobRecord:
-    """Appends what `decide` makes of the newest state, while it is this same job and DELETING."""
+    """Append the state that `decide` returns, if the newest state is this job's and DELETING."""
 
     def step(newest: JobRecord) -> JobRecord:
         deleting = newest.uid == job.uid and newest.state is JobState.DELETING
@@ -284,10 +293,10 @@ def while_deleting(jobs: Jobs, job: JobRecord, decide: Callable[[JobRecord], Job
 
 
 def remove_objects(store: ObjectStore, jobs: Jobs, job: JobRecord, keys: Sequence[str]) -> bool:
-    """Deletes `keys`, which were listed before, while the log says of this same job what it said when `job` was read.
+    """Delete `keys`, listed before, while the log's state of this job is unchanged.
 
-    The log is read again as it goes on: where another process has finished the deletion, a new job of the name may have
-    made objects of the same keys. Returns whether all of them are gone.
+    The log is read repeatedly: if another process has finished the deletion, a new job of the name may have created
+    objects with the same keys. Returns whether all keys are deleted.
     """
     for start in range(0, max(1, len(keys)), KEYS_BETWEEN_POLLS):
         now = jobs.newest(job.name)
@@ -299,10 +308,10 @@ def remove_objects(store: ObjectStore, jobs: Jobs, job: JobRecord, keys: Sequenc
 
 
 def undone(job: JobRecord) -> JobRecord:
-    """What it was before, with the time that it had; as it is where there is no way back."""
+    """Return the job's state before the deletion, or the job itself if it cannot be reverted."""
     return undo_delete(job, job.update_time) if job.deleted_from is not None else job
 
 
 def condemned(job: JobRecord) -> JobRecord:
-    """DELETING for good."""
+    """Return the job with a deletion that cannot be reverted."""
     return replace(job, deleted_from=None) if job.deleted_from is not None else job

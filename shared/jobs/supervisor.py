@@ -1,6 +1,6 @@
-"""What runs beside a service's server: a child process and a periodic search.
+"""Work beside a service's server: a supervised child process, and a periodic sweep.
 
-The child is started again, later and later, whenever it ends. The search is for what nobody needs any more.
+The child is restarted with growing delays whenever it ends. The sweep removes objects that are no longer needed.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ logger = logging.getLogger(__name__)
 
 FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 5.0
-# A child that lived so long was well: the next delay is the first one again.
+# A child that lived this long was healthy: the next delay is the first one again.
 WELL_AFTER_S = 30.0
 STOP_TIMEOUT_S = 5.0
-# One that waits for a disk that does not answer does not die before that does.
+# A process that waits for an unresponsive disk dies only once the disk answers.
 KILLED_TIMEOUT_S = 5.0
 
 
 class ChildRefused(Exception):
-    """It ended with the status that says that it cannot be run as it is set up."""
+    """The child ended with the status for a setup that cannot work."""
 
 
 class WakeSignal:
-    """Tells the supervised child that there is something to do, so that it need not wait for its next look. From any
-    thread; a child that is not there misses it, and looks at everything when it comes."""
+    """Signal that wakes the supervised child before its next poll.
+
+    Any thread may send it. A child that does not run misses it, and polls everything when it starts.
+    """
 
     def __init__(self) -> None:
         self._child: Process | None = None
@@ -62,12 +64,13 @@ async def supervise(
     refusal: int | None = None,
     hangs: Callable[[int], Coroutine[Any, Any, None]] | None = None,
 ) -> None:
-    """Runs `python -m module` with `arguments` until `stop`, then has it killed after `stop_within_s`. The child reads
-    its standard input: a byte is a `wake`, and its end tells that we are gone. `hangs(pid)` returns once it hangs: it
-    is killed then, to be started again.
+    """Run `python -m module` with `arguments` until `stop`, then end it, and kill it after `stop_within_s`.
 
-    Raises `ChildRefused` where the first one ends with the status `refusal`: another would, too. One that ran and comes
-    again may find only for now what it refuses, and is tried again.
+    The child reads its standard input: a byte is a `wake`, and the end of input means that this process has ended.
+    `hangs(pid)` returns once the child hangs; it is then killed and restarted.
+
+    Raises `ChildRefused` if the first child ends with the status `refusal`, because another would, too. A restarted
+    child may refuse only temporarily, and is tried again.
     """
     delay_s = FIRST_DELAY_S
     is_first = True
@@ -133,7 +136,7 @@ async def _ends(child: Process, timeout_s: float) -> bool:
 
 
 async def sweep_periodically(sweep: Callable[[], None], interval_s: float, stop: asyncio.Event) -> None:
-    """Calls `sweep`, in a thread, at once and then every `interval_s` seconds until `stop`. No failure ends it."""
+    """Call `sweep`, in a thread, at once and then every `interval_s` seconds until `stop`. No failure ends it."""
     while not stop.is_set():
         try:
             await asyncio.to_thread(sweep)

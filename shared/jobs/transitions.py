@@ -1,4 +1,4 @@
-"""A job's state, the record of it that its log holds, and its legal transitions.
+"""A job's state, its record in the log, and its legal transitions.
 
 Transitions are pure functions on plain values. A transition that is not legal raises `ValueError`.
 """
@@ -24,7 +24,7 @@ class JobState(enum.StrEnum):
     #     └──────────┴── SUSPENDING ──▶ SUSPENDED
     #  SUSPENDED, FAILED, CANCELLED ──▶ RECOVERING, where the kind of job can be resumed
     #  SUCCEEDED, FAILED, CANCELLED, SUSPENDED ◀──▶ DELETING ──▶ DELETED
-    #  of a job with a `runner` any of the first six ──▶ RUNNING, and a wish to cancel ──▶ CANCELLED at once
+    #  a job with a `runner`: any of the first six ──▶ RUNNING, and a request to cancel ──▶ CANCELLED at once
     PENDING = "PENDING"
     RUNNING = "RUNNING"
     RECOVERING = "RECOVERING"
@@ -34,14 +34,14 @@ class JobState(enum.StrEnum):
     CANCELLED = "CANCELLED"
     SUSPENDING = "SUSPENDING"
     SUSPENDED = "SUSPENDED"
-    # What it made is being taken away.
+    # The objects of the job are being removed.
     DELETING = "DELETING"
     # A tombstone: the resource does not exist, and a new one may begin in the same log.
     DELETED = "DELETED"
 
     @property
     def final(self) -> bool:
-        """Whether no attempt works on it, nor will unless a client resumes it."""
+        """Whether no attempt is running, nor will unless a client resumes the job."""
         return self not in LIVE
 
 
@@ -55,48 +55,48 @@ class JobRecord(Durable):
     uid: str
     # The resource that the job is or makes, e.g. `trainingJobs/j`.
     name: str
-    # What was asked for, as JSON-able values; fixed for ever.
+    # The request, as JSON-able values; never changes.
     spec: dict[str, Any]
     create_time: float
     update_time: float
     body_sha256: str = ""
     state: JobState = JobState.PENDING
-    # The number of the attempt at work, or of the last; `first_attempt - 1` before the first.
+    # The number of the current or last attempt; `first_attempt - 1` before the first.
     attempt: int = 0
-    # Above 1 where a deleted job's log goes on: no attempt of the old one may pass for one of the new.
+    # Above 1 if a deleted job's log continues: an attempt of the old job must not pass for one of the new.
     first_attempt: int = 1
     # The Ray actor of the present or last attempt; empty before the first.
     actor: str = ""
-    # Who begins its attempts, where that is not a reconciler: somebody who is not looked after, and may be gone.
+    # The program that begins the job's attempts instead of a reconciler. It is not supervised, and may have ended.
     runner: str = ""
     failures: int = 0
     max_failures: int = 3
-    # Attempts whose node was taken away. They have a budget of their own.
+    # Attempts whose node was taken away. They have their own budget.
     preemptions: int = 0
     max_preemptions: int = 100
-    # Attempts in a row that found no room. They count for nothing.
+    # Consecutive attempts that found no room. They are not failures.
     waits: int = 0
-    # Counts wishes, not progress: 1 for the creation, 2 once a cancel was asked for.
+    # Counts clients' requests, not progress: 1 for the creation, 2 after a request to cancel.
     generation: int = 1
-    # `MillraceError.as_record` of what ended or last disturbed it.
+    # `MillraceError.as_record` of the error that ended or last disturbed the job.
     error: dict[str, Any] | None = None
-    # What its attempts chose for those after them, by names that the kind of job gives; it stays for the job's life.
+    # Choices of the attempts for later ones, by names that the kind of job defines; kept for the job's life.
     choices: dict[str, Any] = field(default_factory=dict)
-    # What the attempt that succeeded committed.
+    # The result that the successful attempt committed.
     result: dict[str, Any] = field(default_factory=dict)
-    # While DELETING: the state to go back to where the deletion is refused.
+    # While DELETING: the state to return to if the deletion is refused.
     deleted_from: JobState | None = None
 
     @property
     def begin_after(self) -> float:
-        """When the next attempt may begin: what disturbed the last one may ask for time, as a full store does."""
+        """When the next attempt may begin. The last error may request a delay, as that of a full store does."""
         if self.state is not JobState.RECOVERING or self.error is None:
             return 0.0
         return self.update_time + (self.error.get("retry_after_s") or 0.0)
 
     @property
     def unattended(self) -> bool:
-        """Whether no reconciler looks after it as it is."""
+        """Whether no reconciler attends to the job in this state."""
         return self.state.final or bool(self.runner)
 
     @property
@@ -120,7 +120,7 @@ class JobRecord(Durable):
 
 
 def check_etag(job: JobRecord, etag: str) -> None:
-    """Raises `Conflict` when `etag` is given and not that of the present wish."""
+    """Raise `Conflict` if `etag` is given and not the current generation."""
     if etag and etag != str(job.generation):
         raise Conflict(
             f"{job.name} has etag {job.generation}, not {etag}; read it again",
@@ -131,24 +131,29 @@ def check_etag(job: JobRecord, etag: str) -> None:
 
 # --- Transitions ---
 
-# Reasons for which an attempt ends though it was well: they are no failures. Its node is taken away, which has a budget
-# of its own; it makes way for one of another size, having got on; it found no room, and waits for some ever longer.
+# Reasons for which a healthy attempt ends; they are no failures. PREEMPTED: its node is taken away, which has its own
+# budget. RESIZED: it made progress, and another size replaces it. INSUFFICIENT_RESOURCES: it found no room, and the
+# next one waits with growing delays.
 PREEMPTED, RESIZED, INSUFFICIENT_RESOURCES = "PREEMPTED", "RESIZED", "INSUFFICIENT_RESOURCES"
 MAX_WAIT_S = 60.0
 
 
 def begin_attempt(job: JobRecord, now: float, actor: str = "", choices: Mapping[str, Any] | None = None) -> JobRecord:
-    """PENDING, RECOVERING → RUNNING under the next attempt number, in the Ray actor of that name. `choices`, where they
-    are given, replace those of the job."""
+    """PENDING, RECOVERING → RUNNING under the next attempt number, in the Ray actor of that name.
+
+    `choices`, if given, replace those of the job.
+    """
     _expect(job, JobState.PENDING, JobState.RECOVERING)
     chosen = job.choices if choices is None else dict(choices)
     return replace(job, state=JobState.RUNNING, attempt=job.attempt + 1, actor=actor, choices=chosen, update_time=now)
 
 
 def take_up(job: JobRecord, now: float, choices: Mapping[str, Any] | None = None) -> JobRecord:
-    """A job with a `runner`, in any state but the last ones → RUNNING under the next attempt number, with nothing
-    counted against it; `choices` as for `begin_attempt`. An attempt that may still be at work is overtaken by it. One
-    that SUCCEEDED stays as it is."""
+    """A job with a `runner`, in any state but the last ones → RUNNING under the next attempt number.
+
+    Its counters are reset; `choices` as for `begin_attempt`. An attempt that may still be running is superseded. A job
+    that SUCCEEDED stays as it is.
+    """
     if job.state is JobState.SUCCEEDED:
         return job
     if not job.runner:
@@ -169,10 +174,10 @@ def take_up(job: JobRecord, now: float, choices: Mapping[str, Any] | None = None
 
 
 def lose_attempt(job: JobRecord, cause: MillraceError, now: float) -> JobRecord:
-    """The attempt ended without a result: → RECOVERING, or FAILED once more were lost than allowed. What is no failure
-    (see `PREEMPTED`) does not count as one; preemptions beyond their budget do.
+    """RUNNING → RECOVERING after an attempt without a result, or FAILED after too many failures.
 
-    A job that is being cancelled or suspended has nothing to recover now: → CANCELLED, SUSPENDED.
+    Reasons that are no failures (see `PREEMPTED`) do not count; preemptions beyond their budget do. A job that is being
+    cancelled or suspended does not recover: → CANCELLED, SUSPENDED.
     """
     if job.state is JobState.CANCELLING:
         return confirm_cancel(job, now)
@@ -190,7 +195,7 @@ def lose_attempt(job: JobRecord, cause: MillraceError, now: float) -> JobRecord:
         return replace(job, state=JobState.RECOVERING, preemptions=job.preemptions + 1, error=told)
     failures = job.failures + 1
     if failures > job.max_failures:
-        # What an operator can put right is told as what it is.
+        # An error that an operator can fix keeps its kind.
         kind = ResourceExhausted if isinstance(cause, ResourceExhausted) else Internal
         error = kind(
             f"{failures} attempts were lost, {job.max_failures} may be; the last: {cause.message}",
@@ -202,7 +207,7 @@ def lose_attempt(job: JobRecord, cause: MillraceError, now: float) -> JobRecord:
 
 
 def succeed(job: JobRecord, result: dict[str, Any], now: float) -> JobRecord:
-    """The commit: any live state → SUCCEEDED. A cancel or suspension that came too late does not undo it."""
+    """Commit the result: any live state → SUCCEEDED. A later cancel or suspension does not undo it."""
     _expect(job, JobState.RUNNING, JobState.RECOVERING, JobState.CANCELLING, JobState.SUSPENDING)
     return replace(job, state=JobState.SUCCEEDED, result=result, error=None, update_time=now)
 
@@ -214,10 +219,10 @@ def fail(job: JobRecord, error: MillraceError, now: float) -> JobRecord:
 
 
 def request_cancel(job: JobRecord, now: float) -> JobRecord:
-    """A client's wish: any live state → CANCELLING, SUSPENDED → CANCELLED.
+    """A client's request: any live state → CANCELLING, SUSPENDED → CANCELLED.
 
-    Other states at rest and repeated wishes stay as they are. Of a job with a `runner` any live state → CANCELLED:
-    there may be nobody who would confirm it, and whoever is at work on it reads that it is over.
+    Other states at rest and repeated requests change nothing. A job with a `runner` goes from any live state to
+    CANCELLED: there may be no process to confirm it, and a running one reads that the job is final.
     """
     if job.state is JobState.SUSPENDED or (job.runner and not job.state.final):
         return replace(job, state=JobState.CANCELLED, generation=job.generation + 1, error=None, update_time=now)
@@ -227,14 +232,16 @@ def request_cancel(job: JobRecord, now: float) -> JobRecord:
 
 
 def confirm_cancel(job: JobRecord, now: float) -> JobRecord:
-    """CANCELLING → CANCELLED, once nothing works on it any more."""
+    """CANCELLING → CANCELLED, once no process works on the job any more."""
     _expect(job, JobState.CANCELLING)
     return replace(job, state=JobState.CANCELLED, error=None, update_time=now)
 
 
 def request_suspend(job: JobRecord, now: float) -> JobRecord:
-    """A client's wish: PENDING, RUNNING, RECOVERING → SUSPENDING. A repeated wish changes nothing. A job with a
-    `runner` that does not run is SUSPENDED at once: nobody would confirm it."""
+    """A client's request: PENDING, RUNNING, RECOVERING → SUSPENDING. A repeated request changes nothing.
+
+    A job with a `runner` that is not running becomes SUSPENDED at once, because no process would confirm it.
+    """
     if job.state in (JobState.SUSPENDING, JobState.SUSPENDED):
         return job
     _expect(job, JobState.PENDING, JobState.RUNNING, JobState.RECOVERING)
@@ -244,14 +251,17 @@ def request_suspend(job: JobRecord, now: float) -> JobRecord:
 
 
 def confirm_suspend(job: JobRecord, now: float) -> JobRecord:
-    """SUSPENDING → SUSPENDED, once nothing works on it any more."""
+    """SUSPENDING → SUSPENDED, once no process works on the job any more."""
     _expect(job, JobState.SUSPENDING)
     return replace(job, state=JobState.SUSPENDED, error=None, update_time=now)
 
 
 def request_resume(job: JobRecord, now: float) -> JobRecord:
-    """A client's wish: SUSPENDED, FAILED, CANCELLED → RECOVERING, with nothing counted against it; from then on it is a
-    reconciler's. A job that goes on anyway stays as it is; one with a `runner` that was interrupted does not go on."""
+    """A client's request: SUSPENDED, FAILED, CANCELLED → RECOVERING, with all counters reset.
+
+    From then on a reconciler begins its attempts. A job that continues anyway stays as it is; an interrupted job with a
+    `runner` does not continue by itself.
+    """
     interrupted = job.runner and job.state is JobState.RECOVERING
     if job.state in (JobState.PENDING, JobState.RUNNING, JobState.RECOVERING) and not interrupted:
         return job
@@ -270,7 +280,7 @@ def request_resume(job: JobRecord, now: float) -> JobRecord:
 
 
 def request_delete(job: JobRecord, now: float) -> JobRecord:
-    """SUCCEEDED, FAILED, CANCELLED, SUSPENDED → DELETING. A repeated wish changes nothing."""
+    """SUCCEEDED, FAILED, CANCELLED, SUSPENDED → DELETING. A repeated request changes nothing."""
     if job.state is JobState.DELETING:
         return job
     _expect(job, JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.SUSPENDED)
@@ -278,20 +288,20 @@ def request_delete(job: JobRecord, now: float) -> JobRecord:
 
 
 def undo_delete(job: JobRecord, now: float) -> JobRecord:
-    """DELETING → what it was before: somebody uses it."""
+    """DELETING → the state before: the job is in use."""
     _expect(job, JobState.DELETING)
     assert job.deleted_from is not None
     return replace(job, state=job.deleted_from, deleted_from=None, update_time=now)
 
 
 def confirm_delete(job: JobRecord, now: float) -> JobRecord:
-    """DELETING → DELETED, once nothing of it is left."""
+    """DELETING → DELETED, once all its objects are removed."""
     _expect(job, JobState.DELETING)
     return replace(job, state=JobState.DELETED, result={}, update_time=now)
 
 
 def follow_deleted(job: JobRecord, tombstone: JobRecord) -> JobRecord:
-    """`job`, new, as the next record after the tombstone of another of its name."""
+    """Return `job`, new, as the next record after the tombstone of another job of its name."""
     _expect(tombstone, JobState.DELETED)
     return replace(job, attempt=tombstone.attempt, first_attempt=tombstone.attempt + 1)
 

@@ -1,9 +1,9 @@
-"""Processes that wait for the workers of an attempt to come, with everything imported that these will want.
+"""Idle processes with their imports done, which wait for the workers of an attempt.
 
-Of a short attempt, and of a restart, most is the start of Python processes: three to twelve seconds of a processor
-each. Ray can start some for later, by a call of its nodes that it has no public name for. An environment of their own
-says what they do first and who takes them. A Ray that has other names for all this has no such workers: that costs
-time, and no job.
+Most of a short attempt, and of a restart, is the start of Python processes: three to twelve processor seconds each. Ray
+can start processes in advance, by a call of its nodes that has no public name. Their own runtime environment defines
+their first function and the tasks that may use them. If a release of Ray has other names for this, there are no such
+workers: that costs time, but fails no job.
 """
 
 from __future__ import annotations
@@ -26,32 +26,34 @@ logger = logging.getLogger(__name__)
 
 REPORT_TIMEOUT_S = 5.0
 _MODULES = "MILLRACE_WARM_MODULES"
-# What Ray imports in each process before the first argument that it unpacks there: most of a second.
+# Modules that Ray imports in each process before it unpacks the first argument there: most of a second.
 _OF_FIRST_ARGUMENT = ("ray._common.pydantic_compat", "starlette.datastructures")
 
 
 def load() -> None:
-    """Called by Ray in each process of a `WarmWorkers.runtime_env` as it starts."""
+    """Import the modules. Ray calls this in each process of a `WarmWorkers.runtime_env` as it starts."""
     for module in os.environ[_MODULES].split(","):
         importlib.import_module(module)
     for module in _OF_FIRST_ARGUMENT:
         with suppress(ImportError):  # another Ray may want others
             importlib.import_module(module)
-    # Python would look through all of it once more as the process ends, for 0.4 s of a processor that others want.
+    # Python would collect all of it once more as the process ends, which takes 0.4 s of a processor.
     gc.freeze()
 
 
 @dataclass(frozen=True)
 class WarmWorkers:
-    """Workers that have imported `modules`, which must be installed on Ray's nodes. Those whom nobody takes wait for
-    `kept_for_s`; where a node has free CPUs Ray keeps them beyond it."""
+    """Workers that have imported `modules`, which must be installed on Ray's nodes.
+
+    Unused workers wait for `kept_for_s`; a node with free CPUs keeps them longer.
+    """
 
     modules: tuple[str, ...]
     kept_for_s: int = 3600
 
     @property
     def runtime_env(self) -> dict[str, Any]:
-        """Of the tasks and actors that shall find such a worker. Where none waits, theirs imports the same first."""
+        """The environment of tasks and actors that use such a worker, or a new one with the same imports."""
         hook = f"{__name__}.{load.__name__}"
         try:
             from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
@@ -63,7 +65,7 @@ class WarmWorkers:
         return {"env_vars": {WORKER_PROCESS_SETUP_HOOK_ENV_VAR: hook, _MODULES: ",".join(self.modules)}}
 
     def start(self, counts: Mapping[str, int]) -> None:
-        """Starts so many on each node, by node id, and returns at once. One that cannot start only costs time later."""
+        """Start that many workers on each node, by node id, and return at once. A failure only costs time later."""
         if not self.runtime_env:
             return
         nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
@@ -97,7 +99,7 @@ class WarmWorkers:
 
 
 def wanted() -> bool:
-    """Whether this node's settings want such workers. One that cannot be read costs time at a start, and no job."""
+    """Return whether this node's settings enable such workers. An invalid setting disables them."""
     try:
         return settings.warm_workers(os.environ)
     except settings.SettingsError as error:

@@ -1,1 +1,1 @@
-"""What a rank computes in a step: the model, its loss, optimizer and metrics, on one rank or sharded over all."""
+"""The computation of a training step: model, loss, optimizer and metrics, on one rank or sharded over all."""

@@ -1,12 +1,12 @@
-"""What a rank's device is given, and how it computes: batches, the last steps of their transform, and settings.
+"""A rank's device: batches sent to it, the last steps of their transform, and torch's settings.
 
-Batches go from pinned memory, by a thread and a stream of their own, ahead of a step. The last steps of a transform
-give bit for bit what the loader would make of the same images. Draws are made on the host, from the keys of the rows,
-as the loader makes them. Products and quotients are torch's own kernels, one after another, so none is fused into
-another with a rounding less; and a division is by a tensor, for by a number torch multiplies with its reciprocal.
+A thread with its own stream copies batches from pinned memory, ahead of a step. The last steps of a transform return
+bit for bit what the loader would compute from the same images. Random draws are made on the host, from the keys of the
+rows, as in the loader. Products and quotients run as separate kernels of torch, because a fused kernel would round once
+less. Divisors are tensors, because torch divides by a number as a product with its reciprocal.
 
-The settings say whether the device gives the same bits each time or has the fastest kernels, and in which products. A
-CPU gives the same bits by itself, with as many threads; a GPU where it is asked to.
+The settings choose deterministic algorithms or the fastest kernels, and which products use TF32. A CPU is deterministic
+by itself for the same number of threads; a GPU is if asked.
 
 B = rows of the batch, H = height, W = width, C = channels.
 """
@@ -38,25 +38,31 @@ from train_service.loading.loader import Batch
 from train_service.loading.rows import Array
 from train_service.store_retry import waiting_for
 
-# --- Batches on their way ---
+# --- Batches on the device ---
 
 
 @dataclass(frozen=True)
 class DeviceBatch(Batch):
-    """A batch that is on the device, too: `device_inputs` float32 (B, *shape), `device_labels` as a loss takes them."""
+    """A batch that is also on the device.
+
+    `device_inputs` float32 (B, *shape), `device_labels` as the loss takes them.
+    """
 
     device_inputs: Tensor
     device_labels: Tensor
 
 
 class DeviceBatches:
-    """Puts a loader's batches onto the device, each whole and in its order."""
+    """Copier of a loader's batches to the device, each whole and in order."""
 
     def __init__(
         self, spec: TrainingSpec, device: torch.device, transform: DeviceTransform | None = None, ahead: int = 0
     ) -> None:
-        """`transform` has the steps that the loader left to the device. `ahead` batches are on the device or on their
-        way there while a step is computed; 0: each is copied when it is asked for."""
+        """Prepare the copies.
+
+        `transform` holds the steps that the loader left to the device. Up to `ahead` batches are on the device, or
+        being copied, while a step is computed. 0: each batch is copied when it is requested.
+        """
         self._spec = spec
         self._device = device
         self._transform = transform
@@ -66,7 +72,7 @@ class DeviceBatches:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def batches(self, given: Generator[Batch, None, None]) -> Generator[DeviceBatch, None, None]:
-        """All of `given`, which is closed with this generator. What it raises is raised here."""
+        """Yield all of `given`, which is closed with this generator. Errors of `given` are raised here."""
         if self._ahead:
             yield from self._copied_ahead(given)
             return
@@ -81,7 +87,7 @@ class DeviceBatches:
 
         def copy() -> None:
             try:
-                # The current device and stream are a thread's own.
+                # The current device and stream are per thread.
                 with closing(given), self._on_stream():
                     for batch in given:
                         capacity.acquire()
@@ -90,7 +96,7 @@ class DeviceBatches:
                         copied = self._copied(batch)
                         ready.put((copied, None if self._stream is None else self._stream.record_event()))
                 ready.put(None)
-            except BaseException as error:  # handed to the consumer, whose thread it stops
+            except BaseException as error:  # raised again in the consumer's thread
                 ready.put(error)
 
         thread = threading.Thread(target=copy, name="device-batches", daemon=True)
@@ -114,7 +120,7 @@ class DeviceBatches:
             thread.join()
 
     def _take_over(self, batch: DeviceBatch, copied: torch.cuda.Event) -> None:
-        """What the step computes comes after the copy, and the memory is not given away before the step is done."""
+        """Order the step after the copy, and keep the memory until the step is done."""
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(copied)
         batch.device_inputs.record_stream(stream)
@@ -135,15 +141,18 @@ class DeviceBatches:
 
 
 def on_device(batch: Batch, spec: TrainingSpec, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The inputs and labels of a batch, which may be there already."""
+    """Return the inputs and labels of a batch on the device. Copies them unless they are there."""
     if isinstance(batch, DeviceBatch):
         return batch.device_inputs, batch.device_labels
     return laid_out(to_device(batch.inputs, device), spec), to_device(_labels(batch, spec), device)
 
 
 def to_device(values: Array, device: torch.device) -> Tensor:
-    """On a GPU by way of pinned memory, which torch keeps and uses again: the call does not wait for the copy, and what
-    the current stream computes next does."""
+    """Copy an array to the device.
+
+    On a GPU the copy goes through pinned memory, which torch keeps and reuses. The call does not wait for the copy; the
+    work that the current stream computes next does.
+    """
     host = torch.from_numpy(values)
     if device.type != "cuda":
         return host
@@ -151,33 +160,38 @@ def to_device(values: Array, device: torch.device) -> Tensor:
 
 
 def laid_out(inputs: Tensor, spec: TrainingSpec) -> Tensor:
-    """In memory as the specification says."""
+    """Return the inputs in the memory format of the spec."""
     if spec.acceleration.channels_last and inputs.dim() == 4:
         return inputs.contiguous(memory_format=torch.channels_last)
     return inputs.contiguous()
 
 
 def _labels(batch: Batch, spec: TrainingSpec) -> Array:
-    """Of a regression (B, K)."""
+    """Return the labels (B,), or (B, K) for a regression."""
     return batch.labels.reshape(len(batch.row_ids), -1) if spec.task == REGRESSION else batch.labels
 
 
 # --- Last steps of the transform ---
 
-# (B, draws) numbers of [0, 1).
+# Random numbers of [0, 1), (B, draws).
 Draws = NDArray[np.float64]
 NONE = np.empty((0, 0))
 
 
 class DeviceTransform:
-    """`steps` with their places in the whole transform, from which augmentations draw."""
+    """The last steps of a transform, computed on the device.
+
+    `steps` holds each step with its index in the whole transform, from which augmentations draw.
+    """
 
     def __init__(self, steps: Sequence[tuple[int, Step]]) -> None:
         self._steps = list(steps)
 
     def __call__(self, images: Tensor, keys: RowKeys | None = None) -> Tensor:
-        """uint8 (B, H, W) or (B, H, W, C) as the step before gave them → float32 (B, C, H', W'). With `keys`, those of
-        the rows, augmentations act."""
+        """Transform uint8 (B, H, W) or (B, H, W, C) into float32 (B, C, H', W').
+
+        Augmentations are applied only if `keys`, the keys of the rows, are given.
+        """
         for place, step in self._steps:
             count = step.draws if isinstance(step, ImageStep) else 0
             if not count:
@@ -241,7 +255,7 @@ def _normalize(step: Normalize, images: Tensor, _draws: Draws) -> Tensor:
     return (images - mean) / std
 
 
-# What each step is on a device; a step that is not here is the loader's.
+# The function of each step on a device. Other steps run in the loader.
 ON_DEVICE: dict[type[Step], Callable[[Any, Tensor, Draws], Tensor]] = {
     CenterCrop: _center_crop,
     RandomCrop: _random_crop,
@@ -258,7 +272,7 @@ def _padded_to(images: Tensor, height: int, width: int) -> Tensor:
 
 
 def _padded(images: Tensor, down: tuple[int, int], right: tuple[int, int]) -> Tensor:
-    """With zeros above and below, left and right."""
+    """Pad with zeros: `down` is (above, below), `right` is (left, right)."""
     if not any((*down, *right)):
         return images
     last = (0, 0) if images.dim() == 4 else ()
@@ -266,7 +280,7 @@ def _padded(images: Tensor, down: tuple[int, int], right: tuple[int, int]) -> Te
 
 
 def _luma(images: Tensor) -> Tensor:
-    """(…, 3) → (…), as the loader's."""
+    """Return the luma as the loader computes it: (…, 3) → (…)."""
     red, green, blue = images.long().unbind(-1)
     return ((red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16).to(torch.uint8)
 
@@ -286,30 +300,30 @@ def _moved(values: NDArray[Any], device: torch.device) -> Tensor:
 
 # --- Settings of the process ---
 
-# A folder of a node's that keeps what torch.compile made, also when the node's /tmp is emptied.
+# A folder of the node that keeps the output of torch.compile, also if the node's /tmp is emptied.
 COMPILE_CACHE = "MILLRACE_COMPILE_CACHE"
 
 
 def set_up_device(device: torch.device, spec: TrainingSpec, environ: Mapping[str, str] = os.environ) -> None:
-    """For all that this process computes on `device` from now on; call it before the first use of a GPU."""
+    """Apply the spec's settings to this process. Call it before the first use of a GPU."""
     if spec.compile:
         _keep_compiled(environ.get(COMPILE_CACHE, ""))
     if device.type != "cuda":
         return
     is_tf32 = spec.precision == TF32
     torch.backends.cuda.matmul.allow_tf32 = is_tf32
-    # torch allows it to convolutions by default, and not to products of matrices.
+    # By default torch uses TF32 for convolutions, but not for products of matrices.
     torch.backends.cudnn.allow_tf32 = is_tf32
     if spec.acceleration.algorithms == DETERMINISTIC:
         _compute_deterministically()
     else:
-        # It tries the kernels for each shape at first. All steps but an epoch's last have the same.
+        # cuDNN tries its kernels when a shape first occurs. All steps except an epoch's last have the same shape.
         torch.backends.cudnn.benchmark = True
 
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """Meanwhile no product is rounded to TF32: what is measured is what is served."""
+    """Round no product to TF32 in this context, so that validation measures the model as it is served."""
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     before = cudnn.allow_tf32, matmul.allow_tf32
     cudnn.allow_tf32 = matmul.allow_tf32 = False
@@ -320,21 +334,24 @@ def full_float32() -> Iterator[None]:
 
 
 def _compute_deterministically() -> None:
-    """Where torch knows no deterministic way, it warns in the worker's log and takes another."""
-    # Read as cuBLAS is first used; another value of whoever started us may be as good.
+    """Choose deterministic algorithms.
+
+    If torch has none for an operation, it warns in the worker's log and uses another.
+    """
+    # cuBLAS reads it at its first use. A value that is already set may be as good.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cudnn.deterministic = True
-    # It would choose kernels by which was the fastest this time.
+    # The benchmark would choose kernels by the timings of this run.
     torch.backends.cudnn.benchmark = False
-    # The compiler heeds it, too: else it chooses how a sum is added up by which way was the fastest this time.
+    # The compiler obeys it, too; otherwise it would choose the order of a sum by the timings of this run.
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # Else all new memory is written to first, which finds what is read uninitialized and changes nothing else.
+    # Otherwise all new memory is written first, which only serves to detect uninitialized reads.
     deterministic: Any = torch.utils.deterministic
     deterministic.fill_uninitialized_memory = False
 
 
 def _keep_compiled(folder: str) -> None:
-    """torch itself keeps it below /tmp, by the user's name."""
+    """Set the folder for compiled code. torch's default is below /tmp, by the user's name."""
     if folder:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
         os.environ.setdefault("TRITON_CACHE_DIR", str(Path(folder) / "triton"))

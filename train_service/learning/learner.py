@@ -1,21 +1,22 @@
-"""What learns on one rank: the model, its loss, optimizer and schedule, one step of them, and validation.
+"""The learning of one rank: model, loss, optimizer, schedule, training step and validation.
 
-A step is cut into parts that are computed one after another. What is computed of a part is `_ours`, or a training step
+A step is cut into parts that are computed one after another. Each part is computed by `_ours`, or by a training step
 that an installed package registers.
 
-The protocol of an entry point of `millrace.training_steps`: a callable
+An entry point of `millrace.training_steps` is a callable with this protocol:
 
     step(model, inputs, labels, loss) -> (the loss of each row, (rows,), or their mean, a scalar; the model's outputs)
 
-- `model` is the model as it is trained: call it, at least once, so that its gradients are averaged over ranks.
-- `inputs` float32 (rows, *shape) and `labels`, int64 (rows,) or for regression float32 (rows, K), are one rank's rows,
-  or a part of them where the job accumulates; on the job's device, autocast where the job says so.
-- `loss` is the job's own: `loss(outputs, labels)` gives the loss of each row.
-- It must not call `backward`, step an optimizer or talk to other ranks: gradients are weighed so that their mean over
-  ranks is that over the rows of the whole step. A scalar is taken for the mean over these rows.
-- Random numbers come from torch's generator, which is seeded by the position of the step; so a resumed run repeats
-  them. It keeps no state of its own between steps.
-- The outputs (rows, K) are what metrics are measured on. Validation calls the model and the loss alone.
+- `model` is the model that is trained. Call it at least once, so that its gradients are averaged over ranks.
+- `inputs` are float32 (rows, *shape). `labels` are int64 (rows,), or float32 (rows, K) for regression. Both hold one
+  rank's rows, or a part of them if the job accumulates gradients. They are on the job's device, under autocast if the
+  job asks for it.
+- `loss` is the job's own loss: `loss(outputs, labels)` returns the loss of each row.
+- The step must not call `backward`, step an optimizer or communicate with other ranks. Gradients are weighted so that
+  their mean over ranks is the mean over the rows of the whole step. A scalar is taken as the mean over these rows.
+- Random numbers come from torch's generator, which is seeded by the position of the step, so that a resumed run draws
+  the same numbers. The step keeps no state of its own between calls.
+- Metrics are measured on the outputs, (rows, K). Validation calls only the model and the loss.
 
 K = outputs of the model, W = world size.
 """
@@ -64,15 +65,16 @@ from train_service.loading.rows import Array, RowCache, Rows
 
 logger = logging.getLogger(__name__)
 
-# --- What every kind of learning has alike ---
+# --- Common to all learners ---
 
 AUTOCAST = {BFLOAT16: torch.bfloat16, FLOAT16: torch.float16}
 
 
 class BaseLearner(ABC):
-    """One rank's part of the learning. Build it, `load` what was saved if anything was, `prepare` it, then step.
+    """One rank's part of the learning.
 
-    All ranks do the same in the same order: most of it is collective.
+    Build the learner, `load` the saved state if there is any, call `prepare`, then `step`. Every rank makes the same
+    calls in the same order, because most of them are collective.
     """
 
     model: nn.Module
@@ -83,67 +85,85 @@ class BaseLearner(ABC):
         self._steps_per_epoch = steps_per_epoch
         self._total_steps = total_steps
         self._scaler = torch.amp.GradScaler(ranks.device.type, enabled=spec.precision == FLOAT16)
-        # The scaler leaves the optimizer alone in a step whose gradients overflow.
+        # With float16 the scaler skips the optimizer in a step whose gradients overflow.
         self._stepped = True
         self._skipped_steps = 0
         self._learning_rate = math.nan
-        # Of a regression, before the first step; None: the model learns the target as it is.
+        # Set for a regression with a scaled target before the first step. None: the model learns the target unscaled.
         self.target_scaling: TargetScaling | None = None
 
     @abstractmethod
     def prepare(self) -> None:
-        """Makes the model ready for its ranks, so that the first real step is like all others. Raises
-        `FailedPrecondition` where it cannot be compiled."""
+        """Prepare the model on all ranks before the first step.
+
+        Raises `FailedPrecondition` if the model cannot be compiled.
+        """
 
     @abstractmethod
     def step(self, batch: Batch) -> list[float]:
-        """One optimiser step. Returns this rank's sums, to be added over ranks and steps: loss, rows, and metrics', of
-        which the first is for a classifier the number of right answers.
+        """Take one optimizer step.
 
-        Raises `FailedPrecondition`, before anything is changed, where the loss is not finite.
+        Returns this rank's sums, which are added over ranks and steps: the loss, the rows, and the sums of the metrics.
+        For a classifier the first sum of the metrics is the number of right answers.
+
+        Raises `FailedPrecondition` if the loss is not finite, before anything is changed.
         """
 
     @abstractmethod
     def describe(self, sums: Sequence[float]) -> dict[str, float]:
-        """`loss`, the mean over rows, and the metrics of what steps returned, added up."""
+        """Return `loss`, the mean over rows, and the metrics, from added-up results of `step`."""
 
     @abstractmethod
     def evaluate(self, cache: RowCache, preprocessing: Preprocessing) -> tuple[dict[str, float], int]:
-        """What validation measures over a whole split on every rank, by name, and its rows; none where it measures
-        nothing."""
+        """Validate on a whole split, on every rank.
+
+        Returns the measurements by name, and the number of rows; both are empty if the learner does not validate.
+        """
 
     def end_epoch(self, metrics: Mapping[str, float]) -> dict[str, float]:  # noqa: ARG002
-        """After an epoch's last step and its validation, which gave `metrics`, and before its checkpoint. Returns more
-        of them; only rank 0's are read."""
+        """Finish an epoch and return additional metrics.
+
+        It is called after the epoch's last step and validation, which measured `metrics`, and before the checkpoint.
+        Only the metrics that rank 0 returns are used.
+        """
         return {}
 
     @abstractmethod
     def state(self, touched: Callable[[], None] = lambda: None) -> dict[str, Any]:
-        """What, besides the weights, goes on where it was: not a copy. With FSDP every rank must call it. `touched` is
-        called with each tensor that is gathered."""
+        """Return the state to resume from, without the weights.
+
+        The state is not a copy. With FSDP every rank must call this. `touched` is called with each tensor that is
+        gathered.
+        """
 
     @abstractmethod
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """What `state` gave, whole, on every rank."""
+        """Load what `state` returned, unsharded, on every rank."""
 
     def load(self, weights: Mapping[str, Tensor], state: Mapping[str, Any] | None = None) -> None:
-        """Whole weights, and the state unless these are for a new run; before `prepare`, on every rank."""
+        """Load unsharded weights, and the state if this resumes a run.
+
+        Call it on every rank, before `prepare`.
+        """
         put_weights(self.model, weights)
         if state is not None:
             self.load_state(state)
 
     def weights(self, touched: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
-        """Whole weights and buffers on rank 0, not a copy, and nothing elsewhere; with FSDP every rank must call it.
-        `touched` is called with each tensor, as a sign that it gets on.
+        """Return unsharded weights and buffers on rank 0, and nothing on other ranks.
 
-        Raises `FailedPrecondition` where they are not finite, so that no such checkpoint is ever the newest good one.
+        The weights are not a copy. With FSDP every rank must call this. `touched` is called with each tensor, as a sign
+        of progress.
+
+        Raises `FailedPrecondition` if a weight is not finite, so that such weights never become the newest good
+        checkpoint.
         """
         if self._ranks.rank != 0 and self._spec.placement.parallel != FSDP:
             return {}
         weights = whole_weights(self.model, touched)
         for name, tensor in weights.items():
             touched()
-            # The sum is the quicker look, and may overflow.
+            # The sum is faster to check, but it may overflow; only then every element is checked.
             if not tensor.sum().isfinite() and not tensor.isfinite().all():
                 raise FailedPrecondition(
                     f"{name} of the model has values that are not finite; start a new job with a lower learning rate "
@@ -154,37 +174,50 @@ class BaseLearner(ABC):
         return weights
 
     def should_stop(self, history: Sequence[tuple[int, float]]) -> bool:
-        """`history`: of each epoch so far its number and what it measured of `spec.early_stopping.metric`."""
+        """Return whether early stopping ends the run.
+
+        `history` holds (epoch, value of `spec.early_stopping.metric`) for each epoch so far.
+        """
         return should_stop(self._spec.early_stopping, history)
 
     @property
     def learning_rate(self) -> float:
-        """That of the last step, not of the next; not a number before the first one."""
+        """The learning rate of the last step. NaN before the first step."""
         return self._learning_rate
 
     @property
     def skipped(self) -> bool:
-        """Whether the loss scaler skipped the last step: it changed no weight, on any rank. Only with FLOAT16."""
+        """Whether the loss scaler skipped the last step, on all ranks.
+
+        A skipped step changes no weight. Steps are skipped with FLOAT16 only.
+        """
         return not self._stepped
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps of the run so far were, in this attempt and in those that led to it."""
+        """The number of skipped steps of the run so far, earlier attempts included."""
         return self._skipped_steps
 
     def _built(self) -> nn.Module:
-        """On this rank's device, with the first weights that the seed draws, the same on all ranks."""
+        """Build the model on this rank's device.
+
+        The seed draws the initial weights, so they are the same on all ranks.
+        """
         seed_generators(self._spec.seed, self._ranks.device, all_kinds=self._spec.model.is_own)
         model = build_model(self._spec.model, "spec.model").to(self._ranks.device)
         return model.to(memory_format=torch.channels_last) if self._spec.acceleration.channels_last else model
 
     def _seed_step(self, step: int) -> None:
-        """All noise of the step depends on where it is, not on what ran before."""
+        """Seed all noise of the step by its position, independent of what ran before."""
         seed = noise_seed(self._spec.seed, step, self._ranks.rank)
         seed_generators(seed, self._ranks.device, all_kinds=self._spec.model.is_own)
 
     def _rows_per_call(self) -> int:
-        """No more than a step computes at once: so much memory there is, and a call takes no longer than a step."""
+        """Return how many rows validation computes in one call.
+
+        It is at most the rows that a training step computes at once: the memory suffices for these, and a call takes no
+        longer than a step.
+        """
         parts = max(self._ranks.world_size, self._spec.max_ranks) * self._spec.accumulation_steps
         return max(1, min(ROWS_PER_CALL, self._spec.global_batch_size // parts))
 
@@ -198,9 +231,12 @@ class BaseLearner(ABC):
 
 
 def seed_generators(seed: int, device: torch.device, *, all_kinds: bool = False) -> None:
-    """Of the host, and of the device; with `all_kinds` NumPy's and Python's, too, from which users' code may draw.
-    `torch.manual_seed` alone notes who called it for each kind of device that this process does not use, which takes a
-    millisecond."""
+    """Seed the generators of the host and of the device.
+
+    With `all_kinds` NumPy's and Python's generators are seeded, too, because users' code may draw from them. On a CPU
+    `torch.manual_seed` is avoided: for each kind of device that this process does not use it records its caller, which
+    takes a millisecond.
+    """
     if all_kinds:
         np.random.seed(seed % 2**32)
         random.seed(seed)
@@ -227,18 +263,21 @@ def compile_failed(error: BaseException) -> FailedPrecondition:
 
 
 class Learner(BaseLearner):
-    """Of a model whose step is ours: it is called, its loss is taken, one optimizer steps."""
+    """Learner for a model that is called once per part, with a loss and one optimizer."""
 
     def __init__(
         self, spec: TrainingSpec, ranks: Ranks, model_input: TensorSpec, steps_per_epoch: int, total_steps: int
     ) -> None:
-        """`model_input` is one row as the model takes it. Draws the first weights from the specification's seed."""
+        """Build the model with the initial weights that the spec's seed draws.
+
+        `model_input` describes one row of the model's input.
+        """
         super().__init__(spec, ranks, steps_per_epoch, total_steps)
         sharded = spec.placement.parallel == FSDP and ranks.world_size > 1
         units = units_of(spec.model, model_input.shape) if sharded else None
         self.model = self._built()
         if sharded:
-            # Before the optimizer, which must hold the shards.
+            # Shard before the optimizer is built, because it must hold the shards.
             ranks.wrap(self.model, FSDP, units=units)
         self._wrapped = self.model
         self._loss = build_loss(spec.loss, self.model)
@@ -253,8 +292,12 @@ class Learner(BaseLearner):
         self._some_unused = wraps and self._trial.leaves_some_unused(ranks, self._autocast)
 
     def prepare(self) -> None:
-        """Wraps the model for its ranks, compiles it, and takes throw-away passes, so that the first real step is like
-        all others. Raises `FailedPrecondition` where it cannot be compiled."""
+        """Wrap and compile the model and take throw-away passes.
+
+        After that the first real step is like all others.
+
+        Raises `FailedPrecondition` if the model cannot be compiled.
+        """
         if self._spec.compile:
             self.model.compile()
         if self._spec.placement.parallel != FSDP:
@@ -271,13 +314,15 @@ class Learner(BaseLearner):
             raise compile_failed(error) from error
 
     def step(self, batch: Batch) -> list[float]:
-        """One optimiser step. Returns this rank's sums, to be added over ranks and steps: loss, rows, and metrics', of
-        which the first is for a classifier the number of right answers.
+        """Take one optimizer step.
 
-        Raises `FailedPrecondition`, before anything is changed, where the loss is not finite.
+        Returns this rank's sums, which are added over ranks and steps: the loss, the rows, and the sums of the metrics.
+        For a classifier the first sum of the metrics is the number of right answers.
+
+        Raises `FailedPrecondition` if the loss is not finite, before anything is changed.
         """
         self._seed_step(batch.step)
-        if not self.model.training:  # after a validation; it walks through all modules
+        if not self.model.training:  # after a validation; train() visits all modules
             self._wrapped.train()
         self._optimizer.zero_grad(set_to_none=True)
         parts = parts_of(batch, self._spec, self._ranks.world_size, self._ranks.device)
@@ -291,17 +336,17 @@ class Learner(BaseLearner):
         return [loss, float(len(batch.row_ids)), *metrics.tolist()]
 
     def describe(self, sums: Sequence[float]) -> dict[str, float]:
-        """`loss`, the mean over rows, and the metrics of what steps returned, added up."""
+        """Return `loss`, the mean over rows, and the metrics, from added-up results of `step`."""
         loss, rows, *metrics = sums
         return {"loss": loss / rows if rows else math.nan, **self._metrics.values(metrics)}
 
     def evaluate(self, cache: RowCache, preprocessing: Preprocessing) -> tuple[dict[str, float], int]:
-        """`validation_loss` and `validation_` of each metric, over a whole split on every rank, and its rows.
+        """Return `validation_loss`, `validation_` and each metric, and the rows, over a whole split on every rank.
 
-        In float32 whatever the precision, as the model is served; the metrics in the target's own unit, as it is
-        served, too, and the loss in that of the scaled target.
+        Validation computes in float32 whatever the precision, as the model is served. The metrics are in the target's
+        own unit, as it is served; the loss is that of the scaled target.
         """
-        # What is measured is what is saved, and rank 0 saves.
+        # Rank 0 saves the model, so all ranks validate with its buffers.
         self._ranks.share_buffers(self.model)
         metrics = Metrics(self._spec, self._ranks.device, own=self._own_metrics)
         with full_float32():
@@ -318,8 +363,11 @@ class Learner(BaseLearner):
         return {"validation_loss": loss, **{f"validation_{name}": one for name, one in measured.items()}}, rows
 
     def state(self, touched: Callable[[], None] = lambda: None) -> dict[str, Any]:
-        """What, besides the weights, goes on where it was: not a copy. With FSDP every rank must call it. `touched` is
-        called with each tensor that is gathered."""
+        """Return the state to resume from, without the weights.
+
+        The state is not a copy. With FSDP every rank must call this. `touched` is called with each tensor that is
+        gathered.
+        """
         parallel = self._spec.placement.parallel
         state: dict[str, Any] = {"optimizer": whole_optimizer_state(self.model, self._optimizer, parallel, touched)}
         if self._scheduler is not None:
@@ -330,7 +378,7 @@ class Learner(BaseLearner):
         return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """What `state` gave, whole, on every rank."""
+        """Load what `state` returned, unsharded, on every rank."""
         put_optimizer_state(self.model, self._optimizer, state["optimizer"], self._spec.placement.parallel)
         if self._scheduler is not None:
             self._scheduler.load_state_dict(state["scheduler"])
@@ -339,10 +387,12 @@ class Learner(BaseLearner):
             self._skipped_steps = int(state.get("skipped_steps", 0))  # earlier releases did not count them
 
     def _backward(self, batch: Batch, part: StepPart) -> tuple[float, Tensor]:
-        """Adds the part's gradients. Returns its summed loss, scaled as the target is, and the sums of its metrics.
+        """Add the part's gradients, and return its summed loss and the sums of its metrics.
 
-        A GPU gets the backward pass before the host looks at the loss, so that it is not idle meanwhile. With others a
-        rank looks first: their gradients are not to have this one's part."""
+        The loss is that of the scaled target. On one rank the backward pass starts before the host reads the loss, so
+        that a GPU is not idle meanwhile. With several ranks the loss is checked first, so that a loss that is not
+        finite never enters the other ranks' gradients.
+        """
         labels = scale_target(self.target_scaling, part.labels)
         with self._autocast():
             loss_sum, outputs = self._training_step(self._wrapped, part.inputs, labels, self._loss)
@@ -368,7 +418,7 @@ class Learner(BaseLearner):
             rate = learning_rate(spec.optimizer.schedule, spec.optimizer.learning_rate, step, self._total_steps)
             for group in self._optimizer.param_groups:
                 group["lr"] = rate
-        # Noted before one of torch's schedules sets that of the next step.
+        # Read the rate before a schedule of torch's sets that of the next step.
         self._learning_rate = float(self._optimizer.param_groups[0]["lr"])
         if spec.max_gradient_norm:
             self._scaler.unscale_(self._optimizer)
@@ -382,8 +432,11 @@ class Learner(BaseLearner):
 
 
 def _may_be_fused(spec: TrainingSpec) -> bool:
-    """Not for shards: on one worker the same run has none, and goes on with the same optimizer. Nor in float16: the
-    scaler leaves it to a fused kernel to skip what overflows, which the other, that a run may have begun with, refuses.
+    """Return whether the optimizer may use its fused kernel.
+
+    FSDP: no. The same run on one worker has no shards, and must continue with the same optimizer. FLOAT16: no. The
+    scaler leaves it to a fused kernel to skip overflowing gradients, and the optimizer that is not fused, with which a
+    run may have begun, refuses that.
     """
     return spec.placement.parallel != FSDP and spec.precision != FLOAT16
 
@@ -395,7 +448,10 @@ MAX_REPORTED_ROW_IDS = 20
 
 @dataclass(frozen=True)
 class StepPart:
-    """On the job's device: `inputs` (rows, *shape), `labels` (rows,) or for regression (rows, K), `row_ids` (rows,)."""
+    """A part of a step's rows, on the job's device.
+
+    `inputs` (rows, *shape), `labels` (rows,) or (rows, K) for regression, `row_ids` (rows,).
+    """
 
     inputs: Tensor
     labels: Tensor
@@ -405,8 +461,10 @@ class StepPart:
 def parts_of(
     batch: Batch, spec: TrainingSpec, world_size: int, device: torch.device, *, whole: bool = False
 ) -> list[StepPart]:
-    """As many as `parts_of_step` says, all ranks the same number: what fits a device when all workers are there does
-    so when some are gone. `whole`: one."""
+    """Cut a batch into the number of parts that `parts_of_step` returns, the same on all ranks.
+
+    So parts that fit a device with all workers also fit it with fewer workers. `whole` makes one part.
+    """
     count = (
         1 if whole else parts_of_step(batch.step_rows, spec.lanes, world_size, spec.max_ranks, spec.accumulation_steps)
     )
@@ -420,8 +478,11 @@ def parts_of(
 
 
 def diverged(batch: Batch, part: StepPart, losses: Tensor, loss: float, rank: int) -> FailedPrecondition:
-    """Of a part whose `loss` is not finite; `losses` is what the loss gave of it. Rows whose own loss is not finite are
-    told first; where all or none can be told apart, the part's first."""
+    """Return the error for a part whose `loss` is not finite.
+
+    `losses` is what the loss function returned for the part. The error lists the rows whose own loss is not finite. If
+    no row can be singled out, it lists the part's first rows.
+    """
     row_ids = part.row_ids
     if losses.shape == (len(row_ids),):
         bad = ~np.isfinite(losses.detach().float().cpu().numpy())
@@ -438,12 +499,15 @@ def diverged(batch: Batch, part: StepPart, losses: Tensor, loss: float, rank: in
 # --- Training steps ---
 
 TRAINING_STEP_FIELD = "spec.training_step"
-# Gives the summed loss, a scalar, and the outputs.
+# Returns the summed loss, a scalar, and the outputs.
 TrainingStep = Callable[[nn.Module, Tensor, Tensor, Loss], tuple[Tensor, Tensor]]
 
 
 def build_training_step(name: str) -> TrainingStep:
-    """Raises `InvalidArgument` naming `spec.training_step`."""
+    """Return the training step of that name.
+
+    Raises `InvalidArgument` that names `spec.training_step`.
+    """
     if not name:
         return _ours
     installed = load_installed(TRAINING_STEPS, name, TRAINING_STEP_FIELD, "")
@@ -467,11 +531,14 @@ def _ours(model: nn.Module, inputs: Tensor, labels: Tensor, loss: Loss) -> tuple
     return loss.total(outputs, labels), outputs
 
 
-# --- Numbers on their way to the host ---
+# --- Copies to the host ---
 
 
 class HostCopy:
-    """Of a tensor as it is when what was asked of the device so far is done."""
+    """Asynchronous host copy of a tensor.
+
+    The copy holds the value that the tensor has when all work queued on the device so far is done.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self._copy = tensor
@@ -482,7 +549,10 @@ class HostCopy:
             self._copied = torch.cuda.current_stream(tensor.device).record_event()
 
     def values(self) -> Tensor:
-        """In host memory. Waits for the copy, and not for what the device was asked for after it."""
+        """Return the copy in host memory.
+
+        This waits for the copy, but not for work that was queued after it.
+        """
         if self._copied is not None:
             self._copied.synchronize()
         return self._copy
@@ -491,16 +561,17 @@ class HostCopy:
 # --- Validation ---
 
 ROWS_PER_CALL = 256
-# The rows of so many calls are on their way.
+# Rows are read ahead for this many calls.
 AHEAD_CALLS = 8
-# Rows are prepared in parts that take about as long.
+# Rows are prepared in portions that take about this long.
 SIGN_EVERY_S = 1.0
 
 
 class _Preparing:
-    """Prepares rows a few at a time, with a sign of life after each few; of quick ones it takes all at once.
+    """Preparation of rows in portions, with a sign of life after each.
 
-    Where Ray's tasks prepare training rows, one thread may need longer for a call's than a rank may stand still.
+    Rows that are prepared quickly are taken all at once. One thread may need longer for the rows of a call than a rank
+    may be silent, if otherwise Ray's tasks prepare the training rows.
     """
 
     def __init__(self, preprocessing: Preprocessing, touched: Callable[[], None]) -> None:
@@ -509,7 +580,7 @@ class _Preparing:
         self._rows_at_once = 1
 
     def __call__(self, rows: Rows) -> Array:
-        """What `Preprocessing.for_device` makes of these rows."""
+        """Return `Preprocessing.for_device` of these rows."""
         parts = []
         begin, end = 0, len(rows.row_ids)
         while begin < end:
@@ -533,8 +604,10 @@ def evaluate(
     rows_per_call: int = ROWS_PER_CALL,
     target_scaling: TargetScaling | None = None,
 ) -> tuple[float, dict[str, float], int]:
-    """Mean loss, the metrics, and the number of rows, over the whole split on every rank. Augmentations do not act.
-    The loss is that of the scaled target, the metrics are in the target's own unit."""
+    """Return the mean loss, the metrics and the number of rows of the whole split, on every rank.
+
+    Augmentations are off. The loss is that of the scaled target, the metrics are in the target's own unit.
+    """
     sums = torch.zeros(2 + metrics.width, dtype=torch.float64)
     model.eval()
     numbers = metrics.task == REGRESSION
@@ -555,11 +628,14 @@ def evaluate(
 def validation_batches(
     cache: RowCache, preprocessing: Preprocessing, ranks: Ranks, rows_per_call: int, *, numbers: bool
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
-    """A rank's share of a split: inputs (rows, *shape), labels (rows,) or of `numbers` (rows, K), on its device; and
-    whether they are its own. As many on every rank: calls of a sharded model are collective, so a rank that has run out
-    of rows keeps the others company with some that do not count."""
+    """Yield a rank's share of a split: inputs (rows, *shape), labels, and whether they count.
+
+    Labels are (rows,), or (rows, K) if `numbers`. Inputs and labels are on the rank's device. Every rank yields the
+    same number of batches, because calls of a sharded model are collective: a rank that has no rows left yields rows
+    that do not count.
+    """
     rows = sum(cache.row_groups)
-    # Stretches, not strides: a rank reads whole row groups.
+    # Each rank takes a contiguous range, so that it reads whole row groups.
     first, end = (rows * part // ranks.world_size for part in (ranks.rank, ranks.rank + 1))
     max_rows = math.ceil(rows / ranks.world_size)
     calls = math.ceil(max_rows / rows_per_call)
@@ -580,8 +656,11 @@ TRIAL_ROWS = 2
 
 
 class TrialStep:
-    """Of a job's own training step, with labels of 0. Try it on the weights that the seed draws, before others are
-    loaded: then every attempt finds the same, and adds gradients up in the same order."""
+    """Trial of the job's training step on rows of zeros, with labels of 0.
+
+    Run it on the initial weights that the seed draws, before others are loaded. Then every attempt finds the same
+    result, and adds gradients in the same order.
+    """
 
     def __init__(
         self,
@@ -592,7 +671,7 @@ class TrialStep:
         loss: Loss,
         device: torch.device,
     ) -> None:
-        """`shape` is that of one row of the model's input."""
+        """Prepare the trial. `shape` is that of one row of the model's input."""
         self._numbers = spec.task == REGRESSION
         self._labels_shape = (TRIAL_ROWS, spec.model.num_classes) if self._numbers else (TRIAL_ROWS,)
         self._shape = shape
@@ -603,7 +682,10 @@ class TrialStep:
         self._works = False
 
     def leaves_some_unused(self, ranks: Ranks, autocast: Callable[[], AbstractContextManager[object]]) -> bool:
-        """Whether it gives some parameter no gradient, on whichever rank; False where it cannot take such rows."""
+        """Return whether the step leaves a parameter without gradient, on any rank.
+
+        Returns False if the step fails on such rows.
+        """
         unused = broken = 0
         self._model.train()
         try:
@@ -612,7 +694,7 @@ class TrialStep:
                     loss, _ = self._step(self._model, *self._rows(), self._loss)
                 loss.backward()  # type: ignore[no-untyped-call]
                 unused = sum(one.requires_grad and one.grad is None for one in self._model.parameters())
-        except Exception as error:  # a step of a user's own, which need not take rows like these: all ranks hear of it
+        except Exception as error:  # a user's own step may refuse rows like these; all ranks learn that below
             logger.info("the training step takes no %d rows of zeros: %s", TRIAL_ROWS, first_line(error))
             broken = 1
         all_unused, all_broken = ranks.add([float(unused), float(broken)]).result()
@@ -620,7 +702,10 @@ class TrialStep:
         return self._works and all_unused > 0
 
     def loss_of(self, model: nn.Module) -> Tensor:
-        """A scalar: of the step, where it works, so that a pass uses what a step does; else of the outputs alone."""
+        """Return the loss of the training step, or the sum of the outputs if the step fails in the trial.
+
+        Both are scalars. A throw-away pass thus uses the same parameters as a real step, if the step works.
+        """
         if self._works:
             return self._step(model, *self._rows(), self._loss)[0]
         total: Tensor = model(self._rows()[0]).sum()

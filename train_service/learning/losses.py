@@ -1,7 +1,7 @@
 """Losses by name: torch's own four, and those of installed packages.
 
-A loss tells each row's own, so that a step can weigh every row of the global batch alike. Outputs are (rows, K) float;
-labels int64 (rows,) for classification, float32 (rows, K) for regression.
+A loss returns one number per row, so that a step can weight every row of the global batch alike. Outputs are (rows, K)
+float; labels int64 (rows,) for classification, float32 (rows, K) for regression.
 """
 
 from __future__ import annotations
@@ -25,25 +25,28 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Loss:
-    """Called with outputs and labels it gives the loss of each row, (rows,); a loss of an installed package may give
-    the mean over the rows, a scalar, instead."""
+    """A loss function of outputs and labels.
+
+    It returns the loss of each row, (rows,). A loss of an installed package may return the mean over the rows, a
+    scalar, instead.
+    """
 
     each: Callable[[Tensor, Tensor], Tensor]
-    # Where torch sums by itself: the same number in one pass.
+    # torch's own sum over rows, if it has one: the same number in one pass.
     summed: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
         return self.each(_full(outputs), labels)
 
     def total(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """The sum over the rows, a scalar."""
+        """Return the sum over the rows, a scalar."""
         if self.summed is not None:
             return self.summed(_full(outputs), labels)
         return total_of(self(outputs, labels), len(labels))
 
 
 def total_of(loss: Tensor, rows: int) -> Tensor:
-    """The sum over rows of what a loss or a training step gave: (rows,), or a scalar mean."""
+    """Return the sum over rows of a loss that is (rows,), or a scalar mean."""
     if loss.ndim == 0:
         return loss * rows
     if loss.shape == (rows,):
@@ -55,8 +58,11 @@ def total_of(loss: Tensor, rows: int) -> Tensor:
 
 
 def build_loss(spec: LossSpec, model: nn.Module | None = None) -> Loss:
-    """Of a model of a user's own that has a loss, and where none is named, that of `model`. Raises `InvalidArgument`
-    naming `spec.loss.name` or `spec.loss.kwargs`."""
+    """Return the loss that the spec names, or `model`'s own.
+
+    A user's model with a `loss` method supplies its own if the spec names none. Raises `InvalidArgument` that names
+    `spec.loss.name` or `spec.loss.kwargs`.
+    """
     own = own_method(model, "loss") if spec.name == OWN and model is not None else None
     if own is not None:
         return Loss(own)
@@ -65,7 +71,7 @@ def build_loss(spec: LossSpec, model: nn.Module | None = None) -> Loss:
     kwargs = {**spec.kwargs, **({"label_smoothing": spec.label_smoothing} if spec.label_smoothing else {})}
     try:
         made = factory(**kwargs)
-    except Exception as error:  # whatever a factory makes of a client's arguments
+    except Exception as error:  # a factory may raise anything on a client's arguments
         raise invalid_field(f"{FIELD}.kwargs", spec.kwargs, f"{spec.name} refuses them: {first_line(error)}") from None
     if isinstance(made, Loss):
         return made
@@ -75,8 +81,11 @@ def build_loss(spec: LossSpec, model: nn.Module | None = None) -> Loss:
 
 
 def _cross_entropy(*, label_smoothing: float = 0.0, weight: list[float] | None = None) -> Loss:
-    """`weight`: one factor per class. Every row counts in the mean as one, whatever its class; torch's own mean divides
-    by the sum of the weights of all rows of the step, of which a rank knows its own alone."""
+    """Return cross entropy with one factor in `weight` per class.
+
+    Every row counts as one in the mean, whatever its class. torch's own mean divides by the sum of the weights of all
+    rows of the step, but a rank knows only its own rows.
+    """
     factors = None if weight is None else torch.tensor(weight, dtype=torch.float32)
     if factors is not None and not (factors.isfinite().all() and (factors >= 0).all() and factors.any()):
         raise ValueError("weight has a factor that is negative or not finite in float32, or none above 0")
@@ -94,7 +103,7 @@ def _cross_entropy(*, label_smoothing: float = 0.0, weight: list[float] | None =
 
 
 def _of_differences(elementwise: Callable[..., Tensor], **kwargs: Any) -> Loss:
-    """The mean over a row's K numbers."""
+    """Return a loss that averages `elementwise` over a row's K numbers."""
 
     def each(outputs: Tensor, labels: Tensor) -> Tensor:
         return elementwise(outputs, labels, reduction="none", **kwargs).mean(1)
@@ -125,5 +134,5 @@ _BUILT_IN: dict[str, Callable[..., Loss]] = {
 
 
 def _full(outputs: Tensor) -> Tensor:
-    """Losses are computed in full precision, whatever the model computes in."""
+    """Convert outputs to float32, because losses are computed in full precision."""
     return outputs.float() if outputs.dtype in _HALVES else outputs

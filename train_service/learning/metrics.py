@@ -1,9 +1,9 @@
-"""Metrics as sums: each batch gives a few float64 numbers, which are added over batches and ranks, and then read.
+"""Metrics as sums: each batch adds a few float64 numbers, which are summed over batches and ranks.
 
-So training and validation measure with the same code, and a step needs one all-reduce for the loss and all metrics.
-`precision`, `recall` and `f1` are means over the classes; `auroc` is the mean over classes of one against the rest, at
-fixed thresholds, dense near 0 and 1. Those come from torchmetrics, whose states are the sums. How many a metric has is
-known before it is built, so none is built that would take more memory than it may.
+Training and validation thus measure with the same code, and a step needs one all-reduce for the loss and all metrics.
+`precision`, `recall` and `f1` are means over the classes. `auroc` is the mean over classes of one against the rest, at
+fixed thresholds that are dense near 0 and 1. Those come from torchmetrics, whose states are the sums. The width of a
+metric is known before it is built, so that no metric is built that exceeds the memory limit.
 """
 
 from __future__ import annotations
@@ -23,25 +23,28 @@ FIELD = "spec.metrics"
 TOP = 5
 AUROC_THRESHOLDS = 601
 AUROC_LOGITS = 36.0
-# All metrics of a job together: a rank holds a few copies, 40 MB each.
+# Limit for all metrics of a job together. A rank holds a few copies, 40 MB each.
 MAX_SUMS = 5_000_000
-# A training step reduces its sums over ranks; beyond so many a metric is measured in validation alone.
+# A training step reduces its sums over ranks. A wider metric is measured in validation only.
 MAX_SUMS_OF_A_STEP = 100_000
 
 
 class Metric(Protocol):
-    """`width` numbers; all of them sums, 0 of no rows."""
+    """A metric of `width` numbers. All of them are sums, and 0 for no rows."""
 
     width: int
 
     def sums(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Of a batch of one row or more, float64 (width,)."""
+        """Return the sums of a batch of one row or more, float64 (width,)."""
 
     def value(self, sums: Tensor) -> float: ...
 
 
 class Metrics:
-    """All metrics of a job. Without torchmetrics' import, which takes seconds, where none of them needs it."""
+    """All metrics of a job.
+
+    torchmetrics, whose import takes seconds, is imported only if a metric needs it.
+    """
 
     def __init__(
         self,
@@ -51,9 +54,12 @@ class Metrics:
         max_sums: int | None = None,
         own: Callable[[Tensor, Tensor], Mapping[str, Tensor]] | None = None,
     ) -> None:
-        """Leaves out those that are wider than `max_sums`. `own` is the `metrics` of a model of a user's own, which
-        gives all those that are not among ours. Raises `InvalidArgument` naming `spec.metrics`, also where
-        the others together have more than `MAX_SUMS`."""
+        """Build the metrics that the spec names.
+
+        Metrics wider than `max_sums` are left out. `own` is the `metrics` method of a user's model; it supplies the
+        metrics that are not built in. Raises `InvalidArgument` that names `spec.metrics`, also if the built-in metrics
+        together exceed `MAX_SUMS`.
+        """
         self.task = spec.task
         outputs = spec.model.num_classes
         ours = _OF_CLASSES if spec.task == CLASSIFICATION else _OF_NUMBERS
@@ -74,14 +80,14 @@ class Metrics:
         self.width += self._own.width if self._own is not None else 0
 
     def sums(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Of a batch, float64 (width,)."""
+        """Return the sums of a batch, float64 (width,)."""
         sums = [one.sums(outputs, labels) for one in self._metrics.values()]
         if self._own is not None:
             sums.append(self._own.sums(outputs, labels))
         return torch.cat(sums) if sums else torch.zeros(0, dtype=torch.float64)
 
     def values(self, sums: Tensor | Sequence[float]) -> dict[str, float]:
-        """By name. NaN where a metric is not defined, e.g. of no rows."""
+        """Return the values by name. NaN: the metric is undefined, e.g. for no rows."""
         sums = torch.as_tensor(sums, dtype=torch.float64)
         values, begin = {}, 0
         for name, one in self._metrics.items():
@@ -93,7 +99,7 @@ class Metrics:
 
 
 def measured(spec: TrainingSpec) -> tuple[str, ...]:
-    """Those asked for; of a classifier, the accuracy always."""
+    """Return the metrics that the spec names. A classifier always has accuracy."""
     always = ("accuracy",) if spec.task == CLASSIFICATION else ()
     return tuple(dict.fromkeys((*always, *spec.metrics)))
 
@@ -103,7 +109,7 @@ def known_metrics(task: str) -> list[str]:
 
 
 class _Mean:
-    """Of what each row gives."""
+    """The mean of one number per row."""
 
     width = 2
 
@@ -115,7 +121,7 @@ class _Mean:
 
     def sums(self, outputs: Tensor, labels: Tensor) -> Tensor:
         each = self._each(outputs, labels)
-        # Filled there: a copy from the host would wait for all that the device was asked for.
+        # Created on the device: a copy from the host would wait for all work queued on the device.
         rows = torch.full((), float(len(each)), dtype=torch.float64, device=each.device)
         return torch.stack([each.sum(dtype=torch.float64), rows])
 
@@ -125,12 +131,15 @@ class _Mean:
 
 
 class _Own:
-    """What the `metrics` of a model of a user's own gives: by name a number for each row, (rows,), or their mean."""
+    """The metrics that a user's model computes in `metrics`.
+
+    The method returns, by name, one number per row, (rows,), or their mean.
+    """
 
     def __init__(self, give: Callable[[Tensor, Tensor], Mapping[str, Tensor]], names: Sequence[str]) -> None:
         self._give = give
         self._names = list(names)
-        # The sum of each, and last the rows.
+        # The sum of each metric, followed by the number of rows.
         self.width = len(self._names) + 1
 
     def sums(self, outputs: Tensor, labels: Tensor) -> Tensor:
@@ -152,7 +161,7 @@ class _Own:
 
 
 class _Torchmetrics:
-    """A metric of torchmetrics all of whose states are sums."""
+    """A metric of torchmetrics whose states are all sums."""
 
     def __init__(
         self,
@@ -161,8 +170,11 @@ class _Torchmetrics:
         ready: Callable[[Tensor], Tensor],
         shapes: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        """`ready` makes of the model's outputs what the metric takes; `shapes` are those of states which its first
-        update would change."""
+        """Wrap a metric.
+
+        `ready` converts the model's outputs for the metric. `shapes` are the shapes of states that the metric's first
+        update would change.
+        """
         self._metric = metric.set_dtype(torch.float64).to(device)
         self._ready = ready
         self._device = device
@@ -185,14 +197,14 @@ class _Torchmetrics:
         self._metric._update_count = 1
         try:
             return float(self._metric.compute())
-        except ValueError:  # of too few rows
+        except ValueError:  # too few rows
             return float("nan")
 
 
 class _OfHits(_Torchmetrics):
-    """One whose states are, of each class, the rows rightly and wrongly given it, and rightly and wrongly not.
+    """A metric whose states are the true and false positives and negatives of each class.
 
-    Counted here: torchmetrics makes a table of classes by classes for each batch.
+    They are counted here, because torchmetrics builds a table of classes by classes for each batch.
     """
 
     def sums(self, outputs: Tensor, labels: Tensor) -> Tensor:
@@ -208,7 +220,7 @@ class _OfHits(_Torchmetrics):
 
 @dataclass(frozen=True)
 class _Kind:
-    """`width` of so many outputs is that of the metric which `build` makes."""
+    """A factory of metrics. `width` returns the width of a metric for that number of outputs."""
 
     build: Callable[[int, torch.device], Metric]
     width: Callable[[int], int] = lambda _: _Mean.width
@@ -236,7 +248,7 @@ def _top5(classes: int, _: torch.device) -> Metric:
 
 
 def _of_hits(name: str) -> _Kind:
-    """One of its classification metrics over all classes."""
+    """Return a classification metric of torchmetrics, averaged over all classes."""
 
     def build(classes: int, device: torch.device) -> Metric:
         from torchmetrics import classification
@@ -250,9 +262,9 @@ def _of_hits(name: str) -> _Kind:
 def _auroc(classes: int, device: torch.device) -> Metric:
     from torchmetrics.classification import MulticlassAUROC
 
-    # Even steps would put all scores of a confident model into the first and the last bin.
+    # Equal steps would put all scores of a confident model into the first and the last bin.
     inner = torch.linspace(-AUROC_LOGITS, AUROC_LOGITS, AUROC_THRESHOLDS, dtype=torch.float64).sigmoid()
-    # Below all scores and above them: the ends of the curve.
+    # The two ends of the curve: below all scores and above them.
     thresholds = torch.cat([torch.zeros(1), inner, torch.full((1,), 2.0)])
     made = MulticlassAUROC(num_classes=classes, average="macro", thresholds=thresholds, sync_on_compute=False)
     return _Torchmetrics(made, device, lambda outputs: outputs.double().softmax(1))
@@ -278,7 +290,7 @@ _OF_CLASSES: dict[str, _Kind] = {
     "precision": _of_hits("MulticlassPrecision"),
     "recall": _of_hits("MulticlassRecall"),
     "f1": _of_hits("MulticlassF1Score"),
-    # Of each class at each threshold, and at both ends, the four counts as above.
+    # Four counts per class at each threshold and at both ends.
     "auroc": _Kind(_auroc, lambda classes: 4 * classes * (AUROC_THRESHOLDS + 2)),
 }
 _OF_NUMBERS: dict[str, _Kind] = {

@@ -19,21 +19,24 @@ from shared.errors import first_line, invalid_field
 from train_service.domain.spec import OptimizerSpec
 
 FIELD = "spec.optimizer"
-# What a scheduler may need to know of the run, where its kwargs do not say so.
+# Arguments that give a scheduler the length of the run, unless its kwargs set it.
 STEPS_OF_THE_RUN = ("total_steps", "T_max")
 STEPS_TRIED = 2_000
-# Of the learning rate: so far below zero a scheduler may get by rounding, as LinearLR does where it ends.
+# As a share of the learning rate: rounding may take a scheduler this far below zero, as LinearLR at its end.
 ROUNDING = 1e-9
-# Those whose fused kernel, on CPUs as on GPUs, computes what the class does otherwise, and the arguments that choose
-# another way. Else torch takes parameter by parameter on a CPU, several calls each. SGD's is not among them: it takes
-# no sparse gradients, and its momentum has to begin for all parameters together.
+# Optimizers whose fused kernel, on CPUs and GPUs, computes the same as the class, and the arguments that choose another
+# implementation. Without the kernel torch handles parameter by parameter on a CPU, several calls each. SGD is left out:
+# its kernel takes no sparse gradients, and its momentum has to begin for all parameters together.
 FUSED = ("Adam", "AdamW")
 HOW = frozenset({"fused", "foreach", "capturable", "differentiable"})
 
 
 def build_optimizer(spec: OptimizerSpec, model: nn.Module, *, fused: bool = True) -> torch.optim.Optimizer:
-    """By torch's fused kernel where there is one for the class and the model, unless `fused` is False or the kwargs say
-    how it computes. Raises what the class does; `check_optimizer` tells it by its field."""
+    """Build the optimizer, with torch's fused kernel if possible.
+
+    The fused kernel is used if the class and the model allow it, unless `fused` is False or the kwargs choose an
+    implementation. Raises the errors of the class; `check_optimizer` names their field.
+    """
     kwargs = dict(spec.kwargs)
     if fused and spec.name in FUSED and not HOW.intersection(kwargs) and _is_plain(model):
         kwargs["fused"] = True
@@ -43,7 +46,10 @@ def build_optimizer(spec: OptimizerSpec, model: nn.Module, *, fused: bool = True
 
 
 def build_scheduler(spec: OptimizerSpec, optimizer: torch.optim.Optimizer, total_steps: int) -> LRScheduler | None:
-    """None where the run's own schedule sets the rate. It is to be stepped after each step of the optimizer."""
+    """Build the scheduler, to be stepped after each step of the optimizer.
+
+    Returns None if the run's own schedule sets the learning rate.
+    """
     if not spec.scheduler:
         return None
     kind = _scheduler_class(spec.scheduler)
@@ -56,11 +62,13 @@ def build_scheduler(spec: OptimizerSpec, optimizer: torch.optim.Optimizer, total
 
 
 def check_optimizer(spec: OptimizerSpec, shapes: Iterable[tuple[int, ...]], total_steps: int) -> None:
-    """Builds both and steps them, on two numbers a dimension; `shapes` are those of the model's parameters.
+    """Build the optimizer and the scheduler and step them, on small parameters.
 
-    Raises `InvalidArgument` naming the field of `spec.optimizer` that does not work.
+    The parameters have two numbers per dimension; `shapes` are the shapes of the model's parameters.
+
+    Raises `InvalidArgument` that names the field of `spec.optimizer` that does not work.
     """
-    _optimizer_class(spec.name)  # by its own field
+    _optimizer_class(spec.name)  # raises with its own field
     dimensions = sorted({len(shape) for shape in shapes})
     told = _refusal(lambda: _try_optimizer(spec, spec.kwargs, dimensions))
     if told:
@@ -74,7 +82,7 @@ def check_optimizer(spec: OptimizerSpec, shapes: Iterable[tuple[int, ...]], tota
 
 
 def _check_scheduler(spec: OptimizerSpec, dimensions: list[int], total_steps: int) -> None:
-    _scheduler_class(spec.scheduler)  # by its own field
+    _scheduler_class(spec.scheduler)  # raises with its own field
     told = _refusal(lambda: _try_scheduler(spec, dimensions, total_steps))
     if told:
         path, value = (
@@ -103,15 +111,17 @@ def _try_scheduler(spec: OptimizerSpec, dimensions: list[int], total_steps: int)
         if not -ROUNDING * spec.learning_rate <= rate < math.inf:
             raise ValueError(f"the learning rate of step {step} would be {rate:g}; it must be finite and not negative")
         scheduler.step()
-    # A checkpoint keeps the state, and nothing in it may run code when it is read.
+    # A checkpoint stores the state, and loading it must not run code.
     saved = io.BytesIO()
     torch.save(scheduler.state_dict(), saved)
     torch.load(io.BytesIO(saved.getvalue()), weights_only=True)
 
 
 def _is_plain(model: nn.Module) -> bool:
-    """Whether its parameters are what fused kernels take: real numbers without gaps in memory. The kernels go through a
-    parameter, its gradient and its state side by side, which all lie alike: autograd and `_lay_out_state` see to that.
+    """Return whether fused kernels take the model's parameters: real numbers, contiguous in memory.
+
+    The kernels walk through a parameter, its gradient and its state side by side, so all three need the same layout.
+    Autograd and `_lay_out_state` ensure that.
     """
     return all(one.is_floating_point() and _has_no_gaps(one) for one in model.parameters())
 
@@ -123,7 +133,7 @@ def _has_no_gaps(tensor: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def _lay_out_state(optimizer: torch.optim.Optimizer) -> None:
-    """A checkpoint gives the state back row by row; that of a parameter which lies otherwise is to lie as it does."""
+    """Give the loaded state the memory layout of its parameters. A checkpoint stores it row by row."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             is_alike = isinstance(value, torch.Tensor) and value.shape == parameter.shape
@@ -140,7 +150,7 @@ def _needs_closure(spec: OptimizerSpec, dimensions: list[int]) -> bool:
 
 
 def _model(dimensions: list[int]) -> nn.Module:
-    """A parameter of each number of dimensions, with a gradient."""
+    """Return a module with one parameter, and its gradient, per number of dimensions."""
     parameters = nn.ParameterList(torch.ones((2,) * count) for count in dimensions or [1])
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
@@ -148,11 +158,11 @@ def _model(dimensions: list[int]) -> nn.Module:
 
 
 def _refusal(attempt: Callable[[], object]) -> str:
-    """What torch says against it; empty where nothing."""
+    """Return the first line of torch's error. Empty if the attempt works."""
     try:
         with _quiet():
             attempt()
-    except Exception as error:  # whatever torch makes of a client's arguments
+    except Exception as error:  # torch may raise anything on a client's arguments
         return first_line(error)
     return ""
 

@@ -1,7 +1,8 @@
-"""What learns on one rank by a training step of a user's own: a LightningModule, or a class with the same methods.
+"""The learning of one rank with a user's own training step: a LightningModule, or a class with the same methods.
 
-There is no DistributedDataParallel around it: gradients are averaged over ranks after each backward, for exactly the
-parameters that have one on some rank. So a step may use a part of its parameters at a time, and several optimizers.
+There is no DistributedDataParallel around the module. After each backward, gradients are averaged over ranks for
+exactly the parameters that have one on some rank. So a step may use some of its parameters at a time, and several
+optimizers.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from train_service.loading.loader import Batch
 from train_service.loading.preprocessing import Preprocessing
 from train_service.loading.rows import RowCache
 
-# Names that a training step may log; each costs two numbers in the sum over ranks that every step has.
+# Limit on the names that a training step may log; each adds two numbers to the sum over ranks of every step.
 MAX_LOGGED = 64
 
 
@@ -54,7 +55,8 @@ class OwnStepLearner(BaseLearner):
         if sharded:
             from torch.distributed.fsdp import register_fsdp_forward_method
 
-            # Before the optimizer, which must hold the shards. The step is what a forward is elsewhere.
+            # Shard before the optimizer is built, because it must hold the shards. `training_step` takes the place of
+            # `forward`.
             ranks.wrap(self.model, FSDP, units=units)
             register_fsdp_forward_method(self.model, "training_step")
         self._configures = spec.optimizer.name == OWN
@@ -67,21 +69,22 @@ class OwnStepLearner(BaseLearner):
             trainer.optimizers = self._step_module.optimizers
         for optimizer in self._step_module.optimizers:
             optimizer.register_step_post_hook(lambda *_: self._note_update())
-        # By these names what steps log is added up over ranks; rank 0 says which, at the first step of an epoch.
+        # Logged values are added over ranks in the order of these names. Rank 0 chooses them at the first step of an
+        # epoch.
         self._names: list[str] = []
         self._unnamed: dict[str, None] = {}
         self._agreed_at = -1
         self._begun = False
-        # How often an optimizer stepped in the run, which modules know as `global_step`.
+        # Optimizer steps in the run so far, which modules read as `global_step`.
         self._updates = 0
-        # Of the rows at work in a manual step: by what its losses are multiplied.
+        # The factor of the losses in a manual step, by the rows of the batch.
         self._weight = 1.0
 
     def prepare(self) -> None:
         if self._spec.compile:
             self.model.compile()
         if self._spec.placement.parallel != FSDP:
-            # They are the same unless its code draws from a generator of its own.
+            # The tensors are the same on all ranks, unless the module draws from a generator of its own.
             self._ranks.share_tensors([*self.model.parameters(), *self.model.buffers()])
         self.model.train()
 
@@ -93,7 +96,7 @@ class OwnStepLearner(BaseLearner):
         if not self.model.training:
             self.model.train()
         if self._spec.placement.parallel != FSDP:
-            # As DistributedDataParallel does it: whatever a buffer holds, all ranks begin the step with rank 0's.
+            # As in DistributedDataParallel, all ranks begin the step with rank 0's buffers.
             self._ranks.share_tensors(list(self.model.buffers()))
         with module.logging(len(batch.row_ids)) as logged:
             self._begin(index)
@@ -104,7 +107,7 @@ class OwnStepLearner(BaseLearner):
             module.hook("on_train_batch_end", outputs, parts[-1][1], index)
             self._schedule(STEP, batch.step + 1, {})
         if math.isnan(loss) and logged.sums:
-            total, rows = next(iter(logged.sums.values()))  # a manual step returns none: what it logs first is shown
+            total, rows = next(iter(logged.sums.values()))  # a manual step returns no loss: show its first logged value
             loss = total / rows
         return self._sums(batch, loss, logged.sums)
 
@@ -118,7 +121,10 @@ class OwnStepLearner(BaseLearner):
         return values
 
     def evaluate(self, cache: RowCache, preprocessing: Preprocessing) -> tuple[dict[str, float], int]:
-        """What `validation_step` logs, and as `validation_loss` what it returns; nothing where there is none."""
+        """Return the values that `validation_step` logs, and as `validation_loss` what it returns.
+
+        Returns nothing if the module has no `validation_step`.
+        """
         module, ranks = self._step_module, self._ranks
         if own_method(self.model, "validation_step") is None:
             return {}, 0
@@ -135,12 +141,12 @@ class OwnStepLearner(BaseLearner):
                 module.forget_metrics()
                 for number, (inputs, labels, is_own) in enumerate(batches):
                     if not is_own and number and self._spec.placement.parallel != FSDP:
-                        continue  # only calls of a sharded model need company
+                        continue  # only a sharded model's calls are collective
                     with module.logging(len(inputs) if is_own else 0.0) as of_batch:
                         given = self._moved((inputs, labels))
                         loss = measured_loss(module.hook("validation_step", given, number))
                     if not is_own:
-                        if not rows:  # it has none of its own, and takes part with nothing
+                        if not rows:  # this rank has no rows of its own; its metrics stay empty
                             for metric in module.metrics.values():
                                 metric.reset()
                         continue
@@ -161,7 +167,7 @@ class OwnStepLearner(BaseLearner):
         return {**metrics, **computed}, int(rows)
 
     def end_epoch(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """What `on_train_epoch_end` logs, as this rank has it."""
+        """Return the values that this rank's `on_train_epoch_end` logs."""
         module = self._step_module
         module.trainer.callback_metrics = dict(metrics)
         with module.logging(1.0) as logged:
@@ -210,13 +216,13 @@ class OwnStepLearner(BaseLearner):
             self._step_module.hook("on_train_epoch_start")
 
     def _parts(self, batch: Batch) -> list[tuple[StepPart, Any]]:
-        """Each with what the module is given of it."""
+        """Return the parts of the batch, each with the input of the module."""
         ranks = self._ranks
         cut = parts_of(batch, self._spec, ranks.world_size, ranks.device, whole=self._step_module.is_manual)
         return [(part, self._moved((part.inputs, part.labels))) for part in cut]
 
     def _moved(self, batch: tuple[Tensor, Tensor]) -> Any:
-        """On the device, as a module may want it there: augmented, or normalised."""
+        """Apply the module's `on_after_batch_transfer`, which may augment or normalize on the device."""
         given = self._step_module.hook("on_after_batch_transfer", batch, 0)
         return batch if given is None else given
 
@@ -230,8 +236,10 @@ class OwnStepLearner(BaseLearner):
             raise compile_failed(error) from error
 
     def _automatic(self, batch: Batch, parts: Sequence[tuple[StepPart, Any]], index: int) -> tuple[float, Any]:
-        """The parts' gradients together, and a step of the one optimizer. Returns the mean loss of this rank's rows,
-        and what the last part's step returned."""
+        """Accumulate the parts' gradients and step the one optimizer.
+
+        Returns the mean loss of this rank's rows, and the last part's result of `training_step`.
+        """
         module, spec = self._step_module, self._spec
         (optimizer,) = module.optimizers
         module.hook("on_before_zero_grad", optimizer)
@@ -273,13 +281,16 @@ class OwnStepLearner(BaseLearner):
         return loss
 
     def _manual(self, batch: Batch, parts: Sequence[tuple[StepPart, Any]], index: int) -> tuple[float, Any]:
-        """The module steps its optimizers itself. Returns the loss, NaN where it returns none."""
+        """Run a step whose module steps its optimizers itself.
+
+        Returns the loss, or NaN if the step returns none, and the result of `training_step`.
+        """
         self._weight = len(batch.row_ids) * loss_scale(self._ranks.world_size, batch.step_rows)
         self._learning_rate = float(self._step_module.optimizers[0].param_groups[0]["lr"])
         self._set_rate(batch.step)
         with self._autocast():
             outputs = self.model.training_step(parts[0][1], index)  # type: ignore[operator]
-        self._stepped = True  # only a loss scaler skips steps, and there is none
+        self._stepped = True  # only a loss scaler skips steps, and a manual step has none
         loss = number_of(outputs)
         return (math.nan if loss is None else loss.item()), outputs
 
@@ -298,7 +309,7 @@ class OwnStepLearner(BaseLearner):
             self._ranks.average_gradients(list(self.model.parameters()))
 
     def _set_rate(self, step: int) -> None:
-        """Of an optimizer that the specification names, with one of our schedules."""
+        """Set the learning rate of an optimizer that the spec names with one of our schedules."""
         if self._configures or self._step_module.rates:
             return
         spec = self._spec.optimizer
@@ -307,7 +318,10 @@ class OwnStepLearner(BaseLearner):
             group["lr"] = rate
 
     def _schedule(self, interval: str, done: int, metrics: Mapping[str, float]) -> None:
-        """Steps the schedulers of that interval, of which `done` are over. A manual module steps its own."""
+        """Step the schedulers of that interval. `done` intervals are complete.
+
+        A manual module steps its own schedulers.
+        """
         if self._step_module.is_manual:
             return
         for one in self._step_module.rates:
@@ -325,7 +339,7 @@ class OwnStepLearner(BaseLearner):
                 )
 
     def _sums(self, batch: Batch, loss: float, logged: Mapping[str, tuple[float, float]]) -> list[float]:
-        """Of a fixed width, for all ranks add them up: loss, rows, and a sum and its rows of each name."""
+        """Return loss, rows, and a sum and its rows per logged name, of fixed width for the sum over ranks."""
         self._unnamed.update(dict.fromkeys(name for name in logged if name not in self._names))
         if self._agreed_at != batch.epoch:
             self._agreed_at = batch.epoch

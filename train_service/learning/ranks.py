@@ -1,8 +1,7 @@
-"""What the ranks of one attempt do together: wrapping the model, agreeing, adding up.
+"""The ranks of one attempt: wrapping the model, sharing values, adding over ranks.
 
-Ranks that no Ray Train has joined join a process group here. Ray Train joins its own workers by the same backend and
-timeout (`attempt.ray_run`); what NCCL reads of the environment, NCCL_SOCKET_IFNAME and the like, is that of the node in
-both.
+Ranks that Ray Train has not joined join a process group here. Ray Train joins its own workers with the same backend and
+timeout (`attempt.ray_run`). In both cases NCCL reads its environment, NCCL_SOCKET_IFNAME and the like, from the node.
 """
 
 from __future__ import annotations
@@ -25,12 +24,15 @@ from train_service.learning.sharding import shard, sharded
 
 # --- Ranks ---
 
-# As much of a copy is made of gradients that are averaged.
+# Gradients are copied in buckets of this size when they are averaged.
 BUCKET_BYTES = 32 * 2**20
 
 
 class Ranks:
-    """The process group of an attempt, which whoever started them has set up; a group of one needs none."""
+    """One rank in the process group of an attempt.
+
+    The group exists before this is created; a single rank needs none.
+    """
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
         self.rank = rank
@@ -40,11 +42,14 @@ class Ranks:
     def wrap(
         self, model: nn.Module, parallel: str = DDP, *, some_unused: bool = False, units: Sequence[str] | None = None
     ) -> nn.Module:
-        """The model with its gradients averaged over ranks in backward. With FSDP it is `model` itself, its parameters
-        and gradients sharded over the ranks by `units`, see `shard`; build its optimizer after that.
+        """Return the model with gradients averaged over ranks in backward.
 
-        `some_unused`, the same on all ranks: a step may leave parameters without a gradient. Else DDP, which then looks
-        for them in each pass, would wait for theirs; FSDP does not mind."""
+        With FSDP it is `model` itself, its parameters and gradients sharded over the ranks by `units`, see `shard`;
+        build its optimizer after that.
+
+        `some_unused`, the same on all ranks: a step may leave parameters without a gradient. DDP then looks for them in
+        each pass; otherwise it would wait for their gradients. FSDP needs no such setting.
+        """
         if self.world_size == 1:
             return model
         if parallel == FSDP:
@@ -56,27 +61,27 @@ class Ranks:
         )
 
     def share(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
+        """Return rank 0's value on every rank."""
         box = [value]
         if self.world_size > 1:
             dist.broadcast_object_list(box, src=0)
         return box[0]
 
     def share_all(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank, in the order of ranks."""
+        """Return every rank's value on every rank, in the order of ranks."""
         boxes = [value] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(boxes, value)
         return boxes
 
     def share_buffers(self, model: nn.Module) -> None:
-        """Gives every rank the buffers of rank 0. DDP itself does so only as the next step begins."""
+        """Copy rank 0's buffers to every rank. DDP itself does so only when the next step begins."""
         if self.world_size > 1:
             for buffer in model.buffers():
                 dist.broadcast(buffer, src=0)
 
     def share_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Gives every rank rank 0's, in place; few messages for many small ones."""
+        """Copy rank 0's tensors to every rank, in place. Many small tensors take few messages."""
         if self.world_size > 1:
             for group in _in_buckets(tensors):
                 flat = torch.cat([one.detach().reshape(-1) for one in group])
@@ -84,8 +89,11 @@ class Ranks:
                 _put_back(flat, group)
 
     def average_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Of each parameter that has a gradient on some rank the mean over all ranks, where those without one count as
-        0; the others keep none. Averaged already, they stay as they are but for rounding."""
+        """Average each gradient that exists on some rank over all ranks.
+
+        Ranks without that gradient count as 0. Parameters without a gradient on any rank keep none. Gradients that are
+        already averaged change by rounding only.
+        """
         if self.world_size == 1:
             return
         has = torch.tensor([float(one.grad is not None) for one in parameters], device=self.device)
@@ -103,10 +111,13 @@ class Ranks:
             _put_back(flat.div_(self.world_size), group)
 
     def gather(self, values: NDArray[np.int64]) -> list[NDArray[np.int64]] | None:
-        """Every rank's array (n,), of whatever lengths, on rank 0 in the order of ranks; None on the others."""
+        """Gather every rank's array (n,) on rank 0, in the order of ranks. Returns None on other ranks.
+
+        The arrays may have different lengths.
+        """
         if self.world_size == 1:
             return [values]
-        # gloo gathers in host memory only.
+        # gloo gathers only in host memory.
         device = torch.device("cpu") if dist.get_backend() == "gloo" else self.device
         mine = torch.from_numpy(values).to(device)
         lengths = torch.zeros(self.world_size, dtype=torch.int64, device=device)
@@ -121,9 +132,11 @@ class Ranks:
         return [box[:length].cpu().numpy() for box, length in zip(boxes, lengths.tolist(), strict=True)]
 
     def add(self, values: list[float] | torch.Tensor) -> PendingSum:
-        """Starts adding up (n,) over ranks, in float64; the answer may be taken later, and is the same on every rank.
-        A tensor on the ranks' device is given up for it. Of a rank alone it stays where it is, for a
-        GPU would be waited for."""
+        """Start adding (n,) over ranks, in float64.
+
+        The result may be read later, and is the same on every rank. A tensor on the ranks' device is overwritten. With
+        one rank the tensor stays on its device, because a copy would wait for the GPU.
+        """
         tensor = torch.as_tensor(values, dtype=torch.float64)
         if self.world_size > 1 and tensor.device != self.device:
             host = tensor.pin_memory() if self.device.type == "cuda" else tensor
@@ -138,7 +151,10 @@ class PendingSum:
         self._work = work
 
     def summed(self) -> torch.Tensor:
-        """Waits for it; asked again, it is the same. On the ranks' device; of a rank alone, where it was."""
+        """Wait for the sum and return it. Further calls return the same sum.
+
+        The sum is on the ranks' device; with one rank it is where the values were.
+        """
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -150,7 +166,7 @@ class PendingSum:
 
 
 def _in_buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """In their order, those that follow each other and are of one dtype, up to `BUCKET_BYTES` together."""
+    """Group consecutive tensors of one dtype, up to `BUCKET_BYTES` per group."""
     bucket: list[torch.Tensor] = []
     size = 0
     for one in tensors:
@@ -172,8 +188,10 @@ def _put_back(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
 
 @contextmanager
 def gradients_kept_local(wrapped: nn.Module, local: bool = True) -> Iterator[None]:
-    """While `local`, backward adds to this rank's gradients without averaging; the next pass without it averages all
-    that came together. For the parts of a step but the last."""
+    """Accumulate gradients on this rank without averaging, while `local`.
+
+    The next pass without it averages all accumulated gradients. It is for all parts of a step but the last.
+    """
     if local and isinstance(wrapped, DistributedDataParallel):
         with wrapped.no_sync():
             yield
@@ -189,8 +207,9 @@ def gradients_kept_local(wrapped: nn.Module, local: bool = True) -> Iterator[Non
 
 
 def settle_buckets(wrapped: nn.Module, model: nn.Module, loss_of: Callable[[nn.Module], torch.Tensor]) -> None:
-    """Two throw-away passes, then gradients and buffers as before. `loss_of` calls the model as a step does, and gives
-    a scalar.
+    """Run two throw-away passes, then restore gradients and buffers.
+
+    `loss_of` calls the model as a step does, and returns a scalar.
 
     DDP reduces an attempt's first step in one bucket and rebuilds its buckets after it, which changes the last bits of
     sums over three ranks and more. So a resumed run would differ from an undisturbed one in its first step. After these
@@ -204,7 +223,7 @@ def settle_buckets(wrapped: nn.Module, model: nn.Module, loss_of: Callable[[nn.M
 
 @contextmanager
 def thrown_away(model: nn.Module) -> Iterator[None]:
-    """For passes through the model: afterwards it has no gradients, and the buffers that it had before."""
+    """Clear the gradients and restore the buffers after passes through the model."""
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     try:
         yield
@@ -217,21 +236,23 @@ def thrown_away(model: nn.Module) -> Iterator[None]:
 
 # --- Process group ---
 
-# As Ray Train has it: where a collective operation fails or is late, the process ends, and with it the attempt. Else
-# the other ranks would wait for ever.
+# As in Ray Train: if a collective operation fails or times out, the process ends, and with it the attempt. Otherwise
+# the other ranks would wait forever.
 ABORTS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 
 
 def backend_for(device: torch.device, backend: str = "") -> str:
-    """The one asked for; else nccl between GPUs, and gloo between CPUs."""
+    """Return the requested backend. By default nccl for GPUs, and gloo for CPUs."""
     return backend or ("nccl" if device.type == "cuda" else "gloo")
 
 
 def join_process_group(device: torch.device, backend: str, timeout_s: float, store: Any = None) -> None:
-    """Joins the group that torchrun's environment describes; with `store`, one of torch's, a group of this rank alone.
-    A collective operation that takes longer than `timeout_s` ends the process.
+    """Join the group that torchrun's environment describes.
 
-    nccl is bound to `device` and connects at once: so a wrong network is found before the first step.
+    With `store`, a store of torch's, the group has this rank only. A collective operation that takes longer than
+    `timeout_s` ends the process.
+
+    nccl is bound to `device` and connects at once, so that a wrong network is found before the first step.
     """
     chosen = backend_for(device, backend)
     if chosen == "nccl":
@@ -248,7 +269,7 @@ def join_process_group(device: torch.device, backend: str, timeout_s: float, sto
 
 
 def timeout_of_group() -> float:
-    """Seconds, as the backend of the process's group has it."""
+    """Return the timeout of the process group in seconds, read from its backend."""
     group = dist.group.WORLD
     assert group is not None
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")

@@ -1,12 +1,12 @@
-"""A model sharded over ranks (FSDP): sharding it, and whole weights and optimizer state to and from it.
+"""A model sharded over ranks (FSDP): sharding, and conversion of unsharded weights and optimizer state.
 
-What torch needs for it takes longer to import than torch itself, so that happens only where a model is sharded.
+torch's FSDP modules take longer to import than torch itself, so they are imported only if a model is sharded.
 
-Some modules of a model are units of their own: each is gathered whole for its own calls, then freed.
-The blocks of a model are its units: the children of a ModuleList, ModuleDict or Sequential. Beside them, a child of the
-model is a unit where it is large. All other parameters belong to the unit around them, in the end to the model itself,
-which is gathered for the whole step. A parameter must be in one unit and be used only while that unit's `forward` runs;
-a unit that breaks this is dissolved into the one around it.
+Some modules of a model are units: each is gathered whole for its own calls, then freed. The blocks of a model are
+units: the children of a ModuleList, ModuleDict or Sequential. A large child of the model is a unit, too. All other
+parameters belong to the unit around them, in the end to the model itself, which is gathered for the whole step. A
+parameter must be in one unit and be used only while that unit's `forward` runs; a unit that breaks this is dissolved
+into the one around it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ from train_service.domain.spec import FSDP
 
 
 def shard(model: nn.Module, device_type: str, world_size: int, units: Iterable[str] | None = None) -> nn.Module:
-    """The model itself, its parameters and gradients sharded unit by unit; build its optimizer after that. `units` are
-    those of `find_units`; without them, those that it finds without calling the model.
+    """Shard the model's parameters and gradients in place, unit by unit, and return it.
 
-    Raises `ShardingError` naming the module that cannot be sharded.
+    Build its optimizer after that. `units` come from `find_units`; by default they are the units that it finds without
+    calling the model.
 
-    Activations and dropouts no longer act in place, which computes the same: what a sharded layer is given is a view of
-    a function of torch's own, and torch refuses to change that.
+    Raises `ShardingError` that names the module that cannot be sharded.
+
+    Activations and dropouts no longer act in place, which computes the same: the input of a sharded layer is a view
+    made by a function of torch's own, and torch refuses to change such a view in place.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -49,13 +51,13 @@ def shard(model: nn.Module, device_type: str, world_size: int, units: Iterable[s
     for name in [*(find_units(model) if units is None else units), ""]:
         try:
             fully_shard(model.get_submodule(name), mesh=mesh)
-        except (ValueError, NotImplementedError, AssertionError) as error:  # by torch, of a parameter that it names
+        except (ValueError, NotImplementedError, AssertionError) as error:  # from torch; the text names the parameter
             raise ShardingError(name, first_line(error)) from error
     return model
 
 
 class ShardingError(ValueError):
-    """torch cannot shard the module of that name; `""` is the model itself."""
+    """Error for a module that torch cannot shard. The name `""` is the model itself."""
 
     def __init__(self, module: str, problem: str) -> None:
         super().__init__(f"FSDP cannot shard {module or 'the model'}: {problem}")
@@ -69,9 +71,11 @@ def sharded(model: nn.Module) -> bool:
 
 
 def whole_weights(model: nn.Module, touched: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
-    """Weights and buffers; not a copy unless the model is sharded. Of such a model every rank must call it, and rank 0
-    alone gets them, in host memory. `touched` is called with each tensor that is gathered: all of a large model take
-    their time."""
+    """Return unsharded weights and buffers. They are a copy only if the model is sharded.
+
+    Every rank must call it for a sharded model; only rank 0 receives the weights, in host memory. `touched` is called
+    with each tensor that is gathered, because a large model takes long.
+    """
     if not sharded(model):
         return dict(model.state_dict())
     from torch.distributed.checkpoint import state_dict
@@ -80,7 +84,7 @@ def whole_weights(model: nn.Module, touched: Callable[[], None] = lambda: None) 
 
 
 def put_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Whole weights on every rank, in any order."""
+    """Load unsharded weights, given on every rank in any order."""
     if not sharded(model):
         return load_weights(model, weights)
     if weights.keys() != (there := model.state_dict().keys()):
@@ -90,7 +94,10 @@ def put_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def put_some_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Whole weights on every rank, in any order, of some of the model's tensors; the others stay as they are."""
+    """Load unsharded weights for some tensors of the model. The others keep their values.
+
+    Every rank passes the weights, in any order.
+    """
     if not sharded(model):
         own = model.state_dict()
         for name, tensor in weights.items():
@@ -98,7 +105,7 @@ def put_some_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         return
     from torch.distributed.checkpoint import state_dict
 
-    # torch finds a tensor that the model has at several places by the first of their names alone.
+    # A tensor may have several names in the model. torch finds it only by the first of them.
     names = {id(tensor): name for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
     first = set(names.values())
     once = {name: tensor for name, tensor in weights.items() if name in first}
@@ -108,8 +115,10 @@ def put_some_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 def whole_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, parallel: str, touched: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """As `whole_weights`. With FSDP keyed by the names of parameters, on one rank as on many, so that a run may go on
-    on another number of them."""
+    """Return the unsharded state of the optimizer, as `whole_weights` does.
+
+    With FSDP it is keyed by names of parameters, on any number of ranks, so that a run may resume on another number.
+    """
     if parallel != FSDP:
         return optimizer.state_dict()
     from torch.distributed.checkpoint import state_dict
@@ -120,25 +129,27 @@ def whole_optimizer_state(
 def put_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], parallel: str
 ) -> None:
-    """What `whole_optimizer_state` gave, on every rank."""
+    """Load the result of `whole_optimizer_state`, on every rank."""
     if parallel != FSDP:
         return optimizer.load_state_dict(state)
     if not state["state"]:
-        # torch cannot put an empty state; the groups' values are all there is, in their order.
+        # torch cannot load an empty state. It holds only the groups' values, in their order.
         for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         return None
     from torch.distributed.checkpoint import state_dict
 
-    # Not strict: a parameter that no step gave a gradient has no state.
+    # Not strict: a parameter that never had a gradient has no state.
     state_dict.set_optimizer_state_dict(model, optimizer, state, options=_whole(strict=False))
     return None
 
 
 @torch.no_grad()
 def _gathered(state: Mapping[str, Any], touched: Callable[[], None]) -> dict[str, Any]:
-    """`state` with whole tensors in host memory, on rank 0, and nothing on the others. torch's own options do the same,
-    but leave nobody a moment to say that it gets on."""
+    """Return `state` with unsharded tensors in host memory, on rank 0, and nothing on other ranks.
+
+    torch's own options do the same, but without a call per tensor that could report progress.
+    """
     from torch.distributed.tensor import DTensor
 
     keeps = not dist.is_initialized() or dist.get_rank() == 0
@@ -159,7 +170,7 @@ def _gathered(state: Mapping[str, Any], touched: Callable[[], None]) -> dict[str
 
 
 def _in_one_order(weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Ranks shard one tensor after the other together, and each reads them from a file in an order of its own."""
+    """Sort the weights by name: ranks shard one tensor after another together, but read them in different orders."""
     return dict(sorted(weights.items()))
 
 
@@ -171,30 +182,30 @@ def _whole(*, strict: bool = True) -> Any:
 
 # --- Units ---
 
-# Below this a child that is no block stays with the module around it: a gather of its own costs more than it saves.
+# A smaller child that is not a block stays with the module around it: its own gather would cost more than it saves.
 SMALLEST_UNIT_BYTES = 2**20
-# A unit above this is searched for smaller units within, for it would be gathered whole.
+# A larger unit is searched for smaller units within, because it would be gathered whole.
 LARGEST_UNIT_BYTES = 256 * 2**20
 ROWS = 2
 
 
 def units_of(spec: ModelSpec, row_shape: Sequence[int]) -> list[str]:
-    """`find_units` of the model that `spec` describes, built on the meta device: it takes no memory."""
+    """Return `find_units` of the spec's model, built on the meta device, where it takes no memory."""
     with torch.device("meta"):
         model = build_model(spec, "spec.model")
     return find_units(model, row_shape)
 
 
 def find_units(model: nn.Module, row_shape: Sequence[int] | None = None) -> list[str]:
-    """Names of the modules to shard, each before those around it, and without the model itself.
+    """Return the names of the modules to shard, inner ones first, without the model itself.
 
-    With `row_shape`, the shape of one row of the model's input, `model` must be on the meta device; it is called there,
-    as in training and as in validation, to see which parameters are used outside their unit.
+    With `row_shape`, the shape of one row of the model's input, `model` must be on the meta device. It is called there,
+    in training and in validation mode, to find parameters that are used outside their unit.
     """
     units = _Units(model, _candidates(model))
     units.dissolve_shared()
     if row_shape is not None:
-        # What was dissolved may have moved parameters to a unit that is not running either.
+        # Dissolving a unit may move parameters to another unit that is not running when they are used.
         while outside := _used_outside(model, units, row_shape):
             for name in outside:
                 units.dissolve(name)
@@ -203,8 +214,10 @@ def find_units(model: nn.Module, row_shape: Sequence[int] | None = None) -> list
 
 
 def mixed_unit(model: nn.Module, units: Sequence[str]) -> tuple[str, list[str]] | None:
-    """The first unit whose floating-point parameters are not all of one dtype, and what they are: FSDP gathers them in
-    one buffer."""
+    """Return the first unit whose floating-point parameters differ in dtype, with these dtypes.
+
+    FSDP gathers them in one buffer.
+    """
     kinds: dict[str, set[str]] = defaultdict(set)
     found = _Units(model, {name: model.get_submodule(name) for name in units})
     owners = found.owners()
@@ -215,7 +228,7 @@ def mixed_unit(model: nn.Module, units: Sequence[str]) -> tuple[str, list[str]] 
 
 
 def _candidates(model: nn.Module) -> dict[str, nn.Module]:
-    """By name, each before those around it."""
+    """Return candidates for units by name, inner ones first."""
     found: dict[str, nn.Module] = {}
 
     def search(path: str, module: nn.Module, *, takes_large: bool) -> None:
@@ -243,12 +256,12 @@ def _candidates(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class _Units:
-    """The units that are left, and which of them each parameter of `model` is in; `""` is the model itself."""
+    """The remaining units, and the unit of each parameter of `model`. `""` is the model itself."""
 
     def __init__(self, model: nn.Module, candidates: Mapping[str, nn.Module]) -> None:
         self._order = list(candidates)
         self._names = {id(module): name for name, module in candidates.items()}
-        # With every path to a module or parameter that the model has at several places.
+        # All paths of a module or parameter that the model has in several places.
         self._modules = {path: id(one) for path, one in model.named_modules(remove_duplicate=False)}
         self._paths: dict[Tensor, list[str]] = defaultdict(list)
         for path, parameter in model.named_parameters(remove_duplicate=False):
@@ -259,14 +272,14 @@ class _Units:
         return [name for name in self._order if name in left]
 
     def owners(self) -> dict[int, str]:
-        """By the id of a parameter the name of its unit; once none is shared between units."""
+        """Return the unit's name by the id of each parameter. Valid once no parameter is shared between units."""
         return {id(parameter): self._owner(paths[0]) for parameter, paths in self._paths.items()}
 
     def dissolve(self, name: str) -> None:
         self._names = {module: one for module, one in self._names.items() if one != name}
 
     def dissolve_shared(self) -> None:
-        """Until every parameter, tied ones too, is in one unit: the lowest that all its places have in common."""
+        """Dissolve units until every parameter, tied ones too, is in one unit: the innermost around all its places."""
         shared = True
         while shared:
             shared = False
@@ -285,7 +298,7 @@ class _Units:
 
 
 class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the units whose parameters an operation takes while they do not run."""
+    """Recorder of units whose parameters an operation takes while they do not run."""
 
     def __init__(self, owners: Mapping[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -327,7 +340,10 @@ def _add(counts: dict[str, int], name: str, number: int) -> None:
 
 
 def _is_list(module: nn.Module) -> bool:
-    """Whether its children are blocks. A subclass of Sequential is a block itself: its author gave it a name."""
+    """Return whether the module's children are blocks.
+
+    A subclass of Sequential is a block itself: its author gave it a name.
+    """
     without_forward = type(module).forward is nn.Module.forward
     return type(module) is nn.Sequential or (isinstance(module, nn.ModuleList | nn.ModuleDict) and without_forward)
 

@@ -1,7 +1,7 @@
-"""A module with a training step of a user's own, given what such modules ask of Lightning: `log`, `optimizers`, …
+"""A module with a user's own training step, and the parts of Lightning's API that it uses: `log`, `optimizers`, …
 
-The protocol is that of a LightningModule, and a class that has the same methods without Lightning is as good. Methods
-of Lightning's that this loop does not call are refused by name, never left out without a word.
+The protocol is that of a LightningModule; a class with the same methods works without Lightning. Methods of Lightning
+that this loop does not call are refused by name, never silently ignored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from shared.errors import InvalidArgument
 from shared.models.building import own_method
 
-# What a user's class may define that would not be called.
+# Methods that a user's class may define but that this loop would not call.
 NOT_CALLED = (
     *("optimizer_step", "optimizer_zero_grad", "backward", "lr_scheduler_step", "configure_gradient_clipping"),
     *("configure_model", "setup", "configure_sharded_model", "transfer_batch_to_device", "on_before_batch_transfer"),
@@ -29,8 +29,11 @@ EPOCH, STEP = "epoch", "step"
 
 @dataclass(frozen=True)
 class ScheduledRate:
-    """`interval` is `epoch` or `step`, of which it is stepped every `frequency`-th; `monitor` names what validation
-    must have measured for a scheduler that goes by it."""
+    """A scheduler and when it is stepped.
+
+    It is stepped after every `frequency`-th `interval`, `epoch` or `step`. `monitor` names the validation metric that
+    the scheduler uses, if any.
+    """
 
     scheduler: LRScheduler
     interval: str = EPOCH
@@ -40,7 +43,7 @@ class ScheduledRate:
 
 @dataclass
 class Logged:
-    """Sums of what was logged, each value weighed by its rows: name → (sum, rows)."""
+    """Sums of logged values, each weighted by its rows: name → (sum, rows)."""
 
     sums: dict[str, tuple[float, float]] = field(default_factory=dict)
 
@@ -50,7 +53,7 @@ class Logged:
 
 
 class Trainer:
-    """What modules read of their trainer. Anything else is an AttributeError that says so."""
+    """The trainer's attributes that modules read. Any other attribute raises an AttributeError that says so."""
 
     def __init__(self, max_epochs: int, steps_per_epoch: int, total_steps: int, rank: int, world_size: int) -> None:
         self.max_epochs = max_epochs
@@ -75,7 +78,7 @@ class Trainer:
 
 
 class StepModule:
-    """The module of a user's own and what the loop does with it. `backward` is what `manual_backward` calls."""
+    """A user's module and the loop's calls into it. `manual_backward` calls `backward`."""
 
     def __init__(self, module: nn.Module, trainer: Trainer, backward: Callable[..., None]) -> None:
         self.module = module
@@ -83,9 +86,9 @@ class StepModule:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.rates: list[ScheduledRate] = []
         self.logged = Logged()
-        # The rows that a value is logged of.
+        # The number of rows that a logged value stands for.
         self.rows = 0.0
-        # By name, metrics of torchmetrics that were logged themselves, which add up their batches.
+        # Metrics of torchmetrics that were logged as objects, by name; they accumulate over batches.
         self.metrics: dict[str, Any] = {}
         self._backward = backward
         self._frozen: list[tuple[nn.Parameter, bool]] = []
@@ -96,7 +99,7 @@ class StepModule:
         return not getattr(self.module, "automatic_optimization", True)
 
     def hook(self, name: str, *arguments: Any) -> Any:
-        """Calls the hook of that name where the user's class defines it."""
+        """Call the hook of that name if the user's class defines it."""
         method = own_method(self.module, name)
         return method(*arguments) if method is not None else None
 
@@ -106,14 +109,14 @@ class StepModule:
             self._set(name, value)
 
     def configure(self) -> None:
-        """Has the module make its optimizers and schedulers. Raises `InvalidArgument` for what is none."""
+        """Build the module's optimizers and schedulers. Raises `InvalidArgument` if it returns anything else."""
         made = configured(self.module)
         self.optimizers, self.rates = made
         self.trainer.optimizers = self.optimizers
 
     @contextlib.contextmanager
     def logging(self, rows: float) -> Iterator[Logged]:
-        """Values that are logged meanwhile are weighed by `rows`."""
+        """Weight values that are logged in this context by `rows`."""
         before, self.logged, self.rows = self.logged, Logged(), rows
         try:
             yield self.logged
@@ -121,8 +124,10 @@ class StepModule:
             self.logged = before
 
     def read_metrics(self) -> dict[str, float]:
-        """The values of the metrics that were logged themselves, over all ranks, which must all call it; they begin
-        anew."""
+        """Return the values of the metrics that were logged as objects, over all ranks, and reset them.
+
+        All ranks must call it.
+        """
         metrics, self.metrics = self.metrics, {}
         values = {name: float(metric.compute()) for name, metric in sorted(metrics.items())}
         for metric in metrics.values():
@@ -130,7 +135,7 @@ class StepModule:
         return values
 
     def forget_metrics(self) -> None:
-        """Those that were logged themselves begin anew; the value of each batch was logged by its step."""
+        """Reset the metrics that were logged as objects. Their step logged the value of each batch."""
         for metric in self.metrics.values():
             metric.reset()
         self.metrics = {}
@@ -147,14 +152,14 @@ class StepModule:
 
     def _set(self, name: str, value: Any) -> None:
         if isinstance(getattr(type(self.module), name, None), property) and name != "trainer":
-            return  # Lightning's own, which asks the trainer
+            return  # Lightning's own property, which reads it from the trainer
         setattr(self.module, name, value)
 
     def _log(self, name: str, value: Any, *_: Any, **__: Any) -> None:
-        """As Lightning's; how it is shown or reduced is the loop's: the mean over the rows of all ranks."""
+        """Log a value as Lightning does, but always reduce it to the mean over the rows of all ranks."""
         if _is_metric(value):
             self.metrics[name] = value
-            value = value._forward_cache  # of the batch; None where it was only updated
+            value = value._forward_cache  # the batch's value; None if the metric was only updated
             if value is None:
                 return
         if not isinstance(value, Tensor | int | float):
@@ -180,7 +185,7 @@ class StepModule:
         self._backward(loss, *arguments, **named)
 
     def _toggle(self, optimizer: torch.optim.Optimizer) -> None:
-        """Only its parameters need gradients, until `untoggle_optimizer`."""
+        """Freeze all parameters except the optimizer's until `untoggle_optimizer`."""
         its = {id(one) for group in optimizer.param_groups for one in group["params"]}
         others = {id(one): one for made in self.optimizers for group in made.param_groups for one in group["params"]}
         self._frozen = [(one, one.requires_grad) for key, one in others.items() if key not in its]
@@ -194,20 +199,23 @@ class StepModule:
 
 
 def _is_metric(value: Any) -> bool:
-    """Of torchmetrics, whose import takes seconds: a module that uses it has it imported."""
+    """Return whether the value is a metric of torchmetrics.
+
+    torchmetrics takes seconds to import, but a module that uses it has imported it already.
+    """
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
 
 
 def is_step(module: object) -> bool:
-    """Whether the user's class has a training step."""
+    """Return whether the user's class has a training step."""
     return own_method(module, "training_step") is not None
 
 
 def configured(module: nn.Module) -> tuple[list[torch.optim.Optimizer], list[ScheduledRate]]:
-    """What `configure_optimizers` gives, in any of the forms that Lightning knows.
+    """Return the optimizers and schedulers of `configure_optimizers`, in any form that Lightning accepts.
 
-    Raises `InvalidArgument` for another, for none, and for several where the loop steps them itself.
+    Raises `InvalidArgument` for any other form, for no optimizer, and for several if the loop steps them itself.
     """
     made: Any = module.configure_optimizers()  # type: ignore[operator]
     optimizers: list[Any] = []
@@ -250,14 +258,16 @@ def _bad(what: str) -> InvalidArgument:
 
 
 def measured_loss(returned: Any) -> Tensor | None:
-    """The loss that a validation step returned, which may return anything else."""
+    """Return the loss that a validation step returned, or None if it returned anything else."""
     found = returned.get("loss") if isinstance(returned, Mapping) else returned
     return found.reshape(()) if isinstance(found, Tensor) and found.numel() == 1 else None
 
 
 def number_of(returned: Any) -> Tensor | None:
-    """The loss that a training step returned, a tensor of one number or under `loss` in a dict; None where it returned
-    none."""
+    """Return the loss that a training step returned, or None.
+
+    The loss is a tensor of one number, or the item `loss` of a dict.
+    """
     found = returned.get("loss") if isinstance(returned, Mapping) else returned
     if found is None:
         return None

@@ -1,1 +1,1 @@
-"""From a dataset version to a rank's batches, in the order that the run's seed and the step decide."""
+"""The loading of a rank's batches from a dataset version, ordered by the run's seed and the step."""

@@ -1,13 +1,13 @@
-"""The same batches as `Loader` gives, prepared by Ray Data's tasks on all CPUs of the cluster.
+"""The batches of `Loader`, prepared by Ray Data's tasks on all CPUs of the cluster.
 
-It is for transforms that would hold up the worker that trains.
+It is for transforms that are too slow for the worker that trains.
 
 One task prepares the rows that a rank computes within one shuffle window of all its lanes, in the order of their
-positions; the rank cuts what comes into steps. A row is prepared by itself, keyed by its id, so it does not matter
-with which others it is prepared.
+positions. The rank cuts the resulting pieces into steps. A row is prepared by itself, keyed by its id, so the result
+does not depend on the other rows of its task.
 
-A rank waits for the prepared tables, but not for ever: nothing of Ray's holds a CPU for these tasks. Where others take
-the last one, Ray Data waits without a word.
+A rank waits for the prepared tables, but not forever. Ray reserves no CPU for these tasks: if other work takes the last
+one, Ray Data waits silently.
 """
 
 from __future__ import annotations
@@ -49,25 +49,25 @@ from train_service.store_retry import OUTAGE_TIMEOUT_S, store_call
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 8 * 1024 * 1024
-# Tasks of one dataset: Ray Data keeps something of each.
+# Tasks per dataset, limited because Ray Data keeps state for each task.
 TASKS_AT_ONCE = 4096
 TASK_CACHE_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where the rows are; plain values, for they travel to the tasks."""
+    """Everything a task needs to read its rows, in plain values, because it is sent to the tasks."""
 
     store: StoreSettings
     spec: TrainingSpec
     plan: SlicePlan
-    # Of prepared rows that travel together.
+    # Target size of one piece of prepared rows.
     piece_bytes: int
 
 
 @dataclass(frozen=True, eq=False)
 class _Piece:
-    """Prepared rows in the order of their positions, as `Batch` has them."""
+    """Prepared rows in the order of their positions, with the fields of `Batch`."""
 
     inputs: Array
     labels: Array
@@ -104,7 +104,7 @@ class _Piece:
 
 
 class ClusterLoader(Loader):
-    """Batches of the train split; one iteration at a time."""
+    """Loader of the train split through Ray Data. One iteration at a time."""
 
     def __init__(
         self,
@@ -116,7 +116,10 @@ class ClusterLoader(Loader):
         piece_bytes: int = PIECE_BYTES,
         run: str = "",
     ) -> None:
-        """`cache` tells the layout of the split; its rows are not read. Ray's tasks are named after `run`."""
+        """Prepare the loader.
+
+        `cache` provides the layout of the split; its rows are not read. Ray's tasks are named after `run`.
+        """
         super().__init__(cache, preprocessing, plan)
         self._run = run
         self._source = Source(store, spec, plan, piece_bytes)
@@ -130,12 +133,12 @@ class ClusterLoader(Loader):
                 begin, end = step_bounds(self._rows, self.steps_per_epoch, of_epoch)
                 mine = len(rank_positions(begin, end, plan.lanes, plan.rank, plan.world_size))
                 taken = cut.take(mine)
-                # As torch takes it: its own to write to. What Ray hands over is everybody's.
+                # torch may write to its inputs, but Ray's memory is shared and read-only: copy if needed.
                 inputs = np.require(taken.inputs, requirements=["C", "W", "O"])
                 yield Batch(step, epoch, inputs, taken.labels, taken.row_ids, step_rows=end - begin)
 
     def _pieces(self, first_step: int) -> Generator[_Piece, None, None]:
-        """Prepared rows of this rank from `first_step` on, in the order of their positions."""
+        """Yield this rank's prepared rows from `first_step` on, in the order of their positions."""
         tasks = list(self._tasks(first_step))
         shape = self._preprocessing.output.shape
         for start in range(0, len(tasks), TASKS_AT_ONCE):
@@ -143,7 +146,7 @@ class ClusterLoader(Loader):
                 yield _Piece.of(table, shape)
 
     def _tasks(self, first_step: int) -> Iterator[dict[str, int]]:
-        """Of each epoch that is left, the stretches of positions [begin, end), a shuffle window of every lane each."""
+        """Yield a task per range of positions [begin, end), a shuffle window of every lane, for each epoch left."""
         stretch = self._plan.lanes * self._plan.window_rows
         for epoch in range(first_step // self.steps_per_epoch, self._plan.epochs):
             of_epoch = max(first_step - epoch * self.steps_per_epoch, 0)
@@ -161,7 +164,7 @@ def _prepared(
         given = ray.data.from_items(tasks, override_num_blocks=len(tasks))
         prepare = _named(source, run)
         dataset = given.map_batches(prepare, batch_size=None, batch_format="pyarrow", num_cpus=1)
-    # As Ray Data calls them.
+    # The name that Ray Data gives the tasks.
     name = f"MapBatches({prepare.__name__})" if run else ""
     try:
         yield from prepared(DatasetStream(dataset), touched, longest_s(source.spec), name)
@@ -170,7 +173,7 @@ def _prepared(
 
 
 def _named(source: Source, run: str) -> Callable[[pa.Table], Iterator[pa.Table]]:
-    """`_prepare` from that source, under a name by which Ray can be asked for the tasks of `run`, see `run_name`."""
+    """Return `_prepare` bound to the source, named so that Ray can list the tasks of `run`, see `run_name`."""
 
     def prepare(tasks: pa.Table) -> Iterator[pa.Table]:
         return _prepare(tasks, source)
@@ -180,11 +183,11 @@ def _named(source: Source, run: str) -> Callable[[pa.Table], Iterator[pa.Table]]
 
 
 def _prepare(tasks: pa.Table, source: Source) -> Iterator[pa.Table]:
-    """Runs in Ray's tasks, on one stretch at a time."""
+    """Prepare ranges of positions, one after another. Runs in Ray's tasks."""
     cache, preprocessing = _opened(source)
     plan = source.plan
     blocks = blocks_of(cache.row_groups, plan.lanes)
-    # Positions of all ranks, of which this one has its share.
+    # Positions of all ranks; this rank computes its share of them.
     at_once = plan.world_size * max(1, source.piece_bytes // (4 * math.prod(preprocessing.output.shape)))
     for task in tasks.to_pylist():
         windows = Windows(cache, blocks, plan, task["epoch"], read_ahead=False)
@@ -202,7 +205,7 @@ def _opened_by(_: str) -> list[tuple[RowCache, Preprocessing]]:
 
 
 def _opened(source: Source) -> tuple[RowCache, Preprocessing]:
-    """Kept for the next task that this process runs for the same rank."""
+    """Return the cache and the preprocessing of a rank, kept for the next task in this process."""
     held = _opened_by(repr(asdict(source)))
     if not held:
         spec, store = source.spec, open_store(source.store)
@@ -225,7 +228,7 @@ def _opened(source: Source) -> tuple[RowCache, Preprocessing]:
 
 
 class _Cut:
-    """Takes rows off a sequence of pieces, however they are cut."""
+    """Cutter of a sequence of pieces into batches, whatever the pieces' sizes."""
 
     def __init__(self, pieces: Iterator[_Piece]) -> None:
         self._pieces = pieces
@@ -233,7 +236,7 @@ class _Cut:
         self._at = 0
 
     def take(self, count: int) -> _Piece:
-        """The next `count` rows. A batch within one piece is a view of it."""
+        """Return the next `count` rows. A batch within one piece is a view of it."""
         taken: list[_Piece] = []
         missing = count
         while missing:
@@ -247,7 +250,7 @@ class _Cut:
 
 
 def _cause(error: BaseException | None) -> MillraceError:
-    """What a task raised, if it is an error of ours; else that the work was lost."""
+    """Return the error of ours that a task raised, or `Unavailable`: the preparation was lost."""
     seen = error
     while seen is not None:
         if isinstance(seen, MillraceError):
@@ -262,18 +265,18 @@ def _cause(error: BaseException | None) -> MillraceError:
 POLL_S = 1.0
 # The first tasks import and compile.
 FIRST_TIMEOUT_S = STARTING_SECONDS
-# A piece of many small rows may take long to prepare, and other work may have the CPUs for a while.
+# A piece of many small rows may take long to prepare, and other work may hold the CPUs for a while.
 NEXT_TIMEOUT_S = OUTAGE_TIMEOUT_S
-# Ray Data gives what a task makes on in blocks, which need not begin and end as the pieces do.
+# Ray Data passes a task's output on in blocks whose bounds need not match those of the pieces.
 PIECES_A_BLOCK = 2
 ASKED_TIMEOUT_S = 10
-# What Ray calls it where a task waits for a CPU no longer.
+# The state that Ray reports once a task has got its CPU.
 GIVEN_TO_A_WORKER = "SUBMITTED_TO_WORKER"
 HAS_ITS_CPU = (GIVEN_TO_A_WORKER, "PENDING_ARGS_FETCH", "RUNNING", "RUNNING_IN_RAY_GET", "RUNNING_IN_RAY_WAIT")
 
 
 def longest_s(spec: TrainingSpec) -> float:
-    """How long the functions of the transform may take, by their own limits, until a task has made something."""
+    """Return how long a task may take until its first output, by the limits of the transform's functions."""
     steps = Pipeline.from_config(spec.transform, spec.input_column).steps
     limits = (step.timeout_s or DEFAULT_TIMEOUT_S for step in steps if isinstance(step, Custom))
     return PIECES_A_BLOCK * sum(limits)
@@ -282,16 +285,19 @@ def longest_s(spec: TrainingSpec) -> float:
 def prepared(
     stream: DatasetStream, touched: Callable[[], None], longest_s: float = 0.0, tasks: str = ""
 ) -> Generator[pa.Table, None, None]:
-    """The tables of `stream`; `touched` is called for each, and whenever a task got on. For `longest_s` a task may be
-    at work on functions of its own. `tasks` is the name of the run's tasks for this rank: another rank's may have the
-    last CPU and wait, in good health, for this one.
+    """Yield the tables of `stream`, and raise if no task makes progress.
 
-    Raises `Unavailable` where no task gets on, and what the stream raises. Whoever takes the tables may take his time.
+    `touched` is called for each table, and whenever a task makes progress. A task may run functions for up to
+    `longest_s`. `tasks` is the name of the run's tasks for this rank. Only these are examined, because another rank's
+    task may hold the last CPU and wait, in good health, for this one.
+
+    Raises `Unavailable` if no task makes progress, and the errors of the stream. The consumer's own time does not
+    count.
     """
     watch = _Watch(stream, touched, longest_s, tasks)
     with closing(stream.tables(watch.poll, POLL_S)) as tables:
         while True:
-            with store_call():  # as there: who waits here gives up by himself
+            with store_call():  # the wait has its own timeout, so it is no hang
                 table = next(tables, None)
             if table is None:
                 return
@@ -327,10 +333,10 @@ class _Watch:
         text = f"Ray Data has prepared no row for {self._timeout_s:.0f} s"
         if at_work_s := longest_at_work_s(self._tasks):
             if at_work_s < self._timeout_s and not self._extended:
-                # It has found its CPU only now. Once is enough: Ray Data begins a task that dies anew without end.
+                # It got its CPU only now. One extension is enough: Ray Data restarts a task that dies forever.
                 self._since, self._extended = time.monotonic() - at_work_s, True
                 return
-            # What it stands still on is a CPU, too: that none is free does not mean that there was no room.
+            # A stalled task holds a CPU itself, so that none is free does not mean that there was no room.
             raise Unavailable(f"{text}: a task stands still", reason="PREPARATION_STALLED")
         if not _has_free_cpu():
             # Not a failure: the next attempt begins once there is room for its tasks, too.
@@ -339,9 +345,11 @@ class _Watch:
 
 
 def longest_at_work_s(tasks: str) -> float:
-    """How long the oldest of the tasks of that name that have a CPU now has had it, by what Ray's dashboard knows; 0
-    where none has one, or nobody can be asked."""
-    from ray.util.state import list_tasks  # only where something is wrong
+    """Return for how long the oldest running task of that name has had its CPU, by Ray's dashboard.
+
+    Returns 0 if no task has a CPU, or if the dashboard cannot answer.
+    """
+    from ray.util.state import list_tasks  # imported only when something is wrong
     from ray.util.state.common import RAY_MAX_LIMIT_FROM_API_SERVER
     from ray.util.state.exception import RayStateApiException
 
@@ -350,14 +358,14 @@ def longest_at_work_s(tasks: str) -> float:
     try:
         unfinished = list_tasks(
             address=ray.get_runtime_context().gcs_address,
-            # A task's tries that failed are listed besides the one that goes on.
+            # Failed tries of a task are listed besides the current one.
             filters=[("name", "=", tasks), ("state", "!=", "FINISHED"), ("state", "!=", "FAILED")],
             limit=RAY_MAX_LIMIT_FROM_API_SERVER,
             detail=True,
             timeout=ASKED_TIMEOUT_S,
             raise_on_missing_output=False,
         )
-    except (RayStateApiException, RayError, OSError, ValueError) as error:  # of the last kind: there is no dashboard
+    except (RayStateApiException, RayError, OSError, ValueError) as error:  # ValueError: there is no dashboard
         logger.warning("Ray cannot say which tasks run: %s", error)
         return 0.0
     begun_ms = [

@@ -1,10 +1,10 @@
-"""The seekable loader: from any step on, the batches of one rank, read and prepared ahead by a thread.
+"""The seekable loader: the batches of one rank from any step on, read and prepared ahead by a thread.
 
-Which rows a batch holds is a pure function of (seed, epoch, step, rank, world size); nothing is kept that a resumed run
-would have to restore.
+The rows of a batch are a pure function of (seed, epoch, step, rank, world size), so a resumed run has no state of the
+loader to restore.
 
-`Windows` keeps one shuffle window of all lanes of a rank open, and reads the next. `Batches` puts a loader together
-from a specification.
+`Windows` keeps one shuffle window of all lanes of a rank open, and reads the next. `Batches` builds a loader from a
+specification.
 """
 
 from __future__ import annotations
@@ -39,22 +39,23 @@ from train_service.store_retry import waiting_for
 
 # --- Loader ---
 
-# Of large batches, and at most of small ones.
+# Batches read ahead: for large batches, and the maximum for small ones.
 BATCHES_AHEAD, SMALL_BATCHES_AHEAD = 4, 16
 SMALL_BATCHES_BYTES = 16 * 1024 * 1024
-# Of small ones so many are prepared in one go, while they fit a processor's cache.
+# This many small batches are prepared in one go, as long as they fit a processor's cache.
 TOGETHER, TOGETHER_BYTES = 4, 2 * 1024 * 1024
-# Being woken costs as much as making a small batch, so who finds none ready waits for this long before it asks to be:
-# several small ones are ready by then, and a large one takes longer anyway.
+# Waking a thread costs as much as making a small batch. A consumer that finds no batch ready first sleeps this long:
+# several small batches are ready by then, and a large one takes longer anyway.
 NAP_S = 5e-4
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's share of one step: `inputs` float32 (rows, *shape), `labels` int64 (rows,), `row_ids` int64 (rows,).
-    For a device that does the last steps itself, `inputs` are uint8 images.
+    """One rank's share of one step.
 
-    `step` counts over all epochs from 0; `step_rows` is the number of rows over all ranks.
+    `inputs` float32 (rows, *shape), `labels` int64 (rows,), `row_ids` int64 (rows,). If the device computes the last
+    transform steps, `inputs` are uint8 images. `step` counts over all epochs from 0; `step_rows` is the number of rows
+    over all ranks.
     """
 
     step: int
@@ -66,12 +67,15 @@ class Batch:
 
 
 class Loader:
-    """Batches of the train split, any number of times; not shared between threads, since its cache is not."""
+    """Batches of the train split, for any number of passes.
+
+    Not shared between threads, because its cache is not.
+    """
 
     def __init__(
         self, cache: RowCache, preprocessing: Preprocessing, plan: SlicePlan, *, for_device: bool = False
     ) -> None:
-        """`for_device`: the inputs are what `Preprocessing.for_device` gives."""
+        """Prepare the loader. With `for_device` the inputs are `Preprocessing.for_device` of the rows."""
         self._cache = cache
         self._preprocessing = preprocessing
         self._plan = plan
@@ -83,9 +87,9 @@ class Loader:
         self.lanes = plan.lanes
 
     def batches(self, first_step: int) -> Generator[Batch, None, None]:
-        """From `first_step` to the end of the run. Whatever the reading raises is raised here.
+        """Yield the batches from `first_step` to the end of the run. Errors of reading are raised here.
 
-        The thread that reads ahead ends with the generator: close it where the last batch is not taken.
+        The thread that reads ahead ends with the generator: close it unless the last batch was taken.
         """
         ahead: queue.SimpleQueue[Batch | BaseException | None] = queue.SimpleQueue()
         capacity = threading.Semaphore(self._batches_ahead())
@@ -99,7 +103,7 @@ class Loader:
                         return
                     ahead.put(batch)
                 ahead.put(None)
-            except BaseException as error:  # handed to the consumer, whose thread it stops
+            except BaseException as error:  # raised again in the consumer's thread
                 ahead.put(error)
 
         thread = threading.Thread(target=read, name="loader", daemon=True)
@@ -141,7 +145,7 @@ class Loader:
                 yield from self._prepared(windows, epoch, range(step, min(step + together, self.steps_per_epoch)))
 
     def _prepared(self, windows: Windows, epoch: int, steps: range) -> Iterator[Batch]:
-        """The batches of steps of an epoch that follow each other, their rows read together."""
+        """Yield the batches of consecutive steps of an epoch, their rows read together."""
         plan = self._plan
         bounds = [step_bounds(self._rows, self.steps_per_epoch, step) for step in steps]
         rows = windows.rows(bounds[0][0], bounds[-1][1])
@@ -161,7 +165,8 @@ class Loader:
             )
 
     def _inputs(self, epoch: int, rows: Rows, parts: Sequence[Rows]) -> Iterator[Array]:
-        """The model's inputs of each part of `rows`, made at once: a row comes out the same in any company."""
+        """Yield the model's inputs of each part of `rows`, prepared together. A row's result does not depend on the
+        others."""
 
         def made(some: Rows) -> Array:
             return self._prepare(some, RowKeys(self._plan.seed, epoch, some.row_ids))
@@ -171,7 +176,7 @@ class Loader:
         except InvalidArgument:
             if len(parts) == 1:
                 raise
-            # Those before the row that is wrong are good batches.
+            # The parts before the bad row are good batches.
             yield from map(made, parts)
         else:
             yield from np.split(whole, np.cumsum([len(part.row_ids) for part in parts])[:-1])
@@ -181,26 +186,30 @@ class Loader:
 
 
 class Windows:
-    """Positions only ever grow within an epoch, so the lanes of a rank go from window to window together."""
+    """The open shuffle window of all lanes of a rank.
+
+    Positions only grow within an epoch, so the lanes of a rank move from window to window together.
+    """
 
     def __init__(self, cache: RowCache, blocks: Ints, plan: SlicePlan, epoch: int, *, read_ahead: bool = True) -> None:
-        """`read_ahead`: whoever opens a window will want the next one too."""
+        """Prepare an epoch's windows. `read_ahead`: the next window is read while one is open."""
         self._cache = cache
         self._read_ahead = read_ahead
         self._plan = plan
         self._order = epoch_order(blocks, plan.lanes, plan.seed, epoch, plan.window_rows)
         self._lanes = range(plan.rank, plan.lanes, plan.world_size)
         self._number = -1
-        # The window whose rows were worked out last, and these.
+        # The number of the last computed window, and its rows.
         self._stretches: tuple[int, Ints] = (-1, np.empty(0, np.int64))
-        # Of the open window: the rows, lane after lane; the positions that the rank computes; the row of each of these.
+        # State of the open window: the rows, lane after lane; the rank's positions; the index of the row of each
+        # position.
         self._rows: Rows | None = None
         self._buffers: RowBuffers = {}
         self._positions = np.empty(0, np.int64)
         self._places = np.empty(0, np.int64)
 
     def rows(self, begin: int, end: int) -> Rows:
-        """Of the positions [begin, end) of the epoch, the rows that the rank computes."""
+        """Return the rank's rows at the positions [begin, end) of the epoch."""
         span = self._plan.lanes * self._order.window_rows
         parts = []
         for number in range(begin // span, -(-end // span)):
@@ -211,7 +220,7 @@ class Windows:
 
     def _open(self, number: int) -> Rows:
         if self._rows is None or number != self._number:
-            self._rows = None  # before the next is made, where they lie
+            self._rows = None  # free the buffers, which the next window reuses
             stretches = self._rows_of(number)
             if self._read_ahead:
                 self._cache.read_ahead(stretches)
@@ -222,7 +231,7 @@ class Windows:
         return self._rows
 
     def _rows_of(self, number: int) -> Ints:
-        """The rows of a window, lane after lane, before they are shuffled."""
+        """Return the rows of a window, lane after lane, before they are shuffled."""
         if self._stretches[0] != number:
             self._stretches = number, np.concatenate([self._order.stretch(lane, number) for lane in self._lanes])
         return self._stretches[1]
@@ -234,7 +243,7 @@ class Windows:
         self._positions = rank_positions(number * span, end, plan.lanes, plan.rank, plan.world_size)
         self._places = np.empty_like(self._positions)
         base = 0
-        # Positions are dealt out to lanes like cards.
+        # Positions are dealt to lanes like cards.
         for place, lane in enumerate(self._lanes):
             shuffle = order.shuffle(lane, number)
             self._places[place :: len(self._lanes)] = base + shuffle
@@ -243,31 +252,34 @@ class Windows:
 
 # --- Parts of a loader ---
 
-# Of large rows it must hold the row group that each lane of a rank is in, and the next: 24 of 20 MiB, twice.
+# Large rows need room for each lane's current row group and the next: 24 lanes, 20 MiB each, twice.
 CACHE_BYTES = 1024 * 1024 * 1024
-# Each lane is in a file of its own: were there no room for all their footers, every window would parse them anew. Those
-# of 24 lanes take 640 MiB where rows have a hundred columns of doubles, and 20 MiB where they are small images.
+# Each lane reads its own file. Without room for all footers, every window would parse them again. The footers of 24
+# lanes take 640 MiB if rows have a hundred columns of doubles, and 20 MiB if they are small images.
 FOOTER_BYTES = 768 * 1024 * 1024
 
 
 class Batches:
-    """The rows of a run's version, as one of its ranks reads them."""
+    """The rows of a run's dataset version, read by one of its ranks."""
 
     def __init__(self, store: ObjectStore, version: DatasetVersion, spec: TrainingSpec) -> None:
-        """Raises `InvalidArgument` where the transform does not fit the version."""
+        """Prepare the reading. Raises `InvalidArgument` if the transform does not fit the version."""
         self.preprocessing = Preprocessing(spec, version.columns)
         self._spec = spec
         self._store = store
         self._version = version
 
     def labels(self, touched: Callable[[], None] = lambda: None) -> RowCache:
-        """The labels of the train split, without any other column."""
+        """Return the labels of the train split, without any other column."""
         return self.cache(self._spec.train_split, touched, columns=[])
 
     def cache(
         self, split: str, touched: Callable[[], None] = lambda: None, *, columns: Sequence[str] | None = None
     ) -> RowCache:
-        """`touched` is called whenever rows are asked for; `columns` are those that the transform reads."""
+        """Return a cache of the split's rows.
+
+        `touched` is called whenever rows are requested. `columns` defaults to those that the transform reads.
+        """
         spec, columns = self._spec, self.preprocessing.columns if columns is None else columns
         reader = VersionReader(self._store, self._version, Footers(FOOTER_BYTES))
         cache = RowCache(
@@ -290,6 +302,6 @@ class Batches:
     def loader(
         self, rank: int, world_size: int, touched: Callable[[], None] = lambda: None, *, for_device: bool = False
     ) -> Loader:
-        """Of the train split, read by threads of this process."""
+        """Return a loader of the train split, read by threads of this process."""
         cache = self.cache(self._spec.train_split, touched)
         return Loader(cache, self.preprocessing, self.plan(rank, world_size), for_device=for_device)

@@ -1,6 +1,7 @@
-"""What a training job does to the rows of its version: which columns it reads, and the model's input made of them.
+"""The preprocessing of a training job: the columns that it reads, and the model's input made of them.
 
-A specification is fitted to the version that it names: whether it fits, and the defaults that depend on it.
+It also fits a specification to its dataset version: checks that it fits, and fills in defaults that depend on the
+version.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ NON_FINITE_REMEDY = (
     "import the version with nan_as_null and fill its nulls, filter such rows in TransformVersion, or set "
     "spec.allow_non_finite"
 )
-# Of finite numbers and texts these steps make finite numbers alone, and `normalize` does by any usual std.
+# From finite numbers and texts these steps make only finite numbers; `normalize` does so with any usual std.
 MAKE_FINITE = frozenset(
     {
         *("to_float", "select", "drop", "rename", "ordinal_encode", "one_hot_encode", "bucketize", "concat"),
@@ -51,18 +52,21 @@ MAKE_FINITE = frozenset(
     }
 )
 MIN_STD = 1e-6
-# What a worker's device may do of the transform: see `train_service.learning.device`.
+# Steps that a worker's device may compute, see `train_service.learning.device`.
 DEVICE_STEPS = (CenterCrop, RandomCrop, RandomFlip, ColorJitter, ToFloat, Normalize)
-# What is NaN or infinite before these steps is so behind them.
+# Steps that pass NaN and infinities through unchanged.
 KEEP_NON_FINITE = frozenset({"select", "drop", "fill_nulls", "standardize", "normalize"})
 
 
 class Preprocessing:
-    """The steps of the job's own transform that its input column depends on, and no others. Immutable."""
+    """The steps of the job's own transform that its input column depends on. Immutable."""
 
     def __init__(self, spec: TrainingSpec, columns: Sequence[Column], *, asked: bool = False) -> None:
-        """`columns` are the version's; `asked` as in `Pipeline`. Raises `InvalidArgument` naming the step, or
-        `spec.input_column`."""
+        """Plan the preprocessing.
+
+        `columns` are the version's; `asked` as in `Pipeline`. Raises `InvalidArgument` that names the step, or
+        `spec.input_column`.
+        """
         self.input_column = spec.input_column
         self._version = spec.dataset_version
         given = schema_of_columns(columns)
@@ -75,22 +79,22 @@ class Preprocessing:
                 FIELD, spec.input_column, f"it takes the input column away and leaves {_names(schemas[-1])}"
             )
         needed = needed_columns(whole.steps, schemas, frozenset([spec.input_column]))
-        # In the version's order; the label is read beside them, for no step gets it.
+        # In the version's order, without the label: no step gets it, and it is read separately.
         self.columns = [name for name in given if name in needed[0]]
         read = {name: given[name] for name in self.columns}
-        # Each with its place in the whole transform, from which augmentations draw.
+        # Each step with its index in the whole transform, from which augmentations draw.
         self._steps = sliced(whole.steps, [read, *schemas[1:]], needed)
         self._images = image_columns([step for _, step in self._steps], read)
         self._floats = [name for name, one in read.items() if is_float(one)]
         makes_finite = all(_makes_finite(step) for _, step in self._steps)
         self._is_checked = not spec.allow_non_finite and not (makes_finite and not self._floats)
-        # From here on the steps are the device's.
+        # The device computes the steps from this index on.
         self._device_begins = len(self._steps)
         if spec.acceleration.transform_device == BY_DEVICE:
             self._device_begins = self._first_of_device(schemas)
-        # By whether augmentations act: those of validation have no keys.
+        # Keyed by whether augmentations act; rows of the validation split have no keys.
         self._split = {True: spec.train_split, False: spec.validation_split}
-        # As a checkpoint keeps it: every step names its column.
+        # The form that a checkpoint stores: every step names its column.
         self.config = whole.config
 
     @property
@@ -105,32 +109,33 @@ class Preprocessing:
 
     @property
     def carried_floats(self) -> list[str]:
-        """The columns of floats whose NaN and infinities reach the model's input, whatever else a row has."""
+        """The float columns whose NaN and infinities always reach the model's input."""
         origins = {name: {name} for name in self._floats}
         for _, step in self._steps:
             if isinstance(step, Concat):
                 origins[step.into] = set().union(*(origins.get(name, set()) for name in step.columns))
             elif step.op not in KEEP_NON_FINITE:
-                for name in step.reads:  # an encoder, a function: they may make anything of them
+                for name in step.reads:  # an encoder or a function may make anything of them
                     origins.pop(name, None)
         reaching = origins.get(self.input_column, set())
         return [name for name in self._floats if name in reaching]
 
     @property
     def device_steps(self) -> list[tuple[int, Step]]:
-        """Those that `for_device` leaves, with their places in the whole transform."""
+        """The steps that `for_device` leaves out, with their indices in the whole transform."""
         return self._steps[self._device_begins :]
 
     @property
     def is_quick(self) -> bool:
-        """Whether no step decodes images or calls a function of somebody else's, which take their time."""
+        """Whether the transform is fast: it decodes no images and calls no custom functions."""
         return not self._images and not any(isinstance(step, Custom) for _, step in self._steps)
 
     def __call__(self, rows: Rows, keys: RowKeys | None = None) -> Array:
-        """The model's input of these rows (B, *shape). With `keys`, those of the rows, augmentations act.
+        """Return the model's input of these rows, (B, *shape).
 
-        As many images are decoded side by side as there is room for. Raises `InvalidArgument` naming the id of a row
-        that a step cannot work on or, unless such are allowed, whose input is NaN or infinite.
+        Augmentations act if `keys`, the keys of the rows, are given. As many images are decoded at a time as there is
+        room for. Raises `InvalidArgument` that names the id of a row that a step cannot process or, unless the job
+        allows such, whose input is NaN or infinite.
         """
         made = self._prepared(rows, keys)
         if self._is_checked and not np.isfinite(made).all():
@@ -138,14 +143,19 @@ class Preprocessing:
         return made
 
     def for_device(self, rows: Rows, keys: RowKeys | None = None) -> Array:
-        """What the steps but `device_steps` make of these rows, uint8 (B, H, W) or (B, H, W, C); where the device has
-        none, as the call."""
+        """Apply all steps except `device_steps` to these rows: uint8 (B, H, W) or (B, H, W, C).
+
+        Without device steps it is the same as calling the object.
+        """
         if not self.device_steps:
             return self(rows, keys)
         return self._prepared(rows, keys, self._device_begins)
 
     def _first_of_device(self, schemas: Sequence[Schema]) -> int:
-        """Raises `InvalidArgument` where the last steps are none that a device does."""
+        """Return the index of the first step that the device computes.
+
+        Raises `InvalidArgument` if a device cannot compute the last steps.
+        """
         first = len(self._steps)
         for place, step in reversed(self._steps):
             before = schemas[place].get(self.input_column)
@@ -164,7 +174,7 @@ class Preprocessing:
         return first
 
     def _prepared(self, rows: Rows, keys: RowKeys | None, end: int | None = None) -> Array:
-        """What the steps before the one numbered `end` make."""
+        """Apply the steps before index `end`."""
         if not self._images:
             return self._made_of(rows, keys, end)
         images = [rows.batch()[name] for name in self._images]
@@ -187,7 +197,7 @@ class Preprocessing:
                 metadata={"resource": self._version, "row_id": str(row_id)},
                 fields=[(error.path, f"row {row_id}: {error.problem}")],
             ) from error
-        # As torch takes it: contiguous, and its own to write to. Most transforms make it so.
+        # torch needs a contiguous, writable array. Most transforms return one.
         dtype = np.float32 if end is None else np.uint8
         return np.require(walk.batch[self.input_column], dtype, ["C", "W"])
 
@@ -226,7 +236,7 @@ def _makes_finite(step: Step) -> bool:
 
 
 def _numbers(column: BatchColumn) -> Array:
-    """Nulls, which pandas writes as NaN, are left out."""
+    """Return a column's numbers without nulls, which pandas would convert to NaN."""
     return column if isinstance(column, np.ndarray) else column.drop_null().to_numpy(zero_copy_only=False)
 
 
@@ -248,8 +258,11 @@ def _check_steps(pipeline: Pipeline) -> None:
 
 
 def _schemas(pipeline: Pipeline, given: Schema, spec: TrainingSpec) -> list[Schema]:
-    """The columns before each step and, last, after all. An input column that no step could have made by the time it
-    is worked on is the fault of `spec.input_column`, not of the step."""
+    """Return the columns before each step and, last, after all steps.
+
+    If no step can have made the input column by the time a step needs it, the error names `spec.input_column`, not the
+    step.
+    """
     schemas = [given]
     for index, step in enumerate(pipeline.steps):
         if spec.input_column not in schemas[-1] and spec.input_column in step.reads:
@@ -270,13 +283,15 @@ def _names(schema: Schema) -> str:
 # --- Fit with the version ---
 
 DEFAULT_VALIDATION_SPLIT = "validation"
-# Of a version's columns, at most so many are told.
+# Limit on the columns that an error names.
 MAX_PROBLEMS = 20
 
 
 def fitted(store: ObjectStore, spec: TrainingSpec) -> tuple[TrainingSpec, DatasetVersion, TensorSpec]:
-    """With the defaults that depend on the version, that version, and the model's input tensor for one row. Raises what
-    `CreateTrainingJob` says of a specification, but for its model and initial checkpoint."""
+    """Return the spec with the version's defaults, the version, and the model's input tensor for one row.
+
+    Raises what `CreateTrainingJob` documents for a specification, except for its model and initial checkpoint.
+    """
     names.parse("spec.dataset_version", spec.dataset_version, "datasets/{d}/versions/{v}")
     spec_rules.check(spec)
     version = _version_of(store, spec)
@@ -288,7 +303,7 @@ def fitted(store: ObjectStore, spec: TrainingSpec) -> tuple[TrainingSpec, Datase
 
 
 def fitted_program(store: ObjectStore, spec: TrainingSpec) -> TrainingSpec:
-    """Of a program: with the defaults that depend on the version, where it names one. Raises as `fitted`."""
+    """Return a program's spec with the defaults of its version, if it names one. Raises as `fitted`."""
     spec_rules.check(spec)
     if not spec.dataset_version:
         return spec
@@ -296,13 +311,13 @@ def fitted_program(store: ObjectStore, spec: TrainingSpec) -> TrainingSpec:
     version = _version_of(store, spec)
     spec = with_defaults(spec, version)
     _check_splits(spec, version)
-    # Which columns the program reads is not known, so a row counts with all of them.
+    # The columns that the program reads are unknown, so a row counts with all of them.
     row_bytes = bytes_of_row(version, spec.train_split, [column.name for column in version.columns])
     return replace(spec, window_rows=window_rows(row_bytes, spec.lanes))
 
 
 def _version_of(store: ObjectStore, spec: TrainingSpec) -> DatasetVersion:
-    """Raises as `load_version`; a `NotFound` names the field."""
+    """Load the version. Raises as `load_version`; a `NotFound` names the field."""
     try:
         return load_version(store, spec.dataset_version)
     except NotFound as error:
@@ -316,7 +331,7 @@ def _version_of(store: ObjectStore, spec: TrainingSpec) -> DatasetVersion:
 
 
 def with_defaults(spec: TrainingSpec, version: DatasetVersion) -> TrainingSpec:
-    """Fills in the validation split: `validation` where the version has it, else none."""
+    """Set the validation split: `validation` if the version has it, else none."""
     names = [split.name for split in version.manifest.splits]
     if not spec.validation_split and DEFAULT_VALIDATION_SPLIT in names:
         return replace(spec, validation_split=DEFAULT_VALIDATION_SPLIT)
@@ -324,7 +339,7 @@ def with_defaults(spec: TrainingSpec, version: DatasetVersion) -> TrainingSpec:
 
 
 def check_fits(spec: TrainingSpec, version: DatasetVersion) -> TensorSpec:
-    """The model's input tensor for one row, prepared. Raises `InvalidArgument` naming the field that does not fit."""
+    """Return the model's prepared input tensor for one row. Raises `InvalidArgument` that names the bad field."""
     _check_splits(spec, version)
     _check_label(spec, version)
     check_rows(spec, version.split(spec.train_split).row_count)
@@ -332,13 +347,16 @@ def check_fits(spec: TrainingSpec, version: DatasetVersion) -> TensorSpec:
 
 
 def check_prepared(spec: TrainingSpec, columns: Sequence[Column]) -> TensorSpec:
-    """The same of rows with these columns, whatever their splits and labels are."""
+    """Check the transform and the model's input, as `check_fits` does, for rows with these columns.
+
+    Splits and labels are not checked.
+    """
     # An operator's function must not hang or end the service that answers.
     with functions_in_children():
         prepared = Preprocessing(spec, columns, asked=True).output
     dimensions = input_dimensions(spec.model.builder)
     fits = bool(prepared.shape) and dimensions in (None, len(prepared.shape))
-    # Of a model of a user's own that may be left open.
+    # A user's model may leave its channels open.
     channels = spec.model.in_channels or (prepared.shape[0] if prepared.shape else 0)
     if prepared.dtype != "float32" or not fits or prepared.shape[0] != channels:
         wanted = f"float32 of {_wanted(channels, dimensions)}, as spec.model.in_channels says"
@@ -361,10 +379,11 @@ def _check_splits(spec: TrainingSpec, version: DatasetVersion) -> None:
 
 
 def check_finite(store: ObjectStore, spec: TrainingSpec, version: DatasetVersion) -> None:
-    """By the version's statistics, before any row is read. The specification must fit the version; what a step makes of
-    finite values is found only as rows are read.
+    """Check the version's statistics for NaN and infinities, before any row is read.
 
-    Raises `InvalidArgument` naming each column that is NaN or infinite in a split, unless such values are allowed.
+    The specification must fit the version. Values that a step makes of finite values are found only when rows are read.
+
+    Raises `InvalidArgument` that names each column with NaN or infinities in a split, unless the job allows such.
     """
     if spec.allow_non_finite:
         return
@@ -374,7 +393,7 @@ def check_finite(store: ObjectStore, spec: TrainingSpec, version: DatasetVersion
     if spec.task == REGRESSION and is_float(label):
         floats.append(spec.label_column)
     if not floats:
-        return  # pixels, most often: nothing to look for
+        return  # usually pixels: nothing to check
     splits = (spec.train_split, spec.validation_split)
     found = {
         (one["column"], one["split"]): what
@@ -392,9 +411,11 @@ def check_finite(store: ObjectStore, spec: TrainingSpec, version: DatasetVersion
 
 
 def check_classes(store: ObjectStore, spec: TrainingSpec, version: DatasetVersion) -> None:
-    """By the version's statistics, before any row is read: raises `InvalidArgument` where a label is no class of the
-    model. The specification must fit the version; of a model of a user's own whose width is not known yet nothing is
-    said."""
+    """Check the version's statistics for labels that are no class of the model, before any row is read.
+
+    Raises `InvalidArgument` for such a label. The specification must fit the version. A user's model whose width is
+    unknown is not checked.
+    """
     classes = spec.model.num_classes
     if spec.task == REGRESSION or not classes:
         return
@@ -403,7 +424,7 @@ def check_classes(store: ObjectStore, spec: TrainingSpec, version: DatasetVersio
         numbers = one.get("numbers")
         if one["column"] != spec.label_column or one["split"] not in splits or not numbers:
             continue
-        least, most = int(numbers.get("min", 0)), int(numbers.get("max", 0))  # JSON leaves a zero out
+        least, most = int(numbers.get("min", 0)), int(numbers.get("max", 0))  # JSON omits a zero
         if least < 0 or most >= classes:
             label = least if least < 0 else most
             where = f"column {spec.label_column!r} has the label {label} in split {one['split']!r} of {version.name}"
@@ -415,24 +436,27 @@ def check_classes(store: ObjectStore, spec: TrainingSpec, version: DatasetVersio
 
 
 def _non_finite(statistics: Mapping[str, Any]) -> str:
-    """What a column's statistics, as JSON, show of NaN and infinities; empty where there is none."""
+    """Return a column's NaN and infinities, by its statistics as JSON, as text. Empty if there are none."""
     count = int(statistics.get("nanCount", 0))
     found = [f"{count:,} NaN"] if count else []
     numbers = statistics.get("numbers", {})
-    if any(isinstance(numbers.get(bound), str) for bound in ("min", "max")):  # as JSON spells infinities
+    if any(isinstance(numbers.get(bound), str) for bound in ("min", "max")):  # JSON spells infinities as strings
         found.append("infinities")
     return " and ".join(found)
 
 
 def with_order(spec: TrainingSpec, version: DatasetVersion) -> TrainingSpec:
-    """Fixes what the order of rows hangs on besides lanes and seed. The specification must fit the version."""
+    """Set the shuffle window, on which the order of rows depends besides lanes and seed.
+
+    The specification must fit the version.
+    """
     with functions_in_children():
         columns = Preprocessing(spec, version.columns).columns
     return replace(spec, window_rows=window_rows(bytes_of_row(version, spec.train_split, columns), spec.lanes))
 
 
 def steps_of_run(spec: TrainingSpec, version: DatasetVersion) -> int:
-    """Optimiser steps of all epochs. The split must be there."""
+    """Return the optimizer steps of all epochs. The split must exist."""
     (rows,) = (split.row_count for split in version.manifest.splits if split.name == spec.train_split)
     return steps_per_epoch(rows, spec.global_batch_size) * spec.epochs
 
@@ -442,12 +466,15 @@ def _wanted(channels: int, dimensions: int | None) -> str:
 
 
 def ingested_columns(version: DatasetVersion) -> Sequence[Column]:
-    """Those of the rows as they were ingested: the version's own where nothing was done to them since."""
+    """Return the columns of the rows as ingested. By default the version's own."""
     return version.manifest.ingested or version.columns
 
 
 def class_names(spec: TrainingSpec, version: DatasetVersion) -> Sequence[str]:
-    """What the version calls the model's classes 0, 1, …; none where it has no names, and for regression."""
+    """Return the version's names of the model's classes 0, 1, …
+
+    Returns none if the version has no names, and for regression.
+    """
     if spec.task == REGRESSION:
         return ()
     labels = next(column for column in version.columns if column.name == spec.label_column)
@@ -467,10 +494,13 @@ def _check_label(spec: TrainingSpec, version: DatasetVersion) -> None:
 
 
 def _check_numbers(spec: TrainingSpec, given: ColumnType) -> None:
-    """One number for each output of the model: a scalar column where it has one, a tensor of them where more."""
+    """Check that the label has one number per output of the model.
+
+    That is a scalar column for one output, and a tensor column for more.
+    """
     width, outputs = None, spec.model.num_classes
     if not outputs and spec.model.is_own:
-        return  # looked at again once its code has said it
+        return  # checked again once the model's code has set it
     if isinstance(given, TensorType):
         width = given.shape[0] if len(given.shape) == 1 else None
     elif kinds.is_integer(given.arrow_type) or kinds.is_floating(given.arrow_type):

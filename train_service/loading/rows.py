@@ -1,7 +1,7 @@
-"""Rows of a version on their way into a batch: as stored, with labels and ids, column by column.
+"""Rows of a dataset version before they are prepared: columns as stored, with labels and ids.
 
-Row groups are kept in memory: read once, ahead of time where that is asked for, checked, and kept while there is room.
-A label that a loss could not take is refused with its row, before anything learns from it.
+Row groups are cached in memory: read once, ahead of time if requested, checked, and kept while there is room. A label
+that the loss cannot take is refused, with its row, before anything is learnt from it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from train_service.store_retry import retry_on_outage, store_call
 
 # --- Row cache ---
 
-# Threads that read ahead, and have as many processors: each asks a store far away for several ranges at once.
+# Threads that read ahead, at most one per processor. Each requests several ranges of a remote store at once.
 READERS = min(4, os.cpu_count() or 1)
-# What is on its way holds so much memory at most; what would be more is read when it is asked for.
+# Limit on memory of row groups being read ahead. Further groups are read when they are requested.
 AHEAD_BYTES = 256 * 1024 * 1024
 
 
 class RowCache:
-    """Reads rows of one split by their position in it. Least recently used row groups leave first.
+    """Cache of the rows of one split, read by position. The least recently used row groups leave first.
 
-    Not thread-safe: each loader has its own. It has threads of its own that read ahead.
+    Not thread-safe: each loader has its own. It uses its own threads to read ahead.
     """
 
     def __init__(
@@ -52,8 +52,11 @@ class RowCache:
         *,
         allow_non_finite: bool = False,
     ) -> None:
-        """`columns` are those that the job's transform reads; `num_classes` is K for regression; `capacity` in
-        bytes. Without a `label_column` rows have no labels: (rows, 0)."""
+        """Prepare the cache.
+
+        `columns` are those that the job's transform reads; `num_classes` is K for regression; `capacity` in bytes.
+        Without a `label_column` rows have no labels: (rows, 0).
+        """
         self._reader = reader
         self._groups = retry_on_outage(lambda: reader.row_groups(split), "the row groups")
         self._columns = list(columns)
@@ -64,7 +67,7 @@ class RowCache:
         self._capacity = capacity
         self._held: OrderedDict[int, Rows] = OrderedDict()
         self._in_flight_bytes = 0
-        # Each with its place among those that are read together.
+        # Row groups being read: the future of their share, and their index in it.
         self._coming: dict[int, tuple[Future[list[Rows]], int]] = {}
         self._readers: ThreadPoolExecutor | None = None
         counts = [group.row_count for group in self._groups]
@@ -72,12 +75,14 @@ class RowCache:
         self.row_groups = counts
         self.row_bytes = bytes_of_row(reader.version, split, columns)
         self.bytes_read = 0
-        # Called whenever rows are asked for, as a sign that whoever does so gets on.
+        # Called whenever rows are requested, as a sign of progress.
         self.touched: Callable[[], None] = lambda: None
 
     def read_ahead(self, positions: Ints) -> None:
-        """Begins to read the row groups that the rows at `positions` need and that are not held, as many as there is
-        room for. Each reader has its share of them in one piece: groups are cheap to read together."""
+        """Start reading the row groups of `positions` that are not cached, as many as fit.
+
+        Each thread reads one contiguous share, because adjacent groups are cheap to read together.
+        """
         numbers = self._capacity_for(number for number in self._needed(positions) if number not in self._held)
         if not numbers:
             return
@@ -88,15 +93,15 @@ class RowCache:
             self._coming.update({number: (reading, place) for place, number in enumerate(share.tolist())})
 
     def rows(self, positions: Ints, into: RowBuffers | None = None) -> Rows:
-        """The rows at `positions` (from 0 at the split's beginning), in that order; where they must be copied, their
-        tensors lie in `into` until it is used again.
+        """Return the rows at `positions` (from 0 at the split's beginning), in that order.
 
-        Raises `DataLoss` when the stored bytes carry other row ids than their place in the version says, and
-        `InvalidArgument` naming the row for a label that is missing, outside 0..num_classes-1 or, for regression, not
-        finite.
+        If rows must be copied, their tensors use the memory of `into` until it is used again.
+
+        Raises `DataLoss` if the stored row ids do not match their positions in the version, and `InvalidArgument` that
+        names the row of a label that is missing, outside 0..num_classes-1 or, for regression, not finite.
         """
         groups = self._group_of(positions)
-        # Stretches of rows that follow each other in a row group: each is copied at once.
+        # Runs of consecutive rows within one row group; each is copied at once.
         begins = np.flatnonzero((np.diff(positions, prepend=-2) != 1) | (np.diff(groups, prepend=-1) != 0))
         parts = []
         for begin, end in itertools.pairwise([*begins.tolist(), len(positions)]):
@@ -104,16 +109,16 @@ class RowCache:
             number = int(groups[begin])
             first = int(positions[begin] - self._ends[number]) + self._groups[number].row_count
             parts.append(self._group(number).slice(first, first + end - begin))
-        # No rows have columns all the same: those of any row group, of one that is held where there is one.
+        # Even no rows have columns: take them from a cached row group if there is one.
         return Rows.joined(parts or [self._group(next(iter(self._held), 0)).slice(0, 0)], into)
 
     def _needed(self, positions: Ints) -> list[int]:
-        """The row groups of these positions, of which many follow each other, in their order."""
+        """Return the row groups of these positions, sorted. Many positions share a group."""
         groups = self._group_of(positions)
         return sorted(set(groups[np.flatnonzero(np.diff(groups, prepend=-1))].tolist()))
 
     def _capacity_for(self, numbers: Iterable[int]) -> list[int]:
-        """Those that are not on their way, up to the first that would be too much."""
+        """Return the groups that are not being read, up to the first that would exceed `AHEAD_BYTES`."""
         rows, chosen = sum(self.row_groups[number] for number in self._coming), []
         for number in numbers:
             if number in self._coming:
@@ -139,7 +144,7 @@ class RowCache:
                 with store_call():
                     read = reading.result()[place]
                 del self._coming[number]
-            except BaseException:  # whoever asks again for one of those that were read together has it read anew
+            except BaseException:  # the groups of the failed read are read again on request
                 self._coming = {other: one for other, one in self._coming.items() if one[0] is not reading}
                 raise
         else:
@@ -152,7 +157,7 @@ class RowCache:
         return read
 
     def _read(self, groups: Sequence[RowGroup]) -> list[Rows]:
-        """Runs in any thread. Those of one file, which follow each other, are read together."""
+        """Read row groups, in any thread. Adjacent groups of one file are read together."""
         by_file = itertools.groupby(groups, lambda group: group.file_index)
         return [rows for _, of_file in by_file for rows in self._read_of_file(list(of_file))]
 
@@ -194,17 +199,17 @@ class RowCache:
 def labels_of(
     table: pa.Table, column: str, row_ids: Ints, num_classes: int, task: str, *, allow_non_finite: bool = False
 ) -> NDArray[Any]:
-    """Classes int64 (rows,); for regression numbers, float32 (rows,), or (rows, K) of a tensor column.
+    """Return classes, int64 (rows,), or for regression numbers, float32 (rows,) or (rows, K) of a tensor column.
 
-    Raises `InvalidArgument` naming the first row whose label is missing, no class or, unless such are
-    allowed, not finite.
+    Raises `InvalidArgument` that names the first row whose label is missing, no class or, unless the job allows such,
+    not finite.
     """
     _refuse_nulls(table, column, row_ids)
     if task == CLASSIFICATION:
         return _classes(table.column(column).to_numpy(), column, row_ids, num_classes)
     read = batch_of(table.select([column]))[column]
     values = read if isinstance(read, np.ndarray) else read.to_numpy(zero_copy_only=False)
-    with np.errstate(over="ignore"):  # beyond float32: told as not finite
+    with np.errstate(over="ignore"):  # values beyond float32 are reported as not finite
         numbers = values.astype(np.float32)
     if allow_non_finite:
         return numbers
@@ -248,17 +253,16 @@ def _refuse_nulls(table: pa.Table, column: str, row_ids: Ints) -> None:
 # --- Rows ---
 
 Array = NDArray[Any]
-# Tensors by column that are there to be written over: a large one that is made anew costs more than its copying.
+# Reusable tensors by column. For a large tensor the allocation costs more than the copy.
 RowBuffers = dict[str, Array]
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows in some order: the columns as stored, `labels`, `row_ids` int64 (rows,). Labels are classes, int64 (rows,),
-    or for regression numbers, float32 (rows,) or (rows, K).
+    """Rows in some order: columns as stored, `labels`, and `row_ids` int64 (rows,).
 
-    `tensors` are (rows, *shape) each. `scalars` has all others, so that one call of Arrow's moves them all; None where
-    there are none.
+    Labels are classes, int64 (rows,), or for regression numbers, float32 (rows,) or (rows, K). `tensors` are (rows,
+    *shape) each. `scalars` holds all other columns, so that one call of Arrow copies them all; None if there are none.
     """
 
     tensors: dict[str, Array]
@@ -268,8 +272,7 @@ class Rows:
 
     @classmethod
     def joined(cls, parts: Sequence[Rows], into: RowBuffers | None = None) -> Rows:
-        """The rows of all parts, which have the same columns, one part after the other; with `into`, their tensors in
-        its."""
+        """Concatenate parts with equal columns. The tensors use the memory of `into`, if given."""
         if len(parts) == 1:
             return parts[0]
         scalars = [part.scalars for part in parts if part.scalars is not None]
@@ -282,7 +285,7 @@ class Rows:
         )
 
     def take(self, places: Ints) -> Rows:
-        """Copies of the rows at these places, in that order."""
+        """Return copies of the rows at these indices, in that order."""
         return Rows(
             {name: values.take(places, axis=0) for name, values in self.tensors.items()},
             None if self.scalars is None else self.scalars.take(pa.array(places)),
@@ -291,7 +294,7 @@ class Rows:
         )
 
     def slice(self, begin: int, end: int) -> Rows:
-        """These rows, without a copy."""
+        """Return rows [begin, end) without a copy."""
         return Rows(
             {name: values[begin:end] for name, values in self.tensors.items()},
             None if self.scalars is None else self.scalars.slice(begin, end - begin),
@@ -300,7 +303,7 @@ class Rows:
         )
 
     def batch(self) -> Batch:
-        """The columns, as a pipeline takes them."""
+        """Return the columns as a pipeline takes them."""
         if self.scalars is None:
             return dict(self.tensors)
         return {**dict(zip(self.scalars.schema.names, self.scalars.columns, strict=True)), **self.tensors}
@@ -320,8 +323,10 @@ def _concatenated(tensors: Sequence[Array], name: str, buffers: RowBuffers) -> A
 
 
 def bytes_of_row(version: DatasetVersion, split: str, columns: Sequence[str]) -> int:
-    """About what these columns of a row take in memory, by the manifest alone: where their types do not say, by the
-    bytes of the files."""
+    """Estimate the memory of one row's columns, in bytes, from the manifest alone.
+
+    A column whose type has no fixed size counts with the bytes of the files.
+    """
     types = schema_of_columns(version.columns)
     files = [file for file in version.manifest.files if file.split == split]
     stored = sum(file.size_bytes for file in files) // max(1, sum(file.row_count for file in files))

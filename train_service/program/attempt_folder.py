@@ -6,13 +6,13 @@
         {job}-a{attempt}/               {job}: a digest of the store's URL and the job's name
             lock                        each rank holds it, shared, until its process ends
             r{rank}/tmp                 TMPDIR of the rank
-            r{rank}/run                 its run folder: what it reports from, and copies that wait for their upload
+            r{rank}/run                 its run folder: files that it reports, and copies that wait for their upload
             checkpoints/                copies of checkpoints
 
-The last rank that leaves takes the folder away. One whose ranks were killed is taken away by the next attempt on the
-node, of any job and stack: no process holds its lock any more.
+The last rank that leaves deletes the folder. If the ranks were killed, the next attempt on the node, of any job and
+stack, deletes it, because no process holds its lock any more.
 
-A checkpoint's files are downloaded once for all ranks there, verified while they are written, and read-only.
+A checkpoint's files are downloaded once for all ranks of the node, verified while they are written, and read-only.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ logger = logging.getLogger(__name__)
 # Short: sockets of DataLoader's workers lie below TMPDIR, and their paths may have 107 bytes.
 ROOT = Path("/tmp")
 NAME = re.compile(r"[0-9a-f]{10}-a\d+")
-# A folder that is being taken away has another name.
+# Prefix of a folder that is being deleted.
 GOING = "going-"
 
 
 class AttemptFolder:
-    """One rank's use of it. `path` and what is below it are there while `entered` lasts."""
+    """One rank's use of the attempt's folder. `path` and everything below it exist while `entered` lasts."""
 
     def __init__(self, store_url: str, job_name: str, attempt: int, rank: int, root: Path = ROOT) -> None:
         self._root = root / f"millrace-{os.getuid()}"
@@ -63,9 +63,10 @@ class AttemptFolder:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[AttemptFolder]:
-        """Makes the rank's folders, and its `tmp` the process's TMPDIR. Sweeps the folders that no process uses.
+        """Make the rank's folders, and its `tmp` the process's TMPDIR. Sweep folders that no process uses.
 
-        Raises `FailedPrecondition` where the folder of this user on the node is another user's."""
+        Raises `FailedPrecondition` if this user's root folder on the node belongs to another user.
+        """
         make_own_folder(self._root)
         with self._root_locked() as going:
             going += self._unused()
@@ -89,7 +90,7 @@ class AttemptFolder:
                     going.append(_renamed(self.path))
 
     def _unused(self) -> list[Path]:
-        """Moves those that no process uses to another name; with the root's lock held."""
+        """Rename the folders that no process uses, for deletion. The caller holds the root's lock."""
         found = []
         for folder in self._root.iterdir():
             if folder.name.startswith(GOING):  # the process that removed it was killed
@@ -100,7 +101,8 @@ class AttemptFolder:
 
     @contextlib.contextmanager
     def _root_locked(self) -> Iterator[list[Path]]:
-        """The folders that are put into the list are taken away once the lock is free again: that may take long."""
+        """Hold the root's lock, and delete the folders in the yielded list after its release, because that may take
+        long."""
         going: list[Path] = []
         with (self._root / "lock").open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -110,7 +112,10 @@ class AttemptFolder:
 
 
 def make_own_folder(path: Path) -> None:
-    """In a folder that is everybody's, as /tmp: raises `FailedPrecondition` where it is there and not this user's."""
+    """Make a private folder in a public one, such as /tmp.
+
+    Raises `FailedPrecondition` if it exists and is not this user's own.
+    """
     path.mkdir(mode=0o700, exist_ok=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
@@ -122,10 +127,10 @@ def make_own_folder(path: Path) -> None:
 
 
 def _is_free(folder: Path) -> bool:
-    """Whether no process holds the folder's lock."""
+    """Return whether no process holds the folder's lock."""
     try:
         file: IO[str] = (folder / "lock").open("r+")
-    except FileNotFoundError:  # without a lock: the process that made the folder was killed before it had one
+    except FileNotFoundError:  # no lock: the process that made the folder was killed first
         return folder.exists()
     with file:
         try:
@@ -141,35 +146,43 @@ def _renamed(folder: Path) -> Path:
 
 # --- Copies of checkpoints ---
 
-# Files that are read at the same time.
+# Files that are downloaded at the same time.
 DOWNLOADS = 4
-# A rank may still read the copy before the newest; the reports meet in between, so no rank is further behind.
+# A rank may still read the copy before the newest. No rank is further behind, because the reports synchronize ranks.
 KEPT_COPIES = 2
 COPY_NAME = re.compile(r"report-\d{8}-[0-9a-f]{8}")
 
 
 class NodeCopies:
-    """Copies below `folder`, which the ranks of one attempt on one node share; the newest `KEPT_COPIES` are kept."""
+    """Copies of checkpoints below `folder`, shared by the ranks of one attempt on one node.
+
+    The newest `KEPT_COPIES` are kept.
+    """
 
     def __init__(
         self, store: Readable, folder: Path, advanced: Callable[[], None] = lambda: None, *, keeps_all: bool = False
     ) -> None:
-        """`advanced` is called as bytes come. With `keeps_all` no copy is taken away while the folder is there."""
+        """Prepare the copies.
+
+        `advanced` is called as bytes arrive. With `keeps_all` no copy is deleted as long as the folder exists.
+        """
         self._keeps_all = keeps_all
         self._store = store
         self._folder = folder
         self._advanced = advanced
 
     def folder_of(self, checkpoint: Mapping[str, Any]) -> Path:
-        """The files of a checkpoint, as `coordinator.described` names it. Raises `Internal` where it is damaged: the
-        attempt has found it whole, and the next one chooses again."""
+        """Return the folder with the files of a checkpoint, which `coordinator.described` describes.
+
+        Raises `Internal` if it is damaged: the attempt found it whole, and the next attempt chooses again.
+        """
         self._folder.mkdir(parents=True, exist_ok=True)
         name = f"report-{checkpoint['report']:08d}-{checkpoint['manifest_sha256'][:8]}"
         target = self._folder / name
         with _locked(self._folder / f"{name}.lock"):
             if not target.exists():
                 unfinished = self._folder / f"{name}.unfinished"
-                shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
+                shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed process
                 try:
                     retry_on_outage(lambda: self._download(checkpoint, unfinished), "the checkpoint to go on from")
                 except DataLoss as error:
@@ -182,10 +195,10 @@ class NodeCopies:
         return target
 
     def _drop_old(self, target: Path) -> None:
-        """All but `target`, whose lock this process holds, and the newest of the others."""
+        """Delete all copies except `target`, whose lock this process holds, and the newest others."""
         others = sorted(path for path in self._folder.iterdir() if COPY_NAME.fullmatch(path.name) and path != target)
         for old in others[: 1 - KEPT_COPIES]:
-            # Whoever holds it is about to drop copies as well: neither waits for the other.
+            # A process that holds a copy's lock is about to delete copies, too, so neither waits for the other.
             with suppress(BlockingIOError), _locked(old.with_name(f"{old.name}.lock"), fcntl.LOCK_NB):
                 shutil.rmtree(old, ignore_errors=True)
 
@@ -208,7 +221,7 @@ class NodeCopies:
 
 
 def _make_read_only(folder: Path) -> None:
-    """The files; folders stay as they are, for whoever takes them away."""
+    """Make the files read-only. Folders stay writable, so that they can be deleted."""
     for path in folder.rglob("*"):
         if path.is_file():
             path.chmod(0o444)
@@ -216,8 +229,10 @@ def _make_read_only(folder: Path) -> None:
 
 @contextmanager
 def _locked(path: Path, options: int = 0) -> Iterator[None]:
-    """Held by one process of the node; the system lets go of it for one that dies. With LOCK_NB raises
-    `BlockingIOError` where another has it."""
+    """Hold a file lock that one process of the node has at a time. The system releases it if the process dies.
+
+    With LOCK_NB it raises `BlockingIOError` if another process holds it.
+    """
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX | options)
         yield

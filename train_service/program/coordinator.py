@@ -1,13 +1,13 @@
-"""The attempt's side of a program's reports: where the ranks meet, and where what they reported becomes a checkpoint.
+"""The attempt's side of a program's reports: the ranks' reports meet here and become checkpoints.
 
-A rank uploads its files below the attempt's own folder, and says then: {report n, metrics, files}. Once all W ranks
-have said so, the report is put together (of a path that several ranks reported the lowest rank's file counts), the
-manifest is written, and the registry names it under the attempt's number: a stale attempt is refused there, and its
-files are taken away. Only then is every rank answered, and only then does its `ray.train.report` return.
+A rank uploads its files below the attempt's own folder, and then sends {report n, metrics, files}. Once all W ranks
+have sent report n, the files are merged (of a path that several ranks reported the lowest rank's file counts) and the
+manifest is written. Then the registry records the checkpoint under the attempt's number. It refuses a stale attempt,
+whose files are deleted. Only then is every rank answered, and its `ray.train.report` returns.
 
     {job}/checkpoints/data/report-{n:08d}-a{attempt:05d}-{token}/r{rank:04d}/{path}
 
-Reports are numbered from 1 over all attempts: an attempt goes on behind the checkpoint that it resumes from.
+Reports are numbered from 1 over all attempts: an attempt continues after the checkpoint that it resumes from.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ from train_service.store_retry import retry_on_outage
 logger = logging.getLogger(__name__)
 
 NOT_BY_ALL = "REPORT_NOT_BY_ALL"
-# After so long the ranks that have not reported are named.
+# Ranks that have not reported after this time are named.
 MISSING_NAMED_AFTER_S = 60.0
-# After so long the attempt ends, whatever the missing ranks do meanwhile.
+# The attempt fails after this time, whatever the missing ranks do meanwhile.
 MISSING_FOR_S = 600.0
-# A rank that was told to stop says within so long that it does; its work is durable by then.
+# A rank that is asked to stop confirms within this time; its work is durable by then.
 STOPS_TIMEOUT_S = 20.0
 FOLDER_NAME = re.compile(r"report-(?P<report>\d{8})-a(?P<attempt>\d{5})-[0-9a-f]+")
 
 Reply = Callable[[dict[str, Any]], None]
-# Tells the world of an event of the run; its payload fits the message of its kind.
+# Writes an event of the run; its payload fits the message of its kind.
 Tell = Callable[[EventKind, dict[str, Any]], None]
 
 
 @dataclass
 class ReportPart:
-    """What one rank said of one report."""
+    """One rank's part of a report."""
 
     rank: int
     metrics: dict[str, float]
@@ -87,10 +87,11 @@ class ReportPart:
 
 
 def merged_files(parts: Sequence[ReportPart]) -> tuple[list[ProgramFile], list[ProgramFile], list[str]]:
-    """Of all ranks' files those that count, those that do not, and the paths under which ranks had different bytes.
+    """Return the files that count, those that do not, and the paths under which ranks had different bytes.
 
-    Of a path that several ranks reported, the lowest rank's counts. Raises `InvalidArgument` where one rank's file is a
-    folder of another rank's: no folder can hold both."""
+    Of a path that several ranks reported, the lowest rank's file counts. Raises `InvalidArgument` if one rank's file is
+    a folder of another rank's: no folder can hold both.
+    """
     kept: dict[str, ProgramFile] = {}
     dropped, conflicts = [], set[str]()
     for part in sorted(parts, key=lambda one: one.rank):
@@ -114,7 +115,7 @@ def merged_files(parts: Sequence[ReportPart]) -> tuple[list[ProgramFile], list[P
 
 @dataclass
 class Start:
-    """Where the attempt begins: behind the report of `entry`, or at the very beginning."""
+    """The attempt's start: after the report of `entry`, or at the very beginning."""
 
     entry: CheckpointEntry | None = None
     content: ProgramContent | None = None
@@ -132,7 +133,7 @@ class Start:
         return {
             "report": self.report,
             "checkpoint": described(self.entry),
-            # Without what the shards gave, which takes a span an epoch and is the attempt's alone.
+            # Without the rows that the shards returned: they take a range per epoch, and only the attempt needs them.
             "positions": {
                 split: {key: value for key, value in shard.items() if key != "given"}
                 for split, shard in (content.positions if content else {}).items()
@@ -142,7 +143,7 @@ class Start:
 
 
 def described(entry: CheckpointEntry | None) -> dict[str, Any] | None:
-    """What a rank needs to read a checkpoint."""
+    """Return what a rank needs to read a checkpoint."""
     if entry is None:
         return None
     return {
@@ -154,7 +155,10 @@ def described(entry: CheckpointEntry | None) -> dict[str, Any] | None:
 
 
 class ReportCoordinator:
-    """Use as a context around the workers' run. All that ranks say is handled by one thread, in the order it came."""
+    """Coordinator of the ranks' reports.
+
+    Use it as a context around the workers' run. One thread handles all messages of the ranks, in the order of arrival.
+    """
 
     def __init__(
         self,
@@ -172,9 +176,12 @@ class ReportCoordinator:
         reports_before: int = 0,
         began_before: bool = False,
     ) -> None:
-        """`tell` writes events; `stop_reason` is what is wished of the run, see `reporting`. Of a script `fit` is the
-        number of its run, which goes on from a checkpoint of its own alone, and `reports_before` the number of the
-        newest report of any other. `began_before`: an earlier attempt began this run."""
+        """Prepare the coordination of a run.
+
+        `tell` writes events; `stop_reason` returns the requested stop of the run, see `reporting`. For a script, `fit`
+        is the number of its run, which resumes only from its own checkpoints, and `reports_before` the number of the
+        newest report of any other run. `began_before`: an earlier attempt began this run.
+        """
         assert spec.program is not None
         self._store = store
         self._job_name = job_name
@@ -196,18 +203,18 @@ class ReportCoordinator:
         self._start: Start | None = None
         self._metrics: MetricsLog | None = None
         self._newest: CheckpointEntry | None = None
-        # Of the meeting under way: the number of the report, and what those said that have come, each to be answered.
+        # The pending report: its number, the parts that have arrived, and the reply to each.
         self._number = 0
         self._parts: dict[int, ReportPart] = {}
         self._replies: dict[int, Reply] = {}
         self._met_at = 0.0
         self._named = False
-        # What rank 0 reported last.
+        # Rank 0's latest reported metrics.
         self._last_metrics: dict[str, float] = {}
-        # Where the shards were at the last report, and what they had given by then.
+        # Positions of the shards at the last report, and the answer to that report.
         self._positions: dict[str, Any] = {}
         self._acknowledged: dict[str, Any] = {}
-        # Of the shards of the dataset version, by split; None until a rank reports one.
+        # Identities of the dataset version's shards, by split; None until a rank reports a shard.
         self._identities: dict[str, dict[str, Any]] | None = None
         self._returned: set[int] = set()
         self._stopped: set[int] = set()
@@ -215,11 +222,11 @@ class ReportCoordinator:
         self._reported_stop = GO_ON
         self._warned_paths: set[str] = set()
         self._progress_at = 0.0
-        # Guards what other threads read.
+        # Guards the state that other threads read.
         self._lock = threading.Lock()
-        # All ranks are there, and what they wait for is the attempt.
+        # All ranks have reported, and wait for the attempt.
         self.is_committing = False
-        # What ended the run, where it was found here.
+        # The error that ended the run, if it was found here.
         self.cause: MillraceError | None = None
 
     def __enter__(self) -> ReportCoordinator:
@@ -233,55 +240,59 @@ class ReportCoordinator:
             self._metrics.__exit__()
 
     def handle(self, rank: int, body: dict[str, Any], reply: Reply) -> None:
-        """Takes what a rank says; of any thread."""
+        """Queue a rank's message. Any thread may call it."""
         self._said.put((rank, body, reply))
 
     @property
     def due(self) -> int:
-        """The number of the report that the ranks come to next, or meet in."""
+        """The number of the pending or next report."""
         with self._lock:
             return self._number
 
     @property
     def all_returned(self) -> bool:
-        """Whether the function has returned on every rank, and all that it reported is durable: no stop was answered to
-        a report, and nothing failed."""
+        """Whether the function has returned on every rank, and all its reports are durable.
+
+        That is: no stop was answered to a report, and nothing failed.
+        """
         with self._lock:
             returned = len(self._returned) == self._world_size
             return returned and self.cause is None and self._reported_stop == GO_ON
 
     @property
     def reported(self) -> int:
-        """How many reports this attempt has acknowledged."""
+        """The number of reports that this attempt has acknowledged."""
         with self._lock:
             return self._number - 1 - self._start.report if self._start else 0
 
     @property
     def newest(self) -> CheckpointEntry | None:
-        """The newest checkpoint; once the run has ended."""
+        """The newest checkpoint. Valid once the run has ended."""
         return self._newest
 
     @property
     def last_report(self) -> tuple[int, dict[str, float]]:
-        """The number of the newest report, and its metrics; once the run has ended."""
+        """The number of the newest report, and its metrics. Valid once the run has ended."""
         return self._number - 1, self._last_metrics
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that others have waited for in a report for so long that they are named; empty before."""
+        """The ranks that are late for a report by more than the time to name them. Empty before."""
         with self._lock:
             return self._absent() if self._named else []
 
     def overdue(self, now: float | None = None) -> list[int]:
-        """The ranks that were told to stop in an answer, and have not stopped in time."""
+        """Return the ranks that were asked to stop in an answer and have not stopped in time."""
         with self._lock:
             if self._stop_reported_at is None or (now or time.monotonic()) - self._stop_reported_at < STOPS_TIMEOUT_S:
                 return []
             return sorted(set(range(self._world_size)) - self._stopped - self._returned)
 
     def result(self) -> dict[str, Any]:
-        """The newest checkpoint, which is whole, and the best of those that are not known to be damaged; both empty for
-        a program that reported none."""
+        """Return the newest checkpoint, which is verified, and the best that is not known to be damaged.
+
+        Both are empty for a program that reported none.
+        """
         entries = retry_on_outage(self._registry.entries, "the checkpoints")
         damaged = self._start.damaged if self._start else set()
         chosen = best([entry for entry in entries if entry.folder not in damaged], self._spec.checkpoints.ranking)
@@ -289,7 +300,7 @@ class ReportCoordinator:
         return {"checkpoint": newest.name if newest else "", "best_checkpoint": chosen.name if chosen else ""}
 
     def finish(self) -> None:
-        """Once all ranks have returned: the newest checkpoint is the run's final one; without any, that is told."""
+        """Mark the newest checkpoint as final, once all ranks have returned. Warn if there is none."""
         if self._newest is not None:
             name = self._newest.name
             retry_on_outage(lambda: self._registry.finish(name, self._attempt), "the final checkpoint")
@@ -323,7 +334,7 @@ class ReportCoordinator:
                 self._fail(_as_ours(error))
 
     def _begin(self) -> None:
-        """Opens the registry for the attempt and chooses the newest checkpoint whose every digest holds."""
+        """Open the registry for the attempt and choose the newest checkpoint whose every digest matches."""
         start = Start()
 
         def choose() -> None:
@@ -368,7 +379,10 @@ class ReportCoordinator:
         self._tell(EventKind.ATTEMPT_STARTED, started)
 
     def _warn_of_replay(self) -> None:
-        """Where the program goes on from within an epoch, and reads it again unless it loads its shard's position."""
+        """Warn if the program resumes within an epoch.
+
+        It reads that epoch again unless it loads its shard's position.
+        """
         if self._program.data_resume != REPLAY:
             return
         for split, shard in sorted(self._positions.items()):
@@ -382,7 +396,7 @@ class ReportCoordinator:
                 )
 
     def _sweep(self) -> None:
-        """Takes away what earlier attempts uploaded and nobody committed."""
+        """Delete files that earlier attempts uploaded but did not commit."""
         state = self._registry.read()
         named = {one.folder for one in state.checkpoints} | {one.entry.folder for one in state.retiring}
         for name in self._store.folders(self._registry.data_folder):
@@ -406,7 +420,7 @@ class ReportCoordinator:
             self._warn(str(body["text"]))
             reply({})
         elif kind == "failing":
-            # Its process ends next, maybe before Ray learns why.
+            # The rank's process ends next, maybe before Ray learns why.
             error = error_from_record(body["error"])
             if self.cause is None or _adds_line(error, self.cause):
                 self.cause = error
@@ -426,7 +440,7 @@ class ReportCoordinator:
     def _take(self, rank: int, body: dict[str, Any], reply: Reply) -> None:
         number = int(body["report"])
         if number == self._acknowledged.get("committed"):
-            reply(self._acknowledged)  # asked again: the answer was lost
+            reply(self._acknowledged)  # a repeated request: the answer was lost
             return
         if number != self._number:
             raise Internal(
@@ -451,7 +465,7 @@ class ReportCoordinator:
             self.is_committing = False
 
     def _check_shards(self, part: ReportPart) -> None:
-        """Raises `InvalidArgument` for positions that no rank of this run can have."""
+        """Raise `InvalidArgument` for positions that no rank of this run can have."""
         if self._identities is None:
             self._identities = retry_on_outage(self._find_identities, "the dataset version")
         keeps = self._program.remainder == KEEP
@@ -459,7 +473,7 @@ class ReportCoordinator:
         check_shards(part.rank, shards, self._identities, size, self._positions, keeps_remainder=keeps)
 
     def _find_identities(self) -> dict[str, dict[str, Any]]:
-        """Of the shards that there are, by split."""
+        """Return the identities of the shards, by split."""
         if not self._spec.dataset_version:
             return {}
         version = load_version(self._store, self._spec.dataset_version)
@@ -487,12 +501,12 @@ class ReportCoordinator:
             try:
                 self._commit_checkpoint(number, first, *files)
             except StaleAttempt:
-                # Where the retention after the commit finds a later attempt, that one stands on these files.
+                # If the retention after the commit finds a later attempt, that attempt uses these files.
                 if self._newest is None or self._newest.step != number:
                     self._take_away(number)
                 raise
         request = self._stop_reason()
-        # Work since the last checkpoint would be done again; of a run that is cancelled nobody waits for it.
+        # A stop waits for a checkpoint, because work since the last one would be lost. A cancelled run needs none.
         stop = request if carried or request >= CANCEL else GO_ON
         self._acknowledged = {
             "committed": number,
@@ -506,14 +520,14 @@ class ReportCoordinator:
         self._answer_all(self._acknowledged)
 
     def folder(self, number: int) -> str:
-        """Where the files of a report of this attempt are."""
+        """Return the folder of the files of this attempt's report."""
         return f"{self._registry.data_folder}/{self.folder_name(number)}"
 
     def folder_name(self, number: int) -> str:
         return f"report-{number:08d}-a{self._attempt:05d}-{self.token}"
 
     def _take_away(self, number: int) -> None:
-        """The files of a report that is not committed."""
+        """Delete the files of a report that is not committed."""
         folder = self.folder(number)
         retry_on_outage(lambda: self._store.delete_folder(folder), "files that are not committed")
 
@@ -534,7 +548,8 @@ class ReportCoordinator:
         positions = self._positions
 
         def write() -> tuple[str, int]:
-            # What tells of the steps in the checkpoint is durable before it is: no later attempt does them again.
+            # The metrics of the checkpoint's steps are durable before it is, because no later attempt repeats these
+            # steps.
             metrics.write()
             for file in dropped:
                 self._store.delete(f"{folder}/{file.object}")
@@ -594,7 +609,7 @@ class ReportCoordinator:
         return [rank for rank in range(self._world_size) if rank not in self._parts] if self._parts else []
 
     def _check_returned(self) -> None:
-        """Fails the run where a rank waits in a report for one that has returned: it would wait for ever."""
+        """Fail the run if a rank waits in a report for a rank that has returned: it would wait forever."""
         with self._lock:
             gone = [rank for rank in self._absent() if rank in self._returned]
         if gone:
@@ -625,7 +640,7 @@ class ReportCoordinator:
             )
 
     def _sentence(self, absent: Sequence[int]) -> str:
-        """As Ray says it, with the ranks."""
+        """Return Ray's sentence, with the missing ranks."""
         return (
             f"ray.train.report has not been called by all {self._world_size} workers in the group; "
             f"missing are the ranks {list(absent)}"
@@ -653,7 +668,7 @@ class ReportCoordinator:
 
 
 def _adds_line(error: MillraceError, cause: MillraceError) -> bool:
-    """Whether `error` is `cause`, raised in a rank's report, and says where in the program that was."""
+    """Return whether `error` is `cause` with the program's line added."""
     same = error.specific_reason == cause.specific_reason and error.message.startswith(cause.message)
     return same and bool(error.metadata.get("line")) and not cause.metadata.get("line")
 

@@ -1,20 +1,20 @@
-"""The `fit()` calls of a job's script: which run each of them is, what it asks for, and the line on which it asks.
+"""The `fit()` calls of a job's script: the run of each call, its requested settings, and its line.
 
     {job}/fits/{uid}/{number:04d}.json         how the run was called when it first began
-    {job}/fits/{uid}/{number:04d}-done.json    with what it ended
+    {job}/fits/{uid}/{number:04d}-done.json    its result
 
-`uid` is the job's: what a late process of a deleted job writes is nothing to another job of its name.
+`uid` is the job's, so that a late process of a deleted job does not affect another job of its name.
 
-An attempt runs the whole script. A `fit()` that ended in an earlier attempt returns at once; one that was cut short
-goes on at its own newest checkpoint. Runs are identified by name and storage path, as Ray does. A name that a script
-makes up anew each time (Ray's own default is a date) is found by its line: the first run of that line that this attempt
-has not met yet.
+An attempt runs the whole script. A `fit()` that ended in an earlier attempt returns at once; one that was interrupted
+resumes from its own newest checkpoint. Runs are identified by name and storage path, as Ray does. If a script generates
+a new name each time (Ray's own default is a date), the run is found by its line: it is the first run of that line that
+this attempt has not met yet.
 
-Of what a script asks for in its trainer's configurations the run takes a part, and says in words what it does not take.
+A run takes some settings from its script's trainer configurations, and reports each setting that it does not take.
 
-The line between an attempt and the process that runs its script has JSON objects, one a line, over a pair of sockets.
-The script's process asks, the attempt answers, one question at a time. JSON, so that the attempt, which holds the
-store's credentials, unpickles nothing that a script made.
+The channel between an attempt and its script's process carries JSON objects, one per line, over a pair of sockets. The
+script's process asks, the attempt answers, one question at a time. It is JSON because the attempt, which holds the
+store's credentials, must not unpickle data of a script.
 """
 
 from __future__ import annotations
@@ -40,8 +40,11 @@ from train_service.domain.spec import GPU, TrainingSpec, with_settings
 
 @dataclass(frozen=True, kw_only=True)
 class FitCall:
-    """What tells a `fit()` from others. `line` is `cells.py:31`, where it is called; `function` the qualified name of
-    its training function; `config_sha256` of what that gets."""
+    """Identity of a `fit()` call.
+
+    `line` is where it is called, e.g. `cells.py:31`; `function` the qualified name of its training function;
+    `config_sha256` the digest of the function's config.
+    """
 
     name: str
     storage_path: str
@@ -52,8 +55,11 @@ class FitCall:
 
 @dataclass(frozen=True, kw_only=True)
 class FitDone:
-    """`report` is the number of its newest report, `checkpoint` the name of its newest checkpoint or empty, `metrics`
-    those of the newest report; `function` and `config_sha256` as in its call."""
+    """Result of a completed run.
+
+    `report` is the number of its newest report, `checkpoint` the name of its newest checkpoint or empty, `metrics`
+    those of the newest report; `function` and `config_sha256` as in its call.
+    """
 
     function: str
     config_sha256: str
@@ -64,39 +70,41 @@ class FitDone:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """One run of the script; `number` counts from 1, in the order in which they first began."""
+    """One run of the script. `number` counts from 1, in the order in which the runs first began."""
 
     number: int
     call: FitCall
     done: FitDone | None = None
-    # Sentences on what the job overrides, which were reported before.
+    # Sentences about overridden settings that were already reported.
     reported_overrides: Sequence[str] = field(default_factory=tuple)
-    # What it computes on, CPU or GPU, where its script chose; else empty.
+    # The device, CPU or GPU, that the script chose; else empty.
     device: str = ""
 
     def is_done(self, call: FitCall) -> bool:
-        """Whether this very training has ended. With another configuration, e.g. more epochs, it goes on."""
+        """Return whether this exact training has ended. With another configuration, e.g. more epochs, it continues."""
         done = self.done
         return done is not None and (done.function, done.config_sha256) == (call.function, call.config_sha256)
 
 
 def matching(fits: Sequence[Fit], call: FitCall, met: Collection[int]) -> Fit | None:
-    """The run that `call` goes on with, None where it is a new one. `met` are the numbers of runs that this attempt has
-    been asked for before."""
+    """Return the run that `call` continues, or None for a new one.
+
+    `met` are the numbers of the runs that this attempt has already requested.
+    """
     named = (one for one in fits if (one.call.name, one.call.storage_path) == (call.name, call.storage_path))
     placed = (one for one in fits if one.call.line == call.line and one.number not in met)
     return next(named, None) or next(placed, None)
 
 
 class Fits:
-    """Those of one job. All methods block on the store and may be repeated. Only the attempt at work writes."""
+    """The runs of one job. All methods block on the store and may be repeated. Only the current attempt writes."""
 
     def __init__(self, store: ObjectStore, job_name: str, uid: str) -> None:
         self._store = store
         self._folder = f"{job_name}/fits/{uid}"
 
     def read(self) -> list[Fit]:
-        """In the order of their numbers."""
+        """Return the runs in the order of their numbers."""
         found: list[Fit] = []
         while (begun := self._get(f"{len(found) + 1:04d}")) is not None:
             number = len(found) + 1
@@ -138,10 +146,10 @@ class Fits:
 
 NCCL, GLOO = "nccl", "gloo"
 BACKENDS = (NCCL, GLOO)
-# Ray's -1 is for ever; a job has at most so many.
+# Ray's -1 means unlimited; a job has at most this many.
 MAX_FAILURES = 1000
 MAX_PREEMPTIONS = 100_000
-# Ray's own defaults, which say nothing of what a script wants.
+# Ray's own defaults, which do not express a choice of the script.
 DEFAULT_TIMEOUT_S = 1800.0
 NO_FAILURES = 0
 ANY_PREEMPTIONS = -1
@@ -149,8 +157,10 @@ ANY_PREEMPTIONS = -1
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """Of a trainer: its `ScalingConfig`, `RunConfig` and `TorchConfig`, in plain values. `num_workers` is one number,
-    or the fewest and the most."""
+    """Settings of a trainer's `ScalingConfig`, `RunConfig` and `TorchConfig`, in plain values.
+
+    `num_workers` is one number, or the minimum and the maximum.
+    """
 
     num_workers: int | list[int]
     use_gpu: bool = False
@@ -168,9 +178,10 @@ class Asked:
     callbacks: int = 0
     has_worker_environment: bool = False
     has_validation: bool = False
-    # Other settings that differ from Ray's defaults, as they are written, e.g. `ScalingConfig(topology='4x4')`.
+    # Other settings that differ from Ray's defaults, as written, e.g. `ScalingConfig(topology='4x4')`.
     others: list[str] = field(default_factory=list)
-    # What of `train_loop_config` the job's configuration replaces: by key the script's value and the job's, as text.
+    # Entries of `train_loop_config` that the job's configuration replaces: by key the script's value and the job's, as
+    # text.
     config: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
@@ -188,18 +199,21 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """One field of a specification as a script has it, and how the script writes that."""
+    """One field of a specification with the script's value, and the script's text for it."""
 
     path: str
     value: Any
     theirs: str
-    # Only of workers that have GPUs.
+    # Applies only if workers have GPUs.
     needs_gpu: bool = False
 
 
 def wanted_of(asked: Asked) -> list[Wanted]:
-    """What a trainer's configurations say, as fields of a specification. What is Ray's default says nothing, but for
-    the number of workers and `use_gpu`, of which Ray has no other way to say the same."""
+    """Return a trainer's configurations as fields of a specification.
+
+    Ray's defaults are left out, except for the number of workers and `use_gpu`, because Ray has no other way to express
+    these values.
+    """
     workers = f"ScalingConfig(num_workers={_workers(asked.num_workers)})"
     found = [
         Wanted(path="num_workers", value=asked.max_workers, theirs=workers),
@@ -209,7 +223,7 @@ def wanted_of(asked: Asked) -> list[Wanted]:
             theirs=workers,
         ),
     ]
-    if asked.max_workers:  # local mode has none of whom more could be asked
+    if asked.max_workers:  # local mode has no workers with settings
         found += _of_workers(asked)
     if asked.max_failures != NO_FAILURES:
         failures = MAX_FAILURES if asked.max_failures < 0 else min(asked.max_failures, MAX_FAILURES)
@@ -225,11 +239,13 @@ def wanted_of(asked: Asked) -> list[Wanted]:
 def settled(
     asked: Asked, spec: TrainingSpec, lanes: int, device_of: Callable[[TrainingSpec], str], line: str
 ) -> tuple[dict[str, Any], TrainingSpec]:
-    """The fields that the run takes of its script, and the specification with them. `spec` is the job's own; `lanes`
-    are those that the job's first run began with, 0 before that: rows keep the order that these give. `device_of`
-    chooses the device of the run.
+    """Return the fields that the run takes from its script, and the specification with them.
 
-    Raises `InvalidArgument` that begins with `line`, for what no run can be."""
+    `spec` is the job's own. `lanes` are those that the job's first run began with, 0 before that: rows keep the order
+    that these define. `device_of` chooses the device of the run.
+
+    Raises `InvalidArgument` that begins with `line` if no run can have these settings.
+    """
     wanted = [one for one in wanted_of(asked) if one.path in spec.left_open]
     taken = {one.path: one.value for one in wanted if not one.needs_gpu}
     workers = taken.get("num_workers", spec.num_workers)
@@ -258,7 +274,7 @@ def settled(
 
 
 def overridden(asked: Asked, spec: TrainingSpec, *, use_gpu: bool) -> list[str]:
-    """A sentence for each thing that is otherwise in `spec`, that of the run; `use_gpu`: its workers have GPUs."""
+    """Return a sentence for each setting that `spec`, the run's, overrides. `use_gpu`: its workers have GPUs."""
     sentences = [_difference(one, asked, spec, use_gpu=use_gpu) for one in wanted_of(asked)]
     sentences += [
         "ScalingConfig(use_gpu=True) asks for a GPU for each worker, and the job's workers have none: they compute on "
@@ -292,7 +308,7 @@ def overridden(asked: Asked, spec: TrainingSpec, *, use_gpu: bool) -> list[str]:
 def _of_workers(asked: Asked) -> list[Wanted]:
     resources = {name: amount for name, amount in asked.resources_per_worker.items() if amount}
     found = [
-        # 1, as Ray has it, is what a specification means that leaves it open, where the cluster has GPUs.
+        # A specification that leaves it open means 1, as Ray does, if the cluster has GPUs.
         # Another number of GPUs asks for GPUs no more than 1 does: without any in the cluster the workers use CPUs.
         Wanted(
             path="placement.gpus_per_worker",
@@ -326,7 +342,10 @@ def _of_workers(asked: Asked) -> list[Wanted]:
 
 
 def _of_checkpoints(asked: Asked) -> list[Wanted]:
-    """Ray keeps the newest checkpoint and the best `num_to_keep`, or without a score the newest `num_to_keep`."""
+    """Return the checkpoint settings.
+
+    Ray keeps the newest checkpoint and the best `num_to_keep`, or without a score the newest `num_to_keep`.
+    """
     keep, score = asked.num_to_keep, asked.score_attribute
     kept = f"CheckpointConfig(num_to_keep={keep})"
     found = []
@@ -348,11 +367,11 @@ def accelerator_of(asked: Asked) -> str:
 
 
 def _difference(wanted: Wanted, asked: Asked, spec: TrainingSpec, *, use_gpu: bool) -> str:
-    """Where the run has another value than the script, in words."""
+    """Return a sentence if the run's value differs from the script's."""
     parent, _, name = wanted.path.rpartition(".")
     value = getattr(getattr(spec, parent) if parent else spec, name)
     if value == wanted.value or wanted.path in ("placement.gpus_per_worker", "placement.resources_per_worker"):
-        return ""  # of these two there are sentences of their own
+        return ""  # both have their own sentences
     if wanted.path == "min_workers" and spec.num_workers != asked.max_workers:
         return ""  # the sentence on `num_workers` names the same argument
     if wanted.path == "placement.backend" and wanted.needs_gpu and not use_gpu:
@@ -367,7 +386,7 @@ def _difference(wanted: Wanted, asked: Asked, spec: TrainingSpec, *, use_gpu: bo
 
 
 def _shown(path: str) -> str:
-    """A field as the contract names it."""
+    """Return a field's name in the API."""
     return {"placement.timeout_s": "placement.timeout", "checkpoints.maximize": "checkpoints.order"}.get(path, path)
 
 
@@ -384,7 +403,7 @@ def _has_field(resource: str) -> bool:
 
 
 def _resources(asked: Asked, given: Mapping[str, float]) -> list[str]:
-    """Of resources that have no field of their own."""
+    """Return sentences for resources that have no field of their own."""
     left = {
         name: amount
         for name, amount in asked.resources_per_worker.items()
@@ -394,10 +413,10 @@ def _resources(asked: Asked, given: Mapping[str, float]) -> list[str]:
     return [sentence] if left else []
 
 
-# --- Line to the process of the script ---
+# --- Channel to the process of the script ---
 
 PIECE_BYTES = 65536
-# A question names facts of a trainer and the metrics of its checkpoints; more is no question.
+# A question holds settings of a trainer and metrics of its checkpoints; a longer one is invalid.
 MAX_LINE_BYTES = 64 * 1024 * 1024
 
 
@@ -406,7 +425,7 @@ class ChannelClosed(Exception):
 
 
 class Channel:
-    """One end. `receive` is for one thread, `send` and `ask` for any."""
+    """One end of the channel. One thread may call `receive`, any thread `send` and `ask`."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -415,7 +434,7 @@ class Channel:
         self._asking = threading.Lock()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Raises `ChannelClosed`."""
+        """Send a message. Raises `ChannelClosed`."""
         line = json.dumps(message).encode() + b"\n"
         try:
             with self._sending:
@@ -424,7 +443,7 @@ class Channel:
             raise ChannelClosed(str(error)) from error
 
     def receive(self, timeout_s: float | None = None) -> dict[str, Any] | None:
-        """The next message; None where there is none within `timeout_s`. Raises `ChannelClosed`."""
+        """Return the next message, or None if none arrives within `timeout_s`. Raises `ChannelClosed`."""
         while b"\n" not in self._received:
             if timeout_s is not None and not select.select([self._connection], [], [], timeout_s)[0]:
                 return None
@@ -440,7 +459,7 @@ class Channel:
         return message
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """The answer. Raises the error that it may be, and `ChannelClosed`."""
+        """Send a question and return the answer. Raises the error that the answer holds, and `ChannelClosed`."""
         with self._asking:
             self.send(question)
             answer = self.receive()

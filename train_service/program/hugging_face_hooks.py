@@ -1,23 +1,24 @@
-"""What keeps the checkpoints of `transformers.Trainer` right in a program: all uses of its private parts, in one place.
+"""Hooks that keep the checkpoints of `transformers.Trainer` correct in a program: all uses of its private parts.
 
-Left as they are, the Trainer and Ray's `RayTrainReportCallback` go wrong in four ways:
-- **Ranks apart.** On CPUs the Trainer joins the process group only with `use_cpu=True`. Without it every rank trains a
-  model of its own, and says so in one line of its log. Here it is set on workers without an accelerator.
-- **Half a checkpoint.** A rank's save ends when its own files are written, and the callback copies the whole folder:
-  a rank may copy what another still writes. Here every save ends once it has ended on all ranks.
+Without them, the Trainer and Ray's `RayTrainReportCallback` go wrong in four ways:
+- **Ranks apart.** On CPUs the Trainer joins the process group only with `use_cpu=True`. Without it every rank trains
+  its own model, and only one line of its log says so. Here `use_cpu` is set on workers without an accelerator.
+- **Half a checkpoint.** A rank's save ends when its own files are written, and the callback copies the whole folder, so
+  a rank may copy files that another still writes. Here every save ends once it has ended on all ranks.
 - **A stale checkpoint.** `output_dir` outlives a killed attempt on the same node, and the callback takes the folder of
   the highest step, which after a resume is that of the lost attempt. Another job on the node may write into the same
-  folder, too. Here a scratch folder is one of the attempt's own, and the callback takes the folder of the step that was
-  just saved, and compares `trainer_state.json` with it.
-- **The same files from every rank.** Each rank of a node copies and uploads the whole folder. Here a rank reports the
+  folder, too. Here a scratch folder belongs to the attempt, and the callback takes the folder of the step that was just
+  saved, and checks `trainer_state.json` against it.
+- **The same files from every rank.** Each rank of a node copies and uploads the whole folder. Here a rank reports only
   files that no lower rank has.
 
 Nothing is imported here: the modules are changed right after the program has imported them.
 
-What a new release may break, and how it would be noticed (`tests/integration/train_service/test_hugging_face.py`):
+Changes in a new release that may break the hooks, and their symptoms
+(`tests/integration/train_service/test_hugging_face.py`):
 - `Trainer._save_checkpoint` is renamed: `AttributeError` when the program imports `transformers`.
 - `TrainingArguments` is no longer a dataclass with a `__post_init__`: the same.
-- The Trainer names its folders otherwise: each report raises CHECKPOINT_NOT_FOUND.
+- The Trainer names its folders differently: each report raises CHECKPOINT_NOT_FOUND.
 - Ray's callback is moved: it is not changed, and checkpoints come from all ranks again.
 """
 
@@ -55,8 +56,10 @@ SCRATCH = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 def install_hugging_face(outputs: Path) -> None:
-    """To be called before the program's module is imported. `outputs` is a folder of the attempt's ranks on this node;
-    what the Trainer writes to scratch folders goes below it."""
+    """Install the hooks. Call it before the program's module is imported.
+
+    `outputs` is a folder of the attempt's ranks on this node, which takes the place of scratch folders.
+    """
     patches: dict[str, Callable[[ModuleType], None]] = {
         ARGUMENTS: lambda module: _fit_arguments(module.TrainingArguments, outputs),
         TRAINER: lambda module: end_saves_together(module.Trainer),
@@ -68,7 +71,7 @@ def install_hugging_face(outputs: Path) -> None:
 
 
 class _PatchOnImport(MetaPathFinder):
-    """Changes each of these modules once, when it has been imported; all others are found as ever."""
+    """Finder that changes each of these modules once, right after its import. It leaves all other modules alone."""
 
     def __init__(self, patches: Mapping[str, Callable[[ModuleType], None]]) -> None:
         self._patches = dict(patches)
@@ -91,11 +94,13 @@ class _PatchOnImport(MetaPathFinder):
 
 
 def own_output_dir(output_dir: str, outputs: Path) -> str:
-    """`output_dir`, or the folder below `outputs` that stands for it where it is relative or on a node's scratch disk:
-    it would outlive the attempt there, or be another job's too."""
+    """Return `output_dir`, or a folder below `outputs` if it is relative or on a node's scratch disk.
+
+    There it would outlive the attempt, or be shared with another job.
+    """
     path = Path(os.path.abspath(output_dir))  # noqa: PTH100  # links stay as they are
     scratch = not Path(output_dir).is_absolute() or any(path.is_relative_to(one) for one in SCRATCH)
-    # What is in the attempt's folder, as TMPDIR is, is its own already.
+    # The attempt's folder, which holds TMPDIR, already belongs to the attempt.
     if not scratch or path.is_relative_to(outputs.parent):
         return output_dir
     return str(outputs / path.relative_to("/"))
@@ -130,7 +135,7 @@ def end_saves_together(trainer: type[Any]) -> None:
 
 def _report_saved_step(callback: type[Any]) -> None:
     def on_save(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG001
-        """Reports the checkpoint that was just saved, with the newest of each metric."""
+        """Report the checkpoint that was just saved, with the newest value of each metric."""
         metrics = {name: value for log in state.log_history for name, value in log.items()}
         metrics["step"] = state.global_step
         source = Path(args.output_dir, f"checkpoint-{state.global_step}")
@@ -146,10 +151,11 @@ def _report_saved_step(callback: type[Any]) -> None:
 
 
 def paths_to_report(source: Path) -> list[str]:
-    """Of the files in `source` those that no lower rank has at the same path; a collective call of all ranks.
+    """Return the files in `source` that no lower rank has at the same path. All ranks must call it.
 
-    Raises `FailedPrecondition` where no rank has any."""
-    own = files_of(source, "checkpoint") if source.is_dir() else []  # `report` looks at whole keys
+    Raises `FailedPrecondition` if no rank has any file.
+    """
+    own = files_of(source, "checkpoint") if source.is_dir() else []  # `report` checks the whole keys
     lower: list[list[str]] = []
     every = [own]
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -166,7 +172,7 @@ def paths_to_report(source: Path) -> list[str]:
 
 
 def _check_step(source: Path, step: int) -> None:
-    """Raises `FailedPrecondition` where the checkpoint is of another step."""
+    """Raise `FailedPrecondition` if the checkpoint belongs to another step."""
     held = json.loads((source / STATE).read_text())["global_step"]
     if held != step:
         raise FailedPrecondition(
@@ -177,7 +183,7 @@ def _check_step(source: Path, step: int) -> None:
 
 
 def _take(file: Path, to: Path) -> None:
-    """A second name of the file where the file system allows one, else a copy: nothing changes it before the report."""
+    """Hard-link the file if the file system allows it, else copy it. Nothing changes it before the report."""
     to.parent.mkdir(parents=True, exist_ok=True)
     try:
         to.hardlink_to(file)

@@ -1,5 +1,7 @@
-"""What a worker's process is given before a program's module is imported: an environment without keys, seeds, captured
-output, hooks."""
+"""Setup of a worker's process before a program's module is imported.
+
+It removes keys from the environment, seeds generators, captures output and installs hooks.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shared.telemetry import BackgroundHandler
 
-# What of a node's environment a user's code is not to see: the attempt has Ray start the processes of its ranks with
-# these empty, whatever the node was started with.
+# Variables of a node's environment that users' code must not see. The attempt has Ray start its ranks with these set to
+# empty, whatever the node's environment.
 HIDDEN_VARIABLES = (
     "MILLRACE_S3_ACCESS_KEY",
     "MILLRACE_S3_SECRET_KEY",
@@ -36,14 +38,14 @@ LINES_BYTES = 256 * 1024
 
 
 def drop_hidden_variables() -> None:
-    """Takes away the variables that are empty here: libraries of clouds read an empty key as one that is wrong."""
+    """Remove hidden variables that are empty: cloud libraries would read an empty key as a wrong one."""
     for name in HIDDEN_VARIABLES:
         if not os.environ.get(name):
             os.environ.pop(name, None)
 
 
 def seed_everything(job_seed: int, report: int, rank: int) -> None:
-    """Seeds torch, NumPy and `random` by where the attempt begins: another attempt from there draws the same."""
+    """Seed torch, NumPy and `random` by the attempt's start, so that another attempt from there draws the same."""
     digest = hashlib.sha256(f"{job_seed}/{report}/{rank}".encode()).digest()
     seed = int.from_bytes(digest[:8], "little")
     torch.manual_seed(seed)
@@ -52,10 +54,10 @@ def seed_everything(job_seed: int, report: int, rank: int) -> None:
 
 
 class OptimizerSteps:
-    """Counts the steps of all torch optimizers of the process, each of which is a sign that it gets on."""
+    """Counter of the steps of all torch optimizers in the process. Each step is a sign of progress."""
 
     def __init__(self, first: int, stepped: Callable[[int], None]) -> None:
-        """Counts on from `first`; `stepped` is called with each new count."""
+        """Count from `first`. `stepped` is called with each new count."""
         self.count = first
         self._stepped = stepped
         self._handle = register_optimizer_step_post_hook(self._note)
@@ -70,9 +72,12 @@ class OptimizerSteps:
 
 @contextlib.contextmanager
 def exits_announced(announce: Callable[[int, str], None]) -> Iterator[None]:
-    """While it is entered, `os._exit` says first with what code and from which line it was called. A forked child, as
-    a DataLoader's worker is, leaves as ever: its end is not the rank's, and the connection is its parent's."""
-    # Entered within itself, the inner one alone announces: it has the line that called `os._exit`.
+    """Announce the code and the calling line of `os._exit` before it exits.
+
+    A forked child, such as a DataLoader's worker, exits without announcement: its end is not the rank's, and the
+    connection is its parent's.
+    """
+    # If it is nested, only the inner one announces, because it sees the line that called `os._exit`.
     before, owner = os._exit, os.getpid()
     leave = getattr(before, "leave", before)
 
@@ -95,11 +100,13 @@ def exits_announced(announce: Callable[[int, str], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def captured_output(add: Callable[[bytes], None]) -> Iterator[None]:
-    """What the process writes to file descriptors 1 and 2, in whatever language, goes to `add`, in whole lines where
-    they are no longer than LINES_BYTES, and nowhere else. The process's own log goes on to where it went before: its
-    records are in what `add` serves already."""
+    """Redirect file descriptors 1 and 2 to `add` only, in whole lines of up to LINES_BYTES.
+
+    This captures output of any language. The process's own log still goes to its old target, because its records
+    already reach the log that `add` serves.
+    """
     reading, writing = os.pipe()
-    with contextlib.suppress(OSError):  # a small pipe only makes who prints wait sooner
+    with contextlib.suppress(OSError):  # a small pipe only makes a writer wait sooner
         fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -131,8 +138,10 @@ def captured_output(add: Callable[[bytes], None]) -> Iterator[None]:
 
 
 def forward_lines(reading: int, add: Callable[[bytes], None]) -> None:
-    """Gives all that can be read from a descriptor to `add`, in whole lines where they are no longer than LINES_BYTES,
-    until no process writes to it any more."""
+    """Pass everything read from a descriptor to `add`, until no process writes to it any more.
+
+    It is passed in whole lines of up to LINES_BYTES.
+    """
     rest = b""
     while data := os.read(reading, PIPE_BYTES):
         lines, newline, rest = (rest + data).rpartition(b"\n")
@@ -146,7 +155,7 @@ def forward_lines(reading: int, add: Callable[[bytes], None]) -> None:
 
 
 def line_of(error: BaseException, code: Path) -> str:
-    """`path:line` of the innermost frame in the program's own files, relative to them; empty where there is none."""
+    """Return `path:line` of the innermost frame in the program's own files, relative to `code`. Empty if none is."""
     return next(
         (
             f"{Path(frame.filename).relative_to(code).as_posix()}:{frame.lineno}"

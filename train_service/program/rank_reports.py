@@ -1,11 +1,11 @@
-"""A rank's side of a program's reports: what it reported is read once, uploaded, told to the attempt, and acknowledged.
+"""A rank's side of a program's reports: each is read once, uploaded, sent to the attempt, and acknowledged.
 
-Reports of a rank go one after the other through one thread, whatever their mode, so the attempt gets them in order.
-`report` returns once the attempt has committed (SYNC, NO_UPLOAD), or once the bytes are in the spool (ASYNC). Of those
-in the spool one is delivered and at most one waits: the next asynchronous report begins once there is room for it.
+One thread sends a rank's reports one after another, whatever their mode, so the attempt receives them in order.
+`report` returns once the attempt has committed (SYNC, NO_UPLOAD), or once the bytes are in the spool (ASYNC). Of the
+reports in the spool one is delivered and at most one waits: the next asynchronous report begins once there is room.
 
-The first stop and the first error end a rank's reports for good: from then on `report` and `finish` raise it again. So
-a training function that catches it cannot end as if all that it reported were durable.
+The first stop or error ends a rank's reports: from then on `report` and `finish` raise it again. So a training function
+that catches it cannot end as if all its reports were durable.
 """
 
 from __future__ import annotations
@@ -35,21 +35,22 @@ logger = logging.getLogger(__name__)
 SYNC, ASYNC, NO_UPLOAD = "SYNC", "ASYNC", "NO_UPLOAD"
 MAX_METRICS_BYTES = 64 * 1024
 MAX_FILES = 10_000
-# All that one report says of its files, as JSON.
+# Limit on a report's list of files, as JSON.
 MAX_REPORT_BYTES = 16 * 1024 * 1024
 PIECE_BYTES = 4 * 1024 * 1024
 # Files of a report that are uploaded at the same time.
 UPLOADS = 4
-# Asynchronous reports that may wait, the one that is being delivered included, when another begins.
+# Asynchronous reports that may be pending, the one being delivered included, when another begins.
 MAX_WAITING = 1
-# A float holds every whole number up to it.
+# A float represents every integer up to it exactly.
 MAX_EXACT = 2**53
 
 
 class ProgramStopped(BaseException):
-    """The run should end here: the report was committed, and another attempt goes on behind it, or nobody does.
+    """The run ends here: the report was committed, and another attempt may continue after it.
 
-    No `Exception`: a program that catches those goes on to its end all the same."""
+    It is not an `Exception`, because a program that catches those would continue to its end.
+    """
 
     def __init__(self, reason: int) -> None:
         super().__init__(f"the run ends at this report (reason {reason})")
@@ -57,7 +58,7 @@ class ProgramStopped(BaseException):
 
 
 class Uploads(Protocol):
-    """What a rank's reports need of the store."""
+    """The store's method that a rank's reports use."""
 
     def put_pieces(self, key: str, pieces: Callable[[], Iterator[bytes]]) -> None: ...
 
@@ -72,11 +73,11 @@ class Line(Protocol):
 
 @dataclass(frozen=True)
 class Begin:
-    """Where the attempt begins, as its coordinator answers to `begin`."""
+    """The attempt's start, as its coordinator answers to `begin`."""
 
     report: int
     token: str
-    # See `coordinator.described`; None where the program starts from the beginning.
+    # See `coordinator.described`; None: the program starts from the beginning.
     checkpoint: dict[str, Any] | None
     positions: dict[str, Any]
     optimizer_steps: int
@@ -90,7 +91,7 @@ class Begin:
 
 
 def checked(answer: dict[str, Any]) -> dict[str, Any]:
-    """The attempt's answer. Raises the error that it may be."""
+    """Return the attempt's answer. Raises the error that it holds, if any."""
     if "error" in answer:
         raise error_from_record(answer["error"])
     return answer
@@ -112,8 +113,11 @@ class RankReports:
         take_shards: Callable[[], dict[str, Any]] = dict,
         optimizer_steps: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`data_folder` is the registry's; `spool` a folder of this rank's own, where copies wait for their upload.
-        `take_shards` gives what the shards of the dataset gave since the last report."""
+        """Prepare the reports.
+
+        `data_folder` is the registry's; `spool` is a folder of this rank, where copies wait for their upload.
+        `take_shards` returns what the dataset's shards returned since the last report.
+        """
         self._store = store
         self._line = line
         self._rank = rank
@@ -124,19 +128,19 @@ class RankReports:
         self._take_shards = take_shards
         self._optimizer_steps = optimizer_steps
         self._number = begin.report
-        # Held for a whole report: its number, its rows and its place in the queue belong together.
+        # Held for a whole report, because its number, its rows and its place in the queue belong together.
         self._reporting = threading.Lock()
         self._ended: BaseException | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="program-reports")
         self._thread = self._pool.submit(threading.current_thread).result()
         self._waiting: list[Future[dict[str, Any]]] = []
         self._noted: set[str] = set()
-        # Of the newest checkpoint that the attempt has acknowledged, or that it began from.
+        # The newest checkpoint that the attempt has acknowledged, or began from.
         self.checkpoint = begin.checkpoint
 
     @property
     def number(self) -> int:
-        """Of the newest report that was begun. One whose metrics, folder or files are refused has no number."""
+        """The number of the newest report. A report whose metrics, folder or files are refused has no number."""
         return self._number
 
     @property
@@ -153,13 +157,16 @@ class RankReports:
         delete: bool = False,
         upload: Callable[[], Path] | None = None,
     ) -> None:
-        """Reports `metrics`, and the files in `folder` as a checkpoint; `delete` takes the folder away once it is
-        committed. `upload` is called, where it is given, to say which folder counts instead.
+        """Report `metrics`, and the files in `folder` as a checkpoint.
 
-        Raises `ProgramStopped`, `InvalidArgument` for what cannot be reported, and what the attempt ended for; once it
-        has raised, the same at every call."""
+        `delete` deletes the folder once it is committed. `upload`, if given, is called and returns the folder to use
+        instead.
+
+        Raises `ProgramStopped`, `InvalidArgument` for invalid reports, and the error that ended the attempt. After the
+        first error every call raises the same one.
+        """
         with self._turn():
-            # A copy of each report that is under way takes room on the node's disk.
+            # The copy of each pending report takes room on the node's disk.
             self._collect(most=MAX_WAITING if mode == ASYNC else len(self._waiting))
             self._line.tick()
             numbers, epoch = self._numbers(metrics)
@@ -173,7 +180,7 @@ class RankReports:
                 "report": number,
                 "metrics": numbers,
                 "epoch": epoch,
-                # What a shard gave is taken from it for good, so only once nothing can be refused here any more.
+                # Rows taken from a shard cannot be returned, so take them only once nothing here can refuse the report.
                 "shards": self._take_shards(),
                 "optimizer_steps": self._optimizer_steps(),
             }
@@ -184,17 +191,17 @@ class RankReports:
             self._line.tick()
 
     def finish(self) -> None:
-        """Returns once all that was reported is committed. Raises as `report` does."""
+        """Return once all reports are committed. Raises as `report` does."""
         with self._turn():
             self._collect(most=0)
 
     def close(self) -> None:
-        """Ends the thread; what was not begun is dropped."""
+        """End the thread. Reports that were not begun are dropped."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Around a report or the end of all: one at a time, and none after a stop or an error."""
+        """Serialize reports and `finish`, and raise again after a stop or an error."""
         with waiting_for(self._thread):
             self._reporting.acquire()
         try:
@@ -209,7 +216,7 @@ class RankReports:
             self._reporting.release()
 
     def _collect(self, *, most: int) -> None:
-        """Takes what the attempt has answered, and waits while more than `most` reports are not answered."""
+        """Take the attempt's answers, and wait while more than `most` reports are unanswered."""
         while self._waiting and (len(self._waiting) > most or self._waiting[0].done()):
             with waiting_for(self._thread):
                 answer = self._waiting.pop(0).result()
@@ -221,7 +228,7 @@ class RankReports:
     def _deliver(
         self, body: dict[str, Any], folder: Path | None, upload: Callable[[], Path] | None, delete: bool
     ) -> dict[str, Any]:
-        """In the thread of the reports: uploads the files, reports them, and waits for the answer."""
+        """Upload the files, send the report, and wait for the answer. Runs in the thread of the reports."""
         if upload is not None:
             folder = upload()
         if folder is not None:
@@ -251,11 +258,11 @@ class RankReports:
             return list(uploads.map(upload, paths))
 
     def _prefix(self, number: int) -> str:
-        """Of the keys of this rank's files in a report."""
+        """Return the key prefix of this rank's files in a report."""
         return f"{self._data_folder}/report-{number:08d}-a{self._attempt:05d}-{self._token}/r{self._rank:04d}"
 
     def _into_spool(self, folder: Path, number: int, *, move: bool) -> Path:
-        """A copy that nobody changes: a program may take the folder away, or write into it, once `report` returns."""
+        """Make a private copy: a program may delete or change the folder once `report` returns."""
         kept = self._spool / f"waiting-{number:08d}"
         if move:
             shutil.move(folder, kept)
@@ -264,7 +271,7 @@ class RankReports:
         return kept
 
     def _numbers(self, metrics: Mapping[str, Any]) -> tuple[dict[str, float], int]:
-        """The numbers among the metrics, and the epoch, -1 where none is named. Raises `InvalidArgument`."""
+        """Return the numbers among the metrics, and the epoch, -1 if none is given. Raises `InvalidArgument`."""
         numbers: dict[str, float] = {}
         for name, value in metrics.items():
             number = as_number(str(name), value)
@@ -282,20 +289,20 @@ class RankReports:
         return numbers, epoch if isinstance(epoch, int) and abs(epoch) < 2**31 else -1
 
     def _note(self, text: str) -> None:
-        """Once, by rank 0, whose metrics count."""
+        """Warn once, on rank 0 only, whose metrics count."""
         if self._rank == 0 and text not in self._noted:
             self._noted.add(text)
             self._line.ask({"kind": "warning", "text": text})
 
 
 def as_number(name: str, value: Any) -> float | None:
-    """None for what is no number. Raises `ValueError` for a tensor, as Ray does."""
+    """Return the value as a number, None if it is not one. Raises `ValueError` for a tensor, as Ray does."""
     if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach"):
         raise ValueError(
             f"the metric {name!r} is a torch tensor, no number; use `.item()`, or save it in the checkpoint"
         )
     if type(value) is int and abs(value) <= MAX_EXACT:
-        return value  # a script finds in its result what it reported
+        return value  # a script finds in its result the value that it reported
     if isinstance(value, (int, float)):
         return float(value)
     if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0 and value.dtype.kind in "biuf":
@@ -304,8 +311,10 @@ def as_number(name: str, value: Any) -> float | None:
 
 
 def files_of(folder: Path, prefix: str) -> list[str]:
-    """The paths of all files below `folder`, sorted, each to be an object below `prefix`. Raises `InvalidArgument` for
-    what is no plain file, and for names that a store cannot hold."""
+    """Return the sorted paths of all files below `folder`, each to be stored below `prefix`.
+
+    Raises `InvalidArgument` for anything but plain files, and for names that a store cannot hold.
+    """
     if not folder.is_dir():
         raise InvalidArgument(f"the checkpoint's folder {folder} does not exist; report before it is taken away")
     found = []
@@ -330,7 +339,7 @@ def files_of(folder: Path, prefix: str) -> list[str]:
 
 
 class _Pieces:
-    """A file's bytes in pieces, digested as they are read; of the last time that they were read to the end."""
+    """A file's bytes in pieces, with size and digest of the last complete read."""
 
     def __init__(self, path: Path, advanced: Callable[[], None]) -> None:
         self._path = path

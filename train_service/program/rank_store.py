@@ -1,7 +1,7 @@
-"""The store as a rank of a program has it: by path where it is a local directory, by signed addresses where it is S3.
+"""The store of a program's rank: by path for a local directory, by signed URLs for S3.
 
-A rank runs its user's code, so of an S3 store it holds no key (`signing` is the attempt's end). A local directory has
-no addresses to sign: each process of the user reads and writes all of it.
+A rank runs its user's code, so it holds no key of an S3 store (`signing` is the attempt's side). A local directory has
+no URLs to sign: each process of the user reads and writes all of it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from train_service.program.rank_reports import Line, checked
 
 
 class RankStore(Protocol):
-    """What a rank does with the store; as the methods of `ObjectStore` of these names."""
+    """The store's methods that a rank uses, as in `ObjectStore`."""
 
     def get(self, key: str) -> bytes: ...
 
@@ -39,17 +39,17 @@ class RankStore(Protocol):
 
 
 class Versions(Protocol):
-    """Finds the job's dataset version."""
+    """Access to the job's dataset version."""
 
     def load(self, name: str) -> DatasetVersion:
-        """Raises as `load_version`."""
+        """Load the version. Raises as `load_version`."""
 
     def check_not_deleted(self, version: DatasetVersion) -> None:
-        """Raises `NotFound` where it was deleted since it was found."""
+        """Raise `NotFound` if the version was deleted since it was found."""
 
 
 class StoredVersions:
-    """By the store itself."""
+    """Versions read from the store itself."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
@@ -62,7 +62,7 @@ class StoredVersions:
 
 
 class AskedVersions:
-    """By the attempt, which says where the version is."""
+    """Versions that the attempt locates."""
 
     def __init__(self, store: RankStore, line: Line) -> None:
         self._store = store
@@ -74,7 +74,7 @@ class AskedVersions:
         try:
             manifest = Manifest.from_json(self._store.get(key), digest)
         except ObjectMissing:
-            self._find(again=True)  # which says so where it was deleted
+            self._find(again=True)  # raises if the version was deleted
             raise DataLoss(
                 f"the manifest of {name} is gone", reason="MANIFEST_MISSING", metadata={"resource": name}
             ) from None
@@ -89,7 +89,7 @@ class AskedVersions:
 
 
 def open_rank_store(url: str, line: Line) -> tuple[RankStore, Versions]:
-    """Of the store at `url`, which for S3 is only a name here."""
+    """Open the store at `url`. For S3 the URL is only a name here."""
     if urlsplit(url).scheme == "file":
         store = open_store(StoreSettings(url=url))
         return store, StoredVersions(store)

@@ -1,21 +1,21 @@
 """All uses of Ray's private parts by a program's worker and its shards, in one place.
 
 Every `ray.train.*` call of a training function goes through one object of the process, a `TrainFnUtils`, which Ray's
-own comment names as the place to change what these calls do. Ours answers `report`, `get_checkpoint` and
-`get_dataset_shard`; the context, the barrier and the broadcast, and with them `prepare_model`, `prepare_data_loader`
-and `get_device`, stay Ray's own.
+own comment names as the place to change these calls. Ours answers `report`, `get_checkpoint` and `get_dataset_shard`.
+The context, the barrier and the broadcast, and with them `prepare_model`, `prepare_data_loader` and `get_device`, stay
+Ray's own.
 
-What a new release of Ray may break, and how it would be noticed:
+Changes in a new release of Ray that may break the hooks, and their symptoms:
 - `set_train_fn_utils` moves, or `report` gets another argument: a program's first report raises `TypeError` or
   `ImportError` (`tests/integration/train_service/test_programs.py`).
 - `ray.train.get_dataset_shard` takes a `state_dict` of its own: ours shadows it; compare the two.
 - `StorageContext` loses `experiment_fs_path` or `storage_filesystem`: NO_UPLOAD and `checkpoint_upload_fn` find no
   folder.
-- Ray Train patches `print` elsewhere: what a program prints is in its log twice.
-- `DataParallelTrainer.fit` is no longer what a trainer's `fit()` calls: a script's run goes past the job, and its
-  test finds no checkpoint (`tests/integration/train_service/test_scripts.py`).
+- Ray Train patches `print` elsewhere: the output of a program's `print` is in its log twice.
+- A trainer's `fit()` no longer calls `DataParallelTrainer.fit`: a script's run bypasses the job, and its test finds no
+  checkpoint (`tests/integration/train_service/test_scripts.py`).
 - Ray's controller needs its own actor for more than `get_all_reported_checkpoints`: a script's workers do not start.
-- `ASHAScheduler` renames what it keeps: a script's Tuner is refused with an `AttributeError`
+- `ASHAScheduler` renames its attributes: a script's Tuner is refused with an `AttributeError`
   (`tests/unit/train_service/program/test_tuning.py`).
 - `DataIterator._iter_batches`, which every public way to iterate calls, gets other arguments: a shard's first batch
   raises `TypeError`. `prepare_trainer` of Hugging Face asks for another type than `_IterableFromIterator`
@@ -72,7 +72,7 @@ class Shards(Protocol):
 
 
 class _Context(DistributedTrainContext):
-    """Ray's own, but that its storage is a folder of this rank's node: Ray's would be on the attempt's."""
+    """Ray's own context, but with storage in a folder of this rank's node. Ray's storage is on the attempt's node."""
 
     def __init__(self, spool: Path) -> None:
         self._spool = spool
@@ -87,8 +87,10 @@ class _Context(DistributedTrainContext):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalRank:
-    """Where a rank is that no worker of Ray Train is: alone, or among those that torchrun started. `datasets` are a
-    script's, which such a rank reads whole. `tees`: what it prints is seen where it runs, too."""
+    """Position of a rank that is no worker of Ray Train: alone, or among the ranks that torchrun started.
+
+    `datasets` are a script's, which such a rank reads whole. `tees`: its output also goes to its own terminal.
+    """
 
     local_rank: int = 0
     local_world_size: int = 1
@@ -112,7 +114,7 @@ class _LocalContext(LocalTrainContext):
 
 
 class ProgramTrainFnUtils(DistributedTrainFnUtils):
-    """What a program's `ray.train.*` calls do on this rank."""
+    """The implementation of a program's `ray.train.*` calls on this rank."""
 
     def __init__(
         self,
@@ -123,15 +125,18 @@ class ProgramTrainFnUtils(DistributedTrainFnUtils):
         request: Callable[[], int],
         own_datasets: Collection[str] = (),
     ) -> None:
-        """`shards` is called with the first shard that the program asks for; `request` is the attempt's reason to stop.
-        `own_datasets` are the names of Ray Datasets that a script gave its trainer: Ray deals these out."""
+        """Build the implementation.
+
+        `shards` is called for the first shard that the program requests; `request` returns the attempt's reason to
+        stop. `own_datasets` are the names of Ray Datasets that a script gave its trainer; Ray distributes these.
+        """
         self._reports = reports
         self._copies = copies
         self._spool = spool
         self._shards = shards
         self._request = request
         self._own_datasets = frozenset(own_datasets)
-        # Whether the program has asked for its checkpoint: one that has not begins again after each loss.
+        # A program that never requests its checkpoint begins again after each loss.
         self.asked_for_checkpoint = False
 
     def report(
@@ -186,7 +191,7 @@ class ProgramTrainFnUtils(DistributedTrainFnUtils):
         return _Context(self._spool)
 
     def get_preemption_info(self) -> PreemptionInfo | None:
-        """As rank 0 knows it: every rank must see the same."""
+        """Return rank 0's information, because every rank must see the same."""
         leaving = self._request() == PREEMPT
         info = PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={}) if leaving else None
         found: PreemptionInfo | None = collective_impl.broadcast_from_rank_zero(
@@ -212,10 +217,10 @@ class ProgramTrainFnUtils(DistributedTrainFnUtils):
 
 
 class LocalProgramTrainFnUtils(ProgramTrainFnUtils):
-    """The same on a rank that is no worker of Ray Train: what Ray does among its workers, torch does."""
+    """The same calls on a rank that is no worker of Ray Train, with collectives of torch."""
 
     def __init__(self, rank: int, world_size: int, local: LocalRank, *arguments: Any) -> None:
-        """`arguments` are those of `ProgramTrainFnUtils`."""
+        """Build the implementation. `arguments` are those of `ProgramTrainFnUtils`."""
         super().__init__(*arguments)
         self._local = _LocalContext(self._spool, rank, world_size, local)
         self._datasets = local.datasets
@@ -244,7 +249,7 @@ class LocalProgramTrainFnUtils(ProgramTrainFnUtils):
 
 
 def local_folder(checkpoint: Checkpoint) -> Path:
-    """Where its files are. Raises `InvalidArgument` for a checkpoint that is on no local disk."""
+    """Return the folder of the checkpoint's files. Raises `InvalidArgument` unless it is on a local disk."""
     if not isinstance(checkpoint, Checkpoint):
         raise InvalidArgument(f"ray.train.report needs a ray.train.Checkpoint, not {type(checkpoint).__name__}")
     if not isinstance(checkpoint.filesystem, pyarrow.fs.LocalFileSystem):
@@ -256,18 +261,20 @@ def local_folder(checkpoint: Checkpoint) -> Path:
 
 
 def install(utils: ProgramTrainFnUtils) -> None:
-    """From here on the process's `ray.train.*` calls are answered by `utils`; on a worker of Ray's `ray.init` does
-    nothing, and `ray.shutdown` is refused. To be called before the program's module is imported: it may import the
-    functions by name."""
+    """Let `utils` answer the process's `ray.train.*` calls from here on.
+
+    On a worker of Ray's, `ray.init` does nothing and `ray.shutdown` is refused. Call this before the program's module
+    is imported, because it may import the functions by name.
+    """
     set_train_fn_utils(utils)
 
     def get_dataset_shard(dataset_name: str | None = None, state_dict: dict[str, Any] | None = None) -> Any:
         return utils.shard(dataset_name or "", state_dict)
 
     ray.train.get_dataset_shard = get_dataset_shard
-    # Ray Train's own gives the text to the root logger as well: it would be in the rank's log twice.
+    # Ray Train's `print` also sends the text to the root logger, so it would be in the rank's log twice.
     builtins.print = _original_print
-    # What a script has imported by name is pickled as this module's.
+    # A function that a script imported by name is pickled by reference to this module.
     train_fn_api.get_dataset_shard = get_dataset_shard
     if utils.is_distributed():
         ray.init = _no_init
@@ -281,16 +288,19 @@ def install_driver(
     *,
     may_use_gpus: bool,
 ) -> None:
-    """In the process of a script, which is connected to Ray: every trainer's `fit()` is `fit` from here on; `ray.init`
-    and `ray.shutdown` do nothing; `tuner` stands for Ray Tune's, where the script has one; tasks and actors of one that
-    may not use GPUs ask for none, whatever `ray.remote` says. To be called before the script begins."""
+    """Patch Ray in the process of a script, which is connected to Ray.
+
+    Every trainer's `fit()` calls `fit`. `ray.init` and `ray.shutdown` do nothing. `tuner` replaces Ray Tune's, if it is
+    given. Unless the script may use GPUs, its tasks and actors request none, whatever `ray.remote` says. Call this
+    before the script begins.
+    """
 
     def fit_by_attempt(trainer: DataParallelTrainer) -> ray.train.Result:
         return fit(trainer)
 
     DataParallelTrainer.fit = fit_by_attempt  # type: ignore[method-assign, assignment]
-    # Ray tells workers the actor of its controller, which asks that for reported checkpoints; here it is no actor, and
-    # `ProgramTrainFnUtils` answers.
+    # Ray passes workers the actor of its controller, to ask it for reported checkpoints. Here the controller is no
+    # actor, and `ProgramTrainFnUtils` answers instead.
     RuntimeContext.current_actor = None  # type: ignore[method-assign, assignment]
 
     def no_init(*_: Any, **__: Any) -> Any:
@@ -303,7 +313,7 @@ def install_driver(
     ray.init = no_init
     ray.shutdown = no_shutdown
     if tuner is not None:
-        from ray import tune  # takes seconds
+        from ray import tune  # the import takes seconds
 
         tune.Tuner = tuner  # type: ignore[misc, assignment]
         tune.tuner.Tuner = tuner  # type: ignore[misc, assignment]
@@ -322,7 +332,7 @@ def install_driver(
 
 
 def asha_facts(scheduler: Any) -> dict[str, Any]:
-    """What an `ASHAScheduler` was made with; it keeps it in no public place."""
+    """Return the arguments of an `ASHAScheduler`, which keeps them only in private attributes."""
     rungs = scheduler._brackets[0]._rungs
     return {
         "time_attr": scheduler._time_attr,
@@ -337,7 +347,7 @@ def asha_facts(scheduler: Any) -> dict[str, Any]:
 
 
 def without_gpus(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of `ray.remote` without what only a node with GPUs has."""
+    """Return options of `ray.remote` without those that need a node with GPUs."""
     kept = {name: value for name, value in options.items() if name not in ("num_gpus", "accelerator_type")}
     if resources := kept.pop("resources", None):
         others = {name: amount for name, amount in resources.items() if not name.startswith(ACCELERATOR)}
@@ -366,13 +376,13 @@ IterableFromIterator = _IterableFromIterator
 
 
 def default_format(batch_format: str | None) -> str | None:
-    """`numpy` for `default`; raises `ValueError` for a format that Ray does not know."""
+    """Return `numpy` for `default`. Raises `ValueError` for a format that Ray does not know."""
     found: str | None = _apply_batch_format(batch_format)
     return found
 
 
 def unwrap_finalized(batch: Any) -> Any:
-    """The batch that a finalizing function of Ray's gives, whose transfer to the device has ended."""
+    """Return the batch of Ray's finalizing function, whose transfer to the device has ended."""
     if not isinstance(batch, FinalizedData):
         return batch
     if batch.on_consume is not None:

@@ -1,10 +1,10 @@
 """`ray.train.get_dataset_shard` for programs: a rank's rows of a dataset version, in Millrace's own order.
 
 The order of an epoch is that of Millrace's own loop, a pure function of position (`domain/order.py`). The rank's i-th
-row of a pass is the one at position base + rank + W*i (`domain/shard_positions.py`). A pass over an iterable of the
-shard is an epoch. A row counts once it is given to the program, and not when it is read ahead.
+row of a pass is at position base + rank + W*i (`domain/shard_positions.py`). A pass over an iterable of the shard is an
+epoch. A row counts once the program receives it, not when it is read ahead.
 
-Ray's `DataIterator` does the rest: formats, dtypes, collating, devices. Only where the rows come from is ours.
+Ray's `DataIterator` provides formats, dtypes, collating and devices. Only the source of the rows is ours.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 # Names that tutorials use for the validation split.
 VALIDATION_NAMES = ("validation", "valid", "val", "eval", "evaluation")
-# Rows of a batch where the program asks for whole blocks.
+# Rows of a batch if the program requests whole blocks.
 BLOCK_ROWS = 1024
 
 Batch = dict[str, Any]
@@ -66,9 +66,12 @@ class ProgramShards:
         advanced: Callable[[], None] = lambda: None,
         versions: Versions | None = None,
     ) -> None:
-        """`positions` are those of the checkpoint to go on from, as `merge_reports` made them; `advanced` is called
-        when rows are read or given. Without `versions` `store` is an `ObjectStore`. Raises `FailedPrecondition` for a
-        job without a dataset version."""
+        """Open the version.
+
+        `positions` are those of the checkpoint to resume from, as `merge_reports` returned them. `advanced` is called
+        when rows are read or returned. Without `versions`, `store` is an `ObjectStore`. Raises `FailedPrecondition` for
+        a job without a dataset version.
+        """
         if not spec.dataset_version:
             raise FailedPrecondition(
                 "ray.train.get_dataset_shard: the job names no dataset version; set spec.dataset_version, or read the "
@@ -86,7 +89,7 @@ class ProgramShards:
         self._shards: dict[str, VersionShard] = {}
 
     def get(self, name: str, state_dict: Mapping[str, Any] | None = None) -> VersionShard:
-        """The same shard each time. With `state_dict` its next pass goes on from there.
+        """Return the shard of that name, the same object each time. With `state_dict` its next pass starts there.
 
         Raises `InvalidArgument` for a name that is no split of the version, or a `state_dict` of another job's data.
         """
@@ -99,7 +102,7 @@ class ProgramShards:
         return shard
 
     def take(self) -> dict[str, Any]:
-        """Plain values for a report: by split where this rank is, and what it was given since the last call."""
+        """Return, in plain values for a report, each split's position and the rows returned since the last call."""
         return {split: shard.take() for split, shard in self._shards.items()}
 
     def _split_of(self, name: str) -> str:
@@ -135,7 +138,7 @@ class ProgramShards:
 
 
 class _SplitRows:
-    """The rows of a split in the order of an epoch, a window of all lanes at a time."""
+    """The rows of a split in the order of an epoch, one window of all lanes at a time."""
 
     def __init__(
         self,
@@ -150,7 +153,7 @@ class _SplitRows:
         self.version = version
         self.split = split
         self.spec = spec
-        # Labels are columns like others here, so the cache looks at none.
+        # Labels are ordinary columns here, so the cache checks none.
         reader = VersionReader(store, version, Footers(FOOTER_BYTES), check_there=versions.check_not_deleted)
         self._cache = RowCache(reader, split, self.columns, "", 0, CACHE_BYTES)
         self._cache.touched = advanced
@@ -163,12 +166,15 @@ class _SplitRows:
         return self.spec.program is not None and self.spec.program.remainder == KEEP
 
     def first_row(self) -> Rows:
-        """Of the split; no row where it has none."""
+        """Return the first row of the split, or no row if it is empty."""
         return self._cache.rows(np.arange(min(self.row_count, 1), dtype=np.int64))
 
     def windows(self, way: Pass, epoch: int, rank: int, taken: int) -> Iterator[_Window]:
-        """The rank's rows of `epoch` from the one after `taken` on. One window is in memory, and the row groups of the
-        next are on their way; a window's rows are only good until the next is asked for."""
+        """Yield the rank's rows of `epoch`, starting at its row number `taken`.
+
+        One window is in memory, and the row groups of the next are being read. A window's rows are valid until the next
+        window is requested.
+        """
         order = epoch_order(self._blocks, self.spec.lanes, self.spec.seed, epoch, self.spec.window_rows)
         ahead = self._plan(order, way, rank, taken)
         while ahead is not None:
@@ -180,8 +186,11 @@ class _SplitRows:
             yield _Window(self._cache.rows(rows, self._capacity), inverse)
 
     def _plan(self, order: EpochOrder, way: Pass, rank: int, begin: int) -> tuple[Ints, Ints, int] | None:
-        """Of the window of the rank's row `begin`: the rows that it takes in the order of the files, the place of each
-        of its own rows among them, and the row after its last one. None behind the end of the pass."""
+        """Plan the window that holds the rank's row `begin`.
+
+        Returns the rank's rows in the order of the files, the index of each of its rows among them in the order of the
+        epoch, and the number after its last row. Returns None after the end of the pass.
+        """
         count = way.rows_of(rank)
         if begin >= count:
             return None
@@ -198,13 +207,16 @@ class _SplitRows:
 @dataclass(frozen=True, eq=False)
 class _Window:
     rows: Rows
-    # The place of each of the rank's rows in `rows`, in the order of the epoch.
+    # The index in `rows` of each of the rank's rows, in the order of the epoch.
     places: Ints
 
 
 class VersionShard(ray.data.DataIterator):
-    """One rank's rows of a split. Its columns are the version's: tensors as arrays (rows, *shape), encoded images and
-    texts as objects, numbers in their own type; a null number comes as NaN."""
+    """One rank's rows of a split.
+
+    Its columns are the version's: tensors as arrays (rows, *shape), encoded images and texts as objects, numbers in
+    their own type; a null number becomes NaN.
+    """
 
     def __init__(
         self, rows: _SplitRows, rank: int, world_size: int, place: Place, advanced: Callable[[], None]
@@ -214,17 +226,20 @@ class VersionShard(ray.data.DataIterator):
         self._world_size = world_size
         self._advanced = advanced
         self._place = place
-        # Guards what a report takes, which may come from another thread than the batches.
+        # Guards the state of reports, which may come from another thread than the batches.
         self._lock = threading.Lock()
         self._spans: list[Span] = []
-        # The pass whose rows count, and whether it has been begun by an iterator.
+        # The pass whose rows count, and whether an iterator has begun it.
         self._passes = 0
         self._is_begun = False
 
-    # --- what tutorials call ---------------------------------------------------------------------------------------
+    # --- API that tutorials call ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Where all ranks are that go in step with this one: plain values, good on any rank of any number."""
+        """Return the position of all ranks that are in step with this one.
+
+        It is valid on any rank, whatever the number of ranks.
+        """
         place = self._normalized()
         return {
             **self._identity(),
@@ -233,7 +248,7 @@ class VersionShard(ray.data.DataIterator):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """The next pass goes on from there. Raises `InvalidArgument` where it is not of this job's data."""
+        """Start the next pass at that position. Raises `InvalidArgument` if it belongs to other data."""
         for key, wanted in self._identity().items():
             if state_dict.get(key) != wanted:
                 raise InvalidArgument(
@@ -258,9 +273,9 @@ class VersionShard(ray.data.DataIterator):
             self._passes += 1
 
     def take(self) -> dict[str, Any]:
-        """For a report, see `ProgramShards.take`."""
+        """Return the state for a report, see `ProgramShards.take`."""
         with self._lock:
-            # At one time: rows that are given meanwhile are of the next report, and so is their place.
+            # Under one lock: rows that are returned meanwhile belong to the next report, and so does their position.
             place, spans, self._spans = self._behind(self._place), self._spans, []
         return {
             "shard": self._identity(),
@@ -307,11 +322,11 @@ class VersionShard(ray.data.DataIterator):
         return ShardBatches(batches, self)
 
     def iter_batches(self, **options: Any) -> ShardBatches:
-        """As Ray's: `batch_size`, `batch_format`, `drop_last`, `prefetch_batches`."""
+        """Iterate as Ray does: `batch_size`, `batch_format`, `drop_last`, `prefetch_batches`."""
         return cast(ShardBatches, super().iter_batches(**options))
 
     def iter_torch_batches(self, **options: Any) -> ShardBatches:
-        """As Ray's: besides these `dtypes`, `device`, `collate_fn`, `pin_memory`."""
+        """Iterate as Ray does, with these and `dtypes`, `device`, `collate_fn`, `pin_memory`."""
         return cast(ShardBatches, super().iter_torch_batches(**options))
 
     def _to_ref_bundle_iterator(self) -> Any:
@@ -328,7 +343,7 @@ class VersionShard(ray.data.DataIterator):
         return f"{self!r} at {self._normalized()}"
 
     def schema(self) -> Any:
-        """Ray's schema of the version's columns, by the first row."""
+        """Return Ray's schema of the version's columns, by the first row."""
         block = BlockAccessor.batch_to_block(_as_arrays(self._rows.first_row(), self._rows.columns))
         return ray.data.Schema(BlockAccessor.for_block(block).schema())
 
@@ -349,8 +364,11 @@ class VersionShard(ray.data.DataIterator):
         return Pass(self._rows.row_count, place.base, self._world_size, self._rows.keeps_remainder)
 
     def _normalized(self) -> Place:
-        """Behind the last row of a pass the rank is at the beginning of the next epoch. The longest pass is rank 0's:
-        a rank that has a row less stays in the epoch until it begins another pass, and all ranks are in the same."""
+        """Return the position, at the next epoch's beginning if the pass is complete.
+
+        Rank 0's pass is the longest. A rank with a row less stays in the epoch until it begins another pass, so that
+        all ranks are in the same epoch.
+        """
         with self._lock:
             place = self._place
         return self._behind(place)
@@ -360,7 +378,7 @@ class VersionShard(ray.data.DataIterator):
         return Place(place.epoch + 1) if done else place
 
     def _begin_pass(self) -> tuple[int, Place]:
-        """A new pass is a new epoch, but for the first one after a checkpoint or a `state_dict`."""
+        """Begin a pass. It is a new epoch, except the first pass after a checkpoint or a `state_dict`."""
         place = self._normalized()
         with self._lock:
             if self._is_begun and place.epoch == self._place.epoch:
@@ -384,7 +402,7 @@ class VersionShard(ray.data.DataIterator):
                 yield unwrap_finalized(batch)
         with self._lock:
             if self._passes == number:
-                # Also where its last rows were too few for a batch.
+                # Also if its last rows were too few for a batch.
                 if way.rows_of(self._rank) < way.rows_of(0):
                     self._place = Place(place.epoch, place.base, way.rows_of(self._rank))
                 else:
@@ -405,7 +423,7 @@ class VersionShard(ray.data.DataIterator):
 
 
 class ShardBatches(IterableFromIterator[Any]):
-    """What the methods of a shard return: an iterable, each pass over which is an epoch, with the shard's position."""
+    """An iterable over a shard: each pass is an epoch. It also has the shard's position."""
 
     def __init__(self, iterate: Callable[[], Iterator[Any]], shard: VersionShard) -> None:
         super().__init__(iterate)
@@ -419,7 +437,7 @@ class ShardBatches(IterableFromIterator[Any]):
 
 
 class _ReadAhead:
-    """Takes items of an iterator in a thread, so many ahead. Use as a context around the iteration."""
+    """Read-ahead of an iterator by a thread, up to `ahead` items. Use it as a context around the iteration."""
 
     def __init__(self, items: Iterator[tuple[int, Any]], ahead: int) -> None:
         self._items = items
@@ -457,12 +475,12 @@ class _ReadAhead:
                 if item is None:
                     return
                 self._capacity.acquire()
-        except BaseException as error:  # handed to the program, whose pass it ends
+        except BaseException as error:  # raised again in the program, whose pass it ends
             self._ready.put(error)
 
 
 def _cut(windows: Iterator[_Window], size: int) -> Iterator[Rows]:
-    """Pieces of `size` rows, across windows; the last one may have fewer."""
+    """Yield pieces of `size` rows, across windows. The last one may have fewer."""
     left: list[Rows] = []
     missing = size
     for window in windows:
@@ -480,7 +498,7 @@ def _cut(windows: Iterator[_Window], size: int) -> Iterator[Rows]:
 
 
 def _as_arrays(rows: Rows, columns: Sequence[str]) -> Batch:
-    """By column an array (rows, ...), in this order."""
+    """Return an array (rows, ...) by column, in this order."""
     batch = rows.batch()
     arrays: Batch = {}
     for name in columns:

@@ -1,18 +1,19 @@
-"""The attempt signs what its ranks may read from the store and write to it, and refuses the rest.
+"""Signing of a program's store access: the attempt signs URLs that its ranks may use, and refuses the rest.
 
-The ranks of a program run its user's code, and hold no key of an S3 store (`shared.storage.signed_store` is their end).
+The ranks of a program run its user's code, and hold no key of an S3 store (`shared.storage.signed_store` is their
+side).
 
 A rank may read
     the manifest and the files of the job's dataset version
     the bundle of its code
     everything below its job's checkpoints
-and write, or write over
+and write or overwrite
     {job}/checkpoints/data/report-{n}-a{attempt}-{token}/r{rank}/...    of reports that are not committed yet
     {job}/logs/a{attempt}/r{rank}/...
 
-A rank is who says so: ranks of one attempt share its token, and are one user's. A rank lists and deletes nothing.
-An address holds for an hour, also after the report that it was signed for; so a rank can damage its own part of a
-checkpoint of this attempt, which the digests of the manifest then tell.
+A rank's number is not authenticated: the ranks of one attempt share its token, and belong to one user. A rank lists and
+deletes nothing. A URL is valid for an hour, even after its report was committed. A rank can therefore damage its own
+part of a checkpoint of this attempt, which the digests of the manifest then reveal.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ from train_service.records.logs import rank_folder
 PR_SET_DUMPABLE = 4
 SIGN, BEGIN, SIGN_PARTS, COMPLETE, ABORT = "sign", "begin_parts", "sign_parts", "complete_parts", "abort_parts"
 VERSION = "version"
-# Addresses that one message brings: of the files of a version that follow the one that was asked for, of parts. Each
-# has some 450 bytes, and what is sent to a rank that is stopped must fit into the socket's buffer, of some megabytes:
-# the thread that sends would wait for ever.
+# URLs per message: the requested file of a version and those that follow it, or parts. Each has some 450 bytes. A
+# message to a stopped rank must fit into the socket's buffer, of some megabytes, or the sending thread would wait
+# forever.
 FILES_AT_ONCE = 64
 PARTS_AT_ONCE = 16
 MAX_KEYS = 64
-# An address of a file is signed once for all ranks, and again after so long.
+# A file's URL is signed once for all ranks, and again after this time.
 SIGNED_ANEW_AFTER_S = 600.0
-# Of an answer's addresses each holds for so long at least: with room for a request that begins at the last moment.
+# Each URL of an answer is valid for at least this long, with a margin for a request that begins at the last moment.
 HOLDS_FOR_S = VALID_FOR.total_seconds() - SIGNED_ANEW_AFTER_S - 600.0
-# Requests of ranks that wait for the store.
+# Threads for ranks' requests that wait for the store.
 THREADS = 16
 REFUSED = "KEY_REFUSED"
 
@@ -65,7 +66,7 @@ class Handler(Protocol):
 def handling(
     store: ObjectStore, job_name: str, attempt: int, spec: TrainingSpec, coordinator: ReportCoordinator
 ) -> Iterator[Handler]:
-    """What takes the ranks' requests: the coordinator, and before it a signer where the store is S3."""
+    """Yield the handler of the ranks' requests: the coordinator, preceded by a signer if the store is S3."""
     if urlsplit(store.settings.url).scheme != "s3":
         yield coordinator.handle
         return
@@ -74,7 +75,7 @@ def handling(
 
 
 class StoreSigner:
-    """Takes the ranks' requests before the coordinator does, to which it hands all others. Use as a context."""
+    """Signer that takes the ranks' requests first, and passes all others to the coordinator. Use it as a context."""
 
     def __init__(
         self, store: ObjectStore, job_name: str, attempt: int, spec: TrainingSpec, coordinator: ReportCoordinator
@@ -89,14 +90,14 @@ class StoreSigner:
         self._uploads = MultipartUploads(store)
         self._data_folder = data_folder_of(job_name)
         self._bundle = bundle_key(spec.program.code_bundle)
-        # Held by the first rank that asks for the version; the others come a moment later.
+        # Held by the first rank that requests the version; the others wait for its result.
         self._loading = threading.Lock()
-        # The version once it is read, its keys in their order, and the place of each.
+        # The version once it is read, its keys in order, and the index of each key.
         self._version: DatasetVersion | None = None
         self._files: list[str] = []
         self._places: dict[str, int] = {}
         self._lock = threading.Lock()
-        # URLs to read by, and when each was signed.
+        # Signed URLs for reading, each with its time of signing.
         self._signed: dict[str, tuple[str, float]] = {}
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="signer")
         self._answers: dict[str, Callable[[int, dict[str, Any]], dict[str, Any]]] = {
@@ -116,14 +117,14 @@ class StoreSigner:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def handle(self, rank: int, body: dict[str, Any], reply: Reply) -> None:
-        """Takes what a rank says; in the thread of its connection."""
+        """Handle a rank's message, in the thread of its connection."""
         kind = body.get("kind")
         answer = self._answers.get(str(kind))
         if answer is None:
             self._coordinator.handle(rank, body, reply)
         elif kind in (SIGN, SIGN_PARTS):
             reply(_answered(answer, rank, body))
-        else:  # these call the store, and the rank's heartbeats come by the same thread
+        else:  # these call the store, but the rank's heartbeats come through this thread
             asked_at = time.monotonic()
             self._pool.submit(lambda: self._answer_in_time(answer, rank, body, reply, asked_at))
 
@@ -135,7 +136,7 @@ class StoreSigner:
         reply: Reply,
         asked_at: float,
     ) -> None:
-        """Begins no upload for a rank that has given up waiting for it: no process would end that upload."""
+        """Answer a request, but begin no upload for a rank that has stopped waiting: it would never be ended."""
         if body["kind"] == BEGIN and time.monotonic() - asked_at > SIGNED_TIMEOUT_S:
             return
         reply(_answered(answer, rank, body))
@@ -190,7 +191,7 @@ class StoreSigner:
     # --- the dataset version ---------------------------------------------------------------------------------------
 
     def _find_version(self, rank: int, body: dict[str, Any]) -> dict[str, Any]:
-        """Where the job's version is. With `again` raises `NotFound` where it was deleted since it was found."""
+        """Return the location of the job's version. With `again`, raise `NotFound` if it was deleted meanwhile."""
         if not self._spec.dataset_version:
             raise FailedPrecondition(f"rank {rank} asks for a dataset version, and the job names none")
         with self._loading:
@@ -207,7 +208,7 @@ class StoreSigner:
     # --- what a rank may do ----------------------------------------------------------------------------------------
 
     def _to_read(self, rank: int, key: str) -> Sequence[str]:
-        """The key, and others that its reader is soon to read. Raises `FailedPrecondition` for what it may not read."""
+        """Return the key, and keys that its reader needs next. Raises `FailedPrecondition` if it may not be read."""
         check_key(rank, key)
         place = self._places.get(key)
         if place is not None:
@@ -217,7 +218,7 @@ class StoreSigner:
         raise _refused(rank, "read", key, "the job's dataset version, code bundle and checkpoints")
 
     def _to_write(self, rank: int, key: str) -> str:
-        """The key. Raises `FailedPrecondition` for one that the rank may not write."""
+        """Return the key. Raises `FailedPrecondition` if the rank may not write it."""
         check_key(rank, key)
         if key.startswith(f"{rank_folder(self._job_name, self._attempt, rank)}/"):
             return key
@@ -237,14 +238,16 @@ class StoreSigner:
 
 
 def hide_memory() -> None:
-    """From here on other processes of this user read neither this one's memory nor its environment, unless they are
-    root's: a rank may be on the same node. Linux alone has that."""
+    """Hide this process's memory and environment from the user's other processes, except root's.
+
+    A rank may be on the same node. Only Linux supports this.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def check_key(rank: int, key: str) -> None:
-    """Refuses what a server could take for another key: it may resolve `..`, or join what `//` parts."""
+    """Refuse a key that a server could take for another: it may resolve `..`, or collapse `//`."""
     problem = key_problem(key) or ("has a backslash" if "\\" in key else "")
     if problem:
         raise InvalidArgument(

@@ -1,7 +1,7 @@
 """Ray Tune's `Tuner` in a script, as a sweep: its space and configuration in plain values, and its results.
 
-What a sweep cannot do is refused where the script says it, by file and line. What a trainer's `fit()` returns is Ray's
-own `Result`, whose checkpoints are those of the job's registry.
+Settings that a sweep does not support are refused with the script's file and line. A trainer's `fit()` returns Ray's
+own `Result`, with checkpoints of the job's registry.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ GRID_SEARCH = "grid_search"
 
 
 class TrialDone(BaseException):
-    """The script of a trial has trained; no `Exception`, so that a script that catches those ends all the same."""
+    """The script of a trial has trained.
+
+    It is not an `Exception`, so that a script that catches those ends all the same.
+    """
 
 
 class Driver(Protocol):
-    """What stands behind the script."""
+    """The implementation behind the script's calls."""
 
     def line(self) -> str: ...
 
@@ -40,7 +43,7 @@ class Driver(Protocol):
 
 
 def tuner_of(driver: Driver) -> type:
-    """The class that stands for `ray.tune.Tuner`."""
+    """Return the class that replaces `ray.tune.Tuner`."""
 
     class Tuner:
         def __init__(
@@ -73,7 +76,10 @@ def tuner_of(driver: Driver) -> type:
 
 
 def space_of(param_space: Mapping[str, Any], line: str) -> dict[str, Any]:
-    """`constants` of `train_loop_config`, and by dotted path its `domains`, as fields of `search_space.Domain`."""
+    """Return the search space: `constants` of `train_loop_config`, and `domains` by dotted path.
+
+    The domains hold the fields of `search_space.Domain`.
+    """
     others = sorted(set(param_space) - {LOOP_CONFIG})
     if others:
         raise _refused(line, f"param_space[{others[0]!r}] is not supported", f"search param_space[{LOOP_CONFIG!r}]")
@@ -108,7 +114,7 @@ def _domain(value: Any, path: str, line: str) -> dict[str, Any]:
     if kind == "Float" and sampler == "_LogUniform":
         return {"kind": LOG_UNIFORM, "low": value.lower, "high": value.upper}
     if kind == "Integer" and sampler == "_Uniform":
-        return {"kind": INTEGERS, "low": value.lower, "high": value.upper - 1}  # a sweep's has both its ends
+        return {"kind": INTEGERS, "low": value.lower, "high": value.upper - 1}  # a sweep's range includes both ends
     what = f"param_space[{LOOP_CONFIG!r}] has {value.domain_str or kind} of {sampler.strip('_')} as {path!r}"
     raise _refused(
         line, what, "use tune.grid_search, tune.choice, tune.uniform, tune.loguniform or tune.randint for it"
@@ -116,7 +122,7 @@ def _domain(value: Any, path: str, line: str) -> dict[str, Any]:
 
 
 def settings_of(tune_config: Any, line: str) -> dict[str, Any]:
-    """Of a `TuneConfig`: `metric`, `maximize`, `num_samples`, `max_concurrent`, and `asha` or None."""
+    """Return a `TuneConfig` as `metric`, `maximize`, `num_samples`, `max_concurrent`, and `asha` or None."""
     from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
 
     if tune_config is None:
@@ -167,7 +173,7 @@ def _refused(line: str, what: str, remedy: str) -> InvalidArgument:
 
 @dataclass(frozen=True)
 class TrialResults:
-    """What `Tuner.fit()` returns: a `Result` of each trial, in the order of their numbers, as in Ray's `ResultGrid`."""
+    """The result of `Tuner.fit()`: a `Result` per trial, ordered by number, as in Ray's `ResultGrid`."""
 
     results: Sequence[Result]
     metric: str
@@ -175,7 +181,7 @@ class TrialResults:
 
     @classmethod
     def of(cls, described: Mapping[str, Any], settings: Mapping[str, Any], fetch: Callable[[str], str]) -> TrialResults:
-        """`described` is the attempt's answer, see `ScriptSweep.ended`."""
+        """Build the results. `described` is the attempt's answer, see `ScriptSweep.ended`."""
         results = [_result(one, fetch) for one in described["trials"]]
         return cls(results, settings["metric"], settings["maximize"])
 
@@ -190,7 +196,7 @@ class TrialResults:
 
     @property
     def errors(self) -> list[Exception]:
-        """Of the trials that failed."""
+        """The errors of the trials that failed."""
         return [one.error for one in self.results if one.error is not None]
 
     @property
@@ -199,12 +205,14 @@ class TrialResults:
 
     @property
     def num_terminated(self) -> int:
-        """Those that ended without an error, early or not."""
+        """The number of trials that ended without an error, early or not."""
         return len(self.results) - self.num_errors
 
     def get_best_result(self, metric: str | None = None, mode: str | None = None, *_: Any, **__: Any) -> Result:
-        """The trial whose best checkpoint is the best by the metric; its `metrics` and `checkpoint` are that one's.
-        Raises `RuntimeError` where none reported it, as Ray does."""
+        """Return the trial with the best checkpoint by the metric, with that checkpoint and its `metrics`.
+
+        Raises `RuntimeError` if no trial reported the metric, as Ray does.
+        """
         metric = metric or self.metric
         sign = 1 if (mode == "max" if mode else self.maximize) else -1
         pairs = [
@@ -227,7 +235,7 @@ class TrialResults:
         )
 
     def get_dataframe(self, *_: Any, **__: Any) -> Any:
-        """A row for each trial: its last metrics, and its values as `config/...`."""
+        """Return a row per trial: its last metrics, and its values as `config/...`."""
         rows = []
         for one in self.results:
             metrics = dict(one.metrics or {})
@@ -252,12 +260,14 @@ def _result(trial: Mapping[str, Any], fetch: Callable[[str], str]) -> Result:
 
 
 class RegistryCheckpoint(Checkpoint):
-    """A checkpoint of the job, `trainingJobs/{j}/checkpoints/{c}`. Its files come to this node when they are first
-    asked for, verified and read-only; they go when the attempt ends. Pickled, it is that folder: for tasks and actors
-    on the same node."""
+    """A checkpoint of the job, `trainingJobs/{j}/checkpoints/{c}`.
+
+    Its files are copied to this node when they are first used, verified and read-only, and deleted when the attempt
+    ends. It pickles as that folder, for tasks and actors on the same node.
+    """
 
     def __init__(self, name: str, fetch: Callable[[str], str]) -> None:
-        """`fetch` gives the folder of a checkpoint of that name."""
+        """Refer to a checkpoint. `fetch` returns the folder of a checkpoint by name."""
         self.name = name
         self._fetch = fetch
         self._folder = ""
@@ -282,9 +292,12 @@ class RegistryCheckpoint(Checkpoint):
 
 
 def result_of(described: Mapping[str, Any], fetch: Callable[[str], str]) -> TrainResult:
-    """`described` is the attempt's answer: `path`, `metrics` of the newest report, and `checkpoints`, oldest first, of
-    which each has `name` and `metrics`. As with Ray the data frame has a row for each checkpoint, and both are None
-    where nothing was reported."""
+    """Build the result of a run from the attempt's answer.
+
+    `described` has `path`, `metrics` of the newest report, and `checkpoints`, oldest first, each with `name` and
+    `metrics`. As with Ray the data frame has a row per checkpoint, and the frame and the checkpoint are None if there
+    is none.
+    """
     pairs = [(RegistryCheckpoint(one["name"], fetch), dict(one["metrics"])) for one in described["checkpoints"]]
     return TrainResult(
         metrics=dict(described["metrics"]) or None,

@@ -1,7 +1,7 @@
-"""What Ray Train runs on every worker of a program: the user's function, with Millrace behind `ray.train`.
+"""A worker of a program: Ray Train runs the user's function on it, with Millrace behind `ray.train`.
 
 The worker is a real one of Ray Train's, with its process group. Before the program's module is imported, `report`,
-`get_checkpoint` and `get_dataset_shard` are bound to Millrace (`ray_hooks`), and the process has a folder of its own,
+`get_checkpoint` and `get_dataset_shard` are bound to Millrace (`ray_hooks`), and the process gets its own folder,
 seeds, and captured output (`process`).
 """
 
@@ -57,20 +57,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramConfig:
-    """What an attempt tells the workers of a program; plain values, for they travel."""
+    """Config of a program's workers. It holds plain values, because it is sent to them."""
 
-    # Of the store's settings this alone: a worker holds no key, see `rank_store`.
+    # The only store setting: a worker holds no key, see `rank_store`.
     store_url: str
     job_name: str
     attempt: int
     spec: TrainingSpec
-    # Where the attempt listens to its ranks, see `HeartbeatSender`.
+    # Where ranks send heartbeats to the attempt, see `HeartbeatSender`.
     heartbeat: str
-    # Of a script: its training function and what that gets, pickled in the script's process. Empty: the entry's.
+    # For a script: its training function and the function's config, pickled in the script's process. Empty: the
+    # entry's.
     function: bytes = b""
-    # Of a script: the names of the Ray Datasets that it gave its trainer.
+    # For a script: the names of the Ray Datasets that it gave its trainer.
     own_datasets: tuple[str, ...] = ()
-    # Of a script: where the logs of the ranks of this run begin, behind those of the attempt's runs before it.
+    # For a script: the first log chunk of this run, after those of the attempt's earlier runs.
     first_log_chunk: int = 0
 
     @property
@@ -80,7 +81,7 @@ class ProgramConfig:
 
 
 def work_on_program(config: dict[str, Any]) -> None:
-    """Ray Train's training function; `config["loop"]` is the attempt's `ProgramConfig`."""
+    """Run a worker of Ray Train. `config["loop"]` is the attempt's `ProgramConfig`."""
     program: ProgramConfig = config["loop"]
     context = ray.train.get_context()
     configure_logging("train-worker", "INFO")
@@ -98,13 +99,16 @@ def run_program(
     local: LocalRank | None = None,
     ranks_of_node: int = 1,
 ) -> None:
-    """All that one rank does. Returns once the function has returned and all its reports are committed, or once it was
-    stopped at a report. Raises `Internal` for what it raised. `local`: it is no worker of Ray Train's, and raises
-    `KeyboardInterrupt` as it comes. `ranks_of_node` share the node's memory."""
+    """Run the whole life of one rank.
+
+    Returns once the function has returned and all its reports are committed, or once it was stopped at a report. Raises
+    `Internal` for an error of the function. `local`: the rank is no worker of Ray Train, and passes `KeyboardInterrupt`
+    through. `ranks_of_node` share the node's memory.
+    """
     torch.set_num_threads(config.spec.threads_per_worker)
     with contextlib.ExitStack() as stack:
         stack.enter_context(identity(job=config.job_name, attempt=str(config.attempt), rank=str(rank)))
-        # Left last: the end of the log goes into the store by what the attempt signs.
+        # Entered first and so left last: the end of the log is stored through URLs that the attempt signs.
         heartbeat = stack.enter_context(HeartbeatSender(rank, config.heartbeat, node_id))
         store, versions = open_rank_store(config.store_url, heartbeat)
         first, tees = config.first_log_chunk, local is not None and local.tees
@@ -119,8 +123,8 @@ def run_program(
             limit = MemoryLimit.of(request, beside, NodeMemory.read())
 
             def leave(error: MillraceError) -> None:
-                """Ends this process at once: what it was about to allocate is not waited for."""
-                with contextlib.suppress(TimeoutError, ConnectionError):  # then the attempt sees that it has gone
+                """End this process at once, before it can allocate more."""
+                with contextlib.suppress(TimeoutError, ConnectionError):  # then the attempt sees the process end
                     heartbeat.ask({"kind": "failing", "error": error.as_record()}, timeout_s=5.0)
                 shipper.end(5.0)
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -129,14 +133,14 @@ def run_program(
             with MemoryWatch(rank, limit, leave, folder.code / digest):
                 _Rank(config, rank, world_size, store, versions, heartbeat, folder, local).run()
         except MillraceError as error:
-            # Ray may learn of another rank's end first, which is only a consequence of this one.
-            with contextlib.suppress(TimeoutError, ConnectionError):  # then Ray says it
+            # Ray may first learn of another rank's end that only follows from this one.
+            with contextlib.suppress(TimeoutError, ConnectionError):  # then Ray reports it
                 heartbeat.ask({"kind": "failing", "error": error.as_record()}, timeout_s=5.0)
             raise
 
 
 def code_paths(code: Path, program: Program) -> list[str]:
-    """Where a program's modules are found: at the top of its bundle, and beside its script."""
+    """Return the import paths of a program: the top of its bundle, and the folder of its script."""
     beside = (code / program.entry).parent if program.is_script else code
     return list(dict.fromkeys([str(beside), str(code)]))
 
@@ -212,7 +216,7 @@ class _Rank:
         except (Exception, SystemExit, KeyboardInterrupt, ProgramStopped) as error:
             if self._local is not None and isinstance(error, KeyboardInterrupt):
                 raise
-            # What the function made of a stop or of a failed report, e.g. an error of its own, only follows from it.
+            # An error that the function raised after a stop or a failed report only follows from it.
             first = reports.ended or error
             if not isinstance(first, ProgramStopped):
                 named = self._as_reported(first, code, reports.number)
@@ -229,7 +233,7 @@ class _Rank:
         program = self._config.program
         if self._config.function:
             pickled, settings = cloudpickle.loads(self._config.function)
-            # As Ray has it: what has a default is left to it.
+            # As in Ray, parameters with defaults keep them.
             takes = [one for one in inspect.signature(pickled).parameters.values() if _is_required(one)]
             pickled(settings) if takes else pickled()
             return
@@ -259,9 +263,9 @@ class _Rank:
         return retry_on_outage(lambda: unpack_on_node(self._store, digest, self._folder.code), "the code bundle")
 
     def _open_shards(self, begin: Begin) -> ProgramShards:
-        """Once: a program that reads its own data does not pay for importing ray.data."""
+        """Open the shards once, on demand: a program that reads its own data need not import ray.data."""
         if self._shards is None:
-            from train_service.program.shards import ProgramShards  # takes seconds to import
+            from train_service.program.shards import ProgramShards  # the import takes seconds
 
             self._shards = ProgramShards(
                 self._store,
@@ -287,7 +291,7 @@ class _Rank:
         self._heartbeat.ask({"kind": "failing", "error": error.as_record()}, timeout_s=5.0)
 
     def _as_reported(self, error: BaseException, code: Path, report: int) -> BaseException:
-        """`error` as one of ours that names its type, the rank, and the line of the program that it comes from."""
+        """Return `error` as one of ours that names its type, the rank, and its line in the program."""
         if isinstance(error, StaleAttempt) or (isinstance(error, Exception) and lost_others(error)):
             return error
         where = line_of(error, code)

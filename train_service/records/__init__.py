@@ -1,1 +1,1 @@
-"""What a run leaves behind of its doings, and how that is read: events, metrics, logs, coverage."""
+"""The records of a run, written and read: events, metrics, logs, coverage."""

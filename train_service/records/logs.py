@@ -1,11 +1,11 @@
-"""What the processes of an attempt say, carried into the store while they say it.
+"""The output of an attempt's processes, copied to the store while it is written.
 
     {job}/logs/a{attempt:05d}/r{rank:04d}/{seq:08d}.txt
 
-are chunks of whole lines, in order. The newest chunk is written again, longer, about once a second, until it is full:
-so there are few objects, and a reader needs only to know how far it has read. Rank -1 is the attempt's own process.
+are chunks of whole lines, in order. The newest chunk is rewritten, longer, about once a second, until it is full. So
+there are few objects, and a reader only needs to know how far it has read. Rank -1 is the attempt's own process.
 
-Text of C code that goes around Python to the file descriptors is not in it; Ray's own logs have that.
+Output that C code writes directly to the file descriptors is not included; Ray's own logs have that.
 
 A reader can follow the logs of an attempt while they grow.
 """
@@ -31,15 +31,15 @@ from shared.storage import ObjectInfo, ObjectStore
 logger = logging.getLogger(__name__)
 
 SHIP_EVERY_S = 1.0
-# From so many bytes on a chunk is not written again.
+# A chunk of this size is not written again.
 CHUNK_BYTES = 64 * 1024
-# The stacks of a rank that hangs, written by the attempt: the last chunk, whatever its number of chunks.
+# The stacks of a hung rank, written by the attempt. Its number is above that of any other chunk.
 STACKS_CHUNK = "99999999.txt"
-# What may wait for the store.
+# Limit on lines that wait for the store.
 MAX_WAITING_BYTES = 4 * 1024 * 1024
-# What one rank may have in the store.
+# Limit on the logs of one rank in the store.
 MAX_STORED_BYTES = 64 * 1024 * 1024
-# A line is cut there: some programs never end theirs.
+# Longer lines are cut, because some programs never end theirs.
 MAX_LINE = 16 * 1024
 # How long the end of a process waits for a store that does not answer.
 END_TIMEOUT_S = 30.0
@@ -52,28 +52,31 @@ def rank_folder(job: str, attempt: int, rank: int) -> str:
 
 
 class Puts(Protocol):
-    """What shipping needs of a store; as the method of `ObjectStore`."""
+    """The store's method that shipping needs, as in `ObjectStore`."""
 
     def put(self, key: str, data: bytes | bytearray | memoryview) -> None: ...
 
 
 class LogShipper:
-    """Ships the records of the root logger, and what goes to stdout and stderr, which still gets there as before.
+    """Shipper of the root logger's records, stdout and stderr, which are still written as before.
 
-    Use as a context, after `configure_logging`: leaving it ships what is left. No more than `MAX_WAITING_BYTES` wait in
-    memory, the oldest lines are dropped first; the store gets no more than `MAX_STORED_BYTES`. Either is said in a line
-    of the log itself. Nothing of it fails the process or makes it wait.
+    Use it as a context, after `configure_logging`: leaving it ships the remaining lines. At most `MAX_WAITING_BYTES`
+    wait in memory, and the oldest lines are dropped first. The store receives at most `MAX_STORED_BYTES`. A line in the
+    log itself reports either limit. The shipper never fails the process or makes it wait.
     """
 
     def __init__(
         self, store: Puts, job: str, attempt: int, rank: int, *, tees: bool = True, first_chunk: int = 0
     ) -> None:
-        """Without `tees` stdout and stderr are left alone: the caller gives what goes there to `add_lines`.
-        `first_chunk` is behind the chunks of another process that was this rank in the same attempt."""
+        """Prepare the shipping.
+
+        Without `tees` stdout and stderr stay untouched, and the caller passes their lines to `add_lines`. `first_chunk`
+        follows the chunks of an earlier process of this rank in the same attempt.
+        """
         self._takes_streams = tees
         self._store = store
         self._folder = rank_folder(job, attempt, rank)
-        self._lock = threading.RLock()  # what is said while it is held is said by the same thread
+        self._lock = threading.RLock()  # reentrant: code that holds it may log in the same thread
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = self._dropped = self._stored_bytes = 0
         self._sequence = first_chunk
@@ -91,7 +94,7 @@ class LogShipper:
             tee = Tee(target, self)
             self._tees.append((name, tee))
             setattr(sys, name, tee)
-            # Ray Train logs what is printed, and prints it too where these two differ: it would be here twice.
+            # Ray Train logs printed text, and also prints it if these two differ, which would ship it twice.
             if getattr(sys, f"__{name}__") is target:
                 setattr(sys, f"__{name}__", tee)
         self._thread.start()
@@ -104,22 +107,27 @@ class LogShipper:
         for name, tee in self._tees:
             tee.end()
             for place in (name, f"__{name}__"):
-                if getattr(sys, place) is tee:  # else somebody has put another in front of it since
+                if getattr(sys, place) is tee:  # otherwise another stream was put in front of it since
                     setattr(sys, place, tee.target)
         self.end()
 
     def end(self, timeout_s: float | None = None) -> None:
-        """Waits until all that was said is in the store; where a process ends before its context is left, at most
-        `timeout_s`."""
+        """Ship all lines and wait until they are in the store.
+
+        A process that ends before its context is left waits for at most `timeout_s`.
+        """
         self._ended.set()
         self._thread.join(timeout_s)
 
     def add(self, text: str) -> None:
-        """Whole lines, e.g. the stacks of a rank that stands still; a missing end of line is added. It never waits."""
+        """Add whole lines, e.g. the stacks of a hung rank. It never waits.
+
+        A missing end of line is added.
+        """
         self.add_lines(text.encode("utf-8", "backslashreplace"))
 
     def add_lines(self, line: bytes) -> None:
-        """As `add`, of text that is encoded already."""
+        """Add lines as `add` does, from encoded text."""
         if not line.endswith(b"\n"):
             line += b"\n"
         with self._lock:
@@ -135,7 +143,7 @@ class LogShipper:
     def _run(self) -> None:
         give_up_at = 0.0
         while True:
-            # Read before the lines: what was said before the end is among them.
+            # Read before the lines, so that all lines from before the end are included.
             ended = self._ended.wait(SHIP_EVERY_S)
             try:
                 self._ship()
@@ -146,7 +154,7 @@ class LogShipper:
                         return
                     time.sleep(SHIP_EVERY_S)
                 continue
-            except Exception:  # a log about the log must not go through it
+            except Exception:  # an error of shipping logs must not be logged again
                 return
             give_up_at = 0.0
             if ended:
@@ -168,7 +176,7 @@ class LogShipper:
                 self._chunk, self._sequence = b"", self._sequence + 1
 
     def _take(self) -> bytes | None:
-        """Some lines that wait, about a chunk of them; None where there are none."""
+        """Take about one chunk of waiting lines. None if there are none."""
         with self._lock:
             lines: list[bytes] = []
             size = 0
@@ -189,7 +197,7 @@ class LogShipper:
 
 
 class _Records(logging.Handler):
-    """The records of the root logger, as lines for people."""
+    """Handler that formats the root logger's records as readable lines."""
 
     def __init__(self, shipper: LogShipper) -> None:
         super().__init__()
@@ -208,7 +216,7 @@ class _Records(logging.Handler):
 
 
 class Tee:
-    """A text stream that also tells the shipper, line by line. All else is the stream's own affair."""
+    """A text stream that also passes each line to the shipper. It delegates everything else to the stream."""
 
     def __init__(self, target: TextIO, shipper: LogShipper) -> None:
         self.target = target
@@ -231,7 +239,7 @@ class Tee:
             self.write(line)
 
     def end(self) -> None:
-        """Tells the line that was begun."""
+        """Ship the unfinished line."""
         with self._lock:
             rest, self._line = self._line, ""
         if rest:
@@ -243,7 +251,7 @@ class Tee:
 
 # --- Reading logs ---
 
-# A message of a stream holds about so much.
+# Approximate size of a message of the stream.
 TEXT_BYTES = 256 * 1024
 TEXTS_AT_ONCE = 64
 
@@ -252,7 +260,7 @@ _KEY = re.compile(r".*/r(-?\d+)/(\d+)\.txt")
 
 @dataclass(frozen=True)
 class LogText:
-    """Whole lines of one rank, each with its end."""
+    """Whole lines of one rank, with their line ends."""
 
     attempt: int
     rank: int
@@ -260,25 +268,30 @@ class LogText:
 
 
 class LogReader:
-    """Reads on where it stopped. Not shared between threads."""
+    """Reader that continues where it stopped. Not shared between threads."""
 
     def __init__(
         self, store: ObjectStore, jobs: Jobs, job: str, attempt: int, rank: int | None, follow: bool = False
     ) -> None:
-        """`attempt` 0: the next one that begins. With `follow` the stacks of a rank, its last chunk whatever comes
-        before, are kept back until `over`."""
+        """Prepare the reader. `attempt` 0 is the next one that begins.
+
+        With `follow` the stacks of a rank, which are its last chunk, are kept back until `over`.
+        """
         self._store = store
         self._jobs = jobs
         self._job = job
         self._attempt = attempt
         self._rank = rank
         self._stacks_too = not follow
-        # Bytes of each chunk.
+        # Bytes read of each chunk.
         self._read: dict[str, int] = {}
         self._closed: set[str] = set()
 
     def over(self) -> bool:
-        """Whether the attempt has ended. Ask before `read`: what it brings after the answer yes is the last."""
+        """Return whether the attempt has ended.
+
+        Call it before `read`: the `read` after the first True returns the last lines.
+        """
         job = self._jobs.get(self._job, self._job)
         if not self._attempt and _has_attempt(job):
             self._attempt = job.attempt
@@ -287,7 +300,7 @@ class LogReader:
         return over
 
     def read(self) -> list[LogText]:
-        """What is new since the last call, rank by rank; some MiB at most."""
+        """Return the lines added since the last call, rank by rank. At most some MiB."""
         if not self._attempt:
             return []
         found: list[tuple[int, int, ObjectInfo]] = []
@@ -295,7 +308,7 @@ class LogReader:
         for info in self._store.list(f"{self._job}/logs/a{self._attempt:05d}"):
             matched = _KEY.fullmatch(info.key)
             if matched and self._rank in (None, int(matched[1])):
-                # Stacks are not a later chunk of the rank's own: what it writes may still grow.
+                # Stacks do not close the rank's own last chunk, which may still grow.
                 of = stacks if info.key.endswith(f"/{STACKS_CHUNK}") else found
                 of.append((int(matched[1]), int(matched[2]), info))
         newest = {rank: number for rank, number, _ in sorted(found, key=lambda one: one[:2])}
@@ -309,7 +322,10 @@ class LogReader:
         return texts
 
     def _new_of(self, info: ObjectInfo, closed: bool) -> list[str]:
-        """A chunk is `closed` once there is a later one. How long it is then, an older listing does not know."""
+        """Return the new text of a chunk.
+
+        A chunk is `closed` once there is a later one. An older listing may not know its final length.
+        """
         begin = self._read.get(info.key, 0)
         if info.key in self._closed or (not closed and info.size_bytes <= begin):
             return []
@@ -323,7 +339,10 @@ class LogReader:
 
 
 def find_logs(store: ObjectStore, jobs: Jobs, name: str, attempt: int, rank: int | None, follow: bool) -> LogReader:
-    """Raises `NotFound` where there are no logs; with `follow`, only where none will come."""
+    """Return a reader of the logs.
+
+    Raises `NotFound` if there are no logs. With `follow` it raises only if none will come.
+    """
     job = jobs.get(name, name)
     chosen = attempt or (job.attempt if _has_attempt(job) else 0)
     if follow and not job.state.final and chosen in (0, job.attempt):
@@ -343,7 +362,7 @@ def _has_attempt(job: JobRecord) -> bool:
 
 
 def _pieces(data: bytes) -> list[str]:
-    """Whole lines again, of about `TEXT_BYTES` each; a single line may be longer."""
+    """Split into whole lines again, of about `TEXT_BYTES` each. A single line may be longer."""
     pieces, begin = [], 0
     while begin < len(data):
         end = data.rfind(b"\n", begin, begin + TEXT_BYTES) + 1

@@ -2,12 +2,12 @@
 
     {job}/metrics/a{attempt:05d}-f{first_step:08d}-{from:08d}-{to:08d}.parquet
 
-holds points of the steps `from` to `to`, by an attempt that began at `first_step`. An attempt writes its newest part
-again, under a longer name, until it is full: so there are few objects however often it is flushed. A reader takes the
-longest part of each beginning. Of every attempt only the points up to where a later one began count: what came behind
-was lost with it.
+holds points of the steps `from` to `to`, by an attempt that began at `first_step`. An attempt rewrites its newest part
+under a longer name until it is full, so that there are few objects however often it is flushed. A reader takes the
+longest part for each `from`. Of every attempt only the points up to the start of a later one count, because the work
+after that was lost with the attempt.
 
-Of a run each step is read once, by the attempt whose work is in the weights.
+Each step of a run is thus read once, from the attempt whose work is in the weights.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from train_service.store_retry import store_call
 logger = logging.getLogger(__name__)
 
 FLUSH_EVERY_S = 5.0
-# After an outage, and at the end so often until it is written.
+# Interval of retries after an outage, and at the end until everything is written.
 RETRY_S = 1.0
 # How long the end of a run waits for a store that does not answer.
 END_TIMEOUT_S = 300.0
-# Points of a part that is not written again. To encode so many takes some milliseconds, which each checkpoint adds.
+# Points of a part that is not written again. Encoding this many takes some milliseconds, which each checkpoint adds.
 PART_POINTS = 1024
-# The columns of values have this before their metric's name, for a metric may be named as it likes.
+# Prefix of the value columns, because a metric may have any name.
 VALUE = "values."
 
 
 @dataclass(frozen=True)
 class MetricPoint:
-    """`step` counts the steps done; `time` is in seconds since the epoch."""
+    """Values after `step` completed steps. `time` is in seconds since the epoch."""
 
     step: int
     epoch: int
@@ -55,26 +55,27 @@ class MetricPoint:
 
 
 class MetricsLog:
-    """Points of one attempt, written by a thread every few seconds. Use as a context: leaving it writes what is left.
+    """Metrics of one attempt, which a thread writes every few seconds.
 
-    Neither an outage of the store nor a full one fails the run: the points wait in memory. An end during an outage of
-    more than `END_TIMEOUT_S` loses some, a process that is killed those that were not written: so who commits a
-    checkpoint writes before what is in it.
+    Use it as a context: leaving it writes the remaining points. Neither an outage of the store nor a full store fails
+    the run: the points wait in memory. If the run ends during an outage of more than `END_TIMEOUT_S`, some points are
+    lost. A killed process loses its unwritten points, so the points of a checkpoint must be written before the
+    checkpoint is committed.
     """
 
     def __init__(self, store: ObjectStore, job: str, attempt: int, first_step: int) -> None:
-        """`first_step` is the position that the attempt starts from."""
+        """Prepare the log. `first_step` is the position that the attempt starts from."""
         self._store = store
         self._attempt = attempt
         self._prefix = f"{job}/metrics/a{attempt:05d}-f{first_step:08d}"
         self._lock = threading.Lock()
-        # Held while a part is written: by our thread, or by one that wants the points durable.
+        # Held while a part is written, by our thread or by one that needs the points durable.
         self._writing = threading.Lock()
         self._points: list[MetricPoint] = []
         self._from = first_step
-        # What the part at work is in the store: its key and number of points.
+        # Key and number of points of the current part in the store.
         self._written = ("", -1)
-        # Set before anything happened: where this attempt begins is known as soon as the store answers.
+        # Set initially, so that the start of this attempt is recorded as soon as the store answers.
         self._wanted = threading.Event()
         self._wanted.set()
         self._ended = threading.Event()
@@ -91,17 +92,20 @@ class MetricsLog:
             self._thread.join()
 
     def add(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
-        """Notes the values after `step` steps; again for the same step, they are put together. It never waits."""
+        """Record the values after `step` steps. It never waits.
+
+        Values for the same step are merged.
+        """
         point = MetricPoint(step, epoch, self._attempt, time.time(), {name: float(one) for name, one in values.items()})
         with self._lock:
             self._points.append(point)
 
     def flush(self) -> None:
-        """Asks the thread to write now what there is. It does not wait for it."""
+        """Ask the thread to write all points now. It does not wait for that."""
         self._wanted.set()
 
     def write(self) -> None:
-        """Returns once all that was added before is in the store. Raises what the store does; may be repeated."""
+        """Write all points and return once they are in the store. Raises the store's errors; may be repeated."""
         with self._writing:
             self._write()
 
@@ -109,7 +113,7 @@ class MetricsLog:
         give_up_at = 0.0
         while True:
             self._wanted.wait(FLUSH_EVERY_S)
-            # Read before the points: what was added before the end is among them.
+            # Read before the points, so that all points from before the end are included.
             ended = self._ended.is_set()
             self._wanted.clear()
             try:
@@ -134,7 +138,7 @@ class MetricsLog:
                 return
 
     def _write(self) -> None:
-        """Writes the part at work, and the next ones as long as there are points for them."""
+        """Write the current part, and the next ones as long as there are points for them."""
         while True:
             with self._lock:
                 points, more = self._points[:PART_POINTS], len(self._points) > PART_POINTS
@@ -147,7 +151,7 @@ class MetricsLog:
                     self._store.delete(before[0])
             if len(points) < PART_POINTS:
                 return
-            # Full: the next part begins with the next point.
+            # The part is full: the next one begins with the next point.
             with self._lock:
                 del self._points[:PART_POINTS]
             self._from, self._written = last + 1, ("", -1)
@@ -191,7 +195,7 @@ def decode(data: bytes, attempt: int) -> list[MetricPoint]:
 # --- Reading metrics ---
 
 DEFAULT_POINTS, MAX_POINTS = 1000, 10_000
-# How often a part may vanish between listing and reading, because a longer one has taken its place.
+# Retries if a part vanishes between listing and reading, because a longer one has replaced it.
 TRIES = 5
 
 _NAME = re.compile(r"a(\d+)-f(\d+)-(\d+)-(\d+)\.parquet")
@@ -208,14 +212,14 @@ class Part:
     last: int
 
 
-# Of a step, in a token: as many as an int64 has at most.
+# Digits of a step in a token, at most those of an int64.
 MAX_DIGITS = 19
 
 
 def metrics_page(
     store: ObjectStore, job: str, after_step: int, page_size: int, page_token: str
 ) -> tuple[list[MetricPoint], str]:
-    """The points behind `after_step` in the order of steps, and the token of the next page."""
+    """Return the points after `after_step` in the order of steps, and the token of the next page."""
     if after_step < 0:
         raise invalid_field("after_step", after_step, "use 0 or more")
     size = paging.checked_size(page_size, DEFAULT_POINTS, MAX_POINTS)
@@ -235,7 +239,7 @@ def _points(store: ObjectStore, job: str, after_step: int, wanted: int) -> list[
                 before = found.get(point.step)
                 if before is None and len(found) == wanted:
                     break
-                # Training and validation tell of the same step.
+                # Training and validation both report the same step.
                 found[point.step] = replace(point, values={**before.values, **point.values}) if before else point
         except ObjectMissing:
             continue
@@ -244,7 +248,7 @@ def _points(store: ObjectStore, job: str, after_step: int, wanted: int) -> list[
 
 
 def list_parts(store: ObjectStore, job: str) -> list[Part]:
-    """In the order of their points; of each beginning the longest."""
+    """Return the parts in the order of their points. For each beginning the longest."""
     longest: dict[tuple[int, int], Part] = {}
     for info in store.list(f"{job}/metrics"):
         matched = _NAME.fullmatch(info.key.rpartition("/")[2])
@@ -259,7 +263,7 @@ def list_parts(store: ObjectStore, job: str) -> list[Part]:
 
 
 def _counting(store: ObjectStore, parts: list[Part], after_step: int) -> Iterator[MetricPoint]:
-    """Attempts count up to where a later one began, so that their points follow one another."""
+    """Yield the points that count: those of each attempt up to the start of a later one."""
     for part in parts:
         end = min((one.first_step for one in parts if one.attempt > part.attempt), default=None)
         if part.last <= after_step or (end is not None and part.begin > end + 1):

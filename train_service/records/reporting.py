@@ -1,7 +1,9 @@
-"""What a run reports while it works: events and progress, which rank 0's thread writes, so no step waits for the store.
+"""Events and progress of a run, written by threads of rank 0.
 
-Events are numbered without gaps. They are a log of its own beside the job's, fenced by attempts like it. An
-`EventPrinter` prints them as lines for people while they are written.
+The threads keep every step from waiting for the store.
+
+Events are numbered without gaps. Their log is separate from the job's, and fenced by attempts like it. An
+`EventPrinter` prints them as readable lines while they are written.
 """
 
 from __future__ import annotations
@@ -32,19 +34,22 @@ TRAIN_KIND = "train"
 REPORT_INTERVAL_S = 1.0
 REQUEST_POLL_INTERVAL_S = 1.0
 
-# Why a run should end early; of several reasons the highest counts.
+# Reasons to end a run early; of several reasons the highest counts.
 GO_ON, RESIZE, PREEMPT, SUSPEND, CANCEL, STALE = range(6)
-# Those that another attempt follows, from a checkpoint taken for it.
+# Reasons after which another attempt continues, from a checkpoint taken for it.
 PAUSES = (RESIZE, PREEMPT, SUSPEND)
 
 
 class Reporter:
-    """Writes events in order, and reads the job's wish. Use as a context: leaving it writes what is left."""
+    """Writer of events in order, and reader of the job's requested state.
+
+    Use it as a context: leaving it writes the remaining events.
+    """
 
     def __init__(
         self, store: ObjectStore, job_name: str, attempt: int, asked: Callable[[], int] = lambda: GO_ON
     ) -> None:
-        """`asked` is the reason to stop that the attempt itself wishes, e.g. `HeartbeatSender.request`."""
+        """Prepare the reporter. `asked` returns the attempt's own reason to stop, e.g. `HeartbeatSender.request`."""
         self._asked = asked
         self._store = store
         self._job_name = job_name
@@ -52,7 +57,7 @@ class Reporter:
         self._waiting: queue.Queue[tuple[EventKind, dict[str, Any]] | None] = queue.Queue()
         self._ended = threading.Event()
         self._stop_reason = GO_ON
-        # The job was deleted: its name is nobody's, or another's.
+        # The job was deleted: its name is free, or belongs to another job.
         self._gone = False
         self._broken: Exception | None = None
         self._threads = [
@@ -75,8 +80,10 @@ class Reporter:
             self._raise_if_broken()
 
     def tell(self, kind: EventKind, **payload: Any) -> None:
-        """Queues an event; it is durable once the context is left without an error. Raises `Internal`, as
-        leaving does, where events cannot be written."""
+        """Queue an event. It is durable once the context is left without an error.
+
+        Raises `Internal`, as leaving does, if events cannot be written.
+        """
         self._raise_if_broken()
         self._waiting.put((kind, payload))
 
@@ -86,8 +93,11 @@ class Reporter:
 
     @property
     def stop_reason(self) -> int:
-        """GO_ON; RESIZE (there is room for more workers); PREEMPT (a node will be taken away); SUSPEND or CANCEL (a
-        client wishes it); STALE (a later attempt has taken over, or the job was deleted)."""
+        """Why the run should stop, or GO_ON.
+
+        RESIZE: there is room for more workers. PREEMPT: a node will be taken away. SUSPEND or CANCEL: a client
+        requested it. STALE: a later attempt has taken over, or the job was deleted.
+        """
         return max(self._stop_reason, self._asked())
 
     def _write(self) -> None:
@@ -115,7 +125,7 @@ class Reporter:
                 logger.warning("the wish stays as last read: %s", error.message)
                 continue
             except Exception:
-                # Were this thread to end, nobody could stop the run any more.
+                # If this thread ended, the run could not be stopped any more.
                 logger.exception("the wish stays as last read")
                 continue
             if job is None or job.first_attempt > self._attempt:
@@ -130,8 +140,10 @@ class Reporter:
 
 
 def _retry_on_outage(write: Callable[..., None], *arguments: Any) -> None:
-    """Writes as soon as the store answers. What is called must be such that it may be repeated, whether or not the call
-    before had an effect."""
+    """Call `write` until the store answers.
+
+    `write` must be safe to repeat, whether or not the call before had an effect.
+    """
     while True:
         try:
             return write(*arguments)
@@ -142,12 +154,12 @@ def _retry_on_outage(write: Callable[..., None], *arguments: Any) -> None:
 
 # --- Events ---
 
-# An end is told after all else; what a rank still had to tell may come behind it.
+# An attempt's end is written last, but delayed events of a rank may follow it.
 LOOKED_BACK = 32
 
 
 class EventKind(enum.StrEnum):
-    """Named as the fields of `millrace.train.v1.TrainingEvent`."""
+    """Kinds of events, named as the fields of `millrace.train.v1.TrainingEvent`."""
 
     ATTEMPT_STARTED = "attempt_started"
     PROGRESS = "progress"
@@ -160,7 +172,10 @@ class EventKind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Event:
-    """`sequence` counts from 1; `time` is in seconds since the epoch; `payload` fits the message of its kind."""
+    """An event of a job.
+
+    `sequence` counts from 1; `time` is in seconds since the epoch; `payload` fits the message of its kind.
+    """
 
     sequence: int
     time: float
@@ -170,23 +185,28 @@ class Event:
 
 
 class EventLog:
-    """The events of `trainingJobs/{j}`. One writer or reader each; not shared between threads."""
+    """The events of `trainingJobs/{j}`. Each writer or reader has its own; not shared between threads."""
 
     def __init__(self, store: ObjectStore, job_name: str) -> None:
         self._log = ResourceLog(store, f"{job_name}/events/log")
 
     def append(self, attempt: int, kind: EventKind, payload: dict[str, Any], nonce: str = "") -> None:
-        """Raises `StaleAttempt` once a later attempt has written. Called again with the same `nonce`, after an error of
-        the store, it writes no second event."""
+        """Write an event. Raises `StaleAttempt` once a later attempt has written.
+
+        A repeated call with the same `nonce`, after an error of the store, writes no second event.
+        """
         state = {"time": time.time(), "kind": kind, "payload": payload}
         self._log.update(lambda _: state, attempt=attempt, nonce=nonce)
 
     def has(self, attempt: int, kind: EventKind) -> bool:
-        """As `find`, whether there is one."""
+        """Return whether `find` finds an event."""
         return self.find(attempt, kind) is not None
 
     def find(self, attempt: int, kind: EventKind) -> Event | None:
-        """The newest event of that kind among the last `LOOKED_BACK` of this attempt, the newest that wrote."""
+        """Return the newest event of that kind among the attempt's last `LOOKED_BACK` events.
+
+        It finds none once a later attempt has written.
+        """
         record = self._log.head()
         for _ in range(LOOKED_BACK):
             if record is None or record.attempt < attempt:
@@ -201,12 +221,12 @@ class EventLog:
         return head.number if head else 0
 
     def last_attempt(self) -> int:
-        """The newest one that has written; 0 where none has."""
+        """Return the newest attempt that has written. 0 if none has."""
         head = self._log.head()
         return head.attempt if head else 0
 
     def after(self, sequence: int) -> Iterator[Event]:
-        """The events written so far behind `sequence`."""
+        """Yield the events written so far after `sequence`."""
         while (record := self._log.read(sequence + 1)) is not None:
             yield _event(record)
             sequence += 1
@@ -217,12 +237,12 @@ def _event(record: Record) -> Event:
     try:
         kind, payload = EventKind(state["kind"]), state["payload"]
     except ValueError:
-        # Its number is taken, and who follows the events waits for it.
+        # Its number is taken, and readers of the events wait for it, so it cannot be skipped.
         kind, payload = EventKind.WARNING, {"text": f"an event that only a later release knows: {state['kind']}"}
     return Event(record.number, state["time"], record.attempt, kind, payload)
 
 
-# --- Lines for people ---
+# --- Readable lines ---
 
 
 POLL_INTERVAL_S = 0.5
@@ -255,7 +275,7 @@ def line_of(event: Event) -> str:
 
 
 class EventPrinter:
-    """Prints the events of one job that are written while the context is open."""
+    """Printer of the events of one job that are written while the context is open."""
 
     def __init__(self, store: ObjectStore, job_name: str) -> None:
         self._log = EventLog(store, job_name)
@@ -274,7 +294,7 @@ class EventPrinter:
     def _run(self) -> None:
         over = False
         while not over:
-            # Read before the events: what was told before the end is among them.
+            # Read before the events, so that all events from before the end are included.
             over = self._ended.wait(POLL_INTERVAL_S)
             try:
                 for event in self._log.after(self._seen):

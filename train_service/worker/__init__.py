@@ -1,1 +1,1 @@
-"""One rank of a run: the loop over its steps, and the signs that it gives of itself."""
+"""One rank of a run: the loop over its steps, its heartbeats, and the watch over its memory."""

@@ -1,8 +1,8 @@
-"""What a rank tells its attempt: that it lives, and what its training raised.
+"""Heartbeats of a rank to its attempt, and the errors that its training raised.
 
-A thread tells the attempt once a second where the rank is, and takes its requests, over a plain connection of JSON
-lines: an actor of Ray's for it would be one more process to start with each attempt. A rank whose interpreter is held
-leaves its stacks in a file, by a thread that needs no interpreter.
+Once a second a thread sends the rank's position to the attempt and receives its requests, over a plain connection of
+JSON lines; an actor of Ray's would be one more process to start with each attempt. If code holds the rank's
+interpreter, a thread that does not need the interpreter writes the rank's stacks to a file.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ logger = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
 CONNECT_TIMEOUT_S = 5.0
-# Well before the attempt takes a silent rank for hung, which is after 30 s at the earliest.
+# Well before the attempt considers a silent rank hung, which is after 30 s at the earliest.
 HELD_AFTER_S = 20.0
-# Of a rank that only itself looks after: so long even an import or a compiler does not hold the interpreter.
+# For a rank that no other process watches. Not even an import or a compiler holds the interpreter this long.
 ENDED_AFTER_S = 300.0
 STDERR = 2
 
@@ -45,12 +45,15 @@ STDERR = 2
 class _Request:
     body: dict[str, Any]
     answered: threading.Event = field(default_factory=threading.Event)
-    # None: the rank ended before it came.
+    # None: the rank ended before the answer came.
     answer: dict[str, Any] | None = None
 
 
 class HeartbeatSender:
-    """Use as a context around all that the rank does, in the thread that trains. Without an address it does nothing."""
+    """Sender of a rank's heartbeats.
+
+    Use it as a context around everything the rank does, in the training thread. Without an address it does nothing.
+    """
 
     def __init__(
         self,
@@ -61,8 +64,11 @@ class HeartbeatSender:
         ends_if_held: bool = False,
         ended_after_s: float = ENDED_AFTER_S,
     ) -> None:
-        """`address` is `host:port/token`, from `HeartbeatServer`; `node_id` is Ray's. With `ends_if_held` a process
-        whose interpreter is held for `ended_after_s` writes its stacks to stderr and ends."""
+        """Prepare the heartbeats.
+
+        `address` is `host:port/token`, from `HeartbeatServer`; `node_id` is Ray's. With `ends_if_held` a process whose
+        interpreter is held for `ended_after_s` writes its stacks to stderr and ends.
+        """
         self._rank = rank
         self._ended_after_s = ended_after_s if ends_if_held else 0.0
         self._address = address
@@ -72,36 +78,39 @@ class HeartbeatSender:
         self._moved = time.monotonic()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
-        # Who trains, and whose waits count.
+        # The training thread; only its waits for the store are reported.
         self._trains = threading.get_ident()
-        # Steps of the whole run, once they are known.
+        # Steps of the whole run, set once they are known.
         self.total_steps = 0
-        # A reason to stop that the attempt wishes, 0 for none; see `reporting`.
+        # The attempt's reason to stop, 0 for none; see `reporting`.
         self.request = 0
-        # Requests under way, by number; and the connection that they go by, while there is one.
+        # Pending requests by number, and their connection while there is one.
         self._requests: dict[int, _Request] = {}
         self._asked = 0
         self._connection: socket.socket | None = None
         self._sending = threading.Lock()
-        # Written to at the end, so that the thread waits for nothing more.
+        # Written to at the end, to wake the thread.
         self._waking, self._woken = socket.socketpair()
 
     @property
     def step(self) -> int:
-        """How many steps of the run are done."""
+        """The number of completed steps of the run."""
         return self._step
 
     def at(self, step: int, phase: Phase) -> None:
-        """Notes where the rank is. Cheap."""
+        """Record the rank's position. Cheap."""
         self._step, self._phase, self._moved = step, phase, time.monotonic()
 
     def tick(self) -> None:
-        """Notes that it gets on, e.g. within a validation."""
+        """Record progress within a step or phase, e.g. in a validation."""
         self._moved = time.monotonic()
 
     def ask(self, body: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
-        """The attempt's answer to a request; of any thread. A request whose connection broke is sent again, so the
-        attempt may get it twice. Raises `TimeoutError`, and `ConnectionError` once the context is left."""
+        """Send a request to the attempt and return its answer. Any thread may call it.
+
+        A request whose connection broke is sent again, so the attempt may receive it twice. Raises `TimeoutError`, and
+        `ConnectionError` once the context is left.
+        """
         request = _Request(body)
         with self._sending:
             self._asked += 1
@@ -110,7 +119,7 @@ class HeartbeatSender:
             if self._connection is not None:
                 try:
                     _send(self._connection, {"ask": number, "body": body})
-                except OSError:  # half a line may be out: `_stay_connected` connects and sends anew
+                except OSError:  # half a line may be sent: `_stay_connected` reconnects and sends again
                     with contextlib.suppress(OSError):
                         self._connection.shutdown(socket.SHUT_RDWR)
         try:
@@ -191,7 +200,7 @@ class HeartbeatSender:
             _send(connection, message)
 
     def _guard(self, stacks: Any) -> None:
-        """For the time until the next call: the thread that then acts needs no interpreter."""
+        """Arm faulthandler until the next call. Its thread needs no interpreter."""
         if self._ended_after_s:
             faulthandler.dump_traceback_later(self._ended_after_s, exit=True, file=STDERR)
         else:
@@ -226,18 +235,18 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-# --- What training raised ---
+# --- Errors of the training ---
 
-# What backends say to a rank whose peer is gone. Its own end says nothing new.
+# Error texts of backends on a rank that lost its peer. Its own end adds no information.
 OF_A_LOST_PEER = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "broken pipe", "tcpstore")
 
 
 def as_reported(error: Exception, rank: int, step: int) -> Exception:
-    """`error` as one of ours that names its type, the first line of its message, the rank, how many steps were done,
-    and the line of a user's own code. Itself where it is one of ours already, or where the rank only lost others that
-    it waited for.
+    """Return `error` as an `Internal` that names its type, first line, rank, step, and line of a user's code.
 
-    It counts as a failure, and another attempt is made: what raised once may not again.
+    Returns `error` itself if it is already one of ours, or if the rank only lost other ranks that it waited for.
+
+    It counts as a failure and another attempt is made, because the error may not occur again.
     """
     if isinstance(error, (MillraceError, StaleAttempt)) or lost_others(error):
         return error
@@ -251,7 +260,7 @@ def as_reported(error: Exception, rank: int, step: int) -> Exception:
 
 
 def lost_others(error: Exception) -> bool:
-    """Whether it comes from a call in which ranks wait for one another."""
+    """Return whether the error comes from a call in which ranks wait for one another."""
     if not isinstance(error, RuntimeError):
         return False
     frames = traceback.extract_tb(error.__traceback__)

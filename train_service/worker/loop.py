@@ -1,7 +1,9 @@
-"""The training loop of one rank, whoever started the rank: Ray Train, an attempt in local mode, or torchrun.
+"""The training loop of one rank.
 
-`Run` is the loop. Below it: what the ranks tell each other of a step, in the one sum over ranks that each step has
-anyway; the metrics and the progress that people watch; the scaling of a regression's target.
+Ray Train, an attempt in local mode, or torchrun starts the rank.
+
+`Run` is the loop. Below it come the reports that the ranks exchange in each step's one sum over ranks, the metrics and
+the progress that users see, and the scaling of a regression's target.
 """
 
 from __future__ import annotations
@@ -68,25 +70,25 @@ WHY_STOPPED = {
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """What an attempt tells its workers; plain values, for they travel."""
+    """Config of an attempt's workers. It holds plain values, because it is sent to them."""
 
     store: StoreSettings
     job_name: str
     attempt: int
     spec: TrainingSpec
-    # Where the attempt hears of its ranks, see `HeartbeatSender`; empty: nowhere.
+    # Where ranks send heartbeats to their attempt, see `HeartbeatSender`; empty: none are sent.
     heartbeat: str = ""
 
 
 def train_loop(config: LoopConfig, ranks: Ranks, node_id: str = "") -> None:
-    """All that one rank does. Returns when the run is done, or when it was asked to end; the job's log says which.
-    Raises `Internal` for what the training raised, see `as_reported`.
+    """Run the whole life of one rank.
 
-    `node_id` is Ray's, empty where there is none.
+    Returns when the run is complete or was asked to stop; the job's log says which. Raises `Internal` for an error of
+    the training, see `as_reported`. `node_id` is Ray's, empty without Ray.
     """
     torch.set_num_threads(config.spec.threads_per_worker)
     set_up_device(ranks.device, config.spec)
-    # Nobody could notice from outside that the only process of an attempt is held.
+    # In local mode no other process could notice that the only process of the attempt is stopped.
     alone = config.spec.local
     with (
         identity(job=config.job_name, attempt=str(config.attempt), rank=str(ranks.rank)),
@@ -106,7 +108,7 @@ def train_loop(config: LoopConfig, ranks: Ranks, node_id: str = "") -> None:
 
 
 class Stopped(Exception):
-    """The run should end before its last step."""
+    """Request to end the run before its last step."""
 
 
 class Run:
@@ -119,7 +121,7 @@ class Run:
         self._ranks = ranks
         self._store: ObjectStore = open_store(config.store)
         if self._spec.model.is_own:
-            # From here on this process can build it.
+            # From here on this process can build the model.
             retry_on_outage(lambda: load_code(self._store, self._spec.model.code_bundle), "the code of the model")
         self._version = retry_on_outage(
             lambda: load_version(self._store, self._spec.dataset_version), "the dataset version"
@@ -136,12 +138,12 @@ class Run:
             self._spec,
             ranks.device,
             DeviceTransform(steps) if steps else None,
-            # To a CPU nothing is copied; steps that are left to it are computed beside the model's.
+            # Prefetch for the copies to a GPU, or for device steps, which a CPU computes beside the model's step.
             self._spec.acceleration.prefetch_batches if ranks.device.type == "cuda" or steps else 0,
         )
         self._gpu = GpuMeter(ranks.device)
         self._validated = False
-        # What early stopping goes by.
+        # The values that early stopping compares.
         self._history: History = []
 
     def run(self) -> None:
@@ -151,7 +153,7 @@ class Run:
             if self._ranks.rank == 0:
                 reporter = Reporter(self._store, config.job_name, config.attempt, lambda: self._heartbeat.request)
                 stack.enter_context(reporter)
-            # Left first: a checkpoint under way is committed and told however the run ends.
+            # Entered last and so left first: a pending checkpoint is committed and reported however the run ends.
             saving = stack.enter_context(self._checkpointing(reporter))
             first_step, self._history = saving.begin()
             self._scale_target()
@@ -162,7 +164,7 @@ class Run:
                 self._train(first_step, saving, reporter, log)
 
     def _scale_target(self) -> None:
-        """A run that goes on, or that starts from a checkpoint whose target was scaled, has its scaling by now."""
+        """Fit the scaling of the target, unless a checkpoint brought it."""
         if self._spec.target_scaling == STANDARD and self._learner.target_scaling is None:
             labels = self._batches.labels(self._heartbeat.tick)
             outputs = self._spec.model.num_classes
@@ -190,13 +192,13 @@ class Run:
                     saving.clock.heard(report.checkpoint_requested)
                     meter.add(report)
                     stop = report.stop_reason
-                # Taken up after the next step, so that no step waits for the sum.
+                # The sum is read after the next step, so that no step waits for it.
                 request, reason = (saving.clock.ask(), reporter.stop_reason) if reporter else (0.0, GO_ON)
                 pending = PendingReport(self._ranks, local, waited_s, checkpoint_requested=request, stop_reason=reason)
                 meter.done(self._taken(batch, saving.stalled_s - stalled_s))
                 stalled_s = saving.stalled_s
                 over = self._after_step(batch, pending, meter, saving, reporter, log, pausing=stop in PAUSES)
-                # Every rank has the same sum, so all end after the same step.
+                # Every rank has the same sum, so all stop after the same step.
                 if stop != GO_ON:
                     meter.add(pending.result())
                     saving.wait()
@@ -221,7 +223,7 @@ class Run:
         *,
         pausing: bool,
     ) -> bool:
-        """Validates and takes a checkpoint where it is time. Whether the run is over."""
+        """Validate and checkpoint if due. Return whether the run is complete."""
         done = batch.step + 1
         epoch_done = done % self._loader.steps_per_epoch == 0
         metrics: dict[str, float] = {}
@@ -234,14 +236,14 @@ class Run:
         over = done == self._loader.total_steps or (epoch_done and self._learner.should_stop(self._history))
         if pausing or epoch_done or saving.clock.due(done):
             self._heartbeat.at(done, Phase.SAVING)
-            # Taken up now, for the step's metrics are to be durable with its weights; the ranks wait here anyway.
+            # Read the sum now, so that the step's metrics are durable with its weights. The ranks wait here anyway.
             meter.add(pending.result())
             saving.take(done, metrics, self._history, log, final=over)
         return over
 
     def _validate(self, epoch: int, step: int, reporter: Reporter | None) -> dict[str, float]:
         cache = self._batches.cache(self._spec.validation_split, self._heartbeat.tick)
-        # The first one may compile the model for its own shapes.
+        # The first validation may compile the model for its own shapes.
         starting = self._spec.compile and not self._validated
         self._heartbeat.at(step, Phase.STARTING if starting else Phase.TRAINING)
         self._validated = True
@@ -250,13 +252,13 @@ class Run:
             self._history.append((epoch, self._measured(metrics, self._spec.early_stopping.metric)))
         if reporter and rows:
             others = {name.removeprefix("validation_"): value for name, value in metrics.items()}
-            # Of numbers there is no accuracy to tell.
+            # A regression has no accuracy.
             told = {name: others.pop(name) for name in ("loss", "accuracy") if name in others}
             reporter.tell(EventKind.VALIDATED, step=step, epoch=epoch, row_count=rows, **told, metrics=others)
         return metrics
 
     def _measured(self, metrics: dict[str, float], name: str) -> float:
-        if name not in metrics:  # of a training step of a user's own, which measures what it likes
+        if name not in metrics:  # a user's own training step chooses what it measures
             has = ", ".join(metrics) or "nothing"
             raise FailedPrecondition(
                 f"spec.early_stopping.metric: validation measured {has}, and not {name!r}; log it in validation_step",
@@ -281,12 +283,15 @@ class Run:
             preprocessing=self._preprocessing,
             steps_per_epoch=self._loader.steps_per_epoch,
             total_steps=self._loader.total_steps,
-            nan_counts=self._nan_counts() if self._ranks.rank == 0 else None,  # which writes the checkpoints
+            nan_counts=self._nan_counts() if self._ranks.rank == 0 else None,  # only rank 0 writes the checkpoints
         )
         return Checkpointing(self._store, lineage, self._ranks, self._learner, reporter, self._heartbeat.tick)
 
     def _nan_counts(self) -> dict[str, int] | None:
-        """Of the training split as it was ingested; None where that cannot be read, which is no reason not to train."""
+        """Return the NaN counts of the training split as ingested.
+
+        Returns None if they cannot be read; training continues without them.
+        """
         try:
             return retry_on_outage(
                 lambda: ingested_nan_counts(self._store, self._version, self._spec.train_split),
@@ -298,7 +303,7 @@ class Run:
 
     def _build_loader(self) -> Loader:
         spec, ranks = self._spec, self._ranks
-        # Rows that are slow to come are no hang while they come.
+        # While rows arrive, however slowly, the rank does not count as hung.
         touched = self._heartbeat.tick
         if spec.ingest == RAY_DATA:
             from train_service.loading.cluster_loader import ClusterLoader  # ray.data takes seconds to import
@@ -311,28 +316,28 @@ class Run:
 
 
 def run_name(config: LoopConfig, rank: int) -> str:
-    """By which Ray can be asked for the tasks that prepare rows for that rank."""
+    """Return the name by which Ray lists the tasks that prepare rows for that rank."""
     return f"{config.job_name.rpartition('/')[2]}-attempt-{config.attempt:05d}-rank-{rank}"
 
 
-# --- What the ranks say of a step ---
+# --- Reports of a step ---
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """The same on every rank, so all of them do the same upon it."""
+    """Report of one step, the same on every rank, so that all ranks act alike."""
 
-    # As `Learner.step` gives them, of all ranks together.
+    # The sums that `Learner.step` returned, added over all ranks.
     sums: list[float]
-    # What rank 0 asked for: see `CheckpointClock.ask`, and `Reporter.stop_reason`.
+    # Rank 0's requests: see `CheckpointClock.ask` and `Reporter.stop_reason`.
     checkpoint_requested: float
     stop_reason: int
-    # Seconds; of the rank that waited the longest for its rows, and so of all, for they wait for it in their sums.
+    # Seconds that the slowest rank waited for its rows. All ranks wait as long, because their sums wait for that rank.
     data_wait_s: float
 
 
 class PendingReport:
-    """A step's report that is under way."""
+    """A step's report whose sum over ranks is pending."""
 
     def __init__(
         self,
@@ -343,15 +348,18 @@ class PendingReport:
         checkpoint_requested: float = 0.0,
         stop_reason: int = 0,
     ) -> None:
-        """Starts adding it up; all ranks do so after the same step. The wishes are rank 0's."""
+        """Start the sum over ranks. Every rank does so after the same step.
+
+        The requests are rank 0's.
+        """
         self._world_size = ranks.world_size
-        # A place for each rank's wait, so that the sum has them all.
+        # One element per rank, so that the sum holds every rank's wait.
         waits = [0.0] * ranks.world_size
         waits[ranks.rank] = data_wait_s
         self._pending: PendingSum = ranks.add([checkpoint_requested, float(stop_reason), *waits, *sums])
 
     def result(self) -> StepReport:
-        """Waits for it; asked again, it is the same."""
+        """Wait for the report and return it. Further calls return the same report."""
         request, stop, *rest = self._pending.result()
         waits, sums = rest[: self._world_size], rest[self._world_size :]
         return StepReport(sums, request, int(stop), max(waits))
@@ -359,34 +367,37 @@ class PendingReport:
 
 # --- Metrics and progress ---
 
-# Sums over steps, as `Learner.step` gives them, → the values of their metrics by name.
+# Maps the sums over steps that `Learner.step` returned to metrics by name.
 Describe = Callable[[Sequence[float]], dict[str, float]]
 
 
 @dataclass(frozen=True)
 class StepTaken:
-    """One step of this rank. `step` is the number done, over all epochs."""
+    """One step of this rank. `step` is the number of steps done, over all epochs."""
 
     step: int
     epoch: int
     learning_rate: float
-    # Seconds that rank 0, which copies checkpoints, made all ranks wait.
+    # Seconds that all ranks waited while rank 0 copied a checkpoint.
     checkpoint_stall_s: float
-    # Other values to keep of it, by name.
+    # Other values to log with the step, by name.
     others: dict[str, float]
-    # Of the run so far, by the loss scaler; None where there is none.
+    # Steps that the loss scaler skipped in the run so far; None without a loss scaler.
     skipped_steps: int | None = None
 
 
 class ProgressMeter:
-    """Keeps the metrics of every step and reports about once a second. On other ranks than 0 it does nothing."""
+    """Log of every step's metrics, with a progress report about once a second.
+
+    It does nothing on ranks other than 0.
+    """
 
     def __init__(self, reporter: Reporter | None, log: MetricsLog | None, describe: Describe, total_steps: int) -> None:
         self._reporter = reporter
         self._log = log
         self._describe = describe
         self._total_steps = total_steps
-        # Computed, their reports still under way; and how long each took.
+        # Steps computed whose reports are pending, each with its duration in seconds.
         self._taken: deque[tuple[StepTaken, float]] = deque()
         self._sums: list[float] = []
         self._data_wait_s = self._checkpoint_stall_s = 0.0
@@ -394,13 +405,13 @@ class ProgressMeter:
         self._started = self._reported = self._done = time.monotonic()
 
     def done(self, taken: StepTaken) -> None:
-        """Notes that a step was computed; its report comes with a later `add`, in the same order."""
+        """Record that a step was computed. Its report comes with a later `add`, in the same order."""
         seconds, self._done = time.monotonic() - self._done, time.monotonic()
         if self._reporter:
             self._taken.append((taken, seconds))
 
     def add(self, report: StepReport) -> None:
-        """Takes the report of the oldest step whose own has not come; nothing where all have."""
+        """Take the report of the oldest step that has none yet. Does nothing if no step waits."""
         if not self._reporter or not self._taken:
             return
         taken, seconds = self._taken.popleft()
@@ -451,15 +462,18 @@ class ProgressMeter:
 
 # --- Use of the GPU ---
 
-# NVML averages over about as long.
+# NVML averages over about this long.
 UTILIZATION_EVERY_S = 1.0
 
 Read = Callable[[torch.device], float]
 
 
 class GpuMeter:
-    """`memory` gives the most bytes that tensors had so far, `utilization` the per cent of time in which the GPU was at
-    work; None where it cannot be read."""
+    """Meter of a GPU's memory and utilization.
+
+    `memory` returns the most bytes that tensors had so far. `utilization` returns the percentage of time in which the
+    GPU was busy; None if it cannot be read.
+    """
 
     def __init__(self, device: torch.device, memory: Read | None = None, utilization: Read | None = None) -> None:
         self._device = device
@@ -469,7 +483,7 @@ class GpuMeter:
         self._read_at = 0.0
 
     def values(self) -> dict[str, float]:
-        """`gpu_memory_bytes`, and `gpu_utilization`, 0..1, where NVML is there; nothing of a CPU."""
+        """Return `gpu_memory_bytes`, and `gpu_utilization`, 0..1, if NVML is installed; nothing on a CPU."""
         if self._device.type != "cuda":
             return {}
         values = {"gpu_memory_bytes": float(self._memory(self._device))}
@@ -482,7 +496,10 @@ class GpuMeter:
         return values
 
     def _read(self, utilization: Read) -> float | None:
-        """None where NVML does not tell, as of a part of a GPU: a run does not end for that."""
+        """Return the utilization, or None if NVML cannot measure it, as for a part of a GPU.
+
+        A run does not fail for that.
+        """
         try:
             return utilization(self._device) / 100.0
         except Exception as error:
@@ -492,25 +509,27 @@ class GpuMeter:
 
 
 def _nvml() -> Read | None:
-    """torch asks NVML through the package nvidia-ml-py, which the extra `gpu` brings."""
+    """Return torch's reader, which needs the package nvidia-ml-py from the extra `gpu`."""
     return torch.cuda.utilization if importlib.util.find_spec("pynvml") else None
 
 
 # --- Scaling of the target ---
 
 ROWS_PER_READ = 65_536
-# The rows of so many reads are on their way.
+# Rows are read ahead for this many reads.
 AHEAD_READS = 4
-# A deviation below this share of the mean is rounding: labels are float32, whose neighbours differ by a ten-millionth.
+# A deviation below this share of the mean counts as rounding: neighbouring float32 labels differ by about 1e-7.
 ROUNDING = 1e-9
 
 
 def fit_target_scaling(labels: RowCache, outputs: int, ranks: Ranks) -> TargetScaling:
-    """Of the population, in float64, a number for each of the model's `outputs`. Each rank reads its share of the rows,
-    and all get the same; the last bits hang on the number of ranks. NaN and infinities, where the job allows them,
-    count for nothing; an output that has no other labels stays as it is.
+    """Return the mean and deviation of the labels, for each of the model's `outputs`.
 
-    Raises `InvalidArgument` naming the row for a label that is missing or, unless such are allowed, not finite.
+    They are of the population, in float64. Each rank reads its share of the rows, and all ranks return the same values;
+    the last bits depend on the number of ranks. NaN and infinities, where the job allows them, are left out. An output
+    without finite labels stays unscaled.
+
+    Raises `InvalidArgument` that names the row of a label that is missing or, unless the job allows such, not finite.
     """
     rows = sum(labels.row_groups)
     first, end = (rows * part // ranks.world_size for part in (ranks.rank, ranks.rank + 1))
@@ -518,7 +537,7 @@ def fit_target_scaling(labels: RowCache, outputs: int, ranks: Ranks) -> TargetSc
     for begin in range(first, end, ROWS_PER_READ):
         labels.read_ahead(np.arange(begin, min(begin + AHEAD_READS * ROWS_PER_READ, end), dtype=np.int64))
         read = labels.rows(np.arange(begin, min(begin + ROWS_PER_READ, end), dtype=np.int64)).labels
-        # (rows, K), merged into what was read before (Chan, Golub and LeVeque 1979): stable for any mean.
+        # (rows, K), merged into the rows read before (Chan, Golub and LeVeque 1979), which is stable for any mean.
         values = read.reshape(len(read), -1).astype(np.float64)
         finite = np.isfinite(values)
         own_count = finite.sum(0)
@@ -542,8 +561,8 @@ def fit_target_scaling(labels: RowCache, outputs: int, ranks: Ranks) -> TargetSc
 
 
 def work(config: dict[str, Any]) -> None:
-    """`config["loop"]` is the attempt's `LoopConfig`."""
-    # A run without Ray imports this module, too.
+    """Run a worker of Ray Train. `config["loop"]` is the attempt's `LoopConfig`."""
+    # Imported here, because a run without Ray imports this module, too.
     import ray
     import ray.train
     import ray.train.torch

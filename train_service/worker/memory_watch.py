@@ -1,12 +1,12 @@
-"""Ends a rank whose own code fills the memory, before the node's is full and the kernel or Ray picks a process.
+"""Watch that ends a rank whose own code fills the memory, before the kernel or Ray picks a process.
 
-A thread looks at the anonymous memory of the process and of those that it started, e.g. a DataLoader's workers: what is
-allocated, without files in the page cache and without Ray's shared objects. Its limit is the job's request for
-`memory`. Without one it is an equal share of the node for each rank there, and counts only once the node is nearly
-full, so that ranks may share a node unequally as long as there is room.
+A thread reads the anonymous memory of the process and of its children, e.g. a DataLoader's workers. That is allocated
+memory, without files in the page cache and without Ray's shared objects. The limit is the job's request for `memory`.
+Without a request the limit is an equal share of the node for each rank there. This limit applies only once the node is
+nearly full, so that ranks may share a node unequally as long as there is room.
 
-No limit of the kernel's is set (RLIMIT_AS): Ray's workers and CUDA reserve far more address space than they use.
-Code that holds the interpreter while it allocates is not seen in time; for that Ray's own monitor is left.
+No limit of the kernel's is set (RLIMIT_AS): Ray's workers and CUDA reserve far more address space than they use. Code
+that holds the interpreter while it allocates is not noticed in time; Ray's own monitor handles that.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from shared.thread_frames import current_frames
 logger = logging.getLogger(__name__)
 
 MIB, GIB = 2**20, 2**30
-# A leak of 1 GiB/s passes its limit by 0.25 GiB.
+# A leak of 1 GiB/s exceeds its limit by 0.25 GiB.
 POLL_INTERVAL_S = 0.25
-# Of a core's time that the thread may take: a look that takes long is followed by a longer pause.
+# Share of a core that the thread may use: a long measurement is followed by a longer pause.
 MAX_OF_A_CORE = 0.004
 # Ray ends processes from 95 % on.
 NODE_IS_FULL = 0.9
@@ -40,8 +40,10 @@ REQUEST = "placement.resources_per_worker[memory]"
 
 @dataclass(frozen=True)
 class NodeMemory:
-    """In bytes: what processes of this container, or else of the machine, may have, and what they have now. Page cache
-    that can be given back counts as free."""
+    """Memory of this container, or of the machine, in bytes: `total` is available to processes, `used` is in use.
+
+    Page cache that can be reclaimed counts as free.
+    """
 
     total: int
     used: int
@@ -55,7 +57,7 @@ class NodeMemory:
             limit = int((cgroup / "memory.max").read_text())
             current = int((cgroup / "memory.current").read_text())
             stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):  # no container, or one without a limit, which is `max`
+        except (OSError, ValueError):  # no container, or one without a limit, which reads `max`
             return machine
         if limit >= machine.total:
             return machine
@@ -64,40 +66,45 @@ class NodeMemory:
 
 
 class ProcessMemory:
-    """Of a process and of all that it started."""
+    """Memory of a process and of all its descendants."""
 
     def __init__(self, pid: int, proc: Path = PROC) -> None:
         self._pid = pid
         self._proc = proc
 
     def resident_bytes(self) -> int:
-        """Anonymous memory that is resident; what a fork shares counts for each process. Cheap."""
+        """Return the resident anonymous memory. Cheap.
+
+        Memory that a fork shares counts for each process.
+        """
         return sum(map(self._resident, self._processes()))
 
     def anonymous_bytes(self) -> int:
-        """As `resident_bytes`, but what processes share is divided among them, and what was swapped out counts. It
-        takes a walk over the page tables."""
+        """Return the anonymous memory, with shared pages divided among processes and swapped pages included.
+
+        It walks over the page tables.
+        """
         return sum(map(self._proportional, self._processes()))
 
     def _processes(self) -> list[int]:
         found = [self._pid]
-        for pid in found:  # which grows meanwhile
+        for pid in found:  # the list grows meanwhile
             for children in (self._proc / str(pid) / "task").glob("*/children"):
-                with suppress(OSError):  # its thread has ended
+                with suppress(OSError):  # the thread has ended
                     found += map(int, children.read_text().split())
         return found
 
     def _resident(self, pid: int) -> int:
         try:
             _, resident, shared, *_ = (self._proc / str(pid) / "statm").read_text().split()
-        except (OSError, ValueError):  # it has ended
+        except (OSError, ValueError):  # the process has ended
             return 0
         return (int(resident) - int(shared)) * PAGE_BYTES
 
     def _proportional(self, pid: int) -> int:
         try:
             lines = (self._proc / str(pid) / "smaps_rollup").read_text().splitlines()
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             return 0
         names = ("Pss_Anon:", "SwapPss:")
         return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(names))
@@ -105,14 +112,17 @@ class ProcessMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLimit:
-    """`bytes` of a rank; `is_request`: as its job asked for it, whether or not the node has room."""
+    """Limit of a rank in `bytes`.
+
+    `is_request`: the job requested it, so it applies whether or not the node has room.
+    """
 
     bytes: int
     is_request: bool
 
     @classmethod
     def of(cls, request: float, ranks_of_node: int, node: NodeMemory) -> MemoryLimit:
-        """`request` is 0 where the job has none."""
+        """Return the limit of a rank. `request` is 0 if the job has none."""
         if request:
             return cls(bytes=int(request), is_request=True)
         return cls(bytes=int(node.total * NODE_IS_FULL) // max(ranks_of_node, 1), is_request=False)
@@ -124,8 +134,11 @@ class MemoryLimit:
 
 
 class MemoryWatch:
-    """Use as a context in the thread that trains, around what it does. `leave` is called once with the error where the
-    process is to end, by the watch's thread."""
+    """Watch over a rank's memory.
+
+    Use it as a context in the training thread. If the process is to end, the watch's thread calls `leave` once with the
+    error.
+    """
 
     def __init__(
         self,
@@ -138,7 +151,7 @@ class MemoryWatch:
         node: Callable[[], NodeMemory] = NodeMemory.read,
         poll_interval_s: float = POLL_INTERVAL_S,
     ) -> None:
-        """`code` is the folder of the program's own files."""
+        """Prepare the watch. `code` is the folder of the program's own files."""
         self._rank = rank
         self._limit = limit
         self._leave = leave
@@ -160,7 +173,7 @@ class MemoryWatch:
             self._thread.join()
 
     def excess(self) -> MillraceError | None:
-        """The error where the process has more than it may, by a look at it now."""
+        """Measure now and return the error if the process exceeds its limit."""
         limit = self._limit.bytes
         if self._memory.resident_bytes() <= limit or not (self._limit.is_request or self._is_node_full()):
             return None
@@ -197,7 +210,7 @@ class MemoryWatch:
 
 
 def line_of_frame(frame: FrameType | None, code: Path) -> str:
-    """`path:line` of the innermost frame in the program's own files, relative to them; empty where there is none."""
+    """Return `path:line` of the innermost frame in the program's own files, relative to `code`. Empty if none is."""
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if path.is_relative_to(code):
