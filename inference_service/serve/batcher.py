@@ -481,7 +481,7 @@ class InFlight:
 # Requests larger than a batch ("large requests") come after all others of the same priority and fill the space that
 # those leave in each batch. They are owed the space in batches that they could not share, and at least `GUARANTEED` of
 # each batch, as in deficit round robin (Shreedhar and Varghese, 1995). Once they are owed a whole batch, a large
-# request goes first.
+# request goes first of its priority.
 
 # The fraction of each batch's rows that large requests get, however many rows the others have.
 GUARANTEED = 1 / 8
@@ -560,8 +560,8 @@ class PriorityQueue:
     def batches_ahead(self, rows: int, form: str, priority: int) -> int:
         """Returns how many batches would go before the one with the last of `rows` new rows.
 
-        Large requests of the same priority alternate with another large request. They go before smaller ones only in
-        the batches that they are owed by then; in a shared batch they get only the space that is left over.
+        A new large request takes turns, batch by batch, with the large requests of its priority. Before a smaller
+        request they take only the whole batches that they are owed; in a shared batch they get the space left over.
         """
         ahead = {other: sum(at[:priority]) for other, at in self._rows_at.items()}
         turns = math.ceil(rows / self._max_rows) * self._max_rows

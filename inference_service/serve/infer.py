@@ -65,7 +65,8 @@ logger = logging.getLogger(__name__)
 
 # The number of values that classification ranks within a few milliseconds on the event loop.
 CLASSIFIED_AT_ONCE = 5000
-# The bytes of outputs that are converted to a message as fast, even in typed contents.
+# Outputs of up to this many bytes are converted on the event loop. That takes a few milliseconds at most, even as typed
+# contents.
 CONVERTED_AT_ONCE = 256 * 1024
 # Separate threads: the default executor also waits for the object store, which may not answer, and must not delay
 # answers.
@@ -209,7 +210,7 @@ async def _decoded(request: pb.ModelInferRequest, inputs: Sequence[WireTensor]) 
 async def _message(
     request: pb.ModelInferRequest, answer: Answer, requested: Sequence[RequestedOutput]
 ) -> pb.ModelInferResponse:
-    """Converts the answer to its message.
+    """Converts the answer to its message, which carries the lineage of the version as parameters.
 
     A large answer is converted in a thread, so that other requests do not wait.
 

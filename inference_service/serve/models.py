@@ -24,8 +24,7 @@ from shared.errors import FailedPrecondition, NotFound, Unavailable, invalid_fie
 # Applications that get a replica back within seconds do not count, nor those that Serve's controller does not know for
 # a moment after its own restart.
 
-# The minimum time between the first and the last of the readings without replicas. Time without readings does not
-# count.
+# An application is lost if readings that lie at least so many seconds apart, and all between them, found no replica.
 LOST_AFTER_S = 3.0
 
 

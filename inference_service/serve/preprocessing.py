@@ -252,7 +252,7 @@ def beyond_limits(pixels: Array, requests: Sequence[int], name: str) -> Beyond:
     crowded: dict[int, MillraceError] = {}
     skipped: set[int] = set()
     left = sum(one for one in sums if one <= REQUEST_PIXELS)
-    # The largest request first, so that a request with small images is never the one to wait.
+    # Turn away the requests with the most pixels first, until the rest fit the batch.
     for place in sorted(range(len(sums)), key=lambda place: -sums[place]):
         row = int(ends[place]) - 1
         if sums[place] > REQUEST_PIXELS:

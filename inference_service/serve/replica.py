@@ -52,9 +52,8 @@ STORE_RETRY_S = 2.0
 # Time to shut down when Serve stops a replica. Serve kills the process after 5 s.
 TAKE_LEAVE_TIMEOUT_S = 4.0
 EXPORT_TIMEOUT_S = 0.5
-# A batch that makes no progress for HANGS_AFTER_S counts as hung. The model's custom functions add their own time
-# limits; the rest of the batch gets TIMES_THE_LARGEST times the duration of the largest warm-up batch, at least
-# BESIDES_CUSTOM_S.
+# A batch that makes no progress for HANGS_AFTER_S counts as hung. The limit is longer if the time limits of the model's
+# custom functions, plus TIMES_THE_LARGEST times the longest warm-up batch and at least BESIDES_CUSTOM_S, are longer.
 HANGS_AFTER_S = 90.0
 BESIDES_CUSTOM_S = 30.0
 TIMES_THE_LARGEST = 10

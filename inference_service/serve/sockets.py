@@ -311,8 +311,7 @@ class _FrontendConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._calls = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Outputs]] = {}
-        # When the replica received each call that it has not answered. Cancelled calls count, since it may be computing
-        # them.
+        # When each call that is not answered was sent. Cancelled calls count, since the replica may be computing them.
         self._owed_since_s: dict[int, float] = {}
         self._read = bytearray()
         self._is_full = self._is_closing = False

@@ -106,7 +106,7 @@ class BaseLearner(ABC):
         Returns this rank's sums, which are added over ranks and steps: the loss, the rows, and the sums of the metrics.
         For a classifier the first sum of the metrics is the number of right answers.
 
-        Raises `FailedPrecondition` if the loss is not finite, before anything is changed.
+        Raises `FailedPrecondition` if the loss is not finite, before any weight or the optimizer is changed.
         """
 
     @abstractmethod
@@ -319,7 +319,7 @@ class Learner(BaseLearner):
         Returns this rank's sums, which are added over ranks and steps: the loss, the rows, and the sums of the metrics.
         For a classifier the first sum of the metrics is the number of right answers.
 
-        Raises `FailedPrecondition` if the loss is not finite, before anything is changed.
+        Raises `FailedPrecondition` if the loss is not finite, before any weight or the optimizer is changed.
         """
         self._seed_step(batch.step)
         if not self.model.training:  # after a validation; train() visits all modules
@@ -327,6 +327,8 @@ class Learner(BaseLearner):
         self._optimizer.zero_grad(set_to_none=True)
         parts = parts_of(batch, self._spec, self._ranks.world_size, self._ranks.device)
         loss, metrics = 0.0, torch.zeros(self._metrics.width, dtype=torch.float64)
+        # The wrapped model averages gradients over ranks in the backward pass of the last part. The parts before only
+        # add to their own rank's gradients.
         for number, part in enumerate(parts, start=1):
             with gradients_kept_local(self._wrapped, number < len(parts)):
                 part_loss, sums = self._backward(batch, part)
@@ -434,9 +436,9 @@ class Learner(BaseLearner):
 def _may_be_fused(spec: TrainingSpec) -> bool:
     """Return whether the optimizer may use its fused kernel.
 
-    FSDP: no. The same run on one worker has no shards, and must continue with the same optimizer. FLOAT16: no. The
-    scaler leaves it to a fused kernel to skip overflowing gradients, and the optimizer that is not fused, with which a
-    run may have begun, refuses that.
+    FSDP: no. The same run on one worker has no shards, and must continue with the same optimizer. FLOAT16: no. A fused
+    kernel itself skips gradients that overflow, and a run that began with the optimizer that is not fused could not
+    continue so.
     """
     return spec.placement.parallel != FSDP and spec.precision != FLOAT16
 
@@ -570,8 +572,8 @@ SIGN_EVERY_S = 1.0
 class _Preparing:
     """Preparation of rows in portions, with a sign of life after each.
 
-    Rows that are prepared quickly are taken all at once. One thread may need longer for the rows of a call than a rank
-    may be silent, if otherwise Ray's tasks prepare the training rows.
+    Rows that are prepared quickly are taken all at once. Where Ray's tasks prepare the training rows, this thread alone
+    may take longer for the rows of one call than a rank may go without a sign of life.
     """
 
     def __init__(self, preprocessing: Preprocessing, touched: Callable[[], None]) -> None:

@@ -3,8 +3,8 @@
 The rows of a batch are a pure function of (seed, epoch, step, rank, world size), so a resumed run has no state of the
 loader to restore.
 
-`Windows` keeps one shuffle window of all lanes of a rank open, and reads the next. `Batches` builds a loader from a
-specification.
+`Windows` keeps the current shuffle window of each of the rank's lanes open, and reads the next. `Batches` builds a
+loader from a specification.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ NAP_S = 5e-4
 class Batch:
     """One rank's share of one step.
 
-    `inputs` float32 (rows, *shape), `labels` int64 (rows,), `row_ids` int64 (rows,). If the device computes the last
-    transform steps, `inputs` are uint8 images. `step` counts over all epochs from 0; `step_rows` is the number of rows
-    over all ranks.
+    `inputs` float32 (rows, *shape), `labels` int64 (rows,) or float32 for a regression, `row_ids` int64 (rows,). If the
+    device computes the last transform steps, `inputs` are uint8 images. `step` counts over all epochs from 0;
+    `step_rows` is the number of rows over all ranks.
     """
 
     step: int
@@ -186,7 +186,7 @@ class Loader:
 
 
 class Windows:
-    """The open shuffle window of all lanes of a rank.
+    """The current shuffle window of each lane of a rank.
 
     Positions only grow within an epoch, so the lanes of a rank move from window to window together.
     """
@@ -243,7 +243,7 @@ class Windows:
         self._positions = rank_positions(number * span, end, plan.lanes, plan.rank, plan.world_size)
         self._places = np.empty_like(self._positions)
         base = 0
-        # Positions are dealt to lanes like cards.
+        # Position p belongs to lane p mod `plan.lanes`.
         for place, lane in enumerate(self._lanes):
             shuffle = order.shuffle(lane, number)
             self._places[place :: len(self._lanes)] = base + shuffle
