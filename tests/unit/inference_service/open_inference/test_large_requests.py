@@ -64,7 +64,10 @@ def test_small_requests_wait_for_few_batches_beside_large_ones_which_get_what_th
 
         async def batches_before_a_small_one() -> int:
             """How many are begun between the coming of a small request and its own batch."""
-            await until(lambda: bool(gated.waiting) and queued_rows() > 0, "a large request to wait")
+            # While all slots are taken no rows are on their way from the queue to the model, so the count is exact.
+            await until(
+                lambda: len(gated.waiting) == IN_FLIGHT and queued_rows() > 0, "all slots to be taken and rows to wait"
+            )
             before = small_ones_that_came()
             small = asyncio.ensure_future(server.stub.ModelInfer(ask(SMALL_ONE), timeout=240))
             await until(lambda: small_ones_that_came() == before + 1, "the small request to come")
