@@ -142,8 +142,8 @@ def check_resume(check: Check) -> str:
     check.figures["resume"] = seen
     if failures:
         raise CheckFailed("; ".join(failures))
-    told = ", ".join(f"{variant} at step {one['resumed_at']} of {one['steps']}" for variant, one in seen.items())
-    return f"the same bits after a kill: {told}"
+    resumed = ", ".join(f"{variant} at step {one['resumed_at']} of {one['steps']}" for variant, one in seen.items())
+    return f"the same bits after a kill: {resumed}"
 
 
 def check_copies(check: Check) -> str:
@@ -202,22 +202,22 @@ def check_loop(check: Check) -> str:
     """
     size = MEASURED[check.device.type]
     images, labels = gpu_runs.stripes(min(size.rows, 8192), size.side)
-    told: dict[str, dict[str, float]] = {}
+    compared: dict[str, dict[str, float]] = {}
     for name, spec in gpu_runs.settings_compared(spec_of(size)).items():
         ours = gpu_runs.run_ours(check.measured, spec, check.device)
         bare = gpu_runs.run_bare(spec, check.device, images, labels)
-        told[name] = _told(ours, bare)
+        compared[name] = _figures_of(ours, bare)
         say(f"    {name}: {_sentence(ours, bare)}")
         if check.is_gpu:
             torch.cuda.empty_cache()
-    check.figures["loop"] = told
+    check.figures["loop"] = compared
     costs = {
-        pair: round(told[f"{pair}, fastest"]["images_per_s"] / told[pair]["images_per_s"], 3)
+        pair: round(compared[f"{pair}, fastest"]["images_per_s"] / compared[pair]["images_per_s"], 3)
         for pair in ("tf32", "bf16, channels last")
     }
     check.figures["cost_of_determinism"] = costs
     missed = []
-    best = told["bf16, channels last"]
+    best = compared["bf16, channels last"]
     if check.is_gpu and best.get("busy") is None:
         missed.append("how busy the GPU is could not be measured")
     for name, value in (("ours_vs_bare", best["ours_vs_bare"]), ("busy", best.get("busy"))):
@@ -265,7 +265,7 @@ def check_compiled(check: Check) -> str:
     ours = gpu_runs.run_ours(check.measured, spec, check.device)
     say(f"    ours: {ours.images_per_s:,.0f} images/s")
     bare = gpu_runs.run_bare(spec, check.device, images, labels)
-    check.figures["compiled_loop"] = _told(ours, bare)
+    check.figures["compiled_loop"] = _figures_of(ours, bare)
     return _sentence(ours, bare)
 
 
@@ -382,14 +382,14 @@ def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def _told(ours: Measured, bare: Measured) -> dict[str, float]:
-    told = {
+def _figures_of(ours: Measured, bare: Measured) -> dict[str, float]:
+    compared = {
         "images_per_s": round(ours.images_per_s, 1),
         "bare_images_per_s": round(bare.images_per_s, 1),
         "ours_vs_bare": round(ours.images_per_s / bare.images_per_s, 3),
         "data_wait_share": round(ours.waited, 3),
     }
-    return told if ours.busy is None else {**told, "busy": round(ours.busy, 3)}
+    return compared if ours.busy is None else {**compared, "busy": round(ours.busy, 3)}
 
 
 def _sentence(ours: Measured, bare: Measured) -> str:

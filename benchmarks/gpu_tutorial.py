@@ -136,9 +136,9 @@ def _run(stack: TrainStack, head: RayHead, storage: Path, folder: Path, script: 
     }
     if gpus and right < RIGHT_SHARE:
         raise CheckFailed(f"{right:.1%} of {ASKED} predictions are right, and are to be {RIGHT_SHARE:.0%}")
-    agree = f"all but {differ} as its actor told them" if gpus else "without its actor, which needs a GPU"
+    agree = f"all but {differ} as its actor answered" if gpus else "without its actor, which needs a GPU"
     said["text"] = (
-        f"modules I to III ran in {trained_s:.0f} s over a kill; {right:.1%} of {ASKED} digits are told right, {agree}"
+        f"modules I to III ran in {trained_s:.0f} s over a kill; {right:.1%} of {ASKED} digits are recognised, {agree}"
         ", by a deployment over the kill of its replica; each answer names its checkpoint and code"
     )
     return said
@@ -188,7 +188,7 @@ def _held_out(storage: Path) -> tuple[Any, Any]:
 def _actors(log: str) -> list[int]:
     found = ANSWERS.search(log)
     if found is None:
-        raise CheckFailed(f"the actor told nothing: {log[-2000:]}")
+        raise CheckFailed(f"the actor printed nothing: {log[-2000:]}")
     answers: list[int] = json.loads(found[1])
     return answers
 

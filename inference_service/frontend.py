@@ -183,7 +183,7 @@ class PeerReports:
 
     async def turn_to_listen(self) -> None:
         """Waits until this process may open the port, and reports to the peers that it does."""
-        while not self._peers.may_listen(self._ready.is_set(), self._reconciler.holds()):  # noqa: ASYNC110 - files tell nobody
+        while not self._peers.may_listen(self._ready.is_set(), self._reconciler.holds()):  # noqa: ASYNC110 - a file sends no event
             await asyncio.sleep(POLL_INTERVAL_S)
         self._listens = True
         self._exchange()

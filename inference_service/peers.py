@@ -87,9 +87,9 @@ class Peers:
                     before.unlink(missing_ok=True)
             own.touch()
 
-    def tell(self, told: PeerState) -> None:
+    def tell(self, state: PeerState) -> None:
         """Replace this process's reported state. A concurrent reader sees the old or the new one."""
-        self._write("json", json.dumps(asdict(told)).encode())
+        self._write("json", json.dumps(asdict(state)).encode())
 
     def leave(self, name: str, data: bytes) -> None:
         """Replace this process's data under that name."""
@@ -110,9 +110,9 @@ class Peers:
     def counts(self, application: str) -> Iterable[Counts]:
         """Return the counts of each other process with a recent report."""
         return [
-            told.counts[application]
-            for reported_at, told in self._others()
-            if application in told.counts and _is_recent(reported_at)
+            state.counts[application]
+            for reported_at, state in self._others()
+            if application in state.counts and _is_recent(reported_at)
         ]
 
     def may_listen(self, ready: bool, holds: Iterable[str]) -> bool:
@@ -123,11 +123,11 @@ class Peers:
         STARTING instead of a refused connection. Otherwise this process and every listening peer with a recent report
         must be ready, and this process must hold all their applications.
         """
-        listening = [(at, told) for at, told in self._others() if told.listens]
+        listening = [(at, state) for at, state in self._others() if state.listens]
         if self.is_leader and not listening:
             return True
         own = set(holds)
-        return ready and all(told.ready and own.issuperset(told.holds) for at, told in listening if _is_recent(at))
+        return ready and all(state.ready and own.issuperset(state.holds) for at, state in listening if _is_recent(at))
 
     def all_hold(self, application: str, unresponsive_s: float) -> bool:
         """Return whether every other listening process can send batches to the application.
@@ -135,9 +135,9 @@ class Peers:
         A process without a report for `unresponsive_s` does not count.
         """
         return all(
-            application in told.holds
-            for reported_at, told in self._others()
-            if told.listens and time.time() - reported_at < unresponsive_s
+            application in state.holds
+            for reported_at, state in self._others()
+            if state.listens and time.time() - reported_at < unresponsive_s
         )
 
     def going(self) -> set[str]:
@@ -146,11 +146,11 @@ class Peers:
         That process has read a log without them, and waits until no process sends them batches. So no process may, even
         if the log names them again by now.
         """
-        return {name for reported_at, told in self._others() if _is_recent(reported_at) for name in told.going}
+        return {name for reported_at, state in self._others() if _is_recent(reported_at) for name in state.going}
 
     def news(self) -> dict[int, tuple[int, list[str], list[str]]]:
         """Return by pid how many logs each other process has written, what it holds and what it removes."""
-        return {told.pid: (told.written, told.holds, told.going) for _, told in self._others()}
+        return {state.pid: (state.written, state.holds, state.going) for _, state in self._others()}
 
     async def let_go(self, application: str, since_s: float, unresponsive_s: float) -> None:
         """Wait until no other process sends batches to the application.
@@ -159,9 +159,9 @@ class Peers:
         removal: until it reads that, a peer may still attach. A process without a report for `unresponsive_s` is not
         waited for.
         """
-        while any(  # noqa: ASYNC110 - files tell nobody
-            (reported_at <= since_s or application in told.holds) and time.time() - reported_at < unresponsive_s
-            for reported_at, told in self._others()
+        while any(  # noqa: ASYNC110 - a file sends no event
+            (reported_at <= since_s or application in state.holds) and time.time() - reported_at < unresponsive_s
+            for reported_at, state in self._others()
         ):
             await asyncio.sleep(POLL_INTERVAL_S)
 
@@ -173,9 +173,9 @@ class Peers:
             if path == self._path(self._number):
                 continue
             with suppress(FileNotFoundError):
-                reported_at, told = path.stat().st_mtime, PeerState.from_json(path.read_text())
-                if _lives(told.pid):
-                    yield reported_at, told
+                reported_at, state = path.stat().st_mtime, PeerState.from_json(path.read_text())
+                if _lives(state.pid):
+                    yield reported_at, state
 
     def _write(self, name: str, data: bytes) -> None:
         if self._folder is not None:

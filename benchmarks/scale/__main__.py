@@ -69,11 +69,11 @@ NAMES = (
 def run_here(case: str, scale: int) -> None:
     """Runs a case in a child, and prints each cost as a line of JSON."""
 
-    def tell(name: str, cost: dict[str, Any]) -> None:
+    def report(name: str, cost: dict[str, Any]) -> None:
         print(json.dumps({"name": name, "cost": cost}), flush=True)
 
     run = cases()[case]
-    run(Costs(tell), scale)
+    run(Costs(report), scale)
 
 
 def run_child(case: str, scale: int) -> tuple[dict[str, Any], str]:
@@ -86,8 +86,8 @@ def run_child(case: str, scale: int) -> tuple[dict[str, Any], str]:
         errors.seek(0)
         if not problem and child.returncode:
             problem = (errors.read().strip().splitlines() or [f"exit {child.returncode}"])[-1]
-        told = [json.loads(line) for line in output if line.endswith("\n")]
-    return {one["name"]: one["cost"] for one in told}, problem
+        reported = [json.loads(line) for line in output if line.endswith("\n")]
+    return {one["name"]: one["cost"] for one in reported}, problem
 
 
 def _wait_within_limits(child: subprocess.Popen[bytes]) -> str:

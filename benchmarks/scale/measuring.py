@@ -42,7 +42,7 @@ def _peak_mib() -> float:
 class Costs:
     """Reports the cost of each operation as soon as it is done, since a later one may exceed a limit."""
 
-    tell: Callable[[str, dict[str, Any]], None]
+    report: Callable[[str, dict[str, Any]], None]
     start_mib: float = field(default_factory=_peak_mib)
 
     @contextmanager
@@ -56,4 +56,4 @@ class Costs:
             cost.requests, cost.bytes = store.requests - requests, store.bytes - size_bytes
             cost.store_s = store.waited_s - waited_s
         cost.peak_mib = _peak_mib() - self.start_mib
-        self.tell(name, {**asdict(cost), "per_unit_s": cost.per_unit_s})
+        self.report(name, {**asdict(cost), "per_unit_s": cost.per_unit_s})

@@ -227,13 +227,13 @@ def difference(given: pa.Schema, first_field: str, first: pa.Schema, fits: Fits)
     theirs, ours = frozenset(first.names), frozenset(given.names)
     lacking = [name for name in first.names if name not in ours]
     more = [name for name in given.names if name not in theirs]
-    told = []
+    differences = []
     if lacking:
-        told.append(f"it lacks {_columns(lacking)}, which {first_field} has")
+        differences.append(f"it lacks {_columns(lacking)}, which {first_field} has")
     if more:
-        told.append(f"it has {_columns(more)}, which {first_field} lacks")
-    if told:
-        return ", and ".join(told)
+        differences.append(f"it has {_columns(more)}, which {first_field} lacks")
+    if differences:
+        return ", and ".join(differences)
     moved = next(((one, two) for one, two in zip(given.names, first.names, strict=True) if one != two), None)
     if moved:
         return (

@@ -292,7 +292,7 @@ class PartsTask:
             with _one_thread(), self._begun.working_on(store, part):
                 return {"part": part.number, "result": pickle.dumps(self._work(part)), "error": b""}
         except Exception as error:
-            return {"part": part.number, "result": b"", "error": pickle.dumps(_told(error, part).as_record())}
+            return {"part": part.number, "result": b"", "error": pickle.dumps(_public_error(error, part).as_record())}
 
 
 @contextmanager
@@ -309,7 +309,7 @@ def _one_thread() -> Iterator[None]:
         pa.set_cpu_count(before)
 
 
-def _told(error: Exception, part: PartitionRange) -> MillraceError:
+def _public_error(error: Exception, part: PartitionRange) -> MillraceError:
     """Returns the error of a part for the attempt.
 
     The internals of an unexpected error are hidden.

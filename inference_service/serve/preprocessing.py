@@ -156,7 +156,7 @@ class Preprocessing:
     def _blamed(self, row: int, error: Exception) -> tuple[dict[int, str], dict[int, MillraceError]]:
         """Sorts an error into (refused, failed): the row is bad, or the preprocessing itself failed."""
         if isinstance(error, InvalidArgument):
-            return {row: self._told(error)}, {}
+            return {row: self._format_row_error(error)}, {}
         return {}, {row: hidden(error, logger, "the preprocessing of a row failed")}
 
     def _beyond_limits(self, rows: Rows) -> Beyond:
@@ -188,7 +188,7 @@ class Preprocessing:
     def _zeros(self, rows: int) -> Array:
         return np.zeros((rows, *self.prepared.shape[1:]), np.float32)
 
-    def _told(self, error: InvalidArgument) -> str:
+    def _format_row_error(self, error: InvalidArgument) -> str:
         """Returns the problem of a row, naming the tensors that it may come from."""
         if not isinstance(error, RowError):
             return error.message

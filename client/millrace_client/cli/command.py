@@ -67,7 +67,7 @@ class PlainCommand(click.Command):
         try:
             return super().invoke(ctx)
         except errors.MillraceError as error:
-            lines, code, document = _told(error), CODES.get(type(error), FAILED), error.as_dict()
+            lines, code, document = _error_lines(error), CODES.get(type(error), FAILED), error.as_dict()
         except (CommandFailed, StartFailed, AlreadyRunning) as error:
             remedy = getattr(error, "remedy", "")
             lines = [str(error), *([f"remedy: {remedy}"] if remedy else [])]
@@ -98,7 +98,7 @@ def _unexpected(error: Exception) -> tuple[list[str], str]:
     return [f"{type(error).__name__}: {error}", "remedy: MILLRACE_DEBUG=1 shows where it comes from"], "UNEXPECTED"
 
 
-def _told(error: errors.MillraceError) -> list[str]:
+def _error_lines(error: errors.MillraceError) -> list[str]:
     """Return the lines of an error: message, refused fields, remedy and request id.
 
     Fields and remedies that the message already names are left out.

@@ -30,7 +30,8 @@ def run_as_by_ray(*, unprivileged: bool) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(
-    os.geteuid() != 0, reason="Linux lets only a process with CAP_SYS_NICE, as root has, lower a niceness"
+    os.geteuid() != 0,
+    reason="Linux lets only root, or CAP_SYS_NICE, lower a niceness; the next test covers the others",
 )
 def test_all_threads_of_a_replica_come_before_a_frontend() -> None:
     assert run_as_by_ray(unprivileged=False).stdout == "{-10}\n"
