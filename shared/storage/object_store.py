@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, TypedDict
+from typing import TYPE_CHECKING, Final, TypedDict
 
 import obstore
 import pyarrow as pa
@@ -24,6 +24,9 @@ from pyarrow import fs
 
 from shared.errors import DataLoss, MillraceError, ResourceExhausted, Unavailable
 from shared.settings import StoreSettings
+
+if TYPE_CHECKING:
+    from obstore import GetOptions
 
 # The reason of the `ResourceExhausted` that a full store raises.
 STORE_FULL = "STORE_FULL"
@@ -57,6 +60,11 @@ class Parts(TypedDict):
 # four at once keep 64 MiB in memory.
 PARTS: Final[Parts] = {"chunk_size": 16 * 1024 * 1024, "max_concurrency": 4}
 
+# A read of more bytes than this goes on where it was cut off, and has no limit of time while bytes arrive.
+STREAMED_FROM_BYTES = 1024 * 1024
+# Bytes that are taken over at once from a connection; what a cut connection had beyond them is asked for again.
+STREAM_BYTES = 256 * 1024
+
 # The local file of an object that is being written. No object can have such a key.
 TORN_NAME = re.compile(r".+#\d+")
 # S3 allows keys of 1024 bytes; the rest is for the store's folder in its bucket.
@@ -74,6 +82,10 @@ class ObjectExists(Exception):
 
 class ObjectMissing(Exception):
     """No object has that key."""
+
+
+class _Replaced(Exception):
+    """The object was overwritten while it was read."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +106,16 @@ class ObjectStore:
     until its lifecycle rule removes it.
     """
 
-    def __init__(self, backend: LocalStore | S3Store, filesystem: fs.FileSystem, settings: StoreSettings) -> None:
+    def __init__(
+        self,
+        backend: LocalStore | S3Store,
+        filesystem: fs.FileSystem,
+        settings: StoreSettings,
+        streaming: S3Store | None = None,
+    ) -> None:
+        """Create the store. `streaming` reads large objects: it limits how long a server is silent, not the whole."""
         self._backend = backend
+        self._streaming = streaming
         self._filesystem = filesystem
         # The settings to open the store in another process, because an open store cannot be sent.
         self.settings = settings
@@ -113,15 +133,65 @@ class ObjectStore:
         _written(key, lambda: obstore.put(self._backend, key, data, mode="create", use_multipart=False))
 
     def get(self, key: str) -> bytes:
-        with _errors(key):
-            return bytes(obstore.get(self._backend, key).bytes())
+        while True:
+            with _errors(key):
+                found = obstore.get(self._backend, key)
+                size_bytes, etag = found.meta["size"], found.meta["e_tag"]
+                if self._streaming is None or size_bytes <= STREAMED_FROM_BYTES:
+                    return bytes(found.bytes())
+            del found  # its connection is not read any further
+            data = bytearray(size_bytes)
+            try:
+                self._fill(key, 0, memoryview(data), etag)
+            except _Replaced:
+                continue
+            return bytes(data)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         """Read `length` bytes from `start`.
 
-        Raises `DataLoss` if the object ends before. It never returns fewer bytes.
+        Raises `DataLoss` if the object ends before. It never returns fewer bytes. A long read that is cut off goes on
+        with the byte after the last one that came.
         """
-        return bytes(self.get_ranges(key, [(start, length)])[0])
+        if self._streaming is None or length <= STREAMED_FROM_BYTES:
+            return bytes(self.get_ranges(key, [(start, length)])[0])
+        data = bytearray(length)
+        self._fill(key, start, memoryview(data))
+        return bytes(data)
+
+    def _fill(self, key: str, start: int, buffer: memoryview, etag: str | None = None) -> None:
+        """Fill `buffer` with the bytes from `start`, over as many connections as it takes, one after the other.
+
+        Gives up when no byte has come for `RETRY_TIMEOUT_S` and longer. With an `etag` it raises `_Replaced` if the
+        object is another by now.
+        """
+        assert self._streaming is not None
+        filled, last_byte_at = 0, time.monotonic()
+        while filled < len(buffer):
+            options: GetOptions = {"range": (start + filled, start + len(buffer))}
+            if etag is not None:
+                options["if_match"] = etag
+            try:
+                with _errors(key):
+                    try:
+                        found = obstore.get(self._streaming, key, options=options)
+                    except exceptions.PreconditionError:
+                        raise _Replaced(key) from None
+                    except exceptions.GenericError as error:
+                        if not _beyond_end(error):
+                            raise
+                        raise _ends_before(key, start + len(buffer)) from None
+                    if found.range[1] < start + len(buffer):
+                        raise _ends_before(key, start + len(buffer))
+                    for piece in found.stream(min_chunk_size=STREAM_BYTES):
+                        buffer[filled : filled + len(piece)] = piece
+                        filled += len(piece)
+                        last_byte_at = time.monotonic()
+            except Unavailable as error:
+                silent_s = time.monotonic() - last_byte_at
+                if error.specific_reason != UNRESPONSIVE or silent_s > RETRY_TIMEOUT_S:
+                    raise
+                time.sleep(RETRY_DELAY_S)
 
     def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         """Read several (start, length) ranges at the same time, as `get_range` does."""
@@ -139,7 +209,7 @@ class ObjectStore:
         given = [next(found, memoryview(b"")) if length else memoryview(b"") for _, length in ranges]
         for data, (start, length) in zip(given, ranges, strict=True):
             if len(data) != length:
-                raise DataLoss(f"{key} ends before byte {start + length}", metadata={"object": key})
+                raise _ends_before(key, start + length)
         return given
 
     @contextmanager
@@ -262,6 +332,10 @@ def key_problem(key: str) -> str:
     if re.fullmatch(r"#\d+|" + TORN_NAME.pattern, key.rpartition("/")[2]):
         return "ends with # and a number, which marks an object that is still being written"
     return ""
+
+
+def _ends_before(key: str, end: int) -> DataLoss:
+    return DataLoss(f"{key} ends before byte {end}", metadata={"object": key})
 
 
 def _folder(prefix: str) -> str | None:
