@@ -56,9 +56,19 @@ class Parts(TypedDict):
     max_concurrency: int
 
 
-# Objects up to one part go in one PUT, which a server accepts in full or not at all. 10,000 parts make 156 GiB, and
-# four at once keep 64 MiB in memory.
-PARTS: Final[Parts] = {"chunk_size": 16 * 1024 * 1024, "max_concurrency": 4}
+# Objects up to one part go in one PUT, which a server accepts in full or not at all. Four at once are 64 MiB of memory.
+PART_BYTES: Final = 16 * 1024 * 1024
+# S3's limit is 10,000 parts. Of a larger object than 145 GiB the parts grow, up to 5 TiB, the most that S3 takes.
+MOST_PARTS: Final = 9_500
+MIB: Final = 1024 * 1024
+PARTS_IN_MEMORY_BYTES: Final = 4 * PART_BYTES
+
+
+def parts_for(size_bytes: int) -> Parts:
+    """Return how an object of this size is cut. Of larger parts than usual fewer are sent at a time."""
+    part = max(PART_BYTES, -(-size_bytes // MOST_PARTS // MIB) * MIB)
+    return {"chunk_size": part, "max_concurrency": max(1, PARTS_IN_MEMORY_BYTES // part)}
+
 
 # A read of more bytes than this goes on where it was cut off, and has no limit of time while bytes arrive.
 STREAMED_FROM_BYTES = 1024 * 1024
@@ -111,18 +121,23 @@ class ObjectStore:
         backend: LocalStore | S3Store,
         filesystem: fs.FileSystem,
         settings: StoreSettings,
-        streaming: S3Store | None = None,
+        *,
+        reading: S3Store | None = None,
+        writing: S3Store | None = None,
     ) -> None:
-        """Create the store. `streaming` reads large objects: it limits how long a server is silent, not the whole."""
+        """Create the store. `reading` and `writing` are for large objects on S3, with limits of time of their own."""
         self._backend = backend
-        self._streaming = streaming
+        self._reading = reading
+        self._writing = writing
         self._filesystem = filesystem
         # The settings to open the store in another process, because an open store cannot be sent.
         self.settings = settings
 
     def put(self, key: str, data: bytes | bytearray | memoryview) -> None:
         """Write the object, replacing an existing one."""
-        _written(key, lambda: obstore.put(self._backend, key, data, mode="overwrite", **PARTS))
+        size_bytes = memoryview(data).nbytes
+        backend, parts = self._for_writing(size_bytes), parts_for(size_bytes)
+        _written(key, lambda: obstore.put(backend, key, data, mode="overwrite", **parts))
 
     def put_if_absent(self, key: str, data: bytes | bytearray | memoryview) -> None:
         """Write a new object.
@@ -137,7 +152,7 @@ class ObjectStore:
             with _errors(key):
                 found = obstore.get(self._backend, key)
                 size_bytes, etag = found.meta["size"], found.meta["e_tag"]
-                if self._streaming is None or size_bytes <= STREAMED_FROM_BYTES:
+                if self._reading is None or size_bytes <= STREAMED_FROM_BYTES:
                     return bytes(found.bytes())
             del found  # its connection is not read any further
             data = bytearray(size_bytes)
@@ -153,7 +168,7 @@ class ObjectStore:
         Raises `DataLoss` if the object ends before. It never returns fewer bytes. A long read that is cut off goes on
         with the byte after the last one that came.
         """
-        if self._streaming is None or length <= STREAMED_FROM_BYTES:
+        if self._reading is None or length <= STREAMED_FROM_BYTES:
             return bytes(self.get_ranges(key, [(start, length)])[0])
         data = bytearray(length)
         self._fill(key, start, memoryview(data))
@@ -165,7 +180,7 @@ class ObjectStore:
         Gives up when no byte has come for `RETRY_TIMEOUT_S` and longer. With an `etag` it raises `_Replaced` if the
         object is another by now.
         """
-        assert self._streaming is not None
+        assert self._reading is not None
         filled, last_byte_at = 0, time.monotonic()
         while filled < len(buffer):
             options: GetOptions = {"range": (start + filled, start + len(buffer))}
@@ -174,7 +189,7 @@ class ObjectStore:
             try:
                 with _errors(key):
                     try:
-                        found = obstore.get(self._streaming, key, options=options)
+                        found = obstore.get(self._reading, key, options=options)
                     except exceptions.PreconditionError:
                         raise _Replaced(key) from None
                     except exceptions.GenericError as error:
@@ -289,15 +304,22 @@ class ObjectStore:
 
         Raises `FileNotFoundError` if the file is missing.
         """
-        path.stat()
-        _written(key, lambda: obstore.put(self._backend, key, path, mode="overwrite", **PARTS))
+        size_bytes = path.stat().st_size
+        backend, parts = self._for_writing(size_bytes), parts_for(size_bytes)
+        _written(key, lambda: obstore.put(backend, key, path, mode="overwrite", **parts))
 
     def put_pieces(self, key: str, pieces: Callable[[], Iterator[bytes]]) -> None:
         """Write the concatenated pieces as an object, in parts if it is large.
 
-        `pieces` is called again for each repeated try.
+        `pieces` is called again for each repeated try. Their size is unknown, so the parts do not grow: on S3 an object
+        has at most 156 GiB.
         """
-        _written(key, lambda: obstore.put(self._backend, key, pieces(), mode="overwrite"))
+        backend, parts = self._writing or self._backend, parts_for(0)
+        _written(key, lambda: obstore.put(backend, key, pieces(), mode="overwrite", **parts))
+
+    def _for_writing(self, size_bytes: int) -> LocalStore | S3Store:
+        is_large = size_bytes > STREAMED_FROM_BYTES
+        return self._writing if self._writing is not None and is_large else self._backend
 
     def _torn(self, prefix: str) -> Sequence[Path]:
         """Return the files of unfinished objects below `prefix`, whose writers still write or were killed."""

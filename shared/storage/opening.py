@@ -38,6 +38,9 @@ BACKOFF: BackoffConfig = {
 REQUEST_TIMEOUT = timedelta(seconds=30)
 # The library has no way to say "no limit".
 UNLIMITED = timedelta(days=365)
+# The limit of one part of a large object, or of a PUT above 1 MiB. While it is sent the server is silent, and the
+# library cannot tell that bytes are going out.
+WRITE_TIMEOUT = timedelta(seconds=120)
 
 
 def open_store(settings: StoreSettings) -> ObjectStore:
@@ -84,7 +87,7 @@ def _open_s3(settings: StoreSettings) -> ObjectStore:
     prefix = parts.path.strip("/")
     endpoint = urlsplit(settings.s3_endpoint)
 
-    def backend(timeout: timedelta) -> S3Store:
+    def backend(timeout: timedelta, silence: timedelta) -> S3Store:
         return S3Store(
             parts.netloc,
             prefix=prefix or None,
@@ -96,7 +99,7 @@ def _open_s3(settings: StoreSettings) -> ObjectStore:
             client_options={
                 "allow_http": endpoint.scheme == "http",
                 "connect_timeout": CONNECT_TIMEOUT,
-                "read_timeout": SILENCE_TIMEOUT,
+                "read_timeout": silence,
                 "timeout": timeout,
             },
             # As many retries as the time allows, because a restarting server is unavailable for some seconds.
@@ -117,7 +120,13 @@ def _open_s3(settings: StoreSettings) -> ObjectStore:
     )
     root = f"{parts.netloc}/{prefix}" if prefix else parts.netloc
     tree = fs.SubTreeFileSystem(root, filesystem)
-    return ObjectStore(backend(REQUEST_TIMEOUT), tree, settings, streaming=backend(UNLIMITED))
+    return ObjectStore(
+        backend(REQUEST_TIMEOUT, SILENCE_TIMEOUT),
+        tree,
+        settings,
+        reading=backend(UNLIMITED, SILENCE_TIMEOUT),
+        writing=backend(WRITE_TIMEOUT, WRITE_TIMEOUT),
+    )
 
 
 # --- Client of minio ---
