@@ -30,6 +30,7 @@ import torch.distributed as dist
 from google.protobuf import json_format
 
 from millrace.train.v1 import resources_pb2
+from shared.code_environment import environments_of_node
 from shared.errors import FailedPrecondition, MillraceError, Unavailable
 from shared.jobs import AttemptContext, JobRecord, Jobs, JobState
 from shared.jobs.attempt import run_attempt
@@ -109,8 +110,7 @@ def _run(ranks: Ranks, store: StoreSettings, job_id: str, spec: TrainingSpec) ->
     if ranks.rank == 0:
         try:
             opened = open_store(store)
-            # This process runs the model's code itself, with the rights of the user who started it.
-            jobs = TrainingJobs(opened, programs=ProgramCheck(opened, OwnCode(is_trusted=True)))
+            jobs = TrainingJobs(opened, programs=_check_of(opened))
             job = jobs.run_here(job_id, spec, RUNNER, _kind(ranks.device))
         except MillraceError as error:
             print(f"{RUNNER}: {error.message}", file=sys.stderr)
@@ -122,6 +122,11 @@ def _run(ranks: Ranks, store: StoreSettings, job_id: str, spec: TrainingSpec) ->
         loop = config
         _attempt(job, open_store(store), lambda context: _trained_loop(context, loop, ranks))
     return _report_end(Jobs(open_store(store), TRAIN_KIND), job.name)
+
+
+def _check_of(store: ObjectStore) -> ProgramCheck:
+    """Return the check of a user's own code, which this process runs with the rights of the user who started it."""
+    return ProgramCheck(store, OwnCode(is_trusted=True), environments=environments_of_node(os.environ))
 
 
 def _run_program(ranks: Ranks, launch: Launch, settings: StoreSettings, job_id: str, spec: TrainingSpec) -> int:
@@ -138,7 +143,7 @@ def _run_program(ranks: Ranks, launch: Launch, settings: StoreSettings, job_id: 
                     raise FailedPrecondition(
                         f"spec.program.entry is the script {program.entry}; name its training function, module:function"
                     )
-                jobs = TrainingJobs(store, programs=ProgramCheck(store, OwnCode(is_trusted=True)))
+                jobs = TrainingJobs(store, programs=_check_of(store))
                 job = jobs.run_here(job_id, spec, RUNNER, _kind(ranks.device))
             except MillraceError as error:
                 print(f"{RUNNER}: {error.message}", file=sys.stderr)

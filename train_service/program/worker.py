@@ -26,6 +26,8 @@ import torch
 from ray import cloudpickle
 
 from shared.checkpoint.registry import data_folder_of
+from shared.code_environment import use_environment
+from shared.code_requirements import requirements_of_folder
 from shared.errors import FailedPrecondition, Internal, MillraceError, first_line
 from shared.log import StaleAttempt
 from shared.telemetry import configure_logging, identity
@@ -205,6 +207,7 @@ class _Rank:
             install(LocalProgramTrainFnUtils(self._rank, self._world_size, self._local, *of_rank))
         install_hugging_face(self._folder.path / "outputs")
         code = self._unpack()
+        use_environment(requirements_of_folder(code), os.environ, heartbeat.tick)
         sys.path += code_paths(code, config.program)
         sys.dont_write_bytecode = True
         heartbeat.at(begin.optimizer_steps, Phase.STARTING)

@@ -122,7 +122,8 @@ class Run:
         self._store: ObjectStore = open_store(config.store)
         if self._spec.model.is_own:
             # From here on this process can build the model.
-            retry_on_outage(lambda: load_code(self._store, self._spec.model.code_bundle), "the code of the model")
+            bundle, tick = self._spec.model.code_bundle, self._heartbeat.tick
+            retry_on_outage(lambda: load_code(self._store, bundle, tick=tick), "the code of the model")
         self._version = retry_on_outage(
             lambda: load_version(self._store, self._spec.dataset_version), "the dataset version"
         )
