@@ -433,7 +433,7 @@ class _Environment:
                     os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
         if over or child.returncode:
-            said = output.read_bytes()[-MAX_MESSAGE:].decode(errors="replace").strip()
+            said = " ".join(output.read_bytes()[-MAX_MESSAGE:].decode(errors="replace").split())
             raise FailedPrecondition(
                 f"the environment of the bundle's requirements cannot be built: {over or said or child.returncode}",
                 reason="ENVIRONMENT_FAILED",

@@ -15,6 +15,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,7 @@ from train_service.program.rank_store import RankStore, Versions, open_rank_stor
 from train_service.program.ray_hooks import LocalProgramTrainFnUtils, LocalRank, ProgramTrainFnUtils, install
 from train_service.records.logs import LogShipper
 from train_service.store_retry import retry_on_outage
-from train_service.worker.heartbeat import HeartbeatSender, lost_others
+from train_service.worker.heartbeat import FAILING, HeartbeatSender, lost_others
 from train_service.worker.memory_watch import MemoryLimit, MemoryWatch, NodeMemory
 
 if TYPE_CHECKING:
@@ -100,12 +101,14 @@ def run_program(
     node_id: str,
     local: LocalRank | None = None,
     ranks_of_node: int = 1,
+    end_process: Callable[[MillraceError], None] | None = None,
 ) -> None:
     """Run the whole life of one rank.
 
     Returns once the function has returned and all its reports are committed, or once it was stopped at a report. Raises
     `Internal` for an error of the function. `local`: the rank is no worker of Ray Train, and passes `KeyboardInterrupt`
-    through. `ranks_of_node` share the node's memory.
+    through. `ranks_of_node` share the node's memory. A process that is also the attempt has `end_process` called if its
+    memory is full.
     """
     torch.set_num_threads(config.spec.threads_per_worker)
     with contextlib.ExitStack() as stack:
@@ -127,8 +130,10 @@ def run_program(
             def leave(error: MillraceError) -> None:
                 """End this process at once, before it can allocate more."""
                 with contextlib.suppress(TimeoutError, ConnectionError):  # then the attempt sees the process end
-                    heartbeat.ask({"kind": "failing", "error": error.as_record()}, timeout_s=5.0)
+                    heartbeat.ask({"kind": FAILING, "error": error.as_record()}, timeout_s=5.0)
                 shipper.end(5.0)
+                if end_process is not None:
+                    end_process(error)
                 os.kill(os.getpid(), signal.SIGKILL)
 
             digest = config.program.code_bundle.rpartition("/")[2]
@@ -137,7 +142,7 @@ def run_program(
         except MillraceError as error:
             # Ray may first learn of another rank's end that only follows from this one.
             with contextlib.suppress(TimeoutError, ConnectionError):  # then Ray reports it
-                heartbeat.ask({"kind": "failing", "error": error.as_record()}, timeout_s=5.0)
+                heartbeat.ask({"kind": FAILING, "error": error.as_record()}, timeout_s=5.0)
             raise
 
 
@@ -291,7 +296,7 @@ class _Rank:
             reason="PROGRAM_EXITED",
             metadata={"ranks": str(self._rank)},
         )
-        self._heartbeat.ask({"kind": "failing", "error": error.as_record()}, timeout_s=5.0)
+        self._heartbeat.ask({"kind": FAILING, "error": error.as_record()}, timeout_s=5.0)
 
     def _as_reported(self, error: BaseException, code: Path, report: int) -> BaseException:
         """Return `error` as one of ours that names its type, the rank, and its line in the program."""
