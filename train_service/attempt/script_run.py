@@ -81,10 +81,11 @@ from train_service.program.fit_calls import (
     overridden,
     settled,
 )
-from train_service.program.process import HIDDEN_VARIABLES, forward_lines
+from train_service.program.process import HIDDEN_VARIABLES
 from train_service.program.signing import hide_memory
 from train_service.records.reporting import TRAIN_KIND, EventKind, Reporter
 from train_service.store_retry import retry_on_outage
+from train_service.worker.user_process import forward_lines
 
 # --- Script ---
 

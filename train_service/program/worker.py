@@ -38,9 +38,7 @@ from train_service.program.attempt_folder import AttemptFolder, NodeCopies
 from train_service.program.hugging_face_hooks import install_hugging_face
 from train_service.program.process import (
     OptimizerSteps,
-    captured_output,
     drop_hidden_variables,
-    exits_announced,
     line_of,
     seed_everything,
 )
@@ -51,6 +49,7 @@ from train_service.records.logs import LogShipper
 from train_service.store_retry import retry_on_outage
 from train_service.worker.heartbeat import FAILING, HeartbeatSender, lost_others
 from train_service.worker.memory_watch import MemoryLimit, MemoryWatch, NodeMemory
+from train_service.worker.user_process import captured_output, exits_announced
 
 if TYPE_CHECKING:
     from train_service.program.shards import ProgramShards

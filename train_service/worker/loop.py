@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ import torch
 from shared.code_loading import load_code, node_folder
 from shared.dataset_version import load_version
 from shared.dataset_version.version import ingested_nan_counts
-from shared.errors import DataLoss, FailedPrecondition, MillraceError
+from shared.errors import DataLoss, FailedPrecondition, Internal, MillraceError
 from shared.model_spec import STANDARD, TargetScaling
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
@@ -57,6 +58,7 @@ from train_service.records.reporting import (
 from train_service.store_retry import retry_on_outage
 from train_service.worker.heartbeat import FAILING, HeartbeatSender, as_reported
 from train_service.worker.memory_watch import MemoryLimit, MemoryWatch, NodeMemory
+from train_service.worker.user_process import captured_output, exits_announced
 
 # --- The loop ---
 
@@ -96,17 +98,22 @@ def train_loop(
     the training, see `as_reported`. `node_id` is Ray's, empty without Ray. `ranks_of_node` share the node's memory.
 
     The code of a user's own model may fill the memory. Then `end_process` is called with the error, in another thread.
-    Without it, the attempt is sent the error and this process is killed.
+    Without it, the attempt is sent the error and this process is killed. Such a process, a worker of Ray's, also bounds
+    what the model prints, and announces its `os._exit`.
     """
     torch.set_num_threads(config.spec.threads_per_worker)
     set_up_device(ranks.device, config.spec)
+    is_guarded = config.spec.model.is_own and end_process is None and bool(config.heartbeat)
     # In local mode no other process could notice that the only process of the attempt is stopped.
     alone = config.spec.local
+    store = open_store(config.store)
     with (
         identity(job=config.job_name, attempt=str(config.attempt), rank=str(ranks.rank)),
-        LogShipper(open_store(config.store), config.job_name, config.attempt, ranks.rank) as shipper,
+        LogShipper(store, config.job_name, config.attempt, ranks.rank, tees=not is_guarded) as shipper,
+        captured_output(shipper.add_lines) if is_guarded else contextlib.nullcontext(),
         HeartbeatSender(ranks.rank, config.heartbeat, node_id, ends_if_held=alone) as heartbeat,
         watch_memory(config.spec, ranks.rank, ranks_of_node, heartbeat, shipper, end_process),
+        announced_exit(config.spec, ranks.rank, heartbeat) if is_guarded else contextlib.nullcontext(),
     ):
         try:
             Run(config, ranks, heartbeat).run()
@@ -143,7 +150,25 @@ def watch_memory(
         os.kill(os.getpid(), signal.SIGKILL)
 
     limit = MemoryLimit.of(spec.placement.resources_per_worker.get("memory", 0.0), ranks_of_node, NodeMemory.read())
-    return MemoryWatch(rank, limit, leave, node_folder() / spec.model.code_bundle.rpartition("/")[2])
+    return MemoryWatch(rank, limit, leave, _code_folder(spec))
+
+
+def announced_exit(
+    spec: TrainingSpec, rank: int, heartbeat: HeartbeatSender
+) -> contextlib.AbstractContextManager[object]:
+    """Return the context in which `os._exit` sends the attempt its status and line."""
+
+    def announce(status: int, where: str) -> None:
+        line = where.removeprefix(f"{_code_folder(spec)}/")
+        text = f"os._exit({status}) on rank {rank} at {line}: the process ended before the run"
+        error = Internal(text, reason="PROGRAM_EXITED", metadata={"ranks": str(rank), "line": line})
+        heartbeat.ask({"kind": FAILING, "error": error.as_record()}, timeout_s=5.0)
+
+    return exits_announced(announce)
+
+
+def _code_folder(spec: TrainingSpec) -> Path:
+    return node_folder() / spec.model.code_bundle.rpartition("/")[2]
 
 
 class Stopped(Exception):

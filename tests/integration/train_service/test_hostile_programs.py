@@ -9,7 +9,7 @@ import pytest
 
 import millrace_client as mc
 from tests.support.code_folders import write_files
-from tests.support.training import State, TrainStack, Watch
+from tests.support.training import VERSION, State, TrainStack, Watch
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.chaos]
 
@@ -135,3 +135,47 @@ def test_a_function_neither_begins_nor_ends_a_ray_of_its_own(file_stack: TrainSt
     assert f"leave it out (rank 0 at train.py:{line})" in watch.jobs[-1].error.message
     log = file_stack.store.get(f"{watch.jobs[-1].name}/logs/a00001/r0000/00000000.txt").decode()
     assert "ray.init() in a training function does nothing" in log
+
+
+# In Millrace's own loop: what it prints goes around Python, too.
+LOUD_MODEL = """
+import os
+
+import torch
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(784, 10)
+
+    def forward(self, images):
+        if self.training and torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
+            for _ in range(2**8):
+                os.write(1, (b"x" * 1023 + b"\\n") * 2**10)
+            os._exit(3)
+        return self.linear(images.flatten(1))
+"""
+
+
+def test_a_model_in_millraces_loop_that_prints_and_exits_is_told_by_its_line(
+    file_stack: TrainStack, tmp_path: Path
+) -> None:
+    with mc.connect(train=file_stack.service.address) as millrace:
+        bundle = millrace.train.push_code(write_files(tmp_path / "code", {"net.py": LOUD_MODEL}))
+        spec = mc.training_spec(
+            VERSION,
+            model=mc.own_model(bundle, "net:Net"),
+            transform=[mc.to_float()],
+            epochs=1,
+            global_batch_size=30,
+            num_workers=2,
+            max_failures=0,
+        )
+        job = millrace.train.create_training_job(f"j{uuid.uuid4().hex[:12]}", spec)
+        job = file_stack.client.finished(job.name)
+    assert job.state == State.STATE_FAILED
+    line = line_of(LOUD_MODEL, "os._exit")
+    assert f"os._exit(3) on rank 1 at net.py:{line}" in job.error.message, job.error.message
+    stored = sum(one.size for one in file_stack.store.list(f"{job.name}/logs/a00001/r0001"))
+    assert stored < 80 * 2**20
