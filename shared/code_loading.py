@@ -11,10 +11,13 @@ import os
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from shared.code_bundle import Readable, digest_of, unpack_on_node
+from shared.code_environment import use_environment
+from shared.code_requirements import requirements_of_folder
 from shared.errors import FailedPrecondition, MillraceError, first_line
 
 # The folder of each loaded bundle, by name (`codeBundles/{sha256}`). A process loads at most one bundle, because
@@ -28,11 +31,14 @@ def node_folder() -> Path:
     return Path(f"/tmp/millrace-{os.getuid()}/code")
 
 
-def load_code(store: Readable, code_bundle: str, root: Path | None = None) -> Path:
-    """Make the modules of `codeBundles/{sha256}` importable in this process.
+def load_code(
+    store: Readable, code_bundle: str, root: Path | None = None, tick: Callable[[], None] = lambda: None
+) -> Path:
+    """Make the modules of `codeBundles/{sha256}` importable in this process, and the packages that they require.
 
-    Returns the folder that holds them, below `root` (default: `node_folder()`). Raises `FailedPrecondition` if this
-    process has loaded another bundle, and what `unpack_on_node` raises.
+    Returns the folder that holds them, below `root` (default: `node_folder()`). `tick` is called while packages are
+    installed. Raises `FailedPrecondition` if this process has loaded another bundle, and what `unpack_on_node` and
+    `use_environment` raise.
     """
     sha256 = digest_of("code_bundle", code_bundle)
     with _lock:
@@ -47,6 +53,7 @@ def load_code(store: Readable, code_bundle: str, root: Path | None = None) -> Pa
         root = root or node_folder()
         root.parent.mkdir(mode=0o700, exist_ok=True)
         folder = unpack_on_node(store, sha256, root)
+        use_environment(requirements_of_folder(folder), os.environ, tick)
         # Compiled files would change the folder, whose content is compared with the digest.
         sys.dont_write_bytecode = True
         if str(folder) not in sys.path:

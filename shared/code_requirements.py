@@ -9,15 +9,18 @@ from __future__ import annotations
 import email
 import re
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 from shared.errors import shown
 
 # Only the first of these that a bundle has at its root is read.
 DECLARING_FILES = ("requirements.lock", "requirements.txt")
 METADATA = re.compile(r"[^/]+\.dist-info/METADATA")
+# Under this name a wheel's Requires-Python is a requirement like others.
+PYTHON = "python"
 MAX_REQUIREMENTS = 1_000
 MAX_REQUIREMENT_CHARACTERS = 8_192
-# Options for an installer's sources. Nothing here installs packages.
+# Options for an installer's sources. They are not read: the node's operator decides where packages come from.
 INSTALLER_OPTIONS = (
     "-i",
     "--index-url",
@@ -87,8 +90,18 @@ def _of_requirements_file(path: str, text: str) -> Iterable[str]:
 
 
 def _of_metadata(text: str) -> Iterable[str]:
+    message = email.message_from_string(text)
     # A header may be folded over lines.
-    return [" ".join(str(one).split()) for one in email.message_from_string(text).get_all("Requires-Dist", [])]
+    found = [" ".join(str(one).split()) for one in message.get_all("Requires-Dist", [])]
+    return [*(f"{PYTHON}{''.join(str(one).split())}" for one in message.get_all("Requires-Python", [])), *found]
+
+
+def requirements_of_folder(folder: Path) -> list[str]:
+    """Return the requirements of a bundle that is unpacked in `folder`. Raises `RequirementsError`."""
+    paths = [folder / name for name in DECLARING_FILES] + sorted(folder.glob("*.dist-info/METADATA"))
+    return declared_requirements(
+        {one.relative_to(folder).as_posix(): one.read_bytes() for one in paths if one.exists()}
+    )
 
 
 def unmet(requirements: Iterable[str], installed: Callable[[str], str | None]) -> list[tuple[str, str]]:

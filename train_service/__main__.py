@@ -13,6 +13,7 @@ from grpc import aio
 
 from millrace.train.v1 import train_service_pb2, train_service_pb2_grpc
 from shared.code_bundle import CodeBundles
+from shared.code_environment import CodeEnvironments, code_environments
 from shared.errors import MillraceError
 from shared.grpc_server import BearerToken, bearer_token, serve
 from shared.jobs.supervisor import supervise, sweep_periodically
@@ -42,9 +43,11 @@ async def run(
     cluster_max: Mapping[str, float] | None,
     token: BearerToken | None,
     callers_code: OwnCode,
+    environments: CodeEnvironments,
 ) -> None:
     deletions = Deletions(store)
-    jobs = TrainingJobs(store, deletions, cluster_max, ProgramCheck(store, callers_code))
+    programs = ProgramCheck(store, callers_code, environments=environments)
+    jobs = TrainingJobs(store, deletions, cluster_max, programs)
     bundles = CodeBundles(store)
     sweep_deletions = SweepDeletions(store, deletions)
     sweeps = Sweeps(store, jobs, sweep_deletions)
@@ -74,6 +77,7 @@ def main() -> int:
         token = bearer_token(os.environ)
         # Refuses settings that would let strangers run code.
         callers_code = own_code(os.environ, settings.listen, has_token=token is not None)
+        environments = code_environments(os.environ)
         custom_allowed = allowed_functions(os.environ)
         cluster_max = largest_cluster(os.environ)
         configure_logging("train", settings.log_level)
@@ -84,7 +88,7 @@ def main() -> int:
     except (SettingsError, StoreRefused, MillraceError) as error:
         print(f"train_service: {error}", file=sys.stderr)
         return 2
-    asyncio.run(run(settings, store, custom_allowed, cluster_max, token, callers_code))
+    asyncio.run(run(settings, store, custom_allowed, cluster_max, token, callers_code, environments))
     tracing().close()
     return 0
 

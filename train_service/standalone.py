@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ import torch.distributed as dist
 from google.protobuf import json_format
 
 from millrace.train.v1 import resources_pb2
+from shared.code_environment import environments_of_node
 from shared.errors import FailedPrecondition, MillraceError, Unavailable
 from shared.jobs import AttemptContext, JobRecord, Jobs, JobState
 from shared.jobs.attempt import run_attempt
@@ -39,7 +41,7 @@ from shared.settings import SettingsError, StoreSettings, store_settings
 from shared.storage import ObjectStore, open_store
 from shared.telemetry import configure_logging, flush_logs
 from train_service.attempt.heartbeats import HeartbeatServer
-from train_service.attempt.outcomes import program_result, report_device, result_of, told
+from train_service.attempt.outcomes import end_attempt, program_result, report_device, result_of, told
 from train_service.converters.specs import spec_from_proto
 from train_service.domain.spec import CPU, GPU, RUN_DEVICE, THREADS, TrainingSpec
 from train_service.jobs.own_code import ProgramCheck
@@ -95,13 +97,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if spec.program is not None:
             return _run_program(ranks, launch, store, given.job, spec)
-        return _run(ranks, store, given.job, spec)
+        return _run(ranks, launch, store, given.job, spec)
     finally:
         if launch.world_size > 1:
             dist.destroy_process_group()
 
 
-def _run(ranks: Ranks, store: StoreSettings, job_id: str, spec: TrainingSpec) -> int:
+def _run(ranks: Ranks, launch: Launch, store: StoreSettings, job_id: str, spec: TrainingSpec) -> int:
     """Run a job of the built-in loop. Rank 0 owns the job; the others learn their attempt from it."""
     job: JobRecord | None = None
     config: LoopConfig | None
@@ -109,19 +111,23 @@ def _run(ranks: Ranks, store: StoreSettings, job_id: str, spec: TrainingSpec) ->
     if ranks.rank == 0:
         try:
             opened = open_store(store)
-            # This process runs the model's code itself, with the rights of the user who started it.
-            jobs = TrainingJobs(opened, programs=ProgramCheck(opened, OwnCode(is_trusted=True)))
+            jobs = TrainingJobs(opened, programs=_check_of(opened))
             job = jobs.run_here(job_id, spec, RUNNER, _kind(ranks.device))
         except MillraceError as error:
             print(f"{RUNNER}: {error.message}", file=sys.stderr)
             code = 2
     config, code = ranks.share((_config(store, job), code))
     if job is None:
-        return int(code) if config is None else _follow(config, ranks, store)
+        return int(code) if config is None else _follow(config, ranks, launch, store)
     if config is not None:
         loop = config
-        _attempt(job, open_store(store), lambda context: _trained_loop(context, loop, ranks))
+        _attempt(job, open_store(store), lambda context: _trained_loop(context, loop, ranks, launch))
     return _report_end(Jobs(open_store(store), TRAIN_KIND), job.name)
+
+
+def _check_of(store: ObjectStore) -> ProgramCheck:
+    """Return the check of a user's own code, which this process runs with the rights of the user who started it."""
+    return ProgramCheck(store, OwnCode(is_trusted=True), environments=environments_of_node(os.environ))
 
 
 def _run_program(ranks: Ranks, launch: Launch, settings: StoreSettings, job_id: str, spec: TrainingSpec) -> int:
@@ -138,7 +144,7 @@ def _run_program(ranks: Ranks, launch: Launch, settings: StoreSettings, job_id: 
                     raise FailedPrecondition(
                         f"spec.program.entry is the script {program.entry}; name its training function, module:function"
                     )
-                jobs = TrainingJobs(store, programs=ProgramCheck(store, OwnCode(is_trusted=True)))
+                jobs = TrainingJobs(store, programs=_check_of(store))
                 job = jobs.run_here(job_id, spec, RUNNER, _kind(ranks.device))
             except MillraceError as error:
                 print(f"{RUNNER}: {error.message}", file=sys.stderr)
@@ -164,7 +170,7 @@ def _run_program(ranks: Ranks, launch: Launch, settings: StoreSettings, job_id: 
             )
         config, code = ranks.share((config, code))
         if ranks.rank:
-            return int(code) if config is None else _follow(config, ranks, settings, launch)
+            return int(code) if config is None else _follow(config, ranks, launch, settings)
         if job is None:
             return int(code)
         if config is not None:
@@ -185,7 +191,7 @@ def _trained(
     """Run rank 0's part of an attempt at a program."""
     with reporter, coordinator:
         try:
-            _train_rank(config, ranks, launch)
+            _train_rank(config, ranks, launch, partial(_end_process, store=context.store, config=config))
             while heartbeats.at_work():
                 time.sleep(0.1)  # wait for other ranks; torchrun ends this process if one fails
         except KeyboardInterrupt:
@@ -197,11 +203,15 @@ def _trained(
     return program_result(context, coordinator, None)
 
 
-def _train_rank(config: LoopConfig | ProgramConfig, ranks: Ranks, launch: Launch | None) -> None:
+def _train_rank(
+    config: LoopConfig | ProgramConfig,
+    ranks: Ranks,
+    launch: Launch,
+    end_process: Callable[[MillraceError], None] | None = None,
+) -> None:
     if isinstance(config, LoopConfig):
-        train_loop(config, ranks)
+        train_loop(config, ranks, ranks_of_node=launch.local_world_size, end_process=end_process)
         return
-    assert launch is not None
     # These modules import ray, which the built-in loop does not need.
     from train_service.program.ray_hooks import LocalRank
     from train_service.program.worker import run_program
@@ -213,35 +223,40 @@ def _train_rank(config: LoopConfig | ProgramConfig, ranks: Ranks, launch: Launch
         name=config.job_name.rpartition("/")[2],
         tees=True,
     )
-    run_program(config, ranks.rank, ranks.world_size, "", local)
+    run_program(config, ranks.rank, ranks.world_size, "", local, end_process=end_process)
 
 
-def _follow(
-    config: LoopConfig | ProgramConfig, ranks: Ranks, settings: StoreSettings, launch: Launch | None = None
-) -> int:
+def _end_process(error: MillraceError, store: ObjectStore, config: LoopConfig | ProgramConfig) -> None:
+    """End this process, whose memory is full. Its error ends the attempt."""
+    end_attempt(store, config.job_name, config.attempt, error)
+    print(f"{RUNNER}: {error.message}", file=sys.stderr, flush=True)
+    flush_logs()
+    os._exit(1)
+
+
+def _follow(config: LoopConfig | ProgramConfig, ranks: Ranks, launch: Launch, settings: StoreSettings) -> int:
     """Run a rank other than the first.
 
     An error of ours ends the attempt here, because rank 0 would only see that the rank is lost.
     """
+    # A program's rank sends its error to the first rank, which ends the attempt.
+    end = partial(_end_process, store=open_store(settings), config=config) if isinstance(config, LoopConfig) else None
     try:
-        _train_rank(config, ranks, launch)
+        _train_rank(config, ranks, launch, end)
         return 0
     except MillraceError as error:
         raised = error
         print(f"{RUNNER}: rank {ranks.rank}: {error.message}", file=sys.stderr, flush=True)
 
-    def failed() -> dict[str, Any]:
-        raised.metadata["ranks"] = str(ranks.rank)
-        raise raised
-
+    raised.metadata["ranks"] = str(ranks.rank)
     store = open_store(settings)
-    run_attempt(lambda context: told(context, failed), store, TRAIN_KIND, config.job_name, config.attempt)
+    end_attempt(store, config.job_name, config.attempt, raised)
     return _report_end(Jobs(store, TRAIN_KIND), config.job_name)
 
 
-def _trained_loop(context: AttemptContext, config: LoopConfig, ranks: Ranks) -> dict[str, Any]:
+def _trained_loop(context: AttemptContext, config: LoopConfig, ranks: Ranks, launch: Launch) -> dict[str, Any]:
     try:
-        train_loop(config, ranks)
+        _train_rank(config, ranks, launch, partial(_end_process, store=context.store, config=config))
     except KeyboardInterrupt:
         raise Unavailable("it was interrupted", reason="INTERRUPTED") from None
     return result_of(context, config.spec)

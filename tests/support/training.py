@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -184,8 +185,12 @@ class TrainStack:
 
 
 @contextmanager
-def train_stack(settings: StoreSettings, ray_address: str, folder: Path) -> Iterator[TrainStack]:
-    """Starts the service on a store that need not hold anything yet; its log goes below `folder`."""
+def train_stack(
+    settings: StoreSettings, ray_address: str, folder: Path, more: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[TrainStack]:
+    """Starts the service on a store that need not hold anything yet; its log goes below `folder`.
+
+    `more` are variables of its environment."""
     store = open_store(settings)
     commit_digits(store)
     # Tests ask for more workers than there are, to see a job wait.
@@ -194,6 +199,7 @@ def train_stack(settings: StoreSettings, ray_address: str, folder: Path) -> Iter
         "RAY_ADDRESS": ray_address,
         "MILLRACE_CLUSTER_MAX": "CPU=1000",
         "MILLRACE_OWN_CODE": "trusted",
+        **more,
     }
     with running_service("train_service", environ, folder / "train_service.log") as service:
         client = TrainClient(service.address)

@@ -11,16 +11,18 @@ from contextlib import suppress
 from typing import Any
 
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry, load_checkpoint
-from shared.errors import DataLoss, FailedPrecondition, Internal, MillraceError, Unavailable
+from shared.errors import DataLoss, FailedPrecondition, Internal, MillraceError, Unavailable, error_from_record
 from shared.jobs import AttemptContext, JobRecord, Jobs, JobState
+from shared.jobs.attempt import run_attempt
 from shared.jobs.transitions import INSUFFICIENT_RESOURCES, PREEMPTED, RESIZED
 from shared.log import StaleAttempt
 from shared.storage import ObjectStore
-from train_service.attempt.heartbeats import HeartbeatServer
+from train_service.attempt.heartbeats import HeartbeatServer, Reply
 from train_service.domain.spec import ATTEMPT_DEVICE, DEVICE_BEFORE, GPU, TrainingSpec
 from train_service.program.coordinator import ReportCoordinator
 from train_service.records.reporting import TRAIN_KIND, EventKind, EventLog
 from train_service.store_retry import retry_on_outage
+from train_service.worker.heartbeat import FAILING
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +80,28 @@ def told(context: AttemptContext, work: Callable[[], dict[str, Any]]) -> dict[st
     except Exception:
         retry_on_outage(lambda: report_error(context, Internal("an unexpected error")), "the end of an attempt")
         raise
+
+
+def end_attempt(store: ObjectStore, job_name: str, attempt: int, error: MillraceError) -> None:
+    """Record `error` as the end of an attempt that another thread or process runs, which is about to be ended."""
+
+    def failed() -> dict[str, Any]:
+        raise error
+
+    run_attempt(lambda context: told(context, failed), store, TRAIN_KIND, job_name, attempt)
+
+
+class RankErrors:
+    """The errors that ranks of the built-in loop sent before their processes ended. A handler of `HeartbeatServer`."""
+
+    def __init__(self) -> None:
+        self.first: MillraceError | None = None
+
+    def __call__(self, rank: int, body: dict[str, Any], reply: Reply) -> None:
+        if body["kind"] != FAILING:
+            raise Internal(f"rank {rank} asks {body['kind']!r}, which is no known request", reason="UNKNOWN_REQUEST")
+        self.first = self.first or error_from_record(body["error"])
+        reply({})
 
 
 def result_of(context: AttemptContext, spec: TrainingSpec, cause: MillraceError | None = None) -> dict[str, Any]:

@@ -33,15 +33,17 @@ from ray import cloudpickle
 from ray.train import Result, RunConfig, TrainingFailedError
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
+from shared.code_environment import add_packages
 from shared.errors import Internal, InvalidArgument, MillraceError, first_line
 from train_service.attempt.ray_run import Failure, RayRun
 from train_service.domain.spec import Program
 from train_service.placement import Size
 from train_service.program.fit_calls import Asked, Channel, ChannelClosed, FitCall
-from train_service.program.process import exits_announced, line_of
+from train_service.program.process import line_of
 from train_service.program.ray_hooks import LocalRank, install_driver
 from train_service.program.tuning import TrialDone, TrialResults, result_of, tuner_of
 from train_service.program.worker import ProgramConfig, code_paths, run_program
+from train_service.worker.user_process import exits_announced
 
 logger = logging.getLogger(__name__)
 
@@ -241,12 +243,14 @@ def main(arguments: list[str]) -> int:
     driver = ScriptDriver(channel, code, start["config"], is_trial=start["is_trial"])
     program = Program(code_bundle="", entry=entry)
     if not program.is_script:
+        _add_packages(start["packages"])
         driver.train_function()
         channel.send({"kind": "end"})
         return 0
     # Connect before the script's paths are added, because Ray puts the present `sys.path` first on all workers.
     ray.init(address=start["cluster"], namespace=start["job"], logging_level=logging.WARNING)
     sys.dont_write_bytecode = True
+    _add_packages(start["packages"])
     sys.path += code_paths(code, program)
     tuner = tuner_of(driver) if _names_tune(code) else None
     install_driver(driver.fit, driver.warn, tuner, may_use_gpus=start["gpus_per_worker"] != 0)
@@ -265,6 +269,12 @@ def main(arguments: list[str]) -> int:
         _raised(channel, error, code)
     channel.send({"kind": "end"})
     return 0
+
+
+def _add_packages(packages: str) -> None:
+    """Make the packages importable that the bundle requires and the image lacks. The attempt keeps their folder."""
+    if packages:
+        add_packages(Path(packages), sys.path)
 
 
 def _names_tune(code: Path) -> bool:

@@ -39,6 +39,8 @@ import ray
 
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry
 from shared.code_bundle import unpack_on_node
+from shared.code_environment import environments_of_node
+from shared.code_requirements import requirements_of_folder
 from shared.errors import (
     AlreadyExists,
     Cancelled,
@@ -79,10 +81,11 @@ from train_service.program.fit_calls import (
     overridden,
     settled,
 )
-from train_service.program.process import HIDDEN_VARIABLES, forward_lines
+from train_service.program.process import HIDDEN_VARIABLES
 from train_service.program.signing import hide_memory
 from train_service.records.reporting import TRAIN_KIND, EventKind, Reporter
 from train_service.store_retry import retry_on_outage
+from train_service.worker.user_process import forward_lines
 
 # --- Script ---
 
@@ -159,10 +162,14 @@ class ScriptRun:
             self._begun_before = {one.number for one in self._known.values() if one.done is None}
             digest = self._program.code_bundle.rpartition("/")[2]
             code = retry_on_outage(lambda: unpack_on_node(self._store, digest, folder.code), "the code of the script")
+            # This process installs them, because the script's process has only what it is given.
+            environments = environments_of_node(os.environ)
+            packages = stack.enter_context(environments.opened(requirements_of_folder(code)))
             process, channel = self._start(str(folder.run), stack)
             channel.send(
                 {
                     "code": str(code),
+                    "packages": str(packages or ""),
                     "entry": self._program.entry,
                     "config": json.loads(self._program.config_json or "{}"),
                     "job": job,

@@ -34,7 +34,7 @@ from train_service.attempt.ray_run import WARM_WORKERS
 from train_service.domain.capacity import Resources
 from train_service.domain.order import max_rows_of_a_rank
 from train_service.domain.spec import CPU, GPU, RUN_DEVICE, TrainingSpec
-from train_service.domain.watchdog import culprits, hung, limit_s, line_in_bundle, unresponsive_ranks
+from train_service.domain.watchdog import Phase, culprits, hung, limit_s, line_in_bundle, unresponsive_ranks
 from train_service.placement import Size, count_concurrent_ingests, size_now
 from train_service.program.coordinator import ReportCoordinator
 from train_service.records.logs import STACKS_CHUNK
@@ -186,6 +186,9 @@ class Supervision:
         if self._coordinator is not None:
             program = self._spec.program
             limit = (program.hang_after_s if program else 0.0) or limit
+            if program and program.hang_after_s and self._coordinator.reported:
+                # A rank that steps no optimizer says that it starts until its end.
+                states = [replace(one, phase=Phase.TRAINING) for one in states]
             if self._coordinator.is_committing:
                 # The ranks wait for this process, which may in turn wait for the store.
                 states = [replace(one, still_s=0.0) for one in states]

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -30,7 +31,16 @@ from shared.jobs.transitions import INSUFFICIENT_RESOURCES
 from shared.log import StaleAttempt
 from shared.telemetry import flush_logs
 from train_service.attempt.heartbeats import HeartbeatServer
-from train_service.attempt.outcomes import as_last_error, program_error, program_result, report_device, result_of, told
+from train_service.attempt.outcomes import (
+    RankErrors,
+    as_last_error,
+    end_attempt,
+    program_error,
+    program_result,
+    report_device,
+    result_of,
+    told,
+)
 from train_service.attempt.ray_run import Failure, RayRun
 from train_service.attempt.supervision import Supervision, end_hard
 from train_service.domain.spec import Program, TrainingSpec, attempt_device
@@ -86,7 +96,8 @@ def _run(
     if spec.program is not None:
         return _run_program(context, spec, spec.program)
     size = None if spec.local else size_of_attempt(context, spec)
-    with HeartbeatServer(ray.util.get_node_ip_address()) as heartbeats:  # type: ignore[no-untyped-call]
+    errors = RankErrors()
+    with HeartbeatServer(ray.util.get_node_ip_address(), errors) as heartbeats:  # type: ignore[no-untyped-call]
         config = LoopConfig(
             store=context.store.settings,
             job_name=context.job.name,
@@ -99,9 +110,10 @@ def _run(
             Supervision(context, spec, heartbeats, size) as supervision,
         ):
             if size is None:
-                train_loop(config, Ranks(0, 1, torch.device("cpu")), ray.get_runtime_context().get_node_id())
+                node_id, rank = ray.get_runtime_context().get_node_id(), Ranks(0, 1, torch.device("cpu"))
+                train_loop(config, rank, node_id, end_process=partial(_end_process, context))
             else:
-                _fit(config, size, context, supervision)
+                _fit(config, size, context, supervision, errors)
     return result_of(context, spec, supervision.cause)
 
 
@@ -210,12 +222,25 @@ def size_of_attempt(context: AttemptContext, spec: TrainingSpec) -> Size:
     return size
 
 
-def _fit(config: LoopConfig | ProgramConfig, size: Size, context: AttemptContext, supervision: Supervision) -> None:
+def _end_process(context: AttemptContext, error: MillraceError) -> None:
+    """Record the end of an attempt in local mode, whose process is ended next."""
+    end_attempt(context.store, context.job.name, context.attempt, error)
+    flush_logs()
+
+
+def _fit(
+    config: LoopConfig | ProgramConfig,
+    size: Size,
+    context: AttemptContext,
+    supervision: Supervision,
+    errors: RankErrors | None = None,
+) -> None:
     try:
         RayRun(config, size).fit()
     except TrainingFailedError as error:
         retry_on_outage(lambda: context.raise_if_stopped(fresh=True), "the job's state")
-        raise Failure.of(error).cause(supervision.cause) from error
+        sent = errors.first if errors is not None else None
+        raise Failure.of(error).cause(sent or supervision.cause) from error
 
 
 @contextmanager

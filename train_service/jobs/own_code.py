@@ -20,17 +20,16 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from shared.checkpoint import resolve
 from shared.code_bundle import SHA256, BundleRecord, CodeBundles, Readable, load_bundle, read_bundle
+from shared.code_environment import CodeEnvironments, add_packages
 from shared.code_packing import MAX_BUNDLE_BYTES, unpack
-from shared.code_requirements import unmet
-from shared.errors import InvalidArgument, ResourceExhausted, invalid_field, invalid_fields
+from shared.errors import InvalidArgument, ResourceExhausted, invalid_field
 from shared.own_code import OwnCode
 from shared.storage import ObjectStore
 from train_service.checkpoints.fine_tuning import FIELD as INITIAL_FIELD
@@ -46,17 +45,27 @@ logger = logging.getLogger(__name__)
 
 BUNDLE_FIELD = "spec.program.code_bundle"
 ENTRY_FIELD = "spec.program.entry"
-# The most unmet requirements, and the most modules, that an error names.
+# The most modules that an error names.
 MAX_NAMED = 20
 
 
 class ProgramCheck:
-    """A check of users' programs. `own_code` says whether callers' code may run at all."""
+    """A check of users' programs.
 
-    def __init__(self, store: ObjectStore, own_code: OwnCode | None = None, entries: EntryCheck | None = None) -> None:
+    `own_code` says whether callers' code may run at all, `environments` how packages are had that this image lacks.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        own_code: OwnCode | None = None,
+        entries: EntryCheck | None = None,
+        environments: CodeEnvironments | None = None,
+    ) -> None:
         self._store = store
         self.own_code = own_code or OwnCode()
-        self.entries = entries or EntryCheck(store)
+        self.environments = environments or CodeEnvironments()
+        self.entries = entries or EntryCheck(store, environments=self.environments)
 
     def checked(self, spec: TrainingSpec) -> TrainingSpec:
         """Return `spec` with its version's defaults. Raises the errors that `CreateTrainingJob` lists for a program."""
@@ -69,27 +78,9 @@ class ProgramCheck:
             check_module(bundle, ENTRY_FIELD, program.entry)
         # Check the request's own fields first, then the bundle's requirements, and start a process only after both.
         spec = fitted_program(self._store, spec)
-        check_requirements(bundle, installed_version)
-        self.entries.check(bundle.sha256, program.entry)
+        self.environments.check(bundle.requirements, BUNDLE_FIELD)
+        self.entries.check(bundle, program.entry)
         return spec
-
-
-def check_requirements(bundle: BundleRecord, installed: Callable[[str], str | None], field: str = BUNDLE_FIELD) -> None:
-    """Raise `InvalidArgument` for unmet requirements.
-
-    The error names each requirement that this image does not meet, and the installed version.
-    """
-    problems = unmet(bundle.requirements, installed)
-    if problems:
-        remedy = "install it in the image of the services and of Ray's nodes, or change the bundle's requirements"
-        raise invalid_fields((field, text, f"{what}; {remedy}") for text, what in problems[:MAX_NAMED])
-
-
-def installed_version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def check_module(bundle: BundleRecord, field: str, entry: str) -> None:
@@ -126,7 +117,7 @@ class OwnModelCheck:
         spec, version, prepared = fitted(self._store, spec)
         bundle = load_bundle(self._store, MODEL_BUNDLE_FIELD, spec.model.code_bundle)
         check_module(bundle, MODEL_ENTRY_FIELD, spec.model.entry)
-        check_requirements(bundle, installed_version, MODEL_BUNDLE_FIELD)
+        self._programs.environments.check(bundle.requirements, MODEL_BUNDLE_FIELD)
         row_shape = tuple(prepared.shape)
         asked = {
             # Plain values, which JSON returns unchanged. The seed determines the order of rows and says nothing about
@@ -136,7 +127,7 @@ class OwnModelCheck:
             "total_steps": steps_of_run(spec, version),
             "initial": self._initial_shapes(spec),
         }
-        found = self._programs.entries.inspect_model(bundle.sha256, spec.model.entry, asked)
+        found = self._programs.entries.inspect_model(bundle, spec.model.entry, asked)
         try:
             facts = OwnModelFacts.from_config(found)
         except (TypeError, ValueError, KeyError):
@@ -181,37 +172,47 @@ MAX_REMEMBERED = 1_000
 class EntryCheck:
     """The entry check of one service.
 
-    `namespaces` means that the child gets namespaces of its own if the kernel grants them.
+    `namespaces` means that the child gets namespaces of its own if the kernel grants them. The child has the packages
+    of `environments` that the bundle requires.
     """
 
-    def __init__(self, store: Readable, limits: Limits | None = None, *, namespaces: bool = True) -> None:
+    def __init__(
+        self,
+        store: Readable,
+        limits: Limits | None = None,
+        *,
+        namespaces: bool = True,
+        environments: CodeEnvironments | None = None,
+    ) -> None:
         self._store = store
         self._limits = limits or Limits()
         self._namespaces = namespaces
+        self._environments = environments or CodeEnvironments()
         self._children = threading.BoundedSemaphore(MAX_CHILDREN)
         # The found facts, by bundle, entry and question. Installed packages do not change while the service runs, and a
         # bundle never changes, so a sweep asks only once.
         self._good: dict[tuple[str, str, str], dict[str, Any]] = {}
 
-    def check(self, sha256: str, entry: str) -> None:
+    def check(self, bundle: BundleRecord, entry: str) -> None:
         """Raise `InvalidArgument` for an entry that cannot be called.
 
         The error is on `spec.program.entry`, and names the user's file and line if there is one. Raises
-        `ResourceExhausted` if other checks take too long.
+        `ResourceExhausted` if other checks take too long, and `FailedPrecondition` if the environment of the bundle
+        cannot be built.
         """
-        self._checked(sha256, entry, None, ENTRY_FIELD)
+        self._checked(bundle, entry, None, ENTRY_FIELD)
 
-    def inspect_model(self, sha256: str, entry: str, asked: dict[str, Any]) -> dict[str, Any]:
+    def inspect_model(self, bundle: BundleRecord, entry: str, asked: dict[str, Any]) -> dict[str, Any]:
         """Return the facts of an entry's model.
 
         `own_model_child` finds them; `asked` is its question.
 
-        Raises `InvalidArgument` on the field of `spec` that does not work, and `ResourceExhausted` as `check` does.
+        Raises `InvalidArgument` on the field of `spec` that does not work, and the other errors as `check` does.
         """
-        return self._checked(sha256, entry, asked, MODEL_ENTRY_FIELD)
+        return self._checked(bundle, entry, asked, MODEL_ENTRY_FIELD)
 
-    def _checked(self, sha256: str, entry: str, model: dict[str, Any] | None, field: str) -> dict[str, Any]:
-        asked = "" if model is None else json.dumps(model, sort_keys=True)
+    def _checked(self, bundle: BundleRecord, entry: str, model: dict[str, Any] | None, field: str) -> dict[str, Any]:
+        sha256, asked = bundle.sha256, "" if model is None else json.dumps(model, sort_keys=True)
         if (good := self._good.get((sha256, entry, asked))) is not None:
             return good
         if not self._children.acquire(timeout=CHECK_WAIT_S):
@@ -219,7 +220,8 @@ class EntryCheck:
                 f"{MAX_CHILDREN} other programs are being checked; try again later", reason="TOO_MANY_PROGRAMS"
             )
         try:
-            answer = self._answer(sha256, entry, model)
+            with self._environments.opened(bundle.requirements) as packages:
+                answer = self._answer(sha256, entry, model, packages)
         finally:
             self._children.release()
         if problem := str(answer["problem"]):
@@ -235,7 +237,7 @@ class EntryCheck:
             self._good.pop(next(iter(self._good)), None)
         return self._good[sha256, entry, asked]
 
-    def _answer(self, sha256: str, entry: str, model: dict[str, Any] | None) -> dict[str, Any]:
+    def _answer(self, sha256: str, entry: str, model: dict[str, Any] | None, packages: Path | None) -> dict[str, Any]:
         module, _, function = entry.partition(":")
         # The module may leave unreadable files there; the service must not fail because of them.
         with tempfile.TemporaryDirectory(prefix="millrace-entry-", ignore_cleanup_errors=True) as made:
@@ -252,6 +254,7 @@ class EntryCheck:
                 "module": module,
                 "function": function,
                 "script": entry if entry.endswith(SCRIPT_SUFFIX) else "",
+                "packages": str(packages or ""),
                 **({} if model is None else {"model": model}),
             }
             return ask_in_child(question, work, self._limits, namespaces=self._namespaces)
@@ -290,10 +293,13 @@ def ask_in_child(question: Mapping[str, Any], work: Path, limits: Limits, *, nam
     `work` is the child's folder. `namespaces` means that the child gets namespaces of its own if the kernel grants
     them. See `entry_child` for the question.
     """
+    path = [one for one in sys.path if one]
+    if packages := question.get("packages"):
+        add_packages(Path(packages), path)
     whole = {
         **question,
         "work": str(work),
-        "path": [one for one in sys.path if one],
+        "path": path,
         "limits": asdict(limits),
         "namespaces": namespaces,
     }

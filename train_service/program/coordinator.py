@@ -42,6 +42,7 @@ from train_service.domain.spec import KEEP, REPLAY, Program, TrainingSpec
 from train_service.records.metrics_log import MetricsLog
 from train_service.records.reporting import CANCEL, GO_ON, REPORT_INTERVAL_S, STALE, EventKind
 from train_service.store_retry import retry_on_outage
+from train_service.worker.heartbeat import FAILING
 
 logger = logging.getLogger(__name__)
 
@@ -419,7 +420,7 @@ class ReportCoordinator:
         elif kind == "warning":
             self._warn(str(body["text"]))
             reply({})
-        elif kind == "failing":
+        elif kind == FAILING:
             # The rank's process ends next, maybe before Ray learns why.
             error = error_from_record(body["error"])
             if self.cause is None or _adds_line(error, self.cause):

@@ -15,6 +15,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ import torch
 from ray import cloudpickle
 
 from shared.checkpoint.registry import data_folder_of
+from shared.code_environment import use_environment
+from shared.code_requirements import requirements_of_folder
 from shared.errors import FailedPrecondition, Internal, MillraceError, first_line
 from shared.log import StaleAttempt
 from shared.telemetry import configure_logging, identity
@@ -35,9 +38,7 @@ from train_service.program.attempt_folder import AttemptFolder, NodeCopies
 from train_service.program.hugging_face_hooks import install_hugging_face
 from train_service.program.process import (
     OptimizerSteps,
-    captured_output,
     drop_hidden_variables,
-    exits_announced,
     line_of,
     seed_everything,
 )
@@ -46,8 +47,9 @@ from train_service.program.rank_store import RankStore, Versions, open_rank_stor
 from train_service.program.ray_hooks import LocalProgramTrainFnUtils, LocalRank, ProgramTrainFnUtils, install
 from train_service.records.logs import LogShipper
 from train_service.store_retry import retry_on_outage
-from train_service.worker.heartbeat import HeartbeatSender, lost_others
+from train_service.worker.heartbeat import FAILING, HeartbeatSender, lost_others
 from train_service.worker.memory_watch import MemoryLimit, MemoryWatch, NodeMemory
+from train_service.worker.user_process import captured_output, exits_announced
 
 if TYPE_CHECKING:
     from train_service.program.shards import ProgramShards
@@ -98,12 +100,14 @@ def run_program(
     node_id: str,
     local: LocalRank | None = None,
     ranks_of_node: int = 1,
+    end_process: Callable[[MillraceError], None] | None = None,
 ) -> None:
     """Run the whole life of one rank.
 
     Returns once the function has returned and all its reports are committed, or once it was stopped at a report. Raises
     `Internal` for an error of the function. `local`: the rank is no worker of Ray Train, and passes `KeyboardInterrupt`
-    through. `ranks_of_node` share the node's memory.
+    through. `ranks_of_node` share the node's memory. A process that is also the attempt has `end_process` called if its
+    memory is full.
     """
     torch.set_num_threads(config.spec.threads_per_worker)
     with contextlib.ExitStack() as stack:
@@ -125,8 +129,10 @@ def run_program(
             def leave(error: MillraceError) -> None:
                 """End this process at once, before it can allocate more."""
                 with contextlib.suppress(TimeoutError, ConnectionError):  # then the attempt sees the process end
-                    heartbeat.ask({"kind": "failing", "error": error.as_record()}, timeout_s=5.0)
+                    heartbeat.ask({"kind": FAILING, "error": error.as_record()}, timeout_s=5.0)
                 shipper.end(5.0)
+                if end_process is not None:
+                    end_process(error)
                 os.kill(os.getpid(), signal.SIGKILL)
 
             digest = config.program.code_bundle.rpartition("/")[2]
@@ -135,7 +141,7 @@ def run_program(
         except MillraceError as error:
             # Ray may first learn of another rank's end that only follows from this one.
             with contextlib.suppress(TimeoutError, ConnectionError):  # then Ray reports it
-                heartbeat.ask({"kind": "failing", "error": error.as_record()}, timeout_s=5.0)
+                heartbeat.ask({"kind": FAILING, "error": error.as_record()}, timeout_s=5.0)
             raise
 
 
@@ -205,6 +211,7 @@ class _Rank:
             install(LocalProgramTrainFnUtils(self._rank, self._world_size, self._local, *of_rank))
         install_hugging_face(self._folder.path / "outputs")
         code = self._unpack()
+        use_environment(requirements_of_folder(code), os.environ, heartbeat.tick)
         sys.path += code_paths(code, config.program)
         sys.dont_write_bytecode = True
         heartbeat.at(begin.optimizer_steps, Phase.STARTING)
@@ -288,7 +295,7 @@ class _Rank:
             reason="PROGRAM_EXITED",
             metadata={"ranks": str(self._rank)},
         )
-        self._heartbeat.ask({"kind": "failing", "error": error.as_record()}, timeout_s=5.0)
+        self._heartbeat.ask({"kind": FAILING, "error": error.as_record()}, timeout_s=5.0)
 
     def _as_reported(self, error: BaseException, code: Path, report: int) -> BaseException:
         """Return `error` as one of ours that names its type, the rank, and its line in the program."""

@@ -39,6 +39,8 @@ HELD_AFTER_S = 20.0
 # For a rank that no other process watches. Not even an import or a compiler holds the interpreter this long.
 ENDED_AFTER_S = 300.0
 STDERR = 2
+# The kind of request by which a rank sends the error that its process ends with.
+FAILING = "failing"
 
 
 @dataclass

@@ -12,19 +12,22 @@ import contextlib
 import importlib.util
 import logging
 import math
+import os
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from shared.code_loading import load_code
+from shared.code_loading import load_code, node_folder
 from shared.dataset_version import load_version
 from shared.dataset_version.version import ingested_nan_counts
-from shared.errors import DataLoss, FailedPrecondition
+from shared.errors import DataLoss, FailedPrecondition, Internal, MillraceError
 from shared.model_spec import STANDARD, TargetScaling
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
@@ -53,7 +56,9 @@ from train_service.records.reporting import (
     Reporter,
 )
 from train_service.store_retry import retry_on_outage
-from train_service.worker.heartbeat import HeartbeatSender, as_reported
+from train_service.worker.heartbeat import FAILING, HeartbeatSender, as_reported
+from train_service.worker.memory_watch import MemoryLimit, MemoryWatch, NodeMemory
+from train_service.worker.user_process import captured_output, exits_announced
 
 # --- The loop ---
 
@@ -80,20 +85,35 @@ class LoopConfig:
     heartbeat: str = ""
 
 
-def train_loop(config: LoopConfig, ranks: Ranks, node_id: str = "") -> None:
+def train_loop(
+    config: LoopConfig,
+    ranks: Ranks,
+    node_id: str = "",
+    ranks_of_node: int = 1,
+    end_process: Callable[[MillraceError], None] | None = None,
+) -> None:
     """Run the whole life of one rank.
 
     Returns when the run is complete or was asked to stop; the job's log says which. Raises `Internal` for an error of
-    the training, see `as_reported`. `node_id` is Ray's, empty without Ray.
+    the training, see `as_reported`. `node_id` is Ray's, empty without Ray. `ranks_of_node` share the node's memory.
+
+    The code of a user's own model may fill the memory. Then `end_process` is called with the error, in another thread.
+    Without it, the attempt is sent the error and this process is killed. Such a process, a worker of Ray's, also bounds
+    what the model prints, and announces its `os._exit`.
     """
     torch.set_num_threads(config.spec.threads_per_worker)
     set_up_device(ranks.device, config.spec)
+    is_guarded = config.spec.model.is_own and end_process is None and bool(config.heartbeat)
     # In local mode no other process could notice that the only process of the attempt is stopped.
     alone = config.spec.local
+    store = open_store(config.store)
     with (
         identity(job=config.job_name, attempt=str(config.attempt), rank=str(ranks.rank)),
-        LogShipper(open_store(config.store), config.job_name, config.attempt, ranks.rank),
+        LogShipper(store, config.job_name, config.attempt, ranks.rank, tees=not is_guarded) as shipper,
+        captured_output(shipper.add_lines) if is_guarded else contextlib.nullcontext(),
         HeartbeatSender(ranks.rank, config.heartbeat, node_id, ends_if_held=alone) as heartbeat,
+        watch_memory(config.spec, ranks.rank, ranks_of_node, heartbeat, shipper, end_process),
+        announced_exit(config.spec, ranks.rank, heartbeat) if is_guarded else contextlib.nullcontext(),
     ):
         try:
             Run(config, ranks, heartbeat).run()
@@ -105,6 +125,50 @@ def train_loop(config: LoopConfig, ranks: Ranks, node_id: str = "") -> None:
                 raise
             logger.exception("%s", told)
             raise told from error
+
+
+def watch_memory(
+    spec: TrainingSpec,
+    rank: int,
+    ranks_of_node: int,
+    heartbeat: HeartbeatSender,
+    shipper: LogShipper,
+    end_process: Callable[[MillraceError], None] | None,
+) -> contextlib.AbstractContextManager[object]:
+    """Return the watch over the memory of a rank that runs a user's own model. Other models need none."""
+    if not spec.model.is_own:
+        return contextlib.nullcontext()
+
+    def leave(error: MillraceError) -> None:
+        """End this process at once, before it can allocate more."""
+        if end_process is None:
+            with contextlib.suppress(TimeoutError, ConnectionError):  # then the attempt sees the process end
+                heartbeat.ask({"kind": FAILING, "error": error.as_record()}, timeout_s=5.0)
+        shipper.end(5.0)
+        if end_process is not None:
+            end_process(error)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    limit = MemoryLimit.of(spec.placement.resources_per_worker.get("memory", 0.0), ranks_of_node, NodeMemory.read())
+    return MemoryWatch(rank, limit, leave, _code_folder(spec))
+
+
+def announced_exit(
+    spec: TrainingSpec, rank: int, heartbeat: HeartbeatSender
+) -> contextlib.AbstractContextManager[object]:
+    """Return the context in which `os._exit` sends the attempt its status and line."""
+
+    def announce(status: int, where: str) -> None:
+        line = where.removeprefix(f"{_code_folder(spec)}/")
+        text = f"os._exit({status}) on rank {rank} at {line}: the process ended before the run"
+        error = Internal(text, reason="PROGRAM_EXITED", metadata={"ranks": str(rank), "line": line})
+        heartbeat.ask({"kind": FAILING, "error": error.as_record()}, timeout_s=5.0)
+
+    return exits_announced(announce)
+
+
+def _code_folder(spec: TrainingSpec) -> Path:
+    return node_folder() / spec.model.code_bundle.rpartition("/")[2]
 
 
 class Stopped(Exception):
@@ -122,7 +186,8 @@ class Run:
         self._store: ObjectStore = open_store(config.store)
         if self._spec.model.is_own:
             # From here on this process can build the model.
-            retry_on_outage(lambda: load_code(self._store, self._spec.model.code_bundle), "the code of the model")
+            bundle, tick = self._spec.model.code_bundle, self._heartbeat.tick
+            retry_on_outage(lambda: load_code(self._store, bundle, tick=tick), "the code of the model")
         self._version = retry_on_outage(
             lambda: load_version(self._store, self._spec.dataset_version), "the dataset version"
         )
@@ -571,4 +636,5 @@ def work(config: dict[str, Any]) -> None:
     context = ray.train.get_context()
     configure_logging("train-worker", "INFO")
     ranks = Ranks(context.get_world_rank(), context.get_world_size(), ray.train.torch.get_device())
-    train_loop(loop, ranks, ray.get_runtime_context().get_node_id())
+    node_id, beside = ray.get_runtime_context().get_node_id(), context.get_local_world_size()
+    train_loop(loop, ranks, node_id, beside)

@@ -14,23 +14,36 @@ from shared.storage.opening import ensure_bucket
 from tests.support.ray_head import NONE_WARM, RayHead, ray_head
 from tests.support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server, name_under_test
 from tests.support.training import TrainClient, TrainStack, Watch, digits_spec, train_stack
+from tests.support.wheels import OFFLINE
 
 # Of the run that several files look at.
 EPOCHS, STEPS_PER_EPOCH = 4, 20
 
 
 @pytest.fixture(scope="package")
-def train_ray() -> Iterator[RayHead]:
+def environments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The settings of a node that installs what a bundle requires, from a folder of wheels."""
+    folder = tmp_path_factory.mktemp("environments")
+    of_node = {"MILLRACE_CODE_ENVIRONMENTS": "uv", "MILLRACE_CODE_ENVIRONMENTS_FOLDER": str(folder / "environments")}
+    return {**of_node, **OFFLINE, "UV_FIND_LINKS": str(folder / "wheels")}
+
+
+@pytest.fixture(scope="package")
+def train_ray(environments: dict[str, str]) -> Iterator[RayHead]:
     # A node whose environment has the store's keys: its workers still need none.
     keys = {"MILLRACE_S3_ACCESS_KEY": ACCESS_KEY, "MILLRACE_S3_SECRET_KEY": SECRET_KEY}
-    with ray_head(num_cpus=4, environ={**NONE_WARM, **keys, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}) as head:
+    environ = {**NONE_WARM, **keys, "AWS_SECRET_ACCESS_KEY": SECRET_KEY, **environments}
+    with ray_head(num_cpus=4, environ=environ) as head:
         yield head
 
 
 @pytest.fixture(scope="package")
-def file_stack(train_ray: RayHead, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainStack]:
+def file_stack(
+    train_ray: RayHead, environments: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TrainStack]:
     folder = tmp_path_factory.mktemp("train-file")
-    with train_stack(StoreSettings(url=(folder / "store").as_uri()), train_ray.address, folder) as stack:
+    store = StoreSettings(url=(folder / "store").as_uri())
+    with train_stack(store, train_ray.address, folder, environments) as stack:
         yield stack
 
 

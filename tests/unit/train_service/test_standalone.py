@@ -290,10 +290,33 @@ def test_a_model_of_ones_own_code_is_checked_trained_and_known_again(
 
     def run(spec: TrainingSpec) -> int:
         with code_of_this_process():  # as if each command had a process of its own
-            return standalone._run(alone, store.settings, "debug", spec)
+            return standalone._run(alone, standalone.Launch(), store.settings, "debug", spec)
 
     assert run(spec) == 0
     assert run(spec) == 0  # it is done, and the same
     assert run(replace(spec, epochs=2)) == 2
 
     assert entries(store, JOB)[10].code_bundle == spec.model.code_bundle
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", [TORCHRUN, PLAIN], ids=["torchrun", "plain"])
+def test_a_model_that_fills_the_memory_ends_the_attempt_with_its_reason(
+    store: ObjectStore, tmp_path: Path, launcher: list[str]
+) -> None:
+    commit_table(store)
+    workers = 2 if launcher is TORCHRUN else 1
+    # A limit that each process is over from its first moment.
+    placement = Placement(resources_per_worker={"memory": 1.0})
+    spec = own(store, replace(TABLE, placement=placement, num_workers=workers, epochs=1000, max_failures=0))
+    ended = ran(store, command(launcher, tmp_path, spec))
+
+    assert ended.returncode != 0
+    job = Jobs(store, TRAIN_KIND).get(JOB, JOB)
+    assert job.state is JobState.FAILED, ended.stdout + ended.stderr
+    assert job.error is not None
+    assert "of memory" in job.error["message"]
+    assert "the limit of 0 MiB that placement.resources_per_worker[memory] sets" in job.error["message"]
+    assert "of memory" in ended.stderr
+    (told,) = events(store, JOB, EventKind.ATTEMPT_ENDED)
+    assert told.payload["text"] == job.error["message"]

@@ -6,12 +6,15 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from google.protobuf import json_format
 
 import millrace_client as mc
+from millrace.train.v1 import resources_pb2 as res
 from shared.checkpoint.program import verify_program_checkpoint
 from shared.jobs import Jobs, JobState
 from shared.storage import ObjectStore
@@ -73,10 +76,12 @@ def train_func(config):
 """
 
 
-def command(store: ObjectStore, launcher: list[str], folder: Path, **config: object) -> list[str]:
+def command(
+    store: ObjectStore, launcher: list[str], folder: Path, more: Mapping[str, Any] | None = None, **config: object
+) -> list[str]:
     bundle = store_bundle(store, {"train_script.py": "import ray.train.collective\n" + TRAIN})
     workers = 2 if launcher is TORCHRUN else 0
-    spec = mc.program_spec(bundle.name, "train_script:train_func", config=config, num_workers=workers)
+    spec = mc.program_spec(bundle.name, "train_script:train_func", config=config, num_workers=workers, **(more or {}))
     file = folder / "program.json"
     file.write_text(json_format.MessageToJson(spec))
     options = ["--local-addr=127.0.0.1"] if launcher is TORCHRUN else []
@@ -127,6 +132,23 @@ def test_what_a_rank_under_torchrun_raises_is_told_by_its_line(store: ObjectStor
     (ended,) = events(store, JOB, EventKind.ATTEMPT_ENDED)
     line = TRAIN.count("\n", 0, TRAIN.index("raise ValueError")) + 2
     assert f"ValueError on rank 1 at train_script.py:{line} after report 1: as asked" in ended.payload["text"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", [TORCHRUN, PLAIN], ids=["torchrun", "plain"])
+def test_a_function_that_fills_the_memory_ends_the_attempt_with_its_reason(
+    store: ObjectStore, tmp_path: Path, launcher: list[str]
+) -> None:
+    # A limit that each process is over from its first moment.
+    placement = res.Placement(resources_per_worker={"memory": 1})
+    more = {"placement": placement, "max_failures": 0}
+    ended = ran(store, command(store, launcher, tmp_path, more, epochs=1000, pause_s=0.0))
+
+    assert ended.returncode != 0
+    job = Jobs(store, TRAIN_KIND).get(JOB, JOB)
+    assert job.state is JobState.FAILED, ended.stdout + ended.stderr
+    assert job.error is not None
+    assert "the limit of 0 MiB that placement.resources_per_worker[memory] sets" in job.error["message"]
 
 
 def test_a_script_is_refused_for_its_function(store: ObjectStore, tmp_path: Path) -> None:

@@ -11,9 +11,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from shared.errors import ResourceExhausted
 from tests.support.process_states import stop_process
 from tests.support.waiting import wait_until
 from train_service.attempt.heartbeats import HeartbeatServer
+from train_service.attempt.outcomes import RankErrors
+from train_service.attempt.ray_run import Failure
 from train_service.domain.watchdog import Phase, hung
 from train_service.records.reporting import RESIZE, SUSPEND
 from train_service.worker.heartbeat import HeartbeatSender
@@ -162,3 +165,14 @@ def test_without_an_address_nothing_happens() -> None:
     with HeartbeatSender(0) as heartbeat:
         heartbeat.at(1, Phase.TRAINING)
     assert heartbeat.request == 0
+
+
+def test_an_error_that_a_rank_sends_before_its_process_ends_is_the_cause_of_the_loss() -> None:
+    errors = RankErrors()
+    with HeartbeatServer("127.0.0.1", errors) as server, HeartbeatSender(1, server.address) as heartbeat:
+        for text in ("rank 1 has 3 GiB of memory", "it follows from the first"):
+            error = ResourceExhausted(text, reason="WORKER_MEMORY", metadata={"ranks": "1"})
+            heartbeat.ask({"kind": "failing", "error": error.as_record()}, timeout_s=60)
+    lost = Failure(own=None, ranks="0", lacks_resources=False, text="a worker died")
+    assert str(lost.cause(errors.first)) == "rank 1 has 3 GiB of memory"
+    assert lost.cause(None).specific_reason == "WORKERS_LOST"

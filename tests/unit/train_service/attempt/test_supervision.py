@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import ray
@@ -23,8 +25,10 @@ from train_service.attempt import supervision
 from train_service.attempt.heartbeats import HeartbeatServer
 from train_service.attempt.outcomes import FAILURE
 from train_service.attempt.supervision import Supervision
+from train_service.domain.spec import Program
 from train_service.domain.watchdog import Phase
 from train_service.placement import Node, Size
+from train_service.program.coordinator import ReportCoordinator
 from train_service.records.reporting import PREEMPT, RESIZE, TRAIN_KIND, EventKind
 from train_service.worker.heartbeat import HeartbeatSender
 
@@ -230,3 +234,25 @@ def test_other_jobs_are_read_only_where_there_is_room_for_more_than_the_attempt_
         looking._poll()
 
     assert len(read) == asked
+
+
+@pytest.mark.parametrize(("reported", "hangs"), [(0, False), (1, True)])
+def test_a_function_without_an_optimizer_hangs_after_its_own_limit_once_it_has_reported(
+    context: AttemptContext, heartbeats: HeartbeatServer, monkeypatch: pytest.MonkeyPatch, reported: int, hangs: bool
+) -> None:
+    """It steps no optimizer, and its rank says of itself that it starts."""
+    monkeypatch.setattr(supervision, "STACKS_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(supervision, "end_hard", lambda _: {})
+    monkeypatch.setattr(Supervision, "_give_up", lambda looking, cause: setattr(looking, "cause", cause))
+    spec = replace(SPEC, num_workers=1, program=Program(code_bundle="codeBundles/x", entry="a:b", hang_after_s=60.0))
+    coordinator = SimpleNamespace(reported=reported, is_committing=False)
+    looking = Supervision(context, spec, heartbeats, Size(1, {"CPU": 1.0}), cast("ReportCoordinator", coordinator))
+    with HeartbeatSender(0, heartbeats.address, "n0") as heartbeat:
+        heartbeat.at(0, Phase.STARTING)
+        heartbeat._moved -= 100.0
+        wait_until(lambda: bool(heartbeats.at_work()) and heartbeats.at_work()[0].still_since > 0, "the rank")
+        wait_until(lambda: heartbeats.at_work()[0].state(time.monotonic()).still_s > 60.0, "its heartbeat")
+        looking._check_hung_ranks(heartbeats.at_work())
+    assert (looking.cause is not None) == hangs
+    if looking.cause is not None:
+        assert "rank 0 at step 0 stood still for more than 60 s" in looking.cause.message

@@ -55,7 +55,7 @@ def own_temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def check(store: ObjectStore, files: dict[str, str] | str, entry: str = "train:loop", **limits: Any) -> None:
     namespaces = limits.pop("namespaces", True)
     bundle = store_bundle(store, {"train.py": files} if isinstance(files, str) else files)
-    EntryCheck(store, Limits(**{"wall_s": 60.0, **limits}), namespaces=namespaces).check(bundle.sha256, entry)
+    EntryCheck(store, Limits(**{"wall_s": 60.0, **limits}), namespaces=namespaces).check(bundle, entry)
 
 
 def refusal(store: ObjectStore, files: dict[str, str] | str, entry: str = "train:loop", **limits: Any) -> str:
@@ -241,21 +241,21 @@ def test_the_network_is_out_of_reach_in_namespaces(store: ObjectStore) -> None:
 def test_a_good_entry_is_looked_at_once(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = store_bundle(store, {"train.py": LOOP})
     entries = EntryCheck(store)
-    entries.check(bundle.sha256, "train:loop")
+    entries.check(bundle, "train:loop")
     monkeypatch.setattr(own_code, "CHILD", Path("/no/such/file"))
-    entries.check(bundle.sha256, "train:loop")
+    entries.check(bundle, "train:loop")
     with pytest.raises(InvalidArgument):
-        entries.check(bundle.sha256, "train:other")
+        entries.check(bundle, "train:other")
 
 
 def test_a_bundle_that_is_gone_or_damaged_is_told(store: ObjectStore) -> None:
     bundle = store_bundle(store, {"train.py": LOOP})
     store.put(f"{bundle.name}/bundle.tar", b"damaged")
     with pytest.raises(DataLoss, match="push the bundle again"):
-        EntryCheck(store).check(bundle.sha256, "train:loop")
+        EntryCheck(store).check(bundle, "train:loop")
     CodeBundles(store).delete(bundle.name)
     with pytest.raises(NotFound):
-        EntryCheck(store).check(bundle.sha256, "train:loop")
+        EntryCheck(store).check(bundle, "train:loop")
 
 
 def grants_namespaces(store: ObjectStore) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from google.protobuf import json_format
 from millrace.train.v1 import code_bundle_pb2 as code
 from millrace.train.v1 import resources_pb2 as res
 from shared.code_bundle import BundleRecord, CodeBundles
+from shared.code_environment import CodeEnvironments, code_environments
 from shared.errors import FailedPrecondition, InvalidArgument, NotFound
 from shared.jobs import Jobs
 from shared.jobs.transitions import confirm_cancel
@@ -18,12 +21,12 @@ from shared.own_code import OwnCode
 from shared.storage import ObjectStore
 from tests.support.code_folders import LOOP, store_bundle
 from tests.support.training import VERSION, commit_digits
+from tests.support.wheels import OFFLINE, write_wheel
 from train_service.converters.jobs import job_to_proto
 from train_service.converters.specs import spec_from_proto, spec_to_proto
 from train_service.domain.spec import TrainingSpec
-from train_service.jobs import own_code
 from train_service.jobs.deletion import Deletions
-from train_service.jobs.own_code import ProgramCheck, check_requirements
+from train_service.jobs.own_code import BUNDLE_FIELD, ProgramCheck
 from train_service.jobs.training_jobs import JobView, TrainingJobs
 from train_service.records.reporting import TRAIN_KIND
 
@@ -153,7 +156,7 @@ def test_what_the_request_names_is_checked_before_what_its_bundle_requires(
     def never(*_: object) -> None:
         raise AssertionError("the requirements were checked first")
 
-    monkeypatch.setattr(own_code, "check_requirements", never)
+    monkeypatch.setattr(CodeEnvironments, "check", never)
     spec = message(bundle)
     spec.dataset_version = VERSION
     with pytest.raises(NotFound):
@@ -197,8 +200,9 @@ def test_a_bundle_stays_until_the_last_job_that_names_it_is_deleted(store: Objec
 def test_requirements_are_compared_with_what_is_installed(store: ObjectStore) -> None:
     lines = "numpy==1.0 --hash=sha256:ab\nnot-there>=2\ntorch>=2\nonly-elsewhere==1; sys_platform == 'win32'\n!!\n"
     bundle = store_bundle(store, {"train.py": LOOP, "requirements.txt": lines})
+    installed = {"numpy": "2.1", "torch": "2.15.0+cu132"}.get
     with pytest.raises(InvalidArgument) as caught:
-        check_requirements(bundle, {"numpy": "2.1", "torch": "2.15.0+cu132"}.get)
+        CodeEnvironments().check(bundle.requirements, BUNDLE_FIELD, installed)
     texts = [text for _, text in caught.value.fields]
     assert [text.partition(";")[0] for text in texts[:2]] == [
         "'numpy==1.0': numpy 2.1 is installed",
@@ -212,3 +216,24 @@ def test_unmet_requirements_refuse_the_job(store: ObjectStore) -> None:
     bundle = store_bundle(store, {"train.py": LOOP, "requirements.txt": "numpy==0.0.1\n"})
     with pytest.raises(InvalidArgument, match=r"spec\.program\.code_bundle: 'numpy==0\.0\.1': numpy .* is installed"):
         create(store, message(bundle))
+
+
+def test_an_entry_is_checked_with_the_packages_that_its_bundle_requires(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**OFFLINE, "UV_FIND_LINKS": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    line = write_wheel(tmp_path, "only_here", "2", {"only_here.py": ""})
+    files = {"train.py": f"import only_here\n{LOOP}", "requirements.txt": f"{line}\n"}
+    spec = spec_from_proto(message(store_bundle(store, files)), ())
+    settings = {"MILLRACE_CODE_ENVIRONMENTS": "uv", "MILLRACE_CODE_ENVIRONMENTS_FOLDER": str(tmp_path / "made")}
+    programs = ProgramCheck(store, OwnCode(is_trusted=True), environments=code_environments(settings))
+    programs.checked(spec)
+    with pytest.raises(InvalidArgument, match="only_here is not installed; install it in the image"):
+        ProgramCheck(store, OwnCode(is_trusted=True)).checked(spec)
+
+    write_wheel(tmp_path, "only_here", "2", {"only_here.py": "another = 1"})
+    shutil.rmtree(tmp_path / "made")
+    with pytest.raises(FailedPrecondition, match=r"cannot be built: .*Hash mismatch") as caught:
+        ProgramCheck(store, OwnCode(is_trusted=True), environments=code_environments(settings)).checked(spec)
+    assert caught.value.specific_reason == "ENVIRONMENT_FAILED"

@@ -17,10 +17,10 @@ from train_service.program.process import (
     HIDDEN_VARIABLES,
     OptimizerSteps,
     drop_hidden_variables,
-    exits_announced,
     line_of,
     seed_everything,
 )
+from train_service.worker.user_process import exits_announced
 
 
 def test_variables_that_are_hidden_are_gone_and_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_a_hang_is_told_by_the_line_of_the_bundle() -> None:
 CHILD = """
 import logging, os, sys
 from shared.telemetry import configure_logging, flush_logs
-from train_service.program.process import captured_output, exits_announced
+from train_service.worker.user_process import captured_output, exits_announced
 
 said = []
 configure_logging("train-worker", "INFO")
@@ -117,7 +117,7 @@ def test_output_of_any_language_is_captured_and_an_exit_is_announced_with_its_li
 
 TWICE = """
 import os
-from train_service.program.process import exits_announced
+from train_service.worker.user_process import exits_announced
 
 with exits_announced(lambda _, where: print("outer", where.rpartition("/")[2], flush=True)):
     with exits_announced(lambda _, where: print("inner", where.rpartition("/")[2], flush=True)):

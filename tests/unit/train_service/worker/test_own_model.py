@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import queue
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +16,7 @@ import torch
 
 from shared.checkpoint import CheckpointRegistry, load_checkpoint, resolve
 from shared.checkpoint.format import FORMAT_OWN_MODEL, MANIFEST, WEIGHTS
-from shared.errors import FailedPrecondition, Internal
+from shared.errors import FailedPrecondition, Internal, MillraceError
 from shared.models import build_model
 from shared.models.loaded import LoadedModel
 from shared.settings import StoreSettings
@@ -35,7 +38,9 @@ from tests.unit.train_service.learners import SPEC as TABLE
 from tests.unit.train_service.worker.test_loop import config_of, entries, lose_and_begin, new_job, run_of, saved
 from train_service.domain.spec import FSDP, OptimizerSpec, OwnModelFacts, Placement, TrainingSpec, settled
 from train_service.learning.ranks import Ranks
-from train_service.worker.loop import train_loop
+from train_service.records.logs import LogShipper
+from train_service.worker.heartbeat import HeartbeatSender
+from train_service.worker.loop import train_loop, watch_memory
 
 # A loss and a metric of its own, noise of three generators, and frozen layers.
 SOURCE = (
@@ -169,3 +174,24 @@ def test_on_two_ranks_it_learns_as_on_one_and_is_resumed_bit_for_bit(store: Obje
     drawn = build_model(spec.model).state_dict()
     assert torch.equal(results["whole"]["body.0.weight"], drawn["body.0.weight"])
     assert not torch.equal(results["whole"]["body.3.weight"], drawn["body.3.weight"])
+
+
+def test_a_model_that_fills_the_memory_ends_its_process_with_the_reason(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placement = Placement(resources_per_worker={"memory": 1.0})  # what this process is over from the first moment
+    spec = noisy(store, placement=placement)
+    ends, killed = queue.SimpleQueue[MillraceError](), queue.SimpleQueue[int]()
+    monkeypatch.setattr(os, "kill", lambda _, number: killed.put(number))
+    with (
+        LogShipper(store, "trainingJobs/a", 1, 3) as shipper,
+        HeartbeatSender(3) as heartbeat,
+        watch_memory(spec, 3, 1, heartbeat, shipper, ends.put),
+    ):
+        error = ends.get(timeout=60)
+        assert killed.get(timeout=60) == signal.SIGKILL
+    assert error.specific_reason == "WORKER_MEMORY"
+    assert error.message.startswith("rank 3 has ")
+    assert "the limit of 0 MiB that placement.resources_per_worker[memory] sets" in error.message
+    logged = b"".join(store.get(one.key) for one in store.list("trainingJobs/a/logs"))
+    assert b"more than the limit of 0 MiB" in logged

@@ -191,9 +191,9 @@ class TrainServiceServicer:
         Millrace's own loop reads, a requirement that is not installed, or an entry that cannot be imported or called),
         NOT_FOUND (the version, the initial checkpoint, or the code bundle), FAILED_PRECONDITION (the version is not
         ACTIVE; the initial checkpoint is damaged, or its job has none yet or is being deleted; the cluster can never hold
-        the fewest workers; OWN_CODE_OFF: the operator does not allow users' own code), DATA_LOSS (the version's manifest,
-        or its report, or the code bundle is damaged) and ALREADY_EXISTS (the id is taken, or `request_id` was used with
-        another body).
+        the fewest workers; OWN_CODE_OFF: the operator does not allow users' own code; ENVIRONMENT_FAILED: the packages that
+        the code bundle requires cannot be installed), DATA_LOSS (the version's manifest, or its report, or the code bundle
+        is damaged) and ALREADY_EXISTS (the id is taken, or `request_id` was used with another body).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
