@@ -248,7 +248,7 @@ def not_a_model(name: str, fields: Sequence[tuple[str, str]] = ()) -> FailedPrec
     """Return the error for a program's checkpoint in place of a model of Millrace's."""
     return FailedPrecondition(
         f"{name} was reported by a user's own training function: its files are known to that program alone, so it "
-        "can be served by its predictor, and not predicted with or fine-tuned from; name a checkpoint of a job with "
+        "can be served and predicted with by its predictor, and not fine-tuned from; name a checkpoint of a job with "
         "spec.model",
         reason=PROGRAM_CHECKPOINT,
         metadata={"resource": name},

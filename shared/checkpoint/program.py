@@ -94,6 +94,11 @@ def write_manifest(store: ObjectStore, folder: str, content: ProgramContent) -> 
     return sha256(encoded), len(encoded) + content.size_bytes
 
 
+def is_program_checkpoint(store: Readable, folder: str, manifest_sha256: str) -> bool:
+    """Return whether a program reported the checkpoint. Raises `DataLoss` as `load_program_checkpoint` does."""
+    return bool(read_manifest(store, folder, manifest_sha256)[0].get("format") == PROGRAM_FORMAT)
+
+
 def load_program_checkpoint(store: Readable, folder: str, manifest_sha256: str) -> ProgramContent:
     """Load a program's checkpoint.
 
