@@ -35,6 +35,7 @@ from train_service.domain.order import steps_per_epoch, window_rows
 from train_service.domain.spec import BY_DEVICE, REGRESSION, TrainingSpec
 from train_service.domain.spec_rules import check_rows
 from train_service.loading.rows import Array, Rows, bytes_of_row
+from train_service.loading.texts import with_vocabulary
 
 # --- Preprocessing ---
 
@@ -331,7 +332,8 @@ def _version_of(store: ObjectStore, spec: TrainingSpec) -> DatasetVersion:
 
 
 def with_defaults(spec: TrainingSpec, version: DatasetVersion) -> TrainingSpec:
-    """Set the validation split: `validation` if the version has it, else none."""
+    """Set the validation split: `validation` if the version has it, else none; and a text model's vocabulary."""
+    spec = with_vocabulary(spec, version)
     names = [split.name for split in version.manifest.splits]
     if not spec.validation_split and DEFAULT_VALIDATION_SPLIT in names:
         return replace(spec, validation_split=DEFAULT_VALIDATION_SPLIT)
