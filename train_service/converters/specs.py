@@ -132,6 +132,7 @@ def spec_from_proto(spec: resources_pb2.TrainingSpec, custom_allowed: Collection
         checkpoints=checkpoints,
         early_stopping=_stopping(spec.early_stopping, checkpoints) if spec.HasField("early_stopping") else None,
         allow_non_finite=spec.allow_non_finite,
+        group_by_length=spec.group_by_length,
         max_failures=spec.max_failures if spec.HasField("max_failures") else 3,
         max_preemptions=spec.max_preemptions if spec.HasField("max_preemptions") else 100,
     )
@@ -262,6 +263,7 @@ def spec_to_proto(spec: TrainingSpec) -> resources_pb2.TrainingSpec:
             best_metric=spec.checkpoints.best_metric,
             order=_Policy.ORDER_MAXIMIZE if spec.checkpoints.maximize else _Policy.ORDER_MINIMIZE,
         ),
+        group_by_length=spec.group_by_length,
         allow_non_finite=spec.allow_non_finite,
         max_failures=spec.max_failures,
         max_preemptions=spec.max_preemptions,

@@ -198,6 +198,8 @@ class TrainingSpec:
     early_stopping: EarlyStopping | None = None
     # Whether inputs and targets may be NaN or infinite.
     allow_non_finite: bool = False
+    # The column by whose lengths rows are grouped. Empty: they are not.
+    group_by_length: str = ""
     max_failures: int = 3
     max_preemptions: int = 100
     # A user's own training function or script; None means Millrace's loop. With a program, `model` has an empty

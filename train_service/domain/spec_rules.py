@@ -55,6 +55,7 @@ FIELDS_OF_OWN_LOOP = frozenset(
         "early_stopping",
         "epochs",
         "global_batch_size",
+        "group_by_length",
         "ingest",
         "initial_checkpoint",
         "input_column",

@@ -69,7 +69,6 @@ def spec_of(version: str, **changes: Any) -> TrainingSpec:
         optimizer=OptimizerSpec(learning_rate=0.02),
         epochs=6,
         global_batch_size=24,
-        
         num_workers=2,
     )
     return replace(spec, **changes)
