@@ -1,14 +1,18 @@
 """Models of the library `transformers` that take the tokens of texts.
 
-B = rows, L = tokens of a row, T = tokens that the model computes, K = outputs.
+B = rows, L = tokens of a row, T = tokens that the model computes, K = outputs, V = size of the vocabulary.
 
 One input row is float32 (2·L,): the ids of L tokens, then their attention mask, as `concat` makes it of the two columns
 of `tokenize`. float32 holds ids exactly up to 2^24. A model computes no more tokens than the longest row of its batch
 needs, rounded up to a multiple.
 
 The weights are fresh: a configuration is enough, and no model hub is asked. The names of parameters are the library's
-own, so that a folder of Hugging Face can be imported as a checkpoint. The library is an extra, and is imported only for
-such a model.
+own, so that a folder of Hugging Face can be imported as a checkpoint.
+
+`transformers.sequence_classification` gives K outputs for a text. `transformers.causal_lm` predicts each token from
+those before it, and gives the surprise of each token, -ln of its predicted probability, so K = L.
+
+The library is an extra, and is imported only for such a model.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from shared.errors import InvalidArgument, first_line, invalid_field
@@ -30,8 +35,15 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 SEQUENCE_CLASSIFICATION = "transformers.sequence_classification"
-BUILDERS = (SEQUENCE_CLASSIFICATION,)
+CAUSAL_LM = "transformers.causal_lm"
+# The classes of the library that make the models of each builder.
+BUILDERS = {
+    SEQUENCE_CLASSIFICATION: "AutoModelForSequenceClassification",
+    CAUSAL_LM: "AutoModelForCausalLM",
+}
 PREFIX = TRANSFORMERS
+# The surprise where a row has no token, or none before it. Other surprises are never negative.
+NO_TOKEN = -1.0
 DEFAULT_MULTIPLE, MAX_MULTIPLE = 8, 8_192
 MAX_ID = 2**24
 # Arguments of the builder itself; all others are of the model's configuration.
@@ -45,7 +57,10 @@ DECIDED = frozenset(
     }
 )
 # Named in an error; the library has more.
-EXAMPLES = "bert, distilbert, roberta, electra, gpt2, llama, qwen2"
+EXAMPLES = {
+    SEQUENCE_CLASSIFICATION: "bert, distilbert, roberta, electra, gpt2, llama, qwen2",
+    CAUSAL_LM: "gpt2, llama, qwen2, mistral",
+}
 
 
 # --- Building ---
@@ -85,24 +100,31 @@ def build_text_model(spec: ModelSpec, path: str) -> nn.Module:
     if spec.in_channels % 2:
         raise invalid_field(f"{path}.in_channels", spec.in_channels, "use twice the tokens of a row: ids and mask")
     length = spec.in_channels // 2
+    if spec.builder == CAUSAL_LM and spec.num_classes != length:
+        raise invalid_field(
+            f"{path}.num_classes", spec.num_classes, f"use {length}, one output for each token of a row"
+        )
     config = _config(transformers, spec, f"{path}.kwargs")
     try:
-        model: nn.Module = transformers.AutoModelForSequenceClassification.from_config(config)
+        model: nn.Module = getattr(transformers, BUILDERS[spec.builder]).from_config(config)
     except InvalidArgument:
         raise
     except Exception as error:  # each model refuses its configuration in its own way
         raise invalid_field(f"{path}.kwargs", spec.kwargs, f"the model refuses them: {first_line(error)}") from None
     _check_positions(model, config, length, path)
-    return taking_tokens(model, _multiple(spec, f"{path}.kwargs"))
+    takes = _GivesSurprises if spec.builder == CAUSAL_LM else _TakesTokens
+    return taking_tokens(model, _multiple(spec, f"{path}.kwargs"), takes)
 
 
 def _config(transformers: Any, spec: ModelSpec, path: str) -> PretrainedConfig:
     model_type = spec.kwargs.get("model_type")
     if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
-        raise invalid_field(f"{path}.model_type", model_type, f"name a model of the library, such as {EXAMPLES}")
+        remedy = f"name a model of the library, such as {EXAMPLES[spec.builder]}"
+        raise invalid_field(f"{path}.model_type", model_type, remedy)
     kind = transformers.CONFIG_MAPPING[model_type]
-    if kind not in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        raise invalid_field(f"{path}.model_type", model_type, f"it classifies no texts; use one such as {EXAMPLES}")
+    if kind not in getattr(transformers, BUILDERS[spec.builder])._model_mapping:
+        remedy = f"the library has none of it for {spec.builder}; use one such as {EXAMPLES[spec.builder]}"
+        raise invalid_field(f"{path}.model_type", model_type, remedy)
     known = {*kind().to_dict(), *kind.attribute_map}
     values = {name: value for name, value in spec.kwargs.items() if name not in OWN_ARGUMENTS}
     for name, value in values.items():
@@ -115,7 +137,8 @@ def _config(transformers: Any, spec: ModelSpec, path: str) -> PretrainedConfig:
     if attention is not None and attention not in ATTENTION:
         raise invalid_field(f"{path}.attention", attention, f"use {' or '.join(ATTENTION)}")
     try:
-        config: PretrainedConfig = kind(**{**values, "num_labels": spec.num_classes})
+        labels = {} if spec.builder == CAUSAL_LM else {"num_labels": spec.num_classes}
+        config: PretrainedConfig = kind(**{**values, **labels})
     except Exception as error:  # a configuration checks its values in its own way
         raise invalid_field(path, spec.kwargs, f"the configuration refuses them: {first_line(error)}") from None
     if attention is not None:
@@ -123,6 +146,9 @@ def _config(transformers: Any, spec: ModelSpec, path: str) -> PretrainedConfig:
     # Keys and values of earlier tokens are kept for generating alone.
     if "use_cache" in known:
         config.use_cache = False
+    # Without it a model that may look at all tokens would see the one that it predicts.
+    if spec.builder == CAUSAL_LM and "is_decoder" in known:
+        config.is_decoder = True
     size = getattr(config, "vocab_size", 0)
     if not isinstance(size, int) or not 1 <= size <= MAX_ID:
         raise invalid_field(f"{path}.vocab_size", size, f"use 1 to {MAX_ID:,}")
@@ -185,15 +211,26 @@ def split_tokens(inputs: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
     return ids, torch.where(mask.any(1, keepdim=True), mask, first)
 
 
-def taking_tokens(model: nn.Module, multiple: int) -> nn.Module:
-    """Return `model`, now called with float32 (B, 2·L) and returning (B, K).
+def taking_tokens(model: nn.Module, multiple: int, takes: type) -> nn.Module:
+    """Return `model`, now called with float32 (B, 2·L) and returning float32 (B, K).
 
     Its class is replaced by a subclass instead of wrapping it, so that its parameters keep their names.
     """
     theirs = type(model)
-    model.__class__ = type(f"Text{theirs.__name__}", (_TakesTokens, theirs), {})
+    model.__class__ = type(f"Text{theirs.__name__}", (takes, theirs), {})
     model.padding_multiple = multiple  # type: ignore[assignment]
     return model
+
+
+def surprises(logits: Tensor, ids: Tensor, mask: Tensor, length: int) -> Tensor:
+    """Return -ln of the probability of each token given those before it, float32 (B, L).
+
+    `logits` are (B, T, V), `ids` and `mask` (B, T). It is `NO_TOKEN` for padding and for the first token of a row.
+    """
+    each = F.cross_entropy(logits[:, :-1].float().transpose(1, 2), ids[:, 1:], reduction="none").clamp(min=0)
+    counts = (mask[:, 1:] * mask[:, :-1]).bool()
+    found = torch.where(counts, each, each.new_full((), NO_TOKEN))
+    return F.pad(found, (1, length - ids.shape[1]), value=NO_TOKEN)
 
 
 class _TakesTokens:
@@ -203,8 +240,16 @@ class _TakesTokens:
     def forward(self, inputs: Tensor) -> Tensor:
         ids, mask = split_tokens(inputs, self.padding_multiple)
         with _WithoutValues() if ids.is_meta else nullcontext():
-            outputs: Tensor = super().forward(input_ids=ids, attention_mask=mask).logits  # type: ignore[misc]
-        return outputs
+            logits: Tensor = super().forward(input_ids=ids, attention_mask=mask).logits  # type: ignore[misc]
+        return self._outputs(logits, ids, mask, inputs.shape[1] // 2)
+
+    def _outputs(self, logits: Tensor, ids: Tensor, mask: Tensor, length: int) -> Tensor:  # noqa: ARG002
+        return logits
+
+
+class _GivesSurprises(_TakesTokens):
+    def _outputs(self, logits: Tensor, ids: Tensor, mask: Tensor, length: int) -> Tensor:
+        return surprises(logits, ids, mask, length)
 
 
 class _WithoutValues(TorchFunctionMode):

@@ -12,7 +12,7 @@ from shared.transforms import Pipeline
 from shared.transforms.steps.step import Step
 from shared.transforms.steps.tensors import Concat
 from shared.transforms.steps.tokenizing import Tokenize
-from train_service.domain.spec import TrainingSpec
+from train_service.domain.spec import CAUSAL_LM, TrainingSpec
 
 FIELD = "spec.transform"
 SIZE, PAD = "vocab_size", "pad_token_id"
@@ -41,6 +41,9 @@ def with_vocabulary(spec: TrainingSpec, version: DatasetVersion) -> TrainingSpec
     if tuple(concat.columns) != columns:
         path = f"{FIELD}.steps[{place}].concat.columns"
         raise invalid_field(path, ",".join(concat.columns), f"the model takes ids and mask; use {','.join(columns)}")
+    if spec.model.builder == CAUSAL_LM and spec.label_column != tokenize.ids_column:
+        remedy = f"a causal language model predicts the tokens of its input; use {tokenize.ids_column}"
+        raise invalid_field("spec.label_column", spec.label_column, remedy)
     size, pad = tokenize.vocabulary
     kwargs = {SIZE: size, PAD: pad, **spec.model.kwargs}
     if isinstance(kwargs[SIZE], int) and kwargs[SIZE] < size:

@@ -18,7 +18,7 @@ from millrace_client.steps import normalize, to_float
 
 # The file option of `train create`; that of versions is `--steps`.
 TRANSFORM = "--transform"
-MLP = "mlp"
+MLP, CAUSAL_LM = "mlp", "transformers.causal_lm"
 # Options with a default value, and the fields that they set.
 WITH_DEFAULTS = {
     "task": "task",
@@ -189,7 +189,7 @@ def spec_of(values: dict[str, Any]) -> resources_pb2.TrainingSpec:
         validation_split=values["validation_split"],
         input_column=values["input_column"] or (made[-1] if made else ""),
         label_column=values["label_column"],
-        task=f"TASK_{values['task'].upper()}",
+        task=_task(values),
         target_scaling=f"TARGET_SCALING_{values['target_scaling'].upper()}",
         model=values["model"] if own is None else resources_pb2.Model(entry=own[1]),
         model_kwargs=kwargs_of(values["model_arg"], "--model-arg"),
@@ -260,6 +260,13 @@ def _effective_min_workers(values: dict[str, Any]) -> int:
     if fewest and values["min_workers"]:
         raise click.UsageError("--workers MIN..MAX has the fewest already; leave --min-workers out")
     return fewest or int(values["min_workers"])
+
+
+def _task(values: dict[str, Any]) -> str:
+    """Return the task. That of a causal language model is the service's to say."""
+    if values["model"] == CAUSAL_LM and not was_given("task"):
+        return "TASK_UNSPECIFIED"
+    return f"TASK_{values['task'].upper()}"
 
 
 def _loss(values: dict[str, Any]) -> resources_pb2.Loss:

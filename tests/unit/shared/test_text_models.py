@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from shared.errors import InvalidArgument
 from shared.model_spec import ModelSpec
 from shared.models import build_model, import_builder, input_dimensions
-from shared.models.texts import SEQUENCE_CLASSIFICATION, split_tokens
+from shared.models.texts import CAUSAL_LM, NO_TOKEN, SEQUENCE_CLASSIFICATION, split_tokens
 
 LENGTH, CLASSES = 32, 3
 SMALL: dict[str, Any] = {
@@ -93,8 +94,6 @@ def test_a_row_without_a_token_has_a_finite_answer(model_type: str) -> None:
 
 
 def test_parameters_have_the_names_of_the_library() -> None:
-    import transformers
-
     theirs = transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL, num_labels=CLASSES))
 
     ours = build_model(spec())
@@ -111,7 +110,7 @@ def test_parameters_have_the_names_of_the_library() -> None:
     ("changes", "field", "says"),
     [
         ({"model_type": "nothing"}, "model_type", "such as bert"),
-        ({"model_type": "vit"}, "model_type", "classifies no texts"),
+        ({"model_type": "vit"}, "model_type", "none of it for transformers.sequence_classification"),
         ({"hiden_size": 16}, "hiden_size", "hidden_size"),
         ({"num_labels": 7}, "num_labels", "the job's own fields"),
         ({"hidden_size": 15}, "kwargs", "refuse"),
@@ -145,3 +144,56 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
 
     with pytest.raises(InvalidArgument, match="install the extra `huggingface`"):
         build_model(spec())
+
+
+# --- Causal language models ---
+
+
+def language_model(model_type: str = "gpt2", **changes: Any) -> ModelSpec:
+    kwargs = {"model_type": model_type, **KINDS[model_type], **changes}
+    return ModelSpec(builder=CAUSAL_LM, in_channels=2 * LENGTH, num_classes=LENGTH, kwargs=kwargs)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "llama", "bert"])
+def test_a_token_is_predicted_from_those_before_it_alone(model_type: str) -> None:
+    torch.manual_seed(0)
+    model = build_model(language_model(model_type)).eval()
+    rows = tokens(12)
+    changed = rows.clone()
+    changed[0, 9] = 250.0 if rows[0, 9] != 250 else 249.0
+
+    with torch.inference_mode():
+        first, other = model(rows), model(changed)
+
+    assert first.shape == (1, LENGTH)
+    assert torch.allclose(first[0, :9], other[0, :9], atol=1e-5)
+    assert not torch.allclose(first[0, 9:12], other[0, 9:12], atol=1e-5)
+
+
+def test_a_surprise_is_that_of_the_library_and_padding_has_none() -> None:
+    torch.manual_seed(0)
+    model = build_model(language_model()).eval()
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**KINDS["gpt2"])).eval()
+    theirs.load_state_dict(model.state_dict())
+    rows = tokens(5, 1, 0, LENGTH)
+
+    with torch.inference_mode():
+        found = model(rows)
+        ids = rows[:1, :5].long()
+        logits = theirs(input_ids=ids).logits
+        expected = -logits.log_softmax(2)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
+
+    assert torch.allclose(found[0, 1:5], expected, atol=1e-5)
+    assert (found[0, 5:] == NO_TOKEN).all()
+    assert found[0, 0] == NO_TOKEN
+    assert (found[1:3] == NO_TOKEN).all()
+    assert (found[3, 1:] >= 0).all()
+
+
+def test_a_language_model_has_an_output_for_each_token() -> None:
+    wrong = ModelSpec(**{**language_model().as_config(), "num_classes": 7})
+
+    with pytest.raises(InvalidArgument, match=r"num_classes: 7: use 32"):
+        build_model(wrong)
+    with torch.device("meta"):
+        assert build_model(language_model())(torch.zeros(2, 2 * LENGTH)).shape == (2, LENGTH)

@@ -1,4 +1,4 @@
-"""A classifier of texts in Millrace's loop: it learns, is resumed bit for bit, and is served on texts."""
+"""Models of texts in Millrace's loop: they learn, are resumed bit for bit, and are served on texts."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+import millrace_client as mc
 from inference_service.domain.signature import RAW, Rows
 from inference_service.serve.served_model import ServedModel
+from millrace_client import steps
 from shared.checkpoint import CheckpointRegistry, load_checkpoint
 from shared.checkpoint.format import WEIGHTS
 from shared.dataset_version import load_version
 from shared.errors import InvalidArgument
 from shared.model_spec import ModelSpec
-from shared.models.texts import SEQUENCE_CLASSIFICATION
+from shared.models.texts import CAUSAL_LM, NO_TOKEN, SEQUENCE_CLASSIFICATION
 from shared.storage import ObjectStore
 from tests.support.transforming import commit_tables, transform_here
 from tests.unit.train_service.worker.test_loop import entries, lose_and_begin, new_job, run_of, saved
-from train_service.domain.spec import OptimizerSpec, TrainingSpec
+from train_service.converters.specs import spec_from_proto
+from train_service.domain.spec import LossSpec, OptimizerSpec, TrainingSpec
 from train_service.jobs.model_check import check_model
 from train_service.loading.loader import Batches
 from train_service.loading.preprocessing import fitted
@@ -150,3 +153,82 @@ def test_training_and_serving_prepare_the_same_bits(store: ObjectStore, version:
         prepared, refused, _ = served.preprocessing.prepare(Rows(RAW, {"text": rows}))
         assert not refused
         assert prepared.tobytes() == batch.inputs.tobytes()
+
+
+# --- Causal language models ---
+
+
+def language_spec(version: str, **changes: Any) -> TrainingSpec:
+    """As a client asks for it: task, label, loss and metric follow from the model."""
+    kwargs = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": LENGTH}
+    wanted = mc.training_spec(
+        version,
+        model=CAUSAL_LM,
+        in_channels=2 * LENGTH,
+        num_classes=LENGTH,
+        model_kwargs={**kwargs, "bos_token_id": 1, "eos_token_id": 2},
+        transform=[steps.concat(["input_ids", "attention_mask"], into="x")],
+        input_column="x",
+        epochs=6,
+        global_batch_size=24,
+        optimizer=mc.optimizer("AdamW", 0.02),
+        group_by_length="attention_mask",
+        num_workers=2,
+    )
+    return replace(spec_from_proto(wanted, ()), **changes)
+
+
+def test_a_language_model_learns_is_resumed_bit_for_bit_and_scores_texts(store: ObjectStore, version: str) -> None:
+    spec = settled(store, language_spec(version))
+    assert (spec.task, spec.label_column, spec.loss.name, spec.metrics) == (
+        "REGRESSION",
+        "input_ids",
+        "next_token",
+        ("perplexity",),
+    )
+    new_job(store, "trainingJobs/whole", spec)
+    run_of(store, "trainingJobs/whole", spec=spec).run()
+    whole = entries(store, "trainingJobs/whole")
+    name = "trainingJobs/resumed"
+    new_job(store, name, spec)
+    CheckpointRegistry(store, name).commit(replace(whole[12], name=f"{name}/checkpoints/step-00000012", attempt=1))
+    lose_and_begin(store, name)
+
+    run_of(store, name, attempt=2, spec=spec).run()
+
+    again = entries(store, name)
+    assert all(saved(store, again[step]) == saved(store, whole[step]) for step in (16, 20, 24))
+    perplexities = [whole[step].metrics["validation_perplexity"] for step in sorted(whole)]
+    assert perplexities[-1] < perplexities[0] / 4
+
+    checkpoint = load_checkpoint(store, whole[24].folder, whole[24].manifest_sha256)
+    served = ServedModel(checkpoint.content, checkpoint.read(WEIGHTS))
+    answered = served.forward(Rows(RAW, {"text": np.asarray([b"good film film", b"film good bad"], object)}))
+    likely, unlikely = ([one for one in row.tolist() if one != NO_TOKEN] for row in answered.arrays[0])
+    assert np.mean(likely) < np.mean(unlikely)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"label_column": "label"}, "spec.label_column"),
+        ({"task": "CLASSIFICATION"}, "spec.task"),
+        ({"loss": LossSpec(name="mse")}, "spec.loss.name"),
+        ({"metrics": ("mae",)}, "spec.metrics"),
+        ({"target_scaling": "STANDARD"}, "spec.target_scaling"),
+    ],
+)
+def test_what_a_language_model_cannot_have_is_refused_by_name(
+    store: ObjectStore, version: str, changes: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        fitted(store, language_spec(version, **changes))
+
+    assert field in refused.value.message
+
+
+def test_only_a_language_model_has_its_loss_and_metric(store: ObjectStore, version: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"spec\.loss\.name: 'next_token'"):
+        fitted(store, spec_of(version, loss=LossSpec(name="next_token")))
+    with pytest.raises(InvalidArgument, match=r"spec\.metrics: 'perplexity'"):
+        fitted(store, spec_of(version, metrics=("perplexity",)))
