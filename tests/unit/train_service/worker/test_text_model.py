@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
+import transformers
 
 import millrace_client as mc
 from inference_service.domain.signature import RAW, Rows
 from inference_service.serve.served_model import ServedModel
 from millrace_client import steps
-from shared.checkpoint import CheckpointRegistry, load_checkpoint
+from millrace_client.train import TrainClient
+from shared.checkpoint import CheckpointRegistry, load_checkpoint, resolve
 from shared.checkpoint.format import WEIGHTS
 from shared.dataset_version import load_version
 from shared.errors import InvalidArgument
 from shared.model_spec import ModelSpec
 from shared.models.texts import CAUSAL_LM, NO_TOKEN, SEQUENCE_CLASSIFICATION
 from shared.storage import ObjectStore
+from tests.support.train_server import with_client
 from tests.support.transforming import commit_tables, transform_here
 from tests.unit.train_service.worker.test_loop import entries, lose_and_begin, new_job, run_of, saved
+from train_service.checkpoints.fine_tuning import check_fits
 from train_service.converters.specs import spec_from_proto
 from train_service.domain.spec import LossSpec, OptimizerSpec, TrainingSpec
 from train_service.jobs.model_check import check_model
@@ -153,6 +159,46 @@ def test_training_and_serving_prepare_the_same_bits(store: ObjectStore, version:
         prepared, refused, _ = served.preprocessing.prepare(Rows(RAW, {"text": rows}))
         assert not refused
         assert prepared.tobytes() == batch.inputs.tobytes()
+
+
+# The service reads the folder in a child, which imports the library again.
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_hugging_face_folder_answers_as_the_library_does_and_can_be_tuned(
+    store: ObjectStore, version: str, tmp_path: Path
+) -> None:
+    kwargs = {**MODEL.kwargs, "vocab_size": 300}
+    shape = {name: value for name, value in kwargs.items() if name != "model_type"}
+    theirs = transformers.BertForSequenceClassification(transformers.BertConfig(**shape, num_labels=2)).eval()
+    theirs.save_pretrained(tmp_path / "folder")
+
+    def bring_in(train: TrainClient) -> str:
+        spec = mc.import_spec(
+            model=SEQUENCE_CLASSIFICATION,
+            in_channels=2 * LENGTH,
+            num_classes=2,
+            model_kwargs=kwargs,
+            dataset_version=version,
+            input_column="x",
+            transform=[steps.concat(["input_ids", "attention_mask"], into="x")],
+        )
+        return str(train.import_checkpoint("base", tmp_path / "folder", spec).checkpoint.name)
+
+    name = with_client(store, bring_in)
+
+    entry = resolve(store, "checkpoint", name)
+    checkpoint = load_checkpoint(store, entry.folder, entry.manifest_sha256)
+    served = ServedModel(checkpoint.content, checkpoint.read(WEIGHTS))
+    rows = Rows(RAW, {"text": np.asarray([b"good film", b"bad"], object)})
+    prepared = torch.from_numpy(served.preprocessing.prepare(rows)[0])
+    with torch.inference_mode():
+        expected = theirs(input_ids=prepared[:, :8].long(), attention_mask=prepared[:, LENGTH : LENGTH + 8].long())
+    assert np.array_equal(served.forward(rows).arrays[0], expected.logits.numpy())
+    tuned = settled(store, spec_of(version, model=replace(MODEL, kwargs=kwargs), initial_checkpoint=name, epochs=1))
+    check_fits(store, entry, tuned.model)
+    new_job(store, "trainingJobs/tuned", tuned)
+    run_of(store, "trainingJobs/tuned", spec=tuned).run()
+    assert set(entries(store, "trainingJobs/tuned")) == {4}
 
 
 # --- Causal language models ---
