@@ -32,21 +32,19 @@ from shared.grpc_server.bearer_token import BearerToken, TokenCheck
 from shared.grpc_server.concurrent_accepts import concurrent_server
 from shared.grpc_server.interceptor import (
     DEFAULT_DEADLINE_S,
-    REQUEST_ID,
-    STATUS,
     CallInterceptor,
     Handler,
     Registering,
     request_id_of,
 )
 from shared.grpc_server.load_shedder import LoadShedder
+from shared.wire import MAX_MESSAGE_BYTES, REQUEST_ID, STATUS
 
 # --- Server ---
 
 logger = logging.getLogger(__name__)
 
 
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 # The limit for all services but health, which has its own: a busy server is not a dead one.
 MAX_CALLS = 2048
 MAX_HEALTH_CALLS = 1024

@@ -10,6 +10,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from millrace.train.v1 import code_bundle_pb2, resources_pb2
 from shared.errors import invalid_field
+from shared.jobs.transitions import DEFAULT_MAX_FAILURES, DEFAULT_MAX_PREEMPTIONS
 from shared.model_spec import NONE, ModelSpec
 from shared.transforms import Pipeline
 from train_service.domain.order import default_lanes
@@ -135,8 +136,8 @@ def spec_from_proto(spec: resources_pb2.TrainingSpec, custom_allowed: Collection
         early_stopping=_stopping(spec.early_stopping, checkpoints) if spec.HasField("early_stopping") else None,
         allow_non_finite=spec.allow_non_finite,
         group_by_length=spec.group_by_length,
-        max_failures=spec.max_failures if spec.HasField("max_failures") else 3,
-        max_preemptions=spec.max_preemptions if spec.HasField("max_preemptions") else 100,
+        max_failures=spec.max_failures if spec.HasField("max_failures") else DEFAULT_MAX_FAILURES,
+        max_preemptions=spec.max_preemptions if spec.HasField("max_preemptions") else DEFAULT_MAX_PREEMPTIONS,
     )
 
 
@@ -169,8 +170,8 @@ def _program_spec_from_proto(spec: resources_pb2.TrainingSpec) -> TrainingSpec:
         placement=_placement(spec.placement),
         # A program may report any metric. Without a name the newest checkpoint is the best.
         checkpoints=_checkpoints(spec.checkpoints, ""),
-        max_failures=spec.max_failures if spec.HasField("max_failures") else 3,
-        max_preemptions=spec.max_preemptions if spec.HasField("max_preemptions") else 100,
+        max_failures=spec.max_failures if spec.HasField("max_failures") else DEFAULT_MAX_FAILURES,
+        max_preemptions=spec.max_preemptions if spec.HasField("max_preemptions") else DEFAULT_MAX_PREEMPTIONS,
         program=Program(
             code_bundle=spec.program.code_bundle,
             entry=_entry(spec.program.entry),

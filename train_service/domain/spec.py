@@ -16,6 +16,7 @@ from typing import Any
 from shared.checkpoint.ranking import Ranking
 from shared.durable import fields_of
 from shared.errors import invalid_field, invalid_fields
+from shared.jobs.transitions import DEFAULT_MAX_FAILURES, DEFAULT_MAX_PREEMPTIONS
 from shared.model_spec import CLASSIFICATION as CLASSIFICATION
 from shared.model_spec import NONE, ModelSpec
 from shared.model_spec import REGRESSION as REGRESSION
@@ -218,8 +219,8 @@ class TrainingSpec:
     allow_non_finite: bool = False
     # The column by whose lengths rows are grouped. Empty: they are not.
     group_by_length: str = ""
-    max_failures: int = 3
-    max_preemptions: int = 100
+    max_failures: int = DEFAULT_MAX_FAILURES
+    max_preemptions: int = DEFAULT_MAX_PREEMPTIONS
     # A user's own training function or script; None means Millrace's loop. With a program, `model` has an empty
     # builder, and `epochs` and `global_batch_size` are 0.
     program: Program | None = None
