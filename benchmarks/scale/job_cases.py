@@ -86,8 +86,8 @@ def _fill(store: SimulatedStore, kept: Jobs, done_jobs: int, live_jobs: int) -> 
         copies: dict[str, Entry | None] = {DONE: None}
         for number in range(start, min(start + ENTRIES_A_COMMIT, done_jobs)):
             name = f"{DONE}{number:06d}"
-            store.copy_folder(DONE, name)
             copies[name] = json.loads(pattern.replace(f'"{DONE}', f'"{name}'))
+        store.copy_folder(DONE, *(name for name in copies if name != DONE))
         assert tree.commit(tree.root(), copies)
     store.delete_folder(DONE)
     store.folders("trainingJobs")  # sorts the simulated store's keys

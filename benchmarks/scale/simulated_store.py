@@ -57,14 +57,15 @@ class SimulatedStore(ObjectStore):
         """Makes `data` the content of all keys with that suffix; not counted as a request."""
         self._aliases[ending] = data
 
-    def copy_folder(self, folder: str, to: str) -> None:
-        """Copies all objects below `folder` to `to`, replacing the folder's name in their bytes; not counted as
+    def copy_folder(self, folder: str, *targets: str) -> None:
+        """Copies all objects below `folder` to each target, replacing the folder's name in their bytes; not counted as
         requests.
         """
         for key in [key for key in self._objects if key.startswith(f"{folder}/")]:
             data = self._objects[key]
             assert isinstance(data, bytes)
-            self._objects[f"{to}/{key[len(folder) + 1 :]}"] = data.replace(folder.encode(), to.encode())
+            for to in targets:
+                self._objects[f"{to}/{key[len(folder) + 1 :]}"] = data.replace(folder.encode(), to.encode())
         self._sorted.clear()
 
     def get(self, key: str) -> bytes:

@@ -200,6 +200,8 @@ class TrainingSpec:
     allow_non_finite: bool = False
     max_failures: int = 3
     max_preemptions: int = 100
+    # Of jobs that wait for resources, those with a higher priority begin first.
+    priority: int = 0
     # A user's own training function or script; None means Millrace's loop. With a program, `model` has an empty
     # builder, and `epochs` and `global_batch_size` are 0.
     program: Program | None = None
