@@ -1,24 +1,27 @@
 """Training jobs: a page, what the reconciler polls, a merge of changes, a sweep and a deletion.
 
-There are 100 jobs at 1x, of which one is live: 100,000 and 1,000 at 1,000x. Simulated: the store; all finished jobs are
-copies of one, and so are their entries in the index, which real code has made.
+There are 100 jobs at 1x, of which one is live: 100,000 and 1,000 at 1,000x. Simulated: the store, and Ray, which has no
+place for any; all finished jobs are copies of one, and so are their entries in the index, which real code has made.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from dataclasses import replace
+from unittest import mock
 
 from benchmarks.scale.measuring import Costs
 from benchmarks.scale.simulated_store import SimulatedStore
 from benchmarks.scale.train_cases import checkpoint_entry
 from shared.checkpoint import CheckpointRegistry
-from shared.jobs import JobRecord, Jobs
+from shared.jobs import JobRecord, Jobs, reconciler
 from shared.jobs.changes import folder_of_index
 from shared.jobs.index_tree import SETTLED, Entry, IndexTree
 from shared.jobs.transitions import begin_attempt, request_cancel, succeed
 from shared.model_spec import ModelSpec
+from shared.settings import ServiceSettings
 from train_service.domain.spec import TrainingSpec
 from train_service.jobs.deletion import Deletions, Sweeper
 from train_service.jobs.training_jobs import TrainingJobs
@@ -40,10 +43,14 @@ def jobs(costs: Costs, scale: int) -> None:
         views, _ = service.page(min(100, count // 2), "")
         assert views
     assert page.requests <= 20, page.requests
+    with mock.patch.object(reconciler, "open_store", return_value=store):
+        kind = reconciler.JobKind(name=TRAIN_KIND, entry="no:entry", missing_capacity=lambda _: "a place")
+        looking = reconciler.Reconciler(ServiceSettings(listen="", store=store.settings), kind)
     with costs.measured("job_first_look", store, units=live_jobs):
-        assert len([kept.find(live.folder) for live in kept.live()]) == live_jobs
+        looking.reconcile()
     with costs.measured("job_look", store, units=live_jobs):
-        assert len([kept.find(live.folder) for live in kept.live()]) == live_jobs
+        looking.reconcile()
+    service.index.merge()  # what each job waits for
     for number in range(min(live_jobs, 10)):
         kept.transition(f"trainingJobs/l{number:06d}", lambda job: request_cancel(job, time.time()))
     with costs.measured("job_merge", store, units=min(live_jobs, 10)):
@@ -91,6 +98,7 @@ def _fill(store: SimulatedStore, kept: Jobs, done_jobs: int, live_jobs: int) -> 
         assert tree.commit(tree.root(), copies)
     store.delete_folder(DONE)
     store.folders("trainingJobs")  # sorts the simulated store's keys
+    gc.freeze()  # a service does not hold the store's objects, which each collection would go through
 
 
 def _entries(tree: IndexTree) -> dict[str, Entry]:

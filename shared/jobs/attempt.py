@@ -29,8 +29,6 @@ from shared.telemetry import hidden, identity
 logger = logging.getLogger(__name__)
 
 REQUEST_POLL_INTERVAL_S = 1.0
-# How often a report is noted for the index of jobs. Lists show reports as of so long ago.
-NOTE_INTERVAL_S = 10.0
 COMMIT_TIMEOUT_S = 300.0
 COMMIT_RETRY_S = 1.0
 # Errors that another attempt may not meet. For a job that a client ends, `Cancelled` is the end itself.
@@ -49,7 +47,6 @@ class AttemptContext:
         self._newest = job
         # The job was deleted, whether or not another job has its name since.
         self._gone = False
-        self._noted_at = -NOTE_INTERVAL_S
         self._ended = threading.Event()
         self._afterwards: list[Callable[[], None]] = []
 
@@ -59,9 +56,6 @@ class AttemptContext:
             return  # the progress belongs to a later attempt, or to another job
         try:
             self.store.put(progress_key(self.folder), json.dumps(progress).encode())
-            if time.monotonic() - self._noted_at >= NOTE_INTERVAL_S:
-                self._jobs.note_report(self.folder)
-                self._noted_at = time.monotonic()
         except STORE_OUTAGES as error:
             logger.warning("a report of progress is lost: %s", error.message)
 

@@ -19,7 +19,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shared.durable import fields_of
@@ -87,7 +87,7 @@ class IndexTree:
                 state = json.loads(zlib.decompress(self._store.get(self._root_key(number))))
             except ObjectMissing:
                 continue  # later roots were written since the listing
-            leaves = tuple(Leaf(**fields_of(Leaf, one)) for one in state["leaves"])
+            leaves = tuple(Leaf(*one) for one in state["leaves"])
             return Root(**{**fields_of(Root, state), "leaves": leaves, "replaced": tuple(state["replaced"])})
         return Root()
 
@@ -123,7 +123,9 @@ class IndexTree:
         replaced = tuple(leaf.key for leaf in base.leaves if leaf.key not in staying)
         root = replace(base, number=base.number + 1, leaves=tuple(leaves), replaced=replaced, **fields)
         try:
-            self._store.put_if_absent(self._root_key(root.number), zlib.compress(json.dumps(asdict(root)).encode(), 1))
+            self._store.put_if_absent(
+                self._root_key(root.number), zlib.compress(json.dumps(_state_of(root)).encode(), 1)
+            )
         except ObjectExists:
             return False
         numbers = self._numbers()
@@ -192,6 +194,13 @@ class IndexTree:
                 self._store.delete(key)
         except STORE_OUTAGES as error:
             logger.warning("old objects of %s stay for now: %s", self._roots, error.message)
+
+
+def _state_of(root: Root) -> dict[str, Any]:
+    """Return the root as JSON. Its leaves are lists, as it is read for each page and may have a thousand of them."""
+    leaves = [[leaf.key, leaf.first, leaf.count, leaf.unsettled] for leaf in root.leaves]
+    fields = ("number", "is_complete", "built_to", "replaced")
+    return {**{name: getattr(root, name) for name in fields}, "leaves": leaves}
 
 
 def leaves_after(root: Root, name: str) -> Iterator[tuple[Leaf, str]]:

@@ -10,7 +10,6 @@ import pytest
 from shared import paging
 from shared.errors import InvalidArgument
 from shared.jobs import JobRecord, Jobs
-from shared.jobs.attempt import AttemptContext
 from shared.jobs.changes import Changes
 from shared.jobs.transitions import begin_attempt
 from shared.storage import ObjectStore
@@ -18,7 +17,7 @@ from tests.support.counting_store import CountingStore
 from tests.support.training_records import JOB, begin, commit, finish, make_job
 from tests.unit.train_service.checkpoints.test_coverage import VERSION
 from train_service.jobs.training_jobs import JobView, TrainingJobs
-from train_service.records.reporting import TRAIN_KIND
+from train_service.records.reporting import TRAIN_KIND, EventKind, Reporter
 
 
 @pytest.fixture
@@ -80,12 +79,12 @@ def test_a_report_of_an_attempt_is_in_the_list_soon_and_costs_no_note_each_time(
     training = TrainingJobs(store)
     training.index.keep()
     name = "trainingJobs/k1"
-    job = jobs.transition(name, lambda newest: begin_attempt(newest, time.time()), attempt=1)
+    jobs.transition(name, lambda newest: begin_attempt(newest, time.time()), attempt=1)
     training.index.keep()
-    context = AttemptContext(store, jobs, name, job)
 
-    for step in range(5):
-        context.report(step=step)
+    with Reporter(store, name, 1) as reporter:
+        for step in range(5):
+            reporter.tell(EventKind.PROGRESS, step=step)
 
     assert [change.name for change in Changes(store, TRAIN_KIND).read()] == [name]
     assert pages(training, 10)[1].progress == {"step": 4}
