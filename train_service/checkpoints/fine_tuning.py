@@ -5,7 +5,6 @@ It takes the tensors whose name and shape match, and initializes the others.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from shared import names
 from shared.checkpoint import CheckpointEntry, load_checkpoint, resolve
 from shared.checkpoint.format import WEIGHTS
 from shared.checkpoint.references import NAME_PATTERN
+from shared.checkpoint.tensor_ranges import read_index
 from shared.errors import DataLoss, FailedPrecondition, NotFound, invalid_field
 from shared.model_spec import NONE, TargetScaling
 from shared.storage import ObjectMissing, ObjectStore
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 FIELD = "spec.initial_checkpoint"
 SHOWN = 8
-LENGTH_BYTES = 8
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -107,12 +106,10 @@ def weight_shapes(store: ObjectStore, entry: CheckpointEntry) -> dict[str, tuple
 
     They come from the file's header; the weights are not read. Raises `FailedPrecondition` for a damaged checkpoint.
     """
-    key = f"{entry.folder}/{WEIGHTS}"
     try:
-        load_checkpoint(store, entry.folder, entry.manifest_sha256)
-        length = int.from_bytes(store.get_range(key, 0, LENGTH_BYTES), "little")
-        header = json.loads(store.get_range(key, LENGTH_BYTES, length))
-        return {name: tuple(one["shape"]) for name, one in header.items() if name != "__metadata__"}
+        checkpoint = load_checkpoint(store, entry.folder, entry.manifest_sha256)
+        tensors, _ = read_index(store, checkpoint.stored(WEIGHTS))
+        return {name: one.shape for name, one in tensors.items()}
     except (DataLoss, ObjectMissing, ValueError) as error:
         raise FailedPrecondition(
             f"{FIELD}: {entry.name} is damaged: {error}; use another",
@@ -131,11 +128,20 @@ def load_initial(store: ObjectStore, name: str, model: nn.Module) -> tuple[Check
     """
     import safetensors.torch
 
+    from train_service.checkpoints.shard_restore import KINDS, read_into
     from train_service.learning.sharding import put_some_weights
 
+    own = model.state_dict()
     try:
         entry = resolve(store, FIELD, name)
-        weights = safetensors.torch.load(load_checkpoint(store, entry.folder, entry.manifest_sha256).read(WEIGHTS))
+        checkpoint = load_checkpoint(store, entry.folder, entry.manifest_sha256)
+        tensors, _ = read_index(store, checkpoint.stored(WEIGHTS))
+        found = fit({key: one.shape for key, one in own.items()}, {key: one.shape for key, one in tensors.items()})
+        if all(KINDS[tensors[key].dtype] == own[key].dtype for key in found.taken):
+            # Each rank reads its own rows, right into the model.
+            read_into(store, [(tensors[key], own[key]) for key in found.taken])
+            return entry, found
+        weights = safetensors.torch.load(checkpoint.read(WEIGHTS))
     except (NotFound, DataLoss) as error:
         raise FailedPrecondition(
             f"{FIELD}: {error.message}; start a new job from another",
@@ -143,8 +149,6 @@ def load_initial(store: ObjectStore, name: str, model: nn.Module) -> tuple[Check
             metadata={"resource": name},
             fields=[(FIELD, error.message)],
         ) from None
-    own = model.state_dict()
-    found = fit({key: one.shape for key, one in own.items()}, {key: one.shape for key, one in weights.items()})
     put_some_weights(model, {key: weights[key] for key in found.taken})
     return entry, found
 
