@@ -301,6 +301,8 @@ def test_where_environments_are_off_a_node_says_what_it_lacks() -> None:
     ):
         use_environment([f"not-there==1 {HASHED}"], {})
     assert use_environment(["torch"], {}) is None
+    # The image was upgraded since the job was created.
+    assert use_environment(["torch==0.1"], {}) is None
     with pytest.raises(FailedPrecondition, match="a setting of this node: MILLRACE_CODE_ENVIRONMENTS='pip'"):
         use_environment([], {"MILLRACE_CODE_ENVIRONMENTS": "pip"})
 
