@@ -155,6 +155,7 @@ def predict_spec_from(request: data_service_pb2.PredictVersionRequest) -> Predic
             cpus=workers.cpus or 1,
             gpus=workers.gpus,
         ),
+        predictor=request.predictor,
     )
 
 

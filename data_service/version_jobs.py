@@ -333,7 +333,9 @@ def referring(store: ObjectStore, job: JobRecord) -> Iterator[None]:
 
 @contextmanager
 def _using_checkpoint(store: ObjectStore, checkpoint: CheckpointRef, job: JobRecord) -> Iterator[None]:
-    with checkpoint_references.using(store, "checkpoint", checkpoint.name, IMPORT_KIND, job.uid, job.name) as entry:
+    with checkpoint_references.using(
+        store, "checkpoint", checkpoint.name, IMPORT_KIND, job.uid, job.name, of_programs=True
+    ) as entry:
         if entry.folder != checkpoint.folder:
             raise FailedPrecondition(
                 f"checkpoint: {checkpoint.name} was written again just now; ask again",

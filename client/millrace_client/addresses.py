@@ -25,6 +25,7 @@ from pathlib import Path
 
 from millrace_client.errors import TOKEN_REMEDY, Unauthenticated
 from millrace_client.stack.record import read_record
+from shared.wire import AUTHORIZATION, MAX_TOKEN_CHARACTERS, TOKEN_FILE_VARIABLE
 
 # --- Addresses ---
 
@@ -87,11 +88,6 @@ def resolve(
 
 # --- Token ---
 
-VARIABLE = "MILLRACE_TOKEN_FILE"
-HEADER = "authorization"
-# A call's headers are limited to 8 KiB in total, and a service accepts no longer token.
-MAX_CHARACTERS = 1024
-
 Headers = tuple[tuple[str, str], ...]
 
 
@@ -105,19 +101,19 @@ def authorization(token: str | None = None, environ: Mapping[str, str] = os.envi
     may read the file.
     """
     if token is None:
-        path = environ.get(VARIABLE, "")
+        path = environ.get(TOKEN_FILE_VARIABLE, "")
         if not path:
             return ()
-        named, token = f"{VARIABLE}={path!r}: the file", _read(path)
+        named, token = f"{TOKEN_FILE_VARIABLE}={path!r}: the file", _read(path)
         if not token.strip():
             raise _unusable(f"{named} is empty", "write the service's token into it")
     else:
         named = "token: the argument"
     token = token.strip()
-    if len(token) > MAX_CHARACTERS or not all("!" <= character <= "~" for character in token):
-        problem = f"holds something else than one token of at most {MAX_CHARACTERS} visible ASCII characters"
+    if len(token) > MAX_TOKEN_CHARACTERS or not all("!" <= character <= "~" for character in token):
+        problem = f"holds something else than one token of at most {MAX_TOKEN_CHARACTERS} visible ASCII characters"
         raise _unusable(f"{named} {problem}", TOKEN_REMEDY)
-    return ((HEADER, f"Bearer {token}"),) if token else ()
+    return ((AUTHORIZATION, f"Bearer {token}"),) if token else ()
 
 
 def _read(path: str) -> str:
@@ -126,12 +122,12 @@ def _read(path: str) -> str:
             mode = os.fstat(file.fileno()).st_mode
             if os.name == "posix" and mode & 0o077:
                 problem = f"may be read or changed by other users (mode {stat.S_IMODE(mode):04o})"
-                raise _unusable(f"{VARIABLE}={path!r}: the file {problem}", f"run chmod 600 {path}")
-            return file.read(4 * MAX_CHARACTERS).decode("ascii", errors="replace")
+                raise _unusable(f"{TOKEN_FILE_VARIABLE}={path!r}: the file {problem}", f"run chmod 600 {path}")
+            return file.read(4 * MAX_TOKEN_CHARACTERS).decode("ascii", errors="replace")
     except OSError as error:
-        problem = f"{VARIABLE}={path!r}: the file cannot be read: {error.strerror}"
+        problem = f"{TOKEN_FILE_VARIABLE}={path!r}: the file cannot be read: {error.strerror}"
         raise _unusable(problem, "name a file that this user can read") from error
 
 
 def _unusable(problem: str, remedy: str) -> Unauthenticated:
-    return Unauthenticated(problem, reason="TOKEN_UNUSABLE", metadata={"variable": VARIABLE}, remedy=remedy)
+    return Unauthenticated(problem, reason="TOKEN_UNUSABLE", metadata={"variable": TOKEN_FILE_VARIABLE}, remedy=remedy)

@@ -18,8 +18,6 @@ from google.protobuf.message import Message
 
 from millrace_client.addresses import Headers
 from millrace_client.errors import (
-    DETAILS_KEY,
-    REQUEST_ID_KEY,
     Cancelled,
     DeadlineExceeded,
     Internal,
@@ -27,10 +25,10 @@ from millrace_client.errors import (
     Unavailable,
     from_rpc_error,
 )
+from shared.wire import MAX_MESSAGE_BYTES, REQUEST_ID, STATUS
 
 # --- Calls ---
 
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 DEFAULT_TIMEOUT_S = 30.0
 # Read-only calls that stream their answers. gRPC repeats them if no answer has arrived yet. `Caller` decides which
 # other calls may be repeated, and for how long.
@@ -112,7 +110,7 @@ class Caller:
 
     def headers(self, request_id: str) -> Headers:
         """Return every call's headers: its id and, if there is one, the token."""
-        return ((REQUEST_ID_KEY, request_id), *self._authorization)
+        return ((REQUEST_ID, request_id), *self._authorization)
 
     def unary(
         self,
@@ -223,7 +221,7 @@ def was_never_sent(failed: grpc.RpcError) -> bool:
     trailers: Iterable[tuple[str, bytes]] = failed.trailing_metadata() or ()  # type: ignore[assignment]
     return (
         failed.code() is grpc.StatusCode.UNAVAILABLE
-        and all(key != DETAILS_KEY for key, _ in trailers)
+        and all(key != STATUS for key, _ in trailers)
         and (failed.details() or "").startswith(NEVER_SENT)
     )
 

@@ -9,12 +9,13 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from millrace.train.v1 import resources_pb2
 from millrace_client.addresses import SERVICES, Addresses, Headers, authorization, resolve
 from millrace_client.calls import DEFAULT_TIMEOUT_S, Caller, open_channel
 from millrace_client.data import DataClient
 from millrace_client.deployments import DeploymentClient
 from millrace_client.inference import InferenceClient
-from millrace_client.train import TrainClient
+from millrace_client.train import Suggestion, TrainClient
 
 # --- Connection ---
 
@@ -42,6 +43,19 @@ class Millrace:
         self.deployments = DeploymentClient(callers["inference"])
         self.inference = InferenceClient(callers["inference"])
         self.health = HealthClient(callers)
+
+    def training_spec(
+        self, version: str, *, spec: resources_pb2.TrainingSpec | None = None, **overrides: Any
+    ) -> Suggestion:
+        """Suggest a complete specification for training on `datasets/{d}/versions/{v}`.
+
+        `.spec` of the result is filled in, `.choices` says what was chosen and why, and `create_training_job` takes the
+        result as it is. Fields of `spec` and named fields win, e.g. `epochs=3`. Where steps must learn or a validation
+        split is missing, the data service makes the prepared version first, and the call waits for it; ask
+        `train.suggest_training_spec` to see the preparation without it. Raises `InvalidArgument` if the version is
+        ambiguous; the error names the alternatives.
+        """
+        return self.train.suggest_training_spec(version, prepare=True, spec=spec, **overrides)
 
     def close(self) -> None:
         """Close the channels. Calls in flight fail as cancelled."""

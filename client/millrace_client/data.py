@@ -370,13 +370,15 @@ class VersionCalls(DataCalls):
         batch_size: int = 0,
         cpus: int = 0,
         gpus: float = 0.0,
+        predictor: str = "",
     ) -> Operation[resources_pb2.DatasetVersion]:
         """Start predicting on `datasets/{d}/versions/{v}` with a model, into a new version of `dataset` (unset: the
         source's own).
 
         The model is that of `trainingJobs/{j}/checkpoints/{c}`, or the best one of `trainingJobs/{j}`. Empty `split`
         and `columns` mean all; empty `outputs` means all but the logits. `batch_size` is the number of rows in one call
-        of the model; `cpus` and `gpus` are those of each worker. 0 means the server's default.
+        of the model; `cpus` and `gpus` are those of each worker. 0 means the server's default. Of a checkpoint that a
+        program reported, `predictor="serve:Predictor"` names the class of its bundle that predicts.
         """
         request = pb.PredictVersionRequest(
             parent=dataset or source.partition("/versions/")[0],
@@ -390,6 +392,7 @@ class VersionCalls(DataCalls):
             column_prefix=column_prefix,
             bad_rows=bad_rows,
             workers=pb.PredictionWorkers(max_workers=max_workers, batch_size=batch_size, cpus=cpus, gpus=gpus),
+            predictor=predictor,
             request_id=new_request_id(),
         )
         operation = self._caller.unary(self._stub.PredictVersion, request, operations_pb2.Operation)

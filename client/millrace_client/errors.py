@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
-DETAILS_KEY = "grpc-status-details-bin"
-REQUEST_ID_KEY = "x-request-id"
+from shared.wire import STATUS
 
 
 @dataclass(frozen=True)
@@ -223,7 +222,7 @@ def from_rpc_error(error: grpc.RpcError, *, address: str, request_id: str) -> Mi
     code = error.code()
     trailers: Iterable[tuple[str, bytes]] = error.trailing_metadata() or ()  # type: ignore[assignment]
     for key, value in trailers:
-        if key == DETAILS_KEY:
+        if key == STATUS:
             return from_status(status_pb2.Status.FromString(value), request_id=request_id)
     # Without details the call reached none of the services, or gRPC itself ended it.
     message, remedy = error.details() or code.name, _remedy(code.name)

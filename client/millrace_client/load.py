@@ -28,9 +28,9 @@ import numpy.typing as npt
 
 from inference import grpc_service_pb2 as pb
 from millrace_client.calls import channel_options
-from millrace_client.errors import DETAILS_KEY, REQUEST_ID_KEY
 from millrace_client.inference import infer_request
 from millrace_client.rows.typed import BadInput, Tensor, dtype_of, typed
+from shared.wire import REQUEST_ID, STATUS
 
 # --- Sending ---
 
@@ -177,7 +177,7 @@ class _Calls:
 
 def _told(call: Any) -> bool:
     """Return whether the server sent the status. gRPC ends a call by its own timer without the server's headers."""
-    return any(key in (DETAILS_KEY, REQUEST_ID_KEY) for key, _ in call.trailing_metadata() or ())
+    return any(key in (STATUS, REQUEST_ID) for key, _ in call.trailing_metadata() or ())
 
 
 # --- Figures ---

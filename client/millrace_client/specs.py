@@ -191,16 +191,9 @@ def training_spec(
     without `allow_non_finite=True`. `model` is the name of a builder, which needs `in_channels` and `num_classes`, or
     an `own_model`.
     """
-    named = resources_pb2.Model(builder=model) if isinstance(model, str) else model
-    given = resources_pb2.Model(in_channels=in_channels, num_classes=num_classes)
-    if model_kwargs:
-        given.kwargs.CopyFrom(_struct(model_kwargs))
-    whole = resources_pb2.Model()
-    whole.CopyFrom(named)
-    whole.MergeFrom(given)
     return resources_pb2.TrainingSpec(
         dataset_version=dataset_version,
-        model=whole,
+        model=_model(model, in_channels, num_classes, model_kwargs),
         transform=transform_pb2.Transform(steps=transform),
         epochs=epochs,
         global_batch_size=global_batch_size,
@@ -210,9 +203,9 @@ def training_spec(
 
 def import_spec(
     *,
-    model: str,
-    in_channels: int,
-    num_classes: int,
+    model: str | resources_pb2.Model,
+    in_channels: int = 0,
+    num_classes: int = 0,
     model_kwargs: Mapping[str, Any] | None = None,
     input_shape: Sequence[int] = (),
     input_dtype: str = "",
@@ -220,15 +213,13 @@ def import_spec(
     names: checkpoint_import_pb2.NameMap | None = None,
     **fields: Any,
 ) -> checkpoint_import_pb2.ImportSpec:
-    """Make an `ImportSpec` for weights of `model`, named as in `training_spec`.
+    """Make an `ImportSpec` for weights of `model`, a builder or an `own_model`, as in `training_spec`.
 
     `input_shape` is the shape of one row of the tensors in requests, `input_dtype` their type (float32); or give
     `dataset_version`. `fields` are further fields, e.g. `task="TASK_REGRESSION"`, `class_names=["cat", "dog"]`.
     """
     spec = checkpoint_import_pb2.ImportSpec(
-        model=resources_pb2.Model(
-            builder=model, kwargs=_struct(model_kwargs or {}), in_channels=in_channels, num_classes=num_classes
-        ),
+        model=_model(model, in_channels, num_classes, model_kwargs),
         transform=transform_pb2.Transform(steps=transform),
         names=names,
         **fields,
@@ -237,6 +228,18 @@ def import_spec(
         given = checkpoint_import_pb2.InputTensor(name=spec.input_column, dtype=input_dtype, shape=input_shape)
         spec.input.CopyFrom(given)
     return spec
+
+
+def _model(
+    model: str | resources_pb2.Model, in_channels: int, num_classes: int, kwargs: Mapping[str, Any] | None
+) -> resources_pb2.Model:
+    whole = resources_pb2.Model()
+    whole.CopyFrom(resources_pb2.Model(builder=model) if isinstance(model, str) else model)
+    given = resources_pb2.Model(in_channels=in_channels, num_classes=num_classes)
+    if kwargs:
+        given.kwargs.CopyFrom(_struct(kwargs))
+    whole.MergeFrom(given)
+    return whole
 
 
 def name_map(

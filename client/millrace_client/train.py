@@ -76,9 +76,14 @@ class TrainClient:
         self._stub: Any = train_service_pb2_grpc.TrainServiceStub(caller.channel)
 
     def create_training_job(
-        self, training_job_id: str, spec: resources_pb2.TrainingSpec, *, validate_only: bool = False
+        self, training_job_id: str, spec: resources_pb2.TrainingSpec | Suggestion, *, validate_only: bool = False
     ) -> resources_pb2.TrainingJob:
-        """Start a run; see `millrace_client.specs.training_spec`. `validate_only` checks and starts nothing."""
+        """Start a run; see `millrace_client.specs.training_spec`. `validate_only` checks and starts nothing.
+
+        Of a suggestion its `spec` is taken. Raises `ValueError` for one that still needs a prepared version.
+        """
+        if isinstance(spec, Suggestion):
+            spec = spec.complete_spec()
         request = pb.CreateTrainingJobRequest(
             training_job_id=training_job_id,
             spec=spec,
@@ -416,13 +421,25 @@ class Suggestion:
     """A suggested specification.
 
     `spec` is complete if `preparation` is None. `choices` has each choice with its reason. `version` is the version
-    that `spec` trains on: the requested or the prepared one.
+    that `spec` trains on: the requested or the prepared one. As text it is a line for each choice, with its reason.
     """
 
     spec: resources_pb2.TrainingSpec
     choices: Sequence[suggestion_pb2.Choice]
     preparation: suggestion_pb2.Preparation | None
     version: str
+
+    def complete_spec(self) -> resources_pb2.TrainingSpec:
+        """Return `spec`. Raises `ValueError` if a version must be prepared first."""
+        if self.preparation is not None:
+            raise ValueError(
+                f"the specification for {self.version} is incomplete: a version must be prepared first; ask with "
+                "prepare=True, or with Millrace.training_spec()"
+            )
+        return self.spec
+
+    def __str__(self) -> str:
+        return "\n".join(f"{one.field} = {one.value}: {one.reason}" for one in self.choices)
 
 
 def suggestion_of(answer: suggestion_pb2.SuggestTrainingSpecResponse) -> Suggestion:

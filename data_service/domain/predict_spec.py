@@ -20,6 +20,7 @@ MAX_BATCH_SIZE = 65_536
 MAX_WORKERS = 1024
 MAX_CPUS = 1024
 MAX_PREFIX = 63
+MAX_PREDICTOR = 200
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -55,7 +56,8 @@ class PredictSpec:
     """The spec of a prediction.
 
     `split` and `columns` empty: all; `outputs` empty: all but the logits. `source_sha256` is the digest of the source's
-    manifest at the request; `bad_rows` are those that a step cannot process.
+    manifest at the request; `bad_rows` are those that a step cannot process. `predictor` is only for a program's
+    checkpoint: `module:name` of the class in its bundle that predicts; empty: `Predictor` of the program's module.
     """
 
     source: str
@@ -67,6 +69,7 @@ class PredictSpec:
     column_prefix: str = ""
     bad_rows: BadRows = field(default_factory=BadRows)
     workers: Workers = field(default_factory=Workers)
+    predictor: str = ""
 
     def as_record(self) -> dict[str, Any]:
         return {**asdict(self), "columns": list(self.columns), "outputs": list(self.outputs)}
@@ -100,6 +103,10 @@ def _problems(spec: PredictSpec) -> Iterator[Problem]:
         yield "column_prefix", spec.column_prefix, f"use at most {MAX_PREFIX} characters"
     elif problem := name_problem(f"{spec.column_prefix}prediction"):
         yield "column_prefix", spec.column_prefix, problem
+    module, _, name = spec.predictor.partition(":")
+    is_entry = all(part.isidentifier() for part in (*module.split("."), *name.split(".")))
+    if spec.predictor and (not is_entry or len(spec.predictor) > MAX_PREDICTOR):
+        yield "predictor", spec.predictor[:MAX_PREDICTOR], "use module:name of a class, e.g. serve:Predictor"
     yield from bad_rows_problems(spec.bad_rows)
     yield from _worker_problems(spec.workers)
 

@@ -18,8 +18,11 @@ from data_service.domain.predict_spec import CheckpointRef, PredictSpec
 from data_service.domain.split_rules import ColumnSplit, SplitRule, column_problems, split_order, taken_away
 from data_service.domain.transform_spec import TransformSpec
 from millrace.common.v1 import transform_pb2
-from shared.checkpoint import CheckpointContent, load_checkpoint, resolve
+from shared.bundle_predictor import entry_of
+from shared.checkpoint import CheckpointContent, load_checkpoint
 from shared.checkpoint.missing_values import NanReading, float_columns, may_be_non_finite, nan_reading
+from shared.checkpoint.program import is_program_checkpoint, load_program_checkpoint
+from shared.checkpoint.references import resolve_any
 from shared.dataset_version import DatasetVersion, Manifest
 from shared.dataset_version.columns import tensor_array, tensor_field
 from shared.dataset_version.manifest import Column
@@ -326,12 +329,23 @@ def new_columns(spec: PredictSpec, source: Manifest, content: CheckpointContent)
     Raises `InvalidArgument` for an unknown column, an output that the model lacks, and a prediction whose name is
     taken.
     """
-    there = {column.name: column for column in source.columns}
+    kept_columns(spec, source)
+    return columns_with(spec, source, prediction_columns(spec, content))
+
+
+def kept_columns(spec: PredictSpec, source: Manifest) -> list[str]:
+    """Returns the columns kept from the source; raises `InvalidArgument` for an unknown one."""
+    there = [column.name for column in source.columns]
     for index, name in enumerate(spec.columns):
         if name not in there:
             raise invalid_field(f"columns[{index}]", name, f"use some of {', '.join(there)}")
-    kept = list(spec.columns or there)
-    predictions = prediction_columns(spec, content)
+    return list(spec.columns or there)
+
+
+def columns_with(spec: PredictSpec, source: Manifest, predictions: PredictionColumns) -> NewColumns:
+    """Returns the columns of the new version; raises as `new_columns` does."""
+    there = {column.name: column for column in source.columns}
+    kept = kept_columns(spec, source)
     _refuse_taken(kept, predictions)
     given = arrow_schema(schema_of_columns(there[name] for name in kept))
     schema = pa.schema([*given, *predictions.fields.values()])
@@ -398,7 +412,7 @@ def found_checkpoint(store: ObjectStore, asked: CheckpointRef) -> CheckpointRef:
 
     Raises the errors of `resolve`, and `FailedPrecondition` if it does not have the requested digest.
     """
-    entry = resolve(store, "checkpoint", asked.name)
+    entry = resolve_any(store, "checkpoint", asked.name)
     if asked.sha256 and asked.sha256 != entry.manifest_sha256:
         raise FailedPrecondition(
             f"checkpoint_sha256: {entry.name} has the manifest {entry.manifest_sha256}, not {asked.sha256}; it was "
@@ -420,11 +434,19 @@ def check_predict(
 ) -> None:
     """Raises the errors that `PredictVersion` documents.
 
-    `custom_allowed` are the functions that custom steps may name, `own_code` says whether a model of a user's own code
-    may run. `spec` has passed `predict_spec.check`.
+    `custom_allowed` are the functions that custom steps may name, `own_code` says whether a user's own code may run,
+    for a model or a program's predictor. `spec` has passed `predict_spec.check`.
     """
     if spec.split:
         source.split(spec.split)
+    if is_program_checkpoint(store, checkpoint.folder, checkpoint.sha256):
+        own_code.require_own_code(f"checkpoint: {checkpoint.name} predicts by code of a user's bundle: ")
+        entry_of(load_program_checkpoint(store, checkpoint.folder, checkpoint.sha256), spec.predictor)
+        kept_columns(spec, source.manifest)
+        return  # What the predictor takes and gives is found in a worker, since its code never runs here.
+    if spec.predictor:
+        remedy = f"leave it out: {checkpoint.name} is a model of Millrace's, and no program's checkpoint"
+        raise invalid_field("predictor", spec.predictor, remedy)
     content = load_checkpoint(store, checkpoint.folder, checkpoint.sha256).content
     if content.model.is_own:
         own_code.require_own_code(f"checkpoint: the model of {checkpoint.name} is made by a user's own code: ")

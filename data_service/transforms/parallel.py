@@ -381,7 +381,8 @@ def crash_error(tries: Mapping[int, int], parts: Mapping[int, PartitionRange], *
     metadata = {"rows": rows}
     if foreign_code:
         return FailedPrecondition(
-            f"the worker died, and died again, on {where}: a custom function crashes or hangs on one of them",
+            f"the worker died, and died again, on {where}: a custom function crashes or hangs on one of them, or "
+            "the code of a bundle does",
             reason="TRANSFORM_CRASHED",
             metadata=metadata,
         )

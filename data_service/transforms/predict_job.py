@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,29 @@ from data_service.attempt import attempt_folder, commit_version
 from data_service.domain.bad_rows import build_report
 from data_service.domain.checks_rows import RowChecks
 from data_service.domain.predict_spec import PredictSpec
-from data_service.transforms.checking import NewColumns, new_columns, preparation
+from data_service.transforms.checking import NewColumns, columns_with, new_columns, preparation
 from data_service.transforms.job import Gathered, impure, lay_out, load_source
 from data_service.transforms.parallel import PartRunner, Passes, Pool, Progress, Results, Work, pool_of, run_on_ray
 from data_service.transforms.plan import PartitionRange, plan_parts
 from data_service.transforms.predict_work import Predictor, Preparer
+from data_service.transforms.predictor_work import (
+    Declare,
+    InputRows,
+    PredictorRows,
+    ProgramPredictor,
+    check_inputs,
+    output_columns,
+)
 from data_service.transforms.work import CountPart, VersionRows, WritePart
-from shared.checkpoint import CheckpointContent, load_checkpoint
+from shared.bundle_predictor import DeclaredTensor
+from shared.checkpoint import load_checkpoint
+from shared.checkpoint.program import is_program_checkpoint, load_program_checkpoint
 from shared.dataset_version import VersionReader
 from shared.dataset_version.manifest import Parent, Prediction
 from shared.dataset_version.version import DatasetVersion
 from shared.errors import InvalidArgument
 from shared.jobs import AttemptContext
+from shared.storage import ObjectStore
 
 # A model takes far longer for a row than a step does, so smaller parts are worth a task.
 MIN_PART_BYTES = 1024 * 1024
@@ -46,9 +58,74 @@ def run_predict(context: AttemptContext, run_parts: PartRunner = run_on_ray) -> 
     """
     spec = PredictSpec.from_record(context.job.spec["predict"])
     source = load_source(context.store, spec.source, spec.source_sha256)
-    content = load_checkpoint(context.store, spec.checkpoint.folder, spec.checkpoint.sha256).content
     with attempt_folder(context) as (folder, scratch):
-        return _Predict(context, spec, source, content, folder, scratch, run_parts).run()
+        passes = Passes(context, folder, run_parts, Progress(context))
+        model: _Model | _Program
+        if is_program_checkpoint(context.store, spec.checkpoint.folder, spec.checkpoint.sha256):
+            model = _Program(context.store, spec, source, passes)
+        else:
+            model = _Model(context.store, spec, source)
+        return _Predict(context, spec, source, model, folder, scratch, passes).run()
+
+
+class _Model:
+    """A model of Millrace's loop: how its checkpoint predicts."""
+
+    def __init__(self, store: ObjectStore, spec: PredictSpec, source: DatasetVersion) -> None:
+        self._store = store
+        self._spec = spec
+        self._source = source
+        content = load_checkpoint(store, spec.checkpoint.folder, spec.checkpoint.sha256).content
+        self._preparation = preparation(content, source.manifest, source.name)
+        self.new = new_columns(spec, source.manifest, content)
+        self.trained_on = content.dataset_version
+        self.runs_foreign_code = self._preparation.steps.has_custom
+
+    def inputs(self, rows: int) -> Preparer:
+        source = VersionRows(self._store.settings, self._source, None, rows)
+        return Preparer(source, self._preparation, self.new.kept, self._spec.bad_rows.are_left_out)
+
+    def predictions(self, schema: pa.Schema) -> Predictor:
+        inputs = self.inputs(self._spec.workers.batch_size)
+        return Predictor(inputs, self._spec.checkpoint, self.new.predictions, self._spec.workers, schema)
+
+
+class _Program:
+    """A program's checkpoint: how its bundle's predictor predicts.
+
+    A worker finds first what the predictor takes and gives.
+    """
+
+    runs_foreign_code = True
+
+    def __init__(self, store: ObjectStore, spec: PredictSpec, source: DatasetVersion, passes: Passes) -> None:
+        self._store = store
+        self._spec = spec
+        self._source = source
+        self._program = ProgramPredictor(store.settings, spec.checkpoint, spec.predictor)
+        content = load_program_checkpoint(store, spec.checkpoint.folder, spec.checkpoint.sha256)
+        self._inputs, outputs = self._declared(passes)
+        check_inputs(self._inputs, source.manifest, source.name)
+        self._outputs = output_columns(spec, outputs)
+        self.new = columns_with(spec, source.manifest, self._outputs)
+        self.trained_on = content.dataset_version
+
+    def inputs(self, rows: int) -> InputRows:
+        source = VersionRows(self._store.settings, self._source, None, rows)
+        return InputRows(source, self._inputs, self.new.kept, self._spec.bad_rows.are_left_out)
+
+    def predictions(self, schema: pa.Schema) -> PredictorRows:
+        inputs = self.inputs(self._spec.workers.batch_size)
+        return PredictorRows(inputs, self._program, self._outputs, self._spec.workers, schema)
+
+    def _declared(self, passes: Passes) -> tuple[tuple[DeclaredTensor, ...], tuple[DeclaredTensor, ...]]:
+        reader = VersionReader(self._store, self._source)
+        one_part = plan_parts(reader, reader.schema, [self._source.manifest.splits[0].name], MIN_PART_BYTES)[:1]
+        pool = replace(pool_of(self._spec.workers), most=1)
+        work = Declare(self._program)
+        with closing(passes.over("CHECKING", work, one_part, foreign_code=True, pool=pool)) as results:
+            ((_, declaration),) = results
+        return declaration.inputs, declaration.outputs
 
 
 class _Predict:
@@ -57,21 +134,20 @@ class _Predict:
         context: AttemptContext,
         spec: PredictSpec,
         source: DatasetVersion,
-        content: CheckpointContent,
+        model: _Model | _Program,
         folder: str,
         scratch: Path,
-        run_parts: PartRunner,
+        passes: Passes,
     ) -> None:
         self._context = context
         self._spec = spec
         self._source = source
-        self._content = content
+        self._model = model
         self._folder = folder
         self._scratch = scratch
-        self._passes = Passes(context, folder, run_parts, Progress(context))
+        self._passes = passes
         self._reader = VersionReader(context.store, source)
-        self._preparation = preparation(content, source.manifest, source.name)
-        self._new = new_columns(spec, source.manifest, content)
+        self._new = model.new
         # From the source's files, since a manifest does not record which columns have no nulls.
         kept = self._reader.select(self._new.kept)
         self._schema = pa.schema([*kept, *list(self._new.schema)[len(kept) :]])
@@ -83,14 +159,7 @@ class _Predict:
         there = [split for split in self._source.manifest.splits if not splits or split.name in splits]
         ranges, parts = lay_out(None, there, parts, counts)
         gathered = Gathered(self._schema, ranges, self._scratch)
-        predictor = Predictor(
-            self._preparer(self._spec.workers.batch_size),
-            self._spec.checkpoint,
-            self._new.predictions,
-            self._spec.workers,
-            self._schema,
-        )
-        work = WritePart(predictor, self._no_checks(), None, self._folder)
+        work = WritePart(self._model.predictions(self._schema), self._no_checks(), None, self._folder)
         with closing(self._pass("PREDICTING", work, parts, pool_of(self._spec.workers))) as results:
             for part, written in results:
                 if written.rows != counts[part.number]:
@@ -122,7 +191,7 @@ class _Predict:
             return [Counter({part.split: part.row_count}) for part in parts]
         counts: list[Counter[str]] = [Counter() for _ in parts]
         bad = 0
-        work = CountPart(self._preparer(COUNTED_ROWS), self._no_checks(), None)
+        work = CountPart(self._model.inputs(COUNTED_ROWS), self._no_checks(), None)
         with closing(self._pass("CHECKING", work, parts, None)) as results:
             for part, counted in results:
                 counts[part.number] = counted.rows
@@ -140,10 +209,6 @@ class _Predict:
                 metadata={"source": self._source.name, "max_rows": str(most)},
             )
 
-    def _preparer(self, rows: int) -> Preparer:
-        source = VersionRows(self._context.store.settings, self._source, None, rows)
-        return Preparer(source, self._preparation, self._new.kept, self._spec.bad_rows.are_left_out)
-
     def _no_checks(self) -> RowChecks:
         return RowChecks([], self._schema)
 
@@ -151,9 +216,9 @@ class _Predict:
         return Prediction(
             checkpoint=self._spec.checkpoint.name,
             checkpoint_sha256=self._spec.checkpoint.sha256,
-            trained_on=self._content.dataset_version,
+            trained_on=self._model.trained_on,
             columns=new.predictions.names,
         )
 
     def _pass(self, phase: str, work: Work, parts: list[PartitionRange], pool: Pool | None) -> Results:
-        return self._passes.over(phase, work, parts, foreign_code=self._preparation.steps.has_custom, pool=pool)
+        return self._passes.over(phase, work, parts, foreign_code=self._model.runs_foreign_code, pool=pool)

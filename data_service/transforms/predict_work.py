@@ -104,7 +104,7 @@ class Preparer:
             LeftOut(int(rows.row_ids[row]), f"{CHAIN}: {_told(one)}", excerpt(rows.table.select(self.kept), row))
             for row, one in sorted(bad.items())
         ]
-        return PreparedRows(_where(rows, good), prepared[good], left_out)
+        return PreparedRows(where(rows, good), prepared[good], left_out)
 
     def _one_by_one(self, rows: SplitRows) -> PreparedRows:
         """Prepares each row by itself, since a row's result does not depend on the others."""
@@ -123,10 +123,10 @@ class Preparer:
             else:
                 prepared.append(made)
                 good[place] = True
-        return PreparedRows(_where(rows, good), np.concatenate(prepared) if prepared else np.empty(0), left_out)
+        return PreparedRows(where(rows, good), np.concatenate(prepared) if prepared else np.empty(0), left_out)
 
 
-def _where(rows: SplitRows, good: NDArray[np.bool_]) -> SplitRows:
+def where(rows: SplitRows, good: NDArray[np.bool_]) -> SplitRows:
     return SplitRows(rows.split, rows.table.filter(pa.array(good)).combine_chunks(), rows.row_ids[good])
 
 
@@ -154,7 +154,7 @@ class Predictor:
 
     def rows(self, part: PartitionRange) -> Iterator[TransformedRows]:
         run = self._model
-        _set_threads(self.workers.cpus)
+        set_threads(self.workers.cpus)
         for one in self.preparer.prepared(part):
             table = one.rows.table.select(self.preparer.kept)
             if table.num_rows:
@@ -200,7 +200,7 @@ def _fitting(run: LoadedModel, prepared: Array) -> Sequence[NDArray[np.generic]]
         ) from error
 
 
-def _set_threads(threads: int) -> None:
+def set_threads(threads: int) -> None:
     """Sets torch's thread count for each part, since OpenMP keeps it per calling thread.
 
     The last bits of outputs depend on it.

@@ -317,7 +317,7 @@ class SplitRows:
             return work(batch_of(self.table))
         except RowError as error:
             row_id = str(self.row_ids[error.row])
-            raise _bad_row(error.path, f"row {row_id}: {error.problem}", {"row_id": row_id}) from error
+            raise bad_row(error.path, f"row {row_id}: {error.problem}", {"row_id": row_id}) from error
         except InvalidArgument as error:
             # A custom function reports only that it failed. A slow failure would take long to search.
             searched = time.monotonic() - started < SEARCH_TIMEOUT_S
@@ -355,10 +355,10 @@ class SplitRows:
         where = f"row {first}" if first == last else f"rows {first} to {last}"
         field = error.metadata.get("field", "")
         why = error.message.removeprefix(f"{field}: ")
-        return _bad_row(field, f"{where}: {why}", {"row_id": str(first)})
+        return bad_row(field, f"{where}: {why}", {"row_id": str(first)})
 
 
-def _bad_row(field: str, why: str, metadata: dict[str, str]) -> InvalidArgument:
+def bad_row(field: str, why: str, metadata: dict[str, str]) -> InvalidArgument:
     return InvalidArgument(
         f"{field}: {why}", reason="BAD_ROW", metadata={"field": field, **metadata}, fields=[(field, why)]
     )

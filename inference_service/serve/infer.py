@@ -53,9 +53,9 @@ from shared.errors import DeadlineExceeded, MillraceError, ResourceExhausted, in
 from shared.grpc_errors import status_code
 from shared.grpc_server import message_bytes
 from shared.grpc_server.deadlines import is_deadline
-from shared.grpc_server.server import MAX_MESSAGE_BYTES
 from shared.telemetry import hidden, identify, log_outcome
 from shared.tracing import tracing
+from shared.wire import MAX_MESSAGE_BYTES
 
 logger = logging.getLogger(__name__)
 

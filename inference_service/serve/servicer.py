@@ -20,7 +20,7 @@ from inference_service.serve.models import Models
 from inference_service.serve.repository import ModelRepository, SummedStatistics, config_to_proto, index_to_proto
 from shared.errors import Unimplemented, invalid_field
 from shared.grpc_server import message_bytes
-from shared.grpc_server.server import MAX_MESSAGE_BYTES
+from shared.wire import MAX_MESSAGE_BYTES
 
 # --- Servicer ---
 

@@ -19,22 +19,20 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shared.checkpoint.format import MANIFEST, OTHER_FORMAT, PROGRAM_FORMAT, Readable, read_manifest
+from shared.checkpoint.format import MANIFEST, OTHER_FORMAT, PROGRAM_FORMAT, read_manifest
 from shared.checkpoint.program import ProgramContent
+from shared.checkpoint.reading import Readable, StoredFile, read_pieces
 from shared.errors import DataLoss
-from shared.storage import ObjectMissing
 
 # --- Files for download ---
 
 # The manifest's path among a program's files, which may include their own `manifest.json`.
 PROGRAM_MANIFEST = "millrace-manifest.json"
 FORMATS = "millrace.checkpoint/"
-# A file is read in pieces of this many bytes, because a checkpoint may exceed the memory.
-PIECE_BYTES = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -45,6 +43,12 @@ class CheckpointFile:
     key: str
     size_bytes: int
     sha256: str
+    # With the digests of its blocks, where the manifest has them.
+    file: StoredFile | None = field(default=None, compare=False)
+
+    @property
+    def stored(self) -> StoredFile:
+        return self.file or StoredFile(self.key, self.size_bytes, self.sha256)
 
 
 def files_of(store: Readable, folder: str, manifest_sha256: str) -> list[CheckpointFile]:
@@ -71,28 +75,13 @@ def files_of(store: Readable, folder: str, manifest_sha256: str) -> list[Checkpo
 
 
 def read_file(store: Readable, file: CheckpointFile, offset: int = 0) -> Iterator[bytes]:
-    """Yield the bytes of a file from `offset` on, in pieces of `PIECE_BYTES`.
-
-    A file that is read from its beginning is compared with its digest: `DataLoss` is raised after the last piece. With
-    an offset the reader must compare it, because it has the bytes before. Raises `DataLoss` also if the object is
-    missing or too short.
-    """
-    digest, start = hashlib.sha256(), offset
-    try:
-        while start < file.size_bytes:
-            piece = store.get_range(file.key, start, min(PIECE_BYTES, file.size_bytes - start))
-            if not offset:
-                digest.update(piece)
-            start += len(piece)
-            yield piece
-    except ObjectMissing:
-        raise _lost(file.key, "is missing") from None
-    if not offset and digest.hexdigest() != file.sha256:
-        raise _lost(file.key, "does not have the digest that its manifest names")
+    """Yield the bytes of a file from `offset` on, as `read_pieces` of `shared.checkpoint.reading` does."""
+    return read_pieces(store, file.stored, offset)
 
 
 def _of_model(folder: str, files: Sequence[Mapping[str, Any]]) -> list[CheckpointFile]:
-    return [CheckpointFile(one["path"], f"{folder}/{one['path']}", one["size_bytes"], one["sha256"]) for one in files]
+    found = [(one["path"], StoredFile.from_manifest(folder, one)) for one in files]
+    return [CheckpointFile(path, one.key, one.size_bytes, one.sha256, one) for path, one in found]
 
 
 def _of_program(folder: str, manifest: Mapping[str, Any]) -> list[CheckpointFile]:
@@ -100,10 +89,6 @@ def _of_program(folder: str, manifest: Mapping[str, Any]) -> list[CheckpointFile
         CheckpointFile(one.path, f"{folder}/{one.object}", one.size_bytes, one.sha256)
         for one in ProgramContent.from_manifest(manifest).files
     ]
-
-
-def _lost(key: str, what: str) -> DataLoss:
-    return DataLoss(f"{key} {what}", metadata={"file": key})
 
 
 # --- Copy on a node ---

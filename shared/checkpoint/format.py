@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from shared.checkpoint.reading import Readable, StoredFile, blocks_of, read_pieces
 from shared.dataset_version.manifest import Column
 from shared.durable import fields_of
 from shared.errors import DataLoss, FailedPrecondition
@@ -155,21 +157,22 @@ class Checkpoint:
 
     def read(self, path: str) -> bytes:
         """Return a file's bytes. Raises `DataLoss` if it is missing or differs from the manifest."""
-        expected = self._files.get(path)
-        if expected is None:
-            raise _lost(self._folder, path, "is not in the manifest")
-        try:
-            data = self._store.get(f"{self._folder}/{path}")
-        except ObjectMissing:
-            raise _lost(self._folder, path, "is missing") from None
-        if len(data) != expected["size_bytes"] or sha256(data) != expected["sha256"]:
-            raise _lost(self._folder, path, "does not have the digest that its manifest names")
-        return data
+        return b"".join(self._pieces(path))
 
     def verify(self) -> None:
-        """Read every file once. Raises `DataLoss`."""
+        """Read every file once, without keeping it. Raises `DataLoss`."""
         for path in self._files:
-            self.read(path)
+            for _ in self._pieces(path):
+                pass
+
+    def _pieces(self, path: str) -> Iterator[bytes]:
+        if path not in self._files:
+            raise _lost(self._folder, path, "is not in the manifest")
+        file = StoredFile.from_manifest(self._folder, self._files[path])
+        found = self._store.size(file.key)
+        if found is not None and found > file.size_bytes:
+            raise _lost(self._folder, path, "is longer than its manifest says")
+        return read_pieces(self._store, file)
 
 
 def write_checkpoint(
@@ -178,7 +181,10 @@ def write_checkpoint(
     """Write files, then the manifest, below `folder`. Returns the manifest's digest and the total bytes."""
     for path, data in files.items():
         store.put(f"{folder}/{path}", data)  # in parts if it is large
-    named = [{"path": path, "size_bytes": len(data), "sha256": sha256(data)} for path, data in sorted(files.items())]
+    named = [
+        {"path": path, "size_bytes": len(data), "sha256": sha256(data), **blocks_of(data)}
+        for path, data in sorted(files.items())
+    ]
     return _write_manifest(store, folder, content, named)
 
 
@@ -187,8 +193,12 @@ def write_weights(store: ObjectStore, folder: str, content: CheckpointContent, w
     with weights.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         size_bytes = file.tell()
+        blocks: dict[str, Any] = {}
+        if size_bytes:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+                blocks = blocks_of(mapped)
     store.upload_file(weights, f"{folder}/{WEIGHTS}")
-    named = [{"path": WEIGHTS, "size_bytes": size_bytes, "sha256": digest}]
+    named = [{"path": WEIGHTS, "size_bytes": size_bytes, "sha256": digest, **blocks}]
     return _write_manifest(store, folder, content, named)
 
 
@@ -199,14 +209,6 @@ def _write_manifest(
     encoded = json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
     store.put(f"{folder}/{MANIFEST}", encoded)
     return sha256(encoded), len(encoded) + sum(one["size_bytes"] for one in named)
-
-
-class Readable(Protocol):
-    """The store's methods that reading a checkpoint needs. Both raise `ObjectMissing`."""
-
-    def get(self, key: str) -> bytes: ...
-
-    def get_range(self, key: str, start: int, length: int) -> bytes: ...
 
 
 def read_manifest(store: Readable, folder: str, manifest_sha256: str) -> tuple[dict[str, Any], int]:
@@ -246,7 +248,7 @@ def not_a_model(name: str, fields: Sequence[tuple[str, str]] = ()) -> FailedPrec
     """Return the error for a program's checkpoint in place of a model of Millrace's."""
     return FailedPrecondition(
         f"{name} was reported by a user's own training function: its files are known to that program alone, so it "
-        "can be served by its predictor, and not predicted with or fine-tuned from; name a checkpoint of a job with "
+        "can be served and predicted with by its predictor, and not fine-tuned from; name a checkpoint of a job with "
         "spec.model",
         reason=PROGRAM_CHECKPOINT,
         metadata={"resource": name},

@@ -9,24 +9,19 @@ Millrace itself never loads one.
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from shared.checkpoint.format import MANIFEST, OTHER_FORMAT, PROGRAM_FORMAT, Readable, read_manifest, sha256
+from shared.checkpoint import reading
+from shared.checkpoint.format import MANIFEST, OTHER_FORMAT, PROGRAM_FORMAT, read_manifest, sha256
+from shared.checkpoint.reading import Readable, StoredFile
 from shared.durable import fields_of
 from shared.errors import DataLoss
-from shared.storage import ObjectMissing, ObjectStore
+from shared.storage import ObjectStore
 
 KIND = "PROGRAM"
-# A file is read in pieces of this many bytes, because a checkpoint may exceed the memory.
-PIECE_BYTES = 8 * 1024 * 1024
-# Pieces that are read ahead of the one in use.
-PIECES_AHEAD = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +94,11 @@ def write_manifest(store: ObjectStore, folder: str, content: ProgramContent) -> 
     return sha256(encoded), len(encoded) + content.size_bytes
 
 
+def is_program_checkpoint(store: Readable, folder: str, manifest_sha256: str) -> bool:
+    """Return whether a program reported the checkpoint. Raises `DataLoss` as `load_program_checkpoint` does."""
+    return bool(read_manifest(store, folder, manifest_sha256)[0].get("format") == PROGRAM_FORMAT)
+
+
 def load_program_checkpoint(store: Readable, folder: str, manifest_sha256: str) -> ProgramContent:
     """Load a program's checkpoint.
 
@@ -120,42 +120,8 @@ def read_pieces(
     store: Readable, folder: str, file: ProgramFile, advanced: Callable[[], None] = lambda: None
 ) -> Iterator[bytes]:
     """Yield the bytes of one file. Raises `DataLoss` after the last piece if they differ from the manifest."""
-    key, digest = f"{folder}/{file.object}", hashlib.sha256()
-    try:
-        for piece in _pieces(store, key, file.size_bytes):
-            digest.update(piece)
-            advanced()
-            yield piece
-    except ObjectMissing:
-        raise _lost(key, "is missing") from None
-    if digest.hexdigest() != file.sha256:
-        raise _lost(key, "does not have the digest that its manifest names")
-
-
-def _pieces(store: Readable, key: str, size_bytes: int) -> Iterator[bytes]:
-    """Yield the pieces of an object in order.
-
-    While one is digested and written the next ones are being fetched, because each takes a round trip to the store.
-    """
-
-    def read(start: int) -> bytes:
-        piece = store.get_range(key, start, min(PIECE_BYTES, size_bytes - start))
-        if not piece:
-            raise _lost(key, f"has {start} bytes instead of {size_bytes}")
-        return piece
-
-    starts = range(0, size_bytes, PIECE_BYTES)
-    if len(starts) < 2:
-        yield from map(read, starts)
-        return
-    with ThreadPoolExecutor(PIECES_AHEAD, thread_name_prefix="checkpoint pieces") as readers:
-        coming: deque[Future[bytes]] = deque()
-        for start in starts:
-            coming.append(readers.submit(read, start))
-            if len(coming) > PIECES_AHEAD:
-                yield coming.popleft().result()
-        while coming:
-            yield coming.popleft().result()
+    stored = StoredFile(f"{folder}/{file.object}", file.size_bytes, file.sha256)
+    return reading.read_pieces(store, stored, advanced=advanced)
 
 
 def verify_program_checkpoint(store: Readable, folder: str, manifest_sha256: str) -> ProgramContent:
@@ -165,7 +131,3 @@ def verify_program_checkpoint(store: Readable, folder: str, manifest_sha256: str
         for _ in read_pieces(store, folder, file):
             pass
     return content
-
-
-def _lost(key: str, what: str) -> DataLoss:
-    return DataLoss(f"{key} {what}", metadata={"file": key})

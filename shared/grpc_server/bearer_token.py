@@ -24,15 +24,15 @@ from grpc import aio
 
 from shared.errors import Unauthenticated
 from shared.grpc_errors import details_and_status
-from shared.grpc_server.interceptor import REQUEST_ID, STATUS, Handler, request_id_of
+from shared.grpc_server.interceptor import Handler, request_id_of
 from shared.settings import SettingsError
+from shared.wire import AUTHORIZATION, MAX_TOKEN_CHARACTERS, REQUEST_ID, STATUS, TOKEN_FILE_VARIABLE
 
 logger = logging.getLogger(__name__)
 
-VARIABLE = "MILLRACE_TOKEN_FILE"
-HEADER, SCHEME = "authorization", "Bearer"
-# `openssl rand -hex 32` writes 64 characters. A call's headers are limited to 8 KiB in total.
-MIN_CHARACTERS, MAX_CHARACTERS = 16, 1024
+SCHEME = "Bearer"
+# `openssl rand -hex 32` writes 64.
+MIN_CHARACTERS = 16
 # Orchestrators call the health service without a token.
 EXEMPT = "/grpc.health.v1.Health/"
 LOG_EVERY_S = 5.0
@@ -46,7 +46,7 @@ class BearerToken:
     def __init__(self, token: str) -> None:
         self._token = token.encode()
         # The headers for the server's calls to its own port.
-        self.metadata = ((HEADER, f"{SCHEME} {token}"),)
+        self.metadata = ((AUTHORIZATION, f"{SCHEME} {token}"),)
 
     def is_in(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
         """Return whether a call with these headers carries the token.
@@ -54,7 +54,7 @@ class BearerToken:
         The time depends only on the length of a wrong token, not on how much of it is right.
         """
         for key, value in metadata:
-            if key == HEADER and isinstance(value, str):
+            if key == AUTHORIZATION and isinstance(value, str):
                 scheme, _, token = value.partition(" ")
                 if scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode(), self._token):
                     return True
@@ -67,7 +67,7 @@ def bearer_token(environ: Mapping[str, str]) -> BearerToken | None:
     The file holds one token of 16 to 1024 visible ASCII characters; surrounding white space is ignored. Raises
     `SettingsError` for any other file, and for one that other users of the machine may read.
     """
-    path = environ.get(VARIABLE, "")
+    path = environ.get(TOKEN_FILE_VARIABLE, "")
     if not path:
         return None
     token = _read(path)
@@ -93,19 +93,19 @@ def _read(path: str) -> str:
             if mode & 0o077:
                 problem = f"may be read or changed by other users (mode {stat.S_IMODE(mode):04o})"
                 raise _refusal(path, problem, f"run chmod 600 {path}")
-            content = os.read(descriptor, 4 * MAX_CHARACTERS)
+            content = os.read(descriptor, 4 * MAX_TOKEN_CHARACTERS)
         finally:
             os.close(descriptor)
     except OSError as error:
         raise _refusal(path, f"cannot be read: {error.strerror}", "name a file that this user can read") from error
     token = content.decode("ascii", errors="replace").strip()
-    if len(token) > MAX_CHARACTERS:
-        raise _refusal(path, f"holds more than {MAX_CHARACTERS} characters", "write one token, on one line")
+    if len(token) > MAX_TOKEN_CHARACTERS:
+        raise _refusal(path, f"holds more than {MAX_TOKEN_CHARACTERS} characters", "write one token, on one line")
     return token
 
 
 def _refusal(path: str, problem: str, remedy: str) -> SettingsError:
-    return SettingsError(f"{VARIABLE}={path!r}: the file {problem}; {remedy}")
+    return SettingsError(f"{TOKEN_FILE_VARIABLE}={path!r}: the file {problem}; {remedy}")
 
 
 class TokenCheck(grpc.GenericRpcHandler):
@@ -119,7 +119,7 @@ class TokenCheck(grpc.GenericRpcHandler):
         self._token = token
         self._refused = 0
         self._logged_s = -LOG_EVERY_S
-        send = f"send the header {HEADER}: {SCHEME} TOKEN, with the token that the service was started with"
+        send = f"send the header {AUTHORIZATION}: {SCHEME} TOKEN, with the token that the service was started with"
         self._required = self._refusing(f"this service demands a token; {send}", "TOKEN_REQUIRED")
         self._invalid = self._refusing(f"the call's token is not that of this service; {send}", "TOKEN_INVALID")
 
@@ -127,12 +127,12 @@ class TokenCheck(grpc.GenericRpcHandler):
         metadata = handler_call_details.invocation_metadata or ()
         if self._token.is_in(metadata) or handler_call_details.method.startswith(EXEMPT):
             return None
-        return self._invalid if any(key == HEADER for key, _ in metadata) else self._required
+        return self._invalid if any(key == AUTHORIZATION for key, _ in metadata) else self._required
 
     def _refusing(self, message: str, reason: str) -> Handler:
         # Computed once, so that refusing a call costs hardly any work.
         details, status = details_and_status(
-            Unauthenticated(message, reason=reason, metadata={"header": HEADER, "scheme": SCHEME})
+            Unauthenticated(message, reason=reason, metadata={"header": AUTHORIZATION, "scheme": SCHEME})
         )
 
         async def refuse(_: Any, context: Context) -> None:

@@ -36,12 +36,12 @@ from shared.grpc_server.deadlines import is_deadline
 from shared.grpc_server.load_shedder import LoadShedder
 from shared.telemetry import hidden, identity, log_outcome
 from shared.tracing import tracing
+from shared.wire import REQUEST_ID, STATUS
 
 # --- Calls ---
 
 logger = logging.getLogger(__name__)
 
-REQUEST_ID, STATUS = "x-request-id", "grpc-status-details-bin"
 DEFAULT_DEADLINE_S = 60.0
 # A client that takes no message of its stream for this long counts as gone.
 SEND_TIMEOUT_S = 300.0

@@ -29,23 +29,22 @@ from grpc_reflection.v1alpha._async import ReflectionServicer
 from shared.errors import InvalidArgument, ResourceExhausted
 from shared.grpc_errors import details_and_status
 from shared.grpc_server.bearer_token import BearerToken, TokenCheck
+from shared.grpc_server.concurrent_accepts import concurrent_server
 from shared.grpc_server.interceptor import (
     DEFAULT_DEADLINE_S,
-    REQUEST_ID,
-    STATUS,
     CallInterceptor,
     Handler,
     Registering,
     request_id_of,
 )
 from shared.grpc_server.load_shedder import LoadShedder
+from shared.wire import MAX_MESSAGE_BYTES, REQUEST_ID, STATUS
 
 # --- Server ---
 
 logger = logging.getLogger(__name__)
 
 
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 # The limit for all services but health, which has its own: a busy server is not a dead one.
 MAX_CALLS = 2048
 MAX_HEALTH_CALLS = 1024
@@ -103,7 +102,7 @@ async def serve(
     loop.set_default_executor(ThreadPoolExecutor(BLOCKING_THREADS, thread_name_prefix="blocking"))
     health = health or Health()
     stop = stop or asyncio.Event()
-    server = aio.server(
+    server = concurrent_server(
         maximum_concurrent_rpcs=MAX_CALL_TASKS,
         options=[
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

@@ -15,6 +15,9 @@ from shared.errors import Conflict, Internal, MillraceError, ResourceExhausted
 
 # --- State and record ---
 
+# How many failed attempts a job survives, and how many attempts whose node was taken away.
+DEFAULT_MAX_FAILURES, DEFAULT_MAX_PREEMPTIONS = 3, 100
+
 
 class JobState(enum.StrEnum):
     #  PENDING ──▶ RUNNING ◀──▶ RECOVERING
@@ -70,10 +73,10 @@ class JobRecord(Durable):
     # The program that begins the job's attempts instead of a reconciler. It is not supervised, and may have ended.
     runner: str = ""
     failures: int = 0
-    max_failures: int = 3
+    max_failures: int = DEFAULT_MAX_FAILURES
     # Attempts whose node was taken away. They have their own budget.
     preemptions: int = 0
-    max_preemptions: int = 100
+    max_preemptions: int = DEFAULT_MAX_PREEMPTIONS
     # Consecutive attempts that found no room. They are not failures.
     waits: int = 0
     # Counts clients' requests, not progress: 1 for the creation, 2 after a request to cancel.

@@ -22,11 +22,17 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+# The prefix of models of the library `transformers`, see `shared.models.texts`.
+TRANSFORMERS = "transformers."
+
+
 # --- Building ---
 
 
 def build_model(spec: ModelSpec, path: str = "model") -> nn.Module:
-    """Build a model with fresh weights: inputs float32 (B, C, H, W), or (B, C) for `mlp`, to outputs (B, num_classes).
+    """Build a model with fresh weights: inputs float32 (B, C, H, W) to outputs (B, num_classes).
+
+    For `mlp` and the models of `transformers` the inputs are (B, C).
 
     Raises `InvalidArgument`, naming the field below `path`, for an unknown builder, arguments that it does not take, or
     a model whose input channels cannot be adapted; `FailedPrecondition` for a user's own model in a process that has
@@ -38,6 +44,10 @@ def build_model(spec: ModelSpec, path: str = "model") -> nn.Module:
         return build_torchvision(spec, path)
     if spec.builder == MLP:
         return build_mlp(spec, path)
+    if spec.builder.startswith(TRANSFORMERS):
+        from shared.models.texts import build_text_model
+
+        return build_text_model(spec, path)
     return _build_installed(spec, path)
 
 
@@ -48,6 +58,10 @@ def import_builder(builder: str, field: str) -> None:
     """
     if builder.startswith(PREFIX):
         known_builders()
+    elif builder.startswith(TRANSFORMERS):
+        from shared.models.texts import import_library
+
+        import_library(builder, field)
     elif builder != MLP:
         _installed(builder, field)
 
@@ -56,7 +70,7 @@ def input_dimensions(builder: str) -> int | None:
     """Return the dimensions of one input row; None if only the model itself knows."""
     if builder.startswith(PREFIX):
         return 3
-    return 1 if builder == MLP else None
+    return 1 if builder == MLP or builder.startswith(TRANSFORMERS) else None
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, TypedDict
+from typing import TYPE_CHECKING, Final, TypedDict
 
 import obstore
 import pyarrow as pa
@@ -24,6 +24,9 @@ from pyarrow import fs
 
 from shared.errors import DataLoss, MillraceError, ResourceExhausted, Unavailable
 from shared.settings import StoreSettings
+
+if TYPE_CHECKING:
+    from obstore import GetOptions
 
 # The reason of the `ResourceExhausted` that a full store raises.
 STORE_FULL = "STORE_FULL"
@@ -53,9 +56,24 @@ class Parts(TypedDict):
     max_concurrency: int
 
 
-# Objects up to one part go in one PUT, which a server accepts in full or not at all. 10,000 parts make 156 GiB, and
-# four at once keep 64 MiB in memory.
-PARTS: Final[Parts] = {"chunk_size": 16 * 1024 * 1024, "max_concurrency": 4}
+# Objects up to one part go in one PUT, which a server accepts in full or not at all. Four at once are 64 MiB of memory.
+PART_BYTES: Final = 16 * 1024 * 1024
+# S3's limit is 10,000 parts. Of a larger object than 145 GiB the parts grow, up to 5 TiB, the most that S3 takes.
+MOST_PARTS: Final = 9_500
+MIB: Final = 1024 * 1024
+PARTS_IN_MEMORY_BYTES: Final = 4 * PART_BYTES
+
+
+def parts_for(size_bytes: int) -> Parts:
+    """Return how an object of this size is cut. Of larger parts than usual fewer are sent at a time."""
+    part = max(PART_BYTES, -(-size_bytes // MOST_PARTS // MIB) * MIB)
+    return {"chunk_size": part, "max_concurrency": max(1, PARTS_IN_MEMORY_BYTES // part)}
+
+
+# A read of more bytes than this goes on where it was cut off, and has no limit of time while bytes arrive.
+STREAMED_FROM_BYTES = 1024 * 1024
+# Bytes that are taken over at once from a connection; what a cut connection had beyond them is asked for again.
+STREAM_BYTES = 256 * 1024
 
 # The local file of an object that is being written. No object can have such a key.
 TORN_NAME = re.compile(r".+#\d+")
@@ -76,6 +94,10 @@ class ObjectMissing(Exception):
     """No object has that key."""
 
 
+class _Replaced(Exception):
+    """The object was overwritten while it was read."""
+
+
 @dataclass(frozen=True)
 class ObjectInfo:
     key: str
@@ -94,15 +116,28 @@ class ObjectStore:
     until its lifecycle rule removes it.
     """
 
-    def __init__(self, backend: LocalStore | S3Store, filesystem: fs.FileSystem, settings: StoreSettings) -> None:
+    def __init__(
+        self,
+        backend: LocalStore | S3Store,
+        filesystem: fs.FileSystem,
+        settings: StoreSettings,
+        *,
+        reading: S3Store | None = None,
+        writing: S3Store | None = None,
+    ) -> None:
+        """Create the store. `reading` and `writing` are for large objects on S3, with limits of time of their own."""
         self._backend = backend
+        self._reading = reading
+        self._writing = writing
         self._filesystem = filesystem
         # The settings to open the store in another process, because an open store cannot be sent.
         self.settings = settings
 
     def put(self, key: str, data: bytes | bytearray | memoryview) -> None:
         """Write the object, replacing an existing one."""
-        _written(key, lambda: obstore.put(self._backend, key, data, mode="overwrite", **PARTS))
+        size_bytes = memoryview(data).nbytes
+        backend, parts = self._for_writing(size_bytes), parts_for(size_bytes)
+        _written(key, lambda: obstore.put(backend, key, data, mode="overwrite", **parts))
 
     def put_if_absent(self, key: str, data: bytes | bytearray | memoryview) -> None:
         """Write a new object.
@@ -113,15 +148,65 @@ class ObjectStore:
         _written(key, lambda: obstore.put(self._backend, key, data, mode="create", use_multipart=False))
 
     def get(self, key: str) -> bytes:
-        with _errors(key):
-            return bytes(obstore.get(self._backend, key).bytes())
+        while True:
+            with _errors(key):
+                found = obstore.get(self._backend, key)
+                size_bytes, etag = found.meta["size"], found.meta["e_tag"]
+                if self._reading is None or size_bytes <= STREAMED_FROM_BYTES:
+                    return bytes(found.bytes())
+            del found  # its connection is not read any further
+            data = bytearray(size_bytes)
+            try:
+                self._fill(key, 0, memoryview(data), etag)
+            except _Replaced:
+                continue
+            return bytes(data)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         """Read `length` bytes from `start`.
 
-        Raises `DataLoss` if the object ends before. It never returns fewer bytes.
+        Raises `DataLoss` if the object ends before. It never returns fewer bytes. A long read that is cut off goes on
+        with the byte after the last one that came.
         """
-        return bytes(self.get_ranges(key, [(start, length)])[0])
+        if self._reading is None or length <= STREAMED_FROM_BYTES:
+            return bytes(self.get_ranges(key, [(start, length)])[0])
+        data = bytearray(length)
+        self._fill(key, start, memoryview(data))
+        return bytes(data)
+
+    def _fill(self, key: str, start: int, buffer: memoryview, etag: str | None = None) -> None:
+        """Fill `buffer` with the bytes from `start`, over as many connections as it takes, one after the other.
+
+        Gives up when no byte has come for `RETRY_TIMEOUT_S` and longer. With an `etag` it raises `_Replaced` if the
+        object is another by now.
+        """
+        assert self._reading is not None
+        filled, last_byte_at = 0, time.monotonic()
+        while filled < len(buffer):
+            options: GetOptions = {"range": (start + filled, start + len(buffer))}
+            if etag is not None:
+                options["if_match"] = etag
+            try:
+                with _errors(key):
+                    try:
+                        found = obstore.get(self._reading, key, options=options)
+                    except exceptions.PreconditionError:
+                        raise _Replaced(key) from None
+                    except exceptions.GenericError as error:
+                        if not _beyond_end(error):
+                            raise
+                        raise _ends_before(key, start + len(buffer)) from None
+                    if found.range[1] < start + len(buffer):
+                        raise _ends_before(key, start + len(buffer))
+                    for piece in found.stream(min_chunk_size=STREAM_BYTES):
+                        buffer[filled : filled + len(piece)] = piece
+                        filled += len(piece)
+                        last_byte_at = time.monotonic()
+            except Unavailable as error:
+                silent_s = time.monotonic() - last_byte_at
+                if error.specific_reason != UNRESPONSIVE or silent_s > RETRY_TIMEOUT_S:
+                    raise
+                time.sleep(RETRY_DELAY_S)
 
     def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         """Read several (start, length) ranges at the same time, as `get_range` does."""
@@ -139,7 +224,7 @@ class ObjectStore:
         given = [next(found, memoryview(b"")) if length else memoryview(b"") for _, length in ranges]
         for data, (start, length) in zip(given, ranges, strict=True):
             if len(data) != length:
-                raise DataLoss(f"{key} ends before byte {start + length}", metadata={"object": key})
+                raise _ends_before(key, start + length)
         return given
 
     @contextmanager
@@ -219,15 +304,22 @@ class ObjectStore:
 
         Raises `FileNotFoundError` if the file is missing.
         """
-        path.stat()
-        _written(key, lambda: obstore.put(self._backend, key, path, mode="overwrite", **PARTS))
+        size_bytes = path.stat().st_size
+        backend, parts = self._for_writing(size_bytes), parts_for(size_bytes)
+        _written(key, lambda: obstore.put(backend, key, path, mode="overwrite", **parts))
 
     def put_pieces(self, key: str, pieces: Callable[[], Iterator[bytes]]) -> None:
         """Write the concatenated pieces as an object, in parts if it is large.
 
-        `pieces` is called again for each repeated try.
+        `pieces` is called again for each repeated try. Their size is unknown, so the parts do not grow: on S3 an object
+        has at most 156 GiB.
         """
-        _written(key, lambda: obstore.put(self._backend, key, pieces(), mode="overwrite"))
+        backend, parts = self._writing or self._backend, parts_for(0)
+        _written(key, lambda: obstore.put(backend, key, pieces(), mode="overwrite", **parts))
+
+    def _for_writing(self, size_bytes: int) -> LocalStore | S3Store:
+        is_large = size_bytes > STREAMED_FROM_BYTES
+        return self._writing if self._writing is not None and is_large else self._backend
 
     def _torn(self, prefix: str) -> Sequence[Path]:
         """Return the files of unfinished objects below `prefix`, whose writers still write or were killed."""
@@ -262,6 +354,10 @@ def key_problem(key: str) -> str:
     if re.fullmatch(r"#\d+|" + TORN_NAME.pattern, key.rpartition("/")[2]):
         return "ends with # and a number, which marks an object that is still being written"
     return ""
+
+
+def _ends_before(key: str, end: int) -> DataLoss:
+    return DataLoss(f"{key} ends before byte {end}", metadata={"object": key})
 
 
 def _folder(prefix: str) -> str | None:

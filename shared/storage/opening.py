@@ -34,8 +34,13 @@ BACKOFF: BackoffConfig = {
     "max_backoff": timedelta(seconds=1),
     "base": 2,
 }
-# The limit of one request with all its bytes. Large objects are written in parts.
+# The limit of one request with all its bytes. Large objects are written in parts, and read without this limit.
 REQUEST_TIMEOUT = timedelta(seconds=30)
+# The library has no way to say "no limit".
+UNLIMITED = timedelta(days=365)
+# The limit of one part of a large object, or of a PUT above 1 MiB. While it is sent the server is silent, and the
+# library cannot tell that bytes are going out.
+WRITE_TIMEOUT = timedelta(seconds=120)
 
 
 def open_store(settings: StoreSettings) -> ObjectStore:
@@ -81,23 +86,26 @@ def _open_s3(settings: StoreSettings) -> ObjectStore:
     parts = urlsplit(settings.url)
     prefix = parts.path.strip("/")
     endpoint = urlsplit(settings.s3_endpoint)
-    backend = S3Store(
-        parts.netloc,
-        prefix=prefix or None,
-        endpoint=settings.s3_endpoint or None,
-        access_key_id=settings.s3_access_key,
-        secret_access_key=settings.s3_secret_key,
-        region=settings.s3_region,
-        virtual_hosted_style_request=False,
-        client_options={
-            "allow_http": endpoint.scheme == "http",
-            "connect_timeout": CONNECT_TIMEOUT,
-            "read_timeout": SILENCE_TIMEOUT,
-            "timeout": REQUEST_TIMEOUT,
-        },
-        # As many retries as the time allows, because a restarting server is unavailable for some seconds.
-        retry_config={"max_retries": 30, "retry_timeout": RETRY_FOR, "backoff": BACKOFF},
-    )
+
+    def backend(timeout: timedelta, silence: timedelta) -> S3Store:
+        return S3Store(
+            parts.netloc,
+            prefix=prefix or None,
+            endpoint=settings.s3_endpoint or None,
+            access_key_id=settings.s3_access_key,
+            secret_access_key=settings.s3_secret_key,
+            region=settings.s3_region,
+            virtual_hosted_style_request=False,
+            client_options={
+                "allow_http": endpoint.scheme == "http",
+                "connect_timeout": CONNECT_TIMEOUT,
+                "read_timeout": silence,
+                "timeout": timeout,
+            },
+            # As many retries as the time allows, because a restarting server is unavailable for some seconds.
+            retry_config={"max_retries": 30, "retry_timeout": RETRY_FOR, "backoff": BACKOFF},
+        )
+
     filesystem = fs.S3FileSystem(
         access_key=settings.s3_access_key,
         secret_key=settings.s3_secret_key,
@@ -111,7 +119,14 @@ def _open_s3(settings: StoreSettings) -> ObjectStore:
         retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=6),
     )
     root = f"{parts.netloc}/{prefix}" if prefix else parts.netloc
-    return ObjectStore(backend, fs.SubTreeFileSystem(root, filesystem), settings)
+    tree = fs.SubTreeFileSystem(root, filesystem)
+    return ObjectStore(
+        backend(REQUEST_TIMEOUT, SILENCE_TIMEOUT),
+        tree,
+        settings,
+        reading=backend(UNLIMITED, SILENCE_TIMEOUT),
+        writing=backend(WRITE_TIMEOUT, WRITE_TIMEOUT),
+    )
 
 
 # --- Client of minio ---

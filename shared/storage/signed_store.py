@@ -147,10 +147,33 @@ class SignedStore:
         return answer.data
 
     def _get_range(self, key: str, start: int, length: int) -> bytes:
-        data = self._get(key, {"Range": f"bytes={start}-{start + length - 1}"})
-        if len(data) != length:
-            raise DataLoss(f"{key} ends before byte {start + length}", metadata={"object": key})
-        return data
+        """Read a range. A read that is cut off goes on with the byte after the last one that came."""
+        data = bytearray()
+        last_byte_at = time.monotonic()
+        while len(data) < length:
+            before = len(data)
+            answer = self._send(
+                key,
+                "GET",
+                lambda anew: self._address("GET", key, anew=anew),
+                headers={"Range": f"bytes={start + before}-{start + length - 1}"},
+                is_streamed=True,
+            )
+            try:
+                for piece in answer.stream(SLICE_BYTES):
+                    data += piece
+                    last_byte_at = time.monotonic()
+                    self._advanced()
+            except urllib3.exceptions.HTTPError as error:
+                if time.monotonic() - last_byte_at > RETRY_FOR_S:
+                    raise unresponsive_store(key) from error
+                time.sleep(FIRST_PAUSE_S)
+            else:
+                if len(data) < length:
+                    raise DataLoss(f"{key} ends before byte {start + length}", metadata={"object": key})
+            finally:
+                answer.close()
+        return bytes(data)
 
     def _put(self, key: str, pieces: Sequence[bytes | bytearray | memoryview]) -> None:
         self._send(key, "PUT", lambda anew: self._address("PUT", key, anew=anew), pieces)
@@ -221,21 +244,27 @@ class SignedStore:
         *,
         headers: dict[str, str] | None = None,
         retry_for_s: float | None = None,
+        is_streamed: bool = False,
     ) -> urllib3.BaseHTTPResponse:
         """Send one request, repeat it while the store does not answer, and return the answer.
 
-        `address` is called with True for a new URL if the store refuses the old one.
+        `address` is called with True for a new URL if the store refuses the old one. With `is_streamed` the caller
+        reads the body of a good answer, and closes it.
         """
         until = time.monotonic() + (RETRY_FOR_S if retry_for_s is None else retry_for_s)
         pause_s, is_anew = FIRST_PAUSE_S, False
         while True:
             try:
-                answer = self._once(method, address(is_anew), pieces, headers)
+                answer = self._once(method, address(is_anew), pieces, headers, is_streamed=is_streamed)
+                is_good = answer.status in (200, 206)
+                if is_streamed and not is_good:
+                    answer.read(cache_content=True)  # the error's text
+                    answer.release_conn()
             except urllib3.exceptions.HTTPError as error:
                 problem: Exception = unresponsive_store(key)
                 problem.__cause__ = error
             else:
-                if answer.status in (200, 206):
+                if is_good:
                     return answer
                 if answer.status in (400, 401, 403) and not is_anew:
                     is_anew = True  # the URL may have expired, or name an upload that a restarted server does not know
@@ -253,6 +282,8 @@ class SignedStore:
         url: str,
         pieces: Sequence[bytes | bytearray | memoryview] | None,
         headers: dict[str, str] | None,
+        *,
+        is_streamed: bool = False,
     ) -> urllib3.BaseHTTPResponse:
         named, read_s = dict(headers or {}), SILENCE_TIMEOUT.total_seconds()
         body: Any = None
@@ -261,7 +292,15 @@ class SignedStore:
             body, read_s = self._slices(pieces), WRITTEN_TIMEOUT_S
         timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT.total_seconds(), read=read_s)
         return self._http.request(
-            method, url, body=body, headers=named, timeout=timeout, retries=False, redirect=False, decode_content=False
+            method,
+            url,
+            body=body,
+            headers=named,
+            timeout=timeout,
+            retries=False,
+            redirect=False,
+            decode_content=False,
+            preload_content=not is_streamed,
         )
 
     def _slices(self, pieces: Sequence[bytes | bytearray | memoryview]) -> Iterator[memoryview]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import signal
 import time
@@ -20,6 +21,7 @@ from data_service.transforms.checking import found_checkpoint
 from data_service.transforms.predict_job import run_predict
 from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegistry, write_checkpoint
 from shared.checkpoint.format import WEIGHTS
+from shared.checkpoint.program import ProgramContent, ProgramFile, write_manifest
 from shared.dataset_version.columns import tensor_array
 from shared.dataset_version.version import IMPORT_KIND
 from shared.jobs import JobRecord, Jobs
@@ -104,6 +106,49 @@ def write(
     )
     registry.commit(entry)
     return entry
+
+
+def write_program(
+    store: ObjectStore, bundle: str, files: Mapping[str, bytes], *, entry: str = "train:loop", name: str = CHECKPOINT
+) -> CheckpointEntry:
+    """Commits a checkpoint as a program of that bundle would report it."""
+    job = name.partition("/checkpoints/")[0]
+    registry = CheckpointRegistry(store, job)
+    registry.fence(1)
+    folder = f"{registry.data_folder}/{name.rpartition('/')[2]}-{uuid.uuid4().hex[:8]}"
+    named = [
+        ProgramFile(path=path, rank=0, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+        for path, data in files.items()
+    ]
+    for one in named:
+        store.put(f"{folder}/{one.object}", files[one.path])
+    content = ProgramContent(
+        training_job=job,
+        code_bundle=bundle,
+        entry=entry,
+        report=1,
+        epoch=0,
+        seed=0,
+        world_size=1,
+        optimizer_steps=0,
+        metrics={},
+        files=named,
+        dataset_version="datasets/d/versions/trained-on",
+    )
+    digest, size_bytes = write_manifest(store, folder, content)
+    committed = CheckpointEntry(
+        name=name,
+        folder=folder,
+        manifest_sha256=digest,
+        step=1,
+        epoch=0,
+        attempt=1,
+        size_bytes=size_bytes,
+        create_time=time.time(),
+        code_bundle=bundle,
+    )
+    registry.commit(committed)
+    return committed
 
 
 def seeded(model: ModelSpec) -> bytes:

@@ -30,6 +30,8 @@ class Fault:
     latency_s: float = 0.0
     # Of all connections together, each way; 0: no limit.
     bytes_per_s: int = 0
+    # Of each connection by itself, towards the client; 0: no limit.
+    connection_bytes_per_s: int = 0
     # Answers so instead of the server, which never sees the request; 0: no answer of ours.
     status: int = 0
     # The connection is reset (RST) after so many bytes of the body: of the "request", or of the "response", which is
@@ -49,6 +51,16 @@ NONE = Fault()
 
 def slow(bytes_per_s: int, latency_s: float = 0.0) -> Fault:
     return Fault(bytes_per_s=bytes_per_s, latency_s=latency_s)
+
+
+def slow_and_cut(connection_bytes_per_s: int, cut_after_bytes: int) -> Fault:
+    """Each connection is slow, and breaks after so many bytes of an answer."""
+    return Fault(
+        connection_bytes_per_s=connection_bytes_per_s,
+        reset="response",
+        reset_after_bytes=cut_after_bytes,
+        methods=frozenset({"GET"}),
+    )
 
 
 def failing(status: int = 503, *, share: float = 1.0, nth: int = 0, methods: frozenset[str] = frozenset()) -> Fault:
@@ -232,6 +244,8 @@ class S3FaultProxy:
             carried += len(piece)
             if fault.bytes_per_s:
                 await self._wait_for_line(len(piece), fault.bytes_per_s)
+            if fault.connection_bytes_per_s and way == "response":
+                await asyncio.sleep(len(piece) / fault.connection_bytes_per_s)
             target.write(piece)
             await target.drain()
             if way == "request":

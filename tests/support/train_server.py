@@ -49,7 +49,7 @@ def asked(store: ObjectStore, scenario: Callable[[Any], Awaitable[None]]) -> Non
     """Runs the scenario with a stub of a server on `store`."""
 
     async def main() -> None:
-        async with asyncio.timeout(60), running(registered(store)) as kit:
+        async with asyncio.timeout(600), running(registered(store)) as kit:
             await scenario(train_service_pb2_grpc.TrainServiceStub(kit.channel))
 
     asyncio.run(main())
@@ -63,7 +63,7 @@ def with_client(store: ObjectStore, work: Callable[[TrainClient], T], **options:
             return work(millrace.train)
 
     async def main() -> T:
-        async with asyncio.timeout(60), running(registered(store)) as kit:
+        async with asyncio.timeout(600), running(registered(store)) as kit:
             return await asyncio.to_thread(call, kit.address)
 
     return asyncio.run(main())
@@ -73,7 +73,7 @@ def commanded(store: ObjectStore, *arguments: str, own_code: bool = True, answer
     """What the command says; `own_code`: whether the service takes that of its callers."""
 
     async def main() -> Result:
-        async with asyncio.timeout(60), running(registered(store, own_code=own_code)) as kit:
+        async with asyncio.timeout(600), running(registered(store, own_code=own_code)) as kit:
             command = [*arguments, "--train-address", kit.address]
             return await asyncio.to_thread(CliRunner().invoke, millrace, command, answer)
 

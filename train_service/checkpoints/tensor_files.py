@@ -1,6 +1,7 @@
 """Tensors as the bytes of a safetensors file.
 
-The file is laid out once in host memory and refilled at each checkpoint.
+The file is laid out once in host memory and refilled at each checkpoint. Its header, which names the learning rate and
+much else that changes, may grow within the room before the tensors.
 
 Copying into existing memory is several times faster than copying into new memory. The copied bytes are already the
 file, so nothing is assembled afterwards.
@@ -42,17 +43,19 @@ class TensorFile:
         self._form: object = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._views: dict[str, torch.Tensor] = {}
+        # Bytes before the tensors, of which the header takes the last ones.
+        self._room = 0
 
     def fill(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> memoryview:
         """Return the bytes of a file with these tensors.
 
         The bytes hold the tensors' present values. Raises `TypeError` for a dtype that the format does not know.
         """
-        metadata = dict(metadata or {})
-        form = ({name: (one.dtype, one.shape) for name, one in tensors.items()}, metadata)
+        form = {name: (one.dtype, one.shape) for name, one in tensors.items()}
         pinned = any(one.is_cuda for one in tensors.values())
-        if form != self._form:
-            self._lay_out(tensors, metadata, pinned)
+        header = encode_header(tensors, metadata)
+        if form != self._form or len(header) > self._room:
+            self._lay_out(tensors, len(header), pinned)
             self._form = form
         with torch.no_grad():
             for name, one in tensors.items():
@@ -60,36 +63,51 @@ class TensorFile:
                 self._views[name].copy_(one.detach(), non_blocking=pinned)
         if pinned:
             torch.cuda.synchronize()
-        return self._buffer.numpy().data
+        begin = self._room - len(header)
+        self._buffer[begin : self._room] = torch.frombuffer(header, dtype=torch.uint8)
+        return self._buffer.numpy().data[begin:]
 
-    def _lay_out(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], pinned: bool) -> None:
-        header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-        # Wide elements come first, so that each tensor is aligned. Sorting by name makes the order reproducible.
-        ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-        at = 0
-        for name in ordered:
-            tensor = tensors[name]
-            if tensor.dtype not in DTYPES:
-                raise TypeError(f"{name} is {tensor.dtype}, which no checkpoint can hold")
-            size = tensor.numel() * tensor.element_size()
-            header[name] = {
-                "dtype": DTYPES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [at, at + size],
-            }
-            at += size
-        encoded = json.dumps(header, separators=(",", ":")).encode()
-        encoded += b" " * (-len(encoded) % ALIGNMENT)
-        start = ALIGNMENT + len(encoded)
-        buffer = torch.empty(start + at, dtype=torch.uint8, pin_memory=pinned)
-        buffer[:start] = torch.frombuffer(bytearray(len(encoded).to_bytes(8, "little") + encoded), dtype=torch.uint8)
-        self._buffer = buffer
+    def _lay_out(self, tensors: Mapping[str, torch.Tensor], header_bytes: int, pinned: bool) -> None:
+        """Lay out the tensors, behind twice the room that the header takes now."""
+        self._room = 2 * header_bytes
+        places = places_of(tensors)
+        size = max((end for _, end in places.values()), default=0)
+        self._buffer = torch.empty(self._room + size, dtype=torch.uint8, pin_memory=pinned)
         self._views = {
-            name: buffer[start + header[name]["data_offsets"][0] : start + header[name]["data_offsets"][1]]
+            name: self._buffer[self._room + begin : self._room + end]
             .view(tensors[name].dtype)
             .view(tensors[name].shape)
-            for name in ordered
+            for name, (begin, end) in places.items()
         }
+
+
+def places_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
+    """Return where each tensor begins and ends behind the header, in the order of the file."""
+    places: dict[str, tuple[int, int]] = {}
+    at = 0
+    # Wide elements come first, so that each tensor is aligned. Sorting by name makes the order reproducible.
+    for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
+        tensor = tensors[name]
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f"{name} is {tensor.dtype}, which no checkpoint can hold")
+        size = tensor.numel() * tensor.element_size()
+        places[name] = (at, at + size)
+        at += size
+    return places
+
+
+def encode_header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> bytearray:
+    """Return what stands before the tensors in a file of safetensors: its length, and JSON up to the alignment."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    for name, (begin, end) in places_of(tensors).items():
+        header[name] = {
+            "dtype": DTYPES[tensors[name].dtype],
+            "shape": list(tensors[name].shape),
+            "data_offsets": [begin, end],
+        }
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % ALIGNMENT)
+    return bytearray(len(encoded).to_bytes(8, "little") + encoded)
 
 
 def take_apart(nest: Any) -> tuple[dict[str, torch.Tensor], str]:

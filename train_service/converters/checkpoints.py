@@ -103,9 +103,6 @@ def report_to_proto(report: Mapping[str, Any]) -> checkpoint_import_pb2.ImportRe
 
 def _request(header: Any, custom_allowed: Collection[str]) -> CheckpointImportRequest:
     asked = header.spec
-    if asked.model.code_bundle or asked.model.entry:
-        remedy = "weights are imported for a builder; leave code_bundle and entry out"
-        raise invalid_field("spec.model.code_bundle", asked.model.code_bundle, remedy)
     given = _column(asked.input) if asked.HasField("input") else None
     training = resources_pb2.TrainingSpec(
         dataset_version=asked.dataset_version,

@@ -10,12 +10,12 @@ from google.protobuf.duration_pb2 import Duration
 
 from millrace.train.v1 import code_bundle_pb2, resources_pb2
 from shared.errors import invalid_field
+from shared.jobs.transitions import DEFAULT_MAX_FAILURES, DEFAULT_MAX_PREEMPTIONS
 from shared.model_spec import NONE, ModelSpec
 from shared.transforms import Pipeline
 from train_service.domain.order import default_lanes
 from train_service.domain.spec import (
     BY_LOADER,
-    CLASSIFICATION,
     DDP,
     DETERMINISTIC,
     DROP,
@@ -33,8 +33,10 @@ from train_service.domain.spec import (
     Program,
     TrainingSpec,
     default_best_metric,
+    default_label_column,
     default_loss,
     default_metrics,
+    default_task,
 )
 from train_service.domain.spec_rules import FIELDS_OF_OWN_LOOP, MAX_WORKERS, check_unset
 
@@ -80,7 +82,8 @@ def spec_from_proto(spec: resources_pb2.TrainingSpec, custom_allowed: Collection
     is_own = bool(spec.model.entry)
     input_column = spec.input_column or "image"
     pipeline = Pipeline.from_proto(spec.transform, input_column, "spec.transform", custom_allowed)
-    task = _name(resources_pb2.TrainingSpec.Task, spec.task, "TASK_", CLASSIFICATION)
+    builder = spec.model.builder
+    task = _name(resources_pb2.TrainingSpec.Task, spec.task, "TASK_", default_task(builder))
     checkpoints = _checkpoints(spec.checkpoints, default_best_metric(task))
     num_workers = spec.num_workers if spec.HasField("num_workers") else 1
     return TrainingSpec(
@@ -88,7 +91,7 @@ def spec_from_proto(spec: resources_pb2.TrainingSpec, custom_allowed: Collection
         train_split=spec.train_split or "train",
         validation_split=spec.validation_split,
         input_column=input_column,
-        label_column=spec.label_column or "label",
+        label_column=spec.label_column or default_label_column(builder),
         transform=pipeline.config,
         task=task,
         model=ModelSpec(
@@ -103,11 +106,11 @@ def spec_from_proto(spec: resources_pb2.TrainingSpec, custom_allowed: Collection
         loss=LossSpec(
             # Only the code of a user's own model shows whether it has a loss, metrics and optimizers. Without a name
             # the check of the job fills them in.
-            name=spec.loss.name or ("" if is_own else default_loss(task)),
+            name=spec.loss.name or ("" if is_own else default_loss(task, builder)),
             kwargs=_plain(spec.loss.kwargs, "spec.loss.kwargs"),
             label_smoothing=spec.loss.label_smoothing,
         ),
-        metrics=tuple(spec.metrics) or (() if is_own else default_metrics(task)),
+        metrics=tuple(spec.metrics) or (() if is_own else default_metrics(task, builder)),
         optimizer=_optimizer(spec.optimizer)
         if spec.HasField("optimizer")
         else OptimizerSpec(name=OWN if is_own else OptimizerSpec.name),
@@ -132,8 +135,9 @@ def spec_from_proto(spec: resources_pb2.TrainingSpec, custom_allowed: Collection
         checkpoints=checkpoints,
         early_stopping=_stopping(spec.early_stopping, checkpoints) if spec.HasField("early_stopping") else None,
         allow_non_finite=spec.allow_non_finite,
-        max_failures=spec.max_failures if spec.HasField("max_failures") else 3,
-        max_preemptions=spec.max_preemptions if spec.HasField("max_preemptions") else 100,
+        group_by_length=spec.group_by_length,
+        max_failures=spec.max_failures if spec.HasField("max_failures") else DEFAULT_MAX_FAILURES,
+        max_preemptions=spec.max_preemptions if spec.HasField("max_preemptions") else DEFAULT_MAX_PREEMPTIONS,
     )
 
 
@@ -166,8 +170,8 @@ def _program_spec_from_proto(spec: resources_pb2.TrainingSpec) -> TrainingSpec:
         placement=_placement(spec.placement),
         # A program may report any metric. Without a name the newest checkpoint is the best.
         checkpoints=_checkpoints(spec.checkpoints, ""),
-        max_failures=spec.max_failures if spec.HasField("max_failures") else 3,
-        max_preemptions=spec.max_preemptions if spec.HasField("max_preemptions") else 100,
+        max_failures=spec.max_failures if spec.HasField("max_failures") else DEFAULT_MAX_FAILURES,
+        max_preemptions=spec.max_preemptions if spec.HasField("max_preemptions") else DEFAULT_MAX_PREEMPTIONS,
         program=Program(
             code_bundle=spec.program.code_bundle,
             entry=_entry(spec.program.entry),
@@ -262,6 +266,7 @@ def spec_to_proto(spec: TrainingSpec) -> resources_pb2.TrainingSpec:
             best_metric=spec.checkpoints.best_metric,
             order=_Policy.ORDER_MAXIMIZE if spec.checkpoints.maximize else _Policy.ORDER_MINIMIZE,
         ),
+        group_by_length=spec.group_by_length,
         allow_non_finite=spec.allow_non_finite,
         max_failures=spec.max_failures,
         max_preemptions=spec.max_preemptions,

@@ -36,9 +36,11 @@ WINDOW_ROWS = 1024
 # Memory for the open windows of all lanes together. Large rows get smaller windows.
 WINDOWS_BYTES = 256 * 1024 * 1024
 MIN_WINDOW_ROWS = 16
+# Of rows that are grouped by length, see `chunk_rows`.
+CHUNK_STEPS, MIN_CHUNKS = 8, 4
 
 # The purpose of a permutation; part of its key.
-BLOCKS, WINDOW = 0, 1
+BLOCKS, WINDOW, CHUNKS = 0, 1, 3
 
 
 def permutation(count: int, *key: int) -> Ints:
@@ -122,6 +124,12 @@ class EpochOrder:
         begin, end = self._bounds(lane, number)
         return permutation(end - begin, self.seed, self.epoch, WINDOW, lane, number)
 
+    def chunks(self, number: int, rows_per_step: int) -> tuple[int, Ints]:
+        """Return the rows of a chunk of window `number`, and the order of its chunks, the same for all lanes."""
+        begin, end = self._bounds(self.lanes - 1, number)  # no lane has fewer rows
+        rows = chunk_rows(end - begin, rows_per_step)
+        return rows, permutation((end - begin) // rows, self.seed, self.epoch, CHUNKS, number)
+
     def stretch(self, lane: int, number: int) -> Ints:
         """Return the unshuffled rows of a lane's window. There are none beyond the last window."""
         start = self._lane_start(lane)
@@ -163,6 +171,29 @@ class EpochOrder:
         return rows
 
 
+def chunk_rows(window_rows: int, rows_per_step: int) -> int:
+    """Return the rows of a lane that stay together, sorted by length, of a window of so many rows.
+
+    They suffice for several steps, because a step in which two chunks meet has rows of two lengths. There are at
+    least four chunks if there are enough rows, so that their order differs from epoch to epoch.
+    """
+    return max(rows_per_step, min(CHUNK_STEPS * rows_per_step, window_rows // MIN_CHUNKS), 1)
+
+
+def grouped_by_length(shuffle: Ints, lengths: Ints, chunk: int, chunks: Ints) -> Ints:
+    """Return `shuffle`, a lane's window, with rows of similar length next to each other.
+
+    `shuffle` (n,) are places in the window, `lengths` (n,) the length of the row at each place. Rows are sorted by
+    length, equal ones in their shuffled order, and cut into chunks of `chunk` rows. `chunks` is the order of the
+    first m chunks; the rows after them stay last. All lanes use the same, so that a step has rows of similar
+    length from every lane.
+    """
+    sorted_places: Ints = shuffle[np.argsort(lengths[shuffle], kind="stable")]
+    end = len(chunks) * chunk
+    moved = sorted_places[:end].reshape(len(chunks), chunk)[chunks]
+    return np.concatenate([moved.ravel(), sorted_places[end:]])
+
+
 def epoch_order(blocks: Ints, lanes: int, seed: int, epoch: int, window_rows: int = WINDOW_ROWS) -> EpochOrder:
     """Return the order of `epoch` over `blocks` (from `blocks_of`)."""
     permuted = blocks[permutation(len(blocks), seed, epoch, BLOCKS)]
@@ -191,6 +222,8 @@ class SlicePlan:
     rank: int
     world_size: int
     window_rows: int = WINDOW_ROWS
+    # The column by whose lengths rows are grouped within windows. Empty: they are not.
+    length_column: str = ""
 
 
 def default_lanes(max_workers: int) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 from shared.checkpoint.ranking import Ranking
 from shared.durable import fields_of
 from shared.errors import invalid_field, invalid_fields
+from shared.jobs.transitions import DEFAULT_MAX_FAILURES, DEFAULT_MAX_PREEMPTIONS
 from shared.model_spec import CLASSIFICATION as CLASSIFICATION
 from shared.model_spec import NONE, ModelSpec
 from shared.model_spec import REGRESSION as REGRESSION
@@ -84,11 +85,29 @@ def default_best_metric(task: str) -> str:
     return "validation_loss" if task == REGRESSION else "validation_accuracy"
 
 
-def default_loss(task: str) -> str:
+# A causal language model predicts the tokens of its own input: its labels are the ids, and this loss is its only one.
+CAUSAL_LM = "transformers.causal_lm"
+NEXT_TOKEN, PERPLEXITY = "next_token", "perplexity"
+IDS_COLUMN = "input_ids"
+
+
+def default_task(builder: str) -> str:
+    return REGRESSION if builder == CAUSAL_LM else CLASSIFICATION
+
+
+def default_label_column(builder: str) -> str:
+    return IDS_COLUMN if builder == CAUSAL_LM else "label"
+
+
+def default_loss(task: str, builder: str = "") -> str:
+    if builder == CAUSAL_LM:
+        return NEXT_TOKEN
     return "mse" if task == REGRESSION else "cross_entropy"
 
 
-def default_metrics(task: str) -> tuple[str, ...]:
+def default_metrics(task: str, builder: str = "") -> tuple[str, ...]:
+    if builder == CAUSAL_LM:
+        return (PERPLEXITY,)
     return ("mae",) if task == REGRESSION else ("accuracy",)
 
 
@@ -198,8 +217,10 @@ class TrainingSpec:
     early_stopping: EarlyStopping | None = None
     # Whether inputs and targets may be NaN or infinite.
     allow_non_finite: bool = False
-    max_failures: int = 3
-    max_preemptions: int = 100
+    # The column by whose lengths rows are grouped. Empty: they are not.
+    group_by_length: str = ""
+    max_failures: int = DEFAULT_MAX_FAILURES
+    max_preemptions: int = DEFAULT_MAX_PREEMPTIONS
     # A user's own training function or script; None means Millrace's loop. With a program, `model` has an empty
     # builder, and `epochs` and `global_batch_size` are 0.
     program: Program | None = None

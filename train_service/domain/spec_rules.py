@@ -16,6 +16,7 @@ from train_service.domain.spec import (
     BFLOAT16,
     BY_DEVICE,
     BY_LOADER,
+    CAUSAL_LM,
     CLASSIFICATION,
     CONSTANT,
     CONTINUE,
@@ -28,6 +29,8 @@ from train_service.domain.spec import (
     FLOAT32,
     FSDP,
     KEEP,
+    NEXT_TOKEN,
+    PERPLEXITY,
     RAY_DATA,
     REGRESSION,
     REPLAY,
@@ -55,6 +58,7 @@ FIELDS_OF_OWN_LOOP = frozenset(
         "early_stopping",
         "epochs",
         "global_batch_size",
+        "group_by_length",
         "ingest",
         "initial_checkpoint",
         "input_column",
@@ -242,6 +246,7 @@ def _of_the_model(spec: TrainingSpec) -> list[Rule]:
             model.num_classes,
             f"use {2 if classes else 1} to 1,000,000",
         ),
+        *_of_language_models(spec),
         (0 <= smoothing < 1, "loss.label_smoothing", smoothing, "use 0 to below 1"),
         (
             not smoothing or loss.name == "cross_entropy",
@@ -269,6 +274,40 @@ def _of_the_model(spec: TrainingSpec) -> list[Rule]:
             "max_gradient_norm",
             spec.max_gradient_norm,
             "use a finite number, 0 for no clipping",
+        ),
+    ]
+
+
+def _of_language_models(spec: TrainingSpec) -> list[Rule]:
+    """Return the rules for what only a causal language model has, and for what it cannot have."""
+    causal = spec.model.builder == CAUSAL_LM
+    known = (NEXT_TOKEN,) if causal else tuple(name for name in (spec.loss.name,) if name != NEXT_TOKEN)
+    # A model of a user's own may call its metrics what it likes.
+    wrong = [] if spec.model.is_own else [name for name in spec.metrics if (name == PERPLEXITY) != causal]
+    return [
+        (
+            not causal or spec.task == REGRESSION,
+            "task",
+            spec.task,
+            f"leave it out, or use TASK_REGRESSION, with {CAUSAL_LM}",
+        ),
+        (
+            spec.loss.name in known,
+            "loss.name",
+            spec.loss.name,
+            f"{CAUSAL_LM} learns by {NEXT_TOKEN}, and no other model does",
+        ),
+        (
+            not wrong,
+            "metrics",
+            ", ".join(wrong),
+            f"{CAUSAL_LM} is measured by {PERPLEXITY}, and no other model is",
+        ),
+        (
+            not causal or spec.target_scaling == NONE,
+            "target_scaling",
+            spec.target_scaling,
+            "ids of tokens have no scale; leave it out",
         ),
     ]
 

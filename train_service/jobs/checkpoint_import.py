@@ -25,7 +25,8 @@ from typing import Any
 from shared import names
 from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegistry
 from shared.checkpoint.format import WEIGHTS, write_weights
-from shared.dataset_version import load_version
+from shared.code_bundle import digest_of, using_bundle
+from shared.dataset_version import DatasetVersion, load_version
 from shared.dataset_version.manifest import Column
 from shared.errors import (
     STORE_OUTAGES,
@@ -45,7 +46,7 @@ from shared.storage import ObjectStore
 from train_service.domain import spec_rules
 from train_service.domain.spec import TrainingSpec
 from train_service.jobs.deletion import Deletions
-from train_service.jobs.own_code import Limits, ask_in_child
+from train_service.jobs.own_code import Limits, ask_in_child, unpack_bundle
 from train_service.jobs.training_jobs import COLLECTION, JobView, TrainingJobs
 from train_service.loading.preprocessing import Preprocessing, check_prepared, class_names, ingested_columns
 from train_service.records.reporting import TRAIN_KIND
@@ -147,7 +148,7 @@ class CheckpointImports:
             raise invalid_field("header", None, "send it first, then the chunks")
         if first := await asyncio.to_thread(self._first_answer, request):
             return first
-        home = await asyncio.to_thread(self._checked, request)
+        request, home = await asyncio.to_thread(self._checked, request)
         with tempfile.TemporaryDirectory(
             prefix="millrace-import-", dir=self._spool, ignore_cleanup_errors=True
         ) as made:
@@ -190,8 +191,11 @@ class CheckpointImports:
             )
         return Imported(job.spec["import"]["report"], self._training.get(job.name))
 
-    def _checked(self, request: CheckpointImportRequest) -> _Home:
-        """Check the header before any bytes are received."""
+    def _checked(self, request: CheckpointImportRequest) -> tuple[CheckpointImportRequest, _Home]:
+        """Check the header before any bytes are received.
+
+        Returns the request with a specification completed by its model, if that is of the caller's own code.
+        """
         if not request.validate_only and self._training.exists(f"{COLLECTION}/{request.job_id}"):
             raise already_exists(f"{COLLECTION}/{request.job_id}")
         _check_files(request.files)
@@ -201,22 +205,30 @@ class CheckpointImports:
         if (request.given is None) == (not spec.dataset_version):
             raise invalid_field("spec.input", spec.dataset_version, "give either input or dataset_version")
         columns: Sequence[Column]
+        version: DatasetVersion | None = None
         if request.given is not None:
             columns = [request.given]
-            home = _Home(columns, [], request.class_names)
         else:
             names.parse("spec.dataset_version", spec.dataset_version, "datasets/{d}/versions/{v}")
             version = load_version(self._store, spec.dataset_version)
             columns = version.columns
+        prepared = check_prepared(spec, columns)
+        if spec.model.is_own:
+            spec = self._training.own_models.settled_for_weights(spec, tuple(prepared.shape))
+            spec_rules.check(replace(spec, epochs=1, global_batch_size=2))
+        else:
+            self._training.check_outputs(spec, prepared)
+        if version is None:
+            home = _Home(columns, [], request.class_names)
+        else:
             has_label = any(column.name == spec.label_column for column in columns)
             named = request.class_names or (class_names(spec, version) if has_label else ())
             home = _Home(ingested_columns(version), version.manifest.transforms, named, version.manifest_sha256)
         if request.class_names and len(request.class_names) != spec.model.num_classes:
             remedy = f"name all {spec.model.num_classes} classes, or none"
             raise invalid_field("spec.class_names", f"{len(request.class_names)} names", remedy)
-        self._training.check_outputs(spec, check_prepared(spec, columns))
         transform = Preprocessing(spec, columns).config
-        return replace(home, transforms=[*home.transforms, transform])
+        return replace(request, spec=spec), replace(home, transforms=[*home.transforms, transform])
 
     def _finish(self, request: CheckpointImportRequest, home: _Home, folder: Path) -> Imported:
         report = self._read(request, folder)
@@ -227,7 +239,10 @@ class CheckpointImports:
         if problem is not None:
             raise problem
         job = self._new_job(request, report)
-        with claimed(self._store, TRAIN_KIND, request.request_id, request.digest, job.name) as claim:
+        with (
+            claimed(self._store, TRAIN_KIND, request.request_id, request.digest, job.name) as claim,
+            self._using_code(job, request.spec),
+        ):
             if claim.repeated and (first := self._jobs.made_by(request.request_id, claim.name)):
                 return self._answer(first)
             made = self._jobs.create(job.name, job)
@@ -242,19 +257,37 @@ class CheckpointImports:
                 raise
         return Imported(report, self._training.get(job.name))
 
+    @contextmanager
+    def _using_code(self, job: JobRecord, spec: TrainingSpec) -> Iterator[None]:
+        """Mark the bundle of the caller's own model as used by `job`, which the body creates."""
+        if not spec.model.is_own:
+            yield
+            return
+        with using_bundle(
+            self._store, spec.model.code_bundle, TRAIN_KIND, job.uid, job.name, field="spec.model.code_bundle"
+        ):
+            yield
+
     def _read(self, request: CheckpointImportRequest, folder: Path) -> dict[str, Any]:
         work = folder / "work"
         work.mkdir()
-        question = {
+        model = request.spec.model
+        question: dict[str, Any] = {
             "weights": {
                 "files": str(folder / "files"),
                 "names": dict(request.names),
-                "model": replace(request.spec.model, task=request.spec.task).as_config(),
+                "model": replace(model, task=request.spec.task).as_config(),
                 "allow_non_finite": request.spec.allow_non_finite,
                 "report": str(work / "report.json"),
                 "output": str(work / WEIGHTS),
             }
         }
+        if model.is_own:
+            code = folder / "code"
+            unpack_bundle(self._store, digest_of("spec.model.code_bundle", model.code_bundle), code)
+            question["weights"]["folder"] = str(code)
+            module, _, function = model.entry.partition(":")
+            question |= {"folder": str(code), "module": module, "function": function}
         size_bytes = sum(one.size_bytes for one in request.files)
         limits = self._limits or Limits(
             # Files are mapped, so they count as memory once they are read.
@@ -264,11 +297,20 @@ class CheckpointImports:
             # float16 weights are written as float32, which takes twice the bytes.
             file_bytes=4 * GIB + 2 * size_bytes,
         )
-        if problem := ask_in_child(question, work, limits)["problem"]:
+        answer = ask_in_child(question, work, limits)
+        if problem := answer["problem"]:
+            if model.is_own and answer.get("field"):
+                raise invalid_field("spec.model.entry", model.entry, problem)
             raise invalid_field("header.files", request.files[0].path, problem)
         if (work / WEIGHTS).exists():
             (work / WEIGHTS).rename(folder / WEIGHTS)
-        report: dict[str, Any] = json.loads(_bounded(work / "report.json"))
+        try:
+            report: dict[str, Any] = json.loads(_bounded(work / "report.json"))
+        except ValueError:
+            if not model.is_own:
+                raise
+            remedy = "its code has written the report of its check itself; leave that to the check"
+            raise invalid_field("spec.model.entry", model.entry, remedy) from None
         return report
 
     def _new_job(self, request: CheckpointImportRequest, report: Mapping[str, Any]) -> JobRecord:
@@ -314,6 +356,8 @@ class CheckpointImports:
             size_bytes=size_bytes,
             create_time=time.time(),
             final=True,
+            code_bundle=content.model.code_bundle,
+            model_entry=content.model.entry,
         )
         registry.commit(entry)
         self._jobs.transition(job.name, lambda newest: succeed(newest, {}, time.time()))

@@ -35,6 +35,7 @@ KILLED_TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 64 * 1024
 MAX_TEXT = 500
 MAX_NAMES = 20
+MODEL_ENTRY = "spec.model.entry"
 # For users other than root, the child may start this many processes more than its user had before.
 MORE_PROCESSES = 256
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -86,6 +87,9 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
     """
     if "weights" in question:
         sys.path[:] = question["path"]
+        # Of a model of the caller's own code: its module is imported first, which runs that code.
+        if "module" in question and (problem := look_up(question)):
+            return {"problem": problem, "field": MODEL_ENTRY}
         from train_service.jobs.weights_child import read_weights  # imports torch
 
         return {"problem": read_weights(question["weights"])}
@@ -117,7 +121,7 @@ def look_up(question: dict[str, Any]) -> str:
         there = [one for one, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == name]
         listed = f"; it has {', '.join(there[:MAX_NAMES])}" if there else ""
         return f"{place} has no function {function!r}{listed}"
-    if "model" in question and inspect.isclass(found):
+    if ("model" in question or "weights" in question) and inspect.isclass(found):
         return ""  # its call shows whether it takes the configuration
     if not callable(found):
         return f"{function!r} of {place} is of type {type(found).__name__}: name a function"

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -115,24 +115,10 @@ class OwnModelCheck:
         """
         self._programs.own_code.require_own_code()
         spec, version, prepared = fitted(self._store, spec)
-        bundle = load_bundle(self._store, MODEL_BUNDLE_FIELD, spec.model.code_bundle)
-        check_module(bundle, MODEL_ENTRY_FIELD, spec.model.entry)
-        self._programs.environments.check(bundle.requirements, MODEL_BUNDLE_FIELD)
+        bundle = self._bundle(spec)
         row_shape = tuple(prepared.shape)
-        asked = {
-            # Plain values, which JSON returns unchanged. The seed determines the order of rows and says nothing about
-            # the model, so it is always 0 here.
-            "spec": replace(spec, seed=0).as_config(),
-            "row_shape": list(row_shape),
-            "total_steps": steps_of_run(spec, version),
-            "initial": self._initial_shapes(spec),
-        }
-        found = self._programs.entries.inspect_model(bundle, spec.model.entry, asked)
-        try:
-            facts = OwnModelFacts.from_config(found)
-        except (TypeError, ValueError, KeyError):
-            remedy = "its code has answered its check itself; leave that to the check"
-            raise invalid_field(MODEL_ENTRY_FIELD, spec.model.entry, remedy) from None
+        initial = self._initial_shapes(spec)
+        facts = self._facts(bundle, spec, row_shape, steps_of_run(spec, version), initial)
         spec = settled(spec, facts, row_shape)
         spec_rules.check(spec)
         check_fits(spec, version)
@@ -144,6 +130,44 @@ class OwnModelCheck:
             check_names(spec, facts.metrics)
             self._check_installed(spec)
         return spec
+
+    def settled_for_weights(self, spec: TrainingSpec, row_shape: Sequence[int]) -> TrainingSpec:
+        """Return `spec`, of weights that are brought in, completed by its model, which gets rows of `row_shape`.
+
+        Raises the errors that `ImportCheckpoint` lists for a model of the caller's own code.
+        """
+        self._programs.own_code.require_own_code()
+        facts = self._facts(self._bundle(spec), spec, row_shape, total_steps=1)
+        return settled(spec, facts, row_shape)
+
+    def _bundle(self, spec: TrainingSpec) -> BundleRecord:
+        bundle = load_bundle(self._store, MODEL_BUNDLE_FIELD, spec.model.code_bundle)
+        check_module(bundle, MODEL_ENTRY_FIELD, spec.model.entry)
+        self._programs.environments.check(bundle.requirements, MODEL_BUNDLE_FIELD)
+        return bundle
+
+    def _facts(
+        self,
+        bundle: BundleRecord,
+        spec: TrainingSpec,
+        row_shape: Sequence[int],
+        total_steps: int,
+        initial: dict[str, list[int]] | None = None,
+    ) -> OwnModelFacts:
+        asked = {
+            # Plain values, which JSON returns unchanged. The seed determines the order of rows and says nothing about
+            # the model, so it is always 0 here.
+            "spec": replace(spec, seed=0).as_config(),
+            "row_shape": list(row_shape),
+            "total_steps": total_steps,
+            "initial": initial,
+        }
+        found = self._programs.entries.inspect_model(bundle, spec.model.entry, asked)
+        try:
+            return OwnModelFacts.from_config(found)
+        except (TypeError, ValueError, KeyError):
+            remedy = "its code has answered its check itself; leave that to the check"
+            raise invalid_field(MODEL_ENTRY_FIELD, spec.model.entry, remedy) from None
 
     def _check_installed(self, spec: TrainingSpec) -> None:
         """Check the named loss and training step. The model's own are not checked here."""
@@ -242,12 +266,8 @@ class EntryCheck:
         # The module may leave unreadable files there; the service must not fail because of them.
         with tempfile.TemporaryDirectory(prefix="millrace-entry-", ignore_cleanup_errors=True) as made:
             folder, work = Path(made, "code"), Path(made, "work")
-            folder.mkdir()
             work.mkdir()
-            with tempfile.TemporaryFile() as packed:
-                packed.write(read_bundle(self._store, sha256))
-                packed.seek(0)
-                unpack(packed, folder)
+            unpack_bundle(self._store, sha256, folder)
             question = {
                 "folder": str(folder),
                 "work": str(work),
@@ -258,6 +278,15 @@ class EntryCheck:
                 **({} if model is None else {"model": model}),
             }
             return ask_in_child(question, work, self._limits, namespaces=self._namespaces)
+
+
+def unpack_bundle(store: Readable, sha256: str, folder: Path) -> None:
+    """Unpack a stored bundle into the new `folder`."""
+    folder.mkdir()
+    with tempfile.TemporaryFile() as packed:
+        packed.write(read_bundle(store, sha256))
+        packed.seek(0)
+        unpack(packed, folder)
 
 
 # --- Guarded child ---

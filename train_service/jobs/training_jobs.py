@@ -90,7 +90,7 @@ class TrainingJobs:
         self._cluster_max = cluster_max
         self._clusters = ClusterMemory(store)
         self._programs = programs or ProgramCheck(store)
-        self._own_models = OwnModelCheck(store, self._programs)
+        self.own_models = OwnModelCheck(store, self._programs)
         self._deletions = deletions or Deletions(store)
         self._jobs = Jobs(store, TRAIN_KIND)
         # The first call imports torch, and first imports must not race. Neither may the code that silences torch's
@@ -298,7 +298,7 @@ class TrainingJobs:
         if spec.program is not None:
             return self._programs.checked(spec)
         if spec.model.is_own:
-            return self._with_initial_checkpoint(self._own_models.checked(spec))
+            return self._with_initial_checkpoint(self.own_models.checked(spec))
         spec, version, prepared = fitted(self._store, spec)
         with self._alone():
             check_model(spec, prepared, steps_of_run(spec, version))

@@ -2,9 +2,9 @@
 
 The files are fitted to a model and written as that model's own.
 
-This runs in the process that `entry_child` guards: an error or an exhausted limit ends only that process. Files are
-read as data. For torch's files, `weights_only` accepts tensors and plain values, and refuses everything that names
-code.
+This runs in the process that `entry_child` guards: an error or an exhausted limit ends only that process. Code runs
+only for a model of the caller's own, whose bundle lies in `folder`, and builds the model. Files are read as data. For
+torch's files, `weights_only` accepts tensors and plain values, and refuses everything that names code.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 import safetensors
 import torch
 
+from shared.code_loading import adopt_code
 from shared.errors import MillraceError, first_line
 from shared.model_spec import ModelSpec
 from shared.models import build_model
@@ -88,6 +89,8 @@ def read_weights(asked: Mapping[str, Any]) -> str:
     """
     torch.set_num_threads(1)
     try:
+        if folder := asked.get("folder"):
+            adopt_code(asked["model"]["code_bundle"], Path(folder))
         return _read(asked)
     except Unreadable as error:
         return str(error)

@@ -1,4 +1,4 @@
-"""Losses by name: torch's own four, and those of installed packages.
+"""Losses by name: four of torch's, that of causal language models, and those of installed packages.
 
 A loss returns one number per row, so that a step can weight every row of the global batch alike. Outputs are (rows, K)
 float; labels int64 (rows,) for classification, float32 (rows, K) for regression.
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from shared.errors import InvalidArgument, first_line, invalid_field
 from shared.models.building import own_method
 from shared.own_code import LOSSES, load_installed
-from train_service.domain.spec import OWN, LossSpec
+from train_service.domain.spec import NEXT_TOKEN, OWN, LossSpec
 
 FIELD = "spec.loss"
 _HALVES = (torch.bfloat16, torch.float16)
@@ -125,11 +125,23 @@ def _huber(*, delta: float = 1.0) -> Loss:
     return _of_differences(F.huber_loss, delta=float(delta))
 
 
+def _next_token() -> Loss:
+    """Return the mean of a row's surprises, see `shared.models.texts`. A row without one has the loss 0."""
+
+    def each(outputs: Tensor, labels: Tensor) -> Tensor:  # noqa: ARG001
+        counts = outputs >= 0
+        total = torch.where(counts, outputs, outputs.new_zeros(())).sum(1)
+        return total / counts.sum(1).clamp(min=1)
+
+    return Loss(each)
+
+
 _BUILT_IN: dict[str, Callable[..., Loss]] = {
     "cross_entropy": _cross_entropy,
     "mse": _mse,
     "l1": _l1,
     "huber": _huber,
+    NEXT_TOKEN: _next_token,
 }
 
 

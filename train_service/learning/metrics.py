@@ -8,6 +8,7 @@ metric is known before it is built, so that no metric is built that exceeds the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,13 +17,15 @@ import torch
 from torch import Tensor
 
 from shared.errors import InvalidArgument, invalid_field
-from train_service.domain.spec import CLASSIFICATION, TrainingSpec
+from train_service.domain.spec import CLASSIFICATION, PERPLEXITY, TrainingSpec
 from train_service.learning.losses import total_of
 
 FIELD = "spec.metrics"
 TOP = 5
 AUROC_THRESHOLDS = 601
 AUROC_LOGITS = 36.0
+# The greatest exponent whose exp is a finite float64.
+MAX_EXPONENT = 709.0
 # Limit for all metrics of a job together. A rank holds a few copies, 40 MB each.
 MAX_SUMS = 5_000_000
 # A training step reduces its sums over ranks. A wider metric is measured in validation only.
@@ -63,7 +66,7 @@ class Metrics:
         self.task = spec.task
         outputs = spec.model.num_classes
         ours = _OF_CLASSES if spec.task == CLASSIFICATION else _OF_NUMBERS
-        theirs = [name for name in measured(spec) if own is not None and name not in ours]
+        theirs = [name for name in measured(spec) if own is not None and (name not in ours or name == PERPLEXITY)]
         self._own = _Own(own, theirs) if own is not None and theirs else None
         kinds = {name: _kind(name, spec) for name in measured(spec) if name not in theirs}
         widths = {name: kind.width(outputs) for name, kind in kinds.items()}
@@ -105,7 +108,8 @@ def measured(spec: TrainingSpec) -> tuple[str, ...]:
 
 
 def known_metrics(task: str) -> list[str]:
-    return sorted(_OF_CLASSES if task == CLASSIFICATION else _OF_NUMBERS)
+    """Return the metrics that a user's own model cannot have under these names."""
+    return sorted(set(_OF_CLASSES if task == CLASSIFICATION else _OF_NUMBERS) - {PERPLEXITY})
 
 
 class _Mean:
@@ -277,6 +281,21 @@ def _r2(outputs: int, device: torch.device) -> Metric:
     return _Torchmetrics(R2Score(sync_on_compute=False), device, lambda given: given.double(), shapes)
 
 
+class _Perplexity:
+    """exp of the mean surprise of a token, over all tokens of all rows, see `shared.models.texts`."""
+
+    width = 2
+
+    def sums(self, outputs: Tensor, labels: Tensor) -> Tensor:  # noqa: ARG002
+        counts = outputs >= 0
+        total = torch.where(counts, outputs, outputs.new_zeros(())).sum(dtype=torch.float64)
+        return torch.stack([total, counts.sum(dtype=torch.float64)])
+
+    def value(self, sums: Tensor) -> float:
+        total, tokens = sums.tolist()
+        return math.exp(min(total / tokens, MAX_EXPONENT)) if tokens else float("nan")
+
+
 def _differences(power: int, read: Callable[[float], float]) -> _Kind:
     def each(outputs: Tensor, labels: Tensor) -> Tensor:
         return (outputs.double() - labels).abs().pow(power).mean(1)
@@ -298,4 +317,5 @@ _OF_NUMBERS: dict[str, _Kind] = {
     "mse": _differences(2, lambda mean: mean),
     "rmse": _differences(2, lambda mean: mean**0.5),
     "r2": _Kind(_r2, lambda outputs: 3 * outputs + 1),
+    PERPLEXITY: _Kind(lambda *_: _Perplexity()),
 }

@@ -17,6 +17,9 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as kinds
 
 from shared.dataset_version import DatasetVersion, VersionReader
 from shared.dataset_version.reader import Footers
@@ -28,6 +31,7 @@ from train_service.domain.order import (
     SlicePlan,
     blocks_of,
     epoch_order,
+    grouped_by_length,
     rank_positions,
     step_bounds,
     steps_per_epoch,
@@ -225,8 +229,8 @@ class Windows:
             if self._read_ahead:
                 self._cache.read_ahead(stretches)
                 self._cache.read_ahead(self._rows_of(number + 1))
-            self._shuffle(number)
             self._rows = self._cache.rows(stretches, self._buffers)
+            self._shuffle(number, self._rows)
             self._number = number
         return self._rows
 
@@ -236,8 +240,10 @@ class Windows:
             self._stretches = number, np.concatenate([self._order.stretch(lane, number) for lane in self._lanes])
         return self._stretches[1]
 
-    def _shuffle(self, number: int) -> None:
+    def _shuffle(self, number: int, rows: Rows) -> None:
         plan, order = self._plan, self._order
+        lengths = lengths_of(rows, plan.length_column) if plan.length_column else None
+        chunk, chunks = order.chunks(number, -(-plan.global_batch // plan.lanes)) if plan.length_column else (1, None)
         span = plan.lanes * order.window_rows
         end = min((number + 1) * span, order.row_count)
         self._positions = rank_positions(number * span, end, plan.lanes, plan.rank, plan.world_size)
@@ -246,8 +252,23 @@ class Windows:
         # Position p belongs to lane p mod `plan.lanes`.
         for place, lane in enumerate(self._lanes):
             shuffle = order.shuffle(lane, number)
+            if lengths is not None and chunks is not None:
+                of_lane = lengths[base : base + len(shuffle)]
+                shuffle = grouped_by_length(shuffle, of_lane, chunk, chunks)
             self._places[place :: len(self._lanes)] = base + shuffle
             base += len(shuffle)
+
+
+def lengths_of(rows: Rows, column: str) -> Ints:
+    """Return the length of each row: bytes of a text, numbers of a tensor that are not 0, or the number itself."""
+    if column in rows.tensors:
+        values = rows.tensors[column]
+        return np.count_nonzero(values.reshape(len(values), -1), axis=1).astype(np.int64)
+    assert rows.scalars is not None
+    scalars = rows.scalars.column(column)
+    if not kinds.is_integer(scalars.type):
+        scalars = pc.binary_length(scalars)
+    return scalars.cast(pa.int64()).fill_null(0).to_numpy(zero_copy_only=False)
 
 
 # --- Parts of a loader ---
@@ -297,7 +318,16 @@ class Batches:
 
     def plan(self, rank: int, world_size: int) -> SlicePlan:
         spec = self._spec
-        return SlicePlan(spec.seed, spec.lanes, spec.global_batch_size, spec.epochs, rank, world_size, spec.window_rows)
+        return SlicePlan(
+            spec.seed,
+            spec.lanes,
+            spec.global_batch_size,
+            spec.epochs,
+            rank,
+            world_size,
+            spec.window_rows,
+            spec.group_by_length,
+        )
 
     def loader(
         self, rank: int, world_size: int, touched: Callable[[], None] = lambda: None, *, for_device: bool = False

@@ -35,6 +35,7 @@ from train_service.domain.order import steps_per_epoch, window_rows
 from train_service.domain.spec import BY_DEVICE, REGRESSION, TrainingSpec
 from train_service.domain.spec_rules import check_rows
 from train_service.loading.rows import Array, Rows, bytes_of_row
+from train_service.loading.texts import with_vocabulary
 
 # --- Preprocessing ---
 
@@ -331,7 +332,8 @@ def _version_of(store: ObjectStore, spec: TrainingSpec) -> DatasetVersion:
 
 
 def with_defaults(spec: TrainingSpec, version: DatasetVersion) -> TrainingSpec:
-    """Set the validation split: `validation` if the version has it, else none."""
+    """Set the validation split: `validation` if the version has it, else none; and a text model's vocabulary."""
+    spec = with_vocabulary(spec, version)
     names = [split.name for split in version.manifest.splits]
     if not spec.validation_split and DEFAULT_VALIDATION_SPLIT in names:
         return replace(spec, validation_split=DEFAULT_VALIDATION_SPLIT)
@@ -363,10 +365,35 @@ def check_prepared(spec: TrainingSpec, columns: Sequence[Column]) -> TensorSpec:
         made = f"{prepared.dtype} of {prepared.shape}"
         hint = "concat" if dimensions == 1 else "to_float"
         raise invalid_field(FIELD, made, f"must make {wanted}; add steps such as {hint}")
+    _check_lengths(spec, columns)
     if spec.acceleration.channels_last and len(prepared.shape) != 3:
         remedy = f"the model's input has shape {prepared.shape}, and no channels to put last; leave it out"
         raise invalid_field("spec.acceleration.channels_last", True, remedy)
     return prepared
+
+
+def _check_lengths(spec: TrainingSpec, columns: Sequence[Column]) -> None:
+    """Raise `InvalidArgument` unless the column of `spec.group_by_length` is read and has lengths."""
+    if not spec.group_by_length:
+        return
+    with functions_in_children():
+        read = Preprocessing(spec, columns).columns
+    given = schema_of_columns(columns)
+    usable = [name for name in read if _has_lengths(given[name])]
+    if spec.group_by_length not in usable:
+        wanted = f"use one of {', '.join(usable)}" if usable else "leave it out"
+        remedy = f"it must be a column of texts, bytes or whole numbers that the transform reads; {wanted}"
+        raise invalid_field("spec.group_by_length", spec.group_by_length, remedy)
+
+
+def _has_lengths(one: ColumnType) -> bool:
+    if isinstance(one, TensorType):
+        return np.dtype(one.dtype).kind in "iu" and None not in one.shape
+    arrow_type = one.arrow_type
+    texts = kinds.is_string(arrow_type) or kinds.is_large_string(arrow_type)
+    return bool(
+        texts or kinds.is_binary(arrow_type) or kinds.is_large_binary(arrow_type) or kinds.is_integer(arrow_type)
+    )
 
 
 def _check_splits(spec: TrainingSpec, version: DatasetVersion) -> None:

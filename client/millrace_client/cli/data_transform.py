@@ -213,8 +213,10 @@ PredictMetadata = data_service_pb2.PredictVersionMetadata
     "--output",
     "outputs",
     multiple=True,
-    help="Column to add: prediction, prediction_label, score, probabilities, logits. Default: all but logits.",
+    help="Column to add: prediction, prediction_label, score, probabilities, logits; of a predictor one of its "
+    "outputs. Default: all but logits.",
 )
+@click.option("--predictor", default="", metavar="MODULE:CLASS", help="Of a program's checkpoint: what predicts.")
 @click.option("--prefix", default="", help="Before the name of each column that is added.")
 @click.option("--quarantine", is_flag=True, help="Leave out the rows that cannot be preprocessed, and keep them aside.")
 @click.option("--max-quarantined", default=0, help="With --quarantine: at most so many. Default: any number.")
@@ -233,6 +235,7 @@ def predict(
     split: str,
     columns: tuple[str, ...],
     outputs: tuple[str, ...],
+    predictor: str,
     prefix: str,
     quarantine: bool,
     max_quarantined: int,
@@ -250,7 +253,10 @@ def predict(
     if max_quarantined and not quarantine:
         raise click.UsageError("--max-quarantined needs --quarantine")
     with connected(values) as millrace:
-        name, sha256 = _served(millrace, deployment) if deployment else (_named(millrace, checkpoint), "")
+        name, sha256 = _named(millrace, checkpoint) if checkpoint else "", ""
+        if deployment:
+            name, sha256, served_by = _served(millrace, deployment)
+            predictor = predictor or served_by
         operation = millrace.data.predict_version(
             source,
             name,
@@ -266,6 +272,7 @@ def predict(
             batch_size=batch_size,
             cpus=cpus,
             gpus=gpus,
+            predictor=predictor,
         )
         with waiting(operation):
             version = operation.wait(AS_LONG_AS_IT_TAKES_S) if as_json else _wait_for_predictions(operation)
@@ -285,8 +292,8 @@ def _named(millrace: Millrace, checkpoint: str) -> str:
     return best
 
 
-def _served(millrace: Millrace, deployment: str) -> tuple[str, str]:
-    """Return the checkpoint that a deployment's version serves, and its digest.
+def _served(millrace: Millrace, deployment: str) -> tuple[str, str, str]:
+    """Return the checkpoint that a deployment's version serves, its digest, and a program's predictor.
 
     Without a version number, the version with most traffic is chosen.
     """
@@ -304,7 +311,7 @@ def _served(millrace: Millrace, deployment: str) -> tuple[str, str]:
             f"the versions {numbers} of {found.name} get equally much traffic",
             remedy=f"name one: {name}@{chosen.number}",
         )
-    return chosen.lineage.checkpoint, chosen.lineage.checkpoint_sha256
+    return chosen.lineage.checkpoint, chosen.lineage.checkpoint_sha256, found.spec.predictor
 
 
 def _wait_for_predictions(operation: Operation[Version]) -> Version:

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from millrace.train.v1 import checkpoint_import_pb2, resources_pb2
+from millrace_client.cli.code import push_source
 from millrace_client.cli.command import (
     FAILED,
     NOT_FOUND,
@@ -23,7 +24,7 @@ from millrace_client.cli.command import (
     verbatim,
 )
 from millrace_client.cli.step_options import OF_TRAINING, OrderedCommand, kwargs_of, step_options, steps_of
-from millrace_client.cli.train_specs import TRANSFORM
+from millrace_client.cli.train_specs import TRANSFORM, own_entry
 from millrace_client.connection import Millrace
 from millrace_client.specs import import_spec
 
@@ -89,10 +90,10 @@ def _downloaded(millrace: Millrace, name: str, directory: Path, as_json: bool) -
 @click.command("import", cls=OrderedCommand)
 @click.argument("job")
 @click.argument("source", type=click.Path(exists=True, path_type=Path))
-@click.option("--model", required=True, help="A builder of torchvision.models, mlp, or one of an installed package.")
+@click.option("--model", required=True, help="A builder, mlp, or your own: PATH:MODULE:NAME.")
 @click.option("--model-arg", multiple=True, metavar="NAME=VALUE", help="Of the builder, e.g. hidden=[64,32].")
-@click.option("--in-channels", required=True, type=int, help="Of an mlp the width of its input.")
-@click.option("--num-classes", required=True, type=int, help="Of a regression the numbers that it gives.")
+@click.option("--in-channels", default=0, help="Of an mlp the width of its input. A builder needs it.")
+@click.option("--num-classes", default=0, help="Of a regression the numbers that it gives. A builder needs it.")
 @click.option("--task", type=click.Choice(["classification", "regression"]), default="classification")
 @click.option(
     "--input-shape", default="", metavar="N,…", help="Of one row that it is asked about, e.g. 224,224,3 of pixels."
@@ -110,7 +111,7 @@ def _downloaded(millrace: Millrace, name: str, directory: Path, as_json: bool) -
 @click.option("--allow-missing", multiple=True, metavar="REGEX", help="Of the model: may be missing, and starts anew.")
 @click.option("--allow-non-finite", is_flag=True, help="Take weights that are NaN or infinite.")
 @step_options(OF_TRAINING, TRANSFORM)
-@click.option("--dry-run", is_flag=True, help="Say what fits; make nothing.")
+@click.option("--dry-run", is_flag=True, help="Say what fits; make no job.")
 @address_options
 @json_option
 def import_(job: str, source: Path, dry_run: bool, as_json: bool, **values: Any) -> None:
@@ -124,8 +125,13 @@ def import_(job: str, source: Path, dry_run: bool, as_json: bool, **values: Any)
       --input-shape 224,224,3 --input-dtype uint8 --to-float --normalize 0.485,0.456,0.406:0.229,0.224,0.225 \\
       --rename-prefix module.= --key state_dict
     """
+    own = own_entry(values["model"])
+    if own is None and (lacking := [name for name in ("in_channels", "num_classes") if not values[name]]):
+        raise click.UsageError(f"name --{lacking[0].replace('_', '-')}: a builder needs it")
     spec = _import_spec(values)
     with connected(values) as millrace:
+        if own is not None:
+            spec.model.code_bundle = push_source(millrace, own[0]).name
         try:
             made = millrace.train.import_checkpoint(
                 job.removeprefix(f"{COLLECTION}/"), source, spec, validate_only=dry_run
@@ -156,8 +162,9 @@ def _import_spec(values: dict[str, Any]) -> checkpoint_import_pb2.ImportSpec:
         for option, kind in (("rename_prefix", "prefix"), ("rename", "pattern"))
         for text in values[option]
     ]
+    own = own_entry(values["model"])
     return import_spec(
-        model=values["model"],
+        model=values["model"] if own is None else resources_pb2.Model(entry=own[1]),
         model_kwargs=kwargs_of(values["model_arg"], "--model-arg"),
         in_channels=values["in_channels"],
         num_classes=values["num_classes"],

@@ -18,7 +18,7 @@ from millrace_client.steps import normalize, to_float
 
 # The file option of `train create`; that of versions is `--steps`.
 TRANSFORM = "--transform"
-MLP = "mlp"
+MLP, CAUSAL_LM = "mlp", "transformers.causal_lm"
 # Options with a default value, and the fields that they set.
 WITH_DEFAULTS = {
     "task": "task",
@@ -78,10 +78,16 @@ OPTIONS = (
         "--model",
         default="torchvision.resnet18",
         show_default=True,
-        help="A builder of torchvision.models, mlp, an installed one, or SOURCE:MODULE:NAME of your own code.",
+        help="A builder of torchvision.models, mlp, transformers.sequence_classification, an installed one, or "
+        "SOURCE:MODULE:NAME of your own code.",
     ),
     click.option("--model-arg", multiple=True, metavar="NAME=VALUE", help="Of the builder, e.g. hidden=[64,32]."),
-    click.option("--in-channels", default=1, show_default=True, help="Of an mlp the width of its input."),
+    click.option(
+        "--in-channels",
+        default=1,
+        show_default=True,
+        help="Of an mlp the width of its input; of texts twice their tokens.",
+    ),
     click.option("--num-classes", default=10, show_default=True, help="Of a regression the numbers that it gives."),
     click.option("--initial-checkpoint", default="", metavar="NAME", help="Start from its weights."),
     click.option(
@@ -146,6 +152,12 @@ OPTIONS = (
     ),
     click.option("--threads", default=1, show_default=True, help="CPU threads of each worker."),
     click.option("--seed", default=0, show_default=True),
+    click.option(
+        "--group-by-length",
+        default="",
+        metavar="COLUMN",
+        help="Rows of similar length share steps, by the lengths of this column, e.g. attention_mask.",
+    ),
     click.option("--allow-non-finite", is_flag=True, help="Train on inputs and labels that are NaN or infinite, too."),
     click.option(
         "--allow-cpu-fallback", is_flag=True, help="Go on on CPUs while the cluster has lost the GPUs; else it waits."
@@ -177,7 +189,7 @@ def spec_of(values: dict[str, Any]) -> resources_pb2.TrainingSpec:
         validation_split=values["validation_split"],
         input_column=values["input_column"] or (made[-1] if made else ""),
         label_column=values["label_column"],
-        task=f"TASK_{values['task'].upper()}",
+        task=_task(values),
         target_scaling=f"TARGET_SCALING_{values['target_scaling'].upper()}",
         model=values["model"] if own is None else resources_pb2.Model(entry=own[1]),
         model_kwargs=kwargs_of(values["model_arg"], "--model-arg"),
@@ -205,6 +217,7 @@ def spec_of(values: dict[str, Any]) -> resources_pb2.TrainingSpec:
         threads_per_worker=values["threads"],
         seed=values["seed"],
         allow_non_finite=values["allow_non_finite"],
+        group_by_length=values["group_by_length"],
     )
 
 
@@ -247,6 +260,13 @@ def _effective_min_workers(values: dict[str, Any]) -> int:
     if fewest and values["min_workers"]:
         raise click.UsageError("--workers MIN..MAX has the fewest already; leave --min-workers out")
     return fewest or int(values["min_workers"])
+
+
+def _task(values: dict[str, Any]) -> str:
+    """Return the task. That of a causal language model is the service's to say."""
+    if values["model"] == CAUSAL_LM and not was_given("task"):
+        return "TASK_UNSPECIFIED"
+    return f"TASK_{values['task'].upper()}"
 
 
 def _loss(values: dict[str, Any]) -> resources_pb2.Loss:

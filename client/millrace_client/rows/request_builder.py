@@ -23,7 +23,6 @@ import pyarrow.csv as pc
 import pyarrow.parquet as pq
 import pyarrow.types as kinds
 
-from millrace_client.calls import MAX_MESSAGE_BYTES
 from millrace_client.data import DataClient
 from millrace_client.rows.columns import (
     NULL_VALUES,
@@ -36,6 +35,7 @@ from millrace_client.rows.columns import (
     takes_pixels,
 )
 from millrace_client.rows.typed import Array, BadInput, Tensor, dtype_of
+from shared.wire import MAX_MESSAGE_BYTES
 
 # --- Asking ---
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from millrace_client.addresses import DEFAULT_PORTS, SERVICES
-from millrace_client.addresses import VARIABLE as TOKEN_FILE
+from shared.wire import TOKEN_FILE_VARIABLE
 
 # --- Plan ---
 
@@ -21,7 +21,7 @@ from millrace_client.addresses import VARIABLE as TOKEN_FILE
 # count.
 MIN_RAY_CPUS = 4
 # Environment variables that only the services get.
-OF_SERVICES = (TOKEN_FILE, "MILLRACE_S3_ACCESS_KEY", "MILLRACE_S3_SECRET_KEY")
+OF_SERVICES = (TOKEN_FILE_VARIABLE, "MILLRACE_S3_ACCESS_KEY", "MILLRACE_S3_SECRET_KEY")
 # The stack belongs to one user, on loopback, so that user's code may run on it by default. Other users of the machine
 # can reach its loopback, too; MILLRACE_TOKEN_FILE keeps them out.
 OWN_CODE = "trusted"

@@ -38,7 +38,10 @@ from data_service.domain.statistics.sketches import (
 from shared.value_texts import moment_text, value_text, whole_seconds
 
 # --- Bytes of values ---
-# The bytes of each value of an Arrow array, without a copy.
+# The bytes of each value of an Arrow array.
+
+# The values' mean size up to which they are copied to be hashed.
+_COPIED_BYTES = 4096
 
 
 def byte_slices(array: pa.Array) -> Iterator[memoryview]:
@@ -58,6 +61,16 @@ def byte_slices(array: pa.Array) -> Iterator[memoryview]:
     data = memoryview(values if values is not None else b"")
     for start, end in pairwise(ends):
         yield data[start:end]
+
+
+def value_hashes(array: pa.Array) -> Hashes:
+    """Hashes the values of strings, bytes, and fixed-size bytes, without nulls."""
+    # Arrow makes `bytes` of small values in half the time that views of them take.
+    if array.nbytes > _COPIED_BYTES * len(array):
+        return hash_bytes(byte_slices(array))
+    is_text = kinds.is_string(array.type) or kinds.is_large_string(array.type)
+    large = pa.large_binary() if kinds.is_large_string(array.type) else pa.binary()
+    return hash_bytes((array.cast(large) if is_text else array).to_pylist())
 
 
 # --- Every column ---
@@ -352,15 +365,15 @@ class TextColumn(Column):
         self._total_bytes += int(lengths.sum())
         self._lengths.add(int(lengths.min()), int(lengths.max()))
         if not self._is_text:  # bytes are mostly large and seldom equal, so a hash table of them does not pay
-            self._distinct.add(hash_bytes(byte_slices(array)))
+            self._distinct.add(value_hashes(array))
         elif self._frequent.counts is None:
-            self._distinct.add(hash_bytes(byte_slices(pc.unique(array))))
+            self._distinct.add(value_hashes(pc.unique(array)))
         else:
             self._count(pc.value_counts(array))
 
     def _count(self, counted: pa.StructArray) -> None:
         different = counted.field("values")
-        self._distinct.add(hash_bytes(byte_slices(different)))
+        self._distinct.add(value_hashes(different))
         if len(different) > MAX_FREQUENT:
             self._frequent.close()
         else:

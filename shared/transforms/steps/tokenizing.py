@@ -160,6 +160,13 @@ class Tokenize(Step):
             raise RowProblem(row, f"{self.column!r} does not become tokens: {first_line(error)}") from None
 
     @property
+    def vocabulary(self) -> tuple[int, int]:
+        """How many ids a fitted step has, counted from 0, and the id that it pads with."""
+        tokenizer = _loaded(self.tokenizer, self.max_length)
+        padding = tokenizer.padding or {}
+        return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1, int(padding["pad_id"])
+
+    @property
     def _made(self) -> tuple[str, str]:
         return (self.ids_column, self.mask_column)
 

@@ -15,7 +15,7 @@ import pytest
 from shared.errors import ResourceExhausted
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
-from shared.storage.object_store import PARTS
+from shared.storage.object_store import PART_BYTES
 from shared.storage.opening import ensure_bucket
 from tests.support.s3_server import S3Program, running
 from tests.support.small_disk import small_disk
@@ -86,7 +86,7 @@ def _put_soon(store: ObjectStore, key: str) -> None:
 def test_an_object_in_parts_that_does_not_fit_is_refused_and_is_not_there(
     small_store: ObjectStore, tmp_path: Path, write: str
 ) -> None:
-    in_parts = b"z" * (PARTS["chunk_size"] + len(FITTING))
+    in_parts = b"z" * (PART_BYTES + len(FITTING))
     file = tmp_path / "in-parts"
     file.write_bytes(in_parts)
 

@@ -18,7 +18,18 @@ from shared.dataset_version import load_version
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
-from tests.support.predicting import PREPARING, TABLE_SCHEMA, TRAINING, create_prediction, marks, predict_here, write
+from tests.support.code_folders import LOOP, store_bundle
+from tests.support.own_models import code_of_this_process
+from tests.support.predicting import (
+    PREPARING,
+    TABLE_SCHEMA,
+    TRAINING,
+    create_prediction,
+    marks,
+    predict_here,
+    write,
+    write_program,
+)
 from tests.support.ray_head import RayHead
 from tests.support.transforming import commit_tables
 from tests.support.version_attempts import (
@@ -172,6 +183,55 @@ def test_a_row_that_kills_its_worker_again_and_again_ends_it_with_the_rows_named
     assert failed.error["kind"] == "FailedPrecondition", failed.error
     assert "the worker died, and died again, on rows " in failed.error["message"]
     assert list(store.list(f"{failed.name}/data")) == []
+
+
+# Each batch waits for the sign `go`, and leaves a sign of the process that it runs in.
+PREDICTOR = """
+import os
+import pathlib
+import time
+
+import numpy as np
+
+
+class Predictor:
+    inputs = {"x": ("FP64", []), "folder": ("BYTES", [])}
+    outputs = {"twice": ("FP32", [])}
+
+    def __init__(self, checkpoint_dir):
+        self.factor = float((pathlib.Path(checkpoint_dir) / "factor").read_text())
+
+    def predict(self, inputs):
+        folder = pathlib.Path(inputs["folder"][0].decode())
+        (folder / f"working-{os.getpid()}").touch()
+        while not (folder / "go").exists():
+            time.sleep(0.05)
+        return {"twice": inputs["x"] * self.factor}
+"""
+PROGRAM = "trainingJobs/program/checkpoints/c1"
+
+
+@pytest.mark.chaos
+def test_a_programs_predictor_runs_in_workers_alone_and_a_killed_one_costs_nothing(
+    store: ObjectStore, jobs: Jobs, reconciler: Reconciler, signs: Path
+) -> None:
+    bundle = store_bundle(store, {"train.py": LOOP, "serve.py": PREDICTOR}).name
+    write_program(store, bundle, {"factor": b"2.0"}, name=PROGRAM)
+    spec: dict[str, Any] = {"predictor": "serve:Predictor", "columns": ["id"], "workers": ONE}
+    name = create_prediction(store, PROGRAM, **spec)
+    await_worker(jobs, name, signs)
+    (victim,) = signs.glob("working-*")
+    assert b"PoolWorker" in title_of(victim), title_of(victim)
+    os.kill(pid_of(victim), signal.SIGKILL)
+    wait_until(lambda: any(one != victim for one in signs.glob("working-*")), "another worker", TIMEOUT_S)
+    (signs / "go").touch()
+    done = over(jobs, name)
+    assert (done.attempt, done.failures) == (1, 0), done.error
+    workers = {pid_of(sign) for sign in signs.glob("working-*")}
+    assert os.getpid() not in workers
+    with reconciler.aside(), code_of_this_process():
+        alone = predict_here(store, checkpoint=PROGRAM, **spec)
+    assert digest(store, done) == digest(store, alone)
 
 
 @pytest.mark.parametrize(

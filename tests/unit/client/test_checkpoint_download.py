@@ -14,8 +14,8 @@ from millrace.train.v1 import train_service_pb2 as pb
 from millrace.train.v1 import train_service_pb2_grpc
 from millrace_client import connect, errors
 from millrace_client.train import TrainClient
-from shared.checkpoint import CheckpointEntry
-from shared.checkpoint.files import PIECE_BYTES
+from shared.checkpoint import CheckpointEntry, reading
+from shared.checkpoint.reading import PIECE_BYTES
 from shared.errors import Unavailable
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
@@ -163,7 +163,23 @@ def test_a_stream_that_breaks_is_taken_up_where_it_broke(store: ObjectStore, tar
     assert breaking.ranges.count((f"{entry.folder}/model.safetensors", 0)) == 1
 
 
-def test_a_file_that_is_not_what_was_committed_leaves_no_folder(store: ObjectStore, target: Path) -> None:
+def test_no_byte_of_a_damaged_block_is_sent(store: ObjectStore, target: Path) -> None:
+    entry = commit_model(store)
+    key = f"{entry.folder}/{OPTIMIZER}"
+    store.put(key, MODEL_FILES[OPTIMIZER][:-1] + b"x")
+    with pytest.raises(errors.DataLoss, match="optimizer"):
+        fetch(store, entry.name, target)
+    assert not target.exists()
+    store.put(key, MODEL_FILES[OPTIMIZER])
+    fetch(store, entry.name, target)
+    assert files_in(target) == expected(store, entry)
+
+
+def test_a_file_that_is_not_what_was_committed_leaves_no_folder(
+    store: ObjectStore, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest is as earlier releases wrote it, without digests of blocks."""
+    monkeypatch.setattr(reading, "BLOCK_BYTES", 1 << 30)
     entry = commit_model(store)
     key = f"{entry.folder}/{OPTIMIZER}"
     store.put(key, b"x" * len(MODEL_FILES[OPTIMIZER]))

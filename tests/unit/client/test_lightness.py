@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 HEAVY = ("ray", "torch", "torchvision", "obstore", "minio", "sklearn")
-# What a bundle of code is packed with, on both sides.
-SHARED = {"shared", "shared.code_packing", "shared.code_requirements", "shared.errors"}
+# What both sides share: the packing of code, and the names of headers.
+SHARED = {"shared", "shared.code_packing", "shared.code_requirements", "shared.errors", "shared.wire"}
 LATER = ("grpc", "numpy", "pyarrow", "matplotlib", "rich")
 
 IMPORT_ALL = """

@@ -125,6 +125,31 @@ def test_a_version_is_prepared_on_request_and_asked_about_again() -> None:
     assert [one.field for one in made.choices] == ["label_column", "model.in_channels"]
 
 
+def test_a_version_alone_gives_a_specification_that_can_be_read_changed_and_trained() -> None:
+    both = Both()
+    with client_of(both) as client:
+        made = client.training_spec(SOURCE, spec=resources_pb2.TrainingSpec(seed=5), epochs=3)
+        client.train.create_training_job("j", made)
+        made.spec.num_workers = 2
+        client.train.create_training_job("j", made.spec)
+    assert str(made).splitlines() == [
+        "label_column = the label_column: Why label_column.",
+        "model.in_channels = the model.in_channels: Why model.in_channels.",
+    ]
+    first, second = both.created
+    assert (first.dataset_version, first.epochs, first.seed, first.model.in_channels) == (PREPARED, 3, 5, 7)
+    assert (first.num_workers, second.num_workers) == (0, 2)
+
+
+def test_a_suggestion_that_needs_a_preparation_is_not_trained() -> None:
+    both = Both()
+    with client_of(both) as client:
+        made = client.train.suggest_training_spec(SOURCE)
+        with pytest.raises(ValueError, match=rf"specification for {SOURCE} is incomplete.*Millrace\.training_spec\(\)"):
+            client.train.create_training_job("j", made)
+    assert both.created == []
+
+
 def test_nothing_is_made_unless_it_is_asked_for() -> None:
     both = Both()
     with client_of(both) as client:

@@ -65,14 +65,15 @@ def test_a_call_that_is_cancelled_a_moment_before_its_deadline_is_late(
     [
         (1.0, 1.2, True),
         (1.0, 0.996, True),
-        (1.0, 0.9, False),
+        (1.0, 0.93, True),  # the request was slow on its way, the cancellation was not
+        (1.0, 0.85, False),
         (1.01, 1.0, True),  # 1.001 s, as gRPC rounds it
-        (0.2, 0.18, False),
+        (0.2, 0.17, False),
         (0.0, 0.0, True),
         (None, 100.0, False),
     ],
 )
-def test_what_is_cancelled_by_its_deadline_is_cancelled_at_most_a_moment_before(
+def test_a_call_that_is_cancelled_in_the_last_tenth_of_its_time_has_met_its_deadline(
     remaining_s: float | None, passed_s: float, late: bool
 ) -> None:
     assert is_deadline(remaining_s, passed_s) is late

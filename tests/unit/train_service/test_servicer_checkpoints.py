@@ -11,7 +11,7 @@ import pytest
 
 from millrace.train.v1 import train_service_pb2 as pb
 from shared.checkpoint import CheckpointRegistry
-from shared.checkpoint.files import PIECE_BYTES
+from shared.checkpoint.reading import PIECE_BYTES
 from shared.jobs import JobRecord, Jobs
 from shared.reference_markers import markers
 from shared.storage import ObjectStore

@@ -261,7 +261,7 @@ def test_a_call_without_a_deadline_that_a_version_never_answers_counts_as_late()
     served(scenario, default_deadline_s=0.1)
 
 
-@pytest.mark.parametrize("timeout_s", [0.1, 1.001])
+@pytest.mark.parametrize("timeout_s", [0.5, 2.001])
 def test_a_call_whose_deadline_passes_counts_as_late_and_one_that_is_cancelled_does_not(timeout_s: float) -> None:
     async def scenario(server: Server) -> None:
         server.model.may_work.clear()
@@ -278,7 +278,7 @@ def test_a_call_whose_deadline_passes_counts_as_late_and_one_that_is_cancelled_d
     served(scenario)
 
 
-@pytest.mark.parametrize("timeout_s", [None, 0.3])
+@pytest.mark.parametrize("timeout_s", [None, 1.0])
 def test_a_request_of_a_stream_that_a_version_never_answers_counts_as_late(
     monkeypatch: pytest.MonkeyPatch, timeout_s: float | None
 ) -> None:

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from inference_service.domain.deployment import Spec, check_spec
-from inference_service.domain.signature import RAW, Rows, TensorSpec
-from inference_service.serve import served_predictor
+from inference_service.domain.signature import FREE, NULLS, RAW, Rows, TensorSpec
+from inference_service.domain.tensors import DATATYPES
 from inference_service.serve.served_predictor import ServedPredictor
+from shared import bundle_predictor
 from shared.checkpoint.program import ProgramContent
 from shared.durable import as_state
 from shared.errors import FailedPrecondition, InvalidArgument
@@ -61,7 +62,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ServedPredictor]:
             asked.append(entry)
             return kind
 
-        monkeypatch.setattr(served_predictor, "find_entry", find)
+        monkeypatch.setattr(bundle_predictor, "find_entry", find)
         made = ServedPredictor(CONTENT, entry, Path("/checkpoint"))
         assert asked == [entry or "train:Predictor"]
         return made
@@ -79,6 +80,11 @@ def test_its_signature_is_what_it_declares(served: Any) -> None:
     signature = served(Doubling, "serve:Doubling").signature
     assert signature.raw == (TensorSpec("x", "FP32", (-1, 2)), TensorSpec("n", "INT64", (-1,)))
     assert signature.outputs == (TensorSpec("twice", "FP32", (-1, 2)), TensorSpec("sum", "FP64", (-1,)))
+
+
+def test_the_datatypes_are_those_of_the_protocol() -> None:
+    assert {name: one.dtype for name, one in DATATYPES.items()} == bundle_predictor.DTYPES
+    assert (FREE, NULLS) == (bundle_predictor.FREE, bundle_predictor.NULLS)
 
 
 def test_a_batch_is_answered_in_the_order_of_the_outputs(served: Any) -> None:
@@ -108,7 +114,7 @@ def test_answers_that_are_not_finite_are_told(served: Any) -> None:
 def test_it_is_warmed_up_with_zeros_or_with_its_example(served: Any) -> None:
     predictor = served(Doubling)
     assert set(predictor.warm_up(4)) == {1, 2, 4}
-    assert sorted(predictor._predictor.seen) == [1, 1, 2, 2, 4, 4]
+    assert sorted(predictor._predictor.made.seen) == [1, 1, 2, 2, 4, 4]
 
     class Ones(Doubling):
         example: ClassVar[Any] = {"x": [[1, 2]], "n": [1]}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.checkpoint import program
+from shared.checkpoint import reading
 from shared.checkpoint.program import ProgramFile, read_pieces
 from shared.errors import DataLoss
 from shared.settings import StoreSettings
@@ -19,7 +19,7 @@ FOLDER = "trainingJobs/own/checkpoints/data/report-00000001-a00001-00000000"
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "PIECE_BYTES", 10)
+    monkeypatch.setattr(reading, "PIECE_BYTES", 10)
 
 
 @pytest.fixture

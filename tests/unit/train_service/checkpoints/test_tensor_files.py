@@ -73,6 +73,26 @@ def test_what_was_filled_stays_while_training_goes_on_and_is_filled_anew() -> No
     assert bytes(file.fill({"w": torch.arange(4.0)})) == first
 
 
+def test_a_file_is_laid_out_once_though_its_metadata_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    laid_out = []
+    lay_out = TensorFile._lay_out
+    monkeypatch.setattr(TensorFile, "_lay_out", lambda *given: laid_out.append(given) or lay_out(*given))
+    file, weight = TensorFile(), torch.arange(4.0)
+    for step in range(50):
+        metadata = {"lr": repr(0.1 / (step + 1)), "history": "x" * step}
+        found = bytes(file.fill({"w": weight, "s": torch.tensor(step)}, metadata))
+        assert found == bytes(TensorFile().fill({"w": weight, "s": torch.tensor(step)}, metadata))
+    assert len([one for one in laid_out if one[0] is file]) == 1
+
+
+def test_metadata_that_outgrow_their_room_are_given_more() -> None:
+    file = TensorFile()
+    for size in (1, 10_000, 100, 30_000):
+        found = file.fill({"w": torch.arange(4.0)}, {"history": "x" * size})
+        assert bytes(found) == bytes(TensorFile().fill({"w": torch.arange(4.0)}, {"history": "x" * size}))
+        assert safetensors.torch.load(bytes(found))["w"].tolist() == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.NAdam])
 def test_the_state_of_an_optimizer_comes_back(kind: type[torch.optim.Optimizer]) -> None:
     model = nn.Linear(3, 2)

@@ -413,7 +413,7 @@ class TransformVersionMetadata(_message.Message):
     def __init__(self, version: _Optional[str] = ..., phase: _Optional[_Union[TransformVersionMetadata.Phase, str]] = ..., rows_done: _Optional[int] = ..., rows_total: _Optional[int] = ..., rows_per_second: _Optional[float] = ..., attempt: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class PredictVersionRequest(_message.Message):
-    __slots__ = ("parent", "version_id", "source", "split", "checkpoint", "checkpoint_sha256", "columns", "outputs", "column_prefix", "bad_rows", "workers", "request_id", "validate_only")
+    __slots__ = ("parent", "version_id", "source", "split", "checkpoint", "checkpoint_sha256", "columns", "outputs", "column_prefix", "bad_rows", "workers", "request_id", "validate_only", "predictor")
     PARENT_FIELD_NUMBER: _ClassVar[int]
     VERSION_ID_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
@@ -427,6 +427,7 @@ class PredictVersionRequest(_message.Message):
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     VALIDATE_ONLY_FIELD_NUMBER: _ClassVar[int]
+    PREDICTOR_FIELD_NUMBER: _ClassVar[int]
     parent: str
     version_id: str
     source: str
@@ -440,7 +441,8 @@ class PredictVersionRequest(_message.Message):
     workers: PredictionWorkers
     request_id: str
     validate_only: bool
-    def __init__(self, parent: _Optional[str] = ..., version_id: _Optional[str] = ..., source: _Optional[str] = ..., split: _Optional[str] = ..., checkpoint: _Optional[str] = ..., checkpoint_sha256: _Optional[str] = ..., columns: _Optional[_Iterable[str]] = ..., outputs: _Optional[_Iterable[str]] = ..., column_prefix: _Optional[str] = ..., bad_rows: _Optional[_Union[BadRows, _Mapping]] = ..., workers: _Optional[_Union[PredictionWorkers, _Mapping]] = ..., request_id: _Optional[str] = ..., validate_only: _Optional[bool] = ...) -> None: ...
+    predictor: str
+    def __init__(self, parent: _Optional[str] = ..., version_id: _Optional[str] = ..., source: _Optional[str] = ..., split: _Optional[str] = ..., checkpoint: _Optional[str] = ..., checkpoint_sha256: _Optional[str] = ..., columns: _Optional[_Iterable[str]] = ..., outputs: _Optional[_Iterable[str]] = ..., column_prefix: _Optional[str] = ..., bad_rows: _Optional[_Union[BadRows, _Mapping]] = ..., workers: _Optional[_Union[PredictionWorkers, _Mapping]] = ..., request_id: _Optional[str] = ..., validate_only: _Optional[bool] = ..., predictor: _Optional[str] = ...) -> None: ...
 
 class PredictionWorkers(_message.Message):
     __slots__ = ("max_workers", "batch_size", "cpus", "gpus")

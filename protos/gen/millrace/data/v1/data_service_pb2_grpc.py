@@ -282,14 +282,18 @@ class DataServiceServicer:
         source version has reached in the chain of steps that the checkpoint was trained behind. The operation's `metadata`
         is a PredictVersionMetadata; its `response` is the ACTIVE DatasetVersion, whose `prediction` names the checkpoint.
         While the operation runs, neither the source nor the checkpoint can be deleted.
+        A checkpoint that a program reported predicts by a class of its bundle; see `predictor`. Its code runs in the workers
+        alone, so what it takes and gives is checked once the operation runs.
         Fails with INVALID_ARGUMENT (a field is malformed; a column that the checkpoint needs is missing or of another
         type; a kept column has the name of a prediction), NOT_FOUND (the dataset, the source, the job or the checkpoint),
         FAILED_PRECONDITION (the source is not ACTIVE, or was transformed differently from the checkpoint's rows; the job
-        is being deleted, or has no checkpoint; its steps call a function that this service does not allow), DATA_LOSS (the
-        checkpoint's manifest is damaged) and ALREADY_EXISTS.
+        is being deleted, or has no checkpoint; its steps call a function that this service does not allow; the model is of
+        a user's own code, or a program's, and this service runs no code of its callers), DATA_LOSS (the checkpoint's
+        manifest is damaged) and ALREADY_EXISTS.
         The operation fails with INVALID_ARGUMENT (a step cannot process a row: the error names step, row id and cause; or
-        more such rows than may be left out), FAILED_PRECONDITION (the model does not load; torch finds no GPU; a split has
-        no rows; the source was made again meanwhile; a custom function crashes), DATA_LOSS, RESOURCE_EXHAUSTED (the model
+        more such rows than may be left out; the source has not the columns that a predictor takes), FAILED_PRECONDITION
+        (the model does not load; a predictor raises, or answers otherwise than it declares; torch finds no GPU; a split has
+        no rows; the source was made again meanwhile; a custom function or a predictor crashes), DATA_LOSS, RESOURCE_EXHAUSTED (the model
         or a batch does not fit into memory) or CANCELLED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

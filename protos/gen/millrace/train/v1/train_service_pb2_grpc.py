@@ -310,13 +310,14 @@ class TrainServiceServicer:
         """Makes a checkpoint of external weights, which can be fine-tuned (`TrainingSpec.initial_checkpoint`), served and
         used for predictions like any other. The first message has `header`, all others `chunk`. A child process with
         limits on memory and time reads the files and executes nothing of them: a torch file is loaded with `weights_only`.
+        The model may be of the caller's own code, which that process then runs to build it.
         Tensors keep their bits; float16 and bfloat16 are widened where the model has float32. A stream that ends early, or
         weights that do not fit, create nothing.
         Fails with INVALID_ARGUMENT (a field is malformed; the transform does not make the model's input; a file has none
         of the formats, is cut off, has names twice, holds code, or takes more than the limits to be read;
         WEIGHTS_DO_NOT_FIT: tensors are missing, unexpected or of another shape; NON_FINITE_WEIGHTS: NaN or infinities),
-        NOT_FOUND (the version), FAILED_PRECONDITION (the version is not ACTIVE; an earlier call of this `request_id` was
-        killed), ALREADY_EXISTS (the id is taken, or `request_id` was used with another header), RESOURCE_EXHAUSTED (too
+        NOT_FOUND (the version, or the bundle), FAILED_PRECONDITION (the version is not ACTIVE; an earlier call of this
+        `request_id` was killed; OWN_CODE_OFF: this service runs no code of its callers), ALREADY_EXISTS (the id is taken, or `request_id` was used with another header), RESOURCE_EXHAUSTED (too
         many imports at once, the files are over the limit, or the service's disk is full) and DEADLINE_EXCEEDED
         (SENDER_STALLED: nothing was sent for 60 s while others wait).
         """
