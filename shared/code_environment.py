@@ -270,13 +270,13 @@ class CodeEnvironments:
         for number in range(100):
             environment = _Environment(self, f"{digest}-{number}" if number else digest)
             if lease := environment.lease(lines, tick):
-                self._make_room(environment.name)
+                self._evict_oldest(environment.name)
                 return lease
         raise FailedPrecondition(
             f"the environments in {self.folder} were changed by other processes: remove the folder"
         )
 
-    def _make_room(self, keep: str) -> None:
+    def _evict_oldest(self, keep: str) -> None:
         """Remove the environments that were not used for longest, until all fit into `max_bytes`."""
         names = {one.name.partition(".")[0] for one in self.folder.iterdir()}
         environments = [_Environment(self, one) for one in names if NAME.fullmatch(one)]

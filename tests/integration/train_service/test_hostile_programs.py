@@ -61,7 +61,7 @@ def loop(config):
     assert peak() - before < 2**28, f"{peak() - before} bytes more"
     ray.train.report({"loss": 1.0})
 """
-SILENT = """
+UNREPORTING = """
 def loop(config):
     for _ in range(10**6):
         pass
@@ -126,7 +126,7 @@ def test_a_gigabyte_of_prints_is_cut_off_and_takes_no_memory(file_stack: TrainSt
 def test_a_function_that_never_reports_has_succeeded_without_a_checkpoint(
     file_stack: TrainStack, tmp_path: Path
 ) -> None:
-    watch = ended(file_stack, tmp_path, SILENT)
+    watch = ended(file_stack, tmp_path, UNREPORTING)
     assert watch.jobs[-1].state == State.STATE_SUCCEEDED
     assert not watch.jobs[-1].best_checkpoint
     assert any("checkpoint" in one for one in watch.of("warning")), watch.events

@@ -262,7 +262,7 @@ def test_no_code_of_a_source_archive_runs(wheels: Path, environments: CodeEnviro
     [({"max_bytes": 2**20}, "more than 1,048,576 bytes"), ({"max_files": 20}, "more than 20 files")],
 )
 def test_a_build_has_limits(wheels: Path, environments: CodeEnvironments, limit: dict[str, Any], said: str) -> None:
-    bomb = {"bomb.bin": bytes(64 * 2**20), **{f"many/{number}.txt": "" for number in range(40)}}
+    bomb: dict[str, str | bytes] = {"bomb.bin": bytes(64 * 2**20), **{f"many/{number}.txt": "" for number in range(40)}}
     line = write_wheel(wheels, "bomb", "1", bomb)
     assert (wheels / "bomb-1-py3-none-any.whl").stat().st_size < 2**20
     assert said in failure(replace(environments, **limit), line)
