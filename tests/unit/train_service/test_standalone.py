@@ -318,5 +318,4 @@ def test_a_model_that_fills_the_memory_ends_the_attempt_with_its_reason(
     assert "of memory" in job.error["message"]
     assert "the limit of 0 MiB that placement.resources_per_worker[memory] sets" in job.error["message"]
     assert "of memory" in ended.stderr
-    (told,) = events(store, JOB, EventKind.ATTEMPT_ENDED)
-    assert told.payload["text"] == job.error["message"]
+    assert any("of memory" in one.payload["text"] for one in events(store, JOB, EventKind.ATTEMPT_ENDED))
