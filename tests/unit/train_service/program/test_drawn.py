@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import ray.train.torch
 import torch
 from ray.train.torch.train_loop_utils import _WrappedDataLoader
 from ray.train.v2._internal.execution import train_fn_utils
+from ray.train.v2.api import train_fn_utils as train_fn_api
 from ray.train.v2.torch import train_loop_utils
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
@@ -73,7 +75,8 @@ def test_the_prepared_loader_is_as_it_was_to_its_program() -> None:
         assert [one[0].tolist() for one in watched] == [one[0].tolist() for one in plain]
     assert len(watched) == len(plain)
     assert isinstance(watched, _WrappedDataLoader)
-    assert watched.batch_sampler.batch_size == 3
+    sampler: Any = watched.batch_sampler
+    assert sampler.batch_size == 3
 
 
 def test_passes_are_numbered_by_set_epoch_or_one_after_the_other() -> None:
@@ -119,8 +122,8 @@ def test_what_a_program_prepares_by_rays_function_is_watched(monkeypatch: pytest
     from train_service.program import ray_hooks
 
     kept = [(ray.train.torch, "prepare_data_loader"), (train_loop_utils, "prepare_data_loader")]
-    kept += [(ray.train, "get_dataset_shard"), (ray_hooks.train_fn_api, "get_dataset_shard")]
-    kept += [(ray_hooks.builtins, "print"), (train_fn_utils, "_train_fn_utils")]
+    kept += [(ray.train, "get_dataset_shard"), (train_fn_api, "get_dataset_shard")]
+    kept += [(builtins, "print"), (train_fn_utils, "_train_fn_utils")]
     for module, name in kept:
         monkeypatch.setattr(module, name, getattr(module, name))
     monkeypatch.setattr(train_loop_utils, "prepare_data_loader", lambda given, **_: given)
@@ -131,9 +134,10 @@ def test_what_a_program_prepares_by_rays_function_is_watched(monkeypatch: pytest
             return False
 
     ray_hooks.install(Utils(), lambda given: seen.append(given) or given)  # type: ignore[arg-type, func-returns-value]
-    assert ray.train.torch.prepare_data_loader("it", move_to_device=False) == "it"  # type: ignore[arg-type]
-    assert train_loop_utils.prepare_data_loader("other") == "other"  # type: ignore[arg-type]
-    assert seen == ["it", "other"]
+    first, second = DataLoader(TensorDataset(torch.arange(2))), DataLoader(TensorDataset(torch.arange(3)))
+    assert ray.train.torch.prepare_data_loader(first, move_to_device=False) is first
+    assert train_loop_utils.prepare_data_loader(second) is second
+    assert seen == [first, second]
 
 
 @pytest.fixture
