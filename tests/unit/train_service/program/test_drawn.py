@@ -35,7 +35,7 @@ ROWS = 20
 def loader(rank: int = 0, world_size: int = 1, batch: int = 3, **options: Any) -> Any:
     """As Ray prepares one: a sampler for this rank, and a wrapper that has the next batch on its way."""
     data = TensorDataset(torch.arange(ROWS))
-    sampler = DistributedSampler(data, world_size, rank, seed=3) if world_size > 1 else None
+    sampler: Any = DistributedSampler(data, world_size, rank, seed=3) if world_size > 1 else None
     return _WrappedDataLoader(
         DataLoader(data, batch, shuffle=sampler is None, sampler=sampler, **options), torch.device("cpu"), True
     )
