@@ -6,7 +6,7 @@ It takes the tensors whose name and shape match, and initializes the others.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 FIELD = "spec.initial_checkpoint"
 SHOWN = 8
+# What peft puts into the names of the weights of an adapted layer.
+ADAPTED = ".base_layer."
 LENGTH_BYTES = 8
 
 Shapes = Mapping[str, Sequence[int]]
@@ -49,13 +51,27 @@ class Fit:
 
 
 def fit(model: Shapes, checkpoint: Shapes) -> Fit:
-    """Return which tensors match in name and shape."""
-    taken = {name for name, shape in model.items() if name in checkpoint and tuple(checkpoint[name]) == tuple(shape)}
+    """Return which tensors match in name and shape.
+
+    A layer with an adapter also takes the weights of the same layer without one.
+    """
+    sources = {name: source_name(name, checkpoint) for name in model}
+    taken = {
+        name
+        for name, shape in model.items()
+        if (source := sources[name]) in checkpoint and tuple(checkpoint[source]) == tuple(shape)
+    }
+    used = {sources[name] for name in taken}
     return Fit(
         tuple(name for name in model if name in taken),
         tuple(name for name in model if name not in taken),
-        tuple(name for name in checkpoint if name not in taken),
+        tuple(name for name in checkpoint if name not in used),
     )
+
+
+def source_name(name: str, checkpoint: Container[str]) -> str:
+    """Return the checkpoint's name of a tensor of the model. It may lack the part that an adapter adds."""
+    return name if name in checkpoint else name.replace(ADAPTED, ".")
 
 
 def check_name(name: str) -> None:
@@ -145,7 +161,7 @@ def load_initial(store: ObjectStore, name: str, model: nn.Module) -> tuple[Check
         ) from None
     own = model.state_dict()
     found = fit({key: one.shape for key, one in own.items()}, {key: one.shape for key, one in weights.items()})
-    put_some_weights(model, {key: weights[key] for key in found.taken})
+    put_some_weights(model, {key: weights[source_name(key, weights)] for key in found.taken})
     return entry, found
 
 

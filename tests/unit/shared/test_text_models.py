@@ -118,6 +118,8 @@ def test_parameters_have_the_names_of_the_library() -> None:
         ({"attention": "hub/kernel"}, "attention", "sdpa or eager"),
         ({"vocab_size": 2**25}, "vocab_size", "16,777,216"),
         ({"pad_token_id": 300}, "pad_token_id", "0 to 299"),
+        ({"lora": {"r": 4}}, "lora", "target_modules"),
+        ({"lora": {"r": 4, "target_modules": ["nothing"]}}, "lora", "peft refuses"),
         ({"max_position_embeddings": 16}, "max_position_embeddings", "16 tokens, and a row has 32"),
         (
             {"model_type": "roberta", "max_position_embeddings": 33, "pad_token_id": 1},

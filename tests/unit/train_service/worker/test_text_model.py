@@ -12,13 +12,14 @@ import pyarrow as pa
 import pytest
 import torch
 import transformers
+from safetensors.torch import load as load_tensors
 
 import millrace_client as mc
 from inference_service.domain.signature import RAW, Rows
 from inference_service.serve.served_model import ServedModel
 from millrace_client import steps
 from millrace_client.train import TrainClient
-from shared.checkpoint import CheckpointRegistry, load_checkpoint, resolve
+from shared.checkpoint import CheckpointEntry, CheckpointRegistry, load_checkpoint, resolve
 from shared.checkpoint.format import WEIGHTS
 from shared.dataset_version import load_version
 from shared.errors import InvalidArgument
@@ -159,6 +160,42 @@ def test_training_and_serving_prepare_the_same_bits(store: ObjectStore, version:
         prepared, refused, _ = served.preprocessing.prepare(Rows(RAW, {"text": rows}))
         assert not refused
         assert prepared.tobytes() == batch.inputs.tobytes()
+
+
+def test_adapters_start_from_a_checkpoint_and_leave_its_weights_as_they_are(store: ObjectStore, version: str) -> None:
+    base = settled(store, spec_of(version, epochs=3))
+    new_job(store, "trainingJobs/base", base)
+    run_of(store, "trainingJobs/base", spec=base).run()
+    before = weights_of(store, entries(store, "trainingJobs/base")[12])
+    lora = {"r": 4, "lora_alpha": 8, "target_modules": ["query", "value"]}
+    adapted = replace(base.model, kwargs={**base.model.kwargs, "lora": lora})
+    entry = entries(store, "trainingJobs/base")[12]
+    tuned = settled(store, spec_of(version, model=adapted, initial_checkpoint=entry.name, epochs=1))
+    check_fits(store, entry, tuned.model)
+    new_job(store, "trainingJobs/tuned", tuned)
+
+    run_of(store, "trainingJobs/tuned", spec=tuned).run()
+
+    after = weights_of(store, entries(store, "trainingJobs/tuned")[4])
+    query = "bert.encoder.layer.0.attention.self.query"
+    kept = {name: name.replace(".base_layer.", ".") for name in after if "lora_" not in name}
+    changed = {name for name, plain in kept.items() if not torch.equal(after[name], before[plain])}
+    assert changed == {"classifier.weight", "classifier.bias"}
+    assert after[f"{query}.lora_B.default.weight"].abs().sum() > 0
+    assert f"{query}.base_layer.weight" in after
+    checkpoint = load_checkpoint(store, *folder_of(store, "trainingJobs/tuned", 4))
+    served = ServedModel(checkpoint.content, checkpoint.read(WEIGHTS))
+    answered = served.forward(Rows(RAW, {"text": np.asarray([b"good film", b"bad film"], object)}))
+    assert answered.arrays[0].shape == (2, 2)
+
+
+def folder_of(store: ObjectStore, job: str, step: int) -> tuple[str, str]:
+    entry = entries(store, job)[step]
+    return entry.folder, entry.manifest_sha256
+
+
+def weights_of(store: ObjectStore, entry: CheckpointEntry) -> dict[str, torch.Tensor]:
+    return load_tensors(saved(store, entry)[0])
 
 
 # The service reads the folder in a child, which imports the library again.
