@@ -94,7 +94,7 @@ def test_a_row_without_a_token_has_a_finite_answer(model_type: str) -> None:
 
 
 def test_parameters_have_the_names_of_the_library() -> None:
-    theirs = transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL, num_labels=CLASSES))
+    theirs = transformers.BertForSequenceClassification(transformers.BertConfig(**{**SMALL, "num_labels": CLASSES}))
 
     ours = build_model(spec())
 
@@ -102,7 +102,7 @@ def test_parameters_have_the_names_of_the_library() -> None:
     ours.load_state_dict(theirs.state_dict())
     rows = tokens(7)
     with torch.inference_mode():
-        expected = theirs.eval()(input_ids=rows[:, :8].long(), attention_mask=rows[:, LENGTH : LENGTH + 8].long())
+        expected = theirs.train(False)(input_ids=rows[:, :8].long(), attention_mask=rows[:, LENGTH : LENGTH + 8].long())
         assert torch.equal(ours.eval()(rows), expected.logits)
 
 
@@ -175,7 +175,7 @@ def test_a_token_is_predicted_from_those_before_it_alone(model_type: str) -> Non
 def test_a_surprise_is_that_of_the_library_and_padding_has_none() -> None:
     torch.manual_seed(0)
     model = build_model(language_model()).eval()
-    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**KINDS["gpt2"])).eval()
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**KINDS["gpt2"])).train(False)
     theirs.load_state_dict(model.state_dict())
     rows = tokens(5, 1, 0, LENGTH)
 

@@ -206,7 +206,8 @@ def test_a_hugging_face_folder_answers_as_the_library_does_and_can_be_tuned(
 ) -> None:
     kwargs = {**MODEL.kwargs, "vocab_size": 300}
     shape = {name: value for name, value in kwargs.items() if name != "model_type"}
-    theirs = transformers.BertForSequenceClassification(transformers.BertConfig(**shape, num_labels=2)).eval()
+    config = transformers.BertConfig(**{**shape, "num_labels": 2})
+    theirs = transformers.BertForSequenceClassification(config).train(False)
     theirs.save_pretrained(tmp_path / "folder")
 
     def bring_in(train: TrainClient) -> str:
