@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,18 @@ from shared.dataset_version import load_version
 from shared.errors import InvalidArgument
 from shared.model_spec import ModelSpec
 from shared.models.texts import CAUSAL_LM, NO_TOKEN, SEQUENCE_CLASSIFICATION
-from shared.storage import ObjectStore
+from shared.settings import StoreSettings
+from shared.storage import ObjectStore, open_store
 from tests.support.train_server import with_client
 from tests.support.transforming import commit_tables, transform_here
+from tests.unit.train_service.in_ranks import in_ranks
 from tests.unit.train_service.worker.test_loop import entries, lose_and_begin, new_job, run_of, saved
 from train_service.checkpoints.fine_tuning import check_fits
 from train_service.converters.specs import spec_from_proto
-from train_service.domain.spec import LossSpec, OptimizerSpec, TrainingSpec
+from train_service.domain.spec import DDP, FSDP, LossSpec, OptimizerSpec, Placement, TrainingSpec
 from train_service.jobs.model_check import check_model
+from train_service.learning.learner import Learner
+from train_service.learning.ranks import Ranks
 from train_service.loading.loader import Batches
 from train_service.loading.preprocessing import fitted
 
@@ -237,6 +242,39 @@ def test_a_hugging_face_folder_answers_as_the_library_does_and_can_be_tuned(
     new_job(store, "trainingJobs/tuned", tuned)
     run_of(store, "trainingJobs/tuned", spec=tuned).run()
     assert set(entries(store, "trainingJobs/tuned")) == {4}
+
+
+def on_ranks(ranks: Ranks, settings: StoreSettings, spec: TrainingSpec) -> dict[str, Any]:
+    """The weights after the first steps, for each way of being parallel."""
+    store = open_store(settings)
+    given = Batches(store, load_version(store, spec.dataset_version), spec)
+    made = {}
+    for parallel in (DDP, FSDP):
+        learner = Learner(
+            replace(spec, placement=Placement(parallel=parallel)), ranks, given.preprocessing.output, 4, 8
+        )
+        learner.prepare()
+        for batch in islice(given.loader(ranks.rank, ranks.world_size).batches(0), 4):
+            learner.step(batch)
+        made[parallel] = learner.weights()
+    return made
+
+
+# Each rank imports the library.
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_two_ranks_whole_or_sharded_learn_what_one_learns(store: ObjectStore, version: str, tmp_path: Path) -> None:
+    quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = replace(MODEL, kwargs={**MODEL.kwargs, **quiet})
+    optimizer = OptimizerSpec(name="SGD", learning_rate=0.1)
+    spec = settled(store, spec_of(version, model=model, optimizer=optimizer, group_by_length="attention_mask"))
+
+    alone = on_ranks(Ranks(0, 1, torch.device("cpu")), store.settings, spec)[DDP]
+    (first, _) = in_ranks(2, on_ranks, tmp_path, store.settings, spec)
+
+    for parallel in (DDP, FSDP):
+        assert alone.keys() == first[parallel].keys()
+        assert all(torch.allclose(alone[name], first[parallel][name], atol=1e-5) for name in alone), parallel
 
 
 # --- Causal language models ---
