@@ -5,7 +5,7 @@ It takes the tensors whose name and shape match, and initializes the others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 FIELD = "spec.initial_checkpoint"
 SHOWN = 8
+# What peft puts into the names of the weights of an adapted layer.
+ADAPTED = ".base_layer."
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -48,13 +50,27 @@ class Fit:
 
 
 def fit(model: Shapes, checkpoint: Shapes) -> Fit:
-    """Return which tensors match in name and shape."""
-    taken = {name for name, shape in model.items() if name in checkpoint and tuple(checkpoint[name]) == tuple(shape)}
+    """Return which tensors match in name and shape.
+
+    A layer with an adapter also takes the weights of the same layer without one.
+    """
+    sources = {name: source_name(name, checkpoint) for name in model}
+    taken = {
+        name
+        for name, shape in model.items()
+        if (source := sources[name]) in checkpoint and tuple(checkpoint[source]) == tuple(shape)
+    }
+    used = {sources[name] for name in taken}
     return Fit(
         tuple(name for name in model if name in taken),
         tuple(name for name in model if name not in taken),
-        tuple(name for name in checkpoint if name not in taken),
+        tuple(name for name in checkpoint if name not in used),
     )
+
+
+def source_name(name: str, checkpoint: Container[str]) -> str:
+    """Return the checkpoint's name of a tensor of the model. It may lack the part that an adapter adds."""
+    return name if name in checkpoint else name.replace(ADAPTED, ".")
 
 
 def check_name(name: str) -> None:
@@ -137,9 +153,10 @@ def load_initial(store: ObjectStore, name: str, model: nn.Module) -> tuple[Check
         checkpoint = load_checkpoint(store, entry.folder, entry.manifest_sha256)
         tensors, _ = read_index(store, checkpoint.stored(WEIGHTS))
         found = fit({key: one.shape for key, one in own.items()}, {key: one.shape for key, one in tensors.items()})
-        if all(KINDS[tensors[key].dtype] == own[key].dtype for key in found.taken):
+        sources = {key: source_name(key, tensors) for key in found.taken}
+        if all(KINDS[tensors[source].dtype] == own[key].dtype for key, source in sources.items()):
             # Each rank reads its own rows, right into the model.
-            read_into(store, [(tensors[key], own[key]) for key in found.taken])
+            read_into(store, [(tensors[source], own[key]) for key, source in sources.items()])
             return entry, found
         weights = safetensors.torch.load(checkpoint.read(WEIGHTS))
     except (NotFound, DataLoss) as error:
@@ -149,7 +166,7 @@ def load_initial(store: ObjectStore, name: str, model: nn.Module) -> tuple[Check
             metadata={"resource": name},
             fields=[(FIELD, error.message)],
         ) from None
-    put_some_weights(model, {key: weights[key] for key in found.taken})
+    put_some_weights(model, {key: weights[sources[key]] for key in found.taken})
     return entry, found
 
 
