@@ -1,7 +1,11 @@
 """The learning of one rank: model, loss, optimizer, schedule, training step and validation.
 
-A step is cut into parts that are computed one after another. Each part is computed by `_ours`, or by a training step
-that an installed package registers.
+`Learner.step` seeds the generators by the step's number, cuts the batch into parts, and runs forward and backward for
+each. There are several parts if the job accumulates gradients. The last backward averages the gradients over ranks.
+Then `_update` clips them and steps the optimizer and the schedule. A loss that is not finite raises before any weight
+is changed. With float16, a step whose gradients are not finite changes no weight and counts as skipped.
+
+A part is computed by `_ours`, or by a training step that an installed package registers.
 
 An entry point of `millrace.training_steps` is a callable with this protocol:
 

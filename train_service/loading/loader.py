@@ -3,6 +3,11 @@
 The rows of a batch are a pure function of (seed, epoch, step, rank, world size), so a resumed run has no state of the
 loader to restore.
 
+`Loader.batches` starts a thread. For each step it asks `domain.order` for the positions of this rank's rows, reads them
+in windows (`loading.rows` has the rows in memory), applies the transform (`loading.preprocessing`) and puts the batch
+into a queue of limited length. Several small batches are prepared in one go. An error in the thread is raised to the
+consumer, which closes the generator to end the thread.
+
 `Windows` keeps the current shuffle window of each of the rank's lanes open, and reads the next. `Batches` builds a
 loader from a specification.
 """
