@@ -26,7 +26,7 @@ from shared.errors import DataLoss, MillraceError, ResourceExhausted, Unavailabl
 from shared.settings import StoreSettings
 
 if TYPE_CHECKING:
-    from obstore import GetOptions
+    from obstore import GetOptions, GetResult
 
 # The reason of the `ResourceExhausted` that a full store raises.
 STORE_FULL = "STORE_FULL"
@@ -148,16 +148,16 @@ class ObjectStore:
         _written(key, lambda: obstore.put(self._backend, key, data, mode="create", use_multipart=False))
 
     def get(self, key: str) -> bytes:
+        """Read the whole object. A long read that is cut off goes on with the byte after the last one that came."""
         while True:
             with _errors(key):
-                found = obstore.get(self._backend, key)
+                found = obstore.get(self._reading or self._backend, key)
                 size_bytes, etag = found.meta["size"], found.meta["e_tag"]
                 if self._reading is None or size_bytes <= STREAMED_FROM_BYTES:
                     return bytes(found.bytes())
-            del found  # its connection is not read any further
             data = bytearray(size_bytes)
             try:
-                self._fill(key, 0, memoryview(data), etag)
+                self._fill(key, 0, memoryview(data), etag, found)
             except _Replaced:
                 continue
             return bytes(data)
@@ -174,11 +174,13 @@ class ObjectStore:
         self._fill(key, start, memoryview(data))
         return bytes(data)
 
-    def _fill(self, key: str, start: int, buffer: memoryview, etag: str | None = None) -> None:
+    def _fill(
+        self, key: str, start: int, buffer: memoryview, etag: str | None = None, answer: GetResult | None = None
+    ) -> None:
         """Fill `buffer` with the bytes from `start`, over as many connections as it takes, one after the other.
 
-        Gives up when no byte has come for `RETRY_TIMEOUT_S` and longer. With an `etag` it raises `_Replaced` if the
-        object is another by now.
+        `answer` is that of a first request, if there is one. Gives up when no byte has come for `RETRY_TIMEOUT_S` and
+        longer. With an `etag` it raises `_Replaced` if the object is another by now.
         """
         assert self._reading is not None
         filled, last_byte_at = 0, time.monotonic()
@@ -189,7 +191,8 @@ class ObjectStore:
             try:
                 with _errors(key):
                     try:
-                        found = obstore.get(self._reading, key, options=options)
+                        found = answer or obstore.get(self._reading, key, options=options)
+                        answer = None
                     except exceptions.PreconditionError:
                         raise _Replaced(key) from None
                     except exceptions.GenericError as error:
