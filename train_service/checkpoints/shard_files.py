@@ -35,7 +35,7 @@ from train_service.learning.sharding import local_rows
 COPIED_BYTES = 32 * 2**20
 # How often rank 0 looks for the other ranks' shards, and for how long once the run has ended.
 LOOK_EVERY_S = 0.2
-WAIT_AT_THE_END_S = 60.0
+WAIT_AT_THE_END_S = 20.0
 
 
 @dataclass(frozen=True)
