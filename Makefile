@@ -118,23 +118,31 @@ TEST_SEED ?=
 IN_ANY_ORDER = $(if $(TEST_SEED),-p randomly --randomly-seed=$(TEST_SEED) --randomly-dont-reset-seed)
 SHARED_OUT = --dist loadscope --no-loadscope-reorder --durations 40 \
 	-m "not long and not chaos and not timed" $(IN_ANY_ORDER)
+# Read by every process that a test starts; where PYTHONDONTWRITEBYTECODE is set, none of them would write it.
+.PHONY: bytecode
+bytecode: install
+	@$(BIN)/python -m compileall -q -j 0 benchmarks client data_service inference_service protos/gen shared train_service
+	@$(BIN)/python -m tools.compile_tests
+
 test: install ## all tests but those of make long and make chaos; without an S3 server, those on s3:// are skipped
 	@$(MAKE) s3 || echo "No S3 server: the tests that need one say so." >&2
 	@$(MAKE) --keep-going test-fast test-real test-timed
 
 # These tests wait more than they compute, so four processes share two cores.
 FAST_TEST_PROCESSES ?= 4
-test-fast: install ## unit and contract tests
+test-fast: bytecode ## unit and contract tests
 	$(PYTEST) -n $(FAST_TEST_PROCESSES) $(SHARED_OUT) tests/unit tests/contract
 
 # Ray heads and services keep two cores busy.
 TEST_PROCESSES ?= 2
-test-real: install ## tests with real services and Ray: integration, end to end, faults
+test-real: bytecode ## tests with real services and Ray: integration, end to end, faults
 	$(PYTEST) -n $(TEST_PROCESSES) $(SHARED_OUT) tests/integration tests/e2e tests/fault
 
-# One process: what these tests measure, other tests beside them would change.
-test-timed: install ## tests that measure time, one after the other
-	$(PYTEST) -n 0 --durations 10 -m "timed and not long and not chaos" $(IN_ANY_ORDER) tests
+# One process: what these tests measure, other tests beside them would change. Importing the files of the other nine
+# thousand tests would take as long as these tests do.
+test-timed: bytecode ## tests that measure time, one after the other
+	$(PYTEST) -n 0 --durations 10 -m "timed and not long and not chaos" $(IN_ANY_ORDER) \
+	  $$(grep -rlw timed tests --include 'test_*.py')
 
 .PHONY: retest
 retest: install ## the tests that failed last, alone

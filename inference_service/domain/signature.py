@@ -28,7 +28,11 @@ MAX_SHOWN_ROWS = 10
 class Rows:
     """Rows of input tensors.
 
-    `values` has each input tensor's rows along its first axis; `form` is `RAW` or `PREPARED`. `nulls` has, for some
+    `form` says which inputs the caller sent. RAW: the columns of the dataset, to which the replica applies the
+    checkpoint's transform. PREPARED: the model's own input tensor, as the transform would make it. A batch has rows of
+    one form.
+
+    `values` has each input tensor's rows along its first axis. `nulls` has, for some
     tensors, where they are null: bool (rows,); the content of `values` there is undefined. `trace` has the W3C trace
     headers of the span for rows sent to a replica, if it is recorded. `size_bytes` is the approximate memory of a
     request's rows.

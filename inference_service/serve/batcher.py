@@ -1,6 +1,21 @@
 """The batcher of one model version.
 
-Rows of many requests wait in a queue, go to the model together, and are split into answers again.
+Rows of many requests wait in a queue, go to the model together, and are split into answers again. The path of a
+request's rows is `submit`, `_admit`, the queue, `_pump`, `InFlight.send`, and the caller's future.
+
+`_admit` refuses rows at once:
+- RESOURCE_EXHAUSTED (QUEUE_FULL): the queue would hold more than `max_queued_rows`.
+- DEADLINE_EXCEEDED: batches are in flight, and the answer is expected after the caller's deadline even with some time
+  to spare.
+- UNAVAILABLE (MODEL_DRAINING): the model is being taken out of service.
+
+`_pump` runs whenever rows arrive, a batch ends, replicas are added, or its timer fires. It refuses queued rows that
+would now be answered too late, and sends a batch at one of these times (`domain.batch_policy.decide`):
+- A replica is idle: at once if the batch is full or has half the rows of the last batch; otherwise `max_delay_s` after
+  its oldest row came, or earlier if a deadline demands it.
+- All replicas are busy: shortly before the first is expected to be free, so that the batch arrives as it becomes free;
+  a batch that is not full waits at least `max_delay_s` for more rows.
+- Each replica has a batch that computes and one that waits there: not before one of them ends.
 """
 
 from __future__ import annotations
@@ -282,7 +297,10 @@ class Batcher:
         return min(max(rows, 1), self._limits.max_rows)
 
     def _pump(self) -> None:
-        """Sends and refuses all entries that are due, until the policy says to wait."""
+        """Sends and refuses all entries that are due, until the policy says to wait.
+
+        The module's docstring lists when a batch is due.
+        """
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -339,7 +357,8 @@ OVERDUE = 0.25
 class Model(Protocol):
     """The interface of the model that runs a batch.
 
-    Cancelling the call cancels the batch.
+    In the service it is `serve.ray_serve.ServeModel`, which sends the batch to a replica. Cancelling the call cancels
+    the batch.
     """
 
     async def forward(self, rows: Rows) -> Outputs: ...

@@ -182,7 +182,10 @@ RETRY_DELAY_S = 1.0
 
 
 class ReplicaLost(Exception):
-    """The replica closed the connection with a batch unanswered."""
+    """The replica closed the connection with a batch unanswered.
+
+    `ServeModel.forward` sends the batch once more, to another replica.
+    """
 
 
 class LocalReplicas:

@@ -10,7 +10,7 @@ import os
 import re
 import time
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -265,6 +265,35 @@ class ObjectStore:
             # A directory outlives its last object; a prefix does not.
             found = [path for path in found if any(True for _ in self.list(path))]
         return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in found)
+
+    def folders_after(self, prefix: str, after: str, most: int) -> Sequence[str]:
+        """Return at most `most` names as `folders` does, the next ones beyond `after` in the order of keys.
+
+        A name counts with its slash, so `a-b` is before `a`. It takes a request for each name, however many there are.
+        """
+        found: MutableSequence[str] = []
+        with _errors(prefix):
+            if isinstance(self._backend, LocalStore):
+                folder = Path(str(self._backend.prefix)) / prefix
+                names = [one.name for one in os.scandir(folder) if one.is_dir()] if folder.is_dir() else []
+                for name in sorted((name for name in names if f"{name}/" > f"{after}/"), key=lambda name: f"{name}/"):
+                    if len(found) == most:
+                        break
+                    if any(True for _ in self.list(f"{prefix}/{name}")):
+                        found.append(name)
+                return found
+            start = len(prefix.rstrip("/")) + 1
+            while len(found) < most:
+                # Beyond every key that begins with the last name and a slash.
+                offset = f"{prefix.rstrip('/')}/{after}0" if after else None
+                chunks = obstore.list(self._backend, _folder(prefix), offset=offset, chunk_size=1)
+                keys = (meta["path"] for chunk in chunks for meta in chunk)
+                name = next((key[start:].split("/", 1)[0] for key in keys if "/" in key[start:]), "")
+                if not name:
+                    break
+                found.append(name)
+                after = name
+        return found
 
     def delete(self, key: str) -> None:
         """Remove the object. A missing object is no error."""

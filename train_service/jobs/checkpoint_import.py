@@ -144,12 +144,12 @@ class CheckpointImports:
         Raises the errors that `ImportCheckpoint` lists. After any error, and if the caller disconnects, no checkpoint
         is created and the spooled files are removed.
         """
-        request = await anext(parts, None)
-        if not isinstance(request, CheckpointImportRequest):
+        header = await anext(parts, None)
+        if not isinstance(header, CheckpointImportRequest):
             raise invalid_field("header", None, "send it first, then the chunks")
-        if first := await asyncio.to_thread(self._first_answer, request):
+        if first := await asyncio.to_thread(self._first_answer, header):
             return first
-        request, home = await asyncio.to_thread(self._checked, request)
+        request, home = await asyncio.to_thread(self._checked, header)
         with tempfile.TemporaryDirectory(
             prefix="millrace-import-", dir=self._spool, ignore_cleanup_errors=True
         ) as made:

@@ -3,6 +3,11 @@
 The rows of a batch are a pure function of (seed, epoch, step, rank, world size), so a resumed run has no state of the
 loader to restore.
 
+`Loader.batches` starts a thread. For each step it asks `domain.order` for the positions of this rank's rows, reads them
+in windows (`loading.rows` has the rows in memory), applies the transform (`loading.preprocessing`) and puts the batch
+into a queue of limited length. Several small batches are prepared in one go. An error in the thread is raised to the
+consumer, which closes the generator to end the thread.
+
 `Windows` keeps the current shuffle window of each of the rank's lanes open, and reads the next. `Batches` builds a
 loader from a specification.
 """
@@ -263,12 +268,12 @@ def lengths_of(rows: Rows, column: str) -> Ints:
     """Return the length of each row: bytes of a text, numbers of a tensor that are not 0, or the number itself."""
     if column in rows.tensors:
         values = rows.tensors[column]
-        return np.count_nonzero(values.reshape(len(values), -1), axis=1).astype(np.int64)
+        return np.asarray(np.count_nonzero(values.reshape(len(values), -1), axis=1), np.int64)
     assert rows.scalars is not None
     scalars = rows.scalars.column(column)
     if not kinds.is_integer(scalars.type):
         scalars = pc.binary_length(scalars)
-    return scalars.cast(pa.int64()).fill_null(0).to_numpy(zero_copy_only=False)
+    return np.asarray(scalars.cast(pa.int64()).fill_null(0).to_numpy(zero_copy_only=False), np.int64)
 
 
 # --- Parts of a loader ---

@@ -178,7 +178,19 @@ class Stopped(Exception):
 
 
 class Run:
-    """One rank's part of one attempt."""
+    """One rank's part of one attempt.
+
+    `run` restores the newest good checkpoint, and `_train` takes the steps after it. Each step:
+
+    1. takes the rank's next batch, which the loader's thread has read and prepared (`loading.loader`)
+    2. computes the loss and its gradients, averages them over ranks and updates the weights (`learning.learner`)
+    3. notes the rows as consumed (`checkpoints.coverage`)
+    4. starts the sum over ranks of this step's report, and reads the sum of the step before: a step never waits for its
+       own. All ranks read the same sum, so they agree on checkpoints and on a stop.
+    5. at an epoch's end validates; takes a checkpoint where one is due (`checkpoints.saving`)
+
+    Rank 0 alone writes events, metrics and the checkpoints' names.
+    """
 
     def __init__(self, config: LoopConfig, ranks: Ranks, heartbeat: HeartbeatSender | None = None) -> None:
         self._config = config
