@@ -34,20 +34,18 @@ def left_by(claims: Sequence[Claim], free: Sequence[Resources], totals: Sequence
     for claim in claims:
         taken = set[int]()
         for _ in range(claim.workers):
-            places = [
-                place
-                for place in range(len(left))
-                if _room(totals[place], claim.bundle) >= 1 and not (claim.strategy == STRICT_SPREAD and place in taken)
-            ]
+            alone = claim.strategy == STRICT_SPREAD
+            could = [place for place, total in enumerate(totals) if _capacity(total, claim.bundle) >= 1]
+            places = [place for place in could if not (alone and place in taken)]
             if not places:
                 break
-            best = max(places, key=lambda one: (_room(left[one], claim.bundle), _room(totals[one], claim.bundle)))
+            best = max(places, key=lambda at: [_capacity(node[at], claim.bundle) for node in (left, totals)])
             taken.add(best)
             for name, need in claim.bundle.items():
                 left[best][name] = max(0.0, left[best].get(name, 0.0) - need)
     return list(left)
 
 
-def _room(node: Resources, bundle: Resources) -> float:
+def _capacity(node: Resources, bundle: Resources) -> float:
     """Return for how many workers a node has room, with fractions, so that a node that is nearly free counts more."""
     return min(((node.get(name, 0.0) + 1e-9) / need for name, need in bundle.items()), default=0.0)
