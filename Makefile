@@ -213,7 +213,7 @@ bench-data: install ## rows/s of ingest, transforms and reading, over pyarrow an
 bench-scale: install ## what operations cost at 1, 10, 100 and 1,000 times a size, on a simulated store
 	$(BIN)/python -m benchmarks.scale
 
-bench-train: install ## loader, step, checkpoint and recovery of training, over torch and plain Ray Train
+bench-train: install ## loader, step, checkpoint, whole loops and recovery of training, over torch and plain Ray Train
 	$(BIN)/python -m benchmarks.train
 
 bench-serve: install ## a served model's speed, over the bare model, Ray Serve's gRPC ingress and MLServer
