@@ -121,7 +121,8 @@ SHARED_OUT = --dist loadscope --no-loadscope-reorder --durations 40 \
 # Read by every process that a test starts; where PYTHONDONTWRITEBYTECODE is set, none of them would write it.
 .PHONY: bytecode
 bytecode: install
-	@$(BIN)/python -m compileall -q -j 0 benchmarks client data_service inference_service protos/gen shared train_service
+	@$(BIN)/python -m compileall -q -j 0 -x example_package benchmarks client data_service inference_service protos/gen shared \
+	  tests/support train_service
 	@$(BIN)/python -m tools.compile_tests
 
 test: install ## all tests but those of make long and make chaos; without an S3 server, those on s3:// are skipped
