@@ -81,7 +81,7 @@ def read_pieces(
         return
     digest = hashlib.sha256()
     starts = range(offset, file.size_bytes, PIECE_BYTES)
-    for piece in _ahead(lambda start: _fetch(store, file, start, PIECE_BYTES), starts):
+    for piece in _ahead(lambda start: fetch(store, file, start, PIECE_BYTES), starts):
         if not offset:
             digest.update(piece)
         advanced()
@@ -100,14 +100,15 @@ def read_blocks(store: Readable, file: StoredFile, numbers: Sequence[int]) -> It
 def _block(store: Readable, file: StoredFile, number: int) -> bytes:
     start = number * file.block_bytes
     for tries in range(1, TRIES + 1):
-        data = _fetch(store, file, start, file.block_bytes)
+        data = fetch(store, file, start, file.block_bytes)
         if hashlib.sha256(data).hexdigest() == file.blocks[number]:
             return data
         logger.warning("bytes %d to %d of %s came damaged (try %d)", start, start + len(data), file.key, tries)
     raise damaged(file, f" from byte {start} to {start + len(data)}")
 
 
-def _fetch(store: Readable, file: StoredFile, start: int, length: int) -> bytes:
+def fetch(store: Readable, file: StoredFile, start: int, length: int) -> bytes:
+    """Return up to `length` bytes of a file from `start`, as they come. Raises `DataLoss` if it is missing."""
     try:
         return store.get_range(file.key, start, min(length, file.size_bytes - start))
     except ObjectMissing:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shared.checkpoint.reading import Readable, StoredFile, read_blocks, read_pieces
+from shared.checkpoint.reading import Readable, StoredFile, fetch, read_blocks, read_pieces
 from shared.errors import DataLoss
 
 LENGTH_BYTES = 8
@@ -177,7 +177,7 @@ def _header(store: Readable, file: StoredFile) -> tuple[dict[str, Any], int]:
 def _first(store: Readable, file: StoredFile, length: int) -> bytes:
     """Return the first bytes of a file. They are verified where blocks have digests; else who reads the rest does."""
     if not file.blocks:
-        return store.get_range(file.key, 0, min(length, file.size_bytes))
+        return fetch(store, file, 0, length)
     blocks = read_blocks(store, file, range(-(-length // file.block_bytes)))
     return b"".join(data for _, data in blocks)[:length]
 

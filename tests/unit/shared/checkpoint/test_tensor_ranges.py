@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ from shared.storage import ObjectStore, open_store
 
 FOLDER = "checkpoint"
 MODEL = "model.safetensors"
-TENSORS = {
+TENSORS: dict[str, np.ndarray[Any, Any]] = {
     "bias": np.arange(5, dtype=np.float32),
     "count": np.asarray(7, dtype=np.int64),
     "weight": np.arange(7 * 30, dtype=np.float32).reshape(7, 30),
@@ -48,7 +49,7 @@ def store(tmp_path: Path) -> ObjectStore:
     return open_store(StoreSettings(url=(tmp_path / "store").as_uri()))
 
 
-def encoded(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
+def encoded(tensors: Mapping[str, np.ndarray[Any, Any]], metadata: Mapping[str, str]) -> bytes:
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     data = b""
     for name in sorted(tensors, key=lambda name: (-tensors[name].itemsize, name)):
@@ -63,7 +64,8 @@ def save(store: ObjectStore, folder: Path, ranks: int) -> list[StoredFile]:
     """Shards by rows, as torch cuts them; one rank saves a whole file."""
     files = []
     for rank in range(ranks):
-        own, shards = {}, {}
+        own: dict[str, np.ndarray[Any, Any]] = {}
+        shards: dict[str, tuple[int, list[int]]] = {}
         for name, tensor in TENSORS.items():
             if not tensor.shape or ranks == 1:
                 if rank == 0:
@@ -115,6 +117,11 @@ def test_a_shard_that_is_missing_or_damaged_is_data_loss(store: ObjectStore, tmp
     store.put(files[1].key, bytes(data))
     with pytest.raises(DataLoss, match="digest"):
         read_whole(store, files)
+    store.delete(files[1].key)
+    with pytest.raises(DataLoss, match="is missing"):
+        read_index(store, files)
+    with pytest.raises(DataLoss, match="is missing"):
+        read_index(store, [StoredFile(files[1].key, files[1].size_bytes, files[1].sha256)])
 
 
 def test_a_file_has_the_same_digests_however_it_is_read(tmp_path: Path) -> None:
