@@ -124,7 +124,7 @@ class Reconciler:
         except STORE_OUTAGES as error:
             logger.warning("%s", error.message)
         except Exception:
-            logger.exception("what is done at each look failed")
+            logger.exception("the work of a pass failed")
 
     def _reconcile(self, live: LiveJob) -> bool:
         """Reconcile one job. Return whether an attempt is running."""
