@@ -118,23 +118,32 @@ TEST_SEED ?=
 IN_ANY_ORDER = $(if $(TEST_SEED),-p randomly --randomly-seed=$(TEST_SEED) --randomly-dont-reset-seed)
 SHARED_OUT = --dist loadscope --no-loadscope-reorder --durations 40 \
 	-m "not long and not chaos and not timed" $(IN_ANY_ORDER)
+# Read by every process that a test starts; where PYTHONDONTWRITEBYTECODE is set, none of them would write it.
+.PHONY: bytecode
+bytecode: install
+	@$(BIN)/python -m compileall -q -j 0 -x example_package benchmarks client data_service inference_service protos/gen shared \
+	  tests/support train_service
+	@$(BIN)/python -m tools.compile_tests
+
 test: install ## all tests but those of make long and make chaos; without an S3 server, those on s3:// are skipped
 	@$(MAKE) s3 || echo "No S3 server: the tests that need one say so." >&2
 	@$(MAKE) --keep-going test-fast test-real test-timed
 
 # These tests wait more than they compute, so four processes share two cores.
 FAST_TEST_PROCESSES ?= 4
-test-fast: install ## unit and contract tests
+test-fast: bytecode ## unit and contract tests
 	$(PYTEST) -n $(FAST_TEST_PROCESSES) $(SHARED_OUT) tests/unit tests/contract
 
 # Ray heads and services keep two cores busy.
 TEST_PROCESSES ?= 2
-test-real: install ## tests with real services and Ray: integration, end to end, faults
+test-real: bytecode ## tests with real services and Ray: integration, end to end, faults
 	$(PYTEST) -n $(TEST_PROCESSES) $(SHARED_OUT) tests/integration tests/e2e tests/fault
 
-# One process: what these tests measure, other tests beside them would change.
-test-timed: install ## tests that measure time, one after the other
-	$(PYTEST) -n 0 --durations 10 -m "timed and not long and not chaos" $(IN_ANY_ORDER) tests
+# One process: what these tests measure, other tests beside them would change. Importing the files of the other nine
+# thousand tests would take as long as these tests do.
+test-timed: bytecode ## tests that measure time, one after the other
+	$(PYTEST) -n 0 --durations 10 -m "timed and not long and not chaos" $(IN_ANY_ORDER) \
+	  $$(grep -rlw timed tests --include 'test_*.py')
 
 .PHONY: retest
 retest: install ## the tests that failed last, alone
@@ -205,7 +214,7 @@ bench-data: install ## rows/s of ingest, transforms and reading, over pyarrow an
 bench-scale: install ## what operations cost at 1, 10, 100 and 1,000 times a size, on a simulated store
 	$(BIN)/python -m benchmarks.scale
 
-bench-train: install ## loader, step, checkpoint and recovery of training, over torch and plain Ray Train
+bench-train: install ## loader, step, checkpoint, whole loops and recovery of training, over torch and plain Ray Train
 	$(BIN)/python -m benchmarks.train
 
 bench-serve: install ## a served model's speed, over the bare model, Ray Serve's gRPC ingress and MLServer

@@ -81,14 +81,15 @@ def main() -> None:
     exit_on_signals()
     if not mnist_folder().is_dir():
         sys.exit(f"bench-data: no {mnist_folder()}; set MNIST_ROOT to a folder that torchvision's MNIST reads")
-    rates = _throughput(given) if set(given.only) - {"memory"} else {}
+    rates, sizes = _throughput(given) if set(given.only) - {"memory"} else ({}, {})
     memory = _memory(given.store, given.rows) if "memory" in given.only else {}
     said = {"store": given.store, "rows": given.rows, "row_map_rows": ROW_MAP_ROWS, "repeats": given.repeats}
     said["ray_head_has"] = " ".join(f"{name}={value}" for name, value in WORKERS_STAY.items())
-    print(json.dumps(report(rates, memory, said)))
+    print(json.dumps(report(rates, memory, said, sizes)))
 
 
-def _throughput(given: argparse.Namespace) -> Rates:
+def _throughput(given: argparse.Namespace) -> tuple[Rates, dict[str, int]]:
+    """Returns the rates, and the bytes of a version and of a file that plain pyarrow writes of the same rows."""
     rates: Rates = {}
     with (
         _place(given.store, WORKERS_STAY) as (settings, head, folder),
@@ -102,7 +103,12 @@ def _throughput(given: argparse.Namespace) -> Rates:
             rates |= _transforms(bench, version)
         if "read" in given.only:
             rates |= _reading(bench, version)
-    return rates
+        store = open_store(settings)
+        sizes = {
+            "version": sum(info.size_bytes for info in store.list(f"{version}/data") if info.key.endswith(".parquet")),
+            "pyarrow": bench.in_client(data_client.size_with_pyarrow, settings, bench.rows),
+        }
+    return rates, sizes
 
 
 @contextmanager

@@ -80,6 +80,16 @@ def write_with_pyarrow(settings: StoreSettings, row_count: int, as_bytes: bool) 
     return took_s
 
 
+def size_with_pyarrow(settings: StoreSettings, row_count: int) -> int:
+    """Returns the bytes of the same rows, images as bytes of a fixed size, as pyarrow writes them by default."""
+    store = open_store(settings)
+    store.filesystem().create_dir("peers", recursive=True)
+    pq.write_table(to_stored(rows_in_memory(row_count)), "peers/plain.parquet", filesystem=store.filesystem())
+    size_bytes = store.size("peers/plain.parquet")
+    store.delete_folder("peers")
+    return int(size_bytes or 0)
+
+
 def transform(address: str, source: str) -> tuple[float, str]:
     """Runs our normalising pipeline, until the new version is ACTIVE."""
     with millrace_client.connect(data=address) as client:

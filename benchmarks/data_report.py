@@ -29,15 +29,18 @@ RATIOS = {
     "ingest_vs_pyarrow": Ratio("ingest", ("pyarrow_write",), 0.5),
     "transform_vs_ray_row_map": Ratio("transform", ("ray_row_map",), 20.0),
     "transform_vs_ray_map_batches": Ratio("transform", ("ray_map_batches",), 1.0),
-    "read_vs_pyarrow": Ratio("read", ("pyarrow_read", "pyarrow_read_together"), 0.4),
+    "read_vs_pyarrow": Ratio("read", ("pyarrow_read", "pyarrow_read_together"), 0.7),
 }
 RSS_GROWTH_AT_MOST = 1.3
+VERSION_SIZE_AT_MAX = 1.3
 
 
-def report(rates: Rates, memory: Mapping[str, float], given: Mapping[str, Any]) -> dict[str, Any]:
+def report(
+    rates: Rates, memory: Mapping[str, float], given: Mapping[str, Any], sizes: Mapping[str, int] | None = None
+) -> dict[str, Any]:
     """Returns the result as one JSON object.
 
-    `memory` is empty, and ratios are missing, if they were not measured.
+    `memory` and `sizes` are empty, and ratios are missing, if they were not measured.
     """
     medians = {name: statistics.median(values) for name, values in rates.items()}
     ratios = {
@@ -49,13 +52,21 @@ def report(rates: Rates, memory: Mapping[str, float], given: Mapping[str, Any]) 
     if memory:
         ratios["rss_growth"] = memory["rss_growth"]
         met["rss_growth"] = memory["rss_growth"] <= RSS_GROWTH_AT_MOST
+    if sizes:
+        ratios["version_size_vs_pyarrow"] = sizes["version"] / sizes["pyarrow"]
+        met["version_size_vs_pyarrow"] = ratios["version_size_vs_pyarrow"] <= VERSION_SIZE_AT_MAX
     return {
         **{name: round(value, 3) for name, value in ratios.items()},
         **_without_bars(medians),
-        "bars": {**{name: ratio.at_least for name, ratio in RATIOS.items()}, "rss_growth": RSS_GROWTH_AT_MOST},
+        "bars": {
+            **{name: ratio.at_least for name, ratio in RATIOS.items()},
+            "rss_growth": RSS_GROWTH_AT_MOST,
+            "version_size_vs_pyarrow": VERSION_SIZE_AT_MAX,
+        },
         "met": met,
         "rows_per_s": {name: round(value) for name, value in medians.items()},
         "spread_rows_per_s": {name: [round(min(values)), round(max(values))] for name, values in rates.items()},
+        "size_bytes": dict(sizes or {}),
         "memory": {**memory, "measures": "sum of PSS of service, reconciler and busy Ray workers, every 50 ms"},
         "upload": "Arrow stream without compression, imported while it arrives; ingest_lz4 is the same with LZ4",
         **given,

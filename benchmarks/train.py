@@ -1,9 +1,9 @@
-"""`make bench-train`: loader, step, checkpoint and recovery of the train service, and the cost of ten kills.
+"""`make bench-train`: loader, step, checkpoint, recovery and whole loops of the train service, and ten kills' cost.
 
 Peers run in the same run. Contenders take turns; ratios are of medians. The last line is one JSON object, which lists
 the bars that are met.
 
-    python -m benchmarks.train [--rows 200000] [--pairs 7] [--only loader bytes steps recovery kills]
+    python -m benchmarks.train [--rows 200000] [--pairs 7] [--only loader bytes steps programs recovery kills]
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ import ray
 import torch
 from torchvision import datasets
 
-from benchmarks import train_loader, train_recovery, train_steps
+from benchmarks import train_loader, train_programs, train_recovery, train_steps
 from benchmarks.cpu_idle import come_to_rest
 from benchmarks.data_rows import mnist_arrays, mnist_folder
 from benchmarks.signals import exit_on_signals
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.support.ray_head import RayHead, ray_head
+from tests.support.training import train_stack
 from tests.support.versions import commit_version
 from tests.support.witnessed import killed_beside_undisturbed, witness_environment, witnessed_stack
 
-PARTS = ("loader", "bytes", "steps", "recovery", "kills")
+PARTS = ("loader", "bytes", "steps", "programs", "recovery", "kills")
 # The tutorial's variant prepares a few thousand rows a second.
 ROW_MAP_ROWS = 20_000
 # The rows of an epoch of the step loops.
@@ -46,6 +47,8 @@ BARS = {
     "bytes_per_rank_times_workers": (1.2, "at most"),
     "step_overhead": (1.05, "at most"),
     "checkpoint_cost": (1.03, "at most"),
+    "whole_loop_vs_ray_train": (1.05, "at most"),
+    "report_100mb_vs_ray_train": (1.3, "at most"),
     "recovery_vs_ray_train": (0.7, "at most"),
     "missing_rows": (0, "at most"),
     "repeated_rows": (0, "at most"),
@@ -75,6 +78,8 @@ def main() -> None:
         if "loader" in given.only:
             with _driven_head():
                 figures |= _loader(folder, store, given.rows, given.pairs)
+        if "programs" in given.only:
+            figures |= _programs(folder / "programs", given.pairs)
         if "recovery" in given.only:
             figures |= _recovery(folder / "recovery", given.pairs)
         if "kills" in given.only:
@@ -134,6 +139,13 @@ def _steps(folder: Path, pairs: int) -> dict[str, float]:
     settings = StoreSettings(url=(folder / "steps").as_uri())
     commit_version(open_store(settings), train_loader.VERSION, {"train": (images, labels)})
     return train_steps.measure(settings, images, labels, workers=2, pairs=pairs)
+
+
+def _programs(folder: Path, pairs: int) -> dict[str, Any]:
+    folder.mkdir()
+    settings = StoreSettings(url=(folder / "store").as_uri())
+    with _driven_head() as head, train_stack(settings, head.address, folder) as stack:
+        return train_programs.measure(stack, folder, pairs)
 
 
 def _recovery(folder: Path, pairs: int) -> dict[str, Any]:

@@ -99,6 +99,7 @@ def environments_of_node(environ: Mapping[str, str]) -> CodeEnvironments:
 
 REMEDY = "install it in the image of the services and of Ray's nodes, or change the bundle's requirements"
 MAX_NAMED = 20
+MISSING = "is not installed"
 PINNED = re.compile(r"==[^*,]+")
 HASH_OF = re.compile(r"\s--hash[= ](sha(?:256|384|512):[0-9a-f]+)(?=\s|$)")
 # The packages in this repository, which an editable installation does not list file by file.
@@ -199,7 +200,7 @@ def to_install(
 
 # --- Environments of a node ---
 
-WORD = re.compile(r"[0-9a-f]{64}(-\d+)?")
+NAME = re.compile(r"[0-9a-f]{64}(-\d+)?")
 # Times to look at a build: often at first, and later at most for a tenth of the time.
 BUILD_POLL_S = 0.1
 LOCK_POLL_S = 0.05
@@ -252,14 +253,12 @@ class CodeEnvironments:
 
     def lease(self, requirements: Iterable[str], tick: Callable[[], None] = lambda: None) -> Lease | None:
         """Do as `opened`, until the lease is closed or the process ends."""
-        if not self.uv:
-            problems = [(text, f"{what}; {REMEDY}") for text, what in unmet(requirements, installed_version)]
-            if problems:
-                raise _refused([(text, f"{what}; or set {VARIABLE}={UV} on this node") for text, what in problems])
-            return None
-        lines, problems = to_install(requirements)
-        if problems:
-            raise _refused(problems)
+        if self.uv:
+            lines, problems = to_install(requirements)
+        else:
+            remedy = f"{REMEDY}; or set {VARIABLE}={UV} on this node"
+            lines, problems = [], [(text, f"{what}; {remedy}") for text, what in unmet(requirements, installed_version)]
+        _refuse_missing(problems)
         return self._leased(lines, tick) if lines else None
 
     def _leased(self, lines: list[str], tick: Callable[[], None]) -> Lease:
@@ -271,16 +270,16 @@ class CodeEnvironments:
         for number in range(100):
             environment = _Environment(self, f"{digest}-{number}" if number else digest)
             if lease := environment.lease(lines, tick):
-                self._make_room(environment.name)
+                self._evict_oldest(environment.name)
                 return lease
         raise FailedPrecondition(
             f"the environments in {self.folder} were changed by other processes: remove the folder"
         )
 
-    def _make_room(self, keep: str) -> None:
+    def _evict_oldest(self, keep: str) -> None:
         """Remove the environments that were not used for longest, until all fit into `max_bytes`."""
         names = {one.name.partition(".")[0] for one in self.folder.iterdir()}
-        environments = [_Environment(self, one) for one in names if WORD.fullmatch(one)]
+        environments = [_Environment(self, one) for one in names if NAME.fullmatch(one)]
         sizes = {one.name: one.size() for one in environments}
         for one in sorted(environments, key=lambda one: one.used_at()):
             if sum(sizes.values()) <= self.max_bytes:
@@ -537,12 +536,19 @@ def _try_lock(lock: IO[str], kind: int) -> bool:
         return False
 
 
-def _refused(problems: list[tuple[str, str]]) -> FailedPrecondition:
-    """Return the error for requirements that this node does not meet. The service that took the job did."""
-    text = "; ".join(f"{text!r}: {what}" for text, what in problems[:MAX_NAMED])
-    return FailedPrecondition(
-        f"the bundle's requirements are not met on this node: {text}", reason="REQUIREMENTS_UNMET"
-    )
+def _refuse_missing(problems: list[tuple[str, str]]) -> None:
+    """Raise `FailedPrecondition` if this node lacks a distribution. The service that took the job had it.
+
+    Another version of one is no error here: a checkpoint is served on after the image was upgraded.
+    """
+    missing = [f"{text!r}: {what}" for text, what in problems if MISSING in what]
+    if missing:
+        text = "; ".join(missing[:MAX_NAMED])
+        raise FailedPrecondition(
+            f"the bundle's requirements are not met on this node: {text}", reason="REQUIREMENTS_UNMET"
+        )
+    for text, what in problems[:MAX_NAMED]:
+        logger.warning("the bundle requires %r: %s", text, what)
 
 
 # --- The environment of this process ---

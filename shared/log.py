@@ -54,10 +54,19 @@ class ResourceLog:
     record is found with a bounded number of reads. This is only a hint: it may be outdated or missing.
     """
 
-    def __init__(self, store: ObjectStore, prefix: str, *, is_long: bool = False) -> None:
+    def __init__(
+        self,
+        store: ObjectStore,
+        prefix: str,
+        *,
+        is_long: bool = False,
+        announce: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Open the log. `announce` is called with the number of each record before it is written."""
         self._store = store
         self._prefix = prefix.rstrip("/")
         self._is_long = is_long
+        self._announce = announce
         self._head: Record | None = None
         # The number of the last record whose write was not answered: the record may or may not exist.
         self._unanswered = 0
@@ -110,6 +119,7 @@ class ResourceLog:
             raise StaleAttempt(f"{self._prefix}: attempt {attempt} is fenced by attempt {previous.attempt}")
         number = previous.number + 1 if previous else 1
         record = Record(number, nonce or uuid.uuid4().hex, attempt, time.time(), state)
+        self._announce(number)
         try:
             self._store.put_if_absent(self._key(number), json.dumps(asdict(record)).encode())
         except ObjectExists:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,27 @@ from tests.support.scheduling import BySuite
 # Ray replaces 127.0.0.1 by the machine's outer address and listens on all interfaces, unless every process of it has
 # this before it starts: heads, services and whoever joins. The variable's name is history.
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+# Torch's threads wait for each other asleep, not spinning: in several processes they outnumber the CPUs, and a spinning
+# thread keeps the one that it waits for from running. Torch reads this when it is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # The services of the tests demand no token but where a test names its own.
 os.environ.pop("MILLRACE_TOKEN_FILE", None)
 
 # How long one example takes says more of the machine's other work than of ours.
 settings.register_profile("millrace", deadline=None)
 settings.load_profile("millrace")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keeps the garbage collector from walking over a gigabyte of imported modules and collected tests: while they are
+    made, and in each later collection."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> BySuite:

@@ -16,6 +16,7 @@ from shared.code_bundle import CodeBundles
 from shared.code_environment import CodeEnvironments, code_environments
 from shared.errors import MillraceError
 from shared.grpc_server import BearerToken, bearer_token, serve
+from shared.jobs.index import KEEP_INTERVAL_S
 from shared.jobs.supervisor import supervise, sweep_periodically
 from shared.own_code import OwnCode, allowed_functions, own_code
 from shared.settings import ServiceSettings, SettingsError, largest_cluster, service_settings
@@ -61,9 +62,12 @@ async def run(
         return [train_service_pb2.DESCRIPTOR.services_by_name["TrainService"].full_name]
 
     tasks = [asyncio.create_task(asyncio.to_thread(jobs.warm_up))]
-    tasks.append(asyncio.create_task(sweep_periodically(Sweeper(store, deletions).sweep, SWEEP_INTERVAL_S, stop)))
+    sweeper = Sweeper(store, deletions, index=jobs.index)
+    tasks.append(asyncio.create_task(sweep_periodically(sweeper.sweep, SWEEP_INTERVAL_S, stop)))
     tasks.append(asyncio.create_task(sweep_periodically(sweep_deletions.finish_all, SWEEP_INTERVAL_S, stop)))
     tasks.append(asyncio.create_task(sweep_periodically(bundles.sweep, SWEEP_INTERVAL_S, stop)))
+    tasks.append(asyncio.create_task(sweep_periodically(jobs.index.keep, KEEP_INTERVAL_S, stop)))
+    tasks.append(asyncio.create_task(sweep_periodically(sweeps.index.keep, KEEP_INTERVAL_S, stop)))
     if settings.ray_address:
         tasks.append(asyncio.create_task(supervise("train_service.reconciler", stop)))
     await serve(settings.listen, register, stop=stop, token=token)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -19,7 +20,7 @@ from ray._private import state as ray_state
 from ray.core.generated import gcs_pb2
 
 from shared.jobs import JobRecord, Jobs, JobState
-from shared.jobs.actor import NOT_BESIDE_A_SERVICE, staying_nodes
+from shared.jobs.actor import NOT_BESIDE_A_SERVICE, find_actor, staying_nodes
 from shared.storage import ObjectStore
 from train_service.domain.capacity import (
     GRAIN,
@@ -36,6 +37,7 @@ from train_service.domain.capacity import (
     what_is_missing,
     workers_that_fit,
 )
+from train_service.domain.queueing import Claim, left_by
 from train_service.domain.spec import CPU, GPU, RAY_DATA, TrainingSpec
 from train_service.records.reporting import TRAIN_KIND
 
@@ -265,6 +267,78 @@ def _takes_workers(node: Mapping[str, Any]) -> bool:
 
 def _with_own(node: Node, own: Resources) -> Resources:
     return {**node.free, **{name: node.free.get(name, 0.0) + amount for name, amount in own.items()}}
+
+
+# --- The queue ---
+
+# An attempt that holds nothing so long after its beginning no longer counts: Ray does not place its workers.
+UNPLACED_S = 120.0
+
+
+class Queue:
+    """What jobs before the next one take, of the resources that Ray reports as free.
+
+    The reconciler asks for one job after another, in the order of the queue, between two calls of `poll`.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        holding: Callable[[], Collection[str]] = lambda: attempts_with_workers(),
+        is_alive: Callable[[str], bool] = lambda actor: find_actor(actor) is not None,
+    ) -> None:
+        self._clock = clock
+        self._holding = holding
+        self._is_alive = is_alive
+        # By actor: what an attempt is about to take, and when it began.
+        self._begun: dict[str, tuple[Claim, float]] = {}
+        # By the job's uid: what the jobs that wait will take, as of this poll.
+        self._waiting: dict[str, Claim] = {}
+        # By the job's uid: what an attempt will take if it begins now.
+        self._next: dict[str, Claim] = {}
+
+    def poll(self) -> None:
+        """Forget the jobs that waited, and the attempts that hold their resources by now, or have ended."""
+        self._waiting = {}
+        self._next = {}
+        if not self._begun:
+            return
+        holding, now = self._holding(), self._clock()
+        self._begun = {
+            actor: (claim, since)
+            for actor, (claim, since) in self._begun.items()
+            if actor not in holding and now - since < UNPLACED_S and self._is_alive(actor)
+        }
+
+    def nodes(self, uid: str, nodes: Sequence[Node]) -> list[Node]:
+        """Return the nodes with what is left for the job with that uid, the next one in the queue."""
+        claims = [claim for claim, _ in self._begun.values()]
+        claims += [claim for waiting, claim in self._waiting.items() if waiting != uid]
+        left = left_by(claims, [node.free for node in nodes], [node.total for node in nodes])
+        return [replace(node, free=free) for node, free in zip(nodes, left, strict=True)]
+
+    def waits(self, uid: str, spec: TrainingSpec, device: str, nodes: Sequence[Node]) -> None:
+        """Keep the place of a job that waits for its fewest workers, unless these nodes could never hold them."""
+        bundle, strategy, fewest = bundle_of(spec, device), spec.placement.strategy, spec.effective_min_workers
+        if workers_that_fit([node.total for node in nodes], bundle, strategy, fewest, fewest):
+            self._waiting[uid] = Claim(bundle=bundle, workers=fewest, strategy=strategy)
+
+    def may_begin(self, uid: str, spec: TrainingSpec, device: str, left: Sequence[Node]) -> None:
+        """Note what the job takes if it begins now: it fits into what is `left`."""
+        bundle, strategy = bundle_of(spec, device), spec.placement.strategy
+        free = [node.free for node in left]
+        workers = workers_that_fit(free, bundle, strategy, spec.effective_min_workers, spec.num_workers)
+        self._next[uid] = Claim(bundle=bundle, workers=workers, strategy=strategy)
+
+    def begun(self, job: JobRecord) -> None:
+        """Count the attempt until it holds its resources."""
+        if claim := self._next.pop(job.uid, None):
+            self._begun[job.actor] = (claim, self._clock())
+
+
+def attempts_with_workers() -> set[str]:
+    """Return the names of the attempts' actors whose workers hold their resources."""
+    return {holder.attempt for holder in cluster_use().holders if holder.attempt}
 
 
 # --- CPUs for Ray Data ---

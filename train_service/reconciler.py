@@ -16,6 +16,8 @@ from shared.settings import service_settings, standby_attempt
 from shared.storage import ObjectStore, open_store
 from shared.telemetry import configure_logging
 from train_service.attempt.outcomes import report_lost
+from train_service.domain.capacity import bundle_of, described_workers
+from train_service.domain.queueing import BEFORE
 from train_service.domain.spec import (
     CPU,
     GPU,
@@ -29,6 +31,7 @@ from train_service.domain.spec import (
 from train_service.jobs.cluster_memory import ClusterMemory
 from train_service.placement import (
     IngestReservation,
+    Queue,
     cluster_use,
     devices_of,
     is_settling,
@@ -81,8 +84,8 @@ class OwnCodeGate:
                 log.append(job.attempt, EventKind.WARNING, {"text": text}, f"own-code-{job.attempt}")
 
 
-def missing_capacity(reservation: IngestReservation, gate: OwnCodeGate, job: JobRecord) -> str:
-    """Return what the cluster lacks for the job's minimum of workers."""
+def missing_capacity(reservation: IngestReservation, gate: OwnCodeGate, queue: Queue, job: JobRecord) -> str:
+    """Return what the cluster lacks for the job's minimum of workers, besides what jobs before it take."""
     spec = spec_of_job(job.spec["training"], job.choices)
     if refusal := gate.refusal(job, spec):
         return refusal
@@ -94,13 +97,22 @@ def missing_capacity(reservation: IngestReservation, gate: OwnCodeGate, job: Job
     if leaves_gpus and time.time() - job.update_time < FALLBACK_AFTER_S:
         missing = lacking(spec, run, nodes=nodes)
         return f"{missing}; it goes on on CPUs once they were gone for {FALLBACK_AFTER_S:g} s"
-    if missing := lacking(spec, device, partial(reservation.concurrent_ingests, job.name), nodes):
+    ingests = partial(reservation.concurrent_ingests, job.name)
+    if missing := lacking(spec, device, ingests, nodes):
+        queue.waits(job.uid, spec, device, nodes)
         return missing + _why_gpus(spec, job, device)
+    left = queue.nodes(job.uid, nodes)
+    if lacking(spec, device, ingests, left):
+        queue.waits(job.uid, spec, device, nodes)
+        workers = described_workers(spec.effective_min_workers, bundle_of(spec, device), spec.placement.strategy)
+        return f"{workers}{BEFORE}"
     ended_now = job.state is JobState.RECOVERING and time.time() - job.update_time < SETTLED_TIMEOUT_S
     if ended_now and is_settling(spec, device):
+        queue.waits(job.uid, spec, device, nodes)
         return "the workers of the last attempt to end"
     if spec.ingest == RAY_DATA:
         reservation.begins(job.name)  # counts for the jobs that are checked after it
+    queue.may_begin(job.uid, spec, device, left)
     return ""
 
 
@@ -141,18 +153,21 @@ def training(store: ObjectStore, prepare: str = "", own_code: OwnCode | None = N
     Attempts at programs begin only if `own_code` trusts callers' code; None does not.
     """
     gate = OwnCodeGate(store, own_code or OwnCode())
-    reservation, watch = IngestReservation(store), ClusterWatch()
+    reservation, watch, queue = IngestReservation(store), ClusterWatch(), Queue()
 
     def polls(store: ObjectStore) -> None:
         reservation.poll()
+        queue.poll()
         watch(store)
 
     return JobKind(
         name=TRAIN_KIND,
         entry=ENTRY,
         prepare=prepare,
-        missing_capacity=partial(missing_capacity, reservation, gate),
+        missing_capacity=partial(missing_capacity, reservation, gate, queue),
+        priority=lambda job: int(job.spec.get("training", {}).get("priority", 0)),
         choose=choose,
+        begun=queue.begun,
         lost=report_lost,
         standby_during_work=True,
         polls=polls,

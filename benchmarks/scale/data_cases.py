@@ -28,6 +28,7 @@ from data_service.uploads import chunks
 from data_service.uploads.record import UploadRecord, log_of
 from data_service.uploads.uploads import Uploads
 from shared.dataset_version import DatasetVersion, SplitWriter, VersionReader
+from shared.dataset_version import writer as writing
 from shared.dataset_version.manifest import FORMAT, Manifest
 from tests.support.versions import columns_of
 
@@ -92,7 +93,8 @@ def _manifest(store: SimulatedStore, groups: int) -> tuple[bytes, str]:
     """
     schema = pa.schema([("text", pa.string())])
     rows = ROWS_A_GROUP * GROUPS_A_FILE
-    with TemporaryDirectory() as scratch:
+    # All files have groups as at the beginning of a version: the smallest, and the same in each.
+    with TemporaryDirectory() as scratch, mock.patch.object(writing, "GROWN_GROUP_ROWS", ROWS_A_GROUP):
         real = SimulatedStore()
         writer = SplitWriter(real, "v", Path(scratch), schema=schema, split="train", first_row_id=0)
         real.upload_file = lambda path, key: real.put(key, path.read_bytes())  # type: ignore[method-assign]

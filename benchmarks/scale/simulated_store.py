@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from contextlib import contextmanager
 
 import pyarrow as pa
@@ -36,9 +36,9 @@ class SimulatedStore(ObjectStore):
     def __init__(self) -> None:
         self.settings = StoreSettings(url="file:///simulated")
         self._objects: dict[str, bytes | int] = {}
-        # Keys in order, for listings; None after a change.
-        self._sorted: list[str] | None = []
-        self._lock = threading.Lock()
+        # Keys in order, for listings, by their first folder; of a folder whose keys were not sorted yet, none.
+        self._sorted: dict[str, MutableSequence[str]] = {}
+        self._lock = threading.RLock()
         # Objects by key suffix: each stands for all keys with that suffix.
         self._aliases: dict[str, bytes] = {}
         self.requests = 0
@@ -51,21 +51,22 @@ class SimulatedStore(ObjectStore):
     def put_zeros(self, key: str, size_bytes: int) -> None:
         """Adds an object of zeros that takes no memory; not counted as a request."""
         self._objects[key] = size_bytes
-        self._sorted = None
+        self._sorted.clear()
 
     def put_alias(self, ending: str, data: bytes) -> None:
         """Makes `data` the content of all keys with that suffix; not counted as a request."""
         self._aliases[ending] = data
 
-    def copy_folder(self, folder: str, to: str) -> None:
-        """Copies all objects below `folder` to `to`, replacing the folder's name in their bytes; not counted as
+    def copy_folder(self, folder: str, *targets: str) -> None:
+        """Copies all objects below `folder` to each target, replacing the folder's name in their bytes; not counted as
         requests.
         """
         for key in [key for key in self._objects if key.startswith(f"{folder}/")]:
             data = self._objects[key]
             assert isinstance(data, bytes)
-            self._objects[f"{to}/{key[len(folder) + 1 :]}"] = data.replace(folder.encode(), to.encode())
-        self._sorted = None
+            for to in targets:
+                self._objects[f"{to}/{key[len(folder) + 1 :]}"] = data.replace(folder.encode(), to.encode())
+        self._sorted.clear()
 
     def get(self, key: str) -> bytes:
         data = self._found(key)
@@ -94,8 +95,11 @@ class SimulatedStore(ObjectStore):
 
     def put(self, key: str, data: bytes | bytearray | memoryview) -> None:
         self._count(len(data))
-        self._objects[key] = bytes(data)
-        self._sorted = None
+        with self._lock:
+            known = self._sorted.get(_top(key))
+            if known is not None and key not in self._objects:
+                insort(known, key)
+            self._objects[key] = bytes(data)
 
     def put_if_absent(self, key: str, data: bytes | bytearray | memoryview) -> None:
         with self._lock:
@@ -109,15 +113,18 @@ class SimulatedStore(ObjectStore):
 
     def delete(self, key: str) -> None:
         self._count(0)
-        if self._objects.pop(key, None) is not None:
-            self._sorted = None
+        with self._lock:
+            known = self._sorted.get(_top(key))
+            if self._objects.pop(key, None) is not None and known is not None:
+                del known[bisect_left(known, key)]
 
     def delete_folder(self, prefix: str) -> None:
         for info in list(self.list(prefix)):
             self.delete(info.key)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        for number, key in enumerate(self._below(prefix)):
+        self._count(0)
+        for number, key in enumerate(self._below(prefix), 1):
             if number % KEYS_A_LISTING == 0:
                 self._count(0)
             data = self._objects[key]
@@ -130,11 +137,32 @@ class SimulatedStore(ObjectStore):
             self._count(0)
         return found
 
+    def folders_after(self, prefix: str, after: str, most: int) -> Sequence[str]:
+        start = len(prefix.rstrip("/")) + 1
+        keys = self._sorted_of(prefix)
+        found: MutableSequence[str] = []
+        while len(found) < most:
+            self._count(0)
+            place = bisect_left(keys, f"{prefix}/{after}0" if after else f"{prefix}/")
+            if place == len(keys) or not keys[place].startswith(f"{prefix}/"):
+                break
+            after = keys[place][start:].split("/", 1)[0]
+            found.append(after)
+        return found
+
     def _below(self, prefix: str) -> Sequence[str]:
-        if self._sorted is None:
-            self._sorted = sorted(self._objects)
-        folder = f"{prefix.rstrip('/')}/" if prefix else ""
-        return self._sorted[bisect_left(self._sorted, folder) : bisect_left(self._sorted, f"{folder}\U0010ffff")]
+        if not prefix:
+            return sorted(self._objects)
+        keys, folder = self._sorted_of(prefix), f"{prefix.rstrip('/')}/"
+        return keys[bisect_left(keys, folder) : bisect_left(keys, f"{folder}\U0010ffff")]
+
+    def _sorted_of(self, prefix: str) -> Sequence[str]:
+        """Return all keys in the first folder of `prefix`, in order."""
+        top = _top(prefix)
+        with self._lock:
+            if top not in self._sorted:
+                self._sorted[top] = sorted(key for key in self._objects if _top(key) == top)
+            return self._sorted[top]
 
     def _found(self, key: str) -> memoryview:
         data = self._objects.get(key)
@@ -146,5 +174,10 @@ class SimulatedStore(ObjectStore):
         return ZEROS[:data] if isinstance(data, int) else memoryview(data)
 
     def _count(self, size_bytes: int) -> None:
-        self.requests += 1
-        self.bytes += size_bytes
+        with self._lock:
+            self.requests += 1
+            self.bytes += size_bytes
+
+
+def _top(key: str) -> str:
+    return key.split("/", 1)[0]

@@ -1,8 +1,7 @@
-"""Training: the order of rows, coverage, checkpoints, jobs. Simulated: the store; the jobs are copies of one."""
+"""Training: the order of rows, coverage, checkpoints; and deployments. Simulated: the store."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -12,16 +11,10 @@ from benchmarks.scale.measuring import Costs
 from benchmarks.scale.simulated_store import SimulatedStore
 from inference_service.deploy.deployments import Deployments
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry
-from shared.jobs import JobRecord, Jobs
-from shared.jobs.transitions import begin_attempt, succeed
-from shared.model_spec import ModelSpec
 from tests.support.inference_server import deployment
 from train_service.domain.coverage import count_rows
 from train_service.domain.order import Ints, blocks_of, default_lanes, epoch_order, rank_positions
 from train_service.domain.shard_positions import count_given
-from train_service.domain.spec import TrainingSpec
-from train_service.jobs.training_jobs import TrainingJobs
-from train_service.records.reporting import TRAIN_KIND
 
 RANKS = 1000
 ROWS_A_GROUP = 4096
@@ -81,7 +74,7 @@ def checkpoints(costs: Costs, scale: int) -> None:
     registry.fence(1)
     with costs.measured("registry_commit", store, units=entries):
         for step in range(1, entries + 1):
-            registry.commit(_entry(step))
+            registry.commit(checkpoint_entry(step))
     for name, ask in (
         ("registry_newest", lambda view: view.newest()),
         ("registry_best", lambda view: view.best()),
@@ -93,11 +86,11 @@ def checkpoints(costs: Costs, scale: int) -> None:
         assert len(CheckpointRegistry(store, JOB).entries()) == entries
 
 
-def _entry(step: int) -> CheckpointEntry:
-    name = f"{JOB}/checkpoints/step-{step:08d}"
+def checkpoint_entry(step: int, job: str = JOB) -> CheckpointEntry:
+    name = f"{job}/checkpoints/step-{step:08d}"
     return CheckpointEntry(
         name=name,
-        folder=f"{JOB}/checkpoints/data/step-{step:08d}-a00001-01234567",
+        folder=f"{job}/checkpoints/data/step-{step:08d}-a00001-01234567",
         manifest_sha256="f" * 64,
         step=step,
         epoch=step // 100,
@@ -106,43 +99,6 @@ def _entry(step: int) -> CheckpointEntry:
         create_time=1.7e9 + step,
         metrics={"validation_accuracy": 1 - 1 / step, "validation_loss": 1 / step},
     )
-
-
-def jobs(costs: Costs, scale: int) -> None:
-    """Lists a page of a hundred jobs at 1x, one of them live, and reads what the reconciler polls.
-
-    Simulated: all jobs are copies of two.
-    """
-    store, count = SimulatedStore(), 100 * scale
-    training = TrainingSpec(
-        dataset_version="datasets/d/versions/v",
-        model=ModelSpec(builder="torchvision.resnet18", in_channels=1, num_classes=10),
-        epochs=2,
-        global_batch_size=100,
-    )
-    kept = Jobs(store, TRAIN_KIND)
-
-    def make(name: str) -> None:
-        record = JobRecord(uid=name, name=name, spec={"training": training.as_config()}, create_time=0, update_time=0)
-        kept.create(name, replace(record, uid=name.rsplit("/", 1)[-1]))
-
-    make("trainingJobs/done")
-    kept.transition("trainingJobs/done", lambda job: begin_attempt(job, time.time()), attempt=1)
-    CheckpointRegistry(store, "trainingJobs/done").commit(_entry(1))
-    kept.transition("trainingJobs/done", lambda job: succeed(job, {}, time.time()), attempt=1)
-    for live in kept.live():
-        kept.forget(live)
-    live_jobs = count // 100
-    for number in range(count - live_jobs):
-        store.copy_folder("trainingJobs/done", f"trainingJobs/d{number:06d}")
-    for number in range(live_jobs):
-        make(f"trainingJobs/live{number:06d}")
-    service = TrainingJobs(store)
-    store.folders("trainingJobs")  # sorts the simulated store's keys
-    with costs.measured("job_page", store):
-        assert service.page(100, "")
-    with costs.measured("job_look", store, units=live_jobs):
-        assert len([kept.find(live.folder) for live in kept.live()]) == live_jobs
 
 
 def deployments(costs: Costs, scale: int) -> None:

@@ -2,6 +2,7 @@
 
     model.safetensors       weights and buffers
     optimizer.safetensors   state of optimizer and scheduler: no pickles, so that loading runs no code
+                            of a sharded model both are files of each rank, see `shared.checkpoint.tensor_ranges`
     manifest.json           position, metrics, model, preprocessing and lineage; canonical JSON
 
 A checkpoint counts only once the registry names it with its manifest's digest.
@@ -11,14 +12,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from shared.checkpoint.reading import Readable, StoredFile, blocks_of, read_pieces
+from shared.checkpoint.reading import Readable, StoredFile, blocks_of, digests_of, read_pieces
+from shared.checkpoint.tensor_ranges import read_whole, whole_path
 from shared.dataset_version.manifest import Column
 from shared.durable import fields_of
 from shared.errors import DataLoss, FailedPrecondition
@@ -31,7 +32,9 @@ FORMAT = "millrace.checkpoint/3"
 FORMAT_SCALED = "millrace.checkpoint/3-scaled-target"
 # For a model that a user's own code builds: a release that does not know these could not build it.
 FORMAT_OWN_MODEL = "millrace.checkpoint/5-own-model"
-MODEL_FORMATS = (FORMAT, FORMAT_SCALED, FORMAT_OWN_MODEL)
+# For a model whose ranks wrote a file each. A release that does not know these finds no weights.
+FORMAT_SHARDED = "millrace.checkpoint/6-sharded"
+MODEL_FORMATS = (FORMAT, FORMAT_SCALED, FORMAT_OWN_MODEL, FORMAT_SHARDED)
 # For a user's own training function, see `shared.checkpoint.program`. Earlier releases skip it.
 PROGRAM_FORMAT = "millrace.checkpoint/4-program"
 WEIGHTS = "model.safetensors"
@@ -156,7 +159,12 @@ class Checkpoint:
         self.content = CheckpointContent.from_manifest(manifest)
 
     def read(self, path: str) -> bytes:
-        """Return a file's bytes. Raises `DataLoss` if it is missing or differs from the manifest."""
+        """Return a file's bytes, put together from its shards if there are some.
+
+        Raises `DataLoss` if it is missing or differs from the manifest.
+        """
+        if path not in self._files and any(whole_path(one) == path for one in self._files):
+            return bytes(read_whole(self._store, self.stored(path)))
         return b"".join(self._pieces(path))
 
     def verify(self) -> None:
@@ -164,6 +172,13 @@ class Checkpoint:
         for path in self._files:
             for _ in self._pieces(path):
                 pass
+
+    def stored(self, path: str) -> list[StoredFile]:
+        """Return the files that have the tensors of `path`: that file, or its shards, rank 0's first."""
+        found = [one for one in sorted(self._files) if whole_path(one) == path]
+        if not found:
+            raise _lost(self._folder, path, "is not in the manifest")
+        return [StoredFile.from_manifest(self._folder, self._files[one]) for one in found]
 
     def _pieces(self, path: str) -> Iterator[bytes]:
         if path not in self._files:
@@ -185,28 +200,29 @@ def write_checkpoint(
         {"path": path, "size_bytes": len(data), "sha256": sha256(data), **blocks_of(data)}
         for path, data in sorted(files.items())
     ]
-    return _write_manifest(store, folder, content, named)
+    return _write_manifest(store, folder, content.as_manifest(), named)
 
 
 def write_weights(store: ObjectStore, folder: str, content: CheckpointContent, weights: Path) -> tuple[str, int]:
     """Write a checkpoint as `write_checkpoint` does, from a local file of weights, which may exceed the memory."""
     with weights.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        size_bytes = file.tell()
-        blocks: dict[str, Any] = {}
-        if size_bytes:
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-                blocks = blocks_of(mapped)
+        named = {"path": WEIGHTS, **digests_of(file)}
     store.upload_file(weights, f"{folder}/{WEIGHTS}")
-    named = [{"path": WEIGHTS, "size_bytes": size_bytes, "sha256": digest, **blocks}]
-    return _write_manifest(store, folder, content, named)
+    return _write_manifest(store, folder, content.as_manifest(), [named])
+
+
+def write_sharded(
+    store: ObjectStore, folder: str, content: CheckpointContent, shards: Sequence[Mapping[str, Any]]
+) -> tuple[str, int]:
+    """Write the manifest of a checkpoint whose shards are written: `path` and `digests_of` each."""
+    manifest = {**content.as_manifest(), "format": FORMAT_SHARDED}
+    return _write_manifest(store, folder, manifest, sorted(shards, key=lambda one: one["path"]))
 
 
 def _write_manifest(
-    store: ObjectStore, folder: str, content: CheckpointContent, named: Sequence[Mapping[str, Any]]
+    store: ObjectStore, folder: str, manifest: Mapping[str, Any], named: Sequence[Mapping[str, Any]]
 ) -> tuple[str, int]:
-    manifest = {**content.as_manifest(), "files": named}
-    encoded = json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
+    encoded = json.dumps({**manifest, "files": named}, sort_keys=True, separators=(",", ":")).encode()
     store.put(f"{folder}/{MANIFEST}", encoded)
     return sha256(encoded), len(encoded) + sum(one["size_bytes"] for one in named)
 

@@ -61,6 +61,9 @@ class ProgramContent:
     # Positions of the dataset's shards, and the rows that they had returned: by split the result of the train service's
     # `merge_reports`.
     positions: Mapping[str, Any] = field(default_factory=dict)
+    # Of a program that reads its own data: the indices that its prepared DataLoaders had given, by loader the result of
+    # the train service's `merge_drawn`.
+    indices: Mapping[str, Any] = field(default_factory=dict)
     # The checkpoint that the run last resumed from, and the digest of its manifest.
     parent: str = ""
     parent_manifest_sha256: str = ""

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from shared.errors import DataLoss
 from shared.storage import ObjectMissing
@@ -141,6 +142,22 @@ def blocks_of(data: memoryview | bytes) -> dict[str, Any]:
         starts = range(0, len(view), size)
         digests = list(pool.map(lambda start: hashlib.sha256(view[start : start + size]).hexdigest(), starts))
     return {"blocks": {"size_bytes": size, "sha256": digests}}
+
+
+def digests_of(file: BinaryIO) -> dict[str, Any]:
+    """Return what a manifest says about a file, besides its path, which is read once and never held whole."""
+    size_bytes = os.fstat(file.fileno()).st_size
+    block_bytes, whole, blocks = block_bytes_of(size_bytes), hashlib.sha256(), []
+    file.seek(0)
+    for _ in range(0, size_bytes, block_bytes):
+        block, left = hashlib.sha256(), block_bytes
+        while left and (data := file.read(min(left, PIECE_BYTES))):
+            block.update(data)
+            whole.update(data)
+            left -= len(data)
+        blocks.append(block.hexdigest())
+    named = {"size_bytes": size_bytes, "sha256": whole.hexdigest()}
+    return named if len(blocks) < 2 else {**named, "blocks": {"size_bytes": block_bytes, "sha256": blocks}}
 
 
 def block_bytes_of(size_bytes: int) -> int:

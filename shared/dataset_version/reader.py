@@ -22,7 +22,7 @@ from typing import Protocol, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shared.dataset_version.columns import ROW_ID, logical_schema, repeated, to_logical
+from shared.dataset_version.columns import ROW_ID, ROW_ID_FIELD, logical_schema, repeated, to_logical
 from shared.dataset_version.manifest import DataFile, sha256_hex
 from shared.dataset_version.version import DatasetVersion, check_not_deleted
 from shared.dataset_version.writer import MAX_FILE_BYTES, MAX_UNEQUAL_GROUP_BYTES
@@ -455,6 +455,10 @@ class GroupSizes:
             footer = self._reader.footer(file_index)
             groups = range(footer.num_row_groups)
             told = sum(footer.row_group(index).total_byte_size for index in groups)
+            # Row ids take less than they count for, and are no texts.
+            place = self._reader.schema.get_field_index(ROW_ID)
+            told += ROW_ID_FIELD.type.bit_width // 8 * footer.num_rows
+            told -= sum(footer.row_group(index).column(place).total_uncompressed_size for index in groups)
             counted = self._reader.version.manifest.files[file_index].raw_bytes
             hidden = max((MAX_FILE_BYTES if counted is None else counted) - told, 0)
             self._hidden[file_index] = hidden, hidden // len(groups)

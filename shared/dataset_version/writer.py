@@ -3,7 +3,8 @@
 The bytes depend only on the rows, however the rows arrive, and so do the ends of row groups.
 
 A row group is the unit of reading, checking, caching and transforming, so its size bounds the memory of all of these.
-Groups are small enough that even a small version divides over many lanes, and large enough to be worth a request each.
+Groups are small enough that even a small version divides over many lanes, and large enough to be worth a request each:
+they grow with the rows before them (docs/decisions/0004).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import pyarrow.parquet as pq
 import pyarrow.types as kinds
 from numpy.typing import NDArray
 
-from shared.dataset_version.columns import ROW_ID_FIELD, is_tensor, row_bytes, stored_schema, to_stored
+from shared.dataset_version.columns import ROW_ID, ROW_ID_FIELD, is_tensor, row_bytes, stored_schema, to_stored
 from shared.dataset_version.manifest import DataFile, sha256_hex
 from shared.storage import ObjectStore
 
@@ -32,10 +33,15 @@ MIN_GROUP_ROWS, MAX_GROUP_ROWS = 256, 4096
 # For rows without a fixed width: the most rows of a group, and its most bytes unless a single row has more.
 DEFAULT_GROUP_ROWS = 256
 MAX_UNEQUAL_GROUP_BYTES = 4 * 1024 * 1024
+# A group may have twice as many rows as `group_rows` says, and twice as many again, as long as this many groups of its
+# size fit before it and it stays below a size that is enough for each column. So a version always has many groups.
+GROUPS_BEFORE = 128
+GROWN_GROUP_BYTES, GROWN_COLUMN_BYTES = 1024 * 1024, 8 * 1024
+GROWN_GROUP_ROWS = 16_384
 
 
 def group_rows(schema: pa.Schema) -> int:
-    """Return the most rows of a row group: a power of two that depends on the types alone."""
+    """Return the most rows of a version's first row groups: a power of two that depends on the types alone."""
     width = row_bytes(schema)
     if width is None:
         return DEFAULT_GROUP_ROWS
@@ -44,18 +50,41 @@ def group_rows(schema: pa.Schema) -> int:
     return 1 << (rows.bit_length() - 1)
 
 
-def cut_groups(stored: pa.Table, *, to_end: bool) -> list[int]:
-    """Return the row counts of the leading row groups of `stored`.
+class GroupRows:
+    """The most rows of each row group of a version with these columns, logical or stored."""
 
-    Rows of a fixed width make groups of `group_rows`. For other rows, a group ends before the row with which its values
-    would exceed `MAX_UNEQUAL_GROUP_BYTES`. Unless `to_end` is set, a last group that later rows could still join is
-    left over.
+    def __init__(self, schema: pa.Schema) -> None:
+        width = row_bytes(schema)
+        self._least = group_rows(schema)
+        # The bytes from which a group no longer grows.
+        self.grown_bytes = min(max(GROWN_GROUP_BYTES, GROWN_COLUMN_BYTES * len(schema)), MAX_UNEQUAL_GROUP_BYTES)
+        fitting = GROWN_GROUP_ROWS if width is None else self.grown_bytes // max(width, 1)
+        self._most = max(self._least, min(GROWN_GROUP_ROWS, fitting))
+
+    def at(self, row_id: int) -> int:
+        """Return the most rows of a group whose first row has this id: a power of two."""
+        rows = self._least
+        while 2 * rows <= self._most and 2 * rows * GROUPS_BEFORE <= row_id:
+            rows *= 2
+        return rows
+
+
+def cut_groups(stored: pa.Table, *, to_end: bool, first_row_id: int = 0) -> list[int]:
+    """Return the row counts of the leading row groups of `stored`, whose first row has the id `first_row_id`.
+
+    Rows of a fixed width make groups of `GroupRows`. For other rows, a group ends before the row with which its values
+    would exceed `MAX_UNEQUAL_GROUP_BYTES`, and a group that grew before it exceeds `grown_bytes`. Unless `to_end` is
+    set, a last group that later rows could still join is left over.
     """
-    most = group_rows(stored.schema)
+    sizes = GroupRows(stored.schema)
     if row_bytes(stored.schema) is None:
-        return _unequal(_row_sizes(stored), most, to_end=to_end)
-    whole, left = divmod(stored.num_rows, most)
-    return [most] * whole + [left] * bool(left and to_end)
+        return _unequal(_row_sizes(stored), sizes, first_row_id, to_end=to_end)
+    groups: list[int] = []
+    begin = 0
+    while begin + (rows := sizes.at(first_row_id + begin)) <= stored.num_rows:
+        groups.append(rows)
+        begin += rows
+    return [*groups, stored.num_rows - begin] if to_end and begin < stored.num_rows else groups
 
 
 def raw_bytes(stored: pa.Table) -> int:
@@ -69,15 +98,23 @@ def raw_bytes(stored: pa.Table) -> int:
     return total
 
 
-def _unequal(sizes: NDArray[np.int64], max_rows: int, *, to_end: bool) -> list[int]:
-    ends = np.cumsum(sizes)
+def _unequal(row_sizes: NDArray[np.int64], sizes: GroupRows, first_row_id: int, *, to_end: bool) -> list[int]:
+    ends = np.cumsum(row_sizes)
     groups: list[int] = []
     begin, before = 0, 0
-    while begin < len(sizes):
-        fitting = int(np.searchsorted(ends, before + MAX_UNEQUAL_GROUP_BYTES, side="right"))
-        end = max(begin + 1, min(fitting, begin + max_rows))
-        full = end - begin == max_rows or ends[end - 1] - before >= MAX_UNEQUAL_GROUP_BYTES
-        if end == len(sizes) and not (full or to_end):
+
+    def fitting(max_bytes: int) -> int:
+        """Return where a group from `begin` on ends if its bytes are to stay within these."""
+        return int(np.searchsorted(ends, before + max_bytes, side="right"))
+
+    while begin < len(ends):
+        # The first rows may fill the limit; beyond them only what is small enough makes a group larger.
+        min_end, max_end = begin + DEFAULT_GROUP_ROWS, begin + sizes.at(first_row_id + begin)
+        allowed = min(max_end, max(min_end, fitting(sizes.grown_bytes)))
+        end = max(begin + 1, min(fitting(MAX_UNEQUAL_GROUP_BYTES), allowed))
+        max_bytes = MAX_UNEQUAL_GROUP_BYTES if end < min_end else sizes.grown_bytes
+        is_full = end == max_end or ends[end - 1] - before >= max_bytes
+        if end == len(ends) and not (is_full or to_end):
             break
         groups.append(end - begin)
         begin, before = end, int(ends[end - 1])
@@ -103,7 +140,7 @@ COMPRESSION = "lz4"
 MAX_FILE_BYTES = 64 * 1024 * 1024
 # Writing several row groups at once takes two thirds of the time.
 BLOCK_BYTES = 4 * 1024 * 1024
-BLOCK_ROWS = 16 * MAX_GROUP_ROWS
+BLOCK_ROWS = 65_536
 
 
 class SplitWriter:
@@ -132,7 +169,7 @@ class SplitWriter:
         self._split = split
         self._name = name or split
         self._next_row_id = first_row_id
-        self._group_rows = group_rows(schema)
+        self._group_rows = GroupRows(schema)
         self._is_unequal = row_bytes(schema) is None
         self._pending: list[pa.Table] = []
         self._pending_rows = self._pending_bytes = 0
@@ -145,7 +182,7 @@ class SplitWriter:
         self._pending_rows += table.num_rows
         self._pending_bytes += table.nbytes
         # Rows of variable width can fill a group by bytes before they do by number.
-        may_fill = self._is_unequal or self._pending_rows >= self._group_rows
+        may_fill = self._is_unequal or self._pending_rows >= self._group_rows.at(self._next_row_id)
         if may_fill and (self._pending_bytes >= BLOCK_BYTES or self._pending_rows >= BLOCK_ROWS):
             self._drain(to_end=False)
 
@@ -164,7 +201,7 @@ class SplitWriter:
         ids = pa.array(np.arange(self._next_row_id, self._next_row_id + self._pending_rows, dtype=np.int64))
         stored = to_stored(pending.append_column(ROW_ID_FIELD, ids))
         begin = 0
-        for groups in self._runs(stored, cut_groups(stored, to_end=to_end)):
+        for groups in self._runs(stored, cut_groups(stored, to_end=to_end, first_row_id=self._next_row_id)):
             # In one chunk, because Parquet pages end where chunks do, and chunks depend on how the rows arrived.
             self._open_file().write_groups(stored.slice(begin, sum(groups)).combine_chunks(), groups)
             self._next_row_id += sum(groups)
@@ -230,6 +267,8 @@ class _OpenFile:
             write_page_checksum=True,
             write_statistics=plain,
             use_dictionary=texts,
+            # Consecutive numbers: less than a bit each, instead of eight bytes that compress to four.
+            column_encoding={ROW_ID: "DELTA_BINARY_PACKED"},
         )
 
     def write_groups(self, stored: pa.Table, groups: Sequence[int]) -> None:

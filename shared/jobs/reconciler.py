@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from ray.exceptions import RayError
 
 from shared.errors import STORE_OUTAGES, Unavailable
 from shared.jobs.actor import NAMESPACE, Standby, find_actor, new_actor_name, start_actor
-from shared.jobs.registry import Jobs, LiveJob
+from shared.jobs.registry import Jobs, LiveJob, log_prefix
 from shared.jobs.transitions import (
     PREEMPTED,
     JobRecord,
@@ -29,7 +30,7 @@ from shared.jobs.transitions import (
     confirm_suspend,
     lose_attempt,
 )
-from shared.log import StaleAttempt
+from shared.log import ResourceLog, StaleAttempt
 from shared.settings import ServiceSettings
 from shared.storage import ObjectStore, open_store
 from shared.telemetry import flush_logs
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 INTERVAL_S = 1.0
 # A marker without a job: its creator died in between. Counted from our first poll, by our own clock.
 ORPHAN_AFTER_S = 300.0
+LOGS_AT_ONCE = 16
 # An attempt counts as lost after this many polls in a row without an actor, because another reconciler, which overlaps
 # with this one, may be about to start it.
 POLLS_BEFORE_LOST = 2
@@ -61,8 +63,12 @@ class JobKind:
     prepare: str = ""
     # Returns what the cluster lacks for a job's next attempt. No attempt begins until it returns an empty text.
     missing_capacity: Callable[[JobRecord], str] = lambda _: ""
+    # Of jobs that wait, those of a higher priority are asked first, and those of the same one as they came.
+    priority: Callable[[JobRecord], int] = lambda _: 0
     # Returns the `choices` of a job that is about to begin an attempt; the log stores them with its beginning.
     choose: Callable[[JobRecord], dict[str, Any]] = lambda job: job.choices
+    # Called once the log has begun an attempt, before its actor runs it.
+    begun: Callable[[JobRecord], None] = lambda _: None
     # Called at least once for each attempt whose process is lost, before its job changes. If it knows a better reason
     # than a draining node, it removes the note of that.
     lost: Callable[[ObjectStore, JobRecord], None] = lambda _, __: None
@@ -99,14 +105,16 @@ class Reconciler:
         self._starting: dict[str, _Start] = {}
         # By uid: what the next attempt waits for, as clients see it.
         self._waiting: dict[str, str] = {}
+        # The logs of the live jobs, by their folders.
+        self._logs: dict[str, ResourceLog] = {}
 
     def reconcile(self) -> None:
         """Check every live job once. If two reconcilers overlap, the log decides which one starts an attempt."""
         at_work = False
         self._poll()
-        for live in self._jobs.live():
+        for live, job in self._in_order():
             try:
-                at_work |= self._reconcile(live)
+                at_work |= self._reconcile(live, job)
             except StaleAttempt:
                 continue  # another reconciler was faster
             except (*STORE_OUTAGES, RayError, ConnectionError):
@@ -126,9 +134,39 @@ class Reconciler:
         except Exception:
             logger.exception("the work of a pass failed")
 
-    def _reconcile(self, live: LiveJob) -> bool:
+    def _in_order(self) -> list[tuple[LiveJob, JobRecord | None]]:
+        """Return all live jobs as they are now. Those that wait come last, in the order in which they may begin."""
+        live_jobs = self._jobs.live()
+        # A log that is kept open costs one read where nothing is new.
+        self._logs = {live.folder: self._logs.get(live.folder) or self._open(live.folder) for live in live_jobs}
+        with ThreadPoolExecutor(LOGS_AT_ONCE) as pool:
+            read = list(pool.map(self._read, live_jobs))
+        found = [one for one in read if one is not None]
+
+        def place(one: tuple[LiveJob, JobRecord | None]) -> tuple[bool, int]:
+            job = one[1]
+            waits = job is not None and job.state in (JobState.PENDING, JobState.RECOVERING)
+            return waits, -self._kind.priority(job) if job is not None and waits else 0
+
+        return sorted(found, key=place)
+
+    def _open(self, folder: str) -> ResourceLog:
+        return ResourceLog(self._store, log_prefix(folder))
+
+    def _read(self, live: LiveJob) -> tuple[LiveJob, JobRecord | None] | None:
+        """Return the job, or None if it cannot be read."""
+        try:
+            record = self._logs[live.folder].head()
+            job = JobRecord.from_state(record.state) if record else None
+        except STORE_OUTAGES:
+            raise
+        except Exception:
+            logger.exception("%s cannot be reconciled; the others go on", live.folder)
+            return None
+        return live, None if job is None or job.state is JobState.DELETED else job
+
+    def _reconcile(self, live: LiveJob, job: JobRecord | None) -> bool:
         """Reconcile one job. Return whether an attempt is running."""
-        job = self._jobs.find(live.folder)
         # A marker of a later generation belongs to a resumption, which may be in progress.
         if job is None or job.uid != live.uid or (job.unattended and live.generation > job.generation):
             first_seen = self._orphans.setdefault(live.uid, time.monotonic())
@@ -196,6 +234,7 @@ class Reconciler:
         if begun is None:
             del self._starting[live.uid]
         else:
+            self._kind.begun(begun)
             self._start(live, begun, start)
 
     def _start(self, live: LiveJob, job: JobRecord, start: _Start) -> None:

@@ -15,10 +15,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from shared.errors import FailedPrecondition, already_exists, not_found
+from shared.jobs.changes import Changes
 from shared.jobs.transitions import (
     JobRecord,
     JobState,
@@ -37,6 +40,7 @@ from shared.storage import ObjectMissing, ObjectStore
 
 WAITING = "waiting.txt"
 LEAVING = "leaving.txt"
+MARKERS_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,9 @@ class Jobs:
     def __init__(self, store: ObjectStore, kind: str) -> None:
         self._store = store
         self.kind = kind
+        self._changes = Changes(store, kind)
+        # The markers as of the last `live`, by their keys. A marker never changes what it says, but for its time.
+        self._markers: dict[str, LiveJob] = {}
 
     def create(self, folder: str, job: JobRecord) -> JobRecord:
         """Make the job durable.
@@ -69,7 +76,7 @@ class Jobs:
         """
         # The marker first: a job without one would never run. A job that has a runner needs none.
         marker = "" if job.runner else self._mark(folder, job, job.generation)
-        log = ResourceLog(self._store, log_prefix(folder))
+        log = self._log(folder)
         before = log.head()
         last = JobRecord.from_state(before.state) if before else None
         if last is None or (last.state is JobState.DELETED and last.uid != job.uid):
@@ -203,23 +210,31 @@ class Jobs:
             after = decide(before)
             return None if after is before else after.as_state()
 
-        record = ResourceLog(self._store, log_prefix(folder)).update(step, attempt)
+        record = self._log(folder).update(step, attempt)
         assert record is not None
         return JobRecord.from_state(record.state)
 
     def live(self) -> list[LiveJob]:
         """Return each live job once, by its newest marker, in the order of marking."""
+        keys = [info.key for info in self._store.list(f"live/{self.kind}")]
+        known = {key: job for key in keys if (job := self._markers.get(key))}
+        unknown = [key for key in keys if key not in known]
+        with ThreadPoolExecutor(MARKERS_AT_ONCE) as pool:
+            known |= {job.marker: job for job in pool.map(self._read_marker, unknown) if job}
+        self._markers = known
         found: dict[str, LiveJob] = {}
-        for info in self._store.list(f"live/{self.kind}"):
-            try:
-                marker = json.loads(self._store.get(info.key))
-            except ObjectMissing:  # another reconciler was faster
-                continue
-            uid, generation, _ = info.key.rsplit("/", 1)[-1].split(".")
-            job = LiveJob(uid, marker["folder"], marker["marked_at"], info.key, int(generation))
-            if uid not in found or job.generation > found[uid].generation:
-                found[uid] = job
-        return sorted(found.values(), key=lambda job: job.marked_at)
+        for job in known.values():
+            if job.uid not in found or job.generation > found[job.uid].generation:
+                found[job.uid] = job
+        return sorted(found.values(), key=lambda job: (job.marked_at, job.uid))
+
+    def _read_marker(self, key: str) -> LiveJob | None:
+        try:
+            marker = json.loads(self._store.get(key))
+        except ObjectMissing:  # another reconciler was faster
+            return None
+        uid, generation, _ = key.rsplit("/", 1)[-1].split(".")
+        return LiveJob(uid, marker["folder"], marker["marked_at"], key, int(generation))
 
     def forget(self, live: LiveJob) -> None:
         """Remove the marker of a job that is final."""
@@ -233,12 +248,17 @@ class Jobs:
             return {}
         return progress
 
+    def note_report(self, folder: str) -> None:
+        """Note for the index that an attempt has reported."""
+        self._changes.note(folder)
+
     def wait_for(self, folder: str, what: str) -> None:
         """Record for clients what the next attempt waits for. Empty: nothing."""
         if what:
             self._store.put(f"{folder}/{WAITING}", what.encode())
         else:
             self._store.delete(f"{folder}/{WAITING}")
+        self._changes.note(folder)
 
     def waiting_for(self, folder: str) -> str:
         """Return what the next attempt waits for. Empty if it does not wait."""
@@ -261,6 +281,10 @@ class Jobs:
     def forget_leaving(self, folder: str) -> None:
         """Remove the record of `note_leaving`: the attempt ended for another reason."""
         self._store.delete(f"{folder}/{LEAVING}")
+
+    def _log(self, folder: str) -> ResourceLog:
+        """Open the job's log for a writer, who notes each change for the index (`shared.jobs.index`)."""
+        return ResourceLog(self._store, log_prefix(folder), announce=partial(self._changes.note, folder))
 
     def _mark(self, folder: str, job: JobRecord, generation: int) -> str:
         marker = f"live/{self.kind}/{job.uid}.{generation}.json"

@@ -47,7 +47,8 @@ NO_TOKEN = -1.0
 DEFAULT_MULTIPLE, MAX_MULTIPLE = 8, 8_192
 MAX_ID = 2**24
 # Arguments of the builder itself; all others are of the model's configuration.
-OWN_ARGUMENTS = frozenset({"model_type", "padding_multiple", "attention"})
+OWN_ARGUMENTS = frozenset({"model_type", "padding_multiple", "attention", "lora"})
+LORA_ARGUMENTS = frozenset({"r", "lora_alpha", "lora_dropout", "target_modules"})
 ATTENTION = ("sdpa", "eager")
 # Parts of a configuration that the training job decides.
 DECIDED = frozenset(
@@ -112,6 +113,8 @@ def build_text_model(spec: ModelSpec, path: str) -> nn.Module:
     except Exception as error:  # each model refuses its configuration in its own way
         raise invalid_field(f"{path}.kwargs", spec.kwargs, f"the model refuses them: {first_line(error)}") from None
     _check_positions(model, config, length, path)
+    if "lora" in spec.kwargs:
+        _adapt(model, spec.kwargs["lora"], f"{path}.kwargs.lora")
     takes = _GivesSurprises if spec.builder == CAUSAL_LM else _TakesTokens
     return taking_tokens(model, _multiple(spec, f"{path}.kwargs"), takes)
 
@@ -170,6 +173,30 @@ def _multiple(spec: ModelSpec, path: str) -> int:
     if not isinstance(multiple, int) or isinstance(multiple, bool) or not 1 <= multiple <= MAX_MULTIPLE:
         raise invalid_field(f"{path}.padding_multiple", multiple, f"use 1 to {MAX_MULTIPLE:,}")
     return multiple
+
+
+def _adapt(model: nn.Module, lora: Any, path: str) -> None:
+    """Put adapters of low rank (LoRA, Hu et al. 2021) into layers of the model, in place.
+
+    Only the adapters and the layers outside the library's base model, such as a classifier's head, are trained. The
+    weights of an adapted layer are named `{layer}.base_layer.weight`.
+    """
+    if not isinstance(lora, dict) or not lora.keys() <= LORA_ARGUMENTS or not {"r", "target_modules"} <= lora.keys():
+        remedy = f"use an object with r, target_modules, and of {', '.join(sorted(LORA_ARGUMENTS))} what you need"
+        raise invalid_field(path, lora, remedy)
+    try:
+        import peft
+    except ImportError:
+        remedy = "the package `peft` is not installed here; install the extra `huggingface` on services and nodes"
+        raise invalid_field(path, lora, remedy) from None
+    try:
+        peft.inject_adapter_in_model(peft.LoraConfig(**lora), model)
+    except Exception as error:  # peft refuses arguments in its own way
+        raise invalid_field(path, lora, f"peft refuses them: {first_line(error)}") from None
+    base: str = model.base_model_prefix  # type: ignore[assignment]
+    for name, parameter in model.named_parameters():
+        if not name.startswith(f"{base}."):
+            parameter.requires_grad = True
 
 
 def _check_positions(model: nn.Module, config: PretrainedConfig, length: int, path: str) -> None:

@@ -10,7 +10,7 @@ import os
 import re
 import time
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ from shared.errors import DataLoss, MillraceError, ResourceExhausted, Unavailabl
 from shared.settings import StoreSettings
 
 if TYPE_CHECKING:
-    from obstore import GetOptions
+    from obstore import GetOptions, GetResult
 
 # The reason of the `ResourceExhausted` that a full store raises.
 STORE_FULL = "STORE_FULL"
@@ -148,16 +148,16 @@ class ObjectStore:
         _written(key, lambda: obstore.put(self._backend, key, data, mode="create", use_multipart=False))
 
     def get(self, key: str) -> bytes:
+        """Read the whole object. A long read that is cut off goes on with the byte after the last one that came."""
         while True:
             with _errors(key):
-                found = obstore.get(self._backend, key)
+                found = obstore.get(self._reading or self._backend, key)
                 size_bytes, etag = found.meta["size"], found.meta["e_tag"]
                 if self._reading is None or size_bytes <= STREAMED_FROM_BYTES:
                     return bytes(found.bytes())
-            del found  # its connection is not read any further
             data = bytearray(size_bytes)
             try:
-                self._fill(key, 0, memoryview(data), etag)
+                self._fill(key, 0, memoryview(data), etag, found)
             except _Replaced:
                 continue
             return bytes(data)
@@ -174,11 +174,13 @@ class ObjectStore:
         self._fill(key, start, memoryview(data))
         return bytes(data)
 
-    def _fill(self, key: str, start: int, buffer: memoryview, etag: str | None = None) -> None:
+    def _fill(
+        self, key: str, start: int, buffer: memoryview, etag: str | None = None, answer: GetResult | None = None
+    ) -> None:
         """Fill `buffer` with the bytes from `start`, over as many connections as it takes, one after the other.
 
-        Gives up when no byte has come for `RETRY_TIMEOUT_S` and longer. With an `etag` it raises `_Replaced` if the
-        object is another by now.
+        `answer` is that of a first request, if there is one. Gives up when no byte has come for `RETRY_TIMEOUT_S` and
+        longer. With an `etag` it raises `_Replaced` if the object is another by now.
         """
         assert self._reading is not None
         filled, last_byte_at = 0, time.monotonic()
@@ -189,7 +191,8 @@ class ObjectStore:
             try:
                 with _errors(key):
                     try:
-                        found = obstore.get(self._reading, key, options=options)
+                        found = answer or obstore.get(self._reading, key, options=options)
+                        answer = None
                     except exceptions.PreconditionError:
                         raise _Replaced(key) from None
                     except exceptions.GenericError as error:
@@ -265,6 +268,35 @@ class ObjectStore:
             # A directory outlives its last object; a prefix does not.
             found = [path for path in found if any(True for _ in self.list(path))]
         return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in found)
+
+    def folders_after(self, prefix: str, after: str, most: int) -> Sequence[str]:
+        """Return at most `most` names as `folders` does, the next ones beyond `after` in the order of keys.
+
+        A name counts with its slash, so `a-b` is before `a`. It takes a request for each name, however many there are.
+        """
+        found: MutableSequence[str] = []
+        with _errors(prefix):
+            if isinstance(self._backend, LocalStore):
+                folder = Path(str(self._backend.prefix)) / prefix
+                names = [one.name for one in os.scandir(folder) if one.is_dir()] if folder.is_dir() else []
+                for name in sorted((name for name in names if f"{name}/" > f"{after}/"), key=lambda name: f"{name}/"):
+                    if len(found) == most:
+                        break
+                    if any(True for _ in self.list(f"{prefix}/{name}")):
+                        found.append(name)
+                return found
+            start = len(prefix.rstrip("/")) + 1
+            while len(found) < most:
+                # Beyond every key that begins with the last name and a slash.
+                offset = f"{prefix.rstrip('/')}/{after}0" if after else None
+                chunks = obstore.list(self._backend, _folder(prefix), offset=offset, chunk_size=1)
+                keys = (meta["path"] for chunk in chunks for meta in chunk)
+                name = next((key[start:].split("/", 1)[0] for key in keys if "/" in key[start:]), "")
+                if not name:
+                    break
+                found.append(name)
+                after = name
+        return found
 
     def delete(self, key: str) -> None:
         """Remove the object. A missing object is no error."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from millrace_client import connect
 from millrace_client.cli import millrace
 from millrace_client.train import TrainClient
 from shared.code_bundle import CodeBundles
+from shared.code_environment import code_environments
 from shared.own_code import OwnCode
 from shared.storage import ObjectStore
 from tests.support.grpc_kit import running
@@ -32,7 +34,9 @@ def registered(store: ObjectStore, *, own_code: bool = True) -> Callable[[aio.Se
     """What makes a server the train service on `store`; `own_code`: whether it takes that of its callers."""
     callers_code = OwnCode(is_trusted=own_code)
     deletions = Deletions(store)
-    jobs = TrainingJobs(store, deletions, programs=ProgramCheck(store, callers_code))
+    jobs = TrainingJobs(
+        store, deletions, programs=ProgramCheck(store, callers_code, environments=code_environments(os.environ))
+    )
     sweeps = Sweeps(store, jobs, SweepDeletions(store, deletions))
     intake = BundleIntake(CodeBundles(store), callers_code)
 

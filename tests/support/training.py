@@ -171,9 +171,9 @@ class TrainStack:
     store: ObjectStore
 
     def all_keys(self) -> list[str]:
-        """Everything in the store but what the jobs of other tests write as they go, and what the reconciler remembers
-        of the cluster, to see what was left behind."""
-        keys = (info.key for info in self.store.list() if not info.key.startswith("clusters/"))
+        """Everything in the store but what the jobs of other tests write as they go, what the reconciler remembers of
+        the cluster, and the index that the service makes from the logs, to see what was left behind."""
+        keys = (info.key for info in self.store.list() if not info.key.startswith(("clusters/", "index/")))
         return sorted(key for key in keys if not OF_A_TESTS_JOB.match(key))
 
     def weights(self, checkpoint: str) -> bytes:

@@ -116,6 +116,21 @@ def test_what_examples_take_from_the_client_exists(page: Path) -> None:
             assert hasattr(importlib.import_module(f"millrace_client.{owner}"), node.attr), node.attr
 
 
+def test_each_line_of_the_tutorial_names_a_test_that_exists() -> None:
+    rows = [line for line in (DOCS / "ray-train.md").read_text().splitlines() if line.startswith("| ")]
+    tables = "\n".join(rows).split("| the tutorial | in Millrace | test |")[1:]
+    lines = [line for table in tables for line in table.splitlines() if line]
+    assert len(lines) > 35
+    there = set()
+    for file in (ROOT / "tests").rglob("test_*.py"):
+        there |= set(re.findall(r"^(?:async )?def (test_\w+)", file.read_text(), re.MULTILINE))
+    for line in lines:
+        named = re.findall(r"`(test_\w+)`", line.rsplit(" | ", 1)[1])
+        assert named, f"docs/ray-train.md names no test in: {line}"
+        missing = sorted(set(named) - there)
+        assert not missing, f"docs/ray-train.md names {missing}"
+
+
 def test_each_verb_of_make_is_below_a_heading() -> None:
     makefile = (ROOT / "Makefile").read_text().splitlines()
     verbs = [number for number, line in enumerate(makefile) if re.match(r"[a-z0-9-]+:.*## ", line)]

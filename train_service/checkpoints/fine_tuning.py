@@ -5,8 +5,7 @@ It takes the tensors whose name and shape match, and initializes the others.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from shared import names
 from shared.checkpoint import CheckpointEntry, load_checkpoint, resolve
 from shared.checkpoint.format import WEIGHTS
 from shared.checkpoint.references import NAME_PATTERN
+from shared.checkpoint.tensor_ranges import read_index
 from shared.errors import DataLoss, FailedPrecondition, NotFound, invalid_field
 from shared.model_spec import NONE, TargetScaling
 from shared.storage import ObjectMissing, ObjectStore
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 FIELD = "spec.initial_checkpoint"
 SHOWN = 8
-LENGTH_BYTES = 8
+# What peft puts into the names of the weights of an adapted layer.
+ADAPTED = ".base_layer."
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -49,13 +50,27 @@ class Fit:
 
 
 def fit(model: Shapes, checkpoint: Shapes) -> Fit:
-    """Return which tensors match in name and shape."""
-    taken = {name for name, shape in model.items() if name in checkpoint and tuple(checkpoint[name]) == tuple(shape)}
+    """Return which tensors match in name and shape.
+
+    A layer with an adapter also takes the weights of the same layer without one.
+    """
+    sources = {name: source_name(name, checkpoint) for name in model}
+    taken = {
+        name
+        for name, shape in model.items()
+        if (source := sources[name]) in checkpoint and tuple(checkpoint[source]) == tuple(shape)
+    }
+    used = {sources[name] for name in taken}
     return Fit(
         tuple(name for name in model if name in taken),
         tuple(name for name in model if name not in taken),
-        tuple(name for name in checkpoint if name not in taken),
+        tuple(name for name in checkpoint if name not in used),
     )
+
+
+def source_name(name: str, checkpoint: Container[str]) -> str:
+    """Return the checkpoint's name of a tensor of the model. It may lack the part that an adapter adds."""
+    return name if name in checkpoint else name.replace(ADAPTED, ".")
 
 
 def check_name(name: str) -> None:
@@ -107,12 +122,10 @@ def weight_shapes(store: ObjectStore, entry: CheckpointEntry) -> dict[str, tuple
 
     They come from the file's header; the weights are not read. Raises `FailedPrecondition` for a damaged checkpoint.
     """
-    key = f"{entry.folder}/{WEIGHTS}"
     try:
-        load_checkpoint(store, entry.folder, entry.manifest_sha256)
-        length = int.from_bytes(store.get_range(key, 0, LENGTH_BYTES), "little")
-        header = json.loads(store.get_range(key, LENGTH_BYTES, length))
-        return {name: tuple(one["shape"]) for name, one in header.items() if name != "__metadata__"}
+        checkpoint = load_checkpoint(store, entry.folder, entry.manifest_sha256)
+        tensors, _ = read_index(store, checkpoint.stored(WEIGHTS))
+        return {name: one.shape for name, one in tensors.items()}
     except (DataLoss, ObjectMissing, ValueError) as error:
         raise FailedPrecondition(
             f"{FIELD}: {entry.name} is damaged: {error}; use another",
@@ -131,11 +144,21 @@ def load_initial(store: ObjectStore, name: str, model: nn.Module) -> tuple[Check
     """
     import safetensors.torch
 
+    from train_service.checkpoints.shard_restore import KINDS, read_into
     from train_service.learning.sharding import put_some_weights
 
+    own = model.state_dict()
     try:
         entry = resolve(store, FIELD, name)
-        weights = safetensors.torch.load(load_checkpoint(store, entry.folder, entry.manifest_sha256).read(WEIGHTS))
+        checkpoint = load_checkpoint(store, entry.folder, entry.manifest_sha256)
+        tensors, _ = read_index(store, checkpoint.stored(WEIGHTS))
+        found = fit({key: one.shape for key, one in own.items()}, {key: one.shape for key, one in tensors.items()})
+        sources = {key: source_name(key, tensors) for key in found.taken}
+        if all(KINDS[tensors[source].dtype] == own[key].dtype for key, source in sources.items()):
+            # Each rank reads its own rows, right into the model.
+            read_into(store, [(tensors[source], own[key]) for key, source in sources.items()])
+            return entry, found
+        weights = safetensors.torch.load(checkpoint.read(WEIGHTS))
     except (NotFound, DataLoss) as error:
         raise FailedPrecondition(
             f"{FIELD}: {error.message}; start a new job from another",
@@ -143,9 +166,7 @@ def load_initial(store: ObjectStore, name: str, model: nn.Module) -> tuple[Check
             metadata={"resource": name},
             fields=[(FIELD, error.message)],
         ) from None
-    own = model.state_dict()
-    found = fit({key: one.shape for key, one in own.items()}, {key: one.shape for key, one in weights.items()})
-    put_some_weights(model, {key: weights[key] for key in found.taken})
+    put_some_weights(model, {key: weights[sources[key]] for key in found.taken})
     return entry, found
 
 

@@ -20,7 +20,16 @@ from shared.model_spec import STANDARD
 from shared.storage import ObjectStore
 from train_service.checkpoints.coverage import ConsumedRows, CoverageChain, gather, orphans
 from train_service.checkpoints.fine_tuning import kept_scaling, load_initial
-from train_service.checkpoints.snapshots import CheckpointWriter, Restored, as_message, newest_good, restore
+from train_service.checkpoints.shard_restore import NotByRows, restore_shards
+from train_service.checkpoints.snapshots import (
+    BackgroundWriter,
+    CheckpointWriter,
+    ShardWriter,
+    as_message,
+    new_folder,
+    newest_good,
+    restore,
+)
 from train_service.domain.spec import TrainingSpec
 from train_service.learning.learner import BaseLearner
 from train_service.learning.ranks import Ranks
@@ -85,6 +94,8 @@ class Checkpointing:
         # Name and digest of the checkpoint with the first weights.
         self._initial = ("", "")
         self._writer: CheckpointWriter | None = None
+        # Of a sharded model, on the other ranks.
+        self._shard_writer: ShardWriter | None = None
         spec = lineage.spec
         self.clock = CheckpointClock(spec.checkpoint_every_steps, spec.checkpoints.every_s)
 
@@ -92,13 +103,17 @@ class Checkpointing:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._writer is not None:
-            self._writer.__exit__(*exception)
+        if (writing := self._background) is not None:
+            writing.__exit__(*exception)
+
+    @property
+    def _background(self) -> BackgroundWriter | None:
+        return self._writer or self._shard_writer
 
     @property
     def stalled_s(self) -> float:
         """Seconds that this rank has waited for checkpoints."""
-        return self._writer.stalled_s if self._writer is not None else 0.0
+        return self._background.stalled_s if self._background is not None else 0.0
 
     def begin(self) -> tuple[int, History]:
         """Restore the newest good checkpoint.
@@ -114,18 +129,27 @@ class Checkpointing:
                 self._begin_from(self._lineage.spec.initial_checkpoint)
             return 0, []
         entry = CheckpointEntry.from_state(chosen)
-        restored = retry_on_outage(lambda: self._restored(entry), "the checkpoint to resume from")
-        history = restored.state.pop("history")
-        self._learner.load(restored.weights, restored.state)
-        self._learner.target_scaling = restored.content.target_scaling
-        self._initial = (restored.content.initial_checkpoint, restored.content.initial_checkpoint_sha256)
-        self._chain = CoverageChain(self._store, self._lineage.job_name, restored.content.coverage)
+        content, state = retry_on_outage(lambda: self._restore(entry), "the checkpoint to resume from")
+        history = state["history"]
+        self._learner.target_scaling = content.target_scaling
+        self._initial = (content.initial_checkpoint, content.initial_checkpoint_sha256)
+        self._chain = CoverageChain(self._store, self._lineage.job_name, content.coverage)
         logger.info("resuming from %s at step %d", entry.name, entry.step)
         return entry.step, [(int(epoch), float(value)) for epoch, value in history]
 
-    def _restored(self, entry: CheckpointEntry) -> Restored:
+    def _restore(self, entry: CheckpointEntry) -> tuple[CheckpointContent, dict[str, Any]]:
+        """Load the checkpoint into the learner. Returns its content and the saved state."""
         try:
-            return restore(self._store, entry)
+            if (shards := self._learner.shards) is not None:
+                try:
+                    content, state = restore_shards(self._store, entry, *shards, self._touched)
+                    self._learner.load_rest(state)
+                    return content, state
+                except NotByRows as why:
+                    logger.info("%s is loaded whole: %s", entry.name, why)
+            restored = restore(self._store, entry)
+            self._learner.load(restored.weights, restored.state)
+            return restored.content, restored.state
         except DataLoss as error:
             # Rank 0 has just verified it; the next attempt verifies and chooses again.
             raise Internal(f"{entry.name} was read damaged: {error.message}", reason="READ_DAMAGED") from error
@@ -146,6 +170,10 @@ class Checkpointing:
         all data of the checkpoint is copied. Raises the error of the previous checkpoint.
         """
         table = gather(self._ranks, self._consumed.take())
+        if self._learner.shards is not None:
+            self._take_shards(step, lambda: self._content(step, metrics, table, log), history, final=final)
+            self.clock.taken()
+            return
         # Every rank has a part of a sharded model.
         weights, state = self._learner.weights(self._touched), self._learner.state(self._touched)
         if self._writer is not None and table is not None:
@@ -154,10 +182,25 @@ class Checkpointing:
             )
         self.clock.taken()
 
+    def _take_shards(
+        self, step: int, content: Callable[[], CheckpointContent], history: History, *, final: bool
+    ) -> None:
+        """Take a checkpoint of which every rank writes its own shards. Rank 0 commits it."""
+        self._learner.check_shards(self._touched)
+        weights, state = self._learner.model.state_dict(), {**self._learner.sharded_state(), "history": history}
+        lineage, ranks = self._lineage, self._ranks
+        folder = ranks.share(new_folder(self._registry, step, lineage.attempt) if self._writer is not None else None)
+        if self._writer is not None:
+            self._writer.save_shards(content, folder, ranks.world_size, weights, state, final=final)
+            return
+        if self._shard_writer is None:
+            self._shard_writer = ShardWriter(self._store, ranks.rank, ranks.world_size, self._touched)
+        self._shard_writer.save(folder, weights, state)
+
     def wait(self) -> None:
         """Wait until the last checkpoint is durable."""
-        if self._writer is not None:
-            self._writer.wait()
+        if self._background is not None:
+            self._background.wait()
 
     def tidy(self) -> None:
         """Delete coverage records that no checkpoint names. The run must be over, and its last checkpoint durable."""

@@ -8,22 +8,32 @@ Rank 0 writes in the background and chooses the checkpoint to resume from.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import safetensors.torch
 import torch
 
 from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegistry, load_checkpoint, write_checkpoint
-from shared.checkpoint.format import OPTIMIZER, OTHER_FORMAT, WEIGHTS
+from shared.checkpoint.format import OPTIMIZER, OTHER_FORMAT, WEIGHTS, write_sharded
 from shared.checkpoint.ranking import Ranking
 from shared.checkpoint.references import live_references
 from shared.errors import DataLoss
 from shared.storage import ObjectStore
+from train_service.checkpoints.shard_files import (
+    SpooledFile,
+    await_written,
+    forget_written,
+    spool_shards,
+    tell_written,
+    upload_shards,
+)
 from train_service.checkpoints.tensor_files import NEST, TensorFile, put_together, take_apart
 from train_service.domain.spec import CheckpointPolicy
 from train_service.store_retry import retry_on_outage, store_call
@@ -39,7 +49,68 @@ REPORTED_AFTER_S = 5.0
 T = TypeVar("T")
 
 
-class CheckpointWriter:
+class BackgroundWriter:
+    """A thread that writes one checkpoint at a time, while training goes on.
+
+    Use as a context. On exit the present checkpoint is completed, and an error of it is suppressed.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+        # Set when the run ends.
+        self._ending = threading.Event()
+        # Seconds that the loop has waited for checkpoints.
+        self.stalled_s = 0.0
+
+    def wait(self) -> None:
+        """Wait until the present checkpoint is committed.
+
+        Raises `StaleAttempt` and the store's errors, except `Unavailable`, which it waits out.
+        """
+        began = time.monotonic()
+        try:
+            if self._writing is not None:
+                writing, self._writing = self._writing, None
+                with store_call():
+                    writing.result()
+        finally:
+            self.stalled_s += time.monotonic() - began
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ending.set()
+        with store_call():
+            self._pool.shutdown(wait=True)
+
+
+class ShardWriter(BackgroundWriter):
+    """The writer of a rank's shards, on every rank but rank 0."""
+
+    def __init__(self, store: ObjectStore, rank: int, ranks: int, touched: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self._store = store
+        self._rank = rank
+        self._ranks = ranks
+        self._touched = touched
+
+    def save(self, folder: str, weights: Mapping[str, torch.Tensor], state: Any) -> None:
+        """Copy this rank's rows to disk, and return. Raises the error of the previous checkpoint."""
+        self.wait()
+        began = time.monotonic()
+        spooled = spool_shards(weights, state, self._rank, self._ranks, self._touched)
+        self._writing = self._pool.submit(self._write, folder, spooled)
+        self.stalled_s += time.monotonic() - began
+
+    def _write(self, folder: str, spooled: Sequence[SpooledFile]) -> None:
+        with closing_all(spooled):
+            named = retry_on_outage(lambda: upload_shards(self._store, folder, spooled), "a checkpoint")
+        retry_on_outage(lambda: tell_written(self._store, folder, self._rank, named), "a checkpoint")
+
+
+class CheckpointWriter(BackgroundWriter):
     """A writer of one checkpoint at a time.
 
     A step waits only for the copy, and for the previous checkpoint if it is still being written. The writer's thread
@@ -67,18 +138,16 @@ class CheckpointWriter:
         Without a `policy` all checkpoints are kept. `damaged` are the folders that were found damaged when the attempt
         began.
         """
+        super().__init__()
         self._store = store
         self._registry = registry
         self._attempt = attempt
+        self._touched = touched
         self._told = told
         self._policy = policy
         self._damaged = frozenset(damaged)
         self._warn = warn
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing: Future[None] | None = None
         self._weights, self._state = TensorFile(touched), TensorFile(touched)
-        # Seconds that the loop has waited in `save` and `wait`.
-        self.stalled_s = 0.0
 
     def save(
         self,
@@ -101,35 +170,51 @@ class CheckpointWriter:
         self._writing = self._pool.submit(self._write, content, files, final)
         self.stalled_s += time.monotonic() - began
 
-    def wait(self) -> None:
-        """Wait until the present checkpoint is committed.
+    def save_shards(
+        self,
+        content: Callable[[], CheckpointContent],
+        folder: str,
+        ranks: int,
+        weights: Mapping[str, torch.Tensor],
+        state: Any,
+        *,
+        final: bool = False,
+    ) -> None:
+        """Copy rank 0's shards to disk, and return.
 
-        Raises `StaleAttempt` and the store's errors, except `Unavailable`, which it waits out.
+        The checkpoint is committed once all ranks have written theirs below `folder`. All else is as in `save`.
         """
+        self.wait()
         began = time.monotonic()
-        try:
-            if self._writing is not None:
-                writing, self._writing = self._writing, None
-                with store_call():
-                    writing.result()
-        finally:
-            self.stalled_s += time.monotonic() - began
+        spooled = spool_shards(weights, state, 0, ranks, self._touched)
+        self._writing = self._pool.submit(self._write_shards, content, folder, ranks, spooled, final)
+        self.stalled_s += time.monotonic() - began
 
-    def __enter__(self) -> CheckpointWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with store_call():
-            self._pool.shutdown(wait=True)
+    def _write_shards(
+        self,
+        describe: Callable[[], CheckpointContent],
+        folder: str,
+        ranks: int,
+        spooled: Sequence[SpooledFile],
+        final: bool,
+    ) -> None:
+        with closing_all(spooled):
+            content = self._retry_on_outage(describe)
+            named = self._retry_on_outage(lambda: upload_shards(self._store, folder, spooled))
+        named += self._retry_on_outage(lambda: await_written(self._store, folder, ranks, self._ending))
+        digest, size_bytes = self._retry_on_outage(lambda: write_sharded(self._store, folder, content, named))
+        self._commit(content, folder, digest, size_bytes, final)
+        self._retry_on_outage(lambda: forget_written(self._store, folder, ranks))
 
     def _write(self, describe: Callable[[], CheckpointContent], files: dict[str, memoryview], final: bool) -> None:
         content = self._retry_on_outage(describe)
-        checkpoint_id = f"step-{content.step:08d}"
-        # Use a new folder each time: a stale attempt may be writing the same step.
-        folder = f"{self._registry.data_folder}/{checkpoint_id}-a{self._attempt:05d}-{uuid.uuid4().hex[:8]}"
+        folder = new_folder(self._registry, content.step, self._attempt)
         digest, size_bytes = self._retry_on_outage(lambda: write_checkpoint(self._store, folder, content, files))
+        self._commit(content, folder, digest, size_bytes, final)
+
+    def _commit(self, content: CheckpointContent, folder: str, digest: str, size_bytes: int, final: bool) -> None:
         entry = CheckpointEntry(
-            name=f"{content.training_job}/checkpoints/{checkpoint_id}",
+            name=f"{content.training_job}/checkpoints/step-{content.step:08d}",
             folder=folder,
             manifest_sha256=digest,
             step=content.step,
@@ -154,6 +239,20 @@ class CheckpointWriter:
         if (waited_s := time.monotonic() - began) > REPORTED_AFTER_S:
             self._warn(f"a checkpoint took {waited_s:.0f} s to reach the object store")
         return answer
+
+
+def new_folder(registry: CheckpointRegistry, step: int, attempt: int) -> str:
+    """Return a folder that is new each time: a stale attempt may be writing the same step."""
+    return f"{registry.data_folder}/step-{step:08d}-a{attempt:05d}-{uuid.uuid4().hex[:8]}"
+
+
+@contextmanager
+def closing_all(spooled: Sequence[SpooledFile]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for one in spooled:
+            one.file.close()
 
 
 def retain(

@@ -125,7 +125,7 @@ def put_together(data: bytes) -> Any:
     """Return the nested value of a file's bytes. `take_apart` made the file's content. Nothing in it is code."""
     length = int.from_bytes(data[:8], "little")
     form = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][NEST])
-    return _nested(form, safetensors.torch.load(data))
+    return nested(form, safetensors.torch.load(data))
 
 
 def _flat(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
@@ -153,13 +153,14 @@ def _plain(value: bool | int | float | str) -> bool | int | float | str:
     return next(kind(value) for kind in (bool, int, float, str) if isinstance(value, kind))
 
 
-def _nested(form: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def nested(form: Any, tensors: Mapping[str, Any]) -> Any:
+    """Return the nested value of a JSON form, with these tensors in it, or with what stands for them."""
     if not isinstance(form, list):
         return form
     kind, inner = form
     if kind == "tensor":
         return tensors[inner]
     if kind == "dict":
-        return {_nested(key, tensors): _nested(one, tensors) for key, one in inner}
-    values = [_nested(one, tensors) for one in inner]
+        return {nested(key, tensors): nested(one, tensors) for key, one in inner}
+    values = [nested(one, tensors) for one in inner]
     return tuple(values) if kind == "tuple" else values

@@ -138,6 +138,7 @@ def spec_from_proto(spec: resources_pb2.TrainingSpec, custom_allowed: Collection
         group_by_length=spec.group_by_length,
         max_failures=spec.max_failures if spec.HasField("max_failures") else DEFAULT_MAX_FAILURES,
         max_preemptions=spec.max_preemptions if spec.HasField("max_preemptions") else DEFAULT_MAX_PREEMPTIONS,
+        priority=spec.priority,
     )
 
 
@@ -172,6 +173,7 @@ def _program_spec_from_proto(spec: resources_pb2.TrainingSpec) -> TrainingSpec:
         checkpoints=_checkpoints(spec.checkpoints, ""),
         max_failures=spec.max_failures if spec.HasField("max_failures") else DEFAULT_MAX_FAILURES,
         max_preemptions=spec.max_preemptions if spec.HasField("max_preemptions") else DEFAULT_MAX_PREEMPTIONS,
+        priority=spec.priority,
         program=Program(
             code_bundle=spec.program.code_bundle,
             entry=_entry(spec.program.entry),
@@ -270,6 +272,7 @@ def spec_to_proto(spec: TrainingSpec) -> resources_pb2.TrainingSpec:
         allow_non_finite=spec.allow_non_finite,
         max_failures=spec.max_failures,
         max_preemptions=spec.max_preemptions,
+        priority=spec.priority,
     )
     if spec.early_stopping is not None:
         message.early_stopping.metric = spec.early_stopping.metric

@@ -175,11 +175,7 @@ def what_is_missing(
 
     An example is `2 workers of 1 CPU: the cluster has 1 CPU free on 1 node`.
     """
-    wanted = f"{_counted(fewest, 'worker')} of {told(bundle)}"
-    if strategy == STRICT_PACK and fewest > 1:
-        wanted += " on one node"
-    if strategy == STRICT_SPREAD and fewest > 1:
-        wanted += " on a node each"
+    wanted = described_workers(fewest, bundle, strategy)
     if not total:
         return f"{wanted}: the cluster has no node"
     with_some = sum(1 for node in free if any(node.get(name, 0.0) >= GRAIN for name in _amounts(bundle)))
@@ -187,6 +183,16 @@ def what_is_missing(
     if not workers_that_fit(total, bundle, strategy, fewest, fewest):
         text += f", and {told(_sums(total, bundle))} in all"
     return text
+
+
+def described_workers(workers: int, bundle: Resources, strategy: str) -> str:
+    """Return workers in words: `2 workers of 1 CPU on one node`."""
+    wanted = f"{_counted(workers, 'worker')} of {told(bundle)}"
+    if strategy == STRICT_PACK and workers > 1:
+        wanted += " on one node"
+    if strategy == STRICT_SPREAD and workers > 1:
+        wanted += " on a node each"
+    return wanted
 
 
 def _capacity(node: Resources, bundle: Resources) -> int:

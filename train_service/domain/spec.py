@@ -221,6 +221,8 @@ class TrainingSpec:
     group_by_length: str = ""
     max_failures: int = DEFAULT_MAX_FAILURES
     max_preemptions: int = DEFAULT_MAX_PREEMPTIONS
+    # Of jobs that wait for resources, those with a higher priority begin first.
+    priority: int = 0
     # A user's own training function or script; None means Millrace's loop. With a program, `model` has an empty
     # builder, and `epochs` and `global_batch_size` are 0.
     program: Program | None = None

@@ -42,6 +42,7 @@ from train_service.domain.spec import (
 )
 
 MAX_WORKERS = 64
+MAX_PRIORITY = 1000
 MAX_LANES = 4096
 MAX_PREFETCH_BATCHES = 64
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
@@ -199,6 +200,7 @@ def _of_the_run(spec: TrainingSpec) -> list[Rule]:
         (1 <= spec.threads_per_worker <= 256, "threads_per_worker", spec.threads_per_worker, "use 1 to 256"),
         (0 <= spec.max_failures <= 1000, "max_failures", spec.max_failures, "use 0 to 1,000"),
         (0 <= spec.max_preemptions <= 100_000, "max_preemptions", spec.max_preemptions, "use 0 to 100,000"),
+        (-MAX_PRIORITY <= spec.priority <= MAX_PRIORITY, "priority", spec.priority, "use -1,000 to 1,000"),
         (
             min(spec.max_ranks, MAX_WORKERS) <= spec.lanes <= MAX_LANES,
             "lanes",

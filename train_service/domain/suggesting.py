@@ -25,6 +25,7 @@ from hashlib import sha256
 from typing import Any
 
 from shared.errors import FailedPrecondition, invalid_field
+from shared.model_spec import NONE
 from train_service.domain.order import (
     MIN_ROWS_PER_RANK,
     default_lanes,
@@ -32,7 +33,7 @@ from train_service.domain.order import (
     shapes_of_steps,
     steps_per_epoch,
 )
-from train_service.domain.spec import CLASSIFICATION, REGRESSION
+from train_service.domain.spec import CAUSAL_LM, CLASSIFICATION, IDS_COLUMN, NEXT_TOKEN, PERPLEXITY, REGRESSION
 
 # --- Splits, label and task ---
 
@@ -70,6 +71,8 @@ def suggest(
             "spec.program", "set", "a program has its own model and loop; make the job without this call"
         )
     made = Suggestion({**json.loads(json.dumps(given)), "dataset_version": version.name})
+    if _is_language_model(made):
+        _choose_for_language_model(made)
     shares = _choose_splits(made, version)
     source = _find_input(made, version)
     if source is not None and "transform" not in given:
@@ -101,6 +104,20 @@ def suggest(
         choose_model(made, is_image, lambda: _width(made, version, source, columns, shape_made))
     choose_training(made, task, rows, is_image, is_own=_is_own(made))
     return made
+
+
+def _is_language_model(made: Suggestion) -> bool:
+    return bool(made.spec.get("model", {}).get("builder") == CAUSAL_LM)
+
+
+def _choose_for_language_model(made: Suggestion) -> None:
+    """Choose what a causal language model alone has: its labels are its own tokens."""
+    why = "A causal language model predicts the tokens of its input."
+    made.choose("label_column", IDS_COLUMN, why)
+    made.choose("task", f"TASK_{REGRESSION}", "It gives a number for each token.")
+    made.choose("target_scaling", f"TARGET_SCALING_{NONE}", "Ids of tokens have no scale.")
+    made.choose("loss.name", NEXT_TOKEN, why)
+    made.choose("metrics", [PERPLEXITY], "It is exp of the mean surprise of a token.", PERPLEXITY)
 
 
 def _width(
@@ -211,6 +228,8 @@ def _is_vector(one: ColumnFacts) -> bool:
 
 def _find_label(made: Suggestion, version: VersionFacts, source: ColumnFacts | None) -> ColumnFacts:
     path = "spec.label_column"
+    if _is_language_model(made):  # tokens need no statistics: neither task nor classes follow from them
+        return version.column(made.spec["label_column"], path)
     if "label_column" in made.spec:
         return _usable_label(version.column(made.spec["label_column"], path), version)
     there = [

@@ -17,7 +17,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -26,6 +26,7 @@ from shared import names
 from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegistry
 from shared.checkpoint.format import WEIGHTS, write_weights
 from shared.code_bundle import digest_of, using_bundle
+from shared.code_requirements import requirements_of_folder
 from shared.dataset_version import DatasetVersion, load_version
 from shared.dataset_version.manifest import Column
 from shared.errors import (
@@ -143,12 +144,12 @@ class CheckpointImports:
         Raises the errors that `ImportCheckpoint` lists. After any error, and if the caller disconnects, no checkpoint
         is created and the spooled files are removed.
         """
-        request = await anext(parts, None)
-        if not isinstance(request, CheckpointImportRequest):
+        header = await anext(parts, None)
+        if not isinstance(header, CheckpointImportRequest):
             raise invalid_field("header", None, "send it first, then the chunks")
-        if first := await asyncio.to_thread(self._first_answer, request):
+        if first := await asyncio.to_thread(self._first_answer, header):
             return first
-        request, home = await asyncio.to_thread(self._checked, request)
+        request, home = await asyncio.to_thread(self._checked, header)
         with tempfile.TemporaryDirectory(
             prefix="millrace-import-", dir=self._spool, ignore_cleanup_errors=True
         ) as made:
@@ -297,7 +298,8 @@ class CheckpointImports:
             # float16 weights are written as float32, which takes twice the bytes.
             file_bytes=4 * GIB + 2 * size_bytes,
         )
-        answer = ask_in_child(question, work, limits)
+        with self._packages(Path(question["folder"]) if model.is_own else None) as packages:
+            answer = ask_in_child({**question, "packages": str(packages or "")}, work, limits)
         if problem := answer["problem"]:
             if model.is_own and answer.get("field"):
                 raise invalid_field("spec.model.entry", model.entry, problem)
@@ -312,6 +314,11 @@ class CheckpointImports:
             remedy = "its code has written the report of its check itself; leave that to the check"
             raise invalid_field("spec.model.entry", model.entry, remedy) from None
         return report
+
+    def _packages(self, code: Path | None) -> AbstractContextManager[Path | None]:
+        """Provide the folder with what the unpacked `code` requires and the image lacks."""
+        requirements = requirements_of_folder(code) if code else []
+        return self._training.own_models.environments.opened(requirements)
 
     def _new_job(self, request: CheckpointImportRequest, report: Mapping[str, Any]) -> JobRecord:
         now, name = time.time(), f"{COLLECTION}/{request.job_id}"

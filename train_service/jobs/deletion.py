@@ -35,6 +35,7 @@ from shared.dataset_version import DatasetVersion
 from shared.dataset_version.version import unmark, using
 from shared.errors import STORE_OUTAGES, FailedPrecondition, Unavailable, not_found
 from shared.jobs import JobRecord, Jobs, JobState
+from shared.jobs.index import IndexedJob, JobIndex
 from shared.jobs.registry import condemned, remove_objects, undone, while_deleting
 from shared.jobs.transitions import check_etag, confirm_delete, request_delete
 from shared.reference_markers import markers
@@ -163,32 +164,72 @@ ATTEMPT_OF_DATA = re.compile(r"-a(\d+)-[0-9a-f]+$")
 ATTEMPT_OF_RAY = re.compile(r"^attempt-(\d+)$")
 # How often the logs of finished jobs are read again.
 SWEEP_INTERVAL_S = 300.0
+# A job that ended longer ago is swept in turns: no process of its attempts writes any more.
+SETTLED_AFTER_S = 3600.0
+# How many jobs of all that ever were a sweep reads in turns.
+JOBS_IN_TURNS = 200
+# So many settled jobs are marked at once.
+JOBS_AT_ONCE = 256
 
 
 class Sweeper:
     """A sweeper of orphaned objects and unfinished deletions. `clock` returns seconds since the epoch."""
 
-    def __init__(self, store: ObjectStore, deletions: Deletions, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        store: ObjectStore,
+        deletions: Deletions,
+        clock: Callable[[], float] = time.time,
+        index: JobIndex | None = None,
+    ) -> None:
+        """Without an `index`, and until it has all jobs, each sweep reads every job."""
         self._store = store
         self._jobs = Jobs(store, TRAIN_KIND)
         self._deletions = deletions
+        self._index = index
         self._clock = clock
 
     def sweep(self) -> None:
-        """Sweep all jobs once.
+        """Sweep all jobs that are not settled, and some of the others in turns.
 
         A failure with one job is logged and does not affect the others. Raises `Unavailable`.
         """
-        for job_id in self._store.folders(COLLECTION):
-            name = f"{COLLECTION}/{job_id}"
-            try:
-                self.sweep_job(name)
-            except Unavailable:
-                raise  # it holds for every job
-            except FailedPrecondition as error:
-                logger.info("%s stays: %s", name, error.message)
-            except Exception:
-                logger.exception("%s cannot be swept; the others go on", name)
+        unsettled = self._index.unsettled() if self._index else None
+        if self._index is None or unsettled is None:
+            for job_id in self._store.folders(COLLECTION):
+                self._sweep_alone(f"{COLLECTION}/{job_id}")
+            return
+        settled: list[IndexedJob] = []
+        swept: set[str] = set()
+        for job in unsettled:
+            swept.add(job.record.name)
+            if self._sweep_alone(job.record.name) and self._is_settled(job.record):
+                settled.append(job)
+            if len(settled) == JOBS_AT_ONCE:
+                self._index.settle(settled)
+                settled = []
+        self._index.settle(settled)
+        for name in self._index.check(JOBS_IN_TURNS):
+            if name not in swept:
+                self._sweep_alone(name)
+
+    def _sweep_alone(self, name: str) -> bool:
+        """Sweep one job. Returns whether that succeeded."""
+        try:
+            self.sweep_job(name)
+        except Unavailable:
+            raise  # it holds for every job
+        except FailedPrecondition as error:
+            logger.info("%s stays: %s", name, error.message)
+        except Exception:
+            logger.exception("%s cannot be swept; the others go on", name)
+        else:
+            return True
+        return False
+
+    def _is_settled(self, job: JobRecord) -> bool:
+        is_over = job.state.final and job.state is not JobState.DELETING
+        return is_over and self._clock() - job.update_time > SETTLED_AFTER_S
 
     def sweep_job(self, name: str) -> None:
         job = self._jobs.newest(name)

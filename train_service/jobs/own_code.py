@@ -105,6 +105,11 @@ class OwnModelCheck:
         self._store = store
         self._programs = programs
 
+    @property
+    def environments(self) -> CodeEnvironments:
+        """Where the packages come from that a bundle requires and this image lacks."""
+        return self._programs.environments
+
     def checked(self, spec: TrainingSpec) -> TrainingSpec:
         """Return `spec` completed by version and model.
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from shared import names
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry, load_checkpoint
@@ -36,6 +37,7 @@ from shared.reference_markers import REFERENCE_APPEARS_TIMEOUT_S
 from shared.storage import ObjectStore
 from train_service.checkpoints.coverage import read_part, row_ids_of, skipped_of
 from train_service.domain.coverage import CoverageCounts, count_rows
+from train_service.domain.drawn_indices import PREFIX, count_drawn, last_pass
 from train_service.domain.order import Ints, blocks_of, epoch_order, steps_per_epoch
 from train_service.domain.shard_positions import count_given, is_epoch_done, last_epoch
 from train_service.domain.spec import TrainingSpec, spec_of_job
@@ -49,7 +51,8 @@ logger = logging.getLogger(__name__)
 
 PATTERN = "trainingJobs/{j}"
 # The basis of a coverage; see the contract.
-OPTIMIZER, GIVEN, NO_WITNESS = "OPTIMIZER", "GIVEN", "NONE"
+OPTIMIZER, GIVEN, INDICES, NO_WITNESS = "OPTIMIZER", "GIVEN", "INDICES", "NONE"
+FIRST_LOADER = f"{PREFIX}0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +147,12 @@ class RunRecords:
         """Count the rows by a checkpoint's positions. The checkpoint is a program's."""
         saved = None
         if entry is not None:
-            saved = load_program_checkpoint(self._store, entry.folder, entry.manifest_sha256).positions.get(shard)
+            content = load_program_checkpoint(self._store, entry.folder, entry.manifest_sha256)
+            saved = content.positions.get(shard)
+            # The first loader stands for the training split of a program that reads its own data.
+            loader = shard if shard in content.indices or shard != spec.train_split else FIRST_LOADER
+            if saved is None and loader in content.indices:
+                return self._count_loader(name, loader, epoch, entry, content.indices[loader])
         if entry is None or saved is None:
             # The program reads its own data, or has not been given a row of this split.
             _check_epoch(name, epoch, 1)
@@ -175,6 +183,21 @@ class RunRecords:
             epoch_done=is_epoch_done(saved, epoch),
             witness=GIVEN,
             shard=shard,
+        )
+
+    def _count_loader(
+        self, name: str, loader: str, epoch: int, entry: CheckpointEntry, record: Mapping[str, Any]
+    ) -> Coverage:
+        """Count the indices that a program's own loader gave it."""
+        _check_epoch(name, epoch, last_pass(dict(record)) + 1)
+        return Coverage(
+            training_job=name,
+            epoch=epoch,
+            checkpoint=entry.name,
+            counts=count_drawn(dict(record), epoch),
+            epoch_done=record["done"] > epoch,
+            witness=INDICES,
+            shard=loader,
         )
 
     def metrics(self, name: str, after_step: int, page_size: int, page_token: str) -> tuple[list[MetricPoint], str]:

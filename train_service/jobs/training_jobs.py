@@ -14,6 +14,7 @@ from typing import Any
 from shared import names, paging
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry, resolve
 from shared.checkpoint.ranking import latest
+from shared.durable import as_state
 from shared.errors import (
     AlreadyExists,
     DataLoss,
@@ -24,6 +25,7 @@ from shared.errors import (
     already_exists,
 )
 from shared.jobs import JobRecord, Jobs, JobState
+from shared.jobs.index import IndexedJob, JobIndex
 from shared.jobs.transitions import take_up
 from shared.requests import claimed, claimed_before, uid_of
 from shared.storage import ObjectStore
@@ -93,6 +95,7 @@ class TrainingJobs:
         self.own_models = OwnModelCheck(store, self._programs)
         self._deletions = deletions or Deletions(store)
         self._jobs = Jobs(store, TRAIN_KIND)
+        self.index = JobIndex(store, TRAIN_KIND, COLLECTION, lambda job: _shown(self._view(job)))
         # The first call imports torch, and first imports must not race. Neither may the code that silences torch's
         # warnings.
         self._checking = threading.Lock()
@@ -197,6 +200,16 @@ class TrainingJobs:
         return self._jobs.find(name) is not None
 
     def page(self, page_size: int, page_token: str) -> tuple[list[JobView], str]:
+        """Return one page in the order of names, and the token of the next.
+
+        The index has the reports of attempts at work as of some seconds ago, and everything else as it is now.
+        """
+        size, after = paging.checked_size(page_size), paging.key_of(page_token)
+        if (page := self.index.page(f"{COLLECTION}/{after}", size)) is not None:
+            jobs, more = page
+            last = jobs[-1].record.name.rpartition("/")[2] if more else ""
+            return [_view_of(job) for job in jobs], paging.token_of(last) if more else ""
+        # The index is being built: read the logs.
         ids, token = paging.page(self._store.folders(COLLECTION), page_size, page_token)
         found = [self._jobs.find(f"{COLLECTION}/{one}") for one in ids]
         return [self._view(job) for job in found if job], token
@@ -383,6 +396,27 @@ class TrainingJobs:
         begins = record.state in (JobState.PENDING, JobState.RECOVERING)
         waiting_for = self._jobs.waiting_for(record.name) if begins else ""
         return JobView(record, self._jobs.progress(record.name), newest, chosen, waiting_for)
+
+
+def _shown(view: JobView) -> dict[str, Any]:
+    """Return what the index has of a view besides the record."""
+    return {
+        "progress": view.progress,
+        "newest": as_state(view.newest) if view.newest else None,
+        "best": as_state(view.best) if view.best else None,
+        "waiting_for": view.waiting_for,
+    }
+
+
+def _view_of(job: IndexedJob) -> JobView:
+    newest, best = job.shown["newest"], job.shown["best"]
+    return JobView(
+        job.record,
+        job.shown["progress"],
+        CheckpointEntry.from_state(newest) if newest else None,
+        CheckpointEntry.from_state(best) if best else None,
+        job.shown["waiting_for"],
+    )
 
 
 def _with_lanes_of(job: JobRecord, spec: TrainingSpec) -> TrainingSpec:

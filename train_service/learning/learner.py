@@ -56,9 +56,13 @@ from train_service.learning.losses import Loss, build_loss, total_of
 from train_service.learning.metrics import MAX_SUMS_OF_A_STEP, Metrics
 from train_service.learning.optimizers import build_optimizer, build_scheduler
 from train_service.learning.ranks import Ranks, gradients_kept_local, settle_buckets, thrown_away
+from train_service.learning.shard_init import start_sharded
 from train_service.learning.sharding import (
+    local_rows,
     put_optimizer_state,
     put_weights,
+    sharded,
+    sharded_optimizer_state,
     units_of,
     whole_optimizer_state,
     whole_weights,
@@ -144,6 +148,31 @@ class BaseLearner(ABC):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Load what `state` returned, unsharded, on every rank."""
 
+    @property
+    def shards(self) -> tuple[nn.Module, torch.optim.Optimizer] | None:
+        """The model and its optimizer, if both lie in shards that can be read and written by themselves."""
+        return None
+
+    def sharded_state(self) -> dict[str, Any]:
+        """Return what `state` does, with the sharded tensors themselves. With FSDP every rank must call this."""
+        raise NotImplementedError
+
+    def check_shards(self, touched: Callable[[], None] = lambda: None) -> None:
+        """Raise `FailedPrecondition` on every rank if a weight on any rank is not finite."""
+        bad = ""
+        for name, tensor in self.model.state_dict().items():
+            touched()
+            own = local_rows(tensor)[1]
+            if not own.sum().isfinite() and not own.isfinite().all():
+                bad = name
+                break
+        if self._ranks.add([float(bool(bad))]).result()[0]:
+            raise _not_finite(next(one for one in self._ranks.share_all(bad) if one))
+
+    def load_rest(self, state: Mapping[str, Any]) -> None:
+        """Load what `state` returned besides the optimizer's state, which is loaded already."""
+        raise NotImplementedError
+
     def load(self, weights: Mapping[str, Tensor], state: Mapping[str, Any] | None = None) -> None:
         """Load unsharded weights, and the state if this resumes a run.
 
@@ -169,12 +198,7 @@ class BaseLearner(ABC):
             touched()
             # The sum is faster to check, but it may overflow; only then every element is checked.
             if not tensor.sum().isfinite() and not tensor.isfinite().all():
-                raise FailedPrecondition(
-                    f"{name} of the model has values that are not finite; start a new job with a lower learning rate "
-                    "or max_gradient_norm, whose initial_checkpoint may be the last checkpoint of this one",
-                    reason="NON_FINITE_WEIGHTS",
-                    metadata={"tensor": name},
-                )
+                raise _not_finite(name)
         return weights
 
     def should_stop(self, history: Sequence[tuple[int, float]]) -> bool:
@@ -250,6 +274,15 @@ def seed_generators(seed: int, device: torch.device, *, all_kinds: bool = False)
         torch.manual_seed(seed)
 
 
+def _not_finite(name: str) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"{name} of the model has values that are not finite; start a new job with a lower learning rate "
+        "or max_gradient_norm, whose initial_checkpoint may be the last checkpoint of this one",
+        reason="NON_FINITE_WEIGHTS",
+        metadata={"tensor": name},
+    )
+
+
 def by_compiler(error: BaseException) -> bool:
     return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
 
@@ -277,12 +310,11 @@ class Learner(BaseLearner):
         `model_input` describes one row of the model's input.
         """
         super().__init__(spec, ranks, steps_per_epoch, total_steps)
-        sharded = spec.placement.parallel == FSDP and ranks.world_size > 1
-        units = units_of(spec.model, model_input.shape) if sharded else None
-        self.model = self._built()
-        if sharded:
-            # Shard before the optimizer is built, because it must hold the shards.
-            ranks.wrap(self.model, FSDP, units=units)
+        # Shard before the optimizer is built, because it must hold the shards.
+        if spec.placement.parallel == FSDP and ranks.world_size > 1:
+            self.model = self._built_sharded(units_of(spec.model, model_input.shape))
+        else:
+            self.model = self._built()
         self._wrapped = self.model
         self._loss = build_loss(spec.loss, self.model)
         self._training_step = build_training_step(spec.training_step)
@@ -294,6 +326,19 @@ class Learner(BaseLearner):
         self._trial = TrialStep(spec, model_input.shape, self.model, self._training_step, self._loss, ranks.device)
         wraps = ranks.world_size > 1 and spec.placement.parallel != FSDP
         self._some_unused = wraps and self._trial.leaves_some_unused(ranks, self._autocast)
+
+    def _built_sharded(self, units: Sequence[str]) -> nn.Module:
+        """Build the model of which this rank has a shard, with the same initial weights as `_built`."""
+        spec, ranks = self._spec, self._ranks
+        if spec.acceleration.channels_last:
+            return ranks.wrap(self._built(), FSDP, units=units)
+        return start_sharded(
+            lambda: build_model(spec.model, "spec.model"),
+            lambda: seed_generators(spec.seed, ranks.device, all_kinds=spec.model.is_own),
+            ranks.device,
+            ranks.world_size,
+            units,
+        )
 
     def prepare(self) -> None:
         """Wrap and compile the model and take throw-away passes.
@@ -375,7 +420,13 @@ class Learner(BaseLearner):
         gathered.
         """
         parallel = self._spec.placement.parallel
-        state: dict[str, Any] = {"optimizer": whole_optimizer_state(self.model, self._optimizer, parallel, touched)}
+        return self._with_rest(whole_optimizer_state(self.model, self._optimizer, parallel, touched))
+
+    def sharded_state(self) -> dict[str, Any]:
+        return self._with_rest(sharded_optimizer_state(self.model, self._optimizer))
+
+    def _with_rest(self, optimizer: dict[str, Any]) -> dict[str, Any]:
+        state: dict[str, Any] = {"optimizer": optimizer}
         if self._scheduler is not None:
             state["scheduler"] = self._scheduler.state_dict()
         if self._scaler.is_enabled():
@@ -386,6 +437,14 @@ class Learner(BaseLearner):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Load what `state` returned, unsharded, on every rank."""
         put_optimizer_state(self.model, self._optimizer, state["optimizer"], self._spec.placement.parallel)
+        self.load_rest(state)
+
+    @property
+    def shards(self) -> tuple[nn.Module, torch.optim.Optimizer] | None:
+        return (self.model, self._optimizer) if sharded(self.model) else None
+
+    def load_rest(self, state: Mapping[str, Any]) -> None:
+        """Load the state of schedule and scaler."""
         if self._scheduler is not None:
             self._scheduler.load_state_dict(state["scheduler"])
         if self._scaler.is_enabled():

@@ -70,6 +70,28 @@ def sharded(model: nn.Module) -> bool:
     return fsdp is not None and isinstance(model, fsdp.FSDPModule)
 
 
+@torch.no_grad()
+def local_rows(tensor: Tensor) -> tuple[slice, Tensor]:
+    """Return which rows of a tensor this rank has, and its part: all of a tensor that is not sharded.
+
+    The part shares the tensor's memory. Raises `NotImplementedError` for a tensor that is not sharded by rows.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return slice(None), tensor
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    if not isinstance(tensor, DTensor):
+        return slice(None), tensor
+    if all(one == Replicate() for one in tensor.placements):
+        return slice(None), tensor.to_local()
+    if tuple(tensor.placements) != (Shard(0),):
+        raise NotImplementedError(f"a tensor is sharded by {tensor.placements}")
+    own = tensor.to_local()
+    each = -(-tensor.shape[0] // tensor.device_mesh.size())
+    first = min(each * tensor.device_mesh.get_local_rank(), tensor.shape[0])
+    return slice(first, first + own.shape[0]), own
+
+
 def whole_weights(model: nn.Module, touched: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
     """Return unsharded weights and buffers. They are a copy only if the model is sharded.
 
@@ -124,6 +146,13 @@ def whole_optimizer_state(
     from torch.distributed.checkpoint import state_dict
 
     return _gathered(state_dict.get_optimizer_state_dict(model, optimizer), touched)
+
+
+def sharded_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the state as `whole_optimizer_state` does, keyed by names, with the sharded tensors themselves."""
+    from torch.distributed.checkpoint import state_dict
+
+    return dict(state_dict.get_optimizer_state_dict(model, optimizer))
 
 
 def put_optimizer_state(

@@ -268,12 +268,12 @@ def lengths_of(rows: Rows, column: str) -> Ints:
     """Return the length of each row: bytes of a text, numbers of a tensor that are not 0, or the number itself."""
     if column in rows.tensors:
         values = rows.tensors[column]
-        return np.count_nonzero(values.reshape(len(values), -1), axis=1).astype(np.int64)
+        return np.asarray(np.count_nonzero(values.reshape(len(values), -1), axis=1), np.int64)
     assert rows.scalars is not None
     scalars = rows.scalars.column(column)
     if not kinds.is_integer(scalars.type):
         scalars = pc.binary_length(scalars)
-    return scalars.cast(pa.int64()).fill_null(0).to_numpy(zero_copy_only=False)
+    return np.asarray(scalars.cast(pa.int64()).fill_null(0).to_numpy(zero_copy_only=False), np.int64)
 
 
 # --- Parts of a loader ---

@@ -37,6 +37,7 @@ from shared.errors import DataLoss, Internal, InvalidArgument, MillraceError, er
 from shared.log import StaleAttempt
 from shared.storage import ObjectStore
 from train_service.checkpoints.snapshots import retain
+from train_service.domain.drawn_indices import check_drawn, merge_drawn
 from train_service.domain.shard_positions import check_shards, merge_reports, shard_identity
 from train_service.domain.spec import KEEP, REPLAY, Program, TrainingSpec
 from train_service.records.metrics_log import MetricsLog
@@ -70,6 +71,7 @@ class ReportPart:
     # None: without a checkpoint.
     files: list[ProgramFile] | None
     shards: dict[str, Any]
+    indices: dict[str, Any]
     optimizer_steps: int
 
     @classmethod
@@ -83,6 +85,7 @@ class ReportPart:
             if files is None
             else [ProgramFile(path=path, rank=rank, size_bytes=size, sha256=digest) for path, size, digest in files],
             shards=body.get("shards", {}),
+            indices=body.get("indices", {}),
             optimizer_steps=int(body.get("optimizer_steps", 0)),
         )
 
@@ -139,6 +142,7 @@ class Start:
                 split: {key: value for key, value in shard.items() if key != "given"}
                 for split, shard in (content.positions if content else {}).items()
             },
+            "indices": {loader: {"done": one["done"]} for loader, one in (content.indices if content else {}).items()},
             "optimizer_steps": content.optimizer_steps if content else 0,
         }
 
@@ -214,6 +218,8 @@ class ReportCoordinator:
         self._last_metrics: dict[str, float] = {}
         # Positions of the shards at the last report, and the answer to that report.
         self._positions: dict[str, Any] = {}
+        # The indices that the program's own loaders had given at the last report.
+        self._indices: dict[str, Any] = {}
         self._acknowledged: dict[str, Any] = {}
         # Identities of the dataset version's shards, by split; None until a rank reports a shard.
         self._identities: dict[str, dict[str, Any]] | None = None
@@ -369,6 +375,7 @@ class ReportCoordinator:
         self._metrics.__enter__()
         self._newest = start.entry
         self._positions = dict(start.content.positions) if start.content else {}
+        self._indices = dict(start.content.indices) if start.content else {}
         self._number = start.report + 1
         self._start = start
         self._warn_of_replay()
@@ -450,6 +457,7 @@ class ReportCoordinator:
         part = ReportPart.of(rank, body)
         if part.shards:
             self._check_shards(part)
+        check_drawn(rank, part.indices, self._indices)
         with self._lock:
             if not self._parts:
                 self._met_at, self._named = time.monotonic(), False
@@ -492,6 +500,8 @@ class ReportCoordinator:
         except InvalidArgument:
             self._take_away(number)
             raise
+        if any(one.indices for one in parts):
+            self._indices = merge_drawn(self._indices, [one.indices for one in parts])
         if any(one.shards for one in parts):
             self._positions = merge_reports([[one.shards for one in parts]], self._world_size, self._positions)
         assert self._metrics is not None
@@ -546,7 +556,7 @@ class ReportCoordinator:
         assert self._start is not None
         assert self._metrics is not None
         metrics, parent = self._metrics, self._newest
-        positions = self._positions
+        positions, indices = self._positions, self._indices
 
         def write() -> tuple[str, int]:
             # The metrics of the checkpoint's steps are durable before it is, because no later attempt repeats these
@@ -567,6 +577,7 @@ class ReportCoordinator:
                 files=files,
                 dataset_version=self._spec.dataset_version,
                 positions=positions,
+                indices=indices,
                 parent=parent.name if parent else "",
                 parent_manifest_sha256=parent.manifest_sha256 if parent else "",
                 fit=self._fit,

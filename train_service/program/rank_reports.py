@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -81,12 +81,19 @@ class Begin:
     checkpoint: dict[str, Any] | None
     positions: dict[str, Any]
     optimizer_steps: int
+    # The number of passes that were done, by loader of the program's own data.
+    indices: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def ask(cls, line: Line) -> Begin:
         answer = checked(line.ask({"kind": "begin"}))
         return cls(
-            answer["report"], answer["token"], answer["checkpoint"], answer["positions"], answer["optimizer_steps"]
+            answer["report"],
+            answer["token"],
+            answer["checkpoint"],
+            answer["positions"],
+            answer["optimizer_steps"],
+            answer["indices"],
         )
 
 
@@ -111,12 +118,14 @@ class RankReports:
         spool: Path,
         *,
         take_shards: Callable[[], dict[str, Any]] = dict,
+        take_indices: Callable[[], dict[str, Any]] = dict,
         optimizer_steps: Callable[[], int] = lambda: 0,
     ) -> None:
         """Prepare the reports.
 
         `data_folder` is the registry's; `spool` is a folder of this rank, where copies wait for their upload.
-        `take_shards` returns what the dataset's shards returned since the last report.
+        `take_shards` returns what the dataset's shards returned since the last report, `take_indices` what the
+        program's own loaders did.
         """
         self._store = store
         self._line = line
@@ -126,6 +135,7 @@ class RankReports:
         self._token = begin.token
         self._spool = spool
         self._take_shards = take_shards
+        self._take_indices = take_indices
         self._optimizer_steps = optimizer_steps
         self._number = begin.report
         # Held for a whole report, because its number, its rows and its place in the queue belong together.
@@ -182,6 +192,7 @@ class RankReports:
                 "epoch": epoch,
                 # Rows taken from a shard cannot be returned, so take them only once nothing here can refuse the report.
                 "shards": self._take_shards(),
+                "indices": self._take_indices(),
                 "optimizer_steps": self._optimizer_steps(),
             }
             self._number = number

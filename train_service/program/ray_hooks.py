@@ -20,6 +20,8 @@ Changes in a new release of Ray that may break the hooks, and their symptoms:
 - `DataIterator._iter_batches`, which every public way to iterate calls, gets other arguments: a shard's first batch
   raises `TypeError`. `prepare_trainer` of Hugging Face asks for another type than `_IterableFromIterator`
   (`tests/unit/train_service/program/test_shards.py`).
+- `prepare_data_loader` returns another wrapper than one with `_dataloader`: the indices of the program's own loaders
+  are not counted any more (`tests/unit/train_service/program/test_drawn.py`).
 - The frames below Ray's `ThreadRunner` change: only the texts of stacks do.
 """
 
@@ -27,6 +29,7 @@ from __future__ import annotations
 
 import builtins
 import copy
+import functools
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -36,6 +39,7 @@ from typing import Any, Protocol
 import pyarrow.fs
 import ray
 import ray.train
+import ray.train.torch
 import torch
 from ray.data._internal.block_batching.interfaces import FinalizedData
 from ray.data.block import _apply_batch_format
@@ -53,6 +57,7 @@ from ray.train.v2.api.context import DistributedTrainContext, LocalTrainContext
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.preemption import PreemptionInfo
 from ray.train.v2.api.report_config import CheckpointUploadMode
+from ray.train.v2.torch import train_loop_utils
 
 from shared.errors import FailedPrecondition, InvalidArgument
 from train_service.domain.capacity import ACCELERATOR
@@ -260,17 +265,26 @@ def local_folder(checkpoint: Checkpoint) -> Path:
     return Path(checkpoint.path)
 
 
-def install(utils: ProgramTrainFnUtils) -> None:
+def install(utils: ProgramTrainFnUtils, watch: Callable[[Any], Any] = lambda loader: loader) -> None:
     """Let `utils` answer the process's `ray.train.*` calls from here on.
 
-    On a worker of Ray's, `ray.init` does nothing and `ray.shutdown` is refused. Call this before the program's module
-    is imported, because it may import the functions by name.
+    `watch` gets each DataLoader that Ray's `prepare_data_loader` has prepared. On a worker of Ray's, `ray.init` does
+    nothing and `ray.shutdown` is refused. Call this before the program's module is imported, because it may import the
+    functions by name.
     """
     set_train_fn_utils(utils)
 
     def get_dataset_shard(dataset_name: str | None = None, state_dict: dict[str, Any] | None = None) -> Any:
         return utils.shard(dataset_name or "", state_dict)
 
+    prepare = train_loop_utils.prepare_data_loader
+
+    @functools.wraps(prepare)
+    def prepare_data_loader(*arguments: Any, **options: Any) -> Any:
+        return watch(prepare(*arguments, **options))
+
+    ray.train.torch.prepare_data_loader = prepare_data_loader
+    train_loop_utils.prepare_data_loader = prepare_data_loader
     ray.train.get_dataset_shard = get_dataset_shard
     # Ray Train's `print` also sends the text to the root logger, so it would be in the rank's log twice.
     builtins.print = _original_print

@@ -35,6 +35,7 @@ from shared.telemetry import configure_logging, identity
 from train_service.domain.spec import Program, TrainingSpec
 from train_service.domain.watchdog import Phase
 from train_service.program.attempt_folder import AttemptFolder, NodeCopies
+from train_service.program.drawn import DrawnIndices
 from train_service.program.hugging_face_hooks import install_hugging_face
 from train_service.program.process import (
     OptimizerSteps,
@@ -185,6 +186,7 @@ class _Rank:
         begin = Begin.ask(heartbeat)
         seed_everything(config.spec.seed, begin.report, self._rank)
         steps = OptimizerSteps(begin.optimizer_steps, self._stepped)
+        drawn = DrawnIndices(begin.indices)
         reports = RankReports(
             self._store,
             heartbeat,
@@ -194,6 +196,7 @@ class _Rank:
             begin,
             self._folder.run,
             take_shards=self._take_shards,
+            take_indices=drawn.take,
             optimizer_steps=lambda: steps.count,
         )
         copies = NodeCopies(self._store, self._folder.checkpoints, heartbeat.tick)
@@ -206,9 +209,10 @@ class _Rank:
             config.own_datasets,
         )
         if self._local is None:
-            install(ProgramTrainFnUtils(*of_rank))
+            install(ProgramTrainFnUtils(*of_rank), drawn.watch)
         else:
-            install(LocalProgramTrainFnUtils(self._rank, self._world_size, self._local, *of_rank))
+            utils = LocalProgramTrainFnUtils(self._rank, self._world_size, self._local, *of_rank)
+            install(utils, drawn.watch)
         install_hugging_face(self._folder.path / "outputs")
         code = self._unpack()
         use_environment(requirements_of_folder(code), os.environ, heartbeat.tick)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import json
 import logging
+import math
 import queue
 import threading
 import time
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 TRAIN_KIND = "train"
 REPORT_INTERVAL_S = 1.0
 REQUEST_POLL_INTERVAL_S = 1.0
+# How often a report is noted for the index of jobs. Lists show reports as of so long ago.
+NOTE_INTERVAL_S = 10.0
 
 # Reasons to end a run early; of several reasons the highest counts.
 GO_ON, RESIZE, PREEMPT, SUSPEND, CANCEL, STALE = range(6)
@@ -60,6 +63,7 @@ class Reporter:
         # The job was deleted: its name is free, or belongs to another job.
         self._gone = False
         self._broken: Exception | None = None
+        self._noted_at = -math.inf
         self._threads = [
             threading.Thread(target=self._write, name="events", daemon=True),
             threading.Thread(target=self._watch, name="requested-state", daemon=True),
@@ -110,11 +114,23 @@ class Reporter:
                 _retry_on_outage(log.append, self._attempt, kind, payload, uuid.uuid4().hex)
                 if kind is EventKind.PROGRESS:
                     _retry_on_outage(self._store.put, progress_key(self._job_name), json.dumps(payload).encode())
+                if kind in (EventKind.PROGRESS, EventKind.CHECKPOINT_COMMITTED):
+                    self._note()
         except StaleAttempt:
             self._stop_reason = STALE
         except Exception as error:
             logger.exception("events cannot be written any more")
             self._broken = error
+
+    def _note(self) -> None:
+        """Note now and then for the index that the attempt has reported."""
+        if time.monotonic() - self._noted_at < NOTE_INTERVAL_S:
+            return
+        self._noted_at = time.monotonic()
+        try:
+            Jobs(self._store, TRAIN_KIND).note_report(self._job_name)
+        except STORE_OUTAGES as error:
+            logger.warning("lists show an older report: %s", error.message)
 
     def _watch(self) -> None:
         jobs = Jobs(self._store, TRAIN_KIND)

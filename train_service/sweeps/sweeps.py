@@ -36,6 +36,7 @@ from shared.errors import (
     invalid_field,
 )
 from shared.jobs import JobRecord, Jobs, JobState
+from shared.jobs.index import JobIndex
 from shared.jobs.registry import condemned, remove_objects, undone, while_deleting
 from shared.jobs.transitions import confirm_delete, request_delete
 from shared.requests import claimed, claimed_before, uid_of
@@ -84,6 +85,7 @@ class Sweeps:
         self._training = training
         self._deletions = deletions
         self._jobs = Jobs(store, SWEEP_KIND)
+        self.index = deletions.index
 
     def create(
         self,
@@ -134,6 +136,12 @@ class Sweeps:
 
     def page(self, page_size: int, page_token: str) -> tuple[list[SweepView], str]:
         """Return a page of sweeps without their trials. Reading trials means reading many logs."""
+        size, after = paging.checked_size(page_size), paging.key_of(page_token)
+        if (page := self.index.page(f"{COLLECTION}/{after}", size)) is not None:
+            jobs, more = page
+            last = jobs[-1].record.name.rpartition("/")[2] if more else ""
+            return [_alone(job.record) for job in jobs], paging.token_of(last) if more else ""
+        # The index is being built: read the logs.
         ids, token = paging.page(self._store.folders(COLLECTION), page_size, page_token)
         found = [self._jobs.find(f"{COLLECTION}/{one}") for one in ids]
         return [_alone(record) for record in found if record], token
@@ -237,6 +245,8 @@ def _alone(record: JobRecord) -> SweepView:
 # --- Deletion ---
 
 COLLECTION = "sweeps"
+# How many sweeps of all that ever were `finish_all` reads in turns.
+SWEEPS_IN_TURNS = 20
 
 
 class SweepDeletions:
@@ -247,6 +257,7 @@ class SweepDeletions:
         self._jobs = Jobs(store, SWEEP_KIND)
         self._deletions = deletions
         self._clock = clock
+        self.index = JobIndex(store, SWEEP_KIND, COLLECTION)
 
     def begin(self, name: str, etag: str = "") -> JobRecord:
         """Start a deletion.
@@ -296,16 +307,30 @@ class SweepDeletions:
 
         A failure with one sweep is logged and does not affect the others. Raises if the store is unavailable.
         """
-        for sweep_id in self._store.folders(COLLECTION):
-            name = f"{COLLECTION}/{sweep_id}"
-            try:
-                self.finish(name)
-            except STORE_OUTAGES:
-                raise  # it holds for every sweep
-            except FailedPrecondition as error:
-                logger.info("%s stays: %s", name, error.message)
-            except Exception:
-                logger.exception("%s cannot be taken away; the others go on", name)
+        unsettled = self.index.unsettled()
+        if unsettled is None:  # the index is being built
+            for sweep_id in self._store.folders(COLLECTION):
+                self._finish_alone(f"{COLLECTION}/{sweep_id}")
+            return
+        settled = []
+        for job in unsettled:
+            if job.record.state is JobState.DELETING:
+                self._finish_alone(job.record.name)
+            elif job.record.state.final:
+                settled.append(job)
+        self.index.settle(settled)
+        for name in self.index.check(SWEEPS_IN_TURNS):
+            self._finish_alone(name)
+
+    def _finish_alone(self, name: str) -> None:
+        try:
+            self.finish(name)
+        except STORE_OUTAGES:
+            raise  # it holds for every sweep
+        except FailedPrecondition as error:
+            logger.info("%s stays: %s", name, error.message)
+        except Exception:
+            logger.exception("%s cannot be taken away; the others go on", name)
 
     def _condemn(self, sweep: JobRecord) -> JobRecord:
         if sweep.deleted_from is None:

@@ -113,7 +113,7 @@ def train_loop(
         captured_output(shipper.add_lines) if is_guarded else contextlib.nullcontext(),
         HeartbeatSender(ranks.rank, config.heartbeat, node_id, ends_if_held=alone) as heartbeat,
         watch_memory(config.spec, ranks.rank, ranks_of_node, heartbeat, shipper, end_process),
-        announced_exit(config.spec, ranks.rank, heartbeat) if is_guarded else contextlib.nullcontext(),
+        announced_exit(config.spec, ranks.rank, heartbeat, shipper) if is_guarded else contextlib.nullcontext(),
     ):
         try:
             Run(config, ranks, heartbeat).run()
@@ -154,7 +154,7 @@ def watch_memory(
 
 
 def announced_exit(
-    spec: TrainingSpec, rank: int, heartbeat: HeartbeatSender
+    spec: TrainingSpec, rank: int, heartbeat: HeartbeatSender, shipper: LogShipper
 ) -> contextlib.AbstractContextManager[object]:
     """Return the context in which `os._exit` sends the attempt its status and line."""
 
@@ -162,7 +162,9 @@ def announced_exit(
         line = where.removeprefix(f"{_code_folder(spec)}/")
         text = f"os._exit({status}) on rank {rank} at {line}: the process ended before the run"
         error = Internal(text, reason="PROGRAM_EXITED", metadata={"ranks": str(rank), "line": line})
-        heartbeat.ask({"kind": FAILING, "error": error.as_record()}, timeout_s=5.0)
+        with contextlib.suppress(TimeoutError, ConnectionError):  # then the attempt sees the process end
+            heartbeat.ask({"kind": FAILING, "error": error.as_record()}, timeout_s=5.0)
+        shipper.end(5.0)
 
     return exits_announced(announce)
 

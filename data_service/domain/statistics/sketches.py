@@ -219,7 +219,7 @@ def _limbs(values: npt.NDArray[np.float64]) -> list[npt.NDArray[np.float64]]:
 
     Those of the array at place k, from 1 on, are multiples of 2**(-k * _LIMB_BITS), and at most 2**_LIMB_BITS times it.
     """
-    limbs = []
+    limbs: list[npt.NDArray[np.float64]] = []
     left = values
     while float(left.max()) > 0 or float(left.min()) < 0:
         # A sum with this constant has no bits below those of the grid.

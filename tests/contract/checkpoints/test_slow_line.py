@@ -18,7 +18,7 @@ from shared.checkpoint.format import WEIGHTS
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store, opening
 from tests.support.checkpoint_samples import content
-from tests.support.s3_fault_proxy import S3FaultProxy, fault_proxy, slow, slow_and_cut
+from tests.support.s3_fault_proxy import NONE, S3FaultProxy, fault_proxy, slow, slow_and_cut
 
 MIB = 1024 * 1024
 SIZE = 12 * MIB
@@ -67,6 +67,15 @@ def test_a_whole_object_is_read_over_a_slow_line_that_breaks(
     open_store(s3_store).put("object", data)
     proxy.fault = slow_and_cut(RATE, CUT_AFTER)
     assert store.get("object") == data
+
+
+def test_a_large_object_takes_one_request(s3_store: StoreSettings, behind: tuple[ObjectStore, S3FaultProxy]) -> None:
+    store, proxy = behind
+    data = os.urandom(SIZE // 2)
+    open_store(s3_store).put("object", data)
+    proxy.fault = NONE
+    assert store.get("object") == data
+    assert proxy.requests == 1
 
 
 def test_a_checkpoint_is_written_over_a_line_that_takes_longer_for_a_part_than_a_server_may_be_silent(

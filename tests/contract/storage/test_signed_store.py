@@ -20,7 +20,7 @@ from shared.storage.object_store import unresponsive_store
 from shared.storage.presigning import MultipartUploads, Presigner
 from shared.storage.signed_store import SignedStore
 from tests.support.peak_memory import growth_here
-from tests.support.s3_fault_proxy import NONE, failing, fault_proxy, full, resetting, unresponsive
+from tests.support.s3_fault_proxy import NONE, failing, fault_proxy, full, resetting, slow_and_cut, unresponsive
 from tests.support.waiting import wait_until
 
 MIB = 1024 * 1024
@@ -314,3 +314,14 @@ def test_ending_an_upload_again_is_no_error(s3_store: StoreSettings, plain: Obje
     with pytest.raises(Unavailable, match="is not there any more"):
         uploads.complete("another", "an-upload-that-is-gone", [answer.headers["ETag"]], 5)
     store.close()
+
+
+def test_a_range_is_read_over_a_slow_line_that_breaks(s3_store: StoreSettings, plain: ObjectStore) -> None:
+    """It takes longer than a request is repeated for, and no connection brings more than a quarter of it."""
+    data = os.urandom(4 * MIB)
+    plain.put("large", data)
+    with fault_proxy(s3_store) as proxy:
+        store = SignedStore(Signer(proxy.settings(s3_store)))
+        proxy.fault = slow_and_cut(MIB, MIB)
+        assert store.get_range("large", 1, len(data) - 1) == data[1:]
+        store.close()

@@ -94,7 +94,7 @@ def test_a_row_without_a_token_has_a_finite_answer(model_type: str) -> None:
 
 
 def test_parameters_have_the_names_of_the_library() -> None:
-    theirs = transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL, num_labels=CLASSES))
+    theirs = transformers.BertForSequenceClassification(transformers.BertConfig(**{**SMALL, "num_labels": CLASSES}))
 
     ours = build_model(spec())
 
@@ -102,7 +102,7 @@ def test_parameters_have_the_names_of_the_library() -> None:
     ours.load_state_dict(theirs.state_dict())
     rows = tokens(7)
     with torch.inference_mode():
-        expected = theirs.eval()(input_ids=rows[:, :8].long(), attention_mask=rows[:, LENGTH : LENGTH + 8].long())
+        expected = theirs.train(False)(input_ids=rows[:, :8].long(), attention_mask=rows[:, LENGTH : LENGTH + 8].long())
         assert torch.equal(ours.eval()(rows), expected.logits)
 
 
@@ -118,6 +118,8 @@ def test_parameters_have_the_names_of_the_library() -> None:
         ({"attention": "hub/kernel"}, "attention", "sdpa or eager"),
         ({"vocab_size": 2**25}, "vocab_size", "16,777,216"),
         ({"pad_token_id": 300}, "pad_token_id", "0 to 299"),
+        ({"lora": {"r": 4}}, "lora", "target_modules"),
+        ({"lora": {"r": 4, "target_modules": ["nothing"]}}, "lora", "peft refuses"),
         ({"max_position_embeddings": 16}, "max_position_embeddings", "16 tokens, and a row has 32"),
         (
             {"model_type": "roberta", "max_position_embeddings": 33, "pad_token_id": 1},
@@ -173,7 +175,7 @@ def test_a_token_is_predicted_from_those_before_it_alone(model_type: str) -> Non
 def test_a_surprise_is_that_of_the_library_and_padding_has_none() -> None:
     torch.manual_seed(0)
     model = build_model(language_model()).eval()
-    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**KINDS["gpt2"])).eval()
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**KINDS["gpt2"])).train(False)
     theirs.load_state_dict(model.state_dict())
     rows = tokens(5, 1, 0, LENGTH)
 

@@ -17,7 +17,7 @@ from tests.unit.train_service.domain.test_spec import GOOD
 from train_service import placement, reconciler
 from train_service.domain.capacity import ClusterUse
 from train_service.domain.spec import CPU, GPU, RAY_DATA, THREADS, Placement, Program, TrainingSpec
-from train_service.placement import IngestReservation, Node, Size, count_concurrent_ingests, lacking, size_now
+from train_service.placement import IngestReservation, Node, Queue, Size, count_concurrent_ingests, lacking, size_now
 from train_service.records.reporting import TRAIN_KIND, EventKind, EventLog
 
 B = "trainingJobs/b"
@@ -190,7 +190,8 @@ def a_job(spec: TrainingSpec, waited_s: float = 0.0, **choices: str) -> JobRecor
 
 
 def missing_capacity(store: ObjectStore, job: JobRecord) -> str:
-    return reconciler.missing_capacity(IngestReservation(store), reconciler.OwnCodeGate(store, OwnCode()), job)
+    gate = reconciler.OwnCodeGate(store, OwnCode())
+    return reconciler.missing_capacity(IngestReservation(store), gate, Queue(), job)
 
 
 def test_no_attempt_at_a_program_begins_while_own_code_is_switched_off_and_its_events_say_so(

@@ -80,8 +80,8 @@ def command(
     store: ObjectStore, launcher: list[str], folder: Path, more: Mapping[str, Any] | None = None, **config: object
 ) -> list[str]:
     bundle = store_bundle(store, {"train_script.py": "import ray.train.collective\n" + TRAIN})
-    workers = 2 if launcher is TORCHRUN else 0
-    spec = mc.program_spec(bundle.name, "train_script:train_func", config=config, num_workers=workers, **(more or {}))
+    fields = {"num_workers": 2 if launcher is TORCHRUN else 0, **(more or {})}
+    spec = mc.program_spec(bundle.name, "train_script:train_func", config=config, **fields)
     file = folder / "program.json"
     file.write_text(json_format.MessageToJson(spec))
     options = ["--local-addr=127.0.0.1"] if launcher is TORCHRUN else []
@@ -141,7 +141,7 @@ def test_a_function_that_fills_the_memory_ends_the_attempt_with_its_reason(
 ) -> None:
     # A limit that each process is over from its first moment.
     placement = res.Placement(resources_per_worker={"memory": 1})
-    more = {"placement": placement, "max_failures": 0}
+    more = {"placement": placement, "max_failures": 0, "num_workers": 2 if launcher is TORCHRUN else 1}
     ended = ran(store, command(store, launcher, tmp_path, more, epochs=1000, pause_s=0.0))
 
     assert ended.returncode != 0

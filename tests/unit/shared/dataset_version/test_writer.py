@@ -37,6 +37,27 @@ def test_the_files_do_not_depend_on_how_the_rows_arrive(store: ObjectStore, tmp_
     assert write(store, tmp_path, "a", pieces) == write(store, tmp_path, "b", [TABLE])
 
 
+@given(cuts=st.lists(st.integers(0, 5000), max_size=8), first_row_id=st.integers(0, 10_000_000))
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_grown_groups_do_not_depend_on_how_the_rows_arrive(
+    store: ObjectStore, tmp_path: Path, cuts: list[int], first_row_id: int
+) -> None:
+    edges = [0, *sorted(cuts), 5000]
+    pieces = [TABLE.slice(begin, end - begin) for begin, end in itertools.pairwise(edges)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writing, "BLOCK_ROWS", 300)
+        arrived = write(store, tmp_path, "a", pieces, first_row_id)
+    assert arrived == write(store, tmp_path, "b", [TABLE], first_row_id)
+
+
+def test_row_ids_take_hardly_any_bytes(store: ObjectStore, tmp_path: Path) -> None:
+    (file,) = write(store, tmp_path, "a", [TABLE], first_row_id=123_456_789)
+    metadata = pq.read_metadata(pa.BufferReader(store.get(f"a/{file.path}")))
+    place = metadata.schema.names.index("_row_id")
+    ids = sum(metadata.row_group(index).column(place).total_compressed_size for index in range(metadata.num_row_groups))
+    assert ids < 5000
+
+
 def test_each_file_is_what_its_entry_says(store: ObjectStore, tmp_path: Path) -> None:
     (file,) = write(store, tmp_path, "a", [TABLE], first_row_id=70)
     data = store.get(f"a/{file.path}")

@@ -74,15 +74,20 @@ def test_what_was_filled_stays_while_training_goes_on_and_is_filled_anew() -> No
 
 
 def test_a_file_is_laid_out_once_though_its_metadata_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    laid_out = []
+    laid_out: list[TensorFile] = []
     lay_out = TensorFile._lay_out
-    monkeypatch.setattr(TensorFile, "_lay_out", lambda *given: laid_out.append(given) or lay_out(*given))
+
+    def noted(self: TensorFile, *given: Any) -> None:
+        laid_out.append(self)
+        lay_out(self, *given)
+
+    monkeypatch.setattr(TensorFile, "_lay_out", noted)
     file, weight = TensorFile(), torch.arange(4.0)
     for step in range(50):
         metadata = {"lr": repr(0.1 / (step + 1)), "history": "x" * step}
         found = bytes(file.fill({"w": weight, "s": torch.tensor(step)}, metadata))
         assert found == bytes(TensorFile().fill({"w": weight, "s": torch.tensor(step)}, metadata))
-    assert len([one for one in laid_out if one[0] is file]) == 1
+    assert laid_out.count(file) == 1
 
 
 def test_metadata_that_outgrow_their_room_are_given_more() -> None:

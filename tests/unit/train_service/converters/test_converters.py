@@ -61,6 +61,7 @@ def whole_spec() -> res.TrainingSpec:
             order=res.CheckpointPolicy.ORDER_MAXIMIZE,
         ),
         max_preemptions=0,
+        priority=-7,
         initial_checkpoint="trainingJobs/j/checkpoints/step-00000001",
         loss=res.Loss(name="huber"),
         precision=res.TrainingSpec.PRECISION_BFLOAT16,

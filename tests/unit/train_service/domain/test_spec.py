@@ -62,6 +62,7 @@ OUT_OF_BOUNDS: list[tuple[str, dict[str, Any]]] = [
     *[("task", {"task": value}) for value in ("", "RANKING")],
     *[("ingest", {"ingest": value}) for value in ("", "RAY")],
     *[("max_preemptions", {"max_preemptions": value}) for value in (-1, 100_001)],
+    *[("priority", {"priority": value}) for value in (-1001, 1001)],
     *[
         ("loss.label_smoothing", {"loss": LossSpec(name="cross_entropy", label_smoothing=value)})
         for value in (-0.1, 1.0, math.nan)

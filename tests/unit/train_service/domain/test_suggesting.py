@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -377,3 +378,16 @@ def test_five_thousand_columns_are_judged_soon_and_within_the_steps_that_a_trans
     assert len(made.preparation.steps) <= 256
     assert len(made.choices) < 40
     assert any("4," in one.value and "at most 256 steps" in one.reason for one in made.choices)
+
+
+def test_a_language_model_predicts_the_tokens_of_its_input_and_needs_no_label() -> None:
+    ids = ColumnFacts(name="input_ids", kind="tensor", dtype="int64", shape=(32,), rows=ROWS, known=False)
+    transform = {"steps": [{"concat": {"columns": ["input_ids", "attention_mask"], "into": "x"}}]}
+    model = {"builder": "transformers.causal_lm", "in_channels": 64, "num_classes": 32}
+
+    spec = suggested(ids, replace(ids, name="attention_mask"), digit(), transform=transform, model=model).spec
+
+    assert (spec["task"], spec["label_column"]) == ("TASK_REGRESSION", "input_ids")
+    assert (spec["loss"], spec["metrics"]) == ({"name": "next_token"}, ["perplexity"])
+    assert spec["target_scaling"] == "TARGET_SCALING_NONE"
+    assert spec["model"] == model

@@ -27,6 +27,7 @@ from shared.storage import ObjectStore
 from tests.support.code_folders import store_bundle, write_files
 from tests.support.own_models import NET, code_of_this_process, spec_of
 from tests.support.train_server import commanded, with_client
+from tests.support.wheels import OFFLINE, write_wheel
 from tests.unit.train_service.learners import CLASSES, WIDTH, commit_table
 from tests.unit.train_service.learners import SPEC as TABLE
 from tests.unit.train_service.worker.test_loop import entries, events, new_job, run_of
@@ -183,3 +184,15 @@ def test_a_service_that_runs_no_code_of_its_callers_refuses_it(store: ObjectStor
     wrong = commanded(store, "train", "import", "imp", str(tmp_path / "a.pt"), "--model", "mlp", "--input-shape", "6")
     assert wrong.exit_code == 2
     assert "--in-channels" in wrong.output
+
+
+def test_weights_are_read_with_the_packages_that_the_models_bundle_requires(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = {"MILLRACE_CODE_ENVIRONMENTS": "uv", "MILLRACE_CODE_ENVIRONMENTS_FOLDER": str(tmp_path / "made")}
+    for name, value in {**made, **OFFLINE, "UV_FIND_LINKS": str(tmp_path / "wheels")}.items():
+        monkeypatch.setenv(name, value)
+    line = write_wheel(tmp_path / "wheels", "only_weights", "2", {"only_weights.py": ""})
+    bundle = store_bundle(store, {"net.py": f"import only_weights\n{NET}", "requirements.lock": f"{line}\n"}).name
+    torch.save(source().state_dict(), tmp_path / "a.pt")
+    assert imported(store, tmp_path / "a.pt", spec_for(bundle)).report.fits

@@ -16,7 +16,8 @@ from safetensors.torch import load as load_safetensors
 from torch import nn
 
 from shared.errors import InvalidArgument
-from shared.storage import ObjectStore
+from shared.settings import StoreSettings
+from shared.storage import ObjectStore, open_store
 from tests.support.example import install_example
 from tests.unit.train_service.in_ranks import in_ranks
 from tests.unit.train_service.learners import INPUT, SPEC, WIDTH, commit_table
@@ -30,8 +31,9 @@ from tests.unit.train_service.worker.test_loop import (
     run_of,
     saved,
 )
-from train_service.domain.spec import FSDP, OptimizerSpec, Placement
+from train_service.domain.spec import FSDP, OptimizerSpec, Placement, TrainingSpec
 from train_service.jobs.model_check import check_model
+from train_service.learning import learner as learner_module
 from train_service.learning.ranks import Ranks
 from train_service.learning.sharding import (
     LARGEST_UNIT_BYTES,
@@ -214,3 +216,48 @@ def test_a_run_of_two_shards_is_resumed_from_its_checkpoint_by_one_worker(
 def run_shards(ranks: Ranks, sites: list[str], config: LoopConfig) -> None:
     sys.path[:0] = sites
     Run(config, ranks).run()
+
+
+@pytest.mark.usefixtures("installed")
+def test_shards_are_saved_and_restored_by_their_ranks_bit_for_bit(
+    store: ObjectStore, sites: list[str], tmp_path: Path
+) -> None:
+    """And no rank has anything whole: neither a file nor a tensor."""
+    commit_table(store)
+    adam = OptimizerSpec(name="AdamW", learning_rate=0.01)
+    spec = replace(SPEC, model=model_spec("transformer"), optimizer=adam, num_workers=2, lanes=24, epochs=2)
+    spec = replace(spec, placement=Placement(parallel=FSDP))
+    for name in (ONE_PIECE, BROKEN):
+        new_job(store, name)
+    in_ranks(2, run_one_piece_and_broken, tmp_path, sites, store.settings, spec)
+
+    one_piece, broken = entries(store, ONE_PIECE), entries(store, BROKEN)
+    assert sorted(one_piece) == sorted(broken)
+    assert len(one_piece) == 2
+    for step, entry in one_piece.items():
+        assert saved(store, entry) == saved(store, broken[step])
+    last = max(broken)
+    files = sorted(info.key.rpartition("/")[2] for info in store.list(broken[last].folder))
+    shards = [f"{name}-0000{rank}-of-00002.safetensors" for name in ("model", "optimizer") for rank in (0, 1)]
+    assert files == sorted(["manifest.json", *shards])
+    sizes = [store.size(f"{broken[last].folder}/{shards[rank]}") or 0 for rank in (0, 1)]
+    assert abs(sizes[0] - sizes[1]) < 0.2 * sum(sizes)
+    started = events(store, BROKEN, EventKind.ATTEMPT_STARTED)
+    assert [event.payload["step"] for event in started] == [0, min(broken)]
+
+
+ONE_PIECE, BROKEN = "trainingJobs/one-piece", "trainingJobs/broken"
+
+
+def run_one_piece_and_broken(ranks: Ranks, sites: list[str], settings: StoreSettings, spec: TrainingSpec) -> None:
+    sys.path[:0] = sites
+    store = open_store(settings)
+    # Whatever gathers fails here: only torch's shards and ours may be used.
+    for name in ("whole_weights", "whole_optimizer_state", "put_weights", "put_optimizer_state"):
+        setattr(learner_module, name, None)
+    Run(config_of(store, ONE_PIECE, spec=spec), ranks).run()
+    Run(config_of(store, BROKEN, spec=replace(spec, epochs=1)), ranks).run()
+    if ranks.rank == 0:
+        lose_and_begin(store, BROKEN)
+    dist.barrier()
+    Run(config_of(store, BROKEN, attempt=2, spec=spec), ranks).run()

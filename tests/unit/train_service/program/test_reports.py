@@ -40,7 +40,7 @@ class Attempt:
         self.events: list[tuple[EventKind, dict[str, Any]]] = []
         self.request = GO_ON
         policy = options.pop("policy", CheckpointPolicy(best_metric="loss", maximize=False))
-        self._of_ranks = {name: options.pop(name) for name in ("take_shards",) if name in options}
+        self._of_ranks = {name: options.pop(name) for name in ("take_shards", "take_indices") if name in options}
         self.spec = spec = TrainingSpec(
             dataset_version=options.pop("dataset_version", ""),
             model=ModelSpec(builder="", in_channels=0, num_classes=0),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +13,31 @@ import pyarrow as pa
 import pytest
 import torch
 import transformers
+from safetensors.torch import load as load_tensors
 
 import millrace_client as mc
 from inference_service.domain.signature import RAW, Rows
 from inference_service.serve.served_model import ServedModel
 from millrace_client import steps
 from millrace_client.train import TrainClient
-from shared.checkpoint import CheckpointRegistry, load_checkpoint, resolve
+from shared.checkpoint import CheckpointEntry, CheckpointRegistry, load_checkpoint, resolve
 from shared.checkpoint.format import WEIGHTS
 from shared.dataset_version import load_version
 from shared.errors import InvalidArgument
 from shared.model_spec import ModelSpec
 from shared.models.texts import CAUSAL_LM, NO_TOKEN, SEQUENCE_CLASSIFICATION
-from shared.storage import ObjectStore
+from shared.settings import StoreSettings
+from shared.storage import ObjectStore, open_store
 from tests.support.train_server import with_client
 from tests.support.transforming import commit_tables, transform_here
+from tests.unit.train_service.in_ranks import in_ranks
 from tests.unit.train_service.worker.test_loop import entries, lose_and_begin, new_job, run_of, saved
 from train_service.checkpoints.fine_tuning import check_fits
 from train_service.converters.specs import spec_from_proto
-from train_service.domain.spec import LossSpec, OptimizerSpec, TrainingSpec
+from train_service.domain.spec import DDP, FSDP, LossSpec, OptimizerSpec, Placement, TrainingSpec
 from train_service.jobs.model_check import check_model
+from train_service.learning.learner import Learner
+from train_service.learning.ranks import Ranks
 from train_service.loading.loader import Batches
 from train_service.loading.preprocessing import fitted
 
@@ -161,6 +167,42 @@ def test_training_and_serving_prepare_the_same_bits(store: ObjectStore, version:
         assert prepared.tobytes() == batch.inputs.tobytes()
 
 
+def test_adapters_start_from_a_checkpoint_and_leave_its_weights_as_they_are(store: ObjectStore, version: str) -> None:
+    base = settled(store, spec_of(version, epochs=3))
+    new_job(store, "trainingJobs/base", base)
+    run_of(store, "trainingJobs/base", spec=base).run()
+    before = weights_of(store, entries(store, "trainingJobs/base")[12])
+    lora = {"r": 4, "lora_alpha": 8, "target_modules": ["query", "value"]}
+    adapted = replace(base.model, kwargs={**base.model.kwargs, "lora": lora})
+    entry = entries(store, "trainingJobs/base")[12]
+    tuned = settled(store, spec_of(version, model=adapted, initial_checkpoint=entry.name, epochs=1))
+    check_fits(store, entry, tuned.model)
+    new_job(store, "trainingJobs/tuned", tuned)
+
+    run_of(store, "trainingJobs/tuned", spec=tuned).run()
+
+    after = weights_of(store, entries(store, "trainingJobs/tuned")[4])
+    query = "bert.encoder.layer.0.attention.self.query"
+    kept = {name: name.replace(".base_layer.", ".") for name in after if "lora_" not in name}
+    changed = {name for name, plain in kept.items() if not torch.equal(after[name], before[plain])}
+    assert changed == {"classifier.weight", "classifier.bias"}
+    assert after[f"{query}.lora_B.default.weight"].abs().sum() > 0
+    assert f"{query}.base_layer.weight" in after
+    checkpoint = load_checkpoint(store, *folder_of(store, "trainingJobs/tuned", 4))
+    served = ServedModel(checkpoint.content, checkpoint.read(WEIGHTS))
+    answered = served.forward(Rows(RAW, {"text": np.asarray([b"good film", b"bad film"], object)}))
+    assert answered.arrays[0].shape == (2, 2)
+
+
+def folder_of(store: ObjectStore, job: str, step: int) -> tuple[str, str]:
+    entry = entries(store, job)[step]
+    return entry.folder, entry.manifest_sha256
+
+
+def weights_of(store: ObjectStore, entry: CheckpointEntry) -> dict[str, torch.Tensor]:
+    return load_tensors(saved(store, entry)[0])
+
+
 # The service reads the folder in a child, which imports the library again.
 @pytest.mark.long
 @pytest.mark.timeout(900)
@@ -169,7 +211,8 @@ def test_a_hugging_face_folder_answers_as_the_library_does_and_can_be_tuned(
 ) -> None:
     kwargs = {**MODEL.kwargs, "vocab_size": 300}
     shape = {name: value for name, value in kwargs.items() if name != "model_type"}
-    theirs = transformers.BertForSequenceClassification(transformers.BertConfig(**shape, num_labels=2)).eval()
+    config = transformers.BertConfig(**{**shape, "num_labels": 2})
+    theirs = transformers.BertForSequenceClassification(config).train(False)
     theirs.save_pretrained(tmp_path / "folder")
 
     def bring_in(train: TrainClient) -> str:
@@ -199,6 +242,39 @@ def test_a_hugging_face_folder_answers_as_the_library_does_and_can_be_tuned(
     new_job(store, "trainingJobs/tuned", tuned)
     run_of(store, "trainingJobs/tuned", spec=tuned).run()
     assert set(entries(store, "trainingJobs/tuned")) == {4}
+
+
+def on_ranks(ranks: Ranks, settings: StoreSettings, spec: TrainingSpec) -> dict[str, Any]:
+    """The weights after the first steps, for each way of being parallel."""
+    store = open_store(settings)
+    given = Batches(store, load_version(store, spec.dataset_version), spec)
+    made = {}
+    for parallel in (DDP, FSDP):
+        learner = Learner(
+            replace(spec, placement=Placement(parallel=parallel)), ranks, given.preprocessing.output, 4, 8
+        )
+        learner.prepare()
+        for batch in islice(given.loader(ranks.rank, ranks.world_size).batches(0), 4):
+            learner.step(batch)
+        made[parallel] = learner.weights()
+    return made
+
+
+# Each rank imports the library.
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_two_ranks_whole_or_sharded_learn_what_one_learns(store: ObjectStore, version: str, tmp_path: Path) -> None:
+    quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = replace(MODEL, kwargs={**MODEL.kwargs, **quiet})
+    optimizer = OptimizerSpec(name="SGD", learning_rate=0.1)
+    spec = settled(store, spec_of(version, model=model, optimizer=optimizer, group_by_length="attention_mask"))
+
+    alone = on_ranks(Ranks(0, 1, torch.device("cpu")), store.settings, spec)[DDP]
+    (first, _) = in_ranks(2, on_ranks, tmp_path, store.settings, spec)
+
+    for parallel in (DDP, FSDP):
+        assert alone.keys() == first[parallel].keys()
+        assert all(torch.allclose(alone[name], first[parallel][name], atol=1e-5) for name in alone), parallel
 
 
 # --- Causal language models ---

@@ -220,7 +220,8 @@ class TrainServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListTrainingJobs(self, request, context):
-        """Lists training jobs in the order of their names.
+        """Lists training jobs in the order of their names. Their progress and checkpoints may be some seconds old while an
+        attempt is at work; `GetTrainingJob` has them as they are.
         Fails with INVALID_ARGUMENT (a bad `page_token` or `page_size`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -1,0 +1,316 @@
+"""The index of the jobs of one kind: a page of a list reads it, instead of the log of each job that ever was.
+
+A job's log is the truth, and the index is made from it. Writers put a note before each record (`shared.jobs.changes`).
+`merge` reads the logs of the jobs that have notes, commits their entries to the tree (`shared.jobs.index_tree`), and
+then removes the notes. A page reads the tree and the notes, and the logs of those of its jobs that have notes. So it
+shows each job as its log has it, whether or not a merge came in between. Each step may be the last of its process:
+
+- After the note: its record is not there. The note is removed `ABANDONED_S` after it was first seen.
+- After the record: the note is there, and the next page or merge reads the log.
+- After leaves, without a root: no root names them, and `delete_unnamed` deletes them.
+- After the root: the notes are read once more, and change nothing.
+
+A merge reads the newest root before it reads logs, and its commit fails if another one came in between. So the entry of
+a later root is never of an earlier state of a log.
+
+Processes of earlier releases write no notes. While a job is live it has a marker, in any release: `refresh` reads jobs
+whose markers came or went, and live ones now and then. What is left, such as a deletion by an earlier release, is found
+by `check`, which compares some jobs of the store with the index at each call and goes through all of them in turns.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from shared.errors import STORE_OUTAGES
+from shared.jobs.changes import NO_RECORD, Change, Changes, folder_of_index
+from shared.jobs.index_tree import READ_AT_ONCE, SETTLED, Entry, IndexTree, Leaf, LeafMissing, Root, leaves_after
+from shared.jobs.registry import Jobs, log_prefix
+from shared.jobs.transitions import JobRecord, JobState
+from shared.log import ResourceLog
+from shared.storage import ObjectStore
+
+logger = logging.getLogger(__name__)
+
+# How often a service brings its index up to date.
+KEEP_INTERVAL_S = 2.0
+# The most jobs whose logs one commit reads: a commit that another one overtakes reads them again.
+JOBS_A_COMMIT = 256
+# A page that finds more notes merges them: no other process does.
+NOTES_A_PAGE = 32
+# A record that is not there so long after its note was seen was never written, or will be found by `refresh`.
+ABANDONED_S = 60.0
+# How often the markers of live jobs are read, and after how many times each live job is.
+REFRESH_INTERVAL_S = 30.0
+REFRESHES_A_ROUND = 10
+
+
+@dataclass(frozen=True)
+class IndexedJob:
+    """A job as the index has it. `shown` is what its kind shows of it besides its log; see `JobIndex`.
+
+    A job is settled if a sweep has found nothing more to do about it.
+    """
+
+    record: JobRecord
+    shown: dict[str, Any]
+    is_settled: bool = False
+
+
+class JobIndex:
+    """The index of the jobs `{collection}/{id}` of one kind.
+
+    `describe` returns what a list shows of a job besides its record, as JSON. Any thread may call `page`, `merge`,
+    `unsettled` and `settle`; `keep` belongs to one thread, and so does `check`.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        kind: str,
+        collection: str,
+        describe: Callable[[JobRecord], dict[str, Any]] = lambda _: {},
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._collection = collection
+        self._describe = describe
+        self._clock = clock
+        self._jobs = Jobs(store, kind)
+        self._changes = Changes(store, kind)
+        self._tree = IndexTree(store, folder_of_index(kind))
+        # By the key of a note whose record is not there: when it was first seen.
+        self._unwritten: dict[str, float] = {}
+        # The folders of live jobs by their uids as of the last `refresh`; None before the first.
+        self._live: dict[str, str] | None = None
+        self._refreshed_at = -REFRESH_INTERVAL_S
+        self._refreshes = 0
+        self._is_built = False
+        # The last name that `check` has read.
+        self._checked_to = ""
+
+    # --- Reading ---
+
+    def page(self, after: str, size: int) -> tuple[list[IndexedJob], bool] | None:
+        """Return the first `size` jobs whose names are beyond `after`, and whether there are more.
+
+        Returns None while the index does not have all jobs yet.
+        """
+        # In this order: a note that a merge removes meanwhile is of an entry in the root that is read next.
+        changes = self._changes.read()
+        root = self._tree.root()
+        may_merge = True
+        while root.is_complete:
+            if may_merge and len(changes) > NOTES_A_PAGE:
+                self.merge()
+                may_merge = False  # some notes may have to stay
+            else:
+                try:
+                    return self._page(root, {change.name for change in changes}, after, size)
+                except LeafMissing:
+                    pass
+            changes = self._changes.read()
+            root = self._tree.root()
+        self._is_built = False  # an operator may have deleted the index, to have it built anew
+        return None
+
+    def _page(self, root: Root, notes: Collection[str], after: str, size: int) -> tuple[list[IndexedJob], bool]:
+        found: list[IndexedJob] = []
+        begin = after
+        leaves: list[tuple[Leaf | None, str]] = [*leaves_after(root, after)]
+        for leaf, end in leaves or [(None, "")]:
+            entries = self._tree.entries(leaf) if leaf else {}
+            changed = [name for name in notes if name > after and name >= begin and (not end or name < end)]
+            for name, (_, entry) in self._read_all(changed).items():
+                entries.pop(name, None)
+                if entry is not None:
+                    entries[name] = entry
+            found += [_job_of(entry) for name, entry in sorted(entries.items()) if name > after]
+            if len(found) > size:
+                return found[:size], True
+            begin = end
+        return found, False
+
+    def unsettled(self) -> Iterator[IndexedJob] | None:
+        """Yield the jobs that are not settled, as of the last merge; None while the index does not have all jobs.
+
+        It reads only leaves that have some.
+        """
+        root = self._tree.root()
+        return self._unsettled(root) if root.is_complete else None
+
+    def _unsettled(self, root: Root) -> Iterator[IndexedJob]:
+        after = ""
+        while True:
+            try:
+                for leaf, _ in leaves_after(root, after):
+                    entries = self._tree.entries(leaf) if leaf.unsettled else {}
+                    for name, entry in sorted(entries.items()):
+                        if name > after and not entry[SETTLED]:
+                            after = name
+                            yield _job_of(entry)
+                return
+            except LeafMissing:
+                root = self._tree.root()
+
+    # --- Writing ---
+
+    def merge(self) -> None:
+        """Take in what has changed: each job that has notes is read once."""
+        changes = self._changes.read()
+        names = sorted({change.name for change in changes})
+        for start in range(0, len(names), JOBS_A_COMMIT):
+            # Always: before the notes go, no other merge may be left that has read an earlier state of these logs.
+            numbers = self._update(names[start : start + JOBS_A_COMMIT], always=True)
+            self._forget([one for one in changes if one.name in numbers and self._is_done(one, numbers[one.name])])
+
+    def build(self) -> None:
+        """Read the jobs that were there before the index, unless it has them all already."""
+        if self._tree.root().is_complete:
+            return
+        names = [f"{self._collection}/{one}" for one in self._store.folders(self._collection)]
+        while not (root := self._tree.root()).is_complete:
+            some = [name for name in names if name > root.built_to][:JOBS_A_COMMIT]
+            if some:
+                found = self._readable(some)
+                for name in some:
+                    if name not in found:
+                        self._changes.note(name)  # it is read again until that succeeds
+                self._tree.commit(root, {name: entry for name, (_, entry) in found.items()}, built_to=some[-1])
+            else:
+                self._tree.commit(root, {}, is_complete=True)
+
+    def refresh(self) -> None:
+        """Read the jobs whose markers came or went since the last call, and sometimes all live ones."""
+        live = {one.uid: one.folder for one in self._jobs.live()}
+        before = self._live
+        changed = {folder for uid, folder in live.items() if before is None or uid not in before}
+        if before is None:
+            # What ended while no process refreshed the index.
+            changed |= {job.record.name for job in self.unsettled() or () if not job.record.unattended}
+        else:
+            changed |= {folder for uid, folder in before.items() if uid not in live}
+        self._refreshes += 1
+        if self._refreshes % REFRESHES_A_ROUND == 0:
+            changed |= set(live.values())
+        self._update_all(sorted(changed))
+        self._live = live
+
+    def check(self, most: int) -> list[str]:
+        """Compare the next `most` jobs of the store, in the order of their names, with the index. Return their names.
+
+        The call after the last job begins with the first.
+        """
+        after = self._checked_to.rpartition("/")[2]
+        ids = self._store.folders_after(self._collection, after, most)
+        names = [f"{self._collection}/{one}" for one in ids]
+        self._update_all(names)
+        self._checked_to = names[-1] if names and len(names) == most else ""
+        if not self._checked_to:
+            self._tree.delete_unnamed()
+        return names
+
+    def settle(self, jobs: Sequence[IndexedJob]) -> None:
+        """Mark jobs as settled, except those that have changed since they were read."""
+        for start in range(0, len(jobs), JOBS_A_COMMIT):
+            some = {job.record.name: _entry_of(job.record, job.shown) for job in jobs[start : start + JOBS_A_COMMIT]}
+            while not self._settle(some):
+                pass
+
+    def keep(self) -> None:
+        """Bring the index up to date. A service calls it every `KEEP_INTERVAL_S`."""
+        if not self._is_built:
+            self.build()
+            self._is_built = True
+        self.merge()
+        if self._clock() - self._refreshed_at >= REFRESH_INTERVAL_S:
+            self.refresh()
+            self._refreshed_at = self._clock()
+
+    # --- Steps ---
+
+    def _settle(self, entries: dict[str, Entry]) -> bool:
+        root = self._tree.root()
+        settled: dict[str, Entry | None] = {}
+        try:
+            for leaf, end in leaves_after(root, ""):
+                own = {name for name in entries if name >= leaf.first and (not end or name < end)}
+                there = self._tree.entries(leaf) if own else {}
+                for name in own & there.keys():
+                    if there[name] == entries[name]:
+                        settled[name] = {**entries[name], SETTLED: True}
+        except LeafMissing:
+            return False
+        return self._tree.commit(root, settled)
+
+    def _update_all(self, names: Sequence[str]) -> None:
+        for start in range(0, len(names), JOBS_A_COMMIT):
+            self._update(names[start : start + JOBS_A_COMMIT])
+
+    def _update(self, names: Sequence[str], *, always: bool = False) -> dict[str, int]:
+        """Commit the entries of these jobs as their logs are now. Return the numbers of the records that were read."""
+        while names:
+            root = self._tree.root()
+            found = self._readable(names)
+            if self._tree.commit(root, {name: entry for name, (_, entry) in found.items()}, always=always):
+                return {name: number for name, (number, _) in found.items()}
+        return {}
+
+    def _readable(self, names: Sequence[str]) -> dict[str, tuple[int, Entry | None]]:
+        """Return what `_read_all` does, without jobs that cannot be read."""
+        try:
+            return self._read_all(names)
+        except STORE_OUTAGES:
+            raise
+        except Exception as error:
+            if len(names) == 1:
+                logger.warning("%s cannot be indexed; the others go on: %s", names[0], error)
+                return {}
+        middle = len(names) // 2
+        return {**self._readable(names[:middle]), **self._readable(names[middle:])}
+
+    def _read_all(self, names: Sequence[str]) -> dict[str, tuple[int, Entry | None]]:
+        """Return the number of each job's newest record, and its entry; None if there is no job."""
+        if len(names) < 2:
+            return {name: self._read(name) for name in names}
+        with ThreadPoolExecutor(min(READ_AT_ONCE, len(names))) as pool:
+            return dict(zip(names, pool.map(self._read, names), strict=True))
+
+    def _read(self, name: str) -> tuple[int, Entry | None]:
+        record = ResourceLog(self._store, log_prefix(name)).head()
+        if record is None:
+            return 0, None
+        job = JobRecord.from_state(record.state)
+        return record.number, None if job.state is JobState.DELETED else _entry_of(job, self._describe(job))
+
+    def _is_done(self, change: Change, number: int) -> bool:
+        """Return whether the record of a note was read, as `number` was, or will never be written."""
+        if change.number != NO_RECORD and change.number > number:
+            now = self._clock()
+            if now - self._unwritten.setdefault(change.key, now) <= ABANDONED_S:
+                return False
+        self._unwritten.pop(change.key, None)
+        return True
+
+    def _forget(self, changes: Sequence[Change]) -> None:
+        try:
+            with ThreadPoolExecutor(READ_AT_ONCE) as pool:
+                list(pool.map(self._changes.forget, changes))
+        except STORE_OUTAGES as error:
+            logger.warning("notes of changed jobs stay, and are read again: %s", error.message)
+
+
+def _entry_of(job: JobRecord, shown: dict[str, Any]) -> Entry:
+    # As it reads from a leaf, so that an entry can be compared with one that was read.
+    entry: Entry = json.loads(json.dumps({"job": job.as_state(), "shown": shown, SETTLED: False}))
+    return entry
+
+
+def _job_of(entry: Entry) -> IndexedJob:
+    return IndexedJob(JobRecord.from_state(entry["job"]), entry["shown"], entry[SETTLED])

@@ -1,0 +1,236 @@
+"""The queue of training jobs for the cluster's resources. What Ray would answer is given here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shared.jobs import JobRecord, Jobs, JobState
+from shared.jobs import reconciler as shared_reconciler
+from shared.jobs.reconciler import Reconciler
+from shared.jobs.transitions import request_cancel
+from shared.own_code import OwnCode
+from shared.settings import ServiceSettings
+from shared.storage import ObjectStore
+from tests.unit.train_service.domain.test_spec import GOOD
+from train_service import placement, reconciler
+from train_service.domain.capacity import STRICT_SPREAD
+from train_service.domain.queueing import Claim, left_by
+from train_service.domain.spec import GPU, Placement, TrainingSpec
+from train_service.placement import UNPLACED_S, Node, Queue
+from train_service.records.reporting import TRAIN_KIND
+
+
+def gpu_job(workers: int = 1, gpus: float = 1.0, priority: int = 0) -> TrainingSpec:
+    return replace(
+        GOOD, num_workers=workers, priority=priority, placement=Placement(cpus_per_worker=1.0, gpus_per_worker=gpus)
+    )
+
+
+def cpu_job() -> TrainingSpec:
+    return replace(GOOD, num_workers=1, placement=Placement(cpus_per_worker=1.0, gpus_per_worker=0.0))
+
+
+# --- What claims leave ---
+
+
+@pytest.mark.parametrize(
+    ("claim", "free", "left"),
+    [
+        (Claim(bundle={"GPU": 1}, workers=2, strategy="PACK"), [3, 0], [1, 0]),
+        (Claim(bundle={"GPU": 1}, workers=2, strategy=STRICT_SPREAD), [3, 1], [2, 0]),
+        (Claim(bundle={"GPU": 1}, workers=9, strategy="PACK"), [3, 1], [0, 0]),
+        (Claim(bundle={"GPU": 2}, workers=1, strategy="PACK"), [1, 1], [0, 1]),
+        (Claim(bundle={"GPU": 5}, workers=1, strategy="PACK"), [3, 1], [3, 1]),
+        (Claim(bundle={"CPU": 1}, workers=1, strategy="PACK"), [3, 1], [3, 1]),
+    ],
+    ids=["packed", "spread", "all-there-is", "the-next-one-there", "never-fits", "another-resource"],
+)
+def test_a_claim_takes_the_places_that_its_workers_will_have(claim: Claim, free: list[int], left: list[int]) -> None:
+    totals = [{"GPU": 4.0, "CPU": 4.0}] * 2
+
+    found = left_by([claim], [{"GPU": number, "CPU": 0.0} for number in free], totals)
+
+    assert [node["GPU"] for node in found] == left
+
+
+# --- A cluster and its reconciler ---
+
+
+class Cluster:
+    """One node with 2 GPUs and 4 CPUs of which so many are free, and the attempts there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.free = {"CPU": 4.0, "GPU": 1.0}
+        self.total = {"CPU": 4.0, "GPU": 2.0}
+        self.now = 0.0
+        self.actors: set[str] = set()
+        self.holding: set[str] = set()
+        for module in (placement, reconciler):
+            monkeypatch.setattr(module, "usable_nodes", lambda: [Node("a", dict(self.free), self.total)])
+        monkeypatch.setattr(shared_reconciler, "find_actor", self.find)
+        monkeypatch.setattr(shared_reconciler, "start_actor", self.start)
+        queue = Queue(lambda: self.now, lambda: self.holding, lambda actor: actor in self.actors)
+        monkeypatch.setattr(reconciler, "Queue", lambda: queue)
+        monkeypatch.setattr(reconciler.ClusterWatch, "__call__", lambda *_: None)
+
+    def find(self, name: str) -> Any:
+        return _Handle() if name in self.actors else None
+
+    def start(self, name: str) -> Any:
+        self.actors.add(name)
+        return _Handle()
+
+
+class _Handle:
+    class run:  # noqa: N801
+        @staticmethod
+        def remote(*_: Any) -> None: ...
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    return Cluster(monkeypatch)
+
+
+def create(store: ObjectStore, job_id: str, spec: TrainingSpec) -> None:
+    name = f"trainingJobs/{job_id}"
+    config = {"training": spec.as_config()}
+    Jobs(store, TRAIN_KIND).create(name, JobRecord(uid=job_id, name=name, spec=config, create_time=0, update_time=0))
+
+
+def reconciling(store: ObjectStore) -> Reconciler:
+    return Reconciler(
+        ServiceSettings(listen="", store=store.settings), reconciler.training(store, own_code=OwnCode(is_trusted=True))
+    )
+
+
+def running(store: ObjectStore) -> list[str]:
+    jobs = Jobs(store, TRAIN_KIND)
+    found = [jobs.get(live.folder, live.folder) for live in jobs.live()]
+    return sorted(job.uid for job in found if job.state is JobState.RUNNING)
+
+
+def actor_of(store: ObjectStore, job_id: str) -> str:
+    return Jobs(store, TRAIN_KIND).get(f"trainingJobs/{job_id}", "").actor
+
+
+def test_of_many_jobs_for_one_gpu_the_first_begins_and_the_next_one_when_it_is_free_again(
+    store: ObjectStore, cluster: Cluster
+) -> None:
+    for number in range(10):
+        create(store, f"j{number}", gpu_job())
+    looking = reconciling(store)
+
+    for _ in range(3):  # Ray still reports the GPU as free
+        looking.reconcile()
+        assert running(store) == ["j0"]
+    cluster.free["GPU"] = 0.0
+    cluster.holding.add(actor_of(store, "j0"))
+    looking.reconcile()
+    assert running(store) == ["j0"]
+    assert "0 GPU free" in Jobs(store, TRAIN_KIND).waiting_for("trainingJobs/j1")
+
+    cluster.free["GPU"] = 1.0  # the second GPU
+    looking.reconcile()
+    assert running(store) == ["j0", "j1"]
+    assert "jobs before it in the queue" in Jobs(store, TRAIN_KIND).waiting_for("trainingJobs/j2")
+
+
+@pytest.mark.parametrize("ends", ["dies", "is-not-placed"])
+def test_an_attempt_that_takes_nothing_after_all_leaves_its_place(
+    store: ObjectStore, cluster: Cluster, ends: str
+) -> None:
+    create(store, "j0", gpu_job())
+    create(store, "j1", gpu_job())
+    looking = reconciling(store)
+    looking.reconcile()
+    looking.reconcile()
+    assert running(store) == ["j0"]
+
+    if ends == "dies":
+        cluster.actors.clear()
+    else:
+        cluster.now = UNPLACED_S + 1
+    looking.reconcile()
+
+    assert "j1" in running(store)
+
+
+def test_a_higher_priority_begins_first_and_equal_ones_as_they_came(store: ObjectStore, cluster: Cluster) -> None:
+    for job_id, priority in (("low", -1), ("a", 0), ("high", 5), ("b", 0)):
+        create(store, job_id, gpu_job(priority=priority))
+    looking = reconciling(store)
+
+    begun: list[str] = []
+    for _ in range(4):
+        looking.reconcile()
+        begun += [job_id for job_id in running(store) if job_id not in begun]
+        cluster.holding |= cluster.actors
+
+    assert begun == ["high", "a", "b", "low"]
+
+
+def test_a_job_that_waits_is_not_passed_by_smaller_ones_for_what_it_asks_for(
+    store: ObjectStore, cluster: Cluster
+) -> None:
+    create(store, "large", gpu_job(workers=2))
+    create(store, "small", gpu_job())
+    create(store, "cpu", cpu_job())
+    looking = reconciling(store)
+
+    looking.reconcile()
+
+    assert running(store) == ["cpu"]
+    cluster.free["GPU"] = 2.0
+    looking.reconcile()
+    assert running(store) == ["cpu", "large"]
+
+
+def test_a_job_that_the_cluster_could_not_hold_keeps_no_place(store: ObjectStore, cluster: Cluster) -> None:
+    create(store, "huge", gpu_job(workers=3))
+    create(store, "small", gpu_job())
+
+    reconciling(store).reconcile()
+
+    assert running(store) == ["small"]
+    assert "and 4 CPU and 2 GPU in all" in Jobs(store, TRAIN_KIND).waiting_for("trainingJobs/huge")
+    assert cluster.total["GPU"] == 2.0
+
+
+def test_a_job_that_is_cancelled_while_it_waits_leaves_its_place(store: ObjectStore, cluster: Cluster) -> None:
+    create(store, "large", gpu_job(workers=2))
+    create(store, "small", gpu_job())
+    looking = reconciling(store)
+    looking.reconcile()
+    assert running(store) == []
+
+    Jobs(store, TRAIN_KIND).transition("trainingJobs/large", lambda job: request_cancel(job, 1.0))
+    looking.reconcile()
+
+    assert running(store) == ["small"]
+    assert placement.devices_of(gpu_job(), "", [Node("a", cluster.free, cluster.total)]) == (GPU, GPU)
+
+
+def test_a_log_of_a_live_job_is_read_with_one_request_where_nothing_is_new(
+    store: ObjectStore, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(5):
+        create(store, f"j{number}", gpu_job(workers=2))
+    cluster.free["GPU"] = 0.0
+    looking = reconciling(store)
+    looking.reconcile()
+    reads: list[str] = []
+    get = ObjectStore.get
+
+    def counted(self: ObjectStore, key: str) -> bytes:
+        reads.append(key)
+        return get(self, key)
+
+    monkeypatch.setattr(ObjectStore, "get", counted)
+
+    looking.reconcile()
+
+    assert sorted(reads) == [f"trainingJobs/j{number}/log/000000000002.json" for number in range(5)]

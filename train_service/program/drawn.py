@@ -1,0 +1,174 @@
+"""A rank's count of the indices that its prepared DataLoaders gave to the program.
+
+A DataLoader asks its batch sampler ahead of time, and Ray's wrapper has the next batch on its way to the device. So the
+drawn batches wait here in their order until the program gets them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import DataLoader, IterableDataset
+
+from train_service.domain.drawn_indices import MAX_LOADERS, MAX_ROWS, PREFIX, Flags, Record, encode
+
+logger = logging.getLogger(__name__)
+
+END = object()
+
+
+class DrawnIndices:
+    """The indices that all loaders of a rank gave since the last report. Threads may take turns."""
+
+    def __init__(self, begin: Mapping[str, Record] | None = None) -> None:
+        """`begin` has the number of passes that were done, by loader, at the checkpoint that the run resumes from."""
+        self._begin = dict(begin or {})
+        self._loaders: list[LoaderRecord] = []
+
+    def watch(self, loader: Any) -> Any:
+        """Count the indices that a prepared loader gives. Returns the loader.
+
+        One whose sampler draws no indices, or too many to keep, is not counted.
+        """
+        base = getattr(loader, "_dataloader", loader)
+        rows = _row_count(base)
+        if rows is None or len(self._loaders) >= MAX_LOADERS:
+            return loader
+        name = f"{PREFIX}{len(self._loaders)}"
+        record = LoaderRecord(name, rows, int(self._begin.get(name, {}).get("done", 0)))
+        self._loaders.append(record)
+        drawn = _DrawnBatches(base.batch_sampler, record)
+        # DataLoader forbids the attribute's change, since its other attributes would not follow. These do not depend
+        # on which object draws the same batches.
+        for one in {id(base): base, id(loader): loader}.values():
+            object.__setattr__(one, "batch_sampler", drawn)
+        if hasattr(base.sampler, "set_epoch"):
+            _follow_epochs(base.sampler, record)
+        loader._millrace_record = record
+        loader.__class__ = _counting(type(loader))
+        return loader
+
+    def take(self) -> dict[str, Record]:
+        """Return the records since the last call."""
+        return {one.name: said for one in self._loaders if (said := one.take()) is not None}
+
+
+class LoaderRecord:
+    def __init__(self, name: str, row_count: int, done: int) -> None:
+        self.name = name
+        self._row_count = row_count
+        # Passes that this rank has ended, the earlier attempts' included.
+        self._done = done
+        self._next = done
+        self._set: int | None = None
+        self._pass = done
+        self._drawn: deque[Sequence[int]] = deque()
+        self._passes: dict[int, tuple[Flags, Flags]] = {}
+        self._lock = threading.Lock()
+
+    def set_epoch(self, epoch: int) -> None:
+        """The sampler's next pass has this number."""
+        self._set = epoch
+
+    def begin(self) -> None:
+        """The sampler begins a pass."""
+        with self._lock:
+            self._pass = self._set if self._set is not None and self._set >= 0 else self._next
+            self._set, self._next = None, self._pass + 1
+            self._drawn.clear()
+
+    def drew(self, batch: Sequence[int]) -> None:
+        self._drawn.append(batch)
+
+    def counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches. Each one's indices count when the program gets it."""
+        # Ray's wrapper is its own iterator, and a `for` would ask it for a counted one again.
+        while (batch := next(batches, END)) is not END:
+            self._give()
+            yield batch
+        with self._lock:
+            self._done = max(self._done, self._pass + 1)
+
+    def take(self) -> Record | None:
+        with self._lock:
+            passes, self._passes = self._passes, {}
+            if not passes:
+                return None
+            sets = {str(number): [encode(seen), encode(again)] for number, (seen, again) in passes.items()}
+            return {"row_count": self._row_count, "done": self._done, "passes": sets}
+
+    def _give(self) -> None:
+        with self._lock:
+            if not self._drawn:
+                return  # the loader draws by other means than its batch sampler
+            indices = np.asarray(self._drawn.popleft(), np.int64).reshape(-1)
+            if self._pass not in self._passes:
+                empty = np.zeros(self._row_count, np.bool_)
+                self._passes[self._pass] = (empty, empty.copy())
+            seen, again = self._passes[self._pass]
+            valid = indices[(indices >= 0) & (indices < self._row_count)]
+            found, times = np.unique(valid, return_counts=True)
+            again[found] |= seen[found] | (times > 1)
+            seen[found] = True
+
+
+class _DrawnBatches:
+    """A batch sampler that records what another one draws."""
+
+    def __init__(self, batches: Any, record: LoaderRecord) -> None:
+        self._batches = batches
+        self._record = record
+
+    def __iter__(self) -> Iterator[Any]:
+        self._record.begin()
+        for batch in self._batches:
+            self._record.drew(batch)
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_batches":
+            raise AttributeError(name)
+        return getattr(self._batches, name)
+
+
+def _counting(kind: type) -> type:
+    class Counting(kind):  # type: ignore[misc]
+        def __iter__(self) -> Iterator[Any]:
+            batches = super().__iter__()
+            counted: Iterator[Any] = self._millrace_record.counted(batches)
+            return counted
+
+    Counting.__name__, Counting.__qualname__ = kind.__name__, kind.__qualname__
+    return Counting
+
+
+def _follow_epochs(sampler: Any, record: LoaderRecord) -> None:
+    inner = sampler.set_epoch
+
+    def set_epoch(epoch: int) -> None:
+        inner(epoch)
+        record.set_epoch(int(epoch))
+
+    sampler.set_epoch = set_epoch
+
+
+def _row_count(base: Any) -> int | None:
+    """Return the rows of the loader's dataset, or None if its sampler draws no indices that can be counted."""
+    if not isinstance(base, DataLoader) or base.batch_sampler is None or isinstance(base.dataset, IterableDataset):
+        return None
+    try:
+        rows = len(base.dataset)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+    if not 1 <= rows <= MAX_ROWS:
+        logger.info("a DataLoader of %d rows is not counted: its indices would take too much memory", rows)
+        return None
+    return rows
