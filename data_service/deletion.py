@@ -106,7 +106,7 @@ def _is_undone(job: JobRecord) -> bool:
 
 
 def _in_use(job: JobRecord, references: list[str]) -> FailedPrecondition:
-    shown = ", ".join(references) or "somebody"
+    shown = ", ".join(references) or "another resource"
     return FailedPrecondition(
         f"{job.name} is in use by {shown}; delete it once that has ended",
         reason="VERSION_IN_USE",

@@ -227,7 +227,7 @@ def from_rpc_error(error: grpc.RpcError, *, address: str, request_id: str) -> Mi
     # Without details the call reached none of the services, or gRPC itself ended it.
     message, remedy = error.details() or code.name, _remedy(code.name)
     if code is grpc.StatusCode.UNAVAILABLE:
-        message = f"nobody answers at {address} ({message.rpartition(': ')[2]})"
+        message = f"no service answers at {address} ({message.rpartition(': ')[2]})"
         remedy = "start the stack with `millrace up`, or name another address; `millrace status` shows what is up"
     elif code is grpc.StatusCode.DEADLINE_EXCEEDED:
         message = f"{address} did not answer in time"

@@ -127,7 +127,7 @@ class _Calls:
             grpc.channel_ready_future(self._channel).result(timeout=self._plan.ready_timeout_s)
         except grpc.FutureTimeoutError:
             self._channel.close()
-            raise TimeoutError(f"nobody answers at {self._plan.address}") from None
+            raise TimeoutError(f"no service answers at {self._plan.address}") from None
         # A garbage collection would stop the client for a fifth of a second, and then send a burst.
         gc.collect()
         self._collects = gc.isenabled()

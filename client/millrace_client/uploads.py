@@ -470,7 +470,7 @@ def _batches(rows: Any) -> tuple[Any, Iterator[Any]]:
     batches = iter(rows)
     first = next(batches, None)
     if first is None:
-        raise ValueError("there is no batch, so nobody knows the columns; give a table or a RecordBatchReader")
+        raise ValueError("there is no batch, so the columns are unknown; give a table or a RecordBatchReader")
     return first.schema, _chained(first, batches)
 
 

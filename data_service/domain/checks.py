@@ -413,7 +413,7 @@ def _unfit(condition: Condition, arrow_type: pa.DataType) -> str:
                 f"the column has {arrow_type}: all values must be {kind}, {strangers[0]!r} is not" if strangers else ""
             )
         case ClassBalance() if is_tensor or kinds.is_binary(arrow_type) or kinds.is_fixed_size_binary(arrow_type):
-            return f"needs scalars that can be told apart in a report; the column has {arrow_type}"
+            return f"needs scalars that a report can distinguish; the column has {arrow_type}"
         case Drift() if not (is_number or is_text or is_boolean):
             return f"needs numbers, strings or booleans; the column has {arrow_type}"
     return ""

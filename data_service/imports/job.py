@@ -205,7 +205,7 @@ def _first_row_ids(ranges: Sequence[SplitRange]) -> dict[str, int]:
 def _changed(split: str, counted: int) -> InvalidArgument:
     return InvalidArgument(
         f"sources: those of {split!r} had {counted} rows at first, and others when they were read again; import files "
-        "that nobody writes",
+        "that no other program writes",
         reason="SOURCE_CHANGED",
         metadata={"field": "sources", "split": split},
         fields=[("sources", f"the files of {split!r} changed during the import")],

@@ -293,5 +293,5 @@ def digest_of(
             digest.update(piece)
             kept.keep(uid, digest, objects)
             if given_up() and digest.end < chain.end:
-                raise Cancelled("nobody waits for the digest of the upload any more; commit it again")
+                raise Cancelled("no call waits for the digest of the upload any more; commit it again")
     return digest

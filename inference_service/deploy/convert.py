@@ -202,13 +202,13 @@ MAX_PATHS = 100
 def change_from_proto(request: pb.UpdateDeploymentRequest) -> tuple[str, TrafficChange, str]:
     """Returns the deployment's name, the change and the etag; raises `InvalidArgument`."""
     if not request.HasField("deployment"):
-        raise invalid_field("deployment", None, "give its name, and what is to be otherwise")
+        raise invalid_field("deployment", None, "give its name, and what to change")
     check_count("update_mask", request.update_mask.paths, MAX_PATHS)
     check_count("deployment.traffic.weights", request.deployment.traffic.weights, MAX_WEIGHTS)
     check_count("deployment.traffic.routes", request.deployment.traffic.routes, MAX_ROUTES)
     paths = {*request.update_mask.paths}
     if not paths or paths - {*PATHS}:
-        raise invalid_field("update_mask", sorted(paths), f"name what is to be otherwise, of: {', '.join(PATHS)}")
+        raise invalid_field("update_mask", sorted(paths), f"name what to change, of: {', '.join(PATHS)}")
     given, traffic = request.deployment, request.deployment.traffic
     routes = tuple(HeaderRoute(route.header, route.value, route.version) for route in traffic.routes)
     policy = given.spec.version_policy

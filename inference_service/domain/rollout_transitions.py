@@ -169,7 +169,7 @@ def with_rollback(deployment: Deployment | None, name: str, etag: str, now_s: fl
         return None
     requested = replace(there, generation=there.generation + 1)
     if rollout.under_way:
-        error = Cancelled(f"the roll-out of version {rollout.version} was rolled back by wish", reason="ROLLED_BACK")
+        error = Cancelled(f"the roll-out of version {rollout.version} was rolled back on request", reason="ROLLED_BACK")
         return _undone(requested, rollout, RolloutState.ROLLED_BACK, now_s, error)
     there_still = {version.number for version in there.versions}
     missing = [number for number, weight in rollout.before.items() if weight and number not in there_still]

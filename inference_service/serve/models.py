@@ -181,7 +181,7 @@ class Models:
                 unloaded = deployment.state is State.UNLOADED
                 raise FailedPrecondition(
                     f"{deployment.name} is {deployment.state}{why}; "
-                    + ("somebody else unloaded it: load it again" if unloaded else "delete it, and create it anew"),
+                    + ("another client unloaded it: load it again" if unloaded else "delete it, and create it anew"),
                     reason="MODEL_NOT_READY",
                     metadata={"resource": deployment.name, "state": str(deployment.state)},
                 )

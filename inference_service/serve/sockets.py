@@ -610,7 +610,7 @@ class _ReplicaConnection:
             while (encoded := self._unsent.get()) is not None:
                 self._socket.sendall(encoded)
         except OSError as error:  # the frontend has closed the connection, or does not read
-            logger.info("nobody takes the answers of batches: %s", error)
+            logger.info("the answers of batches are not read: %s", error)
             with suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
 

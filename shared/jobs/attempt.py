@@ -124,7 +124,7 @@ class AttemptContext:
     @contextmanager
     def watching_requests(self) -> Iterator[None]:
         """Read the log once a second while the body runs."""
-        thread = threading.Thread(target=self._watch, name="wishes", daemon=True)
+        thread = threading.Thread(target=self._watch, name="requested-state", daemon=True)
         thread.start()
         try:
             yield
@@ -139,10 +139,10 @@ class AttemptContext:
             except StaleAttempt:
                 return
             except MillraceError as error:
-                logger.warning("the wish stays as last read: %s", error.message)
+                logger.warning("the requested state stays as last read: %s", error.message)
             except Exception:
                 # If this thread ended, the attempt could not be stopped any more.
-                logger.exception("the wish stays as last read")
+                logger.exception("the requested state stays as last read")
 
 
 Entry = Callable[[AttemptContext], dict[str, Any]]

@@ -132,7 +132,7 @@ class Reconciler:
         except STORE_OUTAGES as error:
             logger.warning("%s", error.message)
         except Exception:
-            logger.exception("what is done at each look failed")
+            logger.exception("the work of a pass failed")
 
     def _in_order(self) -> list[tuple[LiveJob, JobRecord | None]]:
         """Return all live jobs as they are now. Those that wait come last, in the order in which they may begin."""

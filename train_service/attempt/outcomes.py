@@ -293,4 +293,4 @@ def _tell(store: ObjectStore, name: str, attempt: int, cause: str, text: str, ra
         if not log.has(attempt, EventKind.ATTEMPT_ENDED):
             log.append(attempt, EventKind.ATTEMPT_ENDED, {"cause": cause, "text": text, "ranks": list(ranks)})
     except StaleAttempt:
-        logger.warning("a later attempt tells its own story")
+        logger.warning("a later attempt reports for itself")

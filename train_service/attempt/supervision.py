@@ -275,7 +275,7 @@ class Supervision:
             self._context.note_leaving()
             self._noted = True
         except STORE_OUTAGES as error:
-            logger.warning("%s; what is known of a node is noted later", error.message)
+            logger.warning("%s; the state of the node is recorded later", error.message)
 
     def _may_change(self, own: Size) -> bool:
         return self._workers < self._spec.num_workers or self._waits_for_gpus(own)

@@ -66,7 +66,7 @@ class Reporter:
         self._noted_at = -math.inf
         self._threads = [
             threading.Thread(target=self._write, name="events", daemon=True),
-            threading.Thread(target=self._watch, name="wishes", daemon=True),
+            threading.Thread(target=self._watch, name="requested-state", daemon=True),
         ]
 
     def __enter__(self) -> Reporter:
@@ -93,7 +93,7 @@ class Reporter:
 
     def _raise_if_broken(self) -> None:
         if self._broken is not None:
-            raise Internal("what happens in the run cannot be told", reason="EVENTS_LOST") from self._broken
+            raise Internal("events of the run cannot be written", reason="EVENTS_LOST") from self._broken
 
     @property
     def stop_reason(self) -> int:
@@ -138,11 +138,11 @@ class Reporter:
             try:
                 job = jobs.find(self._job_name)
             except MillraceError as error:
-                logger.warning("the wish stays as last read: %s", error.message)
+                logger.warning("the requested state stays as last read: %s", error.message)
                 continue
             except Exception:
                 # If this thread ended, the run could not be stopped any more.
-                logger.exception("the wish stays as last read")
+                logger.exception("the requested state stays as last read")
                 continue
             if job is None or job.first_attempt > self._attempt:
                 self._gone = True

@@ -205,7 +205,7 @@ class RouteType(click.ParamType[tuple[str, str, str]]):
 @click.option(
     "--shadow",
     type=SharesType("VERSION=PERCENT", "2=10"),
-    help="A version without traffic that gets copies of so many requests, whose answers nobody gets.",
+    help="A version without traffic that gets copies of this share of requests; their answers are discarded.",
 )
 @click.option("--no-shadow", is_flag=True, help="No copies.")
 @keep_option("as it is")
@@ -237,7 +237,7 @@ def traffic(
     if kept:
         version_policy = keep_named(*kept)
     if not (weights or routes or no_routes or shadow or no_shadow or version_policy):
-        raise click.UsageError("say what is to be otherwise: --weight, --route, --shadow, --keep, …")
+        raise click.UsageError("name what to change: --weight, --route, --shadow, --keep, …")
     with connected(values) as millrace:
         now = millrace.deployments.update_traffic(
             full_name("deployments", deployment),

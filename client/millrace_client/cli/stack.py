@@ -182,7 +182,7 @@ def _print_use(use: ClusterUse, names: dict[str, str]) -> None:
     console().print(table)
     age_s = time.time() - use.time.ToNanoseconds() / 1e9
     if age_s > STALE_AFTER_S:
-        console().print(f"[yellow]as of {duration_text(age_s)} ago: nobody has looked since[/]")
+        console().print(f"[yellow]as of {duration_text(age_s)} ago: not updated since[/]")
 
 
 def start_with_progress(

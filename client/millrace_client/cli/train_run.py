@@ -102,7 +102,7 @@ SECONDS = Seconds()
     metavar="SECONDS",
     help="Without a step, batch or report. Default: by the median step.",
 )
-@click.option("--stop-within", type=SECONDS, metavar="SECONDS", help="After a wish to stop. Default: 300.")
+@click.option("--stop-within", type=SECONDS, metavar="SECONDS", help="After a request to stop. Default: 300.")
 @click.option("--backend", type=click.Choice(["gloo", "nccl"]), help="Default: nccl where each worker has a GPU.")
 @click.option("--timeout", type=SECONDS, metavar="SECONDS", help="Of a collective operation. Default: 1800.")
 @click.option("--dry-run", is_flag=True, help="Push the code, have the service check the job, and make none.")

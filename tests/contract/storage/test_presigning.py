@@ -47,7 +47,7 @@ def test_urls_name_the_endpoint_that_clients_see_and_no_secret() -> None:
         s3_secret_key="their-secret",
         public_s3_endpoint="https://s3.example.com",
     )
-    url = Presigner(settings).put_url("key")  # nobody answers at either: it is signed offline
+    url = Presigner(settings).put_url("key")  # no service answers at either: it is signed offline
     assert url.startswith("https://s3.example.com/bucket/prefix/key?")
     assert "X-Amz-Expires=3600" in url
     assert "their-secret" not in url

@@ -89,7 +89,7 @@ def test_an_error_names_field_remedy_and_request_id() -> None:
 def test_nobody_at_the_address_is_exit_code_5_with_a_remedy() -> None:
     result = run("data", "list")
     assert result.exit_code == 5
-    assert f"nobody answers at {NOBODY} (Connection refused)" in result.stderr
+    assert f"no service answers at {NOBODY} (Connection refused)" in result.stderr
     assert "millrace up" in result.stderr
 
 

@@ -111,7 +111,7 @@ def test_a_stream_that_ends_before_all_requests_are_answered_raises(sent: int) -
 
 
 def test_a_stream_that_cannot_be_answered_raises() -> None:
-    with connect(inference="127.0.0.1:1") as millrace, pytest.raises(errors.Unavailable, match="nobody answers"):
+    with connect(inference="127.0.0.1:1") as millrace, pytest.raises(errors.Unavailable, match="no service answers"):
         list(millrace.inference.infer_stream("m", [image(1)]))
 
 

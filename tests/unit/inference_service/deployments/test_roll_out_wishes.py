@@ -53,7 +53,7 @@ def test_a_repeated_request_gets_its_own_rollout_even_after_a_later_one(
     assert second.rollout is not None
     again = rollouts.begin(request(request_id=request_id))
     assert again.rollout == back.rollout
-    assert operations.get(first.rollout.operation).error.message.endswith("rolled back by wish")
+    assert operations.get(first.rollout.operation).error.message.endswith("rolled back on request")
     assert not operations.get(second.rollout.operation).done
     assert len(deployments.get(NAME).versions) == 3
     with pytest.raises(AlreadyExists):

@@ -168,7 +168,7 @@ def test_leaving_tells_that_the_last_event_could_not_be_written(store: ObjectSto
         with Reporter(store, JOB, 1) as reporter:
             reporter.tell(EventKind.WARNING, text=object())
 
-    with pytest.raises(Internal, match="cannot be told"):
+    with pytest.raises(Internal, match="cannot be written"):
         report_last()
 
 

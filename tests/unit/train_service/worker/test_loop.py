@@ -214,7 +214,7 @@ def test_a_cancelled_run_stops_and_every_checkpoint_it_committed_was_told(store:
     cancelling.join()
     told = [event.payload["name"] for event in events(store, "trainingJobs/a", EventKind.CHECKPOINT_COMMITTED)]
     assert told == [entry.name for entry in entries(store, "trainingJobs/a").values()]
-    of_a_run = ("loader", "events", "wishes", "metrics", "checkpoint", "pulse")
+    of_a_run = ("loader", "events", "requested-state", "metrics", "checkpoint", "pulse")
     assert [one.name for one in threading.enumerate() if one.name.startswith(of_a_run)] == []
 
 
