@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import pytest
 
 import millrace_client as mc
 from millrace.train.v1 import resources_pb2 as res
+from millrace.train.v1.train_service_pb2 import Coverage, GetCoverageRequest
 from shared.checkpoint import CheckpointEntry
 from shared.checkpoint.program import verify_program_checkpoint
 from shared.checkpoint.registry import CheckpointRegistry
@@ -39,6 +40,7 @@ class Ended:
     logs: str
     warnings: list[str]
     checkpoints: list[CheckpointEntry]
+    coverage: Callable[[int], Coverage]
 
 
 def run(stack: TrainStack, folder: Path, script: str, **config: object) -> Ended:
@@ -56,7 +58,12 @@ def run(stack: TrainStack, folder: Path, script: str, **config: object) -> Ended
     entries = CheckpointRegistry(stack.store, job.name).entries()
     for one in entries:
         verify_program_checkpoint(stack.store, one.folder, one.manifest_sha256)
-    return Ended(watch.jobs[-1], logs, watch.of("warning"), entries)
+
+    def coverage(epoch: int) -> Coverage:
+        found: Coverage = stack.client.rpc.GetCoverage(GetCoverageRequest(name=job.name, epoch=epoch), timeout=60)
+        return found
+
+    return Ended(watch.jobs[-1], logs, watch.of("warning"), entries, coverage)
 
 
 def test_the_first_module_trains_and_shows_its_result(file_stack: TrainStack, tmp_path: Path) -> None:
@@ -67,6 +74,11 @@ def test_the_first_module_trains_and_shows_its_result(file_stack: TrainStack, tm
     assert second < first
     assert f"{{'loss': [{first}, {second}], 'epoch': [0, 1]}}" in ended.logs
     assert re.search(r"Result\(\s*metrics=\{'loss': ", ended.logs), ended.logs
+    for epoch in (0, 1):
+        coverage = ended.coverage(epoch)
+        assert (coverage.witness, coverage.shard) == (Coverage.WITNESS_INDICES, "loader-0")
+        assert (coverage.seen_once, coverage.missing, coverage.repeated) == (ROWS, 0, 0)
+        assert coverage.epoch_done
     for rank in (0, 1):
         assert re.search(rf"metrics=\{{'loss': .*, 'epoch': 1\}} world_rank={rank}", ended.logs)
     assert any("num_workers 2 counts, and not ScalingConfig(num_workers=8)" in one for one in ended.warnings)
