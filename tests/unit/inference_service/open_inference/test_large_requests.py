@@ -62,12 +62,19 @@ def test_small_requests_wait_for_few_batches_beside_large_ones_which_get_what_th
                 await server.stub.ModelInfer(ask(*[1] * LARGE_ROWS), timeout=240)
                 answered += 1
 
+        async def fill_slots_and_queue() -> None:
+            """Returns while all slots are taken and rows wait. Batches are computed as long as no rows wait: where the
+            slots hold the last rows of both large requests, the next ones come only after their answers."""
+            while len(gated.waiting) < IN_FLIGHT or queued_rows() == 0:
+                await until(lambda: bool(gated.waiting), "a batch to come")
+                if queued_rows() == 0:
+                    await gated.compute_one()
+                await asyncio.sleep(0.005)
+
         async def batches_before_a_small_one() -> int:
             """How many are begun between the coming of a small request and its own batch."""
             # While all slots are taken no rows are on their way from the queue to the model, so the count is exact.
-            await until(
-                lambda: len(gated.waiting) == IN_FLIGHT and queued_rows() > 0, "all slots to be taken and rows to wait"
-            )
+            await fill_slots_and_queue()
             before = small_ones_that_came()
             small = asyncio.ensure_future(server.stub.ModelInfer(ask(SMALL_ONE), timeout=240))
             await until(lambda: small_ones_that_came() == before + 1, "the small request to come")
