@@ -26,9 +26,9 @@ logger = logging.getLogger(__name__)
 # Ranges on their way at a time, and the bytes of one: so a reader holds 16 MiB besides what it has handed over.
 READERS = 4
 PIECE_BYTES = 4 * 1024 * 1024
-# The bytes of a block. They double for each `MOST_BLOCKS` blocks, because a manifest is read whole.
+# The bytes of a block. They double for each `MAX_BLOCKS` blocks, because a manifest is read whole.
 BLOCK_BYTES = 4 * 1024 * 1024
-MOST_BLOCKS = 8192
+MAX_BLOCKS = 8192
 # How often a block is fetched that does not have its digest. The damage may lie in the store, or on the way from it.
 TRIES = 3
 
@@ -163,7 +163,7 @@ def digests_of(file: BinaryIO) -> dict[str, Any]:
 
 def block_bytes_of(size_bytes: int) -> int:
     block = BLOCK_BYTES
-    while block * MOST_BLOCKS < size_bytes:
+    while block * MAX_BLOCKS < size_bytes:
         block *= 2
     return block
 

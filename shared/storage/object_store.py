@@ -59,14 +59,14 @@ class Parts(TypedDict):
 # Objects up to one part go in one PUT, which a server accepts in full or not at all. Four at once are 64 MiB of memory.
 PART_BYTES: Final = 16 * 1024 * 1024
 # S3's limit is 10,000 parts. Of a larger object than 145 GiB the parts grow, up to 5 TiB, the most that S3 takes.
-MOST_PARTS: Final = 9_500
+MAX_PARTS: Final = 9_500
 MIB: Final = 1024 * 1024
 PARTS_IN_MEMORY_BYTES: Final = 4 * PART_BYTES
 
 
 def parts_for(size_bytes: int) -> Parts:
     """Return how an object of this size is cut. Of larger parts than usual fewer are sent at a time."""
-    part = max(PART_BYTES, -(-size_bytes // MOST_PARTS // MIB) * MIB)
+    part = max(PART_BYTES, -(-size_bytes // MAX_PARTS // MIB) * MIB)
     return {"chunk_size": part, "max_concurrency": max(1, PARTS_IN_MEMORY_BYTES // part)}
 
 
@@ -206,8 +206,8 @@ class ObjectStore:
                         filled += len(piece)
                         last_byte_at = time.monotonic()
             except Unavailable as error:
-                silent_s = time.monotonic() - last_byte_at
-                if error.specific_reason != UNRESPONSIVE or silent_s > RETRY_TIMEOUT_S:
+                unresponsive_s = time.monotonic() - last_byte_at
+                if error.specific_reason != UNRESPONSIVE or unresponsive_s > RETRY_TIMEOUT_S:
                     raise
                 time.sleep(RETRY_DELAY_S)
 

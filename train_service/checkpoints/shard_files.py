@@ -34,7 +34,7 @@ from train_service.learning.sharding import local_rows
 # Bytes that are copied from a device at a time.
 COPIED_BYTES = 32 * 2**20
 # How often rank 0 looks for the other ranks' shards, and for how long once the run has ended.
-LOOK_EVERY_S = 0.2
+POLL_INTERVAL_S = 0.2
 WAIT_AT_THE_END_S = 20.0
 
 
@@ -133,7 +133,7 @@ def await_written(store: ObjectStore, folder: str, ranks: int, ending: threading
                 give_up_at = give_up_at or time.monotonic() + WAIT_AT_THE_END_S
                 if time.monotonic() > give_up_at:
                     raise Internal(f"rank {rank} has not written its shards of {folder}", reason="SHARD_MISSING")
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_INTERVAL_S)
     return named
 
 

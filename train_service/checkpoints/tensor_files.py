@@ -44,7 +44,7 @@ class TensorFile:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._views: dict[str, torch.Tensor] = {}
         # Bytes before the tensors, of which the header takes the last ones.
-        self._room = 0
+        self._capacity = 0
 
     def fill(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> memoryview:
         """Return the bytes of a file with these tensors.
@@ -54,7 +54,7 @@ class TensorFile:
         form = {name: (one.dtype, one.shape) for name, one in tensors.items()}
         pinned = any(one.is_cuda for one in tensors.values())
         header = encode_header(tensors, metadata)
-        if form != self._form or len(header) > self._room:
+        if form != self._form or len(header) > self._capacity:
             self._lay_out(tensors, len(header), pinned)
             self._form = form
         with torch.no_grad():
@@ -63,18 +63,18 @@ class TensorFile:
                 self._views[name].copy_(one.detach(), non_blocking=pinned)
         if pinned:
             torch.cuda.synchronize()
-        begin = self._room - len(header)
-        self._buffer[begin : self._room] = torch.frombuffer(header, dtype=torch.uint8)
+        begin = self._capacity - len(header)
+        self._buffer[begin : self._capacity] = torch.frombuffer(header, dtype=torch.uint8)
         return self._buffer.numpy().data[begin:]
 
     def _lay_out(self, tensors: Mapping[str, torch.Tensor], header_bytes: int, pinned: bool) -> None:
         """Lay out the tensors, behind twice the room that the header takes now."""
-        self._room = 2 * header_bytes
+        self._capacity = 2 * header_bytes
         places = places_of(tensors)
         size = max((end for _, end in places.values()), default=0)
-        self._buffer = torch.empty(self._room + size, dtype=torch.uint8, pin_memory=pinned)
+        self._buffer = torch.empty(self._capacity + size, dtype=torch.uint8, pin_memory=pinned)
         self._views = {
-            name: self._buffer[self._room + begin : self._room + end]
+            name: self._buffer[self._capacity + begin : self._capacity + end]
             .view(tensors[name].dtype)
             .view(tensors[name].shape)
             for name, (begin, end) in places.items()

@@ -77,4 +77,4 @@ def test_single_blocks_are_read_without_the_others(tmp_path: Path) -> None:
 def test_a_small_file_has_no_blocks_and_a_huge_one_not_too_many() -> None:
     assert blocks_of(DATA[:BLOCK]) == {}
     for size in (BLOCK, 10**6, 10**9, 10**12):
-        assert size <= block_bytes_of(size) * reading.MOST_BLOCKS
+        assert size <= block_bytes_of(size) * reading.MAX_BLOCKS

@@ -71,7 +71,7 @@ def test_one_tensor_is_there_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert most <= 2 * 50 * 50 * 4
 
 
-class LooksAtValues(nn.Module):
+class PollsAtValues(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4))
@@ -84,7 +84,7 @@ class FromElsewhere(nn.Module):
         self.weight = nn.Parameter(torch.from_numpy(torch.ones(4).numpy()))
 
 
-@pytest.mark.parametrize("builder", [LooksAtValues, FromElsewhere])
+@pytest.mark.parametrize("builder", [PollsAtValues, FromElsewhere])
 def test_a_builder_that_needs_values_cannot_be_recorded(builder: Callable[[], nn.Module]) -> None:
     with pytest.raises(Exception, match=r".+"):
         record(builder)
