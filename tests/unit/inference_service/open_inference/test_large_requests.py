@@ -64,10 +64,13 @@ def test_small_requests_wait_for_few_batches_beside_large_ones_which_get_what_th
 
         async def fill_slots_and_queue() -> None:
             """Returns while all slots are taken and rows wait. Batches are computed as long as no rows wait: where the
-            slots hold the last rows of both large requests, the next ones come only after their answers."""
+            slots hold the last rows of both large requests, the next ones come only after their answers. Every second
+            one is computed, too, in case that the batcher holds rows back until it sees a batch end."""
+            polls = 0
             while len(gated.waiting) < IN_FLIGHT or queued_rows() == 0:
                 await until(lambda: bool(gated.waiting), "a batch to come")
-                if queued_rows() == 0:
+                polls += 1
+                if queued_rows() == 0 or polls % 200 == 0:
                     await gated.compute_one()
                 await asyncio.sleep(0.005)
 
