@@ -106,7 +106,7 @@ def test_only_what_still_has_the_etag_is_changed(store: ObjectStore) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ((), "say what is to be otherwise"),
+        ((), "name what to change"),
         (("--weight", "1"), "use VERSION=WEIGHT, e.g. 2=5"),
         (("--weight", "1=many"), "use VERSION=WEIGHT, e.g. 2=5"),
         (("--weight", "1=99999999999"), "use VERSION=WEIGHT, e.g. 2=5"),

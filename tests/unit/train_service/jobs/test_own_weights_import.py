@@ -116,6 +116,7 @@ def whole_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with code_of_this_process():
         sys.modules.pop("net", None)
         yield
+        sys.modules.pop("net", None)
     torch.set_num_threads(threads)
 
 
