@@ -124,7 +124,7 @@ def _in_use(job: JobRecord, references: list[str]) -> FailedPrecondition:
 # After a week no client repeats a call to get its first answer.
 REQUEST_CLAIM_S = 7 * 24 * 3600.0
 # The age at which objects of a killed writer are removed: writing an object, or a job's last step, never takes as long.
-LEFT_FOR_S = 3600.0
+ORPHAN_GRACE_PERIOD_S = 3600.0
 # These sets also have entries that no longer exist, so each is cleared when it reaches its limit.
 TIDY_REMEMBERED = OPERATIONS_REMEMBERED = 100_000
 # A pass ends after the dataset with which it has seen this many versions; the next pass continues after it.
@@ -176,7 +176,7 @@ class Sweeper:
         self._run_isolated("operations", self._sweep_operations)
         self._run_isolated("uploads", lambda: self._sweep_uploads(self._clock()))
         self._run_isolated(
-            "torn objects", lambda: self._store.delete_unfinished("datasets", self._clock() - LEFT_FOR_S)
+            "torn objects", lambda: self._store.delete_unfinished("datasets", self._clock() - ORPHAN_GRACE_PERIOD_S)
         )
         seen = 0
         for dataset in sorted(self._store.folders("datasets")):
@@ -287,7 +287,7 @@ class Sweeper:
 
         Removes only objects listed before the manifest was read, and only if that is the committed manifest.
         """
-        before = self._clock() - LEFT_FOR_S
+        before = self._clock() - ORPHAN_GRACE_PERIOD_S
         found = list(self._store.list(committed))
         try:
             manifest = committed_version(self._store, job).manifest

@@ -21,11 +21,11 @@ def operation_id(job: JobRecord) -> str:
 
 def record_operation(store: ObjectStore, job: JobRecord) -> None:
     """Records the operation; call it before the job is created, so that every job has its operation."""
-    store.put(_key(operation_id(job)), json.dumps({"version": job.name, "uid": job.uid}).encode())
+    store.put(_pointer_key(operation_id(job)), json.dumps({"version": job.name, "uid": job.uid}).encode())
 
 
 def withdraw_operation(store: ObjectStore, job: JobRecord) -> None:
-    store.delete(_key(operation_id(job)))
+    store.delete(_pointer_key(operation_id(job)))
 
 
 def job_of_operation(store: ObjectStore, jobs: Jobs, name: str) -> JobRecord:
@@ -34,7 +34,7 @@ def job_of_operation(store: ObjectStore, jobs: Jobs, name: str) -> JobRecord:
     Raises `NotFound`, even if the job's creator died before it created the job.
     """
     try:
-        pointer = json.loads(store.get(_key(name.removeprefix("operations/"))))
+        pointer = json.loads(store.get(_pointer_key(name.removeprefix("operations/"))))
     except ObjectMissing:
         raise not_found(name) from None
     job = jobs.find(pointer["version"])
@@ -59,15 +59,15 @@ def withdraw_if_without_job(store: ObjectStore, jobs: Jobs, operation: str) -> b
     Only for old operations, since a repeated call may still create the job.
     """
     try:
-        pointer = json.loads(store.get(_key(operation)))
+        pointer = json.loads(store.get(_pointer_key(operation)))
     except ObjectMissing:
         return True
     job = jobs.newest_of(pointer["version"], pointer["uid"])
     if job is not None and job.state is not JobState.DELETED:
         return False
-    store.delete(_key(operation))
+    store.delete(_pointer_key(operation))
     return True
 
 
-def _key(operation: str) -> str:
+def _pointer_key(operation: str) -> str:
     return f"operations/{operation}/pointer.json"

@@ -95,10 +95,10 @@ def _chunks(reader: VersionReader, selection: Selection, columns: Sequence[str])
     for group in groups:
         if left <= 0:
             break
-        with_group = size + sizes.of(group)
+        with_group = size + sizes.bytes_of(group)
         if chunk and (with_group.expected > CHUNK_BYTES or with_group.most > MAX_CHUNK_BYTES):
             yield _Chunk(chunk, first_skip, rows)
-            chunk, rows, with_group = [], 0, sizes.of(group)
+            chunk, rows, with_group = [], 0, sizes.bytes_of(group)
         if not chunk:
             first_skip = skip
         chunk.append(group)

@@ -151,7 +151,11 @@ class DataServicer(UploadServicerPart):
             body_sha256=body_digest(request),
             validate_only=request.validate_only,
         )
-        return checked_operation(job) if request.validate_only else await asyncio.to_thread(self._operations.of, job)
+        return (
+            checked_operation(job)
+            if request.validate_only
+            else await asyncio.to_thread(self._operations.operation_of, job)
+        )
 
     async def GetVersion(
         self, request: data_service_pb2.GetVersionRequest, context: Context
@@ -189,7 +193,7 @@ class DataServicer(UploadServicerPart):
         self, request: data_service_pb2.ReadVersionRequest, context: Context
     ) -> AsyncIterator[data_service_pb2.ReadVersionResponse | bytes]:
         version = await asyncio.to_thread(self._versions.active, request.name)
-        with self._reads.one() as slot:
+        with self._reads.slot() as slot:
             # The messages are already serialized: they are large, and each copy of their bytes would be expensive.
             async for message in in_threads(reading.read_stream(version.reader, selection_from(request))):
                 with slot.waiting():
@@ -199,7 +203,7 @@ class DataServicer(UploadServicerPart):
         self, request: data_service_pb2.ReadQuarantineRequest, context: Context
     ) -> AsyncIterator[data_service_pb2.ReadQuarantineResponse]:
         version = await asyncio.to_thread(self._versions.active, request.name)
-        with self._reads.one() as slot:
+        with self._reads.slot() as slot:
             async for lines in in_threads(self._versions.quarantine(version)):
                 with slot.waiting():
                     yield data_service_pb2.ReadQuarantineResponse(json_lines=lines)
@@ -208,7 +212,7 @@ class DataServicer(UploadServicerPart):
         self, request: data_service_pb2.VerifyVersionRequest, context: Context
     ) -> AsyncIterator[data_service_pb2.VerifyVersionResponse]:
         version = await asyncio.to_thread(self._versions.active, request.name)
-        with self._reads.one() as slot:
+        with self._reads.slot() as slot:
             async for state in in_threads(verification.verify(self._versions.store, version.reader.version)):
                 with slot.waiting():
                     yield _verified_message(state)
@@ -244,10 +248,10 @@ class VersionOperations:
 
         `brief`: with its version in the short form of lists.
         """
-        return self.of(job_of_operation(self._store, self._jobs, name), brief=brief)
+        return self.operation_of(job_of_operation(self._store, self._jobs, name), brief=brief)
 
-    def of(self, job: JobRecord, *, brief: bool = False) -> operations_pb2.Operation:
-        version = self._versions.listed(job) if brief else self._versions.of(job)
+    def operation_of(self, job: JobRecord, *, brief: bool = False) -> operations_pb2.Operation:
+        version = self._versions.listed(job) if brief else self._versions.version_of(job)
         if version is None:
             raise not_found(f"operations/{operation_id(job)}")
         waiting_for = self._jobs.waiting_for(job.name) if job.state in WAITING else ""

@@ -152,7 +152,7 @@ class VersionJobs:
         """
 
         def made_by() -> dict[str, Any]:
-            predict_spec.check(spec)
+            predict_spec.check_prediction(spec)
             source = self._versions.active(spec.source, "source").reader.version
             checkpoint = found_checkpoint(self._store, spec.checkpoint)
             check_predict(self._store, spec, source, checkpoint, self._custom_allowed, self._own_code)

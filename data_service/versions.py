@@ -62,7 +62,7 @@ class Versions:
         Raises `InvalidArgument`, `NotFound`, and `DataLoss` for a damaged manifest.
         """
         names.parse("name", name, NAME_PATTERN)
-        return self.of(self._jobs.get(name, name))
+        return self.version_of(self._jobs.get(name, name))
 
     def list(self, parent: str, page_size: int, page_token: str) -> tuple[list[Version], str]:
         """Returns one page in the order of names, and the token of the next."""
@@ -79,11 +79,11 @@ class Versions:
         """
         names.parse(field, name, NAME_PATTERN)
         job = self._jobs.get(name, name)
-        return ActiveVersion(job, self._readers.of(job))
+        return ActiveVersion(job, self._readers.reader_of(job))
 
-    def of(self, job: JobRecord) -> Version:
+    def version_of(self, job: JobRecord) -> Version:
         """Returns the version of a job; raises `DataLoss` for a damaged manifest."""
-        return ActiveVersion(job, self._readers.of(job)) if job.state is JobState.SUCCEEDED else Version(job)
+        return ActiveVersion(job, self._readers.reader_of(job)) if job.state is JobState.SUCCEEDED else Version(job)
 
     def listed(self, job: JobRecord) -> Version | None:
         """Returns the version for a list; None if it was just deleted.
@@ -91,7 +91,7 @@ class Versions:
         A damaged manifest becomes a `DamagedVersion`, so that it does not hide the other versions.
         """
         try:
-            return self.of(job)
+            return self.version_of(job)
         except DataLoss as error:
             return DamagedVersion(job, error)
         except NotFound:
@@ -153,7 +153,7 @@ class _Readers:
         self._kept: OrderedDict[str, VersionReader] = OrderedDict()
         self._footers = Footers(FOOTER_BYTES)
 
-    def of(self, job: JobRecord) -> VersionReader:
+    def reader_of(self, job: JobRecord) -> VersionReader:
         """Returns the reader of a job's version.
 
         Checks the job's state first: a version in deletion has no reader.

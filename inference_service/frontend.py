@@ -195,7 +195,7 @@ class PeerReports:
         """
         self._peers.heartbeat()
         try:
-            self._tell()
+            self._publish()
             before, self._news = self._news, self._peers.news()
             if time.monotonic() - self._statistics_at >= STATISTICS_EVERY_S:
                 self._statistics.leave()
@@ -209,9 +209,9 @@ class PeerReports:
         if self._news != before:
             self._reconciler.wake()
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
         counts = {name: one for deployment in self._models.deployments() for name, one in self._counts(deployment)}
-        self._peers.tell(
+        self._peers.publish(
             PeerState(
                 pid=os.getpid(),
                 listens=self._listens,

@@ -118,7 +118,7 @@ async def parent_gone() -> None:
 # --- Signs of life ---
 # Detects a hung frontend process by its heartbeat, which it writes several times a second.
 
-POLL_INTERVAL_S = 5.0
+HEARTBEAT_POLL_INTERVAL_S = 5.0
 # The consecutive polls without a heartbeat. Polls are counted, not timed: a process that was suspended together with
 # its parent gets its full time after both resume.
 UNRESPONSIVE_POLLS = 12
@@ -131,7 +131,7 @@ async def hangs(folder: Path, number: int, pid: int) -> None:
     """
     heartbeat_before, unresponsive = None, 0
     while unresponsive < UNRESPONSIVE_POLLS:
-        await asyncio.sleep(POLL_INTERVAL_S)
+        await asyncio.sleep(HEARTBEAT_POLL_INTERVAL_S)
         heartbeat_at = _touched_at(heartbeat_of(folder, number, pid))
         can_touch = _touch(folder / "parent")
         unresponsive = (

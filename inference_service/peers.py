@@ -87,7 +87,7 @@ class Peers:
                     before.unlink(missing_ok=True)
             own.touch()
 
-    def tell(self, state: PeerState) -> None:
+    def publish(self, state: PeerState) -> None:
         """Replace this process's reported state. A concurrent reader sees the old or the new one."""
         self._write("json", json.dumps(asdict(state)).encode())
 

@@ -56,8 +56,8 @@ def log_outcome(
     `status` is gRPC's name, `why` the problem; `fields` are added to the common ones.
     """
     duration_ms = duration_s * 1000
-    told = {"status": status, "duration_ms": round(duration_ms, 3), **fields}
-    logger.info("%s %s %.1f ms%s", what, status, duration_ms, f": {why}" if why else "", extra={"fields": told})
+    logged = {"status": status, "duration_ms": round(duration_ms, 3), **fields}
+    logger.info("%s %s %.1f ms%s", what, status, duration_ms, f": {why}" if why else "", extra={"fields": logged})
 
 
 class JsonFormatter(logging.Formatter):

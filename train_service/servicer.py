@@ -72,7 +72,7 @@ class CheckpointServicerPart(train_service_pb2_grpc.TrainServiceServicer):
     async def GetCheckpoint(
         self, request: Any, context: Context
     ) -> AsyncIterator[train_service_pb2.GetCheckpointResponse]:
-        with self._downloads.one() as slot:
+        with self._downloads.slot() as slot:
             parts = self._checkpoints.read(request.name, request.manifest_sha256, request.path, request.offset)
             async for part in in_threads(parts):
                 for message in part_to_protos(part):
@@ -82,7 +82,7 @@ class CheckpointServicerPart(train_service_pb2_grpc.TrainServiceServicer):
     async def ImportCheckpoint(
         self, request: AsyncIterator[Any], context: Context
     ) -> checkpoint_import_pb2.ImportCheckpointResponse:
-        with self._intakes.one() as slot:
+        with self._intakes.slot() as slot:
             parts = import_parts_from_proto(_awaited(request, slot), self._custom_allowed)
             return imported_to_proto(await self._imports.receive(parts))
 

@@ -41,7 +41,7 @@ from shared.settings import SettingsError, StoreSettings, store_settings
 from shared.storage import ObjectStore, open_store
 from shared.telemetry import configure_logging, flush_logs
 from train_service.attempt.heartbeats import HeartbeatServer
-from train_service.attempt.outcomes import end_attempt, program_result, report_device, result_of, told
+from train_service.attempt.outcomes import end_attempt, program_result, report_device, result_of, run_and_report_error
 from train_service.converters.specs import spec_from_proto
 from train_service.domain.spec import CPU, GPU, RUN_DEVICE, THREADS, TrainingSpec
 from train_service.jobs.own_code import ProgramCheck
@@ -112,7 +112,7 @@ def _run(ranks: Ranks, launch: Launch, store: StoreSettings, job_id: str, spec: 
         try:
             opened = open_store(store)
             jobs = TrainingJobs(opened, programs=_check_of(opened))
-            job = jobs.run_here(job_id, spec, RUNNER, _kind(ranks.device))
+            job = jobs.begin_external_attempt(job_id, spec, RUNNER, _kind(ranks.device))
         except MillraceError as error:
             print(f"{RUNNER}: {error.message}", file=sys.stderr)
             code = 2
@@ -145,7 +145,7 @@ def _run_program(ranks: Ranks, launch: Launch, settings: StoreSettings, job_id: 
                         f"spec.program.entry is the script {program.entry}; name its training function, module:function"
                     )
                 jobs = TrainingJobs(store, programs=_check_of(store))
-                job = jobs.run_here(job_id, spec, RUNNER, _kind(ranks.device))
+                job = jobs.begin_external_attempt(job_id, spec, RUNNER, _kind(ranks.device))
             except MillraceError as error:
                 print(f"{RUNNER}: {error.message}", file=sys.stderr)
                 code = 2
@@ -160,7 +160,7 @@ def _run_program(ranks: Ranks, launch: Launch, settings: StoreSettings, job_id: 
                 job.attempt,
                 spec,
                 ranks.world_size,
-                tell=lambda kind, payload: reporter.tell(kind, **payload),
+                report_event=lambda kind, payload: reporter.emit(kind, **payload),
                 stop_reason=lambda: reporter.stop_reason,
             )
             handle = stack.enter_context(handling(store, job.name, job.attempt, spec, coordinator))
@@ -268,7 +268,7 @@ def _attempt(job: JobRecord, store: ObjectStore, trained: Callable[[AttemptConte
             retry_on_outage(lambda: report_device(store, context.job), "the change of the device")
             return trained(context)
 
-        return told(context, report_trained)
+        return run_and_report_error(context, report_trained)
 
     # torchrun sends SIGTERM to the ranks if one of them fails.
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -17,17 +17,17 @@ from millrace_client.errors import DeadlineExceeded, MillraceError, from_status
 # The limit of one WaitOperation, so that progress is seen in between.
 POLL_INTERVAL_S = 1.0
 
-Result = TypeVar("Result", bound=Message)
+OperationResult = TypeVar("Result", bound=Message)
 
 
-class Operation(Generic[Result]):
+class Operation(Generic[OperationResult]):
     """A `google.longrunning.Operation` with the types of its result and metadata."""
 
     def __init__(
         self,
         caller: Caller,
         proto: operations_pb2.Operation,
-        result_type: Callable[[], Result],
+        result_type: Callable[[], OperationResult],
         metadata_type: Callable[[], Message],
     ) -> None:
         self._caller = caller
@@ -65,8 +65,8 @@ class Operation(Generic[Result]):
     def wait(
         self,
         timeout_s: float = 3600.0,
-        on_progress: Callable[[Operation[Result]], object] | None = None,
-    ) -> Result:
+        on_progress: Callable[[Operation[OperationResult]], object] | None = None,
+    ) -> OperationResult:
         """Wait for the result.
 
         Raises the operation's error, or `DeadlineExceeded` after `timeout_s`; the operation then continues. The server

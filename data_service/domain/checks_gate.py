@@ -191,7 +191,7 @@ def population_stability_index(
     if not (_present(parent) and _present(new)):
         return None
     if all(one.numbers is None or _has_booleans(one) for one in parent):
-        listed = _Listed.of(parent)
+        listed = _Listed.from_statistics(parent)
         return None if listed is None or new_counts is None else _over_values(listed, new_counts)
     parent_counts = _complete_counts(parent)
     if parent_counts is not None and new_counts is not None:
@@ -269,7 +269,7 @@ class _Listed:
     unlisted: int
 
     @classmethod
-    def of(cls, splits: Sequence[ColumnStatistics]) -> _Listed | None:
+    def from_statistics(cls, splits: Sequence[ColumnStatistics]) -> _Listed | None:
         """Returns the counts; None if a split has values but lists none."""
         least: Counter[Any] = Counter()
         known: Counter[Any] = Counter()  # the part of `unlisted` from splits that list the value

@@ -81,14 +81,14 @@ class PredictSpec:
         return cls(**{**fields_of(cls, record), **read})
 
 
-def check(spec: PredictSpec) -> None:
+def check_prediction(spec: PredictSpec) -> None:
     """Raises `InvalidArgument` naming every field that is invalid regardless of the resources it names."""
-    problems = list(_problems(spec))
+    problems = list(_prediction_problems(spec))
     if problems:
         raise invalid_fields(problems)
 
 
-def _problems(spec: PredictSpec) -> Iterator[Problem]:
+def _prediction_problems(spec: PredictSpec) -> Iterator[Problem]:
     try:
         parse("source", spec.source, SOURCE_PATTERN)
     except MillraceError:

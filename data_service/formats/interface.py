@@ -74,7 +74,7 @@ class _Gunzip:
     def __init__(self, compressed: io.BufferedReader[_Raw], raw: _Raw) -> None:
         self._file = gzip.GzipFile(fileobj=compressed, mode="rb")
         self._raw = raw
-        self._given = 0
+        self._returned_bytes = 0
 
     def read(self, size: int) -> bytes:
         try:
@@ -83,9 +83,9 @@ class _Gunzip:
             raise DecompressionError("it is gzip, and ends before its end marker") from None
         except (gzip.BadGzipFile, zlib.error) as error:
             raise DecompressionError(f"it is damaged gzip: {error}") from None
-        self._given += len(data)
+        self._returned_bytes += len(data)
         most = max(FREE_BYTES, MAX_RATIO * self._raw.bytes_read)
-        if self._given > most:
+        if self._returned_bytes > most:
             raise DecompressionError(f"it decompresses to more than {most} bytes, {MAX_RATIO} times its size")
         return data
 

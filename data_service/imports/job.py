@@ -116,12 +116,12 @@ class _Import:
         screen = self._screen(f"counted-{QUARANTINE}")
         with screen.bad_rows:
             counts = {split: sum(len(table) for table in self._rows(split, screen)) for split in self._imported}
-        with self._problems.told():
+        with self._problems.translating_errors():
             return {split: route(split, counts[split], self._spec.hold_outs) for split in counts}
 
     def _lay_out(self, routings: Mapping[str, Routing]) -> list[SplitRange]:
         order = [*self._imported, *(one.to_split for one in self._spec.hold_outs)]
-        with self._problems.told():
+        with self._problems.translating_errors():
             return lay_out(routings.values(), order)
 
     def _write(self, split: str, screen: Screen, written: SplitFiles, counted: int | None) -> None:
@@ -387,7 +387,7 @@ class SplitProblems:
             self._left_out[split] = _counts(bad_rows) - before
 
     @contextmanager
-    def told(self) -> Iterator[None]:
+    def translating_errors(self) -> Iterator[None]:
         """Translates layout errors of the body.
 
         Raises `FailedPrecondition` for a split whose rows were all left out, and `InvalidArgument` naming the field for

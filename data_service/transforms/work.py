@@ -427,7 +427,7 @@ class VersionRows:
         packed: list[RowGroup] = []
         size_bytes = 0
         for group in groups:
-            group_bytes = sizes.told(group)
+            group_bytes = sizes.reported_bytes(group)
             size_bytes += group_bytes
             if packed and (len(packed) == max_groups or size_bytes > READ_BYTES):
                 yield packed

@@ -51,7 +51,7 @@ class UploadServicerPart(data_service_pb2_grpc.DataServiceServicer):
     async def UploadChunks(
         self, request_iterator: AsyncIterator[data_service_pb2.UploadChunksRequest], context: Context
     ) -> AsyncIterator[data_service_pb2.UploadChunksResponse]:
-        with self._sends.one() as slot:
+        with self._sends.slot() as slot:
             async with aclosing(self._uploads.receive(_chunks(request_iterator, slot))) as sizes:
                 async for size in sizes:
                     with slot.waiting():

@@ -368,7 +368,7 @@ class UploadFinisher:
 
         The dataset is `datasets/{d}` with that uid.
         """
-        for upload in self._of(dataset, dataset_uid):
+        for upload in self._uploads_of(dataset, dataset_uid):
             if references := live_references(self._store, upload.name):
                 raise _in_use(upload.name, references[0])
 
@@ -377,11 +377,11 @@ class UploadFinisher:
 
         Uploads that imports read stay.
         """
-        for upload in self._of(dataset, dataset_uid):
+        for upload in self._uploads_of(dataset, dataset_uid):
             with suppress(FailedPrecondition, NotFound):  # in use; or just removed by another process
                 self.abort(upload.name, upload.uid)
 
-    def _of(self, dataset: str, dataset_uid: str) -> Iterator[UploadRecord]:
+    def _uploads_of(self, dataset: str, dataset_uid: str) -> Iterator[UploadRecord]:
         """Yields the dataset's uploads that are not removed."""
         for key in self._live.markers(dataset):
             live = self._live.read(key)

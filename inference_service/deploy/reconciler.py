@@ -89,9 +89,9 @@ class Reconciler:
         """
         return list(self._unloader.going)
 
-    def on_going(self, tell: Callable[[], None]) -> None:
+    def on_going(self, callback: Callable[[], None]) -> None:
         """Sets the callback for each application that starts to be removed."""
-        self._unloader.on_going = tell
+        self._unloader.on_going = callback
 
     def wake(self) -> None:
         """Starts a pass at once, because something has changed."""

@@ -297,7 +297,7 @@ async def compared(
     comparing = _Comparing(models, deployment, versions, signature)
     for start, stop in pieces(len(rows), min(deployment.spec.max_batch_size, deployment.spec.max_queued_rows)):
         await comparing.add(rows.slice(start, stop))
-    found = comparing.difference.told()
+    found = comparing.difference.result()
     if not found.rows:
         raise FailedPrecondition(
             f"both versions of {deployment.name} refuse all {found.refused} rows of split {wanted.split!r} of "

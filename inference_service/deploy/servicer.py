@@ -59,23 +59,23 @@ class DeploymentServicer(pb_grpc.DeploymentServiceServicer):
         return operation_of(deployment)
 
     async def GetDeployment(self, request: pb.GetDeploymentRequest, context: Context) -> pb.Deployment:
-        return self._told(await asyncio.to_thread(self._manager.get, request.name))
+        return self._as_message(await asyncio.to_thread(self._manager.get, request.name))
 
     async def WatchDeployment(
         self, request: pb.WatchDeploymentRequest, context: Context
     ) -> AsyncIterator[pb.Deployment]:
         poll = await asyncio.to_thread(self._manager.follow, request.name)
-        told = None
+        last = None
         while (now := await asyncio.to_thread(poll)) is not None:
-            message = self._told(now)
-            if message != told:
-                told = message
+            message = self._as_message(now)
+            if message != last:
+                last = message
                 yield message
             await asyncio.sleep(POLL_INTERVAL_S)
 
     async def ListDeployments(self, request: pb.ListDeploymentsRequest, context: Context) -> pb.ListDeploymentsResponse:
         found, token = await asyncio.to_thread(self._manager.page, request.page_size, request.page_token)
-        return pb.ListDeploymentsResponse(deployments=map(self._told, found), next_page_token=token)
+        return pb.ListDeploymentsResponse(deployments=map(self._as_message, found), next_page_token=token)
 
     async def DeleteDeployment(
         self, request: pb.DeleteDeploymentRequest, context: Context
@@ -95,12 +95,12 @@ class DeploymentServicer(pb_grpc.DeploymentServiceServicer):
     async def UpdateDeployment(self, request: pb.UpdateDeploymentRequest, context: Context) -> pb.Deployment:
         deployment = await asyncio.to_thread(self._rollouts.change, *change_from_proto(request))
         self._changed(deployment)
-        return self._told(deployment)
+        return self._as_message(deployment)
 
     async def Rollback(self, request: pb.RollbackRequest, context: Context) -> pb.Deployment:
         deployment = await asyncio.to_thread(self._rollouts.back, request.name, request.etag)
         self._changed(deployment)
-        return self._told(deployment)
+        return self._as_message(deployment)
 
-    def _told(self, deployment: Deployment) -> pb.Deployment:
+    def _as_message(self, deployment: Deployment) -> pb.Deployment:
         return deployment_to_proto(deployment, self._replicas)

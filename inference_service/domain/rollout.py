@@ -296,7 +296,7 @@ class Difference:
         if any(spec.name == LABEL for spec in specs):
             self.agreeing = self.agreeing or 0
 
-    def told(self) -> Compared:
+    def result(self) -> Compared:
         agreement = None if self.agreeing is None or not self.rows else self.agreeing / self.rows
         return Compared(self.rows, agreement, self.greatest, self.refused, self.refused_by_one)
 

@@ -90,7 +90,8 @@ def with_version_loaded(deployment: Deployment, loaded: ModelVersion, now_s: flo
     if not rollout.plan.allow_new_signature and old is not None and not _serves_alike(old, loaded.signature):
         error = FailedPrecondition(
             f"version {loaded.number} of {deployment.name} does not take and give what the old one does: "
-            f"{_told(loaded.signature)} instead of {_told(old)}; to roll it out all the same set allow_new_signature",
+            f"{_signature_text(loaded.signature)} instead of {_signature_text(old)}; to roll it out all the same "
+            "set allow_new_signature",
             reason="NEW_SIGNATURE",
             metadata={"resource": deployment.name, "model_version": loaded.number},
         )
@@ -308,7 +309,7 @@ def _serves_alike(old: Signature, new: Signature | None) -> bool:
     return old == new and new is not None and len(old.offered) <= len(new.offered)
 
 
-def _told(signature: Signature | None) -> str:
+def _signature_text(signature: Signature | None) -> str:
     if signature is None:
         return "nothing"
     given, made = (

@@ -97,7 +97,7 @@ class Preprocessing:
 
         A row whose input would have a NaN or an infinity is refused, too, unless the deployment allows them.
         """
-        prepared, refused, failed = self._made(rows, moved)
+        prepared, refused, failed = self._prepare(rows, moved)
         if self._allows_non_finite or not (rows.form == PREPARED or self._raw_may_be_non_finite):
             return prepared, refused, failed
         if rows.form == PREPARED:
@@ -114,7 +114,7 @@ class Preprocessing:
             failed,
         )
 
-    def _made(self, rows: Rows, moved: Callable[[], None]) -> tuple[Array, dict[int, str], dict[int, MillraceError]]:
+    def _prepare(self, rows: Rows, moved: Callable[[], None]) -> tuple[Array, dict[int, str], dict[int, MillraceError]]:
         if rows.form == PREPARED:
             return rows.values[self._input_column], {}, {}
         began_s = time.monotonic()

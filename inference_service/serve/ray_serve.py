@@ -236,8 +236,8 @@ class ServeModel:
 
     async def report_load(self, frontend: str, load: Load) -> None:
         """Reports the load; raises the first error after all replicas were called."""
-        told = self._handle.broadcast("report_load", frontend, load)
-        for answer in await told.results_async(timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True):
+        calls = self._handle.broadcast("report_load", frontend, load)
+        for answer in await calls.results_async(timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True):
             if isinstance(answer, Exception):
                 raise answer
 
@@ -259,7 +259,7 @@ class ServeModel:
             ) from None
 
     async def _call(self, rows: Rows, *, busy_too: bool = False) -> Outputs:
-        replica = await self._local.free(busy_too=busy_too)
+        replica = await self._local.least_loaded(busy_too=busy_too)
         with tracing().span("replica", outgoing=True, way="handle" if replica is None else "socket"):
             headers = tracing().headers()
             if headers is not None:

@@ -161,7 +161,7 @@ class ModelReplica:
 
     async def report_load(self, frontend: str, load: Load) -> None:
         """Records the load of one frontend for all replicas of this version together."""
-        self._loads.tell(frontend, load)
+        self._loads.add(frontend, load)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Returns the load for Ray Serve's autoscaler."""
@@ -345,7 +345,7 @@ class LoadAggregator:
         self._clock = clock
         self._loads: dict[str, tuple[Load, float]] = {}  # by frontend
 
-    def tell(self, frontend: str, load: Load) -> None:
+    def add(self, frontend: str, load: Load) -> None:
         self._loads = {**self._present(), frontend: (load, self._clock())}
 
     def in_all(self) -> dict[str, float]:

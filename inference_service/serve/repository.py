@@ -294,7 +294,7 @@ class SummedStatistics:
         self._peers.leave(FILE, own.SerializeToString())
         self._counted = counted
 
-    def of(self, model_name: str, model_version: str) -> list[pb.ModelStatistics]:
+    def statistics_of(self, model_name: str, model_version: str) -> list[pb.ModelStatistics]:
         """Returns the statistics of the selected versions; raises the errors of `Models.listed_of`."""
         found = self._models.listed_of(model_name, model_version)
         others = [

@@ -105,7 +105,7 @@ class OpenInferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
         return pb.ModelConfigResponse(config=config_to_proto(*self._models.signature(request.name, request.version)))
 
     async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
-        return pb.ModelStatisticsResponse(model_stats=self._statistics.of(request.name, request.version))
+        return pb.ModelStatisticsResponse(model_stats=self._statistics.statistics_of(request.name, request.version))
 
     async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
         _check_repository(request.repository_name)

@@ -209,7 +209,7 @@ class LocalReplicas:
         self._broken_s: dict[Path, float] = {}
         self._searching = asyncio.Lock()
 
-    async def free(self, *, busy_too: bool = False) -> _FrontendConnection | None:
+    async def least_loaded(self, *, busy_too: bool = False) -> _FrontendConnection | None:
         """Returns the least busy connection with capacity for a batch.
 
         Returns None if no replica here has capacity, or if other machines have replicas, too. With `busy_too`, capacity

@@ -119,7 +119,7 @@ def load_program_checkpoint(store: Readable, folder: str, manifest_sha256: str) 
     return ProgramContent.from_manifest(manifest)
 
 
-def read_pieces(
+def read_program_file(
     store: Readable, folder: str, file: ProgramFile, advanced: Callable[[], None] = lambda: None
 ) -> Iterator[bytes]:
     """Yield the bytes of one file. Raises `DataLoss` after the last piece if they differ from the manifest."""
@@ -131,6 +131,6 @@ def verify_program_checkpoint(store: Readable, folder: str, manifest_sha256: str
     """Read every file once. Raises `DataLoss`."""
     content = load_program_checkpoint(store, folder, manifest_sha256)
     for file in content.files:
-        for _ in read_pieces(store, folder, file):
+        for _ in read_program_file(store, folder, file):
             pass
     return content

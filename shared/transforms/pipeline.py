@@ -301,7 +301,7 @@ def build_step(
         raise StepError(f"leave it empty: {op} names its columns itself", "column")
     else:
         column = ""
-    step = kind.of(getattr(message, op), column)
+    step = kind.from_message(getattr(message, op), column)
     if isinstance(step, Custom) and custom_allowed is not None and step.function not in custom_allowed:
         allowed = ", ".join(sorted(custom_allowed)) or "none"
         raise StepError(f"{step.function!r} is not allowed here; allowed are: {allowed}", "custom.function")

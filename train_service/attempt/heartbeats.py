@@ -148,13 +148,13 @@ class HeartbeatServer:
 
     def ask_to_stop(self, reason: int) -> None:
         """Ask the ranks to stop. Rank 0 makes all of them stop after the same step."""
-        self._tell({"stop": reason})
+        self._send_to_ranks({"stop": reason})
 
     def stacks(self, timeout_s: float) -> dict[int, str]:
         """Return the stacks of all threads, by rank. Ranks that do not answer in time are left out."""
         for one in self.heard():
             one.stacks = ""
-        self._tell({"dump": True})
+        self._send_to_ranks({"dump": True})
         until = time.monotonic() + timeout_s
         with self._changed:
             while any(not one.stacks for one in self._ranks.values() if not (one.left or one.lost)):
@@ -164,7 +164,7 @@ class HeartbeatServer:
                 self._changed.wait(left)
             return {rank: one.stacks for rank, one in self._ranks.items() if one.stacks}
 
-    def _tell(self, order: dict[str, Any]) -> None:
+    def _send_to_ranks(self, order: dict[str, Any]) -> None:
         for one in self.at_work():
             # A stopped process reads nothing, but its socket's buffer has room for these few bytes.
             with contextlib.suppress(OSError):

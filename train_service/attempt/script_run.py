@@ -463,7 +463,7 @@ class ScriptRun:
 
     def _warn(self, text: str) -> None:
         logger.warning("%s", text)
-        self._reporter.tell(EventKind.WARNING, text=text)
+        self._reporter.emit(EventKind.WARNING, text=text)
 
 
 class _Refused(Exception):
@@ -535,7 +535,7 @@ class ScriptSweep:
         Returns `trials`: for each trial its `name`, `config`, `error` and `checkpoints`, oldest first. Raises the error
         for which the sweep failed. Cancels the sweep if the job is cancelled.
         """
-        record = retry_on_outage(lambda: self._made(spec), "the sweep of the script")
+        record = retry_on_outage(lambda: self._new_record(spec), "the sweep of the script")
         try:
             while not record.state.final:
                 time.sleep(SWEEP_POLL_INTERVAL_S)
@@ -549,7 +549,7 @@ class ScriptSweep:
             raise self._failed(record)
         return {"trials": [self._trial(spec, number) for number in range(spec.trial_count)]}
 
-    def _made(self, spec: SweepSpec) -> JobRecord:
+    def _new_record(self, spec: SweepSpec) -> JobRecord:
         now = time.time()
         record = JobRecord(
             uid=self._uid,

@@ -204,9 +204,9 @@ class Supervision:
             stacks = {**end_hard(ranks), **stacks}
         standing = culprits(suspects, stacks, unresponsive)
         at = {state.rank: state.step for state in states}
-        told = ", ".join(f"rank {rank} at step {at[rank]}{self._line(stacks.get(rank, ''))}" for rank in standing)
+        described = ", ".join(f"rank {rank} at step {at[rank]}{self._line(stacks.get(rank, ''))}" for rank in standing)
         self.cause = Unavailable(
-            f"{told} stood still for more than {limit:.0f} s; the stacks of all ranks are in its logs",
+            f"{described} stood still for more than {limit:.0f} s; the stacks of all ranks are in its logs",
             reason="RANK_HUNG",
             metadata={"ranks": ",".join(str(rank) for rank in standing)},
         )

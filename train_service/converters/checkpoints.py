@@ -116,7 +116,7 @@ def _request(header: Any, custom_allowed: Collection[str]) -> CheckpointImportRe
     return CheckpointImportRequest(
         job_id=header.training_job_id,
         spec=spec_from_proto(training, custom_allowed),
-        given=given,
+        input_column=given,
         class_names=tuple(asked.class_names),
         names=_names(asked.names),
         files=[SentFile(one.path, one.size_bytes, one.sha256) for one in header.files],

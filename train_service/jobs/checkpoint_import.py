@@ -81,13 +81,13 @@ class SentFile:
 class CheckpointImportRequest:
     """The request in the first message.
 
-    `spec` is the specification of the checkpoint's job. `given` is the column of an input tensor, or None if
+    `spec` is the specification of the checkpoint's job. `input_column` is the column of an input tensor, or None if
     `spec.dataset_version` has the columns. `names` is `NameMap` as plain values.
     """
 
     job_id: str
     spec: TrainingSpec
-    given: Column | None
+    input_column: Column | None
     class_names: Sequence[str]
     names: Mapping[str, Any]
     files: Sequence[SentFile]
@@ -203,12 +203,12 @@ class CheckpointImports:
         spec = request.spec
         # An import has neither epochs nor a batch size.
         spec_rules.check(replace(spec, epochs=1, global_batch_size=2))
-        if (request.given is None) == (not spec.dataset_version):
+        if (request.input_column is None) == (not spec.dataset_version):
             raise invalid_field("spec.input", spec.dataset_version, "give either input or dataset_version")
         columns: Sequence[Column]
         version: DatasetVersion | None = None
-        if request.given is not None:
-            columns = [request.given]
+        if request.input_column is not None:
+            columns = [request.input_column]
         else:
             names.parse("spec.dataset_version", spec.dataset_version, "datasets/{d}/versions/{v}")
             version = load_version(self._store, spec.dataset_version)

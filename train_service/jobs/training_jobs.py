@@ -122,7 +122,7 @@ class TrainingJobs:
                 self.check_ever_fits(spec)
             return self._view(first or self.make(job, spec))
 
-    def run_here(self, job_id: str, spec: TrainingSpec, runner: str, device: str) -> JobRecord:
+    def begin_external_attempt(self, job_id: str, spec: TrainingSpec, runner: str, device: str) -> JobRecord:
         """Begin an attempt that the caller must run.
 
         Returns the job with that attempt; the caller is its `runner`.

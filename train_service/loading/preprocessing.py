@@ -74,8 +74,8 @@ class Preprocessing:
         whole = Pipeline.from_config(spec.transform, spec.input_column, FIELD, asked=asked)
         _check_steps(whole)
         schemas = _schemas(whole, given, spec)
-        self._made = schemas[-1].get(spec.input_column)
-        if self._made is None:
+        self._input_type = schemas[-1].get(spec.input_column)
+        if self._input_type is None:
             raise invalid_field(
                 FIELD, spec.input_column, f"it takes the input column away and leaves {_names(schemas[-1])}"
             )
@@ -101,7 +101,7 @@ class Preprocessing:
     @property
     def output(self) -> TensorSpec:
         """The model's input for one row. Raises `InvalidArgument` unless it is a tensor of a fixed shape."""
-        made = self._made
+        made = self._input_type
         lengths = [length for length in made.shape if length is not None] if isinstance(made, TensorType) else []
         if not isinstance(made, TensorType) or len(lengths) < len(made.shape):
             remedy = f"column {self.input_column!r} must become a float32 tensor of a fixed shape; add steps"

@@ -33,7 +33,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from shared.checkpoint.program import ProgramFile, load_program_checkpoint, read_pieces
+from shared.checkpoint.program import ProgramFile, load_program_checkpoint, read_program_file
 from shared.checkpoint.reading import Readable
 from shared.errors import DataLoss, FailedPrecondition, Internal
 from train_service.store_retry import retry_on_outage
@@ -212,7 +212,7 @@ class NodeCopies:
                 raise DataLoss(f"{checkpoint['name']} names a file outside of its folder: {file.path}")
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("wb") as written:
-                for piece in read_pieces(self._store, checkpoint["folder"], file, self._advanced):
+                for piece in read_program_file(self._store, checkpoint["folder"], file, self._advanced):
                     written.write(piece)
 
         with ThreadPoolExecutor(DOWNLOADS, thread_name_prefix="checkpoint") as downloads:

@@ -58,7 +58,7 @@ FOLDER_NAME = re.compile(r"report-(?P<report>\d{8})-a(?P<attempt>\d{5})-[0-9a-f]
 
 Reply = Callable[[dict[str, Any]], None]
 # Writes an event of the run; its payload fits the message of its kind.
-Tell = Callable[[EventKind, dict[str, Any]], None]
+ReportEvent = Callable[[EventKind, dict[str, Any]], None]
 
 
 @dataclass
@@ -75,7 +75,7 @@ class ReportPart:
     optimizer_steps: int
 
     @classmethod
-    def of(cls, rank: int, body: Mapping[str, Any]) -> ReportPart:
+    def from_body(cls, rank: int, body: Mapping[str, Any]) -> ReportPart:
         files = body.get("files")
         return cls(
             rank=rank,
@@ -173,7 +173,7 @@ class ReportCoordinator:
         spec: TrainingSpec,
         world_size: int,
         *,
-        tell: Tell,
+        report_event: ReportEvent,
         stop_reason: Callable[[], int] = lambda: GO_ON,
         named_after_s: float = MISSING_NAMED_AFTER_S,
         missing_for_s: float = MISSING_FOR_S,
@@ -183,9 +183,9 @@ class ReportCoordinator:
     ) -> None:
         """Prepare the coordination of a run.
 
-        `tell` writes events; `stop_reason` returns the requested stop of the run, see `reporting`. For a script, `fit`
-        is the number of its run, which resumes only from its own checkpoints, and `reports_before` the number of the
-        newest report of any other run. `began_before`: an earlier attempt began this run.
+        `report_event` writes events; `stop_reason` returns the requested stop of the run, see `reporting`. For a
+        script, `fit` is the number of its run, which resumes only from its own checkpoints, and `reports_before` the
+        number of the newest report of any other run. `began_before`: an earlier attempt began this run.
         """
         assert spec.program is not None
         self._store = store
@@ -194,7 +194,7 @@ class ReportCoordinator:
         self._spec = spec
         self._program: Program = spec.program
         self._world_size = world_size
-        self._tell = tell
+        self._report_event = report_event
         self._stop_reason = stop_reason
         self._named_after_s = named_after_s
         self._missing_for_s = missing_for_s
@@ -313,7 +313,7 @@ class ReportCoordinator:
             retry_on_outage(lambda: self._registry.finish(name, self._attempt), "the final checkpoint")
         else:
             text = "the program ended without a checkpoint: nothing of it can be resumed, loaded or served"
-            self._tell(EventKind.WARNING, {"text": text})
+            self._report_event(EventKind.WARNING, {"text": text})
 
     def _run(self) -> None:
         try:
@@ -384,7 +384,7 @@ class ReportCoordinator:
             "step": start.report,
             "checkpoint": start.entry.name if start.entry else "",
         }
-        self._tell(EventKind.ATTEMPT_STARTED, started)
+        self._report_event(EventKind.ATTEMPT_STARTED, started)
 
     def _warn_of_replay(self) -> None:
         """Warn if the program resumes within an epoch.
@@ -454,7 +454,7 @@ class ReportCoordinator:
             raise Internal(
                 f"rank {rank} reports number {number}, and number {self._number} is due", reason="REPORT_LOST"
             )
-        part = ReportPart.of(rank, body)
+        part = ReportPart.from_body(rank, body)
         if part.shards:
             self._check_shards(part)
         check_drawn(rank, part.indices, self._indices)
@@ -600,7 +600,7 @@ class ReportCoordinator:
         )
         retry_on_outage(lambda: self._registry.commit(entry), "a checkpoint")
         self._newest = entry
-        self._tell(EventKind.CHECKPOINT_COMMITTED, entry.as_state())
+        self._report_event(EventKind.CHECKPOINT_COMMITTED, entry.as_state())
         if self._spec.checkpoints.keep_newest:
             damaged = self._start.damaged
             retry_on_outage(
@@ -614,8 +614,8 @@ class ReportCoordinator:
             return
         self._progress_at = now
         others = dict(part.metrics)
-        told: dict[str, Any] = {name: others.pop(name) for name in ("loss", "accuracy") if name in others}
-        self._tell(EventKind.PROGRESS, {"step": number, "epoch": part.epoch, **told, "metrics": others})
+        main: dict[str, Any] = {name: others.pop(name) for name in ("loss", "accuracy") if name in others}
+        self._report_event(EventKind.PROGRESS, {"step": number, "epoch": part.epoch, **main, "metrics": others})
 
     def _absent(self) -> list[int]:
         return [rank for rank in range(self._world_size) if rank not in self._parts] if self._parts else []
@@ -676,7 +676,7 @@ class ReportCoordinator:
 
     def _warn(self, text: str) -> None:
         logger.warning("%s", text)
-        self._tell(EventKind.WARNING, {"text": text})
+        self._report_event(EventKind.WARNING, {"text": text})
 
 
 def _adds_line(error: MillraceError, cause: MillraceError) -> bool:

@@ -256,7 +256,8 @@ def settled(
         taken["lanes"] = lanes or default_lanes(min(workers, spec_rules.MAX_WORKERS))
         if lanes and workers > lanes:
             raise InvalidArgument(
-                f"{line}: {_of(asked)} is more than the {lanes} lanes that this job's first run began with, and its "
+                f"{line}: {_scaling_text(asked)} is more than the {lanes} lanes that this job's first run began "
+                "with, and its "
                 f"rows keep their order; ask for at most {lanes} workers, or run the script as a job of its own",
                 reason="MORE_WORKERS_THAN_LANES",
             )
@@ -390,7 +391,7 @@ def _shown(path: str) -> str:
     return {"placement.timeout_s": "placement.timeout", "checkpoints.maximize": "checkpoints.order"}.get(path, path)
 
 
-def _of(asked: Asked) -> str:
+def _scaling_text(asked: Asked) -> str:
     return f"ScalingConfig(num_workers={_workers(asked.num_workers)})"
 
 

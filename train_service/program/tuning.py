@@ -180,7 +180,9 @@ class TrialResults:
     maximize: bool
 
     @classmethod
-    def of(cls, described: Mapping[str, Any], settings: Mapping[str, Any], fetch: Callable[[str], str]) -> TrialResults:
+    def from_answer(
+        cls, described: Mapping[str, Any], settings: Mapping[str, Any], fetch: Callable[[str], str]
+    ) -> TrialResults:
         """Build the results. `described` is the attempt's answer, see `ScriptSweep.ended`."""
         results = [_result(one, fetch) for one in described["trials"]]
         return cls(results, settings["metric"], settings["maximize"])

@@ -125,7 +125,7 @@ def run_program(
         try:
             request = config.spec.placement.resources_per_worker.get("memory", 0.0)
             beside = local.local_world_size if local is not None else ranks_of_node
-            limit = MemoryLimit.of(request, beside, NodeMemory.read())
+            limit = MemoryLimit.for_rank(request, beside, NodeMemory.read())
 
             def leave(error: MillraceError) -> None:
                 """End this process at once, before it can allocate more."""

@@ -58,11 +58,11 @@ def follow(trial: Followed, report: Callable[[int, float], None]) -> None:
     are reported at once.
     """
     store = open_store(trial.settings)
-    told = 0
+    last_epoch = 0
     for epoch, value in _validated(store, trial):
         # An attempt that was lost after its last checkpoint may have reported these epochs already.
-        if epoch > told:
-            told = epoch
+        if epoch > last_epoch:
+            last_epoch = epoch
             report(epoch, value)
 
 

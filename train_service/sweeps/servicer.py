@@ -158,7 +158,7 @@ def _plain(value: Any, path: str, where: str) -> Any:
     return plain.removeprefix(prefix) if isinstance(plain, str) else plain
 
 
-def _told(parameters: dict[str, Any]) -> dict[str, Any]:
+def _with_prefixes(parameters: dict[str, Any]) -> dict[str, Any]:
     return {path: f"{_PREFIXES[path]}{value}" if path in _PREFIXES else value for path, value in parameters.items()}
 
 
@@ -175,7 +175,7 @@ def _spec_to_proto(spec: SweepSpec) -> sweep_pb2.SweepSpec:
         into = getattr(message.parameters[path], domain.kind)
         if domain.kind in (GRID, CHOICE):
             for value in domain.values:
-                json_format.ParseDict(_told({path: value})[path], into.values.add())
+                json_format.ParseDict(_with_prefixes({path: value})[path], into.values.add())
         elif domain.kind == INTEGERS:
             into.low, into.high = int(domain.low), int(domain.high)
         else:
@@ -201,7 +201,7 @@ def _trial(trial: Trial, spec: SweepSpec) -> sweep_pb2.Trial:
         epochs_done=trial.epochs_done,
         epochs=trial.epochs,
     )
-    set_values(message.parameters, _told(trial.parameters))
+    set_values(message.parameters, _with_prefixes(trial.parameters))
     if trial.job and trial.job.state is JobState.FAILED and trial.job.error:
         message.error.CopyFrom(status_proto_from_record(trial.job.error))
     return message

@@ -120,11 +120,11 @@ def train_loop(
         except Stopped as stopped:
             logger.info("stopped early: %s", stopped)
         except Exception as error:
-            told = as_reported(error, ranks.rank, heartbeat.step)
-            if told is error:
+            reported = as_reported(error, ranks.rank, heartbeat.step)
+            if reported is error:
                 raise
-            logger.exception("%s", told)
-            raise told from error
+            logger.exception("%s", reported)
+            raise reported from error
 
 
 def watch_memory(
@@ -149,7 +149,9 @@ def watch_memory(
             end_process(error)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    limit = MemoryLimit.of(spec.placement.resources_per_worker.get("memory", 0.0), ranks_of_node, NodeMemory.read())
+    limit = MemoryLimit.for_rank(
+        spec.placement.resources_per_worker.get("memory", 0.0), ranks_of_node, NodeMemory.read()
+    )
     return MemoryWatch(rank, limit, leave, _code_folder(spec))
 
 
@@ -332,8 +334,8 @@ class Run:
         if reporter and rows:
             others = {name.removeprefix("validation_"): value for name, value in metrics.items()}
             # A regression has no accuracy.
-            told = {name: others.pop(name) for name in ("loss", "accuracy") if name in others}
-            reporter.tell(EventKind.VALIDATED, step=step, epoch=epoch, row_count=rows, **told, metrics=others)
+            main_metrics = {name: others.pop(name) for name in ("loss", "accuracy") if name in others}
+            reporter.emit(EventKind.VALIDATED, step=step, epoch=epoch, row_count=rows, **main_metrics, metrics=others)
         return metrics
 
     def _measured(self, metrics: dict[str, float], name: str) -> float:
@@ -501,7 +503,7 @@ class ProgressMeter:
         self._checkpoint_stall_s += taken.checkpoint_stall_s
         self._steps += 1
         if now - self._reported >= REPORT_INTERVAL_S or taken.step == self._total_steps:
-            self._tell(self._reporter, taken, now)
+            self._report_progress(self._reporter, taken, now)
 
     def _keep(self, taken: StepTaken, report: StepReport, seconds: float) -> None:
         if self._log is not None:
@@ -516,11 +518,11 @@ class ProgressMeter:
             }
             self._log.add(taken.step, taken.epoch, {name: one for name, one in values.items() if math.isfinite(one)})
 
-    def _tell(self, reporter: Reporter, taken: StepTaken, now: float) -> None:
+    def _report_progress(self, reporter: Reporter, taken: StepTaken, now: float) -> None:
         seconds = max(now - self._reported, 1e-9)
         values = self._describe(self._sums)
         others = {name: one for name, one in values.items() if name not in ("loss", "accuracy") and math.isfinite(one)}
-        reporter.tell(
+        reporter.emit(
             EventKind.PROGRESS,
             step=taken.step,
             total_steps=self._total_steps,

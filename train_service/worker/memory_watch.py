@@ -121,7 +121,7 @@ class MemoryLimit:
     is_request: bool
 
     @classmethod
-    def of(cls, request: float, ranks_of_node: int, node: NodeMemory) -> MemoryLimit:
+    def for_rank(cls, request: float, ranks_of_node: int, node: NodeMemory) -> MemoryLimit:
         """Return the limit of a rank. `request` is 0 if the job has none."""
         if request:
             return cls(bytes=int(request), is_request=True)

@@ -50,17 +50,17 @@ def upload(
     name = full_name("datasets", dataset)
     with connected(values) as millrace, console().status(f"sending {file.name} …") as line:
 
-        def tell(durable_bytes: int, total_bytes: int | None) -> None:
+        def show_progress(durable_bytes: int, total_bytes: int | None) -> None:
             of = f" of {size_text(total_bytes)}" if total_bytes is not None else ""
             line.update(f"sending {file.name} … {size_text(durable_bytes)}{of}")
 
         try:
             if resume:
-                sent = millrace.data.resume_upload(resume, file, on_progress=tell)
+                sent = millrace.data.resume_upload(resume, file, on_progress=show_progress)
             else:
                 millrace.data.create_dataset(name.removeprefix("datasets/"), exist_ok=True)
                 send = millrace.data.upload_presigned if presigned else millrace.data.upload
-                sent = send(name, file, upload_id=upload_id, on_progress=tell)
+                sent = send(name, file, upload_id=upload_id, on_progress=show_progress)
         except UploadInterrupted as interrupted:
             raise CommandFailed(
                 f"interrupted; {interrupted.name} stays open for 24 hours",

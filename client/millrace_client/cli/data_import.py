@@ -198,12 +198,12 @@ def wait_with_rows(operation: Operation[Version]) -> Version:
     """Wait for an import, and show the number of rows read."""
     with console().status("importing …") as line:
 
-        def tell(now: Operation[Version]) -> None:
+        def show_progress(now: Operation[Version]) -> None:
             again = f" (attempt {now.metadata.attempt})" if now.metadata.attempt > 1 else ""
             aside = f", {now.metadata.rows_quarantined:,} left out" if now.metadata.rows_quarantined else ""
             line.update(f"importing … {now.metadata.rows_read:,} rows{aside}{again}")
 
-        return operation.wait(AS_LONG_AS_IT_TAKES_S, on_progress=tell)
+        return operation.wait(AS_LONG_AS_IT_TAKES_S, on_progress=show_progress)
 
 
 def _base(append_to: str | None, replaced: str | None) -> data_service_pb2.Base | None:

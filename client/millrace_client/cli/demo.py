@@ -101,7 +101,7 @@ def _find(story: Story) -> Digits:
             digits = find_digits(millrace_home() / "digits")
         except NoDigits as error:
             raise CommandFailed(str(error), remedy="set MNIST_ROOT to a folder with MNIST's four IDX files") from None
-    story.tell(f"digits from {digits.source}")
+    story.say(f"digits from {digits.source}")
     return digits
 
 
@@ -123,7 +123,7 @@ def a_stack(story: Story, import_roots: tuple[Path, ...], *, keep: bool) -> Iter
     """
     home = millrace_home()
     if launch.running_record(home) is not None:
-        story.tell("uses the stack that is already running, and leaves it running")
+        story.say("uses the stack that is already running, and leaves it running")
         yield
         return
     store = _empty_store(home)
@@ -133,7 +133,7 @@ def a_stack(story: Story, import_roots: tuple[Path, ...], *, keep: bool) -> Iter
         with story.stage("Start the stack"):
             options = StackOptions(store=store, import_roots=import_roots)
             stack = start_with_progress(home, options, lifeline=True)
-            story.tell(f"Ray and the data, train and inference services answer; logs in {_short(home / 'logs')}")
+            story.say(f"Ray and the data, train and inference services answer; logs in {_short(home / 'logs')}")
         yield
         if keep:
             stack.keep()
@@ -143,7 +143,7 @@ def a_stack(story: Story, import_roots: tuple[Path, ...], *, keep: bool) -> Iter
         raise
     with story.stage("Stop the stack"):
         _end(home)
-        story.tell("nothing of it is left running")
+        story.say("nothing of it is left running")
 
 
 def _end(home: Path) -> None:

@@ -168,7 +168,7 @@ class _Progress:
     """Prints a line for each new step."""
 
     def __init__(self) -> None:
-        self._told = ""
+        self._shown = ""
 
     def show(self, operation: Operation[pb.Deployment]) -> None:
         now = operation.metadata.rollout
@@ -182,8 +182,8 @@ class _Progress:
             line = f"version {now.version} has {step.percent} % of the traffic, for {lasts}"
         else:
             return
-        if line != self._told:
-            self._told = line
+        if line != self._shown:
+            self._shown = line
             console().print(f"   {line}")
 
 

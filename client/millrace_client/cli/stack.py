@@ -100,7 +100,9 @@ def status(ctx: click.Context, /, as_json: bool, **values: Any) -> None:
         except Unauthenticated as error:
             # Health needs no token, so it is still shown.
             refusal = error
-    rows = [(service, health[service], addresses.of(service), addresses.origins[service]) for service in SERVICES]
+    rows = [
+        (service, health[service], addresses.address_of(service), addresses.origins[service]) for service in SERVICES
+    ]
     if record is not None:
         ray = "SERVING" if answers(record.ray_address) else "UNREACHABLE"
         rows.insert(0, ("ray", ray, record.ray_address, "stack"))

@@ -56,7 +56,7 @@ def cancel(job: str, as_json: bool, **values: Any) -> None:
             now: Job | Sweep = millrace.train.cancel_sweep(job)
         else:
             now = millrace.train.cancel_training_job(full_name("trainingJobs", job))
-    _tell(now, as_json)
+    _print_state(now, as_json)
 
 
 @click.command(cls=PlainCommand)
@@ -68,7 +68,7 @@ def suspend(job: str, etag: str, as_json: bool, **values: Any) -> None:
     """Ask JOB to take a checkpoint and to free its workers."""
     with connected(values) as millrace:
         now = millrace.train.suspend_training_job(full_name("trainingJobs", job), etag=etag)
-    _tell(now, as_json)
+    _print_state(now, as_json)
 
 
 @click.command(cls=PlainCommand)
@@ -80,7 +80,7 @@ def resume(job: str, etag: str, as_json: bool, **values: Any) -> None:
     """Go on with JOB, which was suspended or cancelled or has failed, from its newest good checkpoint."""
     with connected(values) as millrace:
         now = millrace.train.resume_training_job(full_name("trainingJobs", job), etag=etag)
-    _tell(now, as_json)
+    _print_state(now, as_json)
 
 
 @click.command(cls=PlainCommand)
@@ -104,10 +104,10 @@ def delete(job: str, etag: str, yes: bool, as_json: bool, **values: Any) -> None
             now: Job | Sweep = millrace.train.delete_sweep(name, etag=etag)
         else:
             now = millrace.train.delete_training_job(name, etag=etag)
-    _tell(now, as_json)
+    _print_state(now, as_json)
 
 
-def _tell(now: Job | Sweep, as_json: bool) -> None:
+def _print_state(now: Job | Sweep, as_json: bool) -> None:
     if as_json:
         print_json(now)
     else:

@@ -30,7 +30,7 @@ from millrace_client.specs import import_spec
 
 COLLECTION = "trainingJobs"
 # The most names shown of each list of a report.
-MAX_SHOWN = 10
+MAX_SHOWN_LINES = 10
 
 
 @click.command(cls=PlainCommand)
@@ -206,9 +206,9 @@ def _show_report(report: checkpoint_import_pb2.ImportReport) -> None:
         ("no tensors, left out", report.other_count, list(report.others)),
     ):
         if count:
-            more = f" and {count - MAX_SHOWN:,} more" if count > MAX_SHOWN else ""
+            more = f" and {count - MAX_SHOWN_LINES:,} more" if count > MAX_SHOWN_LINES else ""
             console().print(
-                f"  {count:,} {what}: ", verbatim(", ".join(names[:MAX_SHOWN]) + more), sep="", soft_wrap=True
+                f"  {count:,} {what}: ", verbatim(", ".join(names[:MAX_SHOWN_LINES]) + more), sep="", soft_wrap=True
             )
     if report.dropped_count:
         console().print(f"  {report.dropped_count:,} dropped")

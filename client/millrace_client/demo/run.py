@@ -44,27 +44,27 @@ def run(
     with story.stage("Import the digits"):
         version = import_digits(millrace, folder_uri, suffixes)
         splits = " · ".join(f"{split.name} {split.row_count:,}" for split in version.splits)
-        story.tell(f"[cyan]{version.name}[/]: {splits} images")
+        story.say(f"[cyan]{version.name}[/]: {splits} images")
     run_id = free_id(millrace)
     with story.stage("Train ResNet-18 on two workers"):
         job, curves = train(millrace, spec(version, epochs), run_id)
         best = job.best_checkpoint.rpartition("/")[2]
-        story.tell(f"[cyan]{job.name}[/] succeeded after {job.progress.step} steps; best checkpoint: {best}")
+        story.say(f"[cyan]{job.name}[/] succeeded after {job.progress.step} steps; best checkpoint: {best}")
     with story.stage("Deploy the best checkpoint"):
         with console().status("loading the model …"):
             deployment = millrace.deployments.create_deployment(run_id, job.best_checkpoint).wait()
-        story.tell(f"[cyan]{deployment.name}[/] answers as model [bold]{run_id}[/]")
+        story.say(f"[cyan]{deployment.name}[/] answers as model [bold]{run_id}[/]")
     with story.stage("Ask it about the test split"):
         served = ask(millrace, run_id, version.name)
-        story.tell(
+        story.say(
             f"{len(served.labels):,} requests with raw uint8 images, {IN_FLIGHT} in flight: "
             f"[bold]{served.requests_per_second:,.0f} requests/s[/], "
             f"p50 {served.latency_ms(50):.0f} ms, p99 {served.latency_ms(99):.0f} ms"
         )
-        story.tell(f"test accuracy [bold green]{served.accuracy:.2%}[/]")
+        story.say(f"test accuracy [bold green]{served.accuracy:.2%}[/]")
     with story.stage("Draw the pictures"):
         pictures = draw(served, curves, output)
-        story.tell("  ".join(str(path) for path in pictures))
+        story.say("  ".join(str(path) for path in pictures))
     console().print("\n[bold]Lineage[/], as each answer carries it")
     print_lineage(served.lineage)
     return {
@@ -182,7 +182,7 @@ class Story:
         finally:
             self.wall_s[title] = time.monotonic() - started
 
-    def tell(self, text: str) -> None:
+    def say(self, text: str) -> None:
         console().print(f"   {text}", soft_wrap=True)
 
     def total_s(self) -> float:

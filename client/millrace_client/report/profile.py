@@ -132,8 +132,8 @@ def rows_of(preview: data_service_pb2.PreviewVersionResponse) -> list[dict[str, 
     names = [_free_name(SPLIT, own), *own]
     columns = [_values(table.column(0))]
     for place, name in enumerate(own, 1):
-        told = f"<{shapes[name]}>" if name in shapes else None
-        columns.append([told] * table.num_rows if told else _values(table.column(place)))
+        constant = f"<{shapes[name]}>" if name in shapes else None
+        columns.append([constant] * table.num_rows if constant else _values(table.column(place)))
     return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 

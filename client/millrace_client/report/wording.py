@@ -97,7 +97,7 @@ def step_text(step: transform_pb2.TransformStep) -> str:
         return "a step that this program does not know"
     arguments = [step.column] if step.column else []
     for field, value in getattr(step, kind).ListFields():
-        arguments.append(f"{field.name}={_value_text(field, value)}")
+        arguments.append(f"{field.name}={_check_value_text(field, value)}")
     text = f"{kind}({', '.join(arguments)})"
     return text if len(text) <= MAX_STEP_TEXT else f"{text[: MAX_STEP_TEXT - 2]}…)"
 
@@ -122,7 +122,7 @@ def _balance_text(limits: quality_pb2.ClassBalance) -> str:
     return " and ".join(part for part in (least, most) if part)
 
 
-def _value_text(field: Any, value: Any) -> str:
+def _check_value_text(field: Any, value: Any) -> str:
     if isinstance(value, transform_pb2.Scalar):
         return scalar_text(value)
     if isinstance(value, Message):

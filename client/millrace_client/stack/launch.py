@@ -17,7 +17,7 @@ from millrace_client.stack.plan import StackOptions
 from millrace_client.stack.record import READY, Record, end, family, read_record, remove_record, wait_gone
 from millrace_client.stack.supervisor import StartFailed
 
-POLL_INTERVAL_S = 0.1
+LAUNCH_POLL_INTERVAL_S = 0.1
 # All parts in turn, each with its own grace period, and a margin.
 STOP_TIMEOUT_S = 120.0
 
@@ -83,7 +83,7 @@ def start(
                     on_progress(record)
                 if record.state == READY:
                     return Stack(record, process)
-            time.sleep(POLL_INTERVAL_S)
+            time.sleep(LAUNCH_POLL_INTERVAL_S)
     except BaseException:
         process.send_signal(signal.SIGTERM)
         process.wait()

@@ -99,7 +99,7 @@ class Process:
     start_ticks: int
 
     @classmethod
-    def of(cls, pid: int) -> Process | None:
+    def from_pid(cls, pid: int) -> Process | None:
         """Return the process that has this pid now, or None."""
         entry = _read(pid)
         return None if entry is None else cls(pid, entry.start_ticks)

@@ -81,7 +81,7 @@ class Supervisor:
         self._say = say
         self._stop = threading.Event()
         self._children = [Child(part) for part in plan.parts]
-        supervisor = Process.of(os.getpid())
+        supervisor = Process.from_pid(os.getpid())
         assert supervisor is not None
         self._record = Record(
             state=STARTING,
@@ -246,7 +246,7 @@ class Child:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self._process = Process.of(self._popen.pid)
+        self._process = Process.from_pid(self._popen.pid)
         assert self._process is not None, "an unreaped child is always in /proc"
         self._started_at = time.monotonic()
         self.answering = False

@@ -31,7 +31,7 @@ class Cast(ColumnStep):
     arrow_type: pa.DataType
 
     @classmethod
-    def of(cls, message: transform_pb2.Cast, column: str) -> Self:
+    def from_message(cls, message: transform_pb2.Cast, column: str) -> Self:
         try:
             target = arrow_type_of(message.arrow_type)
         except (ValueError, pa.ArrowException):

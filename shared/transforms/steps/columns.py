@@ -22,7 +22,7 @@ class Select(Step):
     columns: tuple[str, ...]
 
     @classmethod
-    def of(cls, message: transform_pb2.Select, column: str) -> Self:
+    def from_message(cls, message: transform_pb2.Select, column: str) -> Self:
         return cls(named(message.columns, "select.columns"))
 
     def to_proto(self) -> transform_pb2.TransformStep:
@@ -54,7 +54,7 @@ class Drop(Step):
     columns: tuple[str, ...]
 
     @classmethod
-    def of(cls, message: transform_pb2.Drop, column: str) -> Self:
+    def from_message(cls, message: transform_pb2.Drop, column: str) -> Self:
         return cls(named(message.columns, "drop.columns"))
 
     def to_proto(self) -> transform_pb2.TransformStep:
@@ -93,7 +93,7 @@ class Rename(Step):
     columns: tuple[tuple[str, str], ...]
 
     @classmethod
-    def of(cls, message: transform_pb2.Rename, column: str) -> Self:
+    def from_message(cls, message: transform_pb2.Rename, column: str) -> Self:
         if not message.columns:
             raise StepError("name at least one column", "rename.columns")
         return cls(tuple(sorted(message.columns.items())))

@@ -46,7 +46,7 @@ class Custom(Step):
     timeout_s: float = 0.0
 
     @classmethod
-    def of(cls, message: transform_pb2.Custom, column: str) -> Self:
+    def from_message(cls, message: transform_pb2.Custom, column: str) -> Self:
         if not _NAME.fullmatch(message.function):
             raise StepError(f"{shown(message.function)}: write it as module:function", "custom.function")
         if not 0 <= message.timeout_s <= MAX_TIMEOUT_S:
@@ -62,7 +62,7 @@ class Custom(Step):
         return self.columns
 
     def output(self, given: Schema) -> Schema:
-        return _replaced(given, self.columns, self._made(given))
+        return _replaced(given, self.columns, self._new_columns(given))
 
     def apply(self, batch: Batch, keys: StepKeys | None) -> Batch:
         schema = pa.schema([(name, _arrow_type(batch[name])) for name in self.columns])
@@ -81,13 +81,13 @@ class Custom(Step):
         return _replaced(batch, self.columns, batch_of(made))
 
     def sources(self, needed: Names, given: Schema) -> Names:
-        made = frozenset(self._made(given))
+        made = frozenset(self._new_columns(given))
         return (needed - made) | frozenset(self.columns) if needed & made else needed
 
     def narrowed(self, needed: Names, given: Schema) -> Step | None:
-        return self if needed & frozenset(self._made(given)) else None
+        return self if needed & frozenset(self._new_columns(given)) else None
 
-    def _made(self, given: Schema) -> Schema:
+    def _new_columns(self, given: Schema) -> Schema:
         known(given, self.columns, "custom.columns")
         try:
             schema = arrow_schema({name: given[name] for name in self.columns})

@@ -47,7 +47,7 @@ class DecodeImage(ColumnStep):
     at_once: int | None = None
 
     @classmethod
-    def of(cls, message: transform_pb2.DecodeImage, column: str) -> Self:
+    def from_message(cls, message: transform_pb2.DecodeImage, column: str) -> Self:
         if message.mode not in _Mode.values():
             raise StepError(f"{message.mode} is no such mode", "decode_image.mode")
         return cls(column, message.mode == _Mode.MODE_GRAY)

@@ -38,7 +38,7 @@ class _Encode(ColumnStep):
     unknown: transform_pb2.UnknownValue = transform_pb2.UNKNOWN_VALUE_UNSPECIFIED
 
     @classmethod
-    def of(cls, message: Any, column: str) -> Self:
+    def from_message(cls, message: Any, column: str) -> Self:
         if len(message.categories) > cls.limit:
             raise StepError(
                 f"{len(message.categories)} are too many; use at most {cls.limit:,}", f"{cls.op}.categories"

@@ -47,7 +47,7 @@ class FillNulls(ColumnStep):
     statistic: str
 
     @classmethod
-    def of(cls, message: transform_pb2.FillNulls, column: str) -> Self:
+    def from_message(cls, message: transform_pb2.FillNulls, column: str) -> Self:
         kind = message.value.WhichOneof("kind")
         if message.HasField("value") and kind is None:
             raise StepError("set one of integer, number, text, boolean", "fill_nulls.value")

@@ -46,7 +46,7 @@ class Filter(Step):
     expression: Expression
 
     @classmethod
-    def of(cls, message: transform_pb2.Filter, column: str) -> Self:
+    def from_message(cls, message: transform_pb2.Filter, column: str) -> Self:
         try:
             return cls(Expression(message.expression))
         except ExpressionError as error:

@@ -42,7 +42,7 @@ class Standardize(ColumnStep):
             raise StepError("use a finite number that is not negative", "standardize.deviation")
 
     @classmethod
-    def of(cls, message: transform_pb2.Standardize, column: str) -> Self:
+    def from_message(cls, message: transform_pb2.Standardize, column: str) -> Self:
         return cls(column, _optional(message, "mean"), _optional(message, "deviation"))
 
     def message(self) -> transform_pb2.Standardize:
@@ -87,7 +87,7 @@ class MinMaxScale(ColumnStep):
                 raise StepError("min and max must be finite, and their difference too", "min_max_scale.max")
 
     @classmethod
-    def of(cls, message: transform_pb2.MinMaxScale, column: str) -> Self:
+    def from_message(cls, message: transform_pb2.MinMaxScale, column: str) -> Self:
         return cls(column, _optional(message, "min"), _optional(message, "max"), message.clip)
 
     def message(self) -> transform_pb2.MinMaxScale:
@@ -133,7 +133,7 @@ class Bucketize(ColumnStep):
                 raise StepError("must be above the one before", f"bucketize.boundaries[{index}]")
 
     @classmethod
-    def of(cls, message: transform_pb2.Bucketize, column: str) -> Self:
+    def from_message(cls, message: transform_pb2.Bucketize, column: str) -> Self:
         return cls(column, tuple(message.boundaries))
 
     def message(self) -> transform_pb2.Bucketize:

@@ -47,7 +47,7 @@ class Step(ABC):
 
     @classmethod
     @abstractmethod
-    def of(cls, message: Any, column: str) -> Self:
+    def from_message(cls, message: Any, column: str) -> Self:
         """Make the step from a message of the type of `op`. Raises `StepError`."""
 
     @abstractmethod

@@ -31,7 +31,7 @@ class ToFloat(ColumnStep):
     op: ClassVar[str] = "to_float"
 
     @classmethod
-    def of(cls, message: Any, column: str) -> Self:
+    def from_message(cls, message: Any, column: str) -> Self:
         return cls(column)
 
     def output_type(self, given: ColumnType) -> ColumnType:
@@ -63,7 +63,7 @@ class Normalize(ColumnStep):
             raise StepError(f"normalize needs finite values, up to {LARGEST:g}, and every std above 0")
 
     @classmethod
-    def of(cls, message: transform_pb2.Normalize, column: str) -> Self:
+    def from_message(cls, message: transform_pb2.Normalize, column: str) -> Self:
         return cls(column, tuple(message.mean), tuple(message.std))
 
     def message(self) -> transform_pb2.Normalize:
@@ -93,7 +93,7 @@ class Concat(Step):
     keep: bool
 
     @classmethod
-    def of(cls, message: transform_pb2.Concat, column: str) -> Self:
+    def from_message(cls, message: transform_pb2.Concat, column: str) -> Self:
         if not message.into:
             raise StepError("name the new column", "concat.into")
         return cls(named(message.columns, "concat.columns"), message.into, message.keep)
@@ -116,7 +116,7 @@ class Concat(Step):
         return {**kept, self.into: TensorType("float32", (width,))}
 
     def apply(self, batch: Batch, keys: StepKeys | None) -> Batch:
-        parts = [_values(name, batch[name]) for name in self.columns]
+        parts = [_float_values(name, batch[name]) for name in self.columns]
         return {**self._kept(batch), self.into: np.concatenate(parts, axis=1)}
 
     def sources(self, needed: Names, given: Schema) -> Names:
@@ -141,7 +141,7 @@ class Concat(Step):
         return math.prod(lengths) if len(lengths) == len(given.shape) else None
 
 
-def _values(name: str, column: Column) -> NDArray[np.float32]:
+def _float_values(name: str, column: Column) -> NDArray[np.float32]:
     """Return a column as (B, values of a row)."""
     if isinstance(column, RaggedImages):
         raise StepError(f"column {name!r} has images of unequal sizes; resize or crop them first")

@@ -233,7 +233,7 @@ def test_up_says_when_it_is_running_already(monkeypatch: pytest.MonkeyPatch) -> 
 
     from millrace_client.stack.record import Process, Record
 
-    me = Process.of(os.getpid())
+    me = Process.from_pid(os.getpid())
     assert me is not None
     addresses = dict.fromkeys(("data", "train", "inference"), NOBODY)
     record = Record(

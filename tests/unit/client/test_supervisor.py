@@ -116,7 +116,7 @@ def test_what_a_killed_supervisor_left_behind_is_stopped(tmp_path: Path) -> None
 
 def test_stopping_a_stale_record_touches_nobody_who_has_the_pids_now(tmp_path: Path) -> None:
     with subprocess.Popen((sys.executable, "-c", "input()"), stdin=subprocess.PIPE, start_new_session=True) as other:
-        now = Process.of(other.pid)
+        now = Process.from_pid(other.pid)
         assert now is not None
         then = Process(now.pid, now.start_ticks - 1)
         stale = Record(

@@ -209,31 +209,35 @@ def test_a_run_goes_on_though_the_checkpoint_that_it_began_from_is_gone(store: O
     new_job(store, OTHER)
     run_of(store, OTHER, spec=SPEC).run()
     spec = replace(SPEC, initial_checkpoint=entries(store, OTHER)[STEPS].name)
-    begun = TrainingJobs(store).run_here("debug", spec, standalone.RUNNER, CPU)
+    begun = TrainingJobs(store).begin_external_attempt("debug", spec, standalone.RUNNER, CPU)
     run_of(store, JOB, spec=TrainingSpec.from_config(begun.spec["training"])).run()
     for info in list(store.list(OTHER)):
         store.delete(info.key)
 
-    again = TrainingJobs(store).run_here("debug", spec, standalone.RUNNER, CPU)
+    again = TrainingJobs(store).begin_external_attempt("debug", spec, standalone.RUNNER, CPU)
 
     assert (again.uid, again.attempt) == (begun.uid, 2)
     final = replace(spec, initial_checkpoint=f"{OTHER}/checkpoints/final")
-    assert TrainingJobs(store).run_here("debug", final, standalone.RUNNER, CPU).attempt == 3
+    assert TrainingJobs(store).begin_external_attempt("debug", final, standalone.RUNNER, CPU).attempt == 3
     for other in ("", f"{OTHER}/checkpoints/step-00000002", "trainingJobs/third/checkpoints/final"):
         with pytest.raises(AlreadyExists, match="another spec"):
-            TrainingJobs(store).run_here("debug", replace(spec, initial_checkpoint=other), standalone.RUNNER, CPU)
+            TrainingJobs(store).begin_external_attempt(
+                "debug", replace(spec, initial_checkpoint=other), standalone.RUNNER, CPU
+            )
 
 
 def test_a_run_that_began_with_the_lanes_of_an_earlier_release_goes_on_with_them(store: ObjectStore) -> None:
     spec = replace(SPEC, num_workers=5, lanes=24)
-    begun = TrainingJobs(store).run_here("debug", spec, standalone.RUNNER, CPU)
+    begun = TrainingJobs(store).begin_external_attempt("debug", spec, standalone.RUNNER, CPU)
 
-    again = TrainingJobs(store).run_here("debug", replace(spec, lanes=default_lanes(5)), standalone.RUNNER, CPU)
+    again = TrainingJobs(store).begin_external_attempt(
+        "debug", replace(spec, lanes=default_lanes(5)), standalone.RUNNER, CPU
+    )
 
     assert (again.uid, again.attempt) == (begun.uid, 2)
     assert again.spec["training"]["lanes"] == 24
     with pytest.raises(AlreadyExists, match="another spec"):
-        TrainingJobs(store).run_here("debug", replace(spec, lanes=48), standalone.RUNNER, CPU)
+        TrainingJobs(store).begin_external_attempt("debug", replace(spec, lanes=48), standalone.RUNNER, CPU)
 
 
 @pytest.mark.parametrize(
@@ -268,10 +272,10 @@ def test_a_run_stays_on_the_kind_of_device_that_it_began_on(monkeypatch: pytest.
 
 def test_the_log_of_a_run_keeps_what_it_began_on(store: ObjectStore) -> None:
     jobs, spec = TrainingJobs(store), replace(SPEC, placement=Placement(allow_cpu_fallback=True))
-    jobs.run_here("debug", spec, standalone.RUNNER, GPU)
+    jobs.begin_external_attempt("debug", spec, standalone.RUNNER, GPU)
     assert standalone._device_of_run(store.settings, "debug") == GPU
 
-    again = jobs.run_here("debug", spec, standalone.RUNNER, CPU)
+    again = jobs.begin_external_attempt("debug", spec, standalone.RUNNER, CPU)
 
     assert again.choices == {"device": GPU, "attempt_device": CPU, "device_before": GPU}
     assert standalone._device_of_run(store.settings, "debug") == GPU

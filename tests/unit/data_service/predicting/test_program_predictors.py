@@ -14,7 +14,7 @@ import pytest
 
 from data_service.datasets import Datasets
 from data_service.domain.import_spec import BadRows
-from data_service.domain.predict_spec import CheckpointRef, PredictSpec, Workers, check
+from data_service.domain.predict_spec import CheckpointRef, PredictSpec, Workers, check_prediction
 from data_service.transforms.predictor_work import check_inputs, output_columns
 from data_service.version_jobs import VersionJobs
 from data_service.versions import Versions
@@ -267,4 +267,4 @@ def test_a_predictor_is_for_a_programs_checkpoint_alone(store: ObjectStore, ask:
 @pytest.mark.parametrize("predictor", ["serve", ":Predictor", "serve:a b", "a" * 300 + ":B"])
 def test_a_malformed_predictor_is_refused(predictor: str) -> None:
     with pytest.raises(InvalidArgument, match=r"predictor: "):
-        check(PredictSpec(source=SOURCE, checkpoint=CheckpointRef(name=CHECKPOINT), predictor=predictor))
+        check_prediction(PredictSpec(source=SOURCE, checkpoint=CheckpointRef(name=CHECKPOINT), predictor=predictor))

@@ -344,7 +344,7 @@ def test_limits_are_of_the_requests_of_all_frontends_that_live(
 
     def other(number: int, pid: int) -> None:
         told = PeerState(pid=pid, listens=True, ready=True, holds=[], counts={new: Counts(0, 8, {5: 8})})
-        Peers(tmp_path, number).tell(told)
+        Peers(tmp_path, number).publish(told)
 
     async def scenario(driven: Driven) -> None:
         driven.answer("2")

@@ -110,7 +110,7 @@ async def two_frontends(
 
 def tell_going(folder: Path, *names: str) -> None:
     """By the first."""
-    Peers(folder, 0).tell(PeerState(pid=os.getpid(), listens=True, ready=True, holds=[], going=list(names)))
+    Peers(folder, 0).publish(PeerState(pid=os.getpid(), listens=True, ready=True, holds=[], going=list(names)))
 
 
 @pytest.fixture(autouse=True)

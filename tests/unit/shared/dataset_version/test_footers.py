@@ -51,7 +51,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def read_all(reader: VersionReader) -> None:
     sizes = GroupSizes(reader, ["c0", "c7"])
     for group in reader.row_groups("train"):
-        assert sizes.told(group) >= 2 * 8 * GROUP_ROWS
+        assert sizes.reported_bytes(group) >= 2 * 8 * GROUP_ROWS
         assert reader.read(group, ["c0", "c7"]).num_rows == GROUP_ROWS
 
 

@@ -84,7 +84,7 @@ def test_a_report_of_an_attempt_is_in_the_list_soon_and_costs_no_note_each_time(
 
     with Reporter(store, name, 1) as reporter:
         for step in range(5):
-            reporter.tell(EventKind.PROGRESS, step=step)
+            reporter.emit(EventKind.PROGRESS, step=step)
 
     assert [change.name for change in Changes(store, TRAIN_KIND).read()] == [name]
     assert pages(training, 10)[1].progress == {"step": 4}

@@ -60,7 +60,7 @@ class Attempt:
             number,
             spec,
             world_size,
-            tell=lambda kind, payload: self.events.append((kind, payload)),
+            report_event=lambda kind, payload: self.events.append((kind, payload)),
             stop_reason=lambda: self.request,
             **options,
         )
