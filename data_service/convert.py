@@ -91,11 +91,12 @@ def import_spec_from(request: data_service_pb2.ImportVersionRequest) -> ImportSp
     return ImportSpec(
         sources=[_source(source) for source in request.sources],
         hold_outs=[
-            import_spec.HoldOut(from_split=one.from_split, to_split=one.to_split, fraction=one.fraction, seed=one.seed)
-            for one in request.hold_outs
+            import_spec.HoldOut(from_split=out.from_split, to_split=out.to_split, fraction=out.fraction, seed=out.seed)
+            for out in request.hold_outs
         ],
         column_types=[
-            import_spec.ColumnType(column=one.column, arrow_type=one.arrow_type) for one in request.column_types
+            import_spec.ColumnType(column=column_type.column, arrow_type=column_type.arrow_type)
+            for column_type in request.column_types
         ],
         bad_rows=bad_rows_from(request.bad_rows),
         checks=[json_format.MessageToDict(check) for check in request.checks],

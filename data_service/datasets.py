@@ -145,7 +145,7 @@ class Datasets:
     def version_names(self, name: str) -> Sequence[str]:
         """Returns the names of all existing versions, in any state."""
         jobs = Jobs(self._store, IMPORT_KIND)
-        there = [f"{name}/versions/{one}" for one in self._store.folders(f"{name}/versions")]
+        there = [f"{name}/versions/{folder}" for folder in self._store.folders(f"{name}/versions")]
         return [one for one in there if jobs.find(one)]
 
     def _append(self, dataset: Dataset) -> Dataset:

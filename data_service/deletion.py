@@ -183,7 +183,7 @@ class Sweeper:
             if dataset <= self._after:
                 continue
             name = f"datasets/{dataset}"
-            versions = [f"{name}/versions/{one}" for one in self._store.folders(f"{name}/versions")]
+            versions = [f"{name}/versions/{folder}" for folder in self._store.folders(f"{name}/versions")]
             self._run_isolated(name, partial(self._sweep_dataset, name, versions))
             for version in versions:
                 self._run_isolated(version, partial(self._sweep_version, version))
@@ -263,7 +263,7 @@ class Sweeper:
 
     def _sweep_version(self, name: str) -> None:
         # In this order: the objects listed here were written before the log had the state read below.
-        attempts = [f"{name}/data/{one}" for one in self._store.folders(f"{name}/data")]
+        attempts = [f"{name}/data/{folder}" for folder in self._store.folders(f"{name}/data")]
         references = markers(self._store, name)
         job = self._jobs.newest(name)
         for marker in references:
@@ -293,7 +293,7 @@ class Sweeper:
             manifest = committed_version(self._store, job).manifest
         except (DataLoss, NotFound):
             return  # the manifest's names are unknown, or the version was just deleted
-        paths = (*(file.path for file in manifest.files), *(one.path for one in manifest.attachments))
+        paths = (*(file.path for file in manifest.files), *(attachment.path for attachment in manifest.attachments))
         named = {job.result["manifest"], *(f"{committed}/{path}" for path in paths)}
         others = [info for info in found if info.key not in named]
         for info in others:

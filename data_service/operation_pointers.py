@@ -44,7 +44,7 @@ def job_of_operation(store: ObjectStore, jobs: Jobs, name: str) -> JobRecord:
 
 
 def operation_ids(store: ObjectStore) -> list[str]:
-    return [one for one in store.folders("operations") if one.startswith(_PREFIXES)]
+    return [folder for folder in store.folders("operations") if folder.startswith(_PREFIXES)]
 
 
 def operations_before(store: ObjectStore, time_s: float) -> list[str]:

@@ -118,7 +118,7 @@ def _data_file(store: ObjectStore, version: DatasetVersion, file: DataFile) -> I
 def _other_columns(version: DatasetVersion, schema: pa.Schema) -> str:
     """Returns the problem if the file's columns are not those of the manifest; else empty."""
     found = [(one.name, str(one.type)) for one in schema]
-    wanted = [*((one.name, one.arrow_type) for one in version.columns), (ROW_ID, str(ROW_ID_FIELD.type))]
+    wanted = [*((column.name, column.arrow_type) for column in version.columns), (ROW_ID, str(ROW_ID_FIELD.type))]
     if found == wanted:
         return ""
     return f"has the columns {found}, not {wanted}"

@@ -275,7 +275,7 @@ class VersionJobs:
         return newest is not None and newest.spec.get("request_id") != request_id
 
     def _next_id(self, parent: str) -> str:
-        found = (NUMBERED_ID.fullmatch(one) for one in self._store.folders(f"{parent}/versions"))
+        found = (NUMBERED_ID.fullmatch(folder) for folder in self._store.folders(f"{parent}/versions"))
         taken = {int(match[1]) for match in found if match}
         following = 1 + max(taken, default=0)
         if following > LAST_NUMBER:
@@ -362,9 +362,9 @@ def _check_appendable(base: ActiveVersion, spec: ImportSpec) -> None:
         )
     splits = {split.name for split in manifest.splits}
     taken = [
-        (f"hold_outs[{index}].to_split", one.to_split, f"{name} has this split; choose another")
-        for index, one in enumerate(spec.hold_outs)
-        if one.to_split in splits
+        (f"hold_outs[{index}].to_split", out.to_split, f"{name} has this split; choose another")
+        for index, out in enumerate(spec.hold_outs)
+        if out.to_split in splits
     ]
     if taken:
         raise invalid_fields(taken)

@@ -88,7 +88,10 @@ def _check_free(listen: str, metrics: Sequence[str]) -> None:
     All are held until the last is checked, so that no two settings name the same port.
     """
     with ExitStack() as held:
-        for name, address in (("MILLRACE_LISTEN", listen), *(("MILLRACE_METRICS_LISTEN", one) for one in metrics)):
+        for name, address in (
+            ("MILLRACE_LISTEN", listen),
+            *(("MILLRACE_METRICS_LISTEN", metric) for metric in metrics),
+        ):
             host, _, port = address.rpartition(":")
             host = host.strip("[]")
             if int(port) == 0:

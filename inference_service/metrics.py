@@ -105,8 +105,8 @@ def metrics_served(listen: str, models: Models) -> Iterator[None]:
         thread.join()
 
 
-def _labels(one: Listed) -> tuple[str, str]:
-    return one.deployment.model_name, one.version.number
+def _labels(listed: Listed) -> tuple[str, str]:
+    return listed.deployment.model_name, listed.version.number
 
 
 def _add(family: HistogramMetricFamily, labels: tuple[str, str], histogram: Histogram) -> None:

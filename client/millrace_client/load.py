@@ -162,7 +162,7 @@ class _Calls:
 
     def measured(self) -> Measured:
         first_s = self.begin_s + self._plan.warm_up_s
-        counted = [one for one in self._outcomes if one.due_s >= first_s]
+        counted = [outcome for outcome in self._outcomes if outcome.due_s >= first_s]
         return Measured(self._plan.seconds, self._plan.rows_per_request, counted)
 
     def _ended(self, due_s: float, sent_s: float, deadline_s: float, then: Callable[[], None], call: Any) -> None:
@@ -207,7 +207,7 @@ class Measured:
     outcomes: Sequence[Outcome]
 
     def with_status(self, *statuses: str) -> list[Outcome]:
-        return [one for one in self.outcomes if one.status in statuses]
+        return [outcome for outcome in self.outcomes if outcome.status in statuses]
 
     @property
     def answered_per_s(self) -> float:
@@ -217,7 +217,7 @@ class Measured:
     @property
     def statuses(self) -> dict[str, int]:
         """The number of calls by status, the most frequent first."""
-        return dict(Counter(one.status for one in self.outcomes).most_common())
+        return dict(Counter(outcome.status for outcome in self.outcomes).most_common())
 
     def share(self, *statuses: str) -> float:
         """Return the share of all calls; 0 without calls."""
@@ -232,7 +232,7 @@ class Measured:
 
     def behind_ms(self) -> dict[str, float]:
         """Return percentiles of the client's own delay in sending."""
-        return _percentiles([one.sent_s - one.due_s for one in self.outcomes])
+        return _percentiles([outcome.sent_s - outcome.due_s for outcome in self.outcomes])
 
     def as_dict(self) -> dict[str, Any]:
         """Return all figures as JSON values."""

@@ -439,7 +439,7 @@ class Suggestion:
         return self.spec
 
     def __str__(self) -> str:
-        return "\n".join(f"{one.field} = {one.value}: {one.reason}" for one in self.choices)
+        return "\n".join(f"{choice.field} = {choice.value}: {choice.reason}" for choice in self.choices)
 
 
 def suggestion_of(answer: suggestion_pb2.SuggestTrainingSpecResponse) -> Suggestion:
@@ -468,7 +468,7 @@ def prepare(
 
 
 def begin_preparation(data: DataClient, preparation: suggestion_pb2.Preparation, request_id: str) -> Making:
-    shares = {one.split: one.weight for one in preparation.splits}
+    shares = {split.split: split.weight for split in preparation.splits}
     return data.transform_version(
         preparation.source,
         preparation.transform.steps,
@@ -494,11 +494,11 @@ def prepared_suggestion(
 
 def given_spec(spec: resources_pb2.TrainingSpec | None, overrides: dict[str, Any]) -> resources_pb2.TrainingSpec:
     """Return the fields of `spec`, overridden by named fields."""
-    given = resources_pb2.TrainingSpec()
+    training_spec = resources_pb2.TrainingSpec()
     if spec is not None:
-        given.CopyFrom(spec)
-    given.MergeFrom(resources_pb2.TrainingSpec(**overrides))
-    return given
+        training_spec.CopyFrom(spec)
+    training_spec.MergeFrom(resources_pb2.TrainingSpec(**overrides))
+    return training_spec
 
 
 def _is_there(data: DataClient, version: str) -> bool:

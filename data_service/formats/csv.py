@@ -157,11 +157,11 @@ def _texts(columns: Sequence[pa.Array]) -> tuple[list[pa.Array], Fits]:
     return [texts for texts, _ in cast], (np.logical_and.reduce(misfits) if misfits else None)
 
 
-def _cast(overrides: Overrides, name: str, wanted: pa.DataType) -> Cast | None:
+def _cast(overrides: Overrides, name: str, data_type: pa.DataType) -> Cast | None:
     try:
-        return cast_between(pa.string(), wanted)
+        return cast_between(pa.string(), data_type)
     except CastRefused as refused:
-        raise invalid_field(f"{overrides.field(name)}.arrow_type", str(wanted), f"{refused}; use another") from None
+        raise invalid_field(f"{overrides.field(name)}.arrow_type", str(data_type), f"{refused}; use another") from None
 
 
 def _shown(names: Sequence[str]) -> str:

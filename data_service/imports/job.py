@@ -70,7 +70,7 @@ class _Import:
                 on_wait=context.raise_if_stopped,
                 on_read=context.raise_if_stopped,
             ),
-            {one.column: one.arrow_type for one in spec.column_types},
+            {column_type.column: column_type.arrow_type for column_type in spec.column_types},
             spec.partitioning,
         )
         self._columns = CommonColumns(self._kept, self._sources, nan_as_null=spec.nan_as_null)
@@ -120,7 +120,7 @@ class _Import:
             return {split: route(split, counts[split], self._spec.hold_outs) for split in counts}
 
     def _lay_out(self, routings: Mapping[str, Routing]) -> list[SplitRange]:
-        order = [*self._imported, *(one.to_split for one in self._spec.hold_outs)]
+        order = [*self._imported, *(out.to_split for out in self._spec.hold_outs)]
         with self._problems.translating_errors():
             return lay_out(routings.values(), order)
 

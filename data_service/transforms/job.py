@@ -200,8 +200,8 @@ class _Transform:
         made = pa.schema([field for field in schema if columns is None or field.name in columns])
         return RowTransformer(self._rows(made), chain, made)
 
-    def _rows(self, made: pa.Schema) -> VersionRows:
-        limit = batch_rows(self._pipeline, self._reader.schema, made)
+    def _rows(self, schema: pa.Schema) -> VersionRows:
+        limit = batch_rows(self._pipeline, self._reader.schema, schema)
         images = tuple(image_columns(self._pipeline.steps, self._given))
         return VersionRows(self._context.store.settings, self._source, self._divider, limit, images)
 
@@ -423,7 +423,7 @@ def _follow(names: dict[str, list[str]], step: transform_pb2.TransformStep) -> N
 
 def _keep_only(names: dict[str, list[str]], columns: object) -> None:
     kept = set(columns)  # type: ignore[call-overload]
-    for column in [one for one in names if one not in kept]:
+    for column in [name for name in names if name not in kept]:
         del names[column]
 
 

@@ -274,27 +274,33 @@ class UploadPart:
     url: str = ""
 
 
-def parts_of(wanted: PresignedPut) -> list[UploadPart]:
+def parts_of(presigned_put: PresignedPut) -> list[UploadPart]:
     """Returns the parts without their URLs, all of one size except the last.
 
     Raises `InvalidArgument`.
     """
-    if wanted.size_bytes < 1:
-        raise invalid_field("presigned.size_bytes", wanted.size_bytes, "name the size of all parts together, 1 or more")
-    if wanted.size_bytes > MAX_PARTS * MAX_PART_BYTES and not wanted.part_size_bytes:
-        raise invalid_field("presigned.size_bytes", wanted.size_bytes, f"use at most {MAX_PARTS * MAX_PART_BYTES}")
-    part_size = wanted.part_size_bytes or max(DEFAULT_PART_BYTES, _min_part_bytes(wanted.size_bytes))
+    if presigned_put.size_bytes < 1:
+        raise invalid_field(
+            "presigned.size_bytes", presigned_put.size_bytes, "name the size of all parts together, 1 or more"
+        )
+    if presigned_put.size_bytes > MAX_PARTS * MAX_PART_BYTES and not presigned_put.part_size_bytes:
+        raise invalid_field(
+            "presigned.size_bytes", presigned_put.size_bytes, f"use at most {MAX_PARTS * MAX_PART_BYTES}"
+        )
+    part_size = presigned_put.part_size_bytes or max(DEFAULT_PART_BYTES, _min_part_bytes(presigned_put.size_bytes))
     if not MIN_PART_BYTES <= part_size <= MAX_PART_BYTES:
         raise invalid_field(
             "presigned.part_size_bytes", part_size, f"use 0, or {MIN_PART_BYTES} to {MAX_PART_BYTES} bytes"
         )
-    if wanted.size_bytes > MAX_PARTS * part_size:
+    if presigned_put.size_bytes > MAX_PARTS * part_size:
         raise invalid_field(
-            "presigned.part_size_bytes", part_size, f"{wanted.size_bytes} bytes must make at most {MAX_PARTS} parts"
+            "presigned.part_size_bytes",
+            part_size,
+            f"{presigned_put.size_bytes} bytes must make at most {MAX_PARTS} parts",
         )
     return [
-        UploadPart(offset, min(part_size, wanted.size_bytes - offset))
-        for offset in range(0, wanted.size_bytes, part_size)
+        UploadPart(offset, min(part_size, presigned_put.size_bytes - offset))
+        for offset in range(0, presigned_put.size_bytes, part_size)
     ]
 
 

@@ -207,7 +207,9 @@ class Reconciler:
         self._has_read = True
         self._report_unreadable(unreadable)
         # A deployment whose log can no longer be read is served in its last known state.
-        self._models.replace([*read, *(one for one in self._models.deployments() if one.name in unreadable)])
+        self._models.replace(
+            [*read, *(deployment for deployment in self._models.deployments() if deployment.name in unreadable)]
+        )
         return unreadable
 
     async def _take_over_kept(self, outage: MillraceError) -> bool:
@@ -254,7 +256,7 @@ class Reconciler:
 
 
 def _to_json(deployments: list[Deployment]) -> bytes:
-    return json.dumps([one.as_record() for one in deployments]).encode()
+    return json.dumps([deployment.as_record() for deployment in deployments]).encode()
 
 
 # --- Loading ---

@@ -89,7 +89,9 @@ class Rollouts:
     async def poll(self, deployment: Deployment) -> None:
         """Checks a READY deployment once and takes the steps that are due."""
         due_s = time.time() - self._settings.retired_for_s
-        going = [one for one in deployment.versions if one.retired_at is not None and one.retired_at < due_s]
+        going = [
+            version for version in deployment.versions if version.retired_at is not None and version.retired_at < due_s
+        ]
         if going:
             await self._let_go(deployment, going)
         rollout = deployment.rollout
@@ -283,7 +285,7 @@ async def compared(
     models: Models,
     deployment: Deployment,
     versions: tuple[ModelVersion, ModelVersion],
-    wanted: Comparison,
+    comparison: Comparison,
 ) -> Compared:
     """Compares the old and the new version on the requested held-out rows.
 
@@ -292,7 +294,7 @@ async def compared(
     signature = versions[0].signature
     assert signature is not None
     rows = await asyncio.to_thread(
-        holdout_rows, store, wanted.dataset_version, wanted.split, wanted.max_rows, signature
+        holdout_rows, store, comparison.dataset_version, comparison.split, comparison.max_rows, signature
     )
     comparing = _Comparing(models, deployment, versions, signature)
     for start, stop in pieces(len(rows), min(deployment.spec.max_batch_size, deployment.spec.max_queued_rows)):
@@ -300,10 +302,10 @@ async def compared(
     found = comparing.difference.result()
     if not found.rows:
         raise FailedPrecondition(
-            f"both versions of {deployment.name} refuse all {found.refused} rows of split {wanted.split!r} of "
-            f"{wanted.dataset_version}, one with: {comparing.refusal}",
+            f"both versions of {deployment.name} refuse all {found.refused} rows of split {comparison.split!r} of "
+            f"{comparison.dataset_version}, one with: {comparing.refusal}",
             reason="NOTHING_TO_COMPARE",
-            metadata={"resource": wanted.dataset_version},
+            metadata={"resource": comparison.dataset_version},
         )
     return found
 

@@ -227,7 +227,11 @@ class Models:
     def replace(self, deployments: Iterable[Deployment]) -> None:
         """Replaces the deployments by those in the logs."""
         self._catalog.replace(deployments)
-        there = {application_name(one, version) for one in self.deployments() for version in one.versions}
+        there = {
+            application_name(deployment, version)
+            for deployment in self.deployments()
+            for version in deployment.versions
+        }
         for name in list(self._statistics):
             if name not in there:
                 del self._statistics[name]
@@ -398,7 +402,7 @@ def signature_of(deployment: Deployment, version: ModelVersion) -> Signature:
 
 
 def _weighed(deployment: Deployment, weights: Mapping[str, int]) -> list[tuple[ModelVersion, int]]:
-    return [(one, weights[one.number]) for one in deployment.versions if weights.get(one.number)]
+    return [(version, weights[version.number]) for version in deployment.versions if weights.get(version.number)]
 
 
 def _by_weight(weighed: Sequence[tuple[ModelVersion, int]], draw: float) -> ModelVersion:

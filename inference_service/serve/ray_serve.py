@@ -129,7 +129,7 @@ class ServeApplications:
                 running=app.status is ApplicationStatus.RUNNING,
                 failed=app.status is ApplicationStatus.DEPLOY_FAILED,
                 message="\n".join([app.message, *(one.message for one in app.deployments.values())]),
-                replicas=sum(one.replica_states.get(RUNNING, 0) for one in app.deployments.values()),
+                replicas=sum(deployment.replica_states.get(RUNNING, 0) for deployment in app.deployments.values()),
                 deleting=app.status is ApplicationStatus.DELETING,
             )
             for name, app in serve.status().applications.items()
@@ -200,7 +200,7 @@ class ServeApplications:
         # In a thread: there each replica has its own timeout, and a hung one is an exception among the answers.
         asked = handle.broadcast("describe")
         answers = await to_serve_thread(asked.results, timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True)
-        loaded = [one for one in answers if isinstance(one, Loaded)]
+        loaded = [answer for answer in answers if isinstance(answer, Loaded)]
         if len(loaded) < replicas:
             failures = [_cause(one) for one in answers if isinstance(one, Exception)]
             for failure in sorted(failures, key=lambda one: not isinstance(one, MillraceError)):
@@ -281,17 +281,17 @@ class ServeModel:
         return outputs
 
 
-def _autoscaling(wanted: Autoscaling, initial: int) -> AutoscalingConfig:
+def _autoscaling(autoscaling: Autoscaling, initial: int) -> AutoscalingConfig:
     with warnings.catch_warnings():
         # Ray plans to replace this setting by an environment variable of the replicas' nodes, whose default is 10 s.
         warnings.simplefilter("ignore", DeprecationWarning)
         return AutoscalingConfig(
-            min_replicas=wanted.min_replicas,
+            min_replicas=autoscaling.min_replicas,
             initial_replicas=initial,
-            max_replicas=wanted.max_replicas,
-            target_ongoing_requests=wanted.rows_per_replica,
-            upscale_delay_s=wanted.up_after_s,
-            downscale_delay_s=wanted.down_after_s,
+            max_replicas=autoscaling.max_replicas,
+            target_ongoing_requests=autoscaling.rows_per_replica,
+            upscale_delay_s=autoscaling.up_after_s,
+            downscale_delay_s=autoscaling.down_after_s,
             metrics_interval_s=RECORD_EVERY_S,
             policy=AutoscalingPolicy(policy_function=by_rows),  # type: ignore[no-untyped-call]
         )

@@ -253,7 +253,7 @@ def _requests(statistics: Statistics) -> pb.InferStatistics:
 
 def _duration(*histograms: Histogram) -> pb.StatisticDuration:
     return pb.StatisticDuration(
-        count=sum(one.count for one in histograms), ns=round(sum(one.sum for one in histograms) * NS)
+        count=sum(histogram.count for histogram in histograms), ns=round(sum(one.sum for one in histograms) * NS)
     )
 
 
@@ -298,7 +298,7 @@ class SummedStatistics:
         """Returns the statistics of the selected versions; raises the errors of `Models.listed_of`."""
         found = self._models.listed_of(model_name, model_version)
         others = [
-            {one.name: one for one in pb.ModelStatisticsResponse.FromString(data).model_stats}
+            {stat.name: stat for stat in pb.ModelStatisticsResponse.FromString(data).model_stats}
             for data in self._peers.left(FILE)
         ]
         return [self._sum(listed, (there.get(_application(listed)) for there in others)) for listed in found]
@@ -316,7 +316,7 @@ def _application(listed: Listed) -> str:
 
 
 def _counted(statistics: Statistics) -> tuple[int, int]:
-    return sum(one.count for one in statistics.requests.values()), statistics.batch_rows.count
+    return sum(request.count for request in statistics.requests.values()), statistics.batch_rows.count
 
 
 def _add(total: pb.ModelStatistics, other: pb.ModelStatistics) -> None:
@@ -324,7 +324,7 @@ def _add(total: pb.ModelStatistics, other: pb.ModelStatistics) -> None:
     total.inference_count += other.inference_count
     total.execution_count += other.execution_count
     _add_durations(total.inference_stats, other.inference_stats)
-    batches = {one.batch_size: one for one in total.batch_stats}
+    batches = {stat.batch_size: stat for stat in total.batch_stats}
     for batch in other.batch_stats:
         if batch.batch_size in batches:
             _add_durations(batches[batch.batch_size], batch)

@@ -96,8 +96,8 @@ class ServedPredictor:
         if good is None:
             raise failed[0]
         filled = [
-            one or [np.zeros((count, *array.shape[1:]), array.dtype) for array in good]
-            for one, count in zip(parts, rows.requests, strict=True)
+            part or [np.zeros((count, *array.shape[1:]), array.dtype) for array in good]
+            for part, count in zip(parts, rows.requests, strict=True)
         ]
         return [np.concatenate(columns) for columns in zip(*filled, strict=True)]
 

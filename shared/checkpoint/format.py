@@ -163,7 +163,7 @@ class Checkpoint:
 
         Raises `DataLoss` if it is missing or differs from the manifest.
         """
-        if path not in self._files and any(whole_path(one) == path for one in self._files):
+        if path not in self._files and any(whole_path(file) == path for file in self._files):
             return bytes(read_whole(self._store, self.stored(path)))
         return b"".join(self._pieces(path))
 
@@ -175,7 +175,7 @@ class Checkpoint:
 
     def stored(self, path: str) -> list[StoredFile]:
         """Return the files that have the tensors of `path`: that file, or its shards, rank 0's first."""
-        found = [one for one in sorted(self._files) if whole_path(one) == path]
+        found = [file for file in sorted(self._files) if whole_path(file) == path]
         if not found:
             raise _lost(self._folder, path, "is not in the manifest")
         return [StoredFile.from_manifest(self._folder, self._files[one]) for one in found]

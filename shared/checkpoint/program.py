@@ -72,7 +72,7 @@ class ProgramContent:
 
     @property
     def size_bytes(self) -> int:
-        return sum(one.size_bytes for one in self.files)
+        return sum(file.size_bytes for file in self.files)
 
     def encoded(self) -> bytes:
         """Return the bytes of the manifest."""
@@ -85,7 +85,7 @@ class ProgramContent:
         return cls(
             **{
                 **values,
-                "files": tuple(ProgramFile(**fields_of(ProgramFile, one)) for one in manifest["files"]),
+                "files": tuple(ProgramFile(**fields_of(ProgramFile, file)) for file in manifest["files"]),
             }
         )
 

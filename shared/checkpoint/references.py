@@ -93,9 +93,9 @@ def references_of_job(store: ObjectStore, job_name: str, now: float) -> dict[str
     """Return the names of the users by checkpoint, for every checkpoint in use."""
     root = f"{job_name}/checkpoints"
     found = {}
-    for one in store.folders(root):
-        if one not in OTHER_FOLDERS and (references := live_references(store, f"{root}/{one}", now)):
-            found[f"{root}/{one}"] = references
+    for folder in store.folders(root):
+        if folder not in OTHER_FOLDERS and (references := live_references(store, f"{root}/{folder}", now)):
+            found[f"{root}/{folder}"] = references
     return found
 
 

@@ -50,16 +50,16 @@ def logical_field(field: pa.Field) -> pa.Field:
     return pa.field(field.name, kept, nullable=field.nullable and not is_tensor(kept))
 
 
-def scalar_remedy(given: pa.DataType) -> str | None:
+def scalar_remedy(data_type: pa.DataType) -> str | None:
     """Return what to use instead of a scalar type; None if a version stores the type unchanged."""
-    if kinds.is_decimal128(given):
-        return None if 0 <= given.scale <= given.precision else "use a scale of 0 to the decimal's precision"
-    if kinds.is_timestamp(given):
-        named = given.tz is None or _ZONE.fullmatch(given.tz)
+    if kinds.is_decimal128(data_type):
+        return None if 0 <= data_type.scale <= data_type.precision else "use a scale of 0 to the decimal's precision"
+    if kinds.is_timestamp(data_type):
+        named = data_type.tz is None or _ZONE.fullmatch(data_type.tz)
         return None if named else "name a time zone such as UTC, +02:00 or Europe/Berlin"
-    if kinds.is_fixed_size_binary(given):
-        return None if given.byte_width else "use values of at least one byte"
-    if any(check(given) for check in _SCALARS):
+    if kinds.is_fixed_size_binary(data_type):
+        return None if data_type.byte_width else "use values of at least one byte"
+    if any(check(data_type) for check in _SCALARS):
         return None
     return "use numbers, booleans, strings, binary, dates, times or timestamps"
 
@@ -164,26 +164,26 @@ def refuse_nulls(name: str, tensors: pa.ChunkedArray) -> None:
         )
 
 
-def _logical_type(name: str, given: pa.DataType) -> pa.DataType:
-    if kinds.is_dictionary(given):
-        return _logical_type(name, given.value_type)
-    if kinds.is_large_string(given) or kinds.is_string_view(given):
+def _logical_type(name: str, data_type: pa.DataType) -> pa.DataType:
+    if kinds.is_dictionary(data_type):
+        return _logical_type(name, data_type.value_type)
+    if kinds.is_large_string(data_type) or kinds.is_string_view(data_type):
         return pa.string()
-    if kinds.is_large_binary(given) or kinds.is_binary_view(given):
+    if kinds.is_large_binary(data_type) or kinds.is_binary_view(data_type):
         return pa.binary()
-    if is_tensor(given) and _is_row_major(given) and _is_number(given.value_type):
-        return pa.fixed_shape_tensor(given.value_type, given.shape)
-    if kinds.is_fixed_size_list(given) and given.list_size > 0 and _is_number(given.value_type):
-        return pa.fixed_shape_tensor(given.value_type, [given.list_size])
-    remedy = scalar_remedy(given)
+    if is_tensor(data_type) and _is_row_major(data_type) and _is_number(data_type.value_type):
+        return pa.fixed_shape_tensor(data_type.value_type, data_type.shape)
+    if kinds.is_fixed_size_list(data_type) and data_type.list_size > 0 and _is_number(data_type.value_type):
+        return pa.fixed_shape_tensor(data_type.value_type, [data_type.list_size])
+    remedy = scalar_remedy(data_type)
     if remedy is None:
-        return given
-    if kinds.is_nested(given) or isinstance(given, pa.BaseExtensionType):
+        return data_type
+    if kinds.is_nested(data_type) or isinstance(data_type, pa.BaseExtensionType):
         remedy = "use scalars, strings, binary, or fixed-size lists of numbers"
     raise InvalidArgument(
-        f"column {name!r} has the type {given}, which a version cannot keep; {remedy}",
+        f"column {name!r} has the type {data_type}, which a version cannot keep; {remedy}",
         reason="UNSUPPORTED_COLUMN",
-        metadata={"column": name, "arrow_type": str(given)},
+        metadata={"column": name, "arrow_type": str(data_type)},
     )
 
 

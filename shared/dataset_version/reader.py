@@ -165,7 +165,7 @@ class VersionReader:
         file = self._files[file_index]
         indices = [group.group_index for group in groups]
         footer = self.footer(file_index)
-        ranges = wanted_ranges({one: footer.row_group(one) for one in indices}, columns)
+        ranges = wanted_ranges({index: footer.row_group(index) for index in indices}, columns)
         with self._reporting_if_gone(file), self._store.local_file(self._key(file)) as local:
             try:
                 parquet = _open(self._fetched(file, ranges) if local is None else self._checked(file, local), footer)

@@ -320,7 +320,7 @@ class Registering:
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[grpc.GenericRpcHandler]) -> None:
         wrap = self._wrap
         self._server.add_generic_rpc_handlers(
-            [one if wrap is None else _Wrapped(one, wrap) for one in generic_rpc_handlers]
+            [handler if wrap is None else _Wrapped(handler, wrap) for handler in generic_rpc_handlers]
         )
 
     def add_registered_method_handlers(self, service_name: str, method_handlers: Mapping[str, Handler]) -> None:

@@ -179,42 +179,48 @@ class HeartbeatServer:
                 return
             connection.settimeout(None)
             now = time.monotonic()
-            one = RankHeartbeat(hello["rank"], hello["pid"], hello["node"], hello["stacks_file"], connection, now)
-            one.still_since = now
+            rank_heartbeat = RankHeartbeat(
+                hello["rank"], hello["pid"], hello["node"], hello["stacks_file"], connection, now
+            )
+            rank_heartbeat.still_since = now
             with self._changed:
-                self._ranks[one.rank] = one
+                self._ranks[rank_heartbeat.rank] = rank_heartbeat
             try:
                 while line := lines.readline(LONGEST_LINE):
-                    self._note(one, json.loads(line))
+                    self._note(rank_heartbeat, json.loads(line))
             finally:
-                one.lost, one.lost_at = not one.left, time.monotonic()
+                rank_heartbeat.lost, rank_heartbeat.lost_at = not rank_heartbeat.left, time.monotonic()
 
-    def _answer(self, one: RankHeartbeat, asked: int, body: dict[str, Any]) -> None:
+    def _answer(self, rank_heartbeat: RankHeartbeat, asked: int, body: dict[str, Any]) -> None:
         def reply(answer: dict[str, Any]) -> None:
             with contextlib.suppress(OSError):  # a rank that is still alive asks again
-                one.send({"reply": asked, "body": answer})
+                rank_heartbeat.send({"reply": asked, "body": answer})
 
         if self._handler is not None:
-            self._handler(one.rank, body, reply)
+            self._handler(rank_heartbeat.rank, body, reply)
 
-    def _note(self, one: RankHeartbeat, said: dict[str, Any]) -> None:
+    def _note(self, rank_heartbeat: RankHeartbeat, said: dict[str, Any]) -> None:
         now = time.monotonic()
         if "ask" in said:
-            one.received_at = now
-            self._answer(one, said["ask"], said["body"])
+            rank_heartbeat.received_at = now
+            self._answer(rank_heartbeat, said["ask"], said["body"])
             return
         with self._changed:
-            one.received_at = now
+            rank_heartbeat.received_at = now
             if "stacks" in said:
-                one.stacks = said["stacks"]
+                rank_heartbeat.stacks = said["stacks"]
                 self._changed.notify_all()
                 return
-            one.step, one.total_steps, one.phase = said["step"], said["total_steps"], Phase(said["phase"])
-            one.still_since = now - said["still_s"]
-            one.waits_for_store = said["store"]
-            one.left = bool(said.get("bye"))
-            if one.rank == 0:
-                self._steps.note(one.step, one.total_steps, one.phase, now)
+            rank_heartbeat.step, rank_heartbeat.total_steps, rank_heartbeat.phase = (
+                said["step"],
+                said["total_steps"],
+                Phase(said["phase"]),
+            )
+            rank_heartbeat.still_since = now - said["still_s"]
+            rank_heartbeat.waits_for_store = said["store"]
+            rank_heartbeat.left = bool(said.get("bye"))
+            if rank_heartbeat.rank == 0:
+                self._steps.note(rank_heartbeat.step, rank_heartbeat.total_steps, rank_heartbeat.phase, now)
 
 
 class _Server(socketserver.ThreadingTCPServer):

@@ -128,7 +128,9 @@ class ScriptDriver:
             self.fit(trainer)
             raise TrialDone
         constants = {**(trainer.train_loop_config or {}), **space["constants"], **self._config}
-        domains = {path: one for path, one in space["domains"].items() if path.partition(".")[0] not in self._config}
+        domains = {
+            path: domain for path, domain in space["domains"].items() if path.partition(".")[0] not in self._config
+        }
         question = {"kind": "sweep", "line": line, "constants": constants, "domains": domains, "settings": settings}
         answer = self._channel.ask(question)
         return TrialResults.from_answer(
@@ -231,9 +233,9 @@ def other_settings(config: Any) -> list[str]:
     kind = type(config)
     defaults = kind()
     return [
-        f"{kind.__name__}({one.name}={repr(value)[:MAX_TEXT]})"
-        for one in fields(config)
-        if one.name not in IN_ASKED and (value := getattr(config, one.name)) != getattr(defaults, one.name)
+        f"{kind.__name__}({field.name}={repr(value)[:MAX_TEXT]})"
+        for field in fields(config)
+        if field.name not in IN_ASKED and (value := getattr(config, field.name)) != getattr(defaults, field.name)
     ]
 
 
@@ -293,7 +295,7 @@ def _run_given(given: str) -> tuple[ProgramConfig, Size | None]:
 
 def _created_datasets(datasets: Mapping[str, Any]) -> dict[str, Any]:
     """Return the datasets of a script. A dataset that the script gives as a function is created here."""
-    return {name: one() if callable(one) else one for name, one in datasets.items()}
+    return {name: dataset() if callable(dataset) else dataset for name, dataset in datasets.items()}
 
 
 def _run(path: Path) -> None:

@@ -431,7 +431,7 @@ class ScriptRun:
             "name": fit.call.name,
             "path": self._context.job.name,
             "metrics": fit.done.metrics,
-            "checkpoints": [{"name": one.name, "metrics": one.metrics} for one in entries],
+            "checkpoints": [{"name": entry.name, "metrics": entry.metrics} for entry in entries],
         }
 
     def _entries(self) -> list[CheckpointEntry]:
@@ -582,5 +582,5 @@ class ScriptSweep:
             "name": name,
             "config": json.loads(training.program.config_json),
             "error": str(job.error["message"]) if job is not None and job.error else "",
-            "checkpoints": [{"name": one.name, "metrics": one.metrics} for one in entries],
+            "checkpoints": [{"name": entry.name, "metrics": entry.metrics} for entry in entries],
         }

@@ -174,7 +174,7 @@ class Supervision:
             self._keep(self._heartbeats.stacks(STACKS_TIMEOUT_S))
         self._stacks_kept = bool(coordinator.missing)
         overdue = set(coordinator.overdue())
-        late = [one for one in ranks if one.rank in overdue]
+        late = [rank for rank in ranks if rank.rank in overdue]
         if late:
             logger.warning("ranks %s did not stop at their report and are killed", sorted(overdue))
             end_hard(late)
@@ -290,7 +290,7 @@ class Supervision:
             return
         self._capacity_polled_at = now
         concurrent_ingests = partial(count_concurrent_ingests, self._context.store, self._context.job.name)
-        held = own.held(Counter(one.node_id for one in ranks))
+        held = own.held(Counter(rank.node_id for rank in ranks))
         size = self._better_size(own, held, concurrent_ingests)
         if size is None or not self._pays():
             self._capacity_since = None
@@ -332,7 +332,7 @@ class Supervision:
             return
         # Start them once per attempt: Ray keeps idle processes and does not report how many there are.
         self._may_warm = False
-        WARM_WORKERS.start(Counter(one.node_id for one in ranks))
+        WARM_WORKERS.start(Counter(rank.node_id for rank in ranks))
 
     def _is_faster(self, workers: int) -> bool:
         """Return whether `workers` ranks are faster.

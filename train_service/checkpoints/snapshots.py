@@ -273,11 +273,15 @@ def retain(
     registry.settle(attempt)
     state = registry.read()
     saved = {
-        one.name: Saved(
-            name=one.name, step=one.step, metrics=one.metrics, final=one.final, damaged=one.folder in damaged
+        checkpoint.name: Saved(
+            name=checkpoint.name,
+            step=checkpoint.step,
+            metrics=checkpoint.metrics,
+            final=checkpoint.final,
+            damaged=checkpoint.folder in damaged,
         )
-        for one in state.checkpoints
-        if one.fit == fit
+        for checkpoint in state.checkpoints
+        if checkpoint.fit == fit
     }
     going = outlived(list(saved.values()), policy.keep_newest, policy.keep_best, state.ranking)
     # Look up references only of the checkpoints that would be deleted.
@@ -365,5 +369,5 @@ def outlived(
     # Until there is a good checkpoint, a damaged one may be all that is left to examine.
     if not good:
         return []
-    going = [one for one in checkpoints if one.name not in kept and one.name not in in_use]
+    going = [checkpoint for checkpoint in checkpoints if checkpoint.name not in kept and checkpoint.name not in in_use]
     return [one.name for one in sorted(going, key=lambda one: one.step)]

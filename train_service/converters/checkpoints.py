@@ -74,7 +74,7 @@ def imported_to_proto(imported: Imported) -> checkpoint_import_pb2.ImportCheckpo
 
 
 def sources_to_proto(sources: Mapping[str, Any]) -> checkpoint_import_pb2.ImportedWeights:
-    files = [checkpoint_import_pb2.ImportedFile(**one) for one in sources["files"]]
+    files = [checkpoint_import_pb2.ImportedFile(**file) for file in sources["files"]]
     return checkpoint_import_pb2.ImportedWeights(files=files, report=report_to_proto(sources["report"]))
 
 
@@ -93,7 +93,7 @@ def report_to_proto(report: Mapping[str, Any]) -> checkpoint_import_pb2.ImportRe
         unexpected=report["unexpected"],
         dropped_count=report["dropped_count"],
         misfit_count=report["misfits_count"],
-        misfits=[kind.Misfit(**one) for one in report["misfits"]],
+        misfits=[kind.Misfit(**misfit) for misfit in report["misfits"]],
         non_finite_count=report["non_finite_count"],
         non_finite=[kind.NonFinite(**one) for one in report["non_finite"]],
         other_count=report["others_count"],
@@ -119,7 +119,7 @@ def _request(header: Any, custom_allowed: Collection[str]) -> CheckpointImportRe
         input_column=given,
         class_names=tuple(asked.class_names),
         names=_names(asked.names),
-        files=[SentFile(one.path, one.size_bytes, one.sha256) for one in header.files],
+        files=[SentFile(file.path, file.size_bytes, file.sha256) for file in header.files],
         request_id=header.request_id,
         digest=body_digest(header),
         validate_only=header.validate_only,
@@ -150,8 +150,8 @@ def _names(names: Any) -> dict[str, Any]:
         if len(texts) > MAX_RULES:
             raise invalid_field(f"spec.names.{path}", f"{len(texts)} of them", f"use at most {MAX_RULES}")
     renames = [{"prefix": one.prefix, "pattern": one.pattern, "replacement": one.replacement} for one in names.renames]
-    for index, one in enumerate(renames):
-        if not one["prefix"] and not one["pattern"]:
+    for index, rename in enumerate(renames):
+        if not rename["prefix"] and not rename["pattern"]:
             raise invalid_field(f"spec.names.renames[{index}]", "", "give a prefix or a pattern")
     texts = [names.key, *names.drop, *names.allow_missing, *(text for one in renames for text in one.values())]
     if any(len(text) > MAX_RULE for text in texts):

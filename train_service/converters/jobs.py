@@ -154,13 +154,13 @@ def use_to_proto(use: ClusterUse, names: Mapping[str, str], seen_at: float) -> p
         free_gpus=use.free_gpus,
         holders=[
             pb.ClusterUse.Holder(
-                job=names.get(one.attempt, ""),
-                deployment_uid=one.deployment_uid,
-                description=one.what or (f"an attempt, {one.attempt}" if one.attempt else ""),
-                cpus=one.cpus,
-                gpus=one.gpus,
+                job=names.get(holder.attempt, ""),
+                deployment_uid=holder.deployment_uid,
+                description=holder.what or (f"an attempt, {holder.attempt}" if holder.attempt else ""),
+                cpus=holder.cpus,
+                gpus=holder.gpus,
             )
-            for one in use.holders
+            for holder in use.holders
         ],
     )
 
@@ -208,7 +208,8 @@ def given_from_proto(spec: resources_pb2.TrainingSpec) -> dict[str, Any]:
 def suggestion_to_proto(suggestion: Suggestion) -> suggestion_pb2.SuggestTrainingSpecResponse:
     response = suggestion_pb2.SuggestTrainingSpecResponse(
         choices=[
-            suggestion_pb2.Choice(field=one.field, value=one.value, reason=one.reason) for one in suggestion.choices
+            suggestion_pb2.Choice(field=choice.field, value=choice.value, reason=choice.reason)
+            for choice in suggestion.choices
         ],
         preparation=_preparation(suggestion.preparation) if suggestion.preparation else None,
     )

@@ -291,7 +291,7 @@ class ClusterUse:
     @classmethod
     def from_state(cls, state: Mapping[str, object]) -> ClusterUse:
         read = fields_of(cls, state)
-        return cls(**{**read, "holders": [Holder(**fields_of(Holder, one)) for one in read["holders"]]})
+        return cls(**{**read, "holders": [Holder(**fields_of(Holder, holder)) for holder in read["holders"]]})
 
 
 def use_of(
@@ -320,7 +320,9 @@ def use_of(
     total, left = _sum(totals), _sum(free)
     tasks = {name: total[name] - left[name] - sum(sums[name] for sums in held.values()) for name in COUNTED}
     # Ray reports totals, free resources and holders at slightly different times, so a difference may be negative.
-    add(("", "", "tasks, which read, prepare or transform rows"), {name: max(0.0, one) for name, one in tasks.items()})
+    add(
+        ("", "", "tasks, which read, prepare or transform rows"), {name: max(0.0, task) for name, task in tasks.items()}
+    )
     holders = [
         Holder(attempt=attempt, deployment_uid=uid, what=what, cpus=round(sums["CPU"], 4), gpus=round(sums["GPU"], 4))
         for (attempt, uid, what), sums in sorted(held.items())

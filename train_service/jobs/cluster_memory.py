@@ -125,7 +125,7 @@ def _largest(clusters: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     A cluster is dropped if it is part of a larger one that was seen as late or nearly as late. A job that fits a part
     of a cluster fits all of it.
     """
-    sizes = [_counted(one["nodes"]) for one in clusters]
+    sizes = [_counted(cluster["nodes"]) for cluster in clusters]
     return [
         one
         for one, size in zip(clusters, sizes, strict=True)

@@ -223,7 +223,7 @@ class TrainingJobs:
         """
         use, seen_at = self._clusters.use()
         names: dict[str, str] = {}
-        for kind in {kind_of(one.attempt) for one in use.holders if one.attempt}:
+        for kind in {kind_of(holder.attempt) for holder in use.holders if holder.attempt}:
             jobs = Jobs(self._store, kind)
             for live in jobs.live():
                 if (job := jobs.find(live.folder)) is not None and job.actor:

@@ -229,7 +229,7 @@ def _random_flip(step: RandomFlip, images: Tensor, draws: Draws) -> Tensor:
 
 def _color_jitter(step: ColorJitter, images: Tensor, draws: Draws) -> Tensor:
     strengths = (step.brightness, step.contrast, step.saturation)
-    factors = np.stack([1 + (2 * draws[:, place] - 1) * one for place, one in enumerate(strengths)])
+    factors = np.stack([1 + (2 * draws[:, place] - 1) * strength for place, strength in enumerate(strengths)])
     brighter, harder, richer = _moved(factors, images.device).reshape(3, -1, *[1] * (images.dim() - 1))
     if step.brightness:
         images = _pixels(images.double() * brighter)

@@ -759,7 +759,9 @@ class TrialStep:
                 with autocast():
                     loss, _ = self._step(self._model, *self._rows(), self._loss)
                 loss.backward()  # type: ignore[no-untyped-call]
-                unused = sum(one.requires_grad and one.grad is None for one in self._model.parameters())
+                unused = sum(
+                    parameter.requires_grad and parameter.grad is None for parameter in self._model.parameters()
+                )
         except Exception as error:  # a user's own step may refuse rows like these; all ranks learn that below
             logger.info("the training step takes no %d rows of zeros: %s", TRIAL_ROWS, first_line(error))
             broken = 1

@@ -123,7 +123,7 @@ def _is_plain(model: nn.Module) -> bool:
     The kernels walk through a parameter, its gradient and its state side by side, so all three need the same layout.
     Autograd and `_lay_out_state` ensure that.
     """
-    return all(one.is_floating_point() and _has_no_gaps(one) for one in model.parameters())
+    return all(parameter.is_floating_point() and _has_no_gaps(parameter) for parameter in model.parameters())
 
 
 def _has_no_gaps(tensor: torch.Tensor) -> bool:

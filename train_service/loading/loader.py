@@ -158,7 +158,7 @@ class Loader:
         plan = self._plan
         bounds = [step_bounds(self._rows, self.steps_per_epoch, step) for step in steps]
         rows = windows.rows(bounds[0][0], bounds[-1][1])
-        counts = [len(rank_positions(*one, plan.lanes, plan.rank, plan.world_size)) for one in bounds]
+        counts = [len(rank_positions(*bound, plan.lanes, plan.rank, plan.world_size)) for bound in bounds]
         ends = np.cumsum(counts).tolist()
         parts = [rows.slice(end - count, end) for count, end in zip(counts, ends, strict=True)]
         for step, (begin, end), part, inputs in zip(

@@ -226,10 +226,10 @@ class Preprocessing:
         )
 
 
-def is_float(one: ColumnType) -> bool:
-    if isinstance(one, TensorType):
-        return np.dtype(one.dtype).kind == "f"
-    return bool(kinds.is_floating(one.arrow_type))
+def is_float(column_type: ColumnType) -> bool:
+    if isinstance(column_type, TensorType):
+        return np.dtype(column_type.dtype).kind == "f"
+    return bool(kinds.is_floating(column_type.arrow_type))
 
 
 def _makes_finite(step: Step) -> bool:
@@ -258,22 +258,22 @@ def _check_steps(pipeline: Pipeline) -> None:
             raise invalid_field(path, step.op, "training learns no step; set what it learns, or use TransformVersion")
 
 
-def _schemas(pipeline: Pipeline, given: Schema, spec: TrainingSpec) -> list[Schema]:
+def _schemas(pipeline: Pipeline, schema: Schema, spec: TrainingSpec) -> list[Schema]:
     """Return the columns before each step and, last, after all steps.
 
     If no step can have made the input column by the time a step needs it, the error names `spec.input_column`, not the
     step.
     """
-    schemas = [given]
+    schemas = [schema]
     for index, step in enumerate(pipeline.steps):
         if spec.input_column not in schemas[-1] and spec.input_column in step.reads:
             break
-        schemas.append(pipeline.with_steps(pipeline.steps[: index + 1]).output(given))
+        schemas.append(pipeline.with_steps(pipeline.steps[: index + 1]).output(schema))
     else:
-        if spec.input_column in {*given, *schemas[-1]}:
+        if spec.input_column in {*schema, *schemas[-1]}:
             return schemas
     raise invalid_field(
-        "spec.input_column", spec.input_column, f"{spec.dataset_version} has {_names(given)}, and no step makes it"
+        "spec.input_column", spec.input_column, f"{spec.dataset_version} has {_names(schema)}, and no step makes it"
     )
 
 
@@ -386,10 +386,10 @@ def _check_lengths(spec: TrainingSpec, columns: Sequence[Column]) -> None:
         raise invalid_field("spec.group_by_length", spec.group_by_length, remedy)
 
 
-def _has_lengths(one: ColumnType) -> bool:
-    if isinstance(one, TensorType):
-        return np.dtype(one.dtype).kind in "iu" and None not in one.shape
-    arrow_type = one.arrow_type
+def _has_lengths(column_type: ColumnType) -> bool:
+    if isinstance(column_type, TensorType):
+        return np.dtype(column_type.dtype).kind in "iu" and None not in column_type.shape
+    arrow_type = column_type.arrow_type
     texts = kinds.is_string(arrow_type) or kinds.is_large_string(arrow_type)
     return bool(
         texts or kinds.is_binary(arrow_type) or kinds.is_large_binary(arrow_type) or kinds.is_integer(arrow_type)
@@ -520,7 +520,7 @@ def _check_label(spec: TrainingSpec, version: DatasetVersion) -> None:
         raise invalid_field("spec.label_column", spec.label_column, remedy)
 
 
-def _check_numbers(spec: TrainingSpec, given: ColumnType) -> None:
+def _check_numbers(spec: TrainingSpec, column_type: ColumnType) -> None:
     """Check that the label has one number per output of the model.
 
     That is a scalar column for one output, and a tensor column for more.
@@ -528,11 +528,13 @@ def _check_numbers(spec: TrainingSpec, given: ColumnType) -> None:
     width, outputs = None, spec.model.num_classes
     if not outputs and spec.model.is_own:
         return  # checked again once the model's code has set it
-    if isinstance(given, TensorType):
-        width = given.shape[0] if len(given.shape) == 1 else None
-    elif kinds.is_integer(given.arrow_type) or kinds.is_floating(given.arrow_type):
+    if isinstance(column_type, TensorType):
+        width = column_type.shape[0] if len(column_type.shape) == 1 else None
+    elif kinds.is_integer(column_type.arrow_type) or kinds.is_floating(column_type.arrow_type):
         width = 1
     if width != outputs:
         wanted = "numbers" if outputs == 1 else f"tensors of ({outputs},) numbers"
-        remedy = f"is {given}; name {wanted}, one for each of the {outputs} outputs that spec.model.num_classes says"
+        remedy = (
+            f"is {column_type}; name {wanted}, one for each of the {outputs} outputs that spec.model.num_classes says"
+        )
         raise invalid_field("spec.label_column", spec.label_column, remedy)

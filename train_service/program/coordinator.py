@@ -406,7 +406,7 @@ class ReportCoordinator:
     def _sweep(self) -> None:
         """Delete files that earlier attempts uploaded but did not commit."""
         state = self._registry.read()
-        named = {one.folder for one in state.checkpoints} | {one.entry.folder for one in state.retiring}
+        named = {checkpoint.folder for checkpoint in state.checkpoints} | {one.entry.folder for one in state.retiring}
         for name in self._store.folders(self._registry.data_folder):
             folder, match = f"{self._registry.data_folder}/{name}", FOLDER_NAME.fullmatch(name)
             if match and int(match["attempt"]) < self._attempt and folder not in named:
@@ -487,14 +487,14 @@ class ReportCoordinator:
             return {}
         version = load_version(self._store, self._spec.dataset_version)
         return {
-            one.name: shard_identity(version.name, version.manifest_sha256, one.name, one.row_count, self._spec)
-            for one in version.manifest.splits
+            split.name: shard_identity(version.name, version.manifest_sha256, split.name, split.row_count, self._spec)
+            for split in version.manifest.splits
         }
 
     def _commit(self) -> None:
         number, parts = self._number, [self._parts[rank] for rank in sorted(self._parts)]
         first = parts[0]
-        carried = any(one.files is not None for one in parts)
+        carried = any(part.files is not None for part in parts)
         try:
             files = merged_files(parts)
         except InvalidArgument:

@@ -91,7 +91,7 @@ def matching(fits: Sequence[Fit], call: FitCall, met: Collection[int]) -> Fit | 
 
     `met` are the numbers of the runs that this attempt has already requested.
     """
-    named = (one for one in fits if (one.call.name, one.call.storage_path) == (call.name, call.storage_path))
+    named = (fit for fit in fits if (fit.call.name, fit.call.storage_path) == (call.name, call.storage_path))
     placed = (one for one in fits if one.call.line == call.line and one.number not in met)
     return next(named, None) or next(placed, None)
 
@@ -303,7 +303,7 @@ def overridden(asked: Asked, spec: TrainingSpec, *, use_gpu: bool) -> list[str]:
         f"train_loop_config[{key!r}] is {ours}, by the job's configuration, and not {theirs}"
         for key, (theirs, ours) in sorted(asked.config.items())
     ]
-    return list(dict.fromkeys(one for one in sentences if one))
+    return list(dict.fromkeys(sentence for sentence in sentences if sentence))
 
 
 def _of_workers(asked: Asked) -> list[Wanted]:

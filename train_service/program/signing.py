@@ -198,7 +198,10 @@ class StoreSigner:
             known = self._version
             if known is None:
                 known = self._version = load_version(self._store, self._spec.dataset_version)
-                files = [f"{known.folder}/{MANIFEST}", *(f"{known.folder}/{one.path}" for one in known.manifest.files)]
+                files = [
+                    f"{known.folder}/{MANIFEST}",
+                    *(f"{known.folder}/{file.path}" for file in known.manifest.files),
+                ]
                 self._files = files
                 self._places = {key: place for place, key in enumerate(files)}
         if body.get("again"):

@@ -245,7 +245,9 @@ class _Rank:
         if self._config.function:
             pickled, settings = cloudpickle.loads(self._config.function)
             # As in Ray, parameters with defaults keep them.
-            takes = [one for one in inspect.signature(pickled).parameters.values() if _is_required(one)]
+            takes = [
+                parameter for parameter in inspect.signature(pickled).parameters.values() if _is_required(parameter)
+            ]
             pickled(settings) if takes else pickled()
             return
         module_name, _, name = program.entry.partition(":")

@@ -516,12 +516,16 @@ class ProgressMeter:
                 **({} if taken.skipped_steps is None else {"skipped_steps": float(taken.skipped_steps)}),
                 **taken.others,
             }
-            self._log.add(taken.step, taken.epoch, {name: one for name, one in values.items() if math.isfinite(one)})
+            self._log.add(
+                taken.step, taken.epoch, {name: value for name, value in values.items() if math.isfinite(value)}
+            )
 
     def _report_progress(self, reporter: Reporter, taken: StepTaken, now: float) -> None:
         seconds = max(now - self._reported, 1e-9)
         values = self._describe(self._sums)
-        others = {name: one for name, one in values.items() if name not in ("loss", "accuracy") and math.isfinite(one)}
+        others = {
+            name: value for name, value in values.items() if name not in ("loss", "accuracy") and math.isfinite(value)
+        }
         reporter.emit(
             EventKind.PROGRESS,
             step=taken.step,

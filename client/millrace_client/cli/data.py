@@ -182,10 +182,12 @@ def list_(dataset: str | None, as_json: bool, **values: Any) -> None:
             versions = list(millrace.data.list_versions(full_name("datasets", dataset)))
             document: dict[str, Any] = {"versions": versions}
             table = new_table("version", "state", "rows", "size", "splits", numbers=("rows", "size"))
-            for one in versions:
-                state = resources_pb2.DatasetVersion.State.Name(one.state)
-                splits = ", ".join(f"{split.name} {split.row_count:,}" for split in one.splits)
-                table.add_row(one.name, state_text(state), f"{one.row_count:,}", size_text(one.size_bytes), splits)
+            for version in versions:
+                state = resources_pb2.DatasetVersion.State.Name(version.state)
+                splits = ", ".join(f"{split.name} {split.row_count:,}" for split in version.splits)
+                table.add_row(
+                    version.name, state_text(state), f"{version.row_count:,}", size_text(version.size_bytes), splits
+                )
         else:
             datasets = list(millrace.data.list_datasets())
             document = {"datasets": datasets}

@@ -299,7 +299,7 @@ def _served(millrace: Millrace, deployment: str) -> tuple[str, str, str]:
     """
     name, _, number = deployment.partition("@")
     found = millrace.deployments.get_deployment(full_name("deployments", name))
-    versions = [one for one in found.versions if number in ("", one.number)]
+    versions = [version for version in found.versions if number in ("", version.number)]
     if not versions:
         there = ", ".join(one.number for one in found.versions) or "none yet"
         raise CommandFailed(f"{found.name} has no version {number}", remedy=f"its versions are {there}")

@@ -154,16 +154,16 @@ def _deployment_names(millrace: Millrace, health: str) -> dict[str, str]:
     if health != "SERVING":
         return {}
     try:
-        return {one.uid: one.name for one in millrace.deployments.list_deployments()}
+        return {deployment.uid: deployment.name for deployment in millrace.deployments.list_deployments()}
     except Unauthenticated:
         raise
     except MillraceError:
         return {}
 
 
-def _holder(one: ClusterUse.Holder, names: dict[str, str]) -> str:
-    of_deployment = one.deployment_uid and names.get(one.deployment_uid, f"a deployment, {one.deployment_uid}")
-    return one.job or of_deployment or one.description
+def _holder(holder: ClusterUse.Holder, names: dict[str, str]) -> str:
+    of_deployment = holder.deployment_uid and names.get(holder.deployment_uid, f"a deployment, {holder.deployment_uid}")
+    return holder.job or of_deployment or holder.description
 
 
 def _use_document(use: ClusterUse, names: dict[str, str]) -> dict[str, Any]:
@@ -172,14 +172,16 @@ def _use_document(use: ClusterUse, names: dict[str, str]) -> dict[str, Any]:
         "nodes": use.nodes,
         "total": {"cpus": use.cpus, "gpus": use.gpus},
         "free": {"cpus": use.free_cpus, "gpus": use.free_gpus},
-        "holders": [{"holder": _holder(one, names), "cpus": one.cpus, "gpus": one.gpus} for one in use.holders],
+        "holders": [
+            {"holder": _holder(holder, names), "cpus": holder.cpus, "gpus": holder.gpus} for holder in use.holders
+        ],
     }
 
 
 def _print_use(use: ClusterUse, names: dict[str, str]) -> None:
     table = new_table("of the Ray cluster", "CPUs", "GPUs", numbers=("CPUs", "GPUs"))
-    for one in use.holders:
-        table.add_row(verbatim(_holder(one, names)), f"{one.cpus:g}", f"{one.gpus:g}")
+    for holder in use.holders:
+        table.add_row(verbatim(_holder(holder, names)), f"{holder.cpus:g}", f"{holder.gpus:g}")
     table.add_row("free", f"{use.free_cpus:g} of {use.cpus:g}", f"{use.free_gpus:g} of {use.gpus:g}")
     console().print(table)
     age_s = time.time() - use.time.ToNanoseconds() / 1e9

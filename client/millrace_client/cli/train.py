@@ -245,13 +245,13 @@ def list_(as_json: bool, **values: Any) -> None:
 # --- Suggestions ---
 
 
-def suggested(millrace: Millrace, given: resources_pb2.TrainingSpec, dry_run: bool, quiet: bool) -> Suggestion:
+def suggested(millrace: Millrace, training_spec: resources_pb2.TrainingSpec, dry_run: bool, quiet: bool) -> Suggestion:
     """Return the complete specification, and prepare the version that it needs.
 
     A dry run goes as far as it can without preparing. Raises what the services answer, and `CommandFailed` if the
     prepared version needs another preparation.
     """
-    suggestion = millrace.train.suggest_training_spec(given.dataset_version, spec=given)
+    suggestion = millrace.train.suggest_training_spec(training_spec.dataset_version, spec=training_spec)
     if not quiet:
         _show_choices(suggestion.choices)
     if dry_run or suggestion.preparation is None:
@@ -269,7 +269,7 @@ def suggested(millrace: Millrace, given: resources_pb2.TrainingSpec, dry_run: bo
 
     prepared = prepared_suggestion(ask, millrace.data, suggestion, wait)
     if not quiet:
-        console().print(f"[bold]{prepared.version}[/] is prepared from {given.dataset_version}.")
+        console().print(f"[bold]{prepared.version}[/] is prepared from {training_spec.dataset_version}.")
         _show_choices(prepared.choices[len(suggestion.choices) :])
     if prepared.preparation is not None:
         raise CommandFailed(
@@ -297,6 +297,6 @@ def _show_choices(choices: Sequence[suggestion_pb2.Choice]) -> None:
     if not choices:
         return
     table = new_table("field", "chosen", "why")
-    for one in choices:
-        table.add_row(*(verbatim(text) for text in (one.field, one.value, one.reason)))
+    for choice in choices:
+        table.add_row(*(verbatim(text) for text in (choice.field, choice.value, choice.reason)))
     console().print(table)

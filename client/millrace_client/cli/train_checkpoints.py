@@ -64,9 +64,9 @@ def download(source: str, directory: Path, best: bool, step: int | None, as_json
 
 def _at_step(millrace: Millrace, job: str, step: int) -> str:
     checkpoints = list(millrace.train.list_checkpoints(job))
-    for one in checkpoints:
-        if one.step == step:
-            return one.name
+    for checkpoint in checkpoints:
+        if checkpoint.step == step:
+            return checkpoint.name
     there = ", ".join(str(one.step) for one in checkpoints)
     remedy = f"it has some at steps {there}" if there else "it has none yet"
     raise CommandFailed(f"{job} has no checkpoint at step {step}", remedy=remedy, code=NOT_FOUND)
@@ -196,7 +196,7 @@ def _show_report(report: checkpoint_import_pb2.ImportReport) -> None:
     console().print(
         f"{report.format.lower().replace('_', ' ')}{where}: {report.fitted_count:,} tensors fit", soft_wrap=True
     )
-    misfits = [f"{one.source} ({one.in_file}, the model has {one.in_model})" for one in report.misfits]
+    misfits = [f"{misfit.source} ({misfit.in_file}, the model has {misfit.in_model})" for misfit in report.misfits]
     non_finite = [f"{one.source} ({one.count:,})" for one in report.non_finite]
     for what, count, names in (
         ("missing", report.missing_count, list(report.missing)),

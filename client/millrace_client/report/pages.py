@@ -81,7 +81,7 @@ class Run:
 
     @property
     def wall_s(self) -> float:
-        return max([0.0, *(one.ended_s or 0.0 for one in self.attempts)])
+        return max([0.0, *(attempt.ended_s or 0.0 for attempt in self.attempts)])
 
 
 def collect(train: TrainClient, name: str, epochs: Sequence[int]) -> Run:

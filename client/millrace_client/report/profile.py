@@ -104,7 +104,8 @@ def profile_of(preview: data_service_pb2.PreviewVersionResponse) -> Profile:
         version=version,
         columns=[_column(column, report) for column in version.columns],
         checks=[
-            CheckLine(not one.violations, check_text(one.check), one.observed, one.quarantined) for one in report.checks
+            CheckLine(not check.violations, check_text(check.check), check.observed, check.quarantined)
+            for check in report.checks
         ],
         quarantine=list(report.quarantine),
         quarantined_row_count=report.quarantined_row_count or version.quarantined_row_count,
@@ -203,40 +204,44 @@ def _column(column: resources_pb2.Column, report: quality_pb2.QualityReport) -> 
     return Column(column.name, type_text(column), kinds[0] if kinds else "values", bool(column.value_names), parts)
 
 
-def _part(one: quality_pb2.ColumnStatistics, names: Sequence[str]) -> Part:
-    least, middle, most = _ends(one)
-    there = one.row_count - one.null_count
-    distinct = f"{'' if one.distinct_is_exact else '≈ '}{one.distinct_count:,}" if one.distinct_count else "–"
+def _part(column_statistics: quality_pb2.ColumnStatistics, names: Sequence[str]) -> Part:
+    least, middle, most = _ends(column_statistics)
+    there = column_statistics.row_count - column_statistics.null_count
+    distinct = (
+        f"{'' if column_statistics.distinct_is_exact else '≈ '}{column_statistics.distinct_count:,}"
+        if column_statistics.distinct_count
+        else "–"
+    )
     return Part(
-        split=one.split,
-        row_count=one.row_count,
-        null_text=share_text(one.null_count, one.row_count),
-        has_nulls=one.null_count > 0,
-        nan_count=one.nan_count,
+        split=column_statistics.split,
+        row_count=column_statistics.row_count,
+        null_text=share_text(column_statistics.null_count, column_statistics.row_count),
+        has_nulls=column_statistics.null_count > 0,
+        nan_count=column_statistics.nan_count,
         least=least,
         middle=middle,
         most=most,
         distinct=distinct,
-        quantiles=[number_text(value) for value in one.numbers.quantiles],
-        histogram=list(one.numbers.histogram or one.times.histogram),
+        quantiles=[number_text(value) for value in column_statistics.numbers.quantiles],
+        histogram=list(column_statistics.numbers.histogram or column_statistics.times.histogram),
         values=[
             Value(scalar_text(value.value, names), value.row_count, share_text(value.row_count, there))
-            for value in one.values
+            for value in column_statistics.values
         ],
     )
 
 
-def _ends(one: quality_pb2.ColumnStatistics) -> tuple[str, str, str]:
-    if one.HasField("numbers"):
-        numbers = one.numbers
+def _ends(column_statistics: quality_pb2.ColumnStatistics) -> tuple[str, str, str]:
+    if column_statistics.HasField("numbers"):
+        numbers = column_statistics.numbers
         middle = f"{number_text(numbers.mean)} ± {number_text(numbers.deviation)}"
         return number_text(numbers.min), middle, number_text(numbers.max)
-    if one.HasField("times"):
-        first, last = one.times.min.seconds, one.times.max.seconds
+    if column_statistics.HasField("times"):
+        first, last = column_statistics.times.min.seconds, column_statistics.times.max.seconds
         with_clock = last - first < DAYS_WITH_CLOCK * 86_400 and (first % 86_400 or last % 86_400) != 0
         return moment_text(first, with_clock=with_clock), "–", moment_text(last, with_clock=with_clock)
-    if one.HasField("texts"):
-        texts = one.texts
+    if column_statistics.HasField("texts"):
+        texts = column_statistics.texts
         return f"{texts.min_bytes:,} B", f"{number_text(round(texts.mean_bytes, 1))} B", f"{texts.max_bytes:,} B"
     return "–", "–", "–"
 

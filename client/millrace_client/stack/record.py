@@ -181,7 +181,7 @@ def family(roots: Iterable[Process]) -> set[Process]:
 def wait_gone(processes: Iterable[Process], timeout_s: float) -> set[Process]:
     """Wait at most `timeout_s` until all have ended; return those that are still alive."""
     until = time.monotonic() + timeout_s
-    left = {one for one in processes if one.is_alive()}
+    left = {process for process in processes if process.is_alive()}
     while left and time.monotonic() < until:
         time.sleep(POLL_S)
         left = {one for one in left if one.is_alive()}

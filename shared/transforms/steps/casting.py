@@ -44,16 +44,16 @@ class Cast(ColumnStep):
     def message(self) -> transform_pb2.Cast:
         return transform_pb2.Cast(arrow_type=str(self.arrow_type))
 
-    def output_type(self, given: ColumnType) -> ColumnType:
-        source = scalar(given, "cast needs a column of scalars")
+    def output_type(self, column_type: ColumnType) -> ColumnType:
+        source = scalar(column_type, "cast needs a column of scalars")
         try:
             cast_exactly(pa.array([], source.arrow_type), self.arrow_type)
         except pa.ArrowException:
             raise StepError(f"{source} cannot be cast to {self.arrow_type}") from None
         return ScalarType(self.arrow_type, source.nullable)
 
-    def check_request(self, given: Schema) -> None:
-        source = given[self.column]
+    def check_request(self, schema: Schema) -> None:
+        source = schema[self.column]
         problem = zone_problem(source.arrow_type, self.arrow_type) if isinstance(source, ScalarType) else None
         if problem:
             raise StepError(problem, "cast.arrow_type")

@@ -32,17 +32,17 @@ class Select(Step):
     def reads(self) -> tuple[str, ...]:
         return self.columns
 
-    def output(self, given: Schema) -> Schema:
-        known(given, self.columns, "select.columns")
-        return {name: given[name] for name in self.columns}
+    def output(self, schema: Schema) -> Schema:
+        known(schema, self.columns, "select.columns")
+        return {name: schema[name] for name in self.columns}
 
     def apply(self, batch: Batch, keys: StepKeys | None) -> Batch:
         return {name: batch[name] for name in self.columns}
 
-    def sources(self, needed: Names, given: Schema) -> Names:
+    def sources(self, needed: Names, schema: Schema) -> Names:
         return needed
 
-    def narrowed(self, needed: Names, given: Schema) -> Step | None:
+    def narrowed(self, needed: Names, schema: Schema) -> Step | None:
         return None  # slicing drops columns that are not needed
 
 
@@ -64,22 +64,22 @@ class Drop(Step):
     def reads(self) -> tuple[str, ...]:
         return ()
 
-    def output(self, given: Schema) -> Schema:
-        known(given, self.columns, "drop.columns")
-        return self._left(given)
+    def output(self, schema: Schema) -> Schema:
+        known(schema, self.columns, "drop.columns")
+        return self._left(schema)
 
     def apply(self, batch: Batch, keys: StepKeys | None) -> Batch:
         return self._left(batch)
 
-    def sources(self, needed: Names, given: Schema) -> Names:
+    def sources(self, needed: Names, schema: Schema) -> Names:
         return needed
 
-    def narrowed(self, needed: Names, given: Schema) -> Step | None:
+    def narrowed(self, needed: Names, schema: Schema) -> Step | None:
         return None  # as in `Select`
 
     def _left(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         dropped = frozenset(self.columns)
-        return {name: one for name, one in columns.items() if name not in dropped}
+        return {name: column for name, column in columns.items() if name not in dropped}
 
 
 @dataclass(frozen=True)
@@ -105,14 +105,14 @@ class Rename(Step):
     def reads(self) -> tuple[str, ...]:
         return tuple(old for old, _ in self.columns)
 
-    def output(self, given: Schema) -> Schema:
+    def output(self, schema: Schema) -> Schema:
         for old, _ in self.columns:
-            if old not in given:
-                raise StepError(f"there is no column {shown(old)}; there are {', '.join(given)}", "rename.columns")
-        renamed = self._renamed(given)
-        if len(renamed) < len(given):
+            if old not in schema:
+                raise StepError(f"there is no column {shown(old)}; there are {', '.join(schema)}", "rename.columns")
+        renamed = self._renamed(schema)
+        if len(renamed) < len(schema):
             new_of = dict(self.columns)
-            names = [new_of.get(name, name) for name in given]
+            names = [new_of.get(name, name) for name in schema]
             twice = shown(names[next(repeated(names))])
             raise StepError(f"two columns would be named {twice}; choose another name for one", "rename.columns")
         return renamed
@@ -120,17 +120,17 @@ class Rename(Step):
     def apply(self, batch: Batch, keys: StepKeys | None) -> Batch:
         return self._renamed(batch)
 
-    def sources(self, needed: Names, given: Schema) -> Names:
+    def sources(self, needed: Names, schema: Schema) -> Names:
         old_of = {new: old for old, new in self.columns}
         return frozenset(old_of.get(name, name) for name in needed)
 
-    def narrowed(self, needed: Names, given: Schema) -> Step | None:
+    def narrowed(self, needed: Names, schema: Schema) -> Step | None:
         columns = tuple((old, new) for old, new in self.columns if new in needed)
         return Rename(columns) if columns else None
 
     def _renamed(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         new_of = dict(self.columns)
-        return {new_of.get(name, name): one for name, one in columns.items()}
+        return {new_of.get(name, name): column for name, column in columns.items()}
 
 
 def named(columns: Sequence[str], at: str) -> tuple[str, ...]:

@@ -61,8 +61,8 @@ class Custom(Step):
     def reads(self) -> tuple[str, ...]:
         return self.columns
 
-    def output(self, given: Schema) -> Schema:
-        return _replaced(given, self.columns, self._new_columns(given))
+    def output(self, schema: Schema) -> Schema:
+        return _replaced(schema, self.columns, self._new_columns(schema))
 
     def apply(self, batch: Batch, keys: StepKeys | None) -> Batch:
         schema = pa.schema([(name, _arrow_type(batch[name])) for name in self.columns])
@@ -80,12 +80,12 @@ class Custom(Step):
                 )
         return _replaced(batch, self.columns, batch_of(made))
 
-    def sources(self, needed: Names, given: Schema) -> Names:
-        made = frozenset(self._new_columns(given))
+    def sources(self, needed: Names, schema: Schema) -> Names:
+        made = frozenset(self._new_columns(schema))
         return (needed - made) | frozenset(self.columns) if needed & made else needed
 
-    def narrowed(self, needed: Names, given: Schema) -> Step | None:
-        return self if needed & frozenset(self._new_columns(given)) else None
+    def narrowed(self, needed: Names, schema: Schema) -> Step | None:
+        return self if needed & frozenset(self._new_columns(schema)) else None
 
     def _new_columns(self, given: Schema) -> Schema:
         known(given, self.columns, "custom.columns")
@@ -128,14 +128,14 @@ class Custom(Step):
             raise StepError(f"{self.function} returned {len(made)} rows for {len(rows)}; return as many as it is given")
         return self._logical(made)
 
-    def _logical(self, made: pa.RecordBatch) -> pa.RecordBatch:
-        if not made.num_columns:
+    def _logical(self, record_batch: pa.RecordBatch) -> pa.RecordBatch:
+        if not record_batch.num_columns:
             raise StepError(f"{self.function} returned no column")
-        if len(set(made.schema.names)) < made.num_columns:
-            raise StepError(f"{self.function} returned two columns of one name: {', '.join(made.schema.names)}")
+        if len(set(record_batch.schema.names)) < record_batch.num_columns:
+            raise StepError(f"{self.function} returned two columns of one name: {', '.join(record_batch.schema.names)}")
         fields, columns = [], []
         try:
-            for field, column in zip(made.schema, made.columns, strict=True):
+            for field, column in zip(record_batch.schema, record_batch.columns, strict=True):
                 kept = logical_field(field)
                 if is_tensor(kept.type) and not is_tensor(field.type):
                     column = pa.ExtensionArray.from_storage(kept.type, column.cast(kept.type.storage_type))
@@ -210,13 +210,13 @@ def _replaced(columns: dict[str, Any], names: tuple[str, ...], made: dict[str, A
     replaced = frozenset(names)
     first = next(name for name in columns if name in replaced)
     out: dict[str, Any] = {}
-    for name, one in columns.items():
+    for name, column in columns.items():
         if name == first:
             out.update(made)
         if name not in replaced:
             if name in made:
                 raise StepError(f"the function makes a column {name!r}, which there is already", "custom.columns")
-            out[name] = one
+            out[name] = column
     return out
 
 

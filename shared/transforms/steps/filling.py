@@ -77,12 +77,12 @@ class FillNulls(ColumnStep):
     def fitted(self) -> bool:
         return self.value is not None
 
-    def accumulator(self, given: ColumnType) -> FitAccumulator:
-        arrow_type = scalar(given, "fill_nulls needs a column of scalars").arrow_type
+    def accumulator(self, column_type: ColumnType) -> FitAccumulator:
+        arrow_type = scalar(column_type, "fill_nulls needs a column of scalars").arrow_type
         return _MeanAccumulator(self) if self.statistic == "mean" else _CountsAccumulator(self, arrow_type)
 
-    def output_type(self, given: ColumnType) -> ColumnType:
-        arrow_type = scalar(given, "fill_nulls needs a column of scalars").arrow_type
+    def output_type(self, column_type: ColumnType) -> ColumnType:
+        arrow_type = scalar(column_type, "fill_nulls needs a column of scalars").arrow_type
         if self.value is not None:
             _as_scalar(self.value, arrow_type)
         elif self.statistic == "mean" and not kinds.is_floating(arrow_type):

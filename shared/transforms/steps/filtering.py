@@ -59,12 +59,12 @@ class Filter(Step):
     def reads(self) -> tuple[str, ...]:
         return self.expression.columns
 
-    def output(self, given: Schema) -> Schema:
+    def output(self, schema: Schema) -> Schema:
         columns = {}
         for name in self.reads:
-            if name not in given:
-                raise StepError(f"there is no column {name!r}; there are {', '.join(given)}", "filter.expression")
-            one = given[name]
+            if name not in schema:
+                raise StepError(f"there is no column {name!r}; there are {', '.join(schema)}", "filter.expression")
+            one = schema[name]
             if not isinstance(one, ScalarType):
                 raise StepError(f"{name!r} is {one}; a filter reads scalars alone", "filter.expression")
             columns[name] = pa.array([], one.arrow_type)
@@ -72,7 +72,7 @@ class Filter(Step):
             self.expression(columns)
         except (ExpressionError, pa.ArrowException) as error:
             raise StepError(first_line(error), "filter.expression") from None
-        return dict(given)
+        return dict(schema)
 
     def apply(self, batch: Batch, keys: StepKeys | None) -> Batch:
         return take_rows(batch, self.keeps(batch))
@@ -93,15 +93,15 @@ class Filter(Step):
 
     def _works(self, columns: Batch, start: int, end: int) -> bool:
         try:
-            self.expression({name: one[start:end] for name, one in columns.items()})
+            self.expression({name: column[start:end] for name, column in columns.items()})
         except pa.ArrowException:
             return False
         return True
 
-    def sources(self, needed: Names, given: Schema) -> Names:
+    def sources(self, needed: Names, schema: Schema) -> Names:
         return needed | frozenset(self.reads)
 
-    def narrowed(self, needed: Names, given: Schema) -> Step | None:
+    def narrowed(self, needed: Names, schema: Schema) -> Step | None:
         return self
 
 

@@ -46,10 +46,14 @@ class ImageStep(ColumnStep):
     def on_images(self, images: Array, draws: Draws) -> Array:
         """Process images of one size, each independently."""
 
-    def output_type(self, given: ColumnType) -> ColumnType:
-        if not isinstance(given, TensorType) or given.dtype != "uint8" or len(given.shape) not in (2, 3):
-            raise StepError(f"{self.op} needs uint8 images of shape (H, W) or (H, W, C), not {given}")
-        return TensorType("uint8", self.shape_of(given.shape))
+    def output_type(self, column_type: ColumnType) -> ColumnType:
+        if (
+            not isinstance(column_type, TensorType)
+            or column_type.dtype != "uint8"
+            or len(column_type.shape) not in (2, 3)
+        ):
+            raise StepError(f"{self.op} needs uint8 images of shape (H, W) or (H, W, C), not {column_type}")
+        return TensorType("uint8", self.shape_of(column_type.shape))
 
     def work(self, column: Column, keys: StepKeys | None) -> Column:
         draws = keys.uniform(self.draws) if keys is not None and self.draws else None

@@ -52,11 +52,11 @@ class Standardize(ColumnStep):
     def fitted(self) -> bool:
         return self.mean is not None
 
-    def accumulator(self, given: ColumnType) -> FitAccumulator:
+    def accumulator(self, column_type: ColumnType) -> FitAccumulator:
         return _MomentsAccumulator(self)
 
-    def output_type(self, given: ColumnType) -> ColumnType:
-        return ScalarType(pa.float32(), _numbers(given, self.op).nullable)
+    def output_type(self, column_type: ColumnType) -> ColumnType:
+        return ScalarType(pa.float32(), _numbers(column_type, self.op).nullable)
 
     def work(self, column: Column, keys: StepKeys | None) -> Column:
         mean, deviation = self.mean, self.deviation
@@ -97,11 +97,11 @@ class MinMaxScale(ColumnStep):
     def fitted(self) -> bool:
         return self.min is not None
 
-    def accumulator(self, given: ColumnType) -> FitAccumulator:
+    def accumulator(self, column_type: ColumnType) -> FitAccumulator:
         return _BoundsAccumulator(self)
 
-    def output_type(self, given: ColumnType) -> ColumnType:
-        return ScalarType(pa.float32(), _numbers(given, self.op).nullable)
+    def output_type(self, column_type: ColumnType) -> ColumnType:
+        return ScalarType(pa.float32(), _numbers(column_type, self.op).nullable)
 
     def work(self, column: Column, keys: StepKeys | None) -> Column:
         least, greatest = self.min, self.max
@@ -139,8 +139,8 @@ class Bucketize(ColumnStep):
     def message(self) -> transform_pb2.Bucketize:
         return transform_pb2.Bucketize(boundaries=self.boundaries)
 
-    def output_type(self, given: ColumnType) -> ColumnType:
-        return ScalarType(pa.int64(), _numbers(given, self.op).nullable)
+    def output_type(self, column_type: ColumnType) -> ColumnType:
+        return ScalarType(pa.int64(), _numbers(column_type, self.op).nullable)
 
     def work(self, column: Column, keys: StepKeys | None) -> Column:
         if kinds.is_integer(column.type):
@@ -167,8 +167,8 @@ def _optional(message: Any, field: str) -> float | None:
     return getattr(message, field) if message.HasField(field) else None
 
 
-def _numbers(given: ColumnType, op: str) -> ScalarType:
-    column = scalar(given, f"{op} needs a column of numbers")
+def _numbers(column_type: ColumnType, op: str) -> ScalarType:
+    column = scalar(column_type, f"{op} needs a column of numbers")
     if not numeric(column.arrow_type):
         raise StepError(f"{op} needs integers or floats, not {column}; cast the column first")
     return column

@@ -34,12 +34,18 @@ class ToFloat(ColumnStep):
     def from_message(cls, message: Any, column: str) -> Self:
         return cls(column)
 
-    def output_type(self, given: ColumnType) -> ColumnType:
-        if not isinstance(given, TensorType) or given.dtype != "uint8" or len(given.shape) not in (2, 3):
-            raise StepError(f"to_float needs uint8 images of shape (H, W) or (H, W, C), not {given}")
-        if None in given.shape:
-            raise StepError(f"to_float needs images of one size, not {given}; resize or crop them first")
-        shape = (1, *given.shape) if len(given.shape) == 2 else (given.shape[2], *given.shape[:2])
+    def output_type(self, column_type: ColumnType) -> ColumnType:
+        if (
+            not isinstance(column_type, TensorType)
+            or column_type.dtype != "uint8"
+            or len(column_type.shape) not in (2, 3)
+        ):
+            raise StepError(f"to_float needs uint8 images of shape (H, W) or (H, W, C), not {column_type}")
+        if None in column_type.shape:
+            raise StepError(f"to_float needs images of one size, not {column_type}; resize or crop them first")
+        shape = (
+            (1, *column_type.shape) if len(column_type.shape) == 2 else (column_type.shape[2], *column_type.shape[:2])
+        )
         return TensorType("float32", shape)
 
     def work(self, column: Column, keys: StepKeys | None) -> Column:
@@ -69,12 +75,12 @@ class Normalize(ColumnStep):
     def message(self) -> transform_pb2.Normalize:
         return transform_pb2.Normalize(mean=self.mean, std=self.std)
 
-    def output_type(self, given: ColumnType) -> ColumnType:
-        if not isinstance(given, TensorType) or given.dtype != "float32" or len(given.shape) != 3:
-            raise StepError(f"normalize needs float32 images of shape (C, H, W), not {given}")
-        if len(self.mean) not in (1, given.shape[0]):
-            raise StepError(f"normalize has {len(self.mean)} values of mean for {given.shape[0]} channels")
-        return given
+    def output_type(self, column_type: ColumnType) -> ColumnType:
+        if not isinstance(column_type, TensorType) or column_type.dtype != "float32" or len(column_type.shape) != 3:
+            raise StepError(f"normalize needs float32 images of shape (C, H, W), not {column_type}")
+        if len(self.mean) not in (1, column_type.shape[0]):
+            raise StepError(f"normalize has {len(self.mean)} values of mean for {column_type.shape[0]} channels")
+        return column_type
 
     def work(self, column: Column, keys: StepKeys | None) -> Column:
         mean = np.asarray(self.mean, np.float32).reshape(1, -1, 1, 1)
@@ -106,10 +112,10 @@ class Concat(Step):
     def reads(self) -> tuple[str, ...]:
         return self.columns
 
-    def output(self, given: Schema) -> Schema:
-        known(given, self.columns, "concat.columns")
-        widths = [self._width(index, given[name]) for index, name in enumerate(self.columns)]
-        kept = self._kept(given)
+    def output(self, schema: Schema) -> Schema:
+        known(schema, self.columns, "concat.columns")
+        widths = [self._width(index, schema[name]) for index, name in enumerate(self.columns)]
+        kept = self._kept(schema)
         if self.into in kept:
             raise StepError(f"there is a column {self.into!r} already; choose another name", "concat.into")
         width = None if None in widths else sum(width for width in widths if width is not None)
@@ -119,26 +125,28 @@ class Concat(Step):
         parts = [_float_values(name, batch[name]) for name in self.columns]
         return {**self._kept(batch), self.into: np.concatenate(parts, axis=1)}
 
-    def sources(self, needed: Names, given: Schema) -> Names:
+    def sources(self, needed: Names, schema: Schema) -> Names:
         return (needed - {self.into}) | frozenset(self.columns) if self.into in needed else needed
 
-    def narrowed(self, needed: Names, given: Schema) -> Step | None:
+    def narrowed(self, needed: Names, schema: Schema) -> Step | None:
         return self if self.into in needed else None
 
     def _kept(self, columns: dict[str, Any]) -> dict[str, Any]:
         taken = frozenset(() if self.keep else self.columns)
-        return {name: one for name, one in columns.items() if name not in taken}
+        return {name: column for name, column in columns.items() if name not in taken}
 
-    def _width(self, index: int, given: ColumnType) -> int | None:
-        if isinstance(given, ScalarType):
-            number = given.arrow_type
+    def _width(self, index: int, column_type: ColumnType) -> int | None:
+        if isinstance(column_type, ScalarType):
+            number = column_type.arrow_type
             if kinds.is_integer(number) or kinds.is_floating(number) or kinds.is_boolean(number):
                 return 1
-            raise StepError(f"concat needs numbers, not {given}; cast or encode them first", f"concat.columns[{index}]")
-        if len(given.shape) > 1 and None in given.shape:
-            raise StepError(f"concat needs a fixed shape, not {given}", f"concat.columns[{index}]")
-        lengths = [length for length in given.shape if length is not None]
-        return math.prod(lengths) if len(lengths) == len(given.shape) else None
+            raise StepError(
+                f"concat needs numbers, not {column_type}; cast or encode them first", f"concat.columns[{index}]"
+            )
+        if len(column_type.shape) > 1 and None in column_type.shape:
+            raise StepError(f"concat needs a fixed shape, not {column_type}", f"concat.columns[{index}]")
+        lengths = [length for length in column_type.shape if length is not None]
+        return math.prod(lengths) if len(lengths) == len(column_type.shape) else None
 
 
 def _float_values(name: str, column: Column) -> NDArray[np.float32]:

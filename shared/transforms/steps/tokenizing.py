@@ -122,19 +122,19 @@ class Tokenize(Step):
     def fitted(self) -> bool:
         return bool(self.tokenizer)
 
-    def accumulator(self, given: ColumnType) -> FitAccumulator:
+    def accumulator(self, column_type: ColumnType) -> FitAccumulator:
         return _WordsAccumulator(self)
 
-    def output(self, given: Schema) -> Schema:
-        known(given, [self.column], "column")
-        column = scalar(given[self.column], "tokenize needs texts")
+    def output(self, schema: Schema) -> Schema:
+        known(schema, [self.column], "column")
+        column = scalar(schema[self.column], "tokenize needs texts")
         if not (_is_text(column.arrow_type) or _is_bytes(column.arrow_type)):
             raise StepError(f"tokenize needs strings, or bytes in UTF-8, not {column}; cast it first")
         made: dict[str, ColumnType] = dict.fromkeys(self._new_columns, TensorType("int64", (self.max_length,)))
         for name, at in zip(self._new_columns, ("ids_column", "mask_column"), strict=True):
-            if name in given and name != self.column:
+            if name in schema and name != self.column:
                 raise StepError(f"there is a column {shown(name)} already; choose another name", f"tokenize.{at}")
-        return self._in_place(given, made)
+        return self._in_place(schema, made)
 
     def apply(self, batch: Batch, keys: StepKeys | None) -> Batch:
         encoded = self._encoded(self.texts(batch[self.column]))
@@ -142,11 +142,11 @@ class Tokenize(Step):
         mask = _matrix([one.attention_mask for one in encoded], self.max_length)
         return self._in_place(batch, dict(zip(self._new_columns, (ids, mask), strict=True)))
 
-    def sources(self, needed: Names, given: Schema) -> Names:
+    def sources(self, needed: Names, schema: Schema) -> Names:
         made = frozenset(self._new_columns)
         return (needed - made) | {self.column} if needed & made else needed
 
-    def narrowed(self, needed: Names, given: Schema) -> Step | None:
+    def narrowed(self, needed: Names, schema: Schema) -> Step | None:
         # Both columns are made; the pipeline drops the one that is not needed.
         return self if needed & frozenset(self._new_columns) else None
 
@@ -173,8 +173,8 @@ class Tokenize(Step):
     def _in_place(self, columns: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:
         """Return `columns` with `made` in place of the text."""
         out: dict[str, Any] = {}
-        for name, one in columns.items():
-            out.update(made if name == self.column else {name: one})
+        for name, column in columns.items():
+            out.update(made if name == self.column else {name: column})
         return out
 
     def texts(self, column: Column) -> list[str]:
