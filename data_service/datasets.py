@@ -12,9 +12,9 @@ from data_service.domain.dataset import Dataset, Retention, changed, check_field
 from shared import names, paging
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import Conflict, FailedPrecondition, already_exists, not_found
+from shared.idempotency import claimed
 from shared.jobs import Jobs
 from shared.log import ResourceLog
-from shared.requests import claimed
 from shared.storage import ObjectStore
 
 # The service that these request ids belong to.

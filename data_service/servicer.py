@@ -35,8 +35,8 @@ from data_service.version_jobs import VersionJobs
 from data_service.versions import Versions
 from millrace.data.v1 import data_service_pb2, quality_pb2, resources_pb2
 from shared.errors import not_found
+from shared.idempotency import body_digest
 from shared.jobs import JobRecord, Jobs, JobState
-from shared.requests import body_digest
 from shared.storage import ObjectStore
 from shared.streaming import Slots, in_threads
 

@@ -17,9 +17,9 @@ from contextlib import contextmanager, suppress
 
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import STORE_OUTAGES, Conflict, MillraceError
+from shared.idempotency import OUTCOME_UNKNOWN
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.log import Record, ResourceLog, State
-from shared.requests import OUTCOME_UNKNOWN
 from shared.storage import ObjectStore
 
 # A claimant creates its job at once. A claim without a job after this time was left by a process that died in between.

@@ -39,9 +39,9 @@ from shared.errors import (
     invalid_field,
     invalid_fields,
 )
+from shared.idempotency import OUTCOME_UNKNOWN, claimed, claimed_before, uid_of
 from shared.jobs import JobRecord, Jobs
 from shared.own_code import OwnCode
-from shared.requests import OUTCOME_UNKNOWN, claimed, claimed_before, uid_of
 from shared.storage import ObjectStore
 
 # --- Jobs ---

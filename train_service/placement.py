@@ -39,7 +39,7 @@ from train_service.domain.capacity import (
 )
 from train_service.domain.queueing import Claim, left_by
 from train_service.domain.spec import CPU, GPU, RAY_DATA, TrainingSpec
-from train_service.records.reporting import TRAIN_KIND
+from train_service.records.event_log import TRAIN_KIND
 
 # --- Placement ---
 

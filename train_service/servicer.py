@@ -19,8 +19,8 @@ from millrace.train.v1 import (
     train_service_pb2,
     train_service_pb2_grpc,
 )
+from shared.idempotency import body_digest
 from shared.jobs import JobState
-from shared.requests import body_digest
 from shared.streaming import DOWNLOADS, IMPORTS, Slot, Slots, in_threads
 from train_service.converters.checkpoints import (
     import_parts_from_proto,

@@ -16,7 +16,7 @@ from data_service.uploads.receiving import Chunk
 from data_service.uploads.record import Upload, UploadState
 from data_service.uploads.uploads import PresignedPut, UploadPart, Uploads
 from millrace.data.v1 import data_service_pb2, data_service_pb2_grpc, resources_pb2
-from shared.requests import body_digest
+from shared.idempotency import body_digest
 from shared.streaming import UPLOADS, Slot, Slots
 
 Context = aio.ServicerContext[Any, Any]

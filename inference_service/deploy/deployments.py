@@ -45,9 +45,9 @@ from shared.errors import (
     not_found,
 )
 from shared.grpc_errors import status_proto
+from shared.idempotency import claimed
 from shared.log import Record, ResourceLog
 from shared.own_code import OwnCode
-from shared.requests import claimed
 from shared.storage import ObjectMissing, ObjectStore
 
 logger = logging.getLogger(__name__)

@@ -38,7 +38,7 @@ from urllib.parse import urlsplit
 import ray
 
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry
-from shared.code_bundle import unpack_on_node
+from shared.code_bundle_registry import unpack_on_node
 from shared.code_environment import environments_of_node
 from shared.code_requirements import requirements_of_folder
 from shared.errors import (
@@ -83,7 +83,7 @@ from train_service.program.fit_calls import (
 )
 from train_service.program.process import HIDDEN_VARIABLES
 from train_service.program.signing import hide_memory
-from train_service.records.reporting import TRAIN_KIND, EventKind, Reporter
+from train_service.records.event_log import TRAIN_KIND, EventKind, Reporter
 from train_service.store_retry import retry_on_outage
 from train_service.worker.user_process import forward_lines
 

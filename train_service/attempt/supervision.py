@@ -37,8 +37,8 @@ from train_service.domain.spec import CPU, GPU, RUN_DEVICE, TrainingSpec
 from train_service.domain.watchdog import Phase, culprits, hung, limit_s, line_in_bundle, unresponsive_ranks
 from train_service.placement import Size, count_concurrent_ingests, size_now
 from train_service.program.coordinator import ReportCoordinator
+from train_service.records.event_log import GO_ON, PREEMPT, RESIZE
 from train_service.records.logs import STACKS_CHUNK
-from train_service.records.reporting import GO_ON, PREEMPT, RESIZE
 from train_service.store_retry import retry_on_outage
 
 # --- Supervision ---

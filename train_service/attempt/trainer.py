@@ -49,8 +49,8 @@ from train_service.placement import Size, count_concurrent_ingests, devices_of, 
 from train_service.program.coordinator import ReportCoordinator
 from train_service.program.signing import handling
 from train_service.program.worker import ProgramConfig
+from train_service.records.event_log import GO_ON, Reporter
 from train_service.records.logs import OWN_PROCESS, LogShipper
-from train_service.records.reporting import GO_ON, Reporter
 from train_service.store_retry import retry_on_outage
 from train_service.worker.loop import LoopConfig, train_loop
 

@@ -35,8 +35,8 @@ from train_service.learning.learner import BaseLearner
 from train_service.learning.ranks import Ranks
 from train_service.loading.loader import Batch
 from train_service.loading.preprocessing import Preprocessing, class_names, ingested_columns
+from train_service.records.event_log import EventKind, Reporter
 from train_service.records.metrics_log import MetricsLog
-from train_service.records.reporting import EventKind, Reporter
 from train_service.store_retry import retry_on_outage, store_call
 
 # --- Saving ---

@@ -12,7 +12,7 @@ from millrace.train.v1.train_service_pb2 import GetCheckpointResponse
 from shared.dataset_version.columns import tensor_field
 from shared.dataset_version.manifest import Column
 from shared.errors import invalid_field
-from shared.requests import body_digest
+from shared.idempotency import body_digest
 from shared.transforms.schema import arrow_type_of
 from train_service.converters.jobs import checkpoint_to_proto, job_to_proto
 from train_service.converters.specs import spec_from_proto

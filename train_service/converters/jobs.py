@@ -16,7 +16,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from millrace.train.v1 import code_bundle_pb2, resources_pb2, suggestion_pb2, train_service_pb2
 from millrace.train.v1 import train_service_pb2 as pb
 from shared.checkpoint import CheckpointEntry
-from shared.code_bundle import BundleRecord
+from shared.code_bundle_registry import BundleRecord
 from shared.errors import invalid_field
 from shared.grpc_errors import status_proto_from_record
 from shared.jobs import JobRecord, JobState
@@ -27,9 +27,9 @@ from train_service.domain.suggesting import Preparation, Suggestion
 from train_service.jobs.own_code import Header
 from train_service.jobs.run_records import Coverage
 from train_service.jobs.training_jobs import JobView
+from train_service.records.event_log import Event, EventKind
 from train_service.records.logs import LogText
 from train_service.records.metrics_log import MetricPoint
-from train_service.records.reporting import Event, EventKind
 
 # --- Jobs, checkpoints, events ---
 

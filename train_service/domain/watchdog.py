@@ -19,7 +19,7 @@ WAITING_FRAMES = (
     "torch/distributed/",
     "_engine_run_backward",
     "train_service/learning/ranks.py",
-    "train_service/program/rank_reports.py",
+    "train_service/program/report_sender.py",
     "ray/train/v2/_internal/execution/collective_impl.py",
 )
 # Frames of the training thread, in Millrace's loop or in a program. Other threads of the process do not count.

@@ -25,7 +25,7 @@ from typing import Any
 from shared import names
 from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegistry
 from shared.checkpoint.format import WEIGHTS, write_weights
-from shared.code_bundle import digest_of, using_bundle
+from shared.code_bundle_registry import digest_of, using_bundle
 from shared.code_requirements import requirements_of_folder
 from shared.dataset_version import DatasetVersion, load_version
 from shared.dataset_version.manifest import Column
@@ -40,9 +40,9 @@ from shared.errors import (
     invalid_field,
     not_found,
 )
+from shared.idempotency import claimed, claimed_before, uid_of
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.transitions import begin_attempt, fail, succeed
-from shared.requests import claimed, claimed_before, uid_of
 from shared.storage import ObjectStore
 from train_service.domain import spec_rules
 from train_service.domain.spec import TrainingSpec
@@ -50,7 +50,7 @@ from train_service.jobs.deletion import Deletions
 from train_service.jobs.own_code import Limits, ask_in_child, unpack_bundle
 from train_service.jobs.training_jobs import COLLECTION, JobView, TrainingJobs
 from train_service.loading.preprocessing import Preprocessing, check_prepared, class_names, ingested_columns
-from train_service.records.reporting import TRAIN_KIND
+from train_service.records.event_log import TRAIN_KIND
 
 logger = logging.getLogger(__name__)
 

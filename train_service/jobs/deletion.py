@@ -30,7 +30,7 @@ from typing import Any
 from shared.checkpoint import CheckpointRegistry
 from shared.checkpoint import references as checkpoint_references
 from shared.checkpoint.references import OTHER_FOLDERS, references_of_job
-from shared.code_bundle import release_bundle, using_bundle
+from shared.code_bundle_registry import release_bundle, using_bundle
 from shared.dataset_version import DatasetVersion
 from shared.dataset_version.version import unmark, using
 from shared.errors import STORE_OUTAGES, FailedPrecondition, Unavailable, not_found
@@ -42,7 +42,7 @@ from shared.reference_markers import markers
 from shared.storage import ObjectStore
 from train_service.checkpoints.fine_tuning import FIELD
 from train_service.domain.spec import TrainingSpec
-from train_service.records.reporting import TRAIN_KIND
+from train_service.records.event_log import TRAIN_KIND
 
 # --- Deletion of a job ---
 

@@ -24,10 +24,10 @@ from shared.errors import (
     ResourceExhausted,
     already_exists,
 )
+from shared.idempotency import claimed, claimed_before, uid_of
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.index import IndexedJob, JobIndex
 from shared.jobs.transitions import take_up
-from shared.requests import claimed, claimed_before, uid_of
 from shared.storage import ObjectStore
 from shared.transforms import TensorSpec
 from train_service.attempt.outcomes import report_lost
@@ -42,7 +42,7 @@ from train_service.jobs.model_check import check_model, check_outputs
 from train_service.jobs.own_code import OwnModelCheck, ProgramCheck
 from train_service.jobs.suggestions import suggest_spec
 from train_service.loading.preprocessing import fitted, fitted_program, steps_of_run
-from train_service.records.reporting import TRAIN_KIND, Event, EventLog
+from train_service.records.event_log import TRAIN_KIND, Event, EventLog
 
 logger = logging.getLogger(__name__)
 

@@ -40,8 +40,8 @@ from train_service.checkpoints.snapshots import retain
 from train_service.domain.drawn_indices import check_drawn, merge_drawn
 from train_service.domain.shard_positions import check_shards, merge_reports, shard_identity
 from train_service.domain.spec import KEEP, REPLAY, Program, TrainingSpec
+from train_service.records.event_log import CANCEL, GO_ON, REPORT_INTERVAL_S, STALE, EventKind
 from train_service.records.metrics_log import MetricsLog
-from train_service.records.reporting import CANCEL, GO_ON, REPORT_INTERVAL_S, STALE, EventKind
 from train_service.store_retry import retry_on_outage
 from train_service.worker.heartbeat import FAILING
 

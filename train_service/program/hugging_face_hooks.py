@@ -43,7 +43,7 @@ import torch.distributed as dist
 from ray.train import Checkpoint
 
 from shared.errors import FailedPrecondition
-from train_service.program.rank_reports import files_of
+from train_service.program.report_sender import files_of
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from shared.errors import DataLoss, not_found
 from shared.settings import StoreSettings
 from shared.storage import ObjectMissing, ObjectStore, open_store
 from shared.storage.signed_store import SignedStore
-from train_service.program.rank_reports import Line, checked
+from train_service.program.report_sender import Line, checked
 
 
 class RankStore(Protocol):

@@ -29,7 +29,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from shared.checkpoint.registry import data_folder_of
-from shared.code_bundle import bundle_key
+from shared.code_bundle_registry import bundle_key
 from shared.dataset_version import DatasetVersion, load_version
 from shared.dataset_version.version import MANIFEST, check_not_deleted
 from shared.errors import FailedPrecondition, InvalidArgument, MillraceError, shown

@@ -43,9 +43,9 @@ from train_service.program.process import (
     line_of,
     seed_everything,
 )
-from train_service.program.rank_reports import Begin, ProgramStopped, RankReports
 from train_service.program.rank_store import RankStore, Versions, open_rank_store
 from train_service.program.ray_hooks import LocalProgramTrainFnUtils, LocalRank, ProgramTrainFnUtils, install
+from train_service.program.report_sender import Begin, ProgramStopped, RankReports
 from train_service.records.logs import LogShipper
 from train_service.store_retry import retry_on_outage
 from train_service.worker.heartbeat import FAILING, HeartbeatSender, lost_others
@@ -270,7 +270,7 @@ class _Rank:
         self._heartbeat.at(count, Phase.TRAINING)
 
     def _unpack(self) -> Path:
-        from shared.code_bundle import unpack_on_node
+        from shared.code_bundle_registry import unpack_on_node
 
         digest = self._config.program.code_bundle.rpartition("/")[2]
         return retry_on_outage(lambda: unpack_on_node(self._store, digest, self._folder.code), "the code bundle")

@@ -19,7 +19,7 @@ from typing import Any
 from shared.jobs import Jobs, JobState
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
-from train_service.records.reporting import TRAIN_KIND, Event, EventKind, EventLog
+from train_service.records.event_log import TRAIN_KIND, Event, EventKind, EventLog
 from train_service.store_retry import retry_on_outage
 
 POLL_INTERVAL_S = 0.5

@@ -17,8 +17,8 @@ from grpc import aio
 from millrace.train.v1 import resources_pb2, sweep_pb2, train_service_pb2, train_service_pb2_grpc
 from shared.errors import InvalidArgument, invalid_field
 from shared.grpc_errors import status_proto_from_record
+from shared.idempotency import body_digest
 from shared.jobs import JobRecord, JobState
-from shared.requests import body_digest
 from train_service.converters.jobs import etag, set_values, timestamp
 from train_service.converters.specs import maximizes, spec_from_proto, spec_to_proto, whole
 from train_service.domain.spec import TrainingSpec

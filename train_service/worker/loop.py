@@ -41,9 +41,7 @@ from train_service.learning.own_step import OwnStepLearner
 from train_service.learning.ranks import PendingSum, Ranks
 from train_service.loading.loader import Batch, Batches, Loader
 from train_service.loading.rows import RowCache
-from train_service.records.logs import LogShipper
-from train_service.records.metrics_log import MetricsLog
-from train_service.records.reporting import (
+from train_service.records.event_log import (
     CANCEL,
     GO_ON,
     PAUSES,
@@ -55,6 +53,8 @@ from train_service.records.reporting import (
     EventKind,
     Reporter,
 )
+from train_service.records.logs import LogShipper
+from train_service.records.metrics_log import MetricsLog
 from train_service.store_retry import retry_on_outage
 from train_service.worker.heartbeat import FAILING, HeartbeatSender, as_reported
 from train_service.worker.memory_watch import MemoryLimit, MemoryWatch, NodeMemory

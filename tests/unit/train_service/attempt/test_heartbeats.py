@@ -18,7 +18,7 @@ from train_service.attempt.heartbeats import HeartbeatServer
 from train_service.attempt.outcomes import RankErrors
 from train_service.attempt.ray_run import Failure
 from train_service.domain.watchdog import Phase, hung
-from train_service.records.reporting import RESIZE, SUSPEND
+from train_service.records.event_log import RESIZE, SUSPEND
 from train_service.worker.heartbeat import HeartbeatSender
 
 # A rank that is at step 7 and goes on saying so.

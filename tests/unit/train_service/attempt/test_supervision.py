@@ -29,7 +29,7 @@ from train_service.domain.spec import Program
 from train_service.domain.watchdog import Phase
 from train_service.placement import Node, Size
 from train_service.program.coordinator import ReportCoordinator
-from train_service.records.reporting import PREEMPT, RESIZE, TRAIN_KIND, EventKind
+from train_service.records.event_log import PREEMPT, RESIZE, TRAIN_KIND, EventKind
 from train_service.worker.heartbeat import HeartbeatSender
 
 JOB = "trainingJobs/a"

@@ -17,7 +17,7 @@ from tests.support.counting_store import CountingStore
 from tests.support.training_records import JOB, begin, commit, finish, make_job
 from tests.unit.train_service.checkpoints.test_coverage import VERSION
 from train_service.jobs.training_jobs import JobView, TrainingJobs
-from train_service.records.reporting import TRAIN_KIND, EventKind, Reporter
+from train_service.records.event_log import TRAIN_KIND, EventKind, Reporter
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from train_service.attempt.heartbeats import HeartbeatServer
 from train_service.domain.spec import REPLAY, CheckpointPolicy, Program, TrainingSpec
 from train_service.program.attempt_folder import NodeCopies
 from train_service.program.coordinator import NOT_BY_ALL, ReportCoordinator
-from train_service.program.rank_reports import ASYNC, Begin, ProgramStopped, RankReports
-from train_service.records.reporting import CANCEL, GO_ON, STALE, SUSPEND, EventKind
+from train_service.program.report_sender import ASYNC, Begin, ProgramStopped, RankReports
+from train_service.records.event_log import CANCEL, GO_ON, STALE, SUSPEND, EventKind
 from train_service.worker.heartbeat import HeartbeatSender
 
 JOB = "trainingJobs/own"

@@ -1,6 +1,7 @@
 """The training loop without services and without Ray, for debugging:
 
-    MILLRACE_STORE=file:///path/to/store torchrun --nproc-per-node 2 -m train_service.standalone spec.json --job debug
+    MILLRACE_STORE=file:///path/to/store torchrun --nproc-per-node 2 -m train_service.torchrun_main spec.json --job
+    debug
 
 `spec.json` is the JSON form of `millrace.train.v1.TrainingSpec`; without torchrun there is one rank. The job is an
 ordinary job of that store, with its checkpoints, events, metrics, logs and coverage. Only its `runner` differs, so that
@@ -49,14 +50,14 @@ from train_service.jobs.training_jobs import COLLECTION, TrainingJobs
 from train_service.learning.ranks import Ranks, join_process_group
 from train_service.program.coordinator import ReportCoordinator
 from train_service.program.signing import handling
-from train_service.records.reporting import TRAIN_KIND, EventPrinter, Reporter
+from train_service.records.event_log import TRAIN_KIND, EventPrinter, Reporter
 from train_service.store_retry import retry_on_outage
 from train_service.worker.loop import LoopConfig, train_loop
 
 if TYPE_CHECKING:
     from train_service.program.worker import ProgramConfig
 
-RUNNER = "train_service.standalone"
+RUNNER = "train_service.torchrun_main"
 AGAIN = f"its command, {RUNNER}, to be run again"
 
 

@@ -13,7 +13,7 @@ from shared.jobs.registry import progress_key
 from shared.jobs.transitions import begin_attempt, confirm_cancel, confirm_delete, lose_attempt, request_delete
 from shared.storage import ObjectStore
 from tests.support.waiting import wait_until
-from train_service.records.reporting import CANCEL, GO_ON, STALE, TRAIN_KIND, Event, EventKind, EventLog, Reporter
+from train_service.records.event_log import CANCEL, GO_ON, STALE, TRAIN_KIND, Event, EventKind, EventLog, Reporter
 
 JOB = "trainingJobs/a"
 
