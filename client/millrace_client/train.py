@@ -22,9 +22,8 @@ from millrace.train.v1 import (
     train_service_pb2_grpc,
 )
 from millrace.train.v1 import train_service_pb2 as pb
-from millrace_client.calls import Caller, every_page, new_request_id
+from millrace_client.calls import Caller, Operation, every_page, new_request_id
 from millrace_client.errors import NotFound, OutOfRange, Unavailable
-from millrace_client.operations import Operation
 from millrace_client.specs import ratio_split
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ import click
 
 from millrace.data.v1 import data_service_pb2, resources_pb2
 from millrace_client import specs
+from millrace_client.calls import Operation
 from millrace_client.cli.command import (
     CommandFailed,
     PlainCommand,
@@ -33,7 +34,6 @@ from millrace_client.cli.versions import (
     waiting,
 )
 from millrace_client.connection import Millrace
-from millrace_client.operations import Operation
 
 # --- Split rules ---
 

@@ -27,7 +27,7 @@ from millrace_client.cli.command import (
 )
 from millrace_client.connection import Millrace
 from millrace_client.errors import MillraceError, Unauthenticated
-from millrace_client.stack import launch
+from millrace_client.stack import supervisor as stack_supervisor
 from millrace_client.stack.plan import StackOptions, answers, make_plan
 from millrace_client.stack.record import Record
 from millrace_client.stack.supervisor import Supervisor, hold_home, say_with_time
@@ -59,7 +59,7 @@ def up(store: str, import_roots: tuple[Path, ...], ray_cpus: int, foreground: bo
     if foreground:
         _run_here(home, options)
         return
-    running = launch.running_record(home)
+    running = stack_supervisor.running_record(home)
     record = running or start_with_progress(home, options, quiet=as_json).record
     if as_json:
         print_json({"already_running": running is not None, **_as_document(home, record)})
@@ -75,10 +75,10 @@ def down(as_json: bool) -> None:
     """Stop what `millrace up` started, and all that it left behind."""
     home = millrace_home()
     if as_json:
-        print_json({"stopped": launch.stop(home)})
+        print_json({"stopped": stack_supervisor.stop(home)})
         return
     with console().status("stopping …"):
-        stopped = launch.stop(home)
+        stopped = stack_supervisor.stop(home)
     console().print("Stopped; nothing of it is left running." if stopped else f"Nothing is running in {home}.")
 
 
@@ -88,7 +88,7 @@ def down(as_json: bool) -> None:
 @click.pass_context
 def status(ctx: click.Context, /, as_json: bool, **values: Any) -> None:
     """Show whether each part answers, and who holds which CPUs and GPUs. Exit code 5 where a part does not answer."""
-    record = launch.running_record(millrace_home())
+    record = stack_supervisor.running_record(millrace_home())
     with connected(values) as millrace:
         health = {service: millrace.health.check(service) for service in SERVICES}
         addresses = millrace.addresses
@@ -191,17 +191,17 @@ def _print_use(use: ClusterUse, names: dict[str, str]) -> None:
 
 def start_with_progress(
     home: Path, options: StackOptions, *, quiet: bool = False, lifeline: bool = False
-) -> launch.Stack:
+) -> stack_supervisor.Stack:
     """Start a stack, and show which parts already answer."""
     if quiet:
-        return launch.start(home, options, lifeline=lifeline)
+        return stack_supervisor.start(home, options, lifeline=lifeline)
     with console().status("starting Ray …") as line:
 
         def show(record: Record) -> None:
             missing = [part for part in PARTS if part not in record.answering]
             line.update(f"starting {', '.join(missing).replace('ray', 'Ray')} …" if missing else "ready")
 
-        return launch.start(home, options, lifeline=lifeline, on_progress=show)
+        return stack_supervisor.start(home, options, lifeline=lifeline, on_progress=show)
 
 
 def print_addresses(record: Record) -> None:
@@ -218,7 +218,7 @@ def _default_roots() -> tuple[Path, ...]:
 
 def _run_here(home: Path, options: StackOptions) -> None:
     with hold_home(home):
-        launch.stop(home)  # removes what a killed supervisor left behind
+        stack_supervisor.stop(home)  # removes what a killed supervisor left behind
         supervisor = Supervisor(make_plan(home, options), say_with_time, owns_process=True)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: supervisor.stop())

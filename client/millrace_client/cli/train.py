@@ -30,8 +30,7 @@ from millrace_client.cli.command import (
 )
 from millrace_client.cli.progress import watch_job
 from millrace_client.cli.step_options import OrderedCommand
-from millrace_client.cli.train_checkpoints import download, import_
-from millrace_client.cli.train_records import coverage, export, logs, metrics, report
+from millrace_client.cli.train_records import coverage, download, export, import_, logs, metrics, report
 from millrace_client.cli.train_run import run
 from millrace_client.cli.train_specs import given_spec_of, read_message, refuse_beside_file, spec_options
 from millrace_client.cli.train_sweeps import sweep, sweeps
