@@ -22,7 +22,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
-from shared.dataset_version.columns import tensor_field
+from shared.dataset_version.manifest import tensor_field
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.transitions import begin_attempt
 from shared.model_spec import ModelSpec

@@ -10,8 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from shared.dataset_version import ROW_ID, DatasetVersion, RowGroup, VersionReader
-from shared.dataset_version.columns import ROW_ID_FIELD
-from shared.dataset_version.manifest import DataFile, sha256_hex
+from shared.dataset_version.manifest import ROW_ID_FIELD, DataFile, sha256_hex
 from shared.dataset_version.version import MANIFEST, check_not_deleted
 from shared.errors import DataLoss
 from shared.storage import ObjectMissing, ObjectStore

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.checkpoint.program import ProgramContent
+from shared.checkpoint.format import ProgramContent
 from shared.code_loading import entry_failed, find_entry
 from shared.errors import FailedPrecondition, MillraceError
 

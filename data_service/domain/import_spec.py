@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from data_service.domain.uris import UriRefused, check_allowed, parse_uri
-from shared.dataset_version.columns import MAX_COLUMNS, name_problem, repeated, scalar_remedy
+from shared.dataset_version.manifest import MAX_COLUMNS, name_problem, repeated, scalar_remedy
 from shared.durable import fields_of
 from shared.errors import invalid_fields
 from shared.names import ID, SPLIT, SPLIT_REMEDY

@@ -10,7 +10,7 @@ from typing import Any
 from data_service.domain.import_spec import BadRows, bad_rows_problems
 from data_service.domain.split_rules import Problem
 from data_service.domain.transform_spec import SOURCE_PATTERN, repeated_problems
-from shared.dataset_version.columns import name_problem
+from shared.dataset_version.manifest import name_problem
 from shared.durable import fields_of
 from shared.errors import MillraceError, invalid_fields
 from shared.names import parse

@@ -18,7 +18,7 @@ from data_service.domain.split_rules import (
     SplitRule,
     TimeSplit,
 )
-from shared.dataset_version.columns import MAX_COLUMNS, repeated
+from shared.dataset_version.manifest import MAX_COLUMNS, repeated
 from shared.durable import fields_of
 from shared.errors import MillraceError, invalid_fields
 from shared.names import SPLIT, SPLIT_REMEDY, parse

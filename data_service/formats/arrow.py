@@ -18,7 +18,7 @@ from data_service.formats import interface
 from data_service.formats.interface import BadRowSink, blaming, decoded_bytes, is_text
 from data_service.formats.typed_columns import TypedColumns, logical_schema_of
 from data_service.storage.source_files import SourceFile
-from shared.dataset_version.columns import row_bytes
+from shared.dataset_version.manifest import row_bytes
 
 # --- Arrow IPC ---
 # Arrow IPC, as a stream or as a file: both are read from front to back, so an upload is read while it grows.

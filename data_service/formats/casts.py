@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.types as kinds
 from numpy.typing import NDArray
 
-from shared.dataset_version.columns import refuse_beyond_milliseconds
+from shared.dataset_version.manifest import refuse_beyond_milliseconds
 from shared.value_texts import halves_of_texts, times_of_day, zone_hint, zone_problem
 
 # --- Text values ---

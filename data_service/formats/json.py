@@ -21,7 +21,7 @@ from data_service.formats.interface import BadRowSink, RowSource, blaming, conte
 from data_service.formats.line_blocks import LineBlock, TextError, line_blocks, split_lines
 from data_service.formats.typed_columns import Overrides, check_names
 from data_service.storage.source_files import SourceFile
-from shared.dataset_version.columns import MAX_COLUMNS, is_tensor
+from shared.dataset_version.manifest import MAX_COLUMNS, is_tensor
 from shared.errors import invalid_field
 from shared.value_texts import zone_hint
 

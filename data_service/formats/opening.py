@@ -20,7 +20,7 @@ from data_service.formats.json import open_json_lines
 from data_service.formats.parquet import ParquetRows
 from data_service.formats.typed_columns import Overrides, check_names
 from data_service.storage.source_files import SourceFile, SourceFiles
-from shared.dataset_version.columns import MAX_COLUMNS
+from shared.dataset_version.manifest import MAX_COLUMNS
 from shared.errors import invalid_field
 
 # --- Opening ---

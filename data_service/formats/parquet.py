@@ -21,7 +21,7 @@ from data_service.formats import interface
 from data_service.formats.interface import BadRowSink, blaming, decoded_bytes, is_text
 from data_service.formats.typed_columns import MAX_ROW_BYTES, TypedColumns, logical_schema_of
 from data_service.storage.source_files import SourceFile
-from shared.dataset_version.columns import MAX_COLUMNS, is_tensor, row_bytes
+from shared.dataset_version.manifest import MAX_COLUMNS, is_tensor, row_bytes
 
 # --- Parquet rows ---
 # Decodes one Parquet file, a bounded number of rows at a time.

@@ -21,7 +21,7 @@ from data_service.domain.import_spec import TypeRefused, parse_type
 from data_service.formats.casts import Cast, CastRefused, Fits, cast_between, cast_rows, misfit, rows_without_nulls
 from data_service.formats.interface import BadRowSink, RowSource, excerpt_of, is_text
 from data_service.storage.source_files import SourceFile
-from shared.dataset_version.columns import MAX_COLUMNS, is_tensor, logical_field, name_problem, scalar_remedy
+from shared.dataset_version.manifest import MAX_COLUMNS, is_tensor, logical_field, name_problem, scalar_remedy
 from shared.errors import InvalidArgument, invalid_field
 from shared.value_texts import zone_problem
 

@@ -20,20 +20,19 @@ from data_service.domain.transform_spec import TransformSpec
 from millrace.common.v1 import transform_pb2
 from shared.bundle_predictor import entry_of
 from shared.checkpoint import CheckpointContent, load_checkpoint
+from shared.checkpoint.format import is_program_checkpoint, load_program_checkpoint
 from shared.checkpoint.missing_values import NanReading, float_columns, may_be_non_finite, nan_reading
-from shared.checkpoint.program import is_program_checkpoint, load_program_checkpoint
 from shared.checkpoint.references import resolve_any
 from shared.dataset_version import DatasetVersion, Manifest
-from shared.dataset_version.columns import tensor_array, tensor_field
-from shared.dataset_version.manifest import Column
+from shared.dataset_version.manifest import Column, tensor_array, tensor_field
 from shared.errors import FailedPrecondition, InvalidArgument, invalid_field, invalid_fields
 from shared.model_spec import REGRESSION
 from shared.own_code import OwnCode, check_functions
 from shared.storage import ObjectStore
 from shared.transforms import TensorType
+from shared.transforms.batch import ColumnType, Schema, arrow_schema, schema_of_columns
 from shared.transforms.pipeline import Pipeline
-from shared.transforms.schema import ColumnType, Schema, arrow_schema, schema_of_columns
-from shared.transforms.steps.custom_child import functions_in_children
+from shared.transforms.steps.custom import functions_in_children
 from shared.transforms.steps.decoding import image_columns
 from shared.transforms.steps.encoding import OneHotEncode
 from shared.transforms.steps.step import Step

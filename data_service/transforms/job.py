@@ -40,14 +40,13 @@ from data_service.transforms.work import (
 )
 from millrace.common.v1 import transform_pb2
 from shared.dataset_version import VersionReader, load_version
-from shared.dataset_version.columns import ROW_ID
-from shared.dataset_version.manifest import REPORT, DataFile, Parent, Split, sha256_hex
+from shared.dataset_version.manifest import REPORT, ROW_ID, DataFile, Parent, Split, sha256_hex
 from shared.dataset_version.version import DatasetVersion
 from shared.errors import DataLoss, FailedPrecondition
 from shared.jobs import AttemptContext
 from shared.storage import ObjectMissing, ObjectStore
+from shared.transforms.batch import arrow_type_of, schema_of
 from shared.transforms.pipeline import Fitter, Pipeline
-from shared.transforms.schema import arrow_type_of, schema_of
 from shared.transforms.steps.decoding import image_columns
 
 # --- The job ---

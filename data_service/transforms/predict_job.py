@@ -35,7 +35,7 @@ from data_service.transforms.predictor_work import (
 from data_service.transforms.work import CountPart, VersionRows, WritePart
 from shared.bundle_predictor import DeclaredTensor
 from shared.checkpoint import load_checkpoint
-from shared.checkpoint.program import is_program_checkpoint, load_program_checkpoint
+from shared.checkpoint.format import is_program_checkpoint, load_program_checkpoint
 from shared.dataset_version import VersionReader
 from shared.dataset_version.manifest import Parent, Prediction
 from shared.dataset_version.version import DatasetVersion

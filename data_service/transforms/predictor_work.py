@@ -24,16 +24,15 @@ from data_service.transforms.predict_work import set_threads, where
 from data_service.transforms.work import LeftOut, SplitRows, TransformedRows, VersionRows, bad_row
 from shared.bundle_predictor import FREE, Array, BundlePredictor, DeclaredTensor
 from shared.checkpoint.files import node_copy
-from shared.checkpoint.program import load_program_checkpoint
+from shared.checkpoint.format import load_program_checkpoint
 from shared.code_loading import load_code
 from shared.dataset_version import Manifest
-from shared.dataset_version.columns import name_problem, tensor_array, tensor_field
+from shared.dataset_version.manifest import name_problem, tensor_array, tensor_field
 from shared.errors import FailedPrecondition, InvalidArgument, invalid_field, invalid_fields
 from shared.settings import StoreSettings
 from shared.storage import open_store
 from shared.transforms import TensorType
-from shared.transforms.batch import batch_of
-from shared.transforms.schema import ColumnType, Schema, schema_of_columns
+from shared.transforms.batch import ColumnType, Schema, batch_of, schema_of_columns
 
 logger = logging.getLogger(__name__)
 

@@ -27,17 +27,15 @@ from data_service.domain.split_rules import Divider
 from data_service.domain.statistics import SplitStatistics
 from data_service.transforms.plan import PartitionRange
 from shared.dataset_version import RowGroup, SplitWriter, VersionReader
-from shared.dataset_version.columns import row_bytes
-from shared.dataset_version.manifest import DataFile
+from shared.dataset_version.manifest import DataFile, row_bytes
 from shared.dataset_version.reader import GroupSizes
 from shared.dataset_version.version import DatasetVersion
 from shared.dataset_version.writer import DEFAULT_GROUP_ROWS
 from shared.errors import InvalidArgument
 from shared.settings import StoreSettings
 from shared.storage import open_store
-from shared.transforms.batch import Batch, batch_of, table_of
+from shared.transforms.batch import Batch, RowError, Schema, batch_of, table_of
 from shared.transforms.pipeline import BatchContext, Fitter, Pipeline, Sliced, needed_columns, sliced
-from shared.transforms.schema import RowError, Schema
 from shared.transforms.steps.decoding import DecodeImage, side_by_side
 from shared.transforms.steps.step import Step
 

@@ -36,8 +36,7 @@ from shared.errors import (
 )
 from shared.storage import ObjectStore
 from shared.telemetry import hidden
-from shared.transforms.batch import batch_of
-from shared.transforms.schema import ColumnType, schema_of
+from shared.transforms.batch import ColumnType, batch_of, schema_of
 
 logger = logging.getLogger(__name__)
 

@@ -52,7 +52,7 @@ from inference_service.serve.models import Answer, Models, find_version, signatu
 from shared.errors import DeadlineExceeded, MillraceError, ResourceExhausted, invalid_field
 from shared.grpc_errors import status_code
 from shared.grpc_server import message_bytes
-from shared.grpc_server.deadlines import is_deadline
+from shared.grpc_server.interceptor import is_deadline
 from shared.telemetry import hidden, identify, log_outcome
 from shared.tracing import tracing
 from shared.wire import MAX_MESSAGE_BYTES

@@ -25,7 +25,7 @@ from shared.errors import FailedPrecondition, InvalidArgument, MillraceError, Re
 from shared.own_code import check_functions
 from shared.telemetry import hidden
 from shared.transforms import Batch, Column, Pipeline, RowError, ScalarType, TensorType
-from shared.transforms.schema import ColumnType
+from shared.transforms.batch import ColumnType
 from shared.transforms.steps.custom import DEFAULT_TIMEOUT_S, Custom
 from shared.transforms.steps.decoding import PIXELS_AT_ONCE, DecodeImage, claimed_pixels, image_columns
 

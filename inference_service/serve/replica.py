@@ -25,15 +25,13 @@ from inference_service.serve.cpu_priority import raise_priority
 from inference_service.serve.sockets import ReplicaSocketServer, listen
 from shared.checkpoint import CheckpointContent, load_checkpoint
 from shared.checkpoint.files import node_copy
-from shared.checkpoint.format import PROGRAM_CHECKPOINT, WEIGHTS
-from shared.checkpoint.program import load_program_checkpoint
+from shared.checkpoint.format import PROGRAM_CHECKPOINT, WEIGHTS, load_program_checkpoint
 from shared.code_loading import load_code
 from shared.errors import FailedPrecondition, Internal, MillraceError, Unavailable
 from shared.own_code import OwnCode, allowed_functions
 from shared.settings import StoreSettings
 from shared.storage import open_store
-from shared.telemetry import configure_logging
-from shared.thread_frames import current_frames
+from shared.telemetry import configure_logging, current_frames
 from shared.tracing import configure_tracing, tracing
 
 if TYPE_CHECKING:

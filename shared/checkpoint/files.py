@@ -23,8 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shared.checkpoint.format import MANIFEST, OTHER_FORMAT, PROGRAM_FORMAT, read_manifest
-from shared.checkpoint.program import ProgramContent
+from shared.checkpoint.format import MANIFEST, OTHER_FORMAT, PROGRAM_FORMAT, ProgramContent, read_manifest
 from shared.checkpoint.reading import Readable, StoredFile, read_pieces
 from shared.errors import DataLoss
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from shared.checkpoint.format import CheckpointContent
 from shared.transforms import Batch, Pipeline, ScalarType, Schema, TensorType
-from shared.transforms.schema import ColumnType
+from shared.transforms.batch import ColumnType
 from shared.transforms.steps.columns import Drop, Rename, Select
 from shared.transforms.steps.custom import Custom
 from shared.transforms.steps.encoding import OneHotEncode

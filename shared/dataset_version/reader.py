@@ -22,8 +22,15 @@ from typing import Protocol, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shared.dataset_version.columns import ROW_ID, ROW_ID_FIELD, logical_schema, repeated, to_logical
-from shared.dataset_version.manifest import DataFile, sha256_hex
+from shared.dataset_version.manifest import (
+    ROW_ID,
+    ROW_ID_FIELD,
+    DataFile,
+    logical_schema,
+    repeated,
+    sha256_hex,
+    to_logical,
+)
 from shared.dataset_version.version import DatasetVersion, check_not_deleted
 from shared.dataset_version.writer import MAX_FILE_BYTES, MAX_UNEQUAL_GROUP_BYTES
 from shared.errors import DataLoss, invalid_field

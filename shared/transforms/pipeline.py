@@ -17,12 +17,10 @@ from google.protobuf import json_format
 from numpy.typing import NDArray
 
 from millrace.common.v1 import transform_pb2
-from shared.dataset_version.columns import MAX_COLUMNS, ROW_ID, name_problem
+from shared.dataset_version.manifest import MAX_COLUMNS, ROW_ID, name_problem
 from shared.errors import InvalidArgument
-from shared.transforms.batch import Batch, RowKeys, take_rows
-from shared.transforms.schema import RowError, RowProblem, Schema, StepError, step_error
-from shared.transforms.steps.casting import Cast
-from shared.transforms.steps.columns import Drop, Rename, Select
+from shared.transforms.batch import Batch, RowError, RowKeys, RowProblem, Schema, StepError, step_error, take_rows
+from shared.transforms.steps.columns import Cast, Concat, Drop, Normalize, Rename, Select, ToFloat
 from shared.transforms.steps.custom import Custom
 from shared.transforms.steps.decoding import DecodeImage
 from shared.transforms.steps.encoding import OneHotEncode, OrdinalEncode
@@ -39,7 +37,6 @@ from shared.transforms.steps.images import (
 )
 from shared.transforms.steps.scaling import Bucketize, MinMaxScale, Standardize
 from shared.transforms.steps.step import FitAccumulator, Names, Step
-from shared.transforms.steps.tensors import Concat, Normalize, ToFloat
 from shared.transforms.steps.tokenizing import Tokenize
 
 # --- Pipeline ---

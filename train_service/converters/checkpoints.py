@@ -9,11 +9,10 @@ import pyarrow as pa
 
 from millrace.train.v1 import checkpoint_import_pb2, resources_pb2
 from millrace.train.v1.train_service_pb2 import GetCheckpointResponse
-from shared.dataset_version.columns import tensor_field
-from shared.dataset_version.manifest import Column
+from shared.dataset_version.manifest import Column, tensor_field
 from shared.errors import invalid_field
 from shared.idempotency import body_digest
-from shared.transforms.schema import arrow_type_of
+from shared.transforms.batch import arrow_type_of
 from train_service.converters.jobs import checkpoint_to_proto, job_to_proto
 from train_service.converters.specs import spec_from_proto
 from train_service.jobs.checkpoint_import import CheckpointImportRequest, Imported, SentFile

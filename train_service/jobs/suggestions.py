@@ -19,8 +19,8 @@ from shared.dataset_version.version import read_report
 from shared.errors import invalid_field
 from shared.storage import ObjectStore
 from shared.transforms import Pipeline, ScalarType, TensorType, schema_of_columns
-from shared.transforms.schema import ColumnType
-from shared.transforms.steps.custom_child import functions_in_children
+from shared.transforms.batch import ColumnType
+from shared.transforms.steps.custom import functions_in_children
 from train_service.domain import suggesting as known
 from train_service.domain.suggesting import MAX_VALUES, ColumnFacts, Suggestion, VersionFacts, suggest
 from train_service.loading.preprocessing import FIELD

@@ -33,7 +33,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from shared.checkpoint.program import ProgramFile, load_program_checkpoint, read_program_file
+from shared.checkpoint.format import ProgramFile, load_program_checkpoint, read_program_file
 from shared.checkpoint.reading import Readable
 from shared.errors import DataLoss, FailedPrecondition, Internal
 from train_service.store_retry import retry_on_outage

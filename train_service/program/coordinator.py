@@ -24,8 +24,8 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry
-from shared.checkpoint.format import OTHER_FORMAT
-from shared.checkpoint.program import (
+from shared.checkpoint.format import (
+    OTHER_FORMAT,
     ProgramContent,
     ProgramFile,
     verify_program_checkpoint,

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from shared.errors import MillraceError, ResourceExhausted
-from shared.thread_frames import current_frames
+from shared.telemetry import current_frames
 
 logger = logging.getLogger(__name__)
 

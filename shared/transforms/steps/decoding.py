@@ -17,8 +17,18 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from millrace.common.v1 import transform_pb2
 from shared.errors import first_line
-from shared.transforms.batch import Array, Column, RaggedImages, StepKeys
-from shared.transforms.schema import ColumnType, RowProblem, ScalarType, Schema, StepError, TensorType
+from shared.transforms.batch import (
+    Array,
+    Column,
+    ColumnType,
+    RaggedImages,
+    RowProblem,
+    ScalarType,
+    Schema,
+    StepError,
+    StepKeys,
+    TensorType,
+)
 from shared.transforms.steps.step import ColumnStep, Step, scalar
 
 # Encoded images that are read: Pillow knows more formats, and one of them, EPS, runs Ghostscript.

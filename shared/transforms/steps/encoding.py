@@ -13,9 +13,8 @@ import pyarrow.types as kinds
 from numpy.typing import NDArray
 
 from millrace.common.v1 import transform_pb2
-from shared.transforms.batch import Column, StepKeys
+from shared.transforms.batch import Column, ColumnType, RowProblem, ScalarType, StepError, StepKeys, TensorType
 from shared.transforms.exact import ValueCounts
-from shared.transforms.schema import ColumnType, RowProblem, ScalarType, StepError, TensorType
 from shared.transforms.steps.step import ColumnStep, FitAccumulator, scalar
 from shared.value_texts import value_shown
 

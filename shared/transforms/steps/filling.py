@@ -12,14 +12,12 @@ import pyarrow.compute as pc
 import pyarrow.types as kinds
 
 from millrace.common.v1 import transform_pb2
-from shared.dataset_version.columns import refuse_beyond_milliseconds
+from shared.dataset_version.manifest import refuse_beyond_milliseconds
 from shared.errors import shown
-from shared.transforms.batch import Column, StepKeys, float64_of
+from shared.transforms.batch import Column, ColumnType, RowProblem, ScalarType, StepError, StepKeys, float64_of
 from shared.transforms.exact import ExactMoments, ValueCounts
-from shared.transforms.schema import ColumnType, RowProblem, ScalarType, StepError
-from shared.transforms.steps.casting import Cast
+from shared.transforms.steps.columns import Cast, numeric
 from shared.transforms.steps.step import ColumnStep, FitAccumulator, scalar
-from shared.transforms.steps.tensors import numeric
 from shared.value_texts import value_of_text, value_text
 
 # Median and mode are exact, because every distinct value is kept and counted.

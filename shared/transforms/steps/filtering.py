@@ -30,8 +30,7 @@ from numpy.typing import NDArray
 
 from millrace.common.v1 import transform_pb2
 from shared.errors import first_line, shown
-from shared.transforms.batch import Batch, StepKeys, row_count, take_rows
-from shared.transforms.schema import RowProblem, ScalarType, Schema, StepError
+from shared.transforms.batch import Batch, RowProblem, ScalarType, Schema, StepError, StepKeys, row_count, take_rows
 from shared.transforms.steps.step import Names, Step, first_failing_row
 
 # --- The step ---

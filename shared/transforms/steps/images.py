@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from millrace.common.v1 import transform_pb2
-from shared.transforms.batch import Array, Column, RaggedImages, StepKeys
-from shared.transforms.schema import ColumnType, RowProblem, StepError, TensorType
+from shared.transforms.batch import Array, Column, ColumnType, RaggedImages, RowProblem, StepError, StepKeys, TensorType
 from shared.transforms.steps.decoding import PIXEL_LIMIT
 from shared.transforms.steps.step import ColumnStep, Step
 

@@ -14,12 +14,11 @@ import pyarrow.types as kinds
 from numpy.typing import NDArray
 
 from millrace.common.v1 import transform_pb2
-from shared.transforms.batch import Column, StepKeys, float64_of
+from shared.transforms.batch import Column, ColumnType, ScalarType, StepError, StepKeys, float64_of
 from shared.transforms.exact import ExactMoments
-from shared.transforms.schema import ColumnType, ScalarType, StepError
+from shared.transforms.steps.columns import numeric
 from shared.transforms.steps.filling import refuse_nan, refuse_non_finite
 from shared.transforms.steps.step import ColumnStep, FitAccumulator, scalar
-from shared.transforms.steps.tensors import numeric
 
 
 @dataclass(frozen=True)

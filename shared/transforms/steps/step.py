@@ -12,8 +12,7 @@ from typing import Any, ClassVar, Protocol, Self
 
 from millrace.common.v1 import transform_pb2
 from shared.errors import shown
-from shared.transforms.batch import Batch, Column, StepKeys
-from shared.transforms.schema import ColumnType, ScalarType, Schema, StepError
+from shared.transforms.batch import Batch, Column, ColumnType, ScalarType, Schema, StepError, StepKeys
 
 Names = frozenset[str]
 

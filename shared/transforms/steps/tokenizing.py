@@ -26,9 +26,18 @@ import pyarrow.types as kinds
 
 from millrace.common.v1 import transform_pb2
 from shared.errors import first_line, shown
-from shared.transforms.batch import Array, Batch, Column, StepKeys
+from shared.transforms.batch import (
+    Array,
+    Batch,
+    Column,
+    ColumnType,
+    RowProblem,
+    Schema,
+    StepError,
+    StepKeys,
+    TensorType,
+)
 from shared.transforms.exact import ValueCounts
-from shared.transforms.schema import ColumnType, RowProblem, Schema, StepError, TensorType
 from shared.transforms.steps.step import FitAccumulator, Names, Step, first_failing_row, known, scalar
 
 if TYPE_CHECKING:

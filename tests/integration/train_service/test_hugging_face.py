@@ -17,7 +17,7 @@ import pytest
 from safetensors.torch import load as load_tensors
 
 import millrace_client as mc
-from shared.checkpoint.program import load_program_checkpoint, read_program_file
+from shared.checkpoint.format import load_program_checkpoint, read_program_file
 from shared.checkpoint.registry import CheckpointEntry, CheckpointRegistry
 from shared.storage import ObjectStore
 from shared.transforms import arrow_schema, table_of

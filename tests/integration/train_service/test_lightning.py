@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import millrace_client as mc
-from shared.checkpoint.program import load_program_checkpoint, read_program_file
+from shared.checkpoint.format import load_program_checkpoint, read_program_file
 from shared.checkpoint.registry import CheckpointEntry, CheckpointRegistry
 from shared.storage import ObjectStore
 from tests.support.code_folders import write_files

@@ -15,7 +15,7 @@ from google.protobuf import json_format
 
 import millrace_client as mc
 from millrace.train.v1 import resources_pb2 as res
-from shared.checkpoint.program import verify_program_checkpoint
+from shared.checkpoint.format import verify_program_checkpoint
 from shared.jobs import Jobs, JobState
 from shared.storage import ObjectStore
 from tests.support.code_folders import store_bundle

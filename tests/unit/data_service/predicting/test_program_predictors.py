@@ -22,11 +22,10 @@ from inference_service.domain.signature import RAW, Rows
 from inference_service.serve.served_predictor import ServedPredictor
 from shared.bundle_predictor import DeclaredTensor
 from shared.checkpoint.files import node_copy
-from shared.checkpoint.program import load_program_checkpoint
+from shared.checkpoint.format import load_program_checkpoint
 from shared.code_loading import load_code
 from shared.dataset_version import load_version
-from shared.dataset_version.columns import tensor_array
-from shared.dataset_version.manifest import Prediction
+from shared.dataset_version.manifest import Prediction, tensor_array
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.jobs import JobRecord, Jobs, JobState

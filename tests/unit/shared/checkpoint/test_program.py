@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shared.checkpoint import reading
-from shared.checkpoint.program import ProgramFile, read_program_file
+from shared.checkpoint.format import ProgramFile, read_program_file
 from shared.errors import DataLoss
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store

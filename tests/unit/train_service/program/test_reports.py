@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shared.checkpoint import load_checkpoint, resolve
-from shared.checkpoint.program import load_program_checkpoint
+from shared.checkpoint.format import load_program_checkpoint
 from shared.checkpoint.registry import CheckpointRegistry
 from shared.errors import FailedPrecondition, Internal, InvalidArgument
 from shared.model_spec import ModelSpec
