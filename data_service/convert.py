@@ -18,12 +18,18 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from data_service.domain import import_spec, split_rules
 from data_service.domain.dataset import Dataset, Retention
 from data_service.domain.import_spec import ImportSpec, Source
-from data_service.domain.predict_spec import DEFAULT_BATCH_SIZE, CheckpointRef, PredictSpec, Workers
 from data_service.domain.split_rules import Share, SplitRule
-from data_service.domain.transform_spec import DEFAULT_FIT_SPLIT, TransformSpec, UnsetSplit
-from data_service.operation_pointers import operation_id
+from data_service.domain.transform_spec import (
+    DEFAULT_BATCH_SIZE,
+    DEFAULT_FIT_SPLIT,
+    CheckpointRef,
+    PredictSpec,
+    TransformSpec,
+    UnsetSplit,
+    Workers,
+)
 from data_service.reading import Selection
-from data_service.versions import ActiveVersion, DamagedVersion, Version
+from data_service.version_catalog import ActiveVersion, DamagedVersion, Version, operation_id
 from millrace.data.v1 import data_service_pb2, resources_pb2
 from shared import paging
 from shared.dataset_version.manifest import Manifest

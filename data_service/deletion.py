@@ -12,7 +12,7 @@ from functools import partial
 
 from data_service.datasets import SERVICE, Datasets
 from data_service.domain.dataset import Committed, outlived
-from data_service.operation_pointers import operation_id, operations_before, withdraw_if_without_job, withdraw_operation
+from data_service.version_catalog import operation_id, operations_before, withdraw_if_without_job, withdraw_operation
 from shared import names
 from shared.dataset_version.version import IMPORT_KIND, NAME_PATTERN, committed_version, live_references, markers
 from shared.errors import DataLoss, FailedPrecondition, NotFound, ResourceExhausted, Unavailable, not_found

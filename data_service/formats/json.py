@@ -17,8 +17,17 @@ import pyarrow as pa
 import pyarrow.types as kinds
 
 from data_service.formats.casts import EXACT_IN_DOUBLE, Cast, CastRefused, cast_between, cast_rows
-from data_service.formats.interface import BadRowSink, RowSource, blaming, content, excerpt_of
-from data_service.formats.line_blocks import LineBlock, TextError, line_blocks, split_lines
+from data_service.formats.interface import (
+    BadRowSink,
+    LineBlock,
+    RowSource,
+    TextError,
+    blaming,
+    content,
+    excerpt_of,
+    line_blocks,
+    split_lines,
+)
 from data_service.formats.typed_columns import Overrides, check_names
 from data_service.storage.source_files import SourceFile
 from shared.dataset_version.manifest import MAX_COLUMNS, is_tensor

@@ -24,7 +24,7 @@ from data_service.domain.statistics import SplitStatistics
 from data_service.formats import open_sources
 from data_service.imports.columns import BaseRows, CommonColumns, with_nan_as_null
 from data_service.storage.source_files import SourceFiles, s3_of
-from data_service.successors import confirm_follows
+from data_service.version_catalog import confirm_follows
 from shared.dataset_version import DatasetVersion, SplitWriter, load_version
 from shared.dataset_version.manifest import QUARANTINE, DataFile, Parent
 from shared.dataset_version.version import IMPORT_KIND, read_report

@@ -22,7 +22,7 @@ import pyarrow as pa
 import ray
 
 from data_service.attempt import FULL
-from data_service.domain.predict_spec import PredictSpec, Workers
+from data_service.domain.transform_spec import PredictSpec, Workers
 from data_service.transforms.plan import PartitionRange
 from shared.errors import (
     STORE_OUTAGES,

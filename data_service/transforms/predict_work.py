@@ -13,7 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from data_service.domain.bad_rows import excerpt
-from data_service.domain.predict_spec import CheckpointRef, Workers
+from data_service.domain.transform_spec import CheckpointRef, Workers
 from data_service.transforms.checking import CHAIN, Array, PredictionColumns, Preparation
 from data_service.transforms.plan import PartitionRange
 from data_service.transforms.work import LeftOut, SplitRows, TransformedRows, VersionRows, ended_in_time

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.types as kinds
 
 from data_service.domain.bad_rows import excerpt
-from data_service.domain.predict_spec import CheckpointRef, PredictSpec, Workers
+from data_service.domain.transform_spec import CheckpointRef, PredictSpec, Workers
 from data_service.transforms.checking import PredictionColumns
 from data_service.transforms.plan import PartitionRange
 from data_service.transforms.predict_work import set_threads, where

@@ -16,7 +16,7 @@ import pyarrow as pa
 import torch
 from safetensors.torch import save
 
-from data_service.domain.predict_spec import CheckpointRef, PredictSpec
+from data_service.domain.transform_spec import CheckpointRef, PredictSpec
 from data_service.transforms.checking import found_checkpoint
 from data_service.transforms.predict_job import run_predict
 from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegistry, write_checkpoint

@@ -15,8 +15,8 @@ import pytest
 from data_service.datasets import Datasets
 from data_service.deletion import ORPHAN_GRACE_PERIOD_S, REQUEST_CLAIM_S, Deletions, Sweeper
 from data_service.domain.dataset import Retention
-from data_service.operation_pointers import operation_ids, record_operation
-from data_service.verification import verify
+from data_service.reading import verify
+from data_service.version_catalog import operation_ids, record_operation
 from shared.dataset_version import load_version
 from shared.dataset_version.version import IMPORT_KIND, mark_used
 from shared.errors import NotFound, Unavailable

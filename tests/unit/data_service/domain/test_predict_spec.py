@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from data_service.domain.import_spec import BadRows
-from data_service.domain.predict_spec import CheckpointRef, PredictSpec, Workers, check_prediction
+from data_service.domain.transform_spec import CheckpointRef, PredictSpec, Workers, check_prediction
 from shared.errors import InvalidArgument
 from tests.support.cpu_time import cpu_at_most
 
