@@ -41,7 +41,6 @@ from shared.own_code import OwnCode, allowed_functions
 from shared.settings import SettingsError, StoreSettings, store_settings
 from shared.storage import ObjectStore, open_store
 from shared.telemetry import configure_logging, flush_logs
-from train_service.attempt.heartbeats import HeartbeatServer
 from train_service.attempt.outcomes import end_attempt, program_result, report_device, result_of, run_and_report_error
 from train_service.converters.specs import spec_from_proto
 from train_service.domain.spec import CPU, GPU, RUN_DEVICE, THREADS, TrainingSpec
@@ -52,6 +51,7 @@ from train_service.program.coordinator import ReportCoordinator
 from train_service.program.signing import handling
 from train_service.records.event_log import TRAIN_KIND, EventPrinter, Reporter
 from train_service.store_retry import retry_on_outage
+from train_service.worker.heartbeat import HeartbeatServer
 from train_service.worker.loop import LoopConfig, train_loop
 
 if TYPE_CHECKING:

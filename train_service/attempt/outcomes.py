@@ -17,12 +17,11 @@ from shared.jobs.attempt import run_attempt
 from shared.jobs.transitions import INSUFFICIENT_RESOURCES, PREEMPTED, RESIZED
 from shared.log import StaleAttempt
 from shared.storage import ObjectStore
-from train_service.attempt.heartbeats import HeartbeatServer, Reply
 from train_service.domain.spec import ATTEMPT_DEVICE, DEVICE_BEFORE, GPU, TrainingSpec
 from train_service.program.coordinator import ReportCoordinator
 from train_service.records.event_log import TRAIN_KIND, EventKind, EventLog
 from train_service.store_retry import retry_on_outage
-from train_service.worker.heartbeat import FAILING
+from train_service.worker.heartbeat import FAILING, HeartbeatServer, Reply
 
 logger = logging.getLogger(__name__)
 

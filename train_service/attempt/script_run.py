@@ -67,7 +67,6 @@ from train_service.domain.spec import (
 )
 from train_service.domain.sweep import MAX_SWEEP_ID, PROGRAM_CONFIG, Asha, Domain, SweepSpec
 from train_service.placement import Size, devices_of, usable_nodes
-from train_service.program.attempt_folder import AttemptFolder, NodeCopies
 from train_service.program.coordinator import described
 from train_service.program.fit_calls import (
     Asked,
@@ -81,7 +80,7 @@ from train_service.program.fit_calls import (
     overridden,
     settled,
 )
-from train_service.program.process import HIDDEN_VARIABLES
+from train_service.program.process import HIDDEN_VARIABLES, AttemptFolder, NodeCopies
 from train_service.program.signing import hide_memory
 from train_service.records.event_log import TRAIN_KIND, EventKind, Reporter
 from train_service.store_retry import retry_on_outage

@@ -28,7 +28,6 @@ from shared.jobs import AttemptContext, warm_workers
 from shared.jobs.actor import draining_nodes
 from shared.jobs.transitions import PREEMPTED, RESIZED
 from shared.telemetry import flush_logs
-from train_service.attempt.heartbeats import HeartbeatServer, RankHeartbeat
 from train_service.attempt.outcomes import HUNG, report_error, report_outcome
 from train_service.attempt.ray_run import WARM_WORKERS
 from train_service.domain.capacity import Resources
@@ -40,6 +39,7 @@ from train_service.program.coordinator import ReportCoordinator
 from train_service.records.event_log import GO_ON, PREEMPT, RESIZE
 from train_service.records.logs import STACKS_CHUNK
 from train_service.store_retry import retry_on_outage
+from train_service.worker.heartbeat import HeartbeatServer, RankHeartbeat
 
 # --- Supervision ---
 

@@ -30,7 +30,6 @@ from shared.jobs import AttemptContext, JobRecord
 from shared.jobs.transitions import INSUFFICIENT_RESOURCES
 from shared.log import StaleAttempt
 from shared.telemetry import flush_logs
-from train_service.attempt.heartbeats import HeartbeatServer
 from train_service.attempt.outcomes import (
     RankErrors,
     as_last_error,
@@ -52,6 +51,7 @@ from train_service.program.worker import ProgramConfig
 from train_service.records.event_log import GO_ON, Reporter
 from train_service.records.logs import OWN_PROCESS, LogShipper
 from train_service.store_retry import retry_on_outage
+from train_service.worker.heartbeat import HeartbeatServer
 from train_service.worker.loop import LoopConfig, train_loop
 
 logger = logging.getLogger(__name__)

@@ -34,23 +34,23 @@ from shared.log import StaleAttempt
 from shared.telemetry import configure_logging, identity
 from train_service.domain.spec import Program, TrainingSpec
 from train_service.domain.watchdog import Phase
-from train_service.program.attempt_folder import AttemptFolder, NodeCopies
 from train_service.program.drawn import DrawnIndices
 from train_service.program.hugging_face_hooks import install_hugging_face
 from train_service.program.process import (
+    AttemptFolder,
+    NodeCopies,
     OptimizerSteps,
     drop_hidden_variables,
     line_of,
     seed_everything,
 )
-from train_service.program.rank_store import RankStore, Versions, open_rank_store
 from train_service.program.ray_hooks import LocalProgramTrainFnUtils, LocalRank, ProgramTrainFnUtils, install
 from train_service.program.report_sender import Begin, ProgramStopped, RankReports
+from train_service.program.signing import RankStore, Versions, open_rank_store
 from train_service.records.logs import LogShipper
 from train_service.store_retry import retry_on_outage
 from train_service.worker.heartbeat import FAILING, HeartbeatSender, lost_others
-from train_service.worker.memory_watch import MemoryLimit, MemoryWatch, NodeMemory
-from train_service.worker.user_process import captured_output, exits_announced
+from train_service.worker.user_process import MemoryLimit, MemoryWatch, NodeMemory, captured_output, exits_announced
 
 if TYPE_CHECKING:
     from train_service.program.shards import ProgramShards

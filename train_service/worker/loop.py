@@ -57,8 +57,7 @@ from train_service.records.logs import LogShipper
 from train_service.records.metrics_log import MetricsLog
 from train_service.store_retry import retry_on_outage
 from train_service.worker.heartbeat import FAILING, HeartbeatSender, as_reported
-from train_service.worker.memory_watch import MemoryLimit, MemoryWatch, NodeMemory
-from train_service.worker.user_process import captured_output, exits_announced
+from train_service.worker.user_process import MemoryLimit, MemoryWatch, NodeMemory, captured_output, exits_announced
 
 # --- The loop ---
 

@@ -32,7 +32,7 @@ from shared.storage import open_store
 from train_service.domain import watchdog
 from train_service.domain.watchdog import Phase
 from train_service.worker.heartbeat import HeartbeatSender
-from train_service.attempt.heartbeats import HeartbeatServer
+from train_service.worker.heartbeat import HeartbeatServer
 from train_service.attempt.supervision import Supervision
 from tests.unit.train_service.worker.test_loop import SPEC
 from dataclasses import replace

@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 
 from shared.errors import MillraceError, ResourceExhausted
-from train_service.worker.memory_watch import (
+from train_service.worker.user_process import (
     MAX_OF_A_CORE,
     MIB,
     MemoryLimit,
