@@ -21,7 +21,7 @@ from inference_service.domain.rollout_transitions import (
 from inference_service.domain.signature import PREPARED, RAW, Rows, Signature, TensorSpec
 from inference_service.domain.statistics import Seen, passed_limit
 from inference_service.domain.tensors import Array
-from inference_service.peers import Peers
+from inference_service.frontends import Peers
 from inference_service.serve.models import Models, find_version
 from inference_service.serve.preprocessing import tensor_of_column, values_of_column
 from inference_service.settings import InferenceSettings

@@ -1,4 +1,7 @@
-"""The Ray Serve replica: one model in one process, on a thread of its own."""
+"""The Ray Serve replica: one model in one process, on a thread of its own.
+
+The CPU priority of a replica relative to the frontend.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,6 @@ from ray.serve.exceptions import RayServeException
 from inference_service.domain.batch_policy import Load
 from inference_service.domain.signature import Outputs, Rows, Signature
 from inference_service.serve.autoscaling import REFUSED, ROWS
-from inference_service.serve.cpu_priority import raise_priority
 from inference_service.serve.sockets import ReplicaSocketServer, listen
 from shared.checkpoint import CheckpointContent, load_checkpoint
 from shared.checkpoint.files import node_copy
@@ -37,6 +39,9 @@ from shared.tracing import configure_tracing, tracing
 if TYPE_CHECKING:
     from inference_service.serve.served_model import ServedModel
     from inference_service.serve.served_predictor import ServedPredictor
+
+
+# --- Replica ---
 
 logger = logging.getLogger(__name__)
 
@@ -356,3 +361,30 @@ class LoadAggregator:
     def _present(self) -> dict[str, tuple[Load, float]]:
         since_s = self._clock() - LOAD_TTL_S
         return {frontend: (load, at_s) for frontend, (load, at_s) in self._loads.items() if at_s >= since_s}
+
+
+# --- CPU priority ---
+
+# Ray starts its workers with niceness 15, so that its own processes have priority. A frontend has 0.
+NICENESS = -10
+
+
+def raise_priority() -> None:
+    """Gives all threads of this process, and those they start, priority over the frontend.
+
+    A replica computes admitted requests, while a frontend may still refuse what it reads. At equal priority, a frontend
+    that is flooded with calls doubles or triples the time of each batch: admitted requests become late, and batches
+    become small. Logs a warning if the operating system forbids it.
+    """
+    try:
+        for thread in Path("/proc/self/task").iterdir():
+            if os.getpriority(os.PRIO_PROCESS, int(thread.name)) > NICENESS:
+                os.setpriority(os.PRIO_PROCESS, int(thread.name), NICENESS)
+    except ProcessLookupError:  # a thread that ended meanwhile
+        raise_priority()
+    except PermissionError:
+        logger.warning(
+            "this replica keeps a niceness of %d, and gets little CPU beside a busy frontend: give Ray's workers "
+            "CAP_SYS_NICE, or start Ray with RAY_worker_niceness=0 and the inference service with a niceness of 10",
+            os.getpriority(os.PRIO_PROCESS, 0),
+        )

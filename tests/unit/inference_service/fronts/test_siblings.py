@@ -20,8 +20,7 @@ import pytest
 from inference_service import __main__ as service
 from inference_service.domain.statistics import Counts, Recent
 from inference_service.frontend import PeerReports
-from inference_service.frontends import REFUSED, hangs, run_frontends
-from inference_service.peers import UNRESPONSIVE_AFTER_S, Peers, PeerState
+from inference_service.frontends import REFUSED, UNRESPONSIVE_AFTER_S, Peers, PeerState, hangs, run_frontends
 from inference_service.serve.models import Models
 from inference_service.serve.repository import SummedStatistics
 from inference_service.settings import metrics_of, settings_from
@@ -211,7 +210,7 @@ def test_what_a_frontend_told_before_it_heard_that_an_application_goes_says_noth
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = Peers(tmp_path, 0), Peers(tmp_path, 1)
-    monkeypatch.setattr("inference_service.peers.POLL_INTERVAL_S", 0)
+    monkeypatch.setattr("inference_service.frontends.POLL_INTERVAL_S", 0)
 
     async def scenario() -> None:
         second.publish(told())
@@ -342,7 +341,7 @@ def test_a_frontend_that_hangs_is_killed_and_started_again(tmp_path: Path, monke
 BEATING = """
 import sys
 from pathlib import Path
-from inference_service.peers import Peers
+from inference_service.frontends import Peers
 
 Peers(Path(sys.argv[1]), 0).heartbeat()
 """
@@ -382,7 +381,7 @@ import asyncio, resource, sys
 from pathlib import Path
 from inference_service.serve.models import Models
 from inference_service.frontend import PeerReports
-from inference_service.peers import Peers
+from inference_service.frontends import Peers
 from inference_service.serve.repository import SummedStatistics
 
 class Holding:

@@ -16,7 +16,7 @@ from inference_service.deploy.reconciler import Reconciler
 from inference_service.deploy.rollout_manager import RolloutManager
 from inference_service.domain.deployment import Autoscaling, Scale, State, application_name
 from inference_service.frontend import PeerReports
-from inference_service.peers import Peers, PeerState
+from inference_service.frontends import Peers, PeerState
 from inference_service.serve.repository import SummedStatistics
 from shared.errors import Unavailable
 from shared.storage import ObjectStore

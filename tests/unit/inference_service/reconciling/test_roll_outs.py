@@ -20,7 +20,7 @@ from inference_service.domain.rollout import (
     RolloutStep,
 )
 from inference_service.domain.statistics import Counts
-from inference_service.peers import Peers, PeerState
+from inference_service.frontends import Peers, PeerState
 from inference_service.serve.infer import Dispatcher, Inference
 from shared.checkpoint.references import references_of_job
 from shared.dataset_version.version import live_references
