@@ -103,7 +103,7 @@ CONTRACTS := docs/contracts
 contracts: install
 	@image=$$(mktemp --suffix=.binpb); trap 'rm -f "$$image"' EXIT; \
 	$(PROTOC) --include_source_info --descriptor_set_out="$$image" $(PROTOS); \
-	$(BIN)/python protos/reference.py "$$image" "$(CONTRACTS)"
+	$(BIN)/python tools/proto_reference.py "$$image" "$(CONTRACTS)"
 
 DOCS_ADDRESS ?= 127.0.0.1:8000
 docs: contracts ## serve the documents: DOCS_ADDRESS=127.0.0.1:8000; a page is built again when it changes

@@ -15,9 +15,9 @@ import millrace_client
 from benchmarks.data_rows import MEAN, STD, digits
 from millrace.data.v1.resources_pb2 import DatasetVersion
 from millrace_client import specs, steps
-from millrace_client.operations import Operation
+from millrace_client.calls import Operation
 from millrace_client.uploads import stream_of
-from shared.dataset_version.columns import to_stored
+from shared.dataset_version.manifest import to_stored
 from shared.settings import StoreSettings
 from shared.storage import open_store
 

@@ -18,7 +18,7 @@ from pyarrow import fs
 from ray.data import DataContext
 
 from benchmarks.data_rows import MEAN, SIDE, STD, digits
-from shared.dataset_version.columns import to_stored
+from shared.dataset_version.manifest import to_stored
 from shared.settings import StoreSettings
 from shared.storage import open_store
 

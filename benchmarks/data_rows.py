@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from shared.dataset_version.columns import tensor_array
+from shared.dataset_version.manifest import tensor_array
 
 SIDE = 28
 MEAN, STD = 0.1307, 0.3081

@@ -1,4 +1,4 @@
-"""The processes that the GPU check starts, waits for and kills: runs of `train_service.standalone`."""
+"""The processes that the GPU check starts, waits for and kills: runs of `train_service.torchrun_main`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shared.storage import ObjectStore
 from train_service.converters.specs import spec_to_proto
 from train_service.domain.spec import BFLOAT16, TF32, TrainingSpec
 from train_service.jobs.run_records import RunRecords
-from train_service.records.reporting import Event, EventKind, EventLog
+from train_service.records.event_log import Event, EventKind, EventLog
 
 POLL_INTERVAL_S = 0.01
 
@@ -88,7 +88,7 @@ class Place:
     def command(self, job: str, spec: TrainingSpec) -> list[str]:
         file = self.folder / f"{job}.json"
         file.write_text(json_format.MessageToJson(spec_to_proto(spec)))
-        return ["-m", "train_service.standalone", str(file), "--job", job]
+        return ["-m", "train_service.torchrun_main", str(file), "--job", job]
 
 
 def resumed_variants(size: Size) -> dict[str, TrainingSpec]:

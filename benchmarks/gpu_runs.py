@@ -22,7 +22,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
-from shared.dataset_version.columns import tensor_field
+from shared.dataset_version.manifest import tensor_field
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.transitions import begin_attempt
 from shared.model_spec import ModelSpec
@@ -47,7 +47,7 @@ from train_service.learning.learner import AUTOCAST
 from train_service.learning.optimizers import build_optimizer
 from train_service.learning.ranks import Ranks
 from train_service.loading.preprocessing import Preprocessing
-from train_service.records.reporting import TRAIN_KIND
+from train_service.records.event_log import TRAIN_KIND
 from train_service.worker.loop import LoopConfig, Run
 
 VERSION = "datasets/stripes/versions/v1"

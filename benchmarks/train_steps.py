@@ -35,7 +35,7 @@ from shared.storage import open_store
 from train_service.domain.spec import TrainingSpec
 from train_service.jobs.run_records import RunRecords
 from train_service.learning.ranks import Ranks
-from train_service.records.reporting import TRAIN_KIND
+from train_service.records.event_log import TRAIN_KIND
 from train_service.worker.loop import LoopConfig, Run
 
 # A small convolutional network: a step takes tens of milliseconds, so that an overhead of one is visible.

@@ -18,7 +18,6 @@ from typing import Any
 import pyarrow as pa
 
 from data_service.domain.layout import SplitRange
-from shared.dataset_version.columns import shape_of
 from shared.dataset_version.manifest import (
     QUARANTINE,
     REPORT,
@@ -30,6 +29,7 @@ from shared.dataset_version.manifest import (
     Prediction,
     Split,
     sha256_hex,
+    shape_of,
 )
 from shared.errors import MillraceError, ResourceExhausted
 from shared.jobs import AttemptContext

@@ -18,12 +18,18 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from data_service.domain import import_spec, split_rules
 from data_service.domain.dataset import Dataset, Retention
 from data_service.domain.import_spec import ImportSpec, Source
-from data_service.domain.predict_spec import DEFAULT_BATCH_SIZE, CheckpointRef, PredictSpec, Workers
 from data_service.domain.split_rules import Share, SplitRule
-from data_service.domain.transform_spec import DEFAULT_FIT_SPLIT, TransformSpec, UnsetSplit
-from data_service.operation_pointers import operation_id
+from data_service.domain.transform_spec import (
+    DEFAULT_BATCH_SIZE,
+    DEFAULT_FIT_SPLIT,
+    CheckpointRef,
+    PredictSpec,
+    TransformSpec,
+    UnsetSplit,
+    Workers,
+)
 from data_service.reading import Selection
-from data_service.versions import ActiveVersion, DamagedVersion, Version
+from data_service.version_catalog import ActiveVersion, DamagedVersion, Version, operation_id
 from millrace.data.v1 import data_service_pb2, resources_pb2
 from shared import paging
 from shared.dataset_version.manifest import Manifest
@@ -91,11 +97,12 @@ def import_spec_from(request: data_service_pb2.ImportVersionRequest) -> ImportSp
     return ImportSpec(
         sources=[_source(source) for source in request.sources],
         hold_outs=[
-            import_spec.HoldOut(from_split=one.from_split, to_split=one.to_split, fraction=one.fraction, seed=one.seed)
-            for one in request.hold_outs
+            import_spec.HoldOut(from_split=out.from_split, to_split=out.to_split, fraction=out.fraction, seed=out.seed)
+            for out in request.hold_outs
         ],
         column_types=[
-            import_spec.ColumnType(column=one.column, arrow_type=one.arrow_type) for one in request.column_types
+            import_spec.ColumnType(column=column_type.column, arrow_type=column_type.arrow_type)
+            for column_type in request.column_types
         ],
         bad_rows=bad_rows_from(request.bad_rows),
         checks=[json_format.MessageToDict(check) for check in request.checks],

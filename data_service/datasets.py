@@ -12,9 +12,9 @@ from data_service.domain.dataset import Dataset, Retention, changed, check_field
 from shared import names, paging
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import Conflict, FailedPrecondition, already_exists, not_found
+from shared.idempotency import claimed
 from shared.jobs import Jobs
 from shared.log import ResourceLog
-from shared.requests import claimed
 from shared.storage import ObjectStore
 
 # The service that these request ids belong to.
@@ -145,7 +145,7 @@ class Datasets:
     def version_names(self, name: str) -> Sequence[str]:
         """Returns the names of all existing versions, in any state."""
         jobs = Jobs(self._store, IMPORT_KIND)
-        there = [f"{name}/versions/{one}" for one in self._store.folders(f"{name}/versions")]
+        there = [f"{name}/versions/{folder}" for folder in self._store.folders(f"{name}/versions")]
         return [one for one in there if jobs.find(one)]
 
     def _append(self, dataset: Dataset) -> Dataset:

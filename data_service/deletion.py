@@ -12,7 +12,7 @@ from functools import partial
 
 from data_service.datasets import SERVICE, Datasets
 from data_service.domain.dataset import Committed, outlived
-from data_service.operation_pointers import operation_id, operations_before, withdraw_if_without_job, withdraw_operation
+from data_service.version_catalog import operation_id, operations_before, withdraw_if_without_job, withdraw_operation
 from shared import names
 from shared.dataset_version.version import IMPORT_KIND, NAME_PATTERN, committed_version, live_references, markers
 from shared.errors import DataLoss, FailedPrecondition, NotFound, ResourceExhausted, Unavailable, not_found
@@ -124,7 +124,7 @@ def _in_use(job: JobRecord, references: list[str]) -> FailedPrecondition:
 # After a week no client repeats a call to get its first answer.
 REQUEST_CLAIM_S = 7 * 24 * 3600.0
 # The age at which objects of a killed writer are removed: writing an object, or a job's last step, never takes as long.
-LEFT_FOR_S = 3600.0
+ORPHAN_GRACE_PERIOD_S = 3600.0
 # These sets also have entries that no longer exist, so each is cleared when it reaches its limit.
 TIDY_REMEMBERED = OPERATIONS_REMEMBERED = 100_000
 # A pass ends after the dataset with which it has seen this many versions; the next pass continues after it.
@@ -176,14 +176,14 @@ class Sweeper:
         self._run_isolated("operations", self._sweep_operations)
         self._run_isolated("uploads", lambda: self._sweep_uploads(self._clock()))
         self._run_isolated(
-            "torn objects", lambda: self._store.delete_unfinished("datasets", self._clock() - LEFT_FOR_S)
+            "torn objects", lambda: self._store.delete_unfinished("datasets", self._clock() - ORPHAN_GRACE_PERIOD_S)
         )
         seen = 0
         for dataset in sorted(self._store.folders("datasets")):
             if dataset <= self._after:
                 continue
             name = f"datasets/{dataset}"
-            versions = [f"{name}/versions/{one}" for one in self._store.folders(f"{name}/versions")]
+            versions = [f"{name}/versions/{folder}" for folder in self._store.folders(f"{name}/versions")]
             self._run_isolated(name, partial(self._sweep_dataset, name, versions))
             for version in versions:
                 self._run_isolated(version, partial(self._sweep_version, version))
@@ -263,7 +263,7 @@ class Sweeper:
 
     def _sweep_version(self, name: str) -> None:
         # In this order: the objects listed here were written before the log had the state read below.
-        attempts = [f"{name}/data/{one}" for one in self._store.folders(f"{name}/data")]
+        attempts = [f"{name}/data/{folder}" for folder in self._store.folders(f"{name}/data")]
         references = markers(self._store, name)
         job = self._jobs.newest(name)
         for marker in references:
@@ -287,13 +287,13 @@ class Sweeper:
 
         Removes only objects listed before the manifest was read, and only if that is the committed manifest.
         """
-        before = self._clock() - LEFT_FOR_S
+        before = self._clock() - ORPHAN_GRACE_PERIOD_S
         found = list(self._store.list(committed))
         try:
             manifest = committed_version(self._store, job).manifest
         except (DataLoss, NotFound):
             return  # the manifest's names are unknown, or the version was just deleted
-        paths = (*(file.path for file in manifest.files), *(one.path for one in manifest.attachments))
+        paths = (*(file.path for file in manifest.files), *(attachment.path for attachment in manifest.attachments))
         named = {job.result["manifest"], *(f"{committed}/{path}" for path in paths)}
         others = [info for info in found if info.key not in named]
         for info in others:

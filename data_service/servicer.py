@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from typing import Any
 
 from google.longrunning import operations_pb2
 from google.protobuf import json_format
 from google.protobuf.empty_pb2 import Empty
+from google.protobuf.timestamp_pb2 import Timestamp
 from grpc import aio
 
-from data_service import reading, verification
+from data_service import reading
 from data_service.convert import (
     bound_answer,
     checked_operation,
@@ -27,22 +30,121 @@ from data_service.convert import (
 )
 from data_service.datasets import Datasets
 from data_service.deletion import Deletions
-from data_service.operation_pointers import job_of_operation, operation_id, operation_ids
 from data_service.preview import preview
-from data_service.uploads.servicer import UploadServicerPart
-from data_service.uploads.uploads import Uploads
+from data_service.uploads.receiving import Chunk
+from data_service.uploads.record import Upload, UploadState
+from data_service.uploads.uploads import PresignedPut, UploadPart, Uploads
+from data_service.version_catalog import Versions, job_of_operation, operation_id, operation_ids
 from data_service.version_jobs import VersionJobs
-from data_service.versions import Versions
-from millrace.data.v1 import data_service_pb2, quality_pb2, resources_pb2
+from millrace.data.v1 import data_service_pb2, data_service_pb2_grpc, quality_pb2, resources_pb2
 from shared.errors import not_found
+from shared.idempotency import body_digest
 from shared.jobs import JobRecord, Jobs, JobState
-from shared.requests import body_digest
 from shared.storage import ObjectStore
-from shared.streaming import Slots, in_threads
+from shared.streaming import UPLOADS, Slot, Slots, in_threads
+
+# --- Uploads ---
+
+Context = aio.ServicerContext[Any, Any]
+
+# The limit of concurrent senders of chunks; each holds about 40 MiB.
+MAX_SENDS = 32
+
+STATES = {
+    UploadState.OPEN: resources_pb2.Upload.State.STATE_OPEN,
+    UploadState.COMMITTED: resources_pb2.Upload.State.STATE_COMMITTED,
+}
+
+
+class UploadServicerPart(data_service_pb2_grpc.DataServiceServicer):
+    def __init__(self, uploads: Uploads) -> None:
+        self._uploads = uploads
+        self._sends = Slots(MAX_SENDS, wording=UPLOADS)
+
+    async def StartUpload(self, request: data_service_pb2.StartUploadRequest, context: Context) -> resources_pb2.Upload:
+        upload, parts = await asyncio.to_thread(
+            self._uploads.start,
+            request.parent,
+            request.upload_id,
+            request_id=request.request_id,
+            body_sha256=body_digest(request),
+            presigned=_presigned_put(request),
+        )
+        message = upload_message(upload)
+        message.presigned_parts.extend(_part_message(part) for part in parts)
+        return message
+
+    async def UploadChunks(
+        self, request_iterator: AsyncIterator[data_service_pb2.UploadChunksRequest], context: Context
+    ) -> AsyncIterator[data_service_pb2.UploadChunksResponse]:
+        with self._sends.slot() as slot:
+            async with aclosing(self._uploads.receive(_chunks(request_iterator, slot))) as sizes:
+                async for size in sizes:
+                    with slot.waiting():
+                        yield data_service_pb2.UploadChunksResponse(acknowledged_size=size)
+
+    async def GetUpload(self, request: data_service_pb2.GetUploadRequest, context: Context) -> resources_pb2.Upload:
+        return upload_message(await asyncio.to_thread(self._uploads.get, request.name))
+
+    async def CommitUpload(
+        self, request: data_service_pb2.CommitUploadRequest, context: Context
+    ) -> resources_pb2.Upload:
+        # When the call ends, for whatever reason, this coroutine is cancelled; its thread, which may read for long, is
+        # not, so it polls `over`.
+        over = threading.Event()
+        try:
+            upload = await asyncio.to_thread(
+                self._uploads.commit, request.name, request.size_bytes, request.sha256, over.is_set
+            )
+        finally:
+            over.set()
+        return upload_message(upload)
+
+    async def AbortUpload(self, request: data_service_pb2.AbortUploadRequest, context: Context) -> Empty:
+        await asyncio.to_thread(self._uploads.abort, request.name)
+        return Empty()
+
+
+def upload_message(upload: Upload) -> resources_pb2.Upload:
+    record = upload.record
+    return resources_pb2.Upload(
+        name=record.name,
+        state=STATES[record.state],
+        create_time=_timestamp(record.create_time),
+        expire_time=_timestamp(upload.expire_time),
+        acknowledged_size=upload.acknowledged_size,
+        size_bytes=record.size_bytes,
+        sha256=record.sha256,
+        hashed_size=upload.hashed_size,
+    )
+
+
+def _presigned_put(request: data_service_pb2.StartUploadRequest) -> PresignedPut | None:
+    if not request.HasField("presigned"):
+        return None
+    return PresignedPut(request.presigned.size_bytes, request.presigned.part_size_bytes)
+
+
+def _part_message(part: UploadPart) -> resources_pb2.PresignedPart:
+    return resources_pb2.PresignedPart(url=part.url, offset=part.offset, size_bytes=part.size_bytes)
+
+
+async def _chunks(requests: AsyncIterator[data_service_pb2.UploadChunksRequest], slot: Slot) -> AsyncIterator[Chunk]:
+    given = aiter(requests)
+    while True:
+        with slot.waiting():
+            request = await anext(given, None)
+        if request is None:
+            return
+        yield Chunk(request.name, request.offset, request.data, request.crc32c)
+
+
+def _timestamp(seconds: float) -> Timestamp:
+    return Timestamp(seconds=int(seconds), nanos=int(seconds % 1 * 1_000_000) * 1000)
+
 
 # --- Servicer ---
 
-Context = aio.ServicerContext[Any, Any]
 
 # The limit of concurrent streams of versions' content; each holds about 40 MiB.
 MAX_READS = 32
@@ -151,7 +253,11 @@ class DataServicer(UploadServicerPart):
             body_sha256=body_digest(request),
             validate_only=request.validate_only,
         )
-        return checked_operation(job) if request.validate_only else await asyncio.to_thread(self._operations.of, job)
+        return (
+            checked_operation(job)
+            if request.validate_only
+            else await asyncio.to_thread(self._operations.operation_of, job)
+        )
 
     async def GetVersion(
         self, request: data_service_pb2.GetVersionRequest, context: Context
@@ -189,7 +295,7 @@ class DataServicer(UploadServicerPart):
         self, request: data_service_pb2.ReadVersionRequest, context: Context
     ) -> AsyncIterator[data_service_pb2.ReadVersionResponse | bytes]:
         version = await asyncio.to_thread(self._versions.active, request.name)
-        with self._reads.one() as slot:
+        with self._reads.slot() as slot:
             # The messages are already serialized: they are large, and each copy of their bytes would be expensive.
             async for message in in_threads(reading.read_stream(version.reader, selection_from(request))):
                 with slot.waiting():
@@ -199,7 +305,7 @@ class DataServicer(UploadServicerPart):
         self, request: data_service_pb2.ReadQuarantineRequest, context: Context
     ) -> AsyncIterator[data_service_pb2.ReadQuarantineResponse]:
         version = await asyncio.to_thread(self._versions.active, request.name)
-        with self._reads.one() as slot:
+        with self._reads.slot() as slot:
             async for lines in in_threads(self._versions.quarantine(version)):
                 with slot.waiting():
                     yield data_service_pb2.ReadQuarantineResponse(json_lines=lines)
@@ -208,13 +314,13 @@ class DataServicer(UploadServicerPart):
         self, request: data_service_pb2.VerifyVersionRequest, context: Context
     ) -> AsyncIterator[data_service_pb2.VerifyVersionResponse]:
         version = await asyncio.to_thread(self._versions.active, request.name)
-        with self._reads.one() as slot:
-            async for state in in_threads(verification.verify(self._versions.store, version.reader.version)):
+        with self._reads.slot() as slot:
+            async for state in in_threads(reading.verify(self._versions.store, version.reader.version)):
                 with slot.waiting():
                     yield _verified_message(state)
 
 
-def _verified_message(state: verification.Verified) -> data_service_pb2.VerifyVersionResponse:
+def _verified_message(state: reading.Verified) -> data_service_pb2.VerifyVersionResponse:
     return data_service_pb2.VerifyVersionResponse(
         files_checked=state.files_checked,
         files_total=state.files_total,
@@ -244,10 +350,10 @@ class VersionOperations:
 
         `brief`: with its version in the short form of lists.
         """
-        return self.of(job_of_operation(self._store, self._jobs, name), brief=brief)
+        return self.operation_of(job_of_operation(self._store, self._jobs, name), brief=brief)
 
-    def of(self, job: JobRecord, *, brief: bool = False) -> operations_pb2.Operation:
-        version = self._versions.listed(job) if brief else self._versions.of(job)
+    def operation_of(self, job: JobRecord, *, brief: bool = False) -> operations_pb2.Operation:
+        version = self._versions.listed(job) if brief else self._versions.version_of(job)
         if version is None:
             raise not_found(f"operations/{operation_id(job)}")
         waiting_for = self._jobs.waiting_for(job.name) if job.state in WAITING else ""

@@ -12,19 +12,16 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from data_service.datasets import SERVICE, Datasets
-from data_service.domain import import_spec, predict_spec, transform_spec
+from data_service.domain import import_spec, transform_spec
 from data_service.domain.checks import parse_checks
 from data_service.domain.dataset import Dataset
 from data_service.domain.import_spec import ImportSpec
-from data_service.domain.predict_spec import CheckpointRef, PredictSpec
-from data_service.domain.transform_spec import TransformSpec
+from data_service.domain.transform_spec import CheckpointRef, PredictSpec, TransformSpec
 from data_service.domain.uris import UploadSource, parse_uri
-from data_service.operation_pointers import record_operation, withdraw_operation
 from data_service.storage.source_files import s3_of
-from data_service.successors import following
 from data_service.transforms.checking import check_predict, check_transform, found_checkpoint
 from data_service.uploads.record import using as using_upload
-from data_service.versions import ActiveVersion, Versions
+from data_service.version_catalog import ActiveVersion, Versions, following, record_operation, withdraw_operation
 from shared import names
 from shared.checkpoint import references as checkpoint_references
 from shared.dataset_version.version import IMPORT_KIND, using
@@ -39,9 +36,9 @@ from shared.errors import (
     invalid_field,
     invalid_fields,
 )
+from shared.idempotency import OUTCOME_UNKNOWN, claimed, claimed_before, uid_of
 from shared.jobs import JobRecord, Jobs
 from shared.own_code import OwnCode
-from shared.requests import OUTCOME_UNKNOWN, claimed, claimed_before, uid_of
 from shared.storage import ObjectStore
 
 # --- Jobs ---
@@ -152,7 +149,7 @@ class VersionJobs:
         """
 
         def made_by() -> dict[str, Any]:
-            predict_spec.check(spec)
+            transform_spec.check_prediction(spec)
             source = self._versions.active(spec.source, "source").reader.version
             checkpoint = found_checkpoint(self._store, spec.checkpoint)
             check_predict(self._store, spec, source, checkpoint, self._custom_allowed, self._own_code)
@@ -275,7 +272,7 @@ class VersionJobs:
         return newest is not None and newest.spec.get("request_id") != request_id
 
     def _next_id(self, parent: str) -> str:
-        found = (NUMBERED_ID.fullmatch(one) for one in self._store.folders(f"{parent}/versions"))
+        found = (NUMBERED_ID.fullmatch(folder) for folder in self._store.folders(f"{parent}/versions"))
         taken = {int(match[1]) for match in found if match}
         following = 1 + max(taken, default=0)
         if following > LAST_NUMBER:
@@ -362,9 +359,9 @@ def _check_appendable(base: ActiveVersion, spec: ImportSpec) -> None:
         )
     splits = {split.name for split in manifest.splits}
     taken = [
-        (f"hold_outs[{index}].to_split", one.to_split, f"{name} has this split; choose another")
-        for index, one in enumerate(spec.hold_outs)
-        if one.to_split in splits
+        (f"hold_outs[{index}].to_split", out.to_split, f"{name} has this split; choose another")
+        for index, out in enumerate(spec.hold_outs)
+        if out.to_split in splits
     ]
     if taken:
         raise invalid_fields(taken)

@@ -24,17 +24,21 @@ from inference_service.deploy.deployments import DeploymentManager, DeploymentOp
 from inference_service.deploy.reconciler import Reconciler
 from inference_service.deploy.rollout_driver import Rollouts
 from inference_service.deploy.rollout_manager import RolloutManager
-from inference_service.deploy.servicer import DeploymentServicer
 from inference_service.domain.deployment import Deployment
-from inference_service.frontend import LoadReporter, PeerReports, RayConnection, StoreCheck, give_back_large_buffers
-from inference_service.frontends import REFUSED, parent_gone, run_frontends
-from inference_service.metrics import metrics_served
-from inference_service.peers import Peers
+from inference_service.frontend import (
+    LoadReporter,
+    PeerReports,
+    RayConnection,
+    StoreCheck,
+    give_back_large_buffers,
+    metrics_served,
+)
+from inference_service.frontends import REFUSED, Peers, parent_gone, run_frontends
 from inference_service.serve.infer import Dispatcher, Inference
 from inference_service.serve.models import Models
 from inference_service.serve.ray_serve import ServeApplications
 from inference_service.serve.repository import ModelRepository, SummedStatistics
-from inference_service.serve.servicer import OpenInferenceServicer
+from inference_service.servicer import DeploymentServicer, OpenInferenceServicer
 from inference_service.settings import InferenceSettings, metrics_of, settings_from
 from millrace.inference.v1 import deployment_service_pb2, deployment_service_pb2_grpc
 from shared.errors import MillraceError

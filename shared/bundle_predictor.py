@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.checkpoint.program import ProgramContent
+from shared.checkpoint.format import ProgramContent
 from shared.code_loading import entry_failed, find_entry
 from shared.errors import FailedPrecondition, MillraceError
 
@@ -125,11 +125,11 @@ class BundlePredictor:
         Raises `FailedPrecondition`.
         """
         # A copy: a predictor may write to its inputs, and the same rows may be tried again.
-        given = {name: np.array(one, order="C") for name, one in values.items()}
+        given = {name: np.array(value, order="C") for name, value in values.items()}
         answer = self._called(lambda: self._made.predict(given))
         if not isinstance(answer, Mapping):
             raise self.refusal(f"predict returned a {type(answer).__name__} instead of a dict of arrays by name")
-        return [self._output(one, answer, count) for one in self.outputs]
+        return [self._output(output, answer, count) for output in self.outputs]
 
     def refusal(self, what: str) -> FailedPrecondition:
         return FailedPrecondition(

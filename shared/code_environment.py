@@ -153,7 +153,7 @@ def packages_of_platform() -> frozenset[str]:
             if one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in ("", *wanted))
         ]
     if "millrace" not in followed:
-        return frozenset(canonicalize_name(one.name) for one in metadata.distributions())
+        return frozenset(canonicalize_name(distribution.name) for distribution in metadata.distributions())
     return frozenset(followed)
 
 
@@ -279,13 +279,13 @@ class CodeEnvironments:
     def _evict_oldest(self, keep: str) -> None:
         """Remove the environments that were not used for longest, until all fit into `max_bytes`."""
         names = {one.name.partition(".")[0] for one in self.folder.iterdir()}
-        environments = [_Environment(self, one) for one in names if NAME.fullmatch(one)]
+        environments = [_Environment(self, name) for name in names if NAME.fullmatch(name)]
         sizes = {one.name: one.size() for one in environments}
-        for one in sorted(environments, key=lambda one: one.used_at()):
+        for environment in sorted(environments, key=lambda one: one.used_at()):
             if sum(sizes.values()) <= self.max_bytes:
                 return
-            if one.name != keep and one.remove_unused():
-                sizes[one.name] = 0
+            if environment.name != keep and environment.remove_unused():
+                sizes[environment.name] = 0
 
 
 def digest_of_environment(lines: Iterable[str]) -> str:
@@ -488,7 +488,7 @@ def _files_of_platform() -> frozenset[str]:
     for name in packages_of_platform():
         with suppress(metadata.PackageNotFoundError):
             files = metadata.files(name) or []
-            found.update(one.as_posix() for one in files if one.suffix in (".py", ".so") and ".." not in one.parts)
+            found.update(file.as_posix() for file in files if file.suffix in (".py", ".so") and ".." not in file.parts)
     return frozenset(found)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shared.code_bundle import Readable, digest_of, unpack_on_node
+from shared.code_bundle_registry import Readable, digest_of, unpack_on_node
 from shared.code_environment import use_environment
 from shared.code_requirements import requirements_of_folder
 from shared.errors import FailedPrecondition, MillraceError, first_line

@@ -446,7 +446,7 @@ def _folder_files(root: Path, skipped: Iterable[str] = SKIPPED, *, ignore_file: 
             for entry in entries:
                 # Some systems store é as two code points. The same folder must give the same bytes on all systems.
                 path = below + unicodedata.normalize("NFC", entry.name)
-                if skips.fullmatch(entry.name) or any(one.fullmatch(path) for one in ignores):
+                if skips.fullmatch(entry.name) or any(ignore.fullmatch(path) for ignore in ignores):
                     continue
                 kind = entry.stat(follow_symlinks=False).st_mode
                 if stat.S_ISDIR(kind):

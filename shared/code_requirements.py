@@ -100,7 +100,7 @@ def requirements_of_folder(folder: Path) -> list[str]:
     """Return the requirements of a bundle that is unpacked in `folder`. Raises `RequirementsError`."""
     paths = [folder / name for name in DECLARING_FILES] + sorted(folder.glob("*.dist-info/METADATA"))
     return declared_requirements(
-        {one.relative_to(folder).as_posix(): one.read_bytes() for one in paths if one.exists()}
+        {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths if path.exists()}
     )
 
 

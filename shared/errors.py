@@ -188,10 +188,10 @@ def invalid_fields(problems: Iterable[tuple[str, object, str]]) -> InvalidArgume
     )
 
 
-def check_count(field: str, given: Sized, most: int, remedy: str = "") -> None:
+def check_count(field: str, sized: Sized, most: int, remedy: str = "") -> None:
     """Refuse a repeated field of more entries than `most`, before its entries are checked one by one."""
-    if len(given) > most:
-        raise invalid_field(field, f"{len(given)} entries", remedy or f"send at most {most}")
+    if len(sized) > most:
+        raise invalid_field(field, f"{len(sized)} entries", remedy or f"send at most {most}")
 
 
 def not_found(name: str, remedy: str = "") -> NotFound:

@@ -101,7 +101,7 @@ class Slots:
         self._taken: set[Slot] = set()
 
     @contextmanager
-    def one(self) -> Iterator[Slot]:
+    def slot(self) -> Iterator[Slot]:
         """Take a slot. Raises `ResourceExhausted` if active clients hold all slots."""
         if len(self._taken) >= self._most:
             self._take_from_stalled()

@@ -6,11 +6,14 @@ Lines therefore wait in memory, up to a limit. Lines above it are dropped, and t
 written again.
 
 `hidden` turns an unexpected exception into what a caller may see. Its internals are in the log alone.
+
+The current frames of all threads, without the deadlock of Python 3.11.
 """
 
 from __future__ import annotations
 
 import contextvars
+import gc
 import json
 import logging
 import os
@@ -22,6 +25,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from types import FrameType
 from typing import TextIO
 
 from shared.errors import Internal
@@ -56,8 +60,8 @@ def log_outcome(
     `status` is gRPC's name, `why` the problem; `fields` are added to the common ones.
     """
     duration_ms = duration_s * 1000
-    told = {"status": status, "duration_ms": round(duration_ms, 3), **fields}
-    logger.info("%s %s %.1f ms%s", what, status, duration_ms, f": {why}" if why else "", extra={"fields": told})
+    logged = {"status": status, "duration_ms": round(duration_ms, 3), **fields}
+    logger.info("%s %s %.1f ms%s", what, status, duration_ms, f": {why}" if why else "", extra={"fields": logged})
 
 
 class JsonFormatter(logging.Formatter):
@@ -236,3 +240,21 @@ def hidden(error: BaseException, logger: logging.Logger, what: str) -> Internal:
     fields = {"correlation_id": correlation_id}
     logger.error("%s; correlation_id=%s", what, correlation_id, exc_info=error, extra={"fields": fields})
     return Internal(f"internal error; quote the correlation id {correlation_id}", metadata=fields)
+
+
+# --- Frames of all threads ---
+
+
+def current_frames() -> dict[int, FrameType]:
+    """Return the current frame of each thread, by its id.
+
+    Python 3.11 holds its lock of all threads meanwhile and creates objects. A garbage collection that this triggers
+    waits forever for that lock (python/cpython#106883), so the collector is disabled.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()

@@ -40,23 +40,23 @@ def value_text(value: int, arrow_type: pa.DataType) -> str:
     return moment_text(seconds, rest) if arrow_type.tz else f"{_date(day)}T{_clock(of_day, rest)}"
 
 
-def zone_problem(given: pa.DataType, wanted: pa.DataType) -> str | None:
+def zone_problem(data_type: pa.DataType, wanted: pa.DataType) -> str | None:
     """Explain why dates and times without a zone cannot become moments of `wanted`.
 
     A cast would assume UTC. None for all other casts.
     """
-    naive = kinds.is_date(given) or (kinds.is_timestamp(given) and given.tz is None)
+    naive = kinds.is_date(data_type) or (kinds.is_timestamp(data_type) and data_type.tz is None)
     if not (naive and kinds.is_timestamp(wanted) and wanted.tz is not None):
         return None
     return (
-        f"{given} has no time zone, and {wanted} would take it for UTC; keep it as {pa.timestamp(wanted.unit)}, or "
+        f"{data_type} has no time zone, and {wanted} would take it for UTC; keep it as {pa.timestamp(wanted.unit)}, or "
         "write the times with their zone"
     )
 
 
-def zone_hint(wanted: pa.DataType) -> str:
-    """Return the hint for texts that do not fit `wanted`. Empty for all types but moments."""
-    if not (kinds.is_timestamp(wanted) and wanted.tz is not None):
+def zone_hint(data_type: pa.DataType) -> str:
+    """Return the hint for texts that do not fit `data_type`. Empty for all types but moments."""
+    if not (kinds.is_timestamp(data_type) and data_type.tz is not None):
         return ""
     return "; each text needs its offset, such as 2024-07-01T12:00:00+02:00 or …Z"
 

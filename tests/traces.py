@@ -41,7 +41,7 @@ from tests.support.inference_server import deployment, inference_server
 from tests.support.versions import commit_version, striped_digits
 from train_service.domain.spec import OptimizerSpec, TrainingSpec
 from train_service.learning.ranks import Ranks
-from train_service.records.reporting import TRAIN_KIND
+from train_service.records.event_log import TRAIN_KIND
 from train_service.worker.loop import LoopConfig, Run
 
 ROOT = Path(__file__).parents[1]

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from grpc import aio
 
 from millrace.train.v1 import train_service_pb2, train_service_pb2_grpc
-from shared.code_bundle import CodeBundles
+from shared.code_bundle_registry import CodeBundles
 from shared.code_environment import CodeEnvironments, code_environments
 from shared.errors import MillraceError
 from shared.grpc_server import BearerToken, bearer_token, serve

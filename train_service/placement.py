@@ -39,7 +39,7 @@ from train_service.domain.capacity import (
 )
 from train_service.domain.queueing import Claim, left_by
 from train_service.domain.spec import CPU, GPU, RAY_DATA, TrainingSpec
-from train_service.records.reporting import TRAIN_KIND
+from train_service.records.event_log import TRAIN_KIND
 
 # --- Placement ---
 
@@ -218,19 +218,19 @@ def cluster_use() -> ClusterUse:
         [free.get(node["NodeID"], {}) for node in alive],
         [
             RayActor(
-                actor_id=one.actor_id.hex(),
-                name=one.name,
-                process=one.address.worker_id.hex(),
-                owner=one.owner_address.worker_id.hex(),
-                group=one.placement_group_id.hex(),
-                resources=dict(one.required_resources),
+                actor_id=table.actor_id.hex(),
+                name=table.name,
+                process=table.address.worker_id.hex(),
+                owner=table.owner_address.worker_id.hex(),
+                group=table.placement_group_id.hex(),
+                resources=dict(table.required_resources),
             )
-            for one in tables
+            for table in tables
         ],
         [
-            RayGroup(creator=one.creator_actor_id.hex(), resources=_of_bundles(one))
-            for one in groups
-            if one.state == gcs_pb2.PlacementGroupTableData.CREATED  # type: ignore[attr-defined]
+            RayGroup(creator=group.creator_actor_id.hex(), resources=_of_bundles(group))
+            for group in groups
+            if group.state == gcs_pb2.PlacementGroupTableData.CREATED  # type: ignore[attr-defined]
         ],
     )
 

@@ -39,7 +39,7 @@ from train_service.placement import (
     totals,
     usable_nodes,
 )
-from train_service.records.reporting import TRAIN_KIND, EventKind, EventLog
+from train_service.records.event_log import TRAIN_KIND, EventKind, EventLog
 from train_service.sweeps.sweeps import SWEEP_KIND, end_trials
 
 ENTRY = "train_service.attempt.trainer:run"

@@ -51,13 +51,13 @@ class TrainingBatches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         if not 0 <= rank < world_size:
             raise invalid_field("rank", rank, f"use 0 to world_size - 1, {world_size - 1}")
         settings = store if isinstance(store, StoreSettings) else _settings(store)
-        wanted = resources_pb2.TrainingSpec()
-        wanted.CopyFrom(spec)
+        training_spec = resources_pb2.TrainingSpec()
+        training_spec.CopyFrom(spec)
         # The order of rows depends on the lanes, so they are the job's for any number of ranks.
-        wanted.lanes = spec_from_proto(spec, allowed_functions(os.environ)).lanes
-        wanted.num_workers = world_size
-        wanted.min_workers = 0
-        plain = spec_from_proto(wanted, allowed_functions(os.environ))
+        training_spec.lanes = spec_from_proto(spec, allowed_functions(os.environ)).lanes
+        training_spec.num_workers = world_size
+        training_spec.min_workers = 0
+        plain = spec_from_proto(training_spec, allowed_functions(os.environ))
         opened = open_store(settings)
         plain, version, _ = fitted(opened, plain)
         return cls(Batches(opened, version, plain).loader(rank, world_size))

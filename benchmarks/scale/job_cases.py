@@ -25,7 +25,7 @@ from shared.settings import ServiceSettings
 from train_service.domain.spec import TrainingSpec
 from train_service.jobs.deletion import Deletions, Sweeper
 from train_service.jobs.training_jobs import TrainingJobs
-from train_service.records.reporting import TRAIN_KIND
+from train_service.records.event_log import TRAIN_KIND
 
 DONE = "trainingJobs/d"
 ENTRIES_A_COMMIT = 10_000

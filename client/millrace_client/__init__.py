@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from millrace_client.addresses import Addresses
+    from millrace_client.calls import Operation
     from millrace_client.connection import Millrace, connect
     from millrace_client.deployments import autoscaling, keep_all, keep_latest, keep_named
     from millrace_client.errors import MillraceError
-    from millrace_client.operations import Operation
     from millrace_client.specs import (
         append_to,
         arrow_source,

@@ -45,7 +45,7 @@ class Addresses:
     inference: str
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
 
-    def of(self, service: str) -> str:
+    def address_of(self, service: str) -> str:
         return {"data": self.data, "train": self.train, "inference": self.inference}[service]
 
 

@@ -163,7 +163,7 @@ class _Download:
     def _read_manifest(self, path: str) -> None:
         data = (self._files / path).read_bytes()
         itself = _File(path, len(data), self._sha256)
-        named = [_File(one["path"], one["size_bytes"], one["sha256"]) for one in json.loads(data)["files"]]
+        named = [_File(file["path"], file["size_bytes"], file["sha256"]) for file in json.loads(data)["files"]]
         self._listed = {one.path: one for one in (itself, *named)}
         for one in self._listed:
             _check_path(one)

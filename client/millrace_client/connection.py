@@ -33,9 +33,9 @@ class Millrace:
     ) -> None:
         self.addresses = addresses
         self.authorization = authorization
-        self._channels = {service: open_channel(addresses.of(service)) for service in SERVICES}
+        self._channels = {service: open_channel(addresses.address_of(service)) for service in SERVICES}
         callers = {
-            service: Caller(channel, addresses.of(service), timeout_s, reconnect_for_s, authorization)
+            service: Caller(channel, addresses.address_of(service), timeout_s, reconnect_for_s, authorization)
             for service, channel in self._channels.items()
         }
         self.data = DataClient(callers["data"])

@@ -19,9 +19,8 @@ from google.protobuf import empty_pb2, field_mask_pb2
 from millrace.common.v1 import transform_pb2
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1 import data_service_pb2_grpc, quality_pb2, resources_pb2
-from millrace_client.calls import Caller, every_page, new_request_id
+from millrace_client.calls import Caller, Operation, every_page, new_request_id
 from millrace_client.errors import AlreadyExists
-from millrace_client.operations import Operation
 
 if TYPE_CHECKING:
     import grpc

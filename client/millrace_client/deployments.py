@@ -12,8 +12,7 @@ from google.protobuf.field_mask_pb2 import FieldMask
 from millrace.inference.v1 import deployment_service_pb2 as pb
 from millrace.inference.v1 import deployment_service_pb2_grpc
 from millrace.inference.v1 import rollout_pb2 as pb_rollout
-from millrace_client.calls import Caller, every_page, new_request_id
-from millrace_client.operations import Operation
+from millrace_client.calls import Caller, Operation, every_page, new_request_id
 
 # --- Deployments ---
 

@@ -78,7 +78,9 @@ class MillraceError(Exception):
             "reason": self.reason,
             "message": self.message,
             "remedy": self.remedy,
-            "fields": [{"field": one.field, "description": one.description} for one in self.field_violations],
+            "fields": [
+                {"field": violation.field, "description": violation.description} for violation in self.field_violations
+            ],
             "metadata": self.metadata,
             "retry_after_s": self.retry_after_s,
             "request_id": self.request_id,
@@ -205,7 +207,9 @@ def from_status(status: status_pb2.Status, *, request_id: str = "") -> MillraceE
         detail.Unpack(info) or detail.Unpack(bad_request)
         if detail.Unpack(retry):
             retry_after_s = retry.retry_delay.ToTimedelta().total_seconds()
-    violations = tuple(FieldViolation(one.field, one.description) for one in bad_request.field_violations)
+    violations = tuple(
+        FieldViolation(violation.field, violation.description) for violation in bad_request.field_violations
+    )
     return KINDS.get(_NAMES.get(status.code, ""), MillraceError)(
         status.message,
         reason=info.reason,

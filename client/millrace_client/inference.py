@@ -165,14 +165,14 @@ class InferenceClient:
         request = pb.RepositoryModelUnloadRequest(model_name=model)
         self._caller.unary(self._stub.RepositoryModelUnload, request, pb.RepositoryModelUnloadResponse)
 
-    def _settle(self, one: _InFlight, timeout_s: float) -> Answer:
+    def _settle(self, in_flight: _InFlight, timeout_s: float) -> Answer:
         pause_s = 0.0
         try:
-            return answer_of(one.result(self._caller.address), one.latency_s())
+            return answer_of(in_flight.result(self._caller.address), in_flight.latency_s())
         except ResourceExhausted as full:
             pause_s = _pause_of(full)
         except Unavailable:
-            if not one.was_never_sent():
+            if not in_flight.was_never_sent():
                 raise
         turns = 0
         while True:
@@ -180,7 +180,7 @@ class InferenceClient:
             started = time.perf_counter()
             try:
                 response = self._caller.unary(
-                    self._stub.ModelInfer, one.request, pb.ModelInferResponse, timeout_s=timeout_s
+                    self._stub.ModelInfer, in_flight.request, pb.ModelInferResponse, timeout_s=timeout_s
                 )
             except ResourceExhausted as full:
                 turns += 1

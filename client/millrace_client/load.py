@@ -162,20 +162,20 @@ class _Calls:
 
     def measured(self) -> Measured:
         first_s = self.begin_s + self._plan.warm_up_s
-        counted = [one for one in self._outcomes if one.due_s >= first_s]
+        counted = [outcome for outcome in self._outcomes if outcome.due_s >= first_s]
         return Measured(self._plan.seconds, self._plan.rows_per_request, counted)
 
     def _ended(self, due_s: float, sent_s: float, deadline_s: float, then: Callable[[], None], call: Any) -> None:
         ended_s = time.perf_counter()
         code = call.code()
-        timed_out = code is grpc.StatusCode.DEADLINE_EXCEEDED and not _told(call)
+        timed_out = code is grpc.StatusCode.DEADLINE_EXCEEDED and not _sent_by_server(call)
         too_late = code is grpc.StatusCode.OK and ended_s > deadline_s
         status = LATE if timed_out or too_late else code.name
         self._outcomes.append(Outcome(status, due_s, sent_s, ended_s))
         then()
 
 
-def _told(call: Any) -> bool:
+def _sent_by_server(call: Any) -> bool:
     """Return whether the server sent the status. gRPC ends a call by its own timer without the server's headers."""
     return any(key in (STATUS, REQUEST_ID) for key, _ in call.trailing_metadata() or ())
 
@@ -206,33 +206,33 @@ class Measured:
     rows_per_request: int
     outcomes: Sequence[Outcome]
 
-    def of(self, *statuses: str) -> list[Outcome]:
-        return [one for one in self.outcomes if one.status in statuses]
+    def with_status(self, *statuses: str) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes if outcome.status in statuses]
 
     @property
     def answered_per_s(self) -> float:
         """Answers per second, without refusals and errors."""
-        return len(self.of(OK)) / self.seconds
+        return len(self.with_status(OK)) / self.seconds
 
     @property
     def statuses(self) -> dict[str, int]:
         """The number of calls by status, the most frequent first."""
-        return dict(Counter(one.status for one in self.outcomes).most_common())
+        return dict(Counter(outcome.status for outcome in self.outcomes).most_common())
 
     def share(self, *statuses: str) -> float:
         """Return the share of all calls; 0 without calls."""
-        return len(self.of(*statuses)) / len(self.outcomes) if self.outcomes else 0.0
+        return len(self.with_status(*statuses)) / len(self.outcomes) if self.outcomes else 0.0
 
     def latency_ms(self, *statuses: str) -> dict[str, float]:
         """Return percentiles of the time from a call's due time to its end; empty without such calls.
 
         A client that falls behind makes the times longer, not fewer.
         """
-        return _percentiles([one.ended_s - one.due_s for one in self.of(*statuses)])
+        return _percentiles([one.ended_s - one.due_s for one in self.with_status(*statuses)])
 
     def behind_ms(self) -> dict[str, float]:
         """Return percentiles of the client's own delay in sending."""
-        return _percentiles([one.sent_s - one.due_s for one in self.outcomes])
+        return _percentiles([outcome.sent_s - outcome.due_s for outcome in self.outcomes])
 
     def as_dict(self) -> dict[str, Any]:
         """Return all figures as JSON values."""

@@ -225,8 +225,8 @@ def import_spec(
         **fields,
     )
     if input_shape:
-        given = checkpoint_import_pb2.InputTensor(name=spec.input_column, dtype=input_dtype, shape=input_shape)
-        spec.input.CopyFrom(given)
+        input_tensor = checkpoint_import_pb2.InputTensor(name=spec.input_column, dtype=input_dtype, shape=input_shape)
+        spec.input.CopyFrom(input_tensor)
     return spec
 
 

@@ -22,9 +22,8 @@ from millrace.train.v1 import (
     train_service_pb2_grpc,
 )
 from millrace.train.v1 import train_service_pb2 as pb
-from millrace_client.calls import Caller, every_page, new_request_id
+from millrace_client.calls import Caller, Operation, every_page, new_request_id
 from millrace_client.errors import NotFound, OutOfRange, Unavailable
-from millrace_client.operations import Operation
 from millrace_client.specs import ratio_split
 
 if TYPE_CHECKING:
@@ -439,7 +438,7 @@ class Suggestion:
         return self.spec
 
     def __str__(self) -> str:
-        return "\n".join(f"{one.field} = {one.value}: {one.reason}" for one in self.choices)
+        return "\n".join(f"{choice.field} = {choice.value}: {choice.reason}" for choice in self.choices)
 
 
 def suggestion_of(answer: suggestion_pb2.SuggestTrainingSpecResponse) -> Suggestion:
@@ -468,7 +467,7 @@ def prepare(
 
 
 def begin_preparation(data: DataClient, preparation: suggestion_pb2.Preparation, request_id: str) -> Making:
-    shares = {one.split: one.weight for one in preparation.splits}
+    shares = {split.split: split.weight for split in preparation.splits}
     return data.transform_version(
         preparation.source,
         preparation.transform.steps,
@@ -494,11 +493,11 @@ def prepared_suggestion(
 
 def given_spec(spec: resources_pb2.TrainingSpec | None, overrides: dict[str, Any]) -> resources_pb2.TrainingSpec:
     """Return the fields of `spec`, overridden by named fields."""
-    given = resources_pb2.TrainingSpec()
+    training_spec = resources_pb2.TrainingSpec()
     if spec is not None:
-        given.CopyFrom(spec)
-    given.MergeFrom(resources_pb2.TrainingSpec(**overrides))
-    return given
+        training_spec.CopyFrom(spec)
+    training_spec.MergeFrom(resources_pb2.TrainingSpec(**overrides))
+    return training_spec
 
 
 def _is_there(data: DataClient, version: str) -> bool:

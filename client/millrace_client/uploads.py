@@ -27,7 +27,7 @@ from google.protobuf import empty_pb2
 
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1 import data_service_pb2_grpc, resources_pb2
-from millrace_client.calls import Caller, RetryBudget, new_request_id
+from millrace_client.calls import Caller, Operation, RetryBudget, new_request_id
 from millrace_client.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -36,7 +36,6 @@ from millrace_client.errors import (
     Unavailable,
     from_rpc_error,
 )
-from millrace_client.operations import Operation
 from shared.wire import MAX_MESSAGE_BYTES
 
 if TYPE_CHECKING:

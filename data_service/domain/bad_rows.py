@@ -153,7 +153,11 @@ class BadRowLog:
         """Returns the QuarantineReasons by descending frequency, then by first occurrence."""
         ordered = sorted(self._reasons.items(), key=lambda item: -item[1].row_count)
         return [
-            {"reason": reason, "rowCount": found.row_count, "examples": [one.to_json() for one in found.examples]}
+            {
+                "reason": reason,
+                "rowCount": found.row_count,
+                "examples": [example.to_json() for example in found.examples],
+            }
             for reason, found in ordered
         ]
 

@@ -60,7 +60,7 @@ def _row_count(condition: RowCount, splits: Splits) -> tuple[bool, str]:
     if condition.split:
         rows = splits[condition.split].row_count if condition.split in splits else 0
     else:
-        rows = sum(one.row_count for one in splits.values())
+        rows = sum(split.row_count for split in splits.values())
     return rows >= condition.min and (not condition.max or rows <= condition.max), f"{rows:,} rows"
 
 
@@ -83,7 +83,7 @@ def _drift(condition: Drift, column: str, splits: Splits, parent_report: Mapping
     records = [one for one in camel_case(parent_report).get("columns", ()) if one.get("column") == column]
     if not records:
         return False, "the parent has no such column"
-    new = [found for one in splits.values() for found in one.result() if found.column == column]
+    new = [found for split in splits.values() for found in split.result() if found.column == column]
     found = compare([ColumnStatistics.from_json(record) for record in records], new, _counts(column, splits))
     missing = f", {found.missing}" if found.missing else ""
     if found.psi is None:
@@ -94,8 +94,8 @@ def _drift(condition: Drift, column: str, splits: Splits, parent_report: Mapping
 def _counts(column: str, splits: Splits) -> dict[Any, int] | None:
     """Returns the counts over all splits; None if a split's are unknown."""
     total: dict[Any, int] = {}
-    for one in splits.values():
-        counts = one.value_counts(column)
+    for split in splits.values():
+        counts = split.value_counts(column)
         if counts is None:
             return None
         for value, count in counts.items():
@@ -176,7 +176,7 @@ def compare(
 
 
 def _share(splits: Sequence[ColumnStatistics], count: str) -> float:
-    rows = sum(one.row_count for one in splits)
+    rows = sum(split.row_count for split in splits)
     return sum(getattr(one, count) for one in splits) / rows if rows else 0.0
 
 
@@ -191,7 +191,7 @@ def population_stability_index(
     if not (_present(parent) and _present(new)):
         return None
     if all(one.numbers is None or _has_booleans(one) for one in parent):
-        listed = _Listed.of(parent)
+        listed = _Listed.from_statistics(parent)
         return None if listed is None or new_counts is None else _over_values(listed, new_counts)
     parent_counts = _complete_counts(parent)
     if parent_counts is not None and new_counts is not None:
@@ -223,7 +223,7 @@ class _Line:
     """The distribution from quantiles and histograms of the splits, interpolated linearly."""
 
     def __init__(self, splits: Sequence[ColumnStatistics]) -> None:
-        self._parts = [(_present([one]), _points(one.numbers)) for one in splits if one.numbers]
+        self._parts = [(_present([split]), _points(split.numbers)) for split in splits if split.numbers]
 
     def reached(self, edges: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         shares = [np.interp(edges, values, reached, left=0.0) * rows for rows, (values, reached) in self._parts]
@@ -269,17 +269,17 @@ class _Listed:
     unlisted: int
 
     @classmethod
-    def of(cls, splits: Sequence[ColumnStatistics]) -> _Listed | None:
+    def from_statistics(cls, splits: Sequence[ColumnStatistics]) -> _Listed | None:
         """Returns the counts; None if a split has values but lists none."""
         least: Counter[Any] = Counter()
         known: Counter[Any] = Counter()  # the part of `unlisted` from splits that list the value
         total = unlisted = 0
-        for one in splits:
-            if not (there := _present([one])):
+        for split in splits:
+            if not (there := _present([split])):
                 continue
-            if not one.values:
+            if not split.values:
                 return None
-            counts = dict(one.values)
+            counts = dict(split.values)
             rarest = min(*counts.values(), there - sum(counts.values()))
             least.update(counts)
             known.update(dict.fromkeys(counts, rarest))
@@ -318,17 +318,17 @@ def _psi(expected: Sequence[float], found: Sequence[float]) -> float:
 
 
 def _present(splits: Sequence[ColumnStatistics]) -> int:
-    return sum(one.row_count - one.null_count - one.nan_count for one in splits)
+    return sum(split.row_count - split.null_count - split.nan_count for split in splits)
 
 
-def _has_booleans(one: ColumnStatistics) -> bool:
-    return bool(one.values) and all(isinstance(value, bool) for value, _ in one.values)
+def _has_booleans(column_statistics: ColumnStatistics) -> bool:
+    return bool(column_statistics.values) and all(isinstance(value, bool) for value, _ in column_statistics.values)
 
 
 def _complete_counts(splits: Sequence[ColumnStatistics]) -> dict[Any, int] | None:
     """Returns the counts over all splits, if their reports have every value."""
     counts: dict[Any, int] = {}
-    for one in splits:
-        for value, count in one.values:
+    for split in splits:
+        for value, count in split.values:
             counts[value] = counts.get(value, 0) + count
     return counts if sum(counts.values()) == _present(splits) else None

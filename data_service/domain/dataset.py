@@ -66,7 +66,7 @@ def outlived(retention: Retention, versions: Sequence[Committed], now: float) ->
     candidates = newest_first[max(retention.keep_newest, 1) :]
     if retention.max_age_s:
         candidates = [one for one in candidates if now - one.commit_time > retention.max_age_s]
-    return [one.name for one in reversed(candidates) if not one.in_use]
+    return [candidate.name for candidate in reversed(candidates) if not candidate.in_use]
 
 
 # --- Dataset ---

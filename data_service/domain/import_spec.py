@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from data_service.domain.uris import UriRefused, check_allowed, parse_uri
-from shared.dataset_version.columns import MAX_COLUMNS, name_problem, repeated, scalar_remedy
+from shared.dataset_version.manifest import MAX_COLUMNS, name_problem, repeated, scalar_remedy
 from shared.durable import fields_of
 from shared.errors import invalid_fields
 from shared.names import ID, SPLIT, SPLIT_REMEDY
@@ -226,12 +226,12 @@ class ImportSpec:
     @property
     def splits(self) -> list[str]:
         """All splits in the order of their row ids."""
-        return [*self.imported_splits, *(one.to_split for one in self.hold_outs)]
+        return [*self.imported_splits, *(out.to_split for out in self.hold_outs)]
 
     @property
     def types_by_column(self) -> dict[str, str]:
         """The types by column, in the order of the request, so that an index is one of `column_types`."""
-        return {one.column: one.arrow_type for one in self.column_types}
+        return {column_type.column: column_type.arrow_type for column_type in self.column_types}
 
     def as_record(self) -> dict[str, Any]:
         return asdict(self)
@@ -340,17 +340,17 @@ def _column_type_problems(column_types: Sequence[ColumnType]) -> Iterator[Proble
         yield "column_types", len(column_types), f"name at most {MAX_COLUMNS}"
         return
     seen: set[str] = set()
-    for index, one in enumerate(column_types):
+    for index, column_type in enumerate(column_types):
         path = f"column_types[{index}]"
-        if not one.column:
-            yield f"{path}.column", one.column, "name a column"
-        elif one.column in seen:
-            yield f"{path}.column", one.column, "name each column once"
-        seen.add(one.column)
+        if not column_type.column:
+            yield f"{path}.column", column_type.column, "name a column"
+        elif column_type.column in seen:
+            yield f"{path}.column", column_type.column, "name each column once"
+        seen.add(column_type.column)
         try:
-            parse_type(one.arrow_type)
+            parse_type(column_type.arrow_type)
         except TypeRefused as refused:
-            yield f"{path}.arrow_type", one.arrow_type, str(refused)
+            yield f"{path}.arrow_type", column_type.arrow_type, str(refused)
 
 
 def bad_rows_problems(bad_rows: BadRows) -> Iterator[Problem]:

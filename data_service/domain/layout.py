@@ -66,7 +66,7 @@ def route(split: str, row_count: int, hold_outs: Sequence[HoldOut]) -> Routing:
     seed, the row's ordinal), instead of a random generator whose stream a new release may change. Raises `LayoutError`
     unless at least one row remains, `EmptySplit` if there was none.
     """
-    own = [(index, one) for index, one in enumerate(hold_outs) if one.from_split == split]
+    own = [(index, out) for index, out in enumerate(hold_outs) if out.from_split == split]
     if not own:
         return Routing([split], [row_count])
     if not row_count:

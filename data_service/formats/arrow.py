@@ -18,7 +18,7 @@ from data_service.formats import interface
 from data_service.formats.interface import BadRowSink, blaming, decoded_bytes, is_text
 from data_service.formats.typed_columns import TypedColumns, logical_schema_of
 from data_service.storage.source_files import SourceFile
-from shared.dataset_version.columns import row_bytes
+from shared.dataset_version.manifest import row_bytes
 
 # --- Arrow IPC ---
 # Arrow IPC, as a stream or as a file: both are read from front to back, so an upload is read while it grows.
@@ -159,20 +159,20 @@ class PieceReader:
         self._rest = memoryview(b"")
 
     def read(self, size: int = -1) -> bytes | memoryview:
-        given: list[memoryview] = []
+        memoryviews: list[memoryview] = []
         wanted = size
         while wanted > 0:
             if not self._rest:
                 piece = next(self._pieces, None)
                 if piece is None:
                     break
-                if not given and len(piece) == size:
+                if not memoryviews and len(piece) == size:
                     return piece
                 self._rest = memoryview(piece)
-            given.append(self._rest[:wanted])
+            memoryviews.append(self._rest[:wanted])
             self._rest = self._rest[wanted:]
-            wanted -= len(given[-1])
-        return given[0] if len(given) == 1 else b"".join(given)
+            wanted -= len(memoryviews[-1])
+        return memoryviews[0] if len(memoryviews) == 1 else b"".join(memoryviews)
 
     def readable(self) -> bool:
         return True

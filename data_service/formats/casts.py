@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.types as kinds
 from numpy.typing import NDArray
 
-from shared.dataset_version.columns import refuse_beyond_milliseconds
+from shared.dataset_version.manifest import refuse_beyond_milliseconds
 from shared.value_texts import halves_of_texts, times_of_day, zone_hint, zone_problem
 
 # --- Text values ---
@@ -239,38 +239,38 @@ def cast_rows(values: pa.Array, cast: Cast) -> tuple[pa.Array, Fits]:
     return pa.concat_arrays([part for part, _ in parts]), fits
 
 
-def cast_between(given: pa.DataType, wanted: pa.DataType) -> Cast | None:
+def cast_between(data_type: pa.DataType, wanted: pa.DataType) -> Cast | None:
     """Returns the cast from one logical type to another; None if they are equal.
 
     Raises `CastRefused`.
     """
-    if given == wanted:
+    if data_type == wanted:
         return None
-    if problem := zone_problem(given, wanted):
+    if problem := zone_problem(data_type, wanted):
         raise CastRefused(problem)
-    cast = _chosen(given, wanted)
+    cast = _chosen(data_type, wanted)
     try:
-        cast(_empty(given))
+        cast(_empty(data_type))
     except (pa.ArrowNotImplementedError, pa.ArrowInvalid):
-        raise CastRefused(f"{given} cannot be cast to {wanted}") from None
+        raise CastRefused(f"{data_type} cannot be cast to {wanted}") from None
     return cast
 
 
-def misfit(value: str, wanted: pa.DataType) -> str:
+def misfit(value: str, data_type: pa.DataType) -> str:
     """Returns the reason for a bad row whose `value` does not fit."""
-    return f"{value} does not fit {wanted}{zone_hint(wanted)}"
+    return f"{value} does not fit {data_type}{zone_hint(data_type)}"
 
 
-def _chosen(given: pa.DataType, wanted: pa.DataType) -> Cast:
+def _chosen(data_type: pa.DataType, wanted: pa.DataType) -> Cast:
     def from_texts(values: pa.Array) -> pa.Array:
         return from_text(values, wanted)
 
     def plain(values: pa.Array) -> pa.Array:
         return _checked(values, values.cast(wanted))
 
-    if _is_tensor(given) or _is_tensor(wanted):
-        return _tensor_cast(given, wanted)
-    return from_texts if kinds.is_string(given) else plain
+    if _is_tensor(data_type) or _is_tensor(wanted):
+        return _tensor_cast(data_type, wanted)
+    return from_texts if kinds.is_string(data_type) else plain
 
 
 def _empty(arrow_type: pa.DataType) -> pa.Array:
@@ -283,12 +283,12 @@ def _is_tensor(arrow_type: pa.DataType) -> bool:
     return isinstance(arrow_type, pa.FixedShapeTensorType)
 
 
-def _tensor_cast(given: pa.DataType, wanted: pa.DataType) -> Cast:
-    if not (_is_tensor(given) and _is_tensor(wanted)):
-        raise CastRefused(f"{given} cannot be cast to {wanted}: a tensor stays a tensor")
+def _tensor_cast(data_type: pa.DataType, wanted: pa.DataType) -> Cast:
+    if not (_is_tensor(data_type) and _is_tensor(wanted)):
+        raise CastRefused(f"{data_type} cannot be cast to {wanted}: a tensor stays a tensor")
     size = int(np.prod(wanted.shape))
-    if int(np.prod(given.shape)) != size:
-        raise CastRefused(f"rows of shape {given.shape} cannot have the shape {wanted.shape}")
+    if int(np.prod(data_type.shape)) != size:
+        raise CastRefused(f"rows of shape {data_type.shape} cannot have the shape {wanted.shape}")
 
     def cast(tensors: pa.Array) -> pa.Array:
         flat = tensors.storage.flatten()

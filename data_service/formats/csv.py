@@ -16,13 +16,21 @@ import pyarrow.csv
 from numpy.typing import NDArray
 
 from data_service.domain.import_spec import CsvOptions
-from data_service.formats import line_blocks
+from data_service.formats import interface
 from data_service.formats.casts import Cast, CastRefused, Fits, InferredType, cast_between, cast_rows
-from data_service.formats.interface import BadRowSink, RowSource, blaming, content, excerpt_of
-from data_service.formats.line_blocks import LineBlock, TextError, split_lines
+from data_service.formats.interface import (
+    BadRowSink,
+    LineBlock,
+    RowSource,
+    TextError,
+    blaming,
+    content,
+    excerpt_of,
+    split_lines,
+)
 from data_service.formats.typed_columns import Overrides, check_names
 from data_service.storage.source_files import SourceFile
-from shared.dataset_version.columns import MAX_COLUMNS
+from shared.dataset_version.manifest import MAX_COLUMNS
 from shared.errors import invalid_field
 from shared.value_texts import zone_hint
 
@@ -91,7 +99,7 @@ class _Dialect:
     def reader(self, file: SourceFile) -> Iterator[CsvReader]:
         with content(file) as stream, blaming(file, "CSV"):
             try:
-                yield CsvReader(line_blocks.line_blocks(stream, self._encoding), self._delimiter, self._null_values)
+                yield CsvReader(interface.line_blocks(stream, self._encoding), self._delimiter, self._null_values)
             except (CsvHeaderError, TextError) as error:
                 raise file.corrupt(str(error)) from None
 
@@ -157,11 +165,11 @@ def _texts(columns: Sequence[pa.Array]) -> tuple[list[pa.Array], Fits]:
     return [texts for texts, _ in cast], (np.logical_and.reduce(misfits) if misfits else None)
 
 
-def _cast(overrides: Overrides, name: str, wanted: pa.DataType) -> Cast | None:
+def _cast(overrides: Overrides, name: str, data_type: pa.DataType) -> Cast | None:
     try:
-        return cast_between(pa.string(), wanted)
+        return cast_between(pa.string(), data_type)
     except CastRefused as refused:
-        raise invalid_field(f"{overrides.field(name)}.arrow_type", str(wanted), f"{refused}; use another") from None
+        raise invalid_field(f"{overrides.field(name)}.arrow_type", str(data_type), f"{refused}; use another") from None
 
 
 def _shown(names: Sequence[str]) -> str:
@@ -279,7 +287,7 @@ class CsvReader:
         """Yields all following records, which must have `width` fields each."""
         while (block := self._take()) is not None:
             if block.too_long:
-                reason = f"a line has more than {line_blocks.MAX_LINE_BYTES} bytes"
+                reason = f"a line has more than {interface.MAX_LINE_BYTES} bytes"
                 yield _nothing_but(BadRecord(block.first_line, reason, block.data), width)
             elif b'"' in block.data or block.data.count(b"\r") != block.data.count(b"\r\n"):
                 yield self._quoted(block, width)
@@ -377,7 +385,7 @@ class CsvReader:
         if isinstance(error, _NotClosed):
             return str(error)
         if lines.line_count == 0:
-            return f"the line has more than {line_blocks.MAX_LINE_BYTES} bytes"
+            return f"the line has more than {interface.MAX_LINE_BYTES} bytes"
         if isinstance(error, _TooLong):
             self._open_quote = self._followed(lines)
             return _too_far()
@@ -403,7 +411,7 @@ class CsvReader:
 
     def _reader(self, lines: _Lines, opened_by: str = "") -> Any:
         # This limit applies to the whole process and exceeds any field that gets here: `_Lines` limits records.
-        csv.field_size_limit(2 * line_blocks.MAX_LINE_BYTES)
+        csv.field_size_limit(2 * interface.MAX_LINE_BYTES)
         return csv.reader(lines.texts(opened_by), delimiter=self._delimiter, strict=True)
 
 
@@ -419,7 +427,7 @@ def _beginning(line: bytes) -> bytes:
 
 
 def _too_far() -> str:
-    return f"a quoted field begins in it that is not closed within {line_blocks.MAX_LINE_BYTES} bytes"
+    return f"a quoted field begins in it that is not closed within {interface.MAX_LINE_BYTES} bytes"
 
 
 class _Lines:
@@ -485,7 +493,7 @@ class _Lines:
             if self.line_count:
                 self._raise_if_known_to_fail()
             line = self._lines[self._at]
-            if self.byte + len(line) - self._bound_begin > line_blocks.MAX_LINE_BYTES:
+            if self.byte + len(line) - self._bound_begin > interface.MAX_LINE_BYTES:
                 raise _TooLong
             self._at += 1
             self.number += 1
@@ -500,7 +508,7 @@ class _Lines:
         known = self._open_quote
         if known is None or self.number > known.last_line:
             return
-        if known.end is None or known.end - self._bound_begin > line_blocks.MAX_LINE_BYTES:
+        if known.end is None or known.end - self._bound_begin > interface.MAX_LINE_BYTES:
             raise _NotClosed(known.reason)
 
     def _has_next_block(self) -> bool:

@@ -12,7 +12,7 @@ from data_service.domain.idx import IdxHeader, read_header, read_rows, rows_per_
 from data_service.formats import interface
 from data_service.formats.interface import BadRowSink, blaming, content
 from data_service.storage.source_files import SourceFile
-from shared.dataset_version.columns import tensor_array, tensor_field
+from shared.dataset_version.manifest import tensor_array, tensor_field
 
 
 class IdxPair:

@@ -17,11 +17,20 @@ import pyarrow as pa
 import pyarrow.types as kinds
 
 from data_service.formats.casts import EXACT_IN_DOUBLE, Cast, CastRefused, cast_between, cast_rows
-from data_service.formats.interface import BadRowSink, RowSource, blaming, content, excerpt_of
-from data_service.formats.line_blocks import LineBlock, TextError, line_blocks, split_lines
+from data_service.formats.interface import (
+    BadRowSink,
+    LineBlock,
+    RowSource,
+    TextError,
+    blaming,
+    content,
+    excerpt_of,
+    line_blocks,
+    split_lines,
+)
 from data_service.formats.typed_columns import Overrides, check_names
 from data_service.storage.source_files import SourceFile
-from shared.dataset_version.columns import MAX_COLUMNS, is_tensor
+from shared.dataset_version.manifest import MAX_COLUMNS, is_tensor
 from shared.errors import invalid_field
 from shared.value_texts import zone_hint
 
@@ -158,30 +167,30 @@ def _parsed(block: LineBlock) -> Iterator[_Line | _BadLine]:
             yield _Line(number, data[:1024], row)
 
 
-def _build(overrides: Overrides, name: str, found: pa.DataType, wanted: pa.DataType) -> Build:
-    """Returns the function that builds a column of type `wanted`."""
+def _build(overrides: Overrides, name: str, found: pa.DataType, data_type: pa.DataType) -> Build:
+    """Returns the function that builds a column of type `data_type`."""
     try:
-        if is_tensor(wanted):
-            length = int(np.prod(wanted.shape))
+        if is_tensor(data_type):
+            length = int(np.prod(data_type.shape))
             middle = found if is_tensor(found) else pa.fixed_shape_tensor(pa.float64(), [length])
-            return _tensors(middle, cast_between(middle, wanted))
+            return _tensors(middle, cast_between(middle, data_type))
         if is_tensor(found):
-            raise CastRefused(f"a column of lists cannot be cast to {wanted}")
-        return _scalars(wanted, cast_between(pa.string(), wanted))
+            raise CastRefused(f"a column of lists cannot be cast to {data_type}")
+        return _scalars(data_type, cast_between(pa.string(), data_type))
     except CastRefused as refused:
-        raise invalid_field(f"{overrides.field(name)}.arrow_type", str(wanted), f"{refused}; use another") from None
+        raise invalid_field(f"{overrides.field(name)}.arrow_type", str(data_type), f"{refused}; use another") from None
 
 
-def _scalars(wanted: pa.DataType, cast: Cast | None) -> Build:
-    direct = {pa.bool_(): (bool,), pa.int64(): (int,), pa.float64(): (int, float), pa.string(): (str,)}.get(wanted)
+def _scalars(data_type: pa.DataType, cast: Cast | None) -> Build:
+    direct = {pa.bool_(): (bool,), pa.int64(): (int,), pa.float64(): (int, float), pa.string(): (str,)}.get(data_type)
 
     def build(values: Sequence[Any]) -> tuple[pa.Array, np.ndarray[Any, Any] | None]:
         if direct is not None and set(map(type, values)) <= {*direct, type(None)}:
             try:
-                return pa.array(values, wanted), None
+                return pa.array(values, data_type), None
             except (pa.ArrowInvalid, OverflowError):
                 pass  # an integer beyond the type: the cast below finds its row
-        texts = [_text(value, wanted) for value in values]
+        texts = [_text(value, data_type) for value in values]
         column, fits = cast_rows(pa.array(texts, pa.string()), cast or (lambda given: given))
         # Objects and lists are no text, and are null in `texts`.
         whole = np.array([value is None or text is not None for value, text in zip(values, texts, strict=True)])
@@ -190,10 +199,10 @@ def _scalars(wanted: pa.DataType, cast: Cast | None) -> Build:
     return build
 
 
-def _text(value: Any, wanted: pa.DataType) -> str | None:
+def _text(value: Any, data_type: pa.DataType) -> str | None:
     if isinstance(value, (list, dict)):
         return None
-    if isinstance(value, float) and kinds.is_integer(wanted) and value.is_integer():
+    if isinstance(value, float) and kinds.is_integer(data_type) and value.is_integer():
         return str(int(value))
     return as_text(value)
 
@@ -208,7 +217,9 @@ def _tensors(found: pa.FixedShapeTensorType, cast: Cast | None) -> Build:
         return kind is float or (kind is int and all_in_double(numbers))
 
     def build(values: Sequence[Any]) -> tuple[pa.Array, np.ndarray[Any, Any] | None]:
-        fits = np.array([isinstance(one, list) and len(one) == length and fitting(one) for one in values], np.bool_)
+        fits = np.array(
+            [isinstance(value, list) and len(value) == length and fitting(value) for value in values], np.bool_
+        )
         nothing = [0] * length
         flat = itertools.chain.from_iterable(one if fit else nothing for one, fit in zip(values, fits, strict=True))
         array = np.fromiter(flat, found.value_type.to_pandas_dtype(), count=len(values) * length)
@@ -291,7 +302,7 @@ def all_in_double(numbers: Sequence[int | float]) -> bool:
     """
     if min(numbers) >= -EXACT_IN_DOUBLE and max(numbers) <= EXACT_IN_DOUBLE:
         return True
-    return all(float(one) == one for one in numbers)  # Python compares a whole number with a float exactly
+    return all(float(number) == number for number in numbers)  # Python compares a whole number with a float exactly
 
 
 def numbers_kind(values: list[Any]) -> type | None:

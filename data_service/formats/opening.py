@@ -20,7 +20,7 @@ from data_service.formats.json import open_json_lines
 from data_service.formats.parquet import ParquetRows
 from data_service.formats.typed_columns import Overrides, check_names
 from data_service.storage.source_files import SourceFile, SourceFiles
-from shared.dataset_version.columns import MAX_COLUMNS
+from shared.dataset_version.manifest import MAX_COLUMNS
 from shared.errors import invalid_field
 
 # --- Opening ---
@@ -56,7 +56,7 @@ def open_sources(
                 rows = HivePartitions(found, overrides).added_to(rows)
         else:
             rows = _rows_of_images(source, path, files, overrides, classes)
-        opened.extend(OpenSource(index, source.split, one) for one in rows)
+        opened.extend(OpenSource(index, source.split, row) for row in rows)
     overrides.refuse_unknown()
     return opened
 
@@ -155,7 +155,7 @@ class HivePartitions:
 class _PartitionedRows:
     def __init__(self, rows: RowSource, file: SourceFile, values: Sequence[_Value]) -> None:
         self._rows, self._file, self._values = rows, file, values
-        own, added = rows.schema.names, [one.field.name for one in values]
+        own, added = rows.schema.names, [value.field.name for value in values]
         for name in added:
             if name in own:
                 raise file.corrupt(f"it has a column {name!r}, and its folders make another of that name; {_REMEDY}")
@@ -169,7 +169,7 @@ class _PartitionedRows:
         return self._rows.class_names
 
     def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
-        misfit = next((one for one in self._values if not one.fits), None)
+        misfit = next((value for value in self._values if not value.fits), None)
         row = 0
         for table in self._rows.tables(bad):
             count = table.num_rows

@@ -21,7 +21,7 @@ from data_service.formats import interface
 from data_service.formats.interface import BadRowSink, blaming, decoded_bytes, is_text
 from data_service.formats.typed_columns import MAX_ROW_BYTES, TypedColumns, logical_schema_of
 from data_service.storage.source_files import SourceFile
-from shared.dataset_version.columns import MAX_COLUMNS, is_tensor, row_bytes
+from shared.dataset_version.manifest import MAX_COLUMNS, is_tensor, row_bytes
 
 # --- Parquet rows ---
 # Decodes one Parquet file, a bounded number of rows at a time.
@@ -89,13 +89,13 @@ class ParquetRows:
             # Arrow silently skips some rows, such as a row group's only list if it spans several pages.
             raise self._file.corrupt(f"{row_count} rows are decoded, and its footer has {footer.row_count}")
 
-    def _logical_schema(self, given: pa.Schema) -> pa.Schema:
-        for field in given:
+    def _logical_schema(self, schema: pa.Schema) -> pa.Schema:
+        for field in schema:
             if isinstance(field.type, pa.BaseExtensionType) and kinds.is_dictionary(field.type.storage_type):
                 # Arrow aborts the process after the last batch of such a column.
                 remedy = "which cannot be read from Parquet; write its values without a dictionary"
                 raise self._file.corrupt(f"column {field.name!r} has the type {field.type}, {remedy}")
-        return logical_schema_of(self._file, given, self._types)
+        return logical_schema_of(self._file, schema, self._types)
 
     @contextmanager
     def _opened(self) -> Iterator[BinaryIO]:
@@ -486,7 +486,7 @@ def _column_metadata(reader: CompactReader) -> ColumnChunk:
         else:
             reader.skip(kind)
     # A column without values has only one of the two, at offset 0.
-    return ColumnChunk(path, min((one for one in offsets if one), default=0), size_bytes)
+    return ColumnChunk(path, min((offset for offset in offsets if offset), default=0), size_bytes)
 
 
 # --- Thrift ---

@@ -21,7 +21,7 @@ from data_service.domain.import_spec import TypeRefused, parse_type
 from data_service.formats.casts import Cast, CastRefused, Fits, cast_between, cast_rows, misfit, rows_without_nulls
 from data_service.formats.interface import BadRowSink, RowSource, excerpt_of, is_text
 from data_service.storage.source_files import SourceFile
-from shared.dataset_version.columns import MAX_COLUMNS, is_tensor, logical_field, name_problem, scalar_remedy
+from shared.dataset_version.manifest import MAX_COLUMNS, is_tensor, logical_field, name_problem, scalar_remedy
 from shared.errors import InvalidArgument, invalid_field
 from shared.value_texts import zone_problem
 
@@ -62,23 +62,27 @@ def example_tensor(lists: pa.DataType) -> str | None:
     return str(pa.fixed_shape_tensor(value_type, [3] * levels)).removeprefix("extension<arrow.").removesuffix(">")
 
 
-def tensors_of_lists(lists: pa.Array, wanted: pa.FixedShapeTensorType) -> tuple[pa.Array, Fits]:
+def tensors_of_lists(lists: pa.Array, fixed_shape_tensor_type: pa.FixedShapeTensorType) -> tuple[pa.Array, Fits]:
     """Converts lists to tensors.
 
     Rows do not fit if a list has another length, if a value is null, or if the tensor cannot hold a number. The values
     in their places are undefined.
     """
     levels, value_type = _unnested(lists.type)
-    lengths = wanted.shape if levels == len(wanted.shape) else [math.prod(wanted.shape)]
+    lengths = (
+        fixed_shape_tensor_type.shape
+        if levels == len(fixed_shape_tensor_type.shape)
+        else [math.prod(fixed_shape_tensor_type.shape)]
+    )
     values, fits = _values(lists, lengths)
-    size = math.prod(wanted.shape)
+    size = math.prod(fixed_shape_tensor_type.shape)
     if not fits.all():
         placed: NDArray[Any] = np.zeros((len(lists), size), value_type.to_pandas_dtype())
         placed[fits] = values.to_numpy().reshape(-1, size)
         values = pa.array(placed.reshape(-1), value_type)
-    given = pa.fixed_shape_tensor(value_type, wanted.shape)
+    given = pa.fixed_shape_tensor(value_type, fixed_shape_tensor_type.shape)
     tensors = pa.ExtensionArray.from_storage(given, pa.FixedSizeListArray.from_arrays(values, size))
-    cast = cast_between(given, wanted)
+    cast = cast_between(given, fixed_shape_tensor_type)
     made, in_range = (tensors, None) if cast is None else cast_rows(tensors, cast)
     if in_range is not None:
         fits &= in_range
@@ -124,11 +128,11 @@ def _is_number(value_type: pa.DataType) -> bool:
 # and decimals of other widths. Lists of numbers become tensors of a given shape. Other nested types have no cast.
 
 
-def plain_type(given: pa.DataType) -> pa.DataType:
+def plain_type(data_type: pa.DataType) -> pa.DataType:
     """Returns the type of the values themselves, inside of a dictionary or an extension."""
-    if isinstance(given, pa.BaseExtensionType):
-        return plain_type(given.storage_type)
-    return plain_type(given.value_type) if kinds.is_dictionary(given) else given
+    if isinstance(data_type, pa.BaseExtensionType):
+        return plain_type(data_type.storage_type)
+    return plain_type(data_type.value_type) if kinds.is_dictionary(data_type) else data_type
 
 
 def is_foreign(plain: pa.DataType) -> bool:
@@ -143,13 +147,13 @@ def is_foreign(plain: pa.DataType) -> bool:
     return not any(check(plain) for check in simply_others) and scalar_remedy(plain) is not None
 
 
-def has_cast(given: pa.DataType) -> bool:
+def has_cast(data_type: pa.DataType) -> bool:
     """Returns whether a column of this type needs `column_types`.
 
     That is the case if its values are foreign, or if an extension gives them another meaning.
     """
-    extended = isinstance(given, pa.BaseExtensionType) and not is_tensor(given)
-    return extended or is_foreign(plain_type(given))
+    extended = isinstance(data_type, pa.BaseExtensionType) and not is_tensor(data_type)
+    return extended or is_foreign(plain_type(data_type))
 
 
 def kept_type(plain: pa.DataType) -> pa.DataType:
@@ -160,20 +164,24 @@ def kept_type(plain: pa.DataType) -> pa.DataType:
         return plain
 
 
-def is_castable(plain: pa.DataType, wanted: pa.DataType) -> bool:
-    """Returns whether `column_types` may convert such values to `wanted`; excludes lists."""
+def is_castable(plain: pa.DataType, data_type: pa.DataType) -> bool:
+    """Returns whether `column_types` may convert such values to `data_type`; excludes lists."""
     if kinds.is_nested(plain):
         return False
     try:
-        cast_between(kept_type(plain), wanted)
+        cast_between(kept_type(plain), data_type)
     except CastRefused:
         return False
     return True
 
 
-def lists_within(given: pa.DataType) -> pa.DataType | None:
+def lists_within(data_type: pa.DataType) -> pa.DataType | None:
     """Returns the lists that a column holds, itself or as an extension; else None."""
-    storage = given.storage_type if isinstance(given, pa.BaseExtensionType) and not is_tensor(given) else given
+    storage = (
+        data_type.storage_type
+        if isinstance(data_type, pa.BaseExtensionType) and not is_tensor(data_type)
+        else data_type
+    )
     return storage if is_list(storage) else None
 
 
@@ -188,7 +196,7 @@ def suggested_type(plain: pa.DataType) -> pa.DataType | None:
         candidates = [pa.decimal128(38, plain.scale)] if 0 <= plain.scale <= 38 else [pa.string()]
     elif scalar_remedy(plain) is None:
         candidates = [plain]
-    return next((one for one in candidates if is_castable(plain, one)), None)
+    return next((candidate for candidate in candidates if is_castable(plain, candidate)), None)
 
 
 # --- Typed columns ---
@@ -198,33 +206,33 @@ def suggested_type(plain: pa.DataType) -> pa.DataType | None:
 MAX_ROW_BYTES = 64 * 1024 * 1024
 
 
-def logical_schema_of(file: SourceFile, given: pa.Schema, types: Mapping[str, pa.DataType]) -> pa.Schema:
+def logical_schema_of(file: SourceFile, schema: pa.Schema, types: Mapping[str, pa.DataType]) -> pa.Schema:
     """Returns the columns as a version keeps them.
 
     Columns with an unsupported type get that of `types`. Raises `InvalidArgument` naming the file, and the column at
     fault.
     """
-    if len(given) > MAX_COLUMNS:
-        raise file.corrupt(f"it has {len(given)} columns; at most {MAX_COLUMNS} are read")
-    check_names(file, given.names)
-    for field in given:
+    if len(schema) > MAX_COLUMNS:
+        raise file.corrupt(f"it has {len(schema)} columns; at most {MAX_COLUMNS} are read")
+    check_names(file, schema.names)
+    for field in schema:
         if kinds.is_fixed_size_binary(field.type) and field.type.byte_width < 1:
             raise file.corrupt(f"column {field.name!r} has values of no bytes")
-    return pa.schema([_logical_field(file, field, types.get(field.name)) for field in given])
+    return pa.schema([_logical_field(file, field, types.get(field.name)) for field in schema])
 
 
-def _logical_field(file: SourceFile, field: pa.Field, wanted: pa.DataType | None) -> pa.Field:
+def _logical_field(file: SourceFile, field: pa.Field, data_type: pa.DataType | None) -> pa.Field:
     try:
         return logical_field(field)
     except InvalidArgument as error:
         plain, lists = plain_type(field.type), lists_within(field.type)
-        if wanted is not None and is_tensor(wanted) and lists is not None and fits_lists(lists, wanted):
-            return pa.field(field.name, wanted, nullable=False)
-        if wanted is not None and (problem := zone_problem(plain, wanted)):
+        if data_type is not None and is_tensor(data_type) and lists is not None and fits_lists(lists, data_type):
+            return pa.field(field.name, data_type, nullable=False)
+        if data_type is not None and (problem := zone_problem(plain, data_type)):
             raise file.corrupt(f"column {field.name!r}: {problem}") from None
-        if wanted is not None and is_castable(plain, wanted):
-            return pa.field(field.name, wanted, field.nullable)
-        failed = f"; it cannot be cast to {wanted}" if wanted is not None else ""
+        if data_type is not None and is_castable(plain, data_type):
+            return pa.field(field.name, data_type, field.nullable)
+        failed = f"; it cannot be cast to {data_type}" if data_type is not None else ""
         raise file.corrupt(f"{error.message}{_remedy(plain, lists)}{failed}") from None
 
 
@@ -318,39 +326,39 @@ def _reason(field: pa.Field, *, cast: bool) -> str:
     return f"column {field.name!r} is not UTF-8"
 
 
-def _is_cast(given: pa.DataType, wanted: pa.DataType) -> bool:
+def _is_cast(data_type: pa.DataType, wanted: pa.DataType) -> bool:
     """Returns whether the request gave the column its type."""
-    return has_cast(given) if not is_tensor(wanted) else _is_given_shape(given)
+    return has_cast(data_type) if not is_tensor(wanted) else _is_given_shape(data_type)
 
 
-def _is_given_shape(given: pa.DataType) -> bool:
+def _is_given_shape(data_type: pa.DataType) -> bool:
     """Returns whether only the request gives the lists of a tensor column their length.
 
     Lists of fixed size, which `logical_field` accepts, have their own. The lists of an extension may have any size.
     """
-    if lists_within(given) is None:
+    if lists_within(data_type) is None:
         return False
-    return not (kinds.is_fixed_size_list(given) and given.list_size > 0 and not is_list(given.value_type))
+    return not (kinds.is_fixed_size_list(data_type) and data_type.list_size > 0 and not is_list(data_type.value_type))
 
 
-def _logical(given: pa.Array, wanted: pa.DataType) -> tuple[pa.Array, Fits]:
+def _logical(given: pa.Array, data_type: pa.DataType) -> tuple[pa.Array, Fits]:
     if isinstance(given, pa.ChunkedArray):
         given = given.combine_chunks()
     storage = given.storage if isinstance(given, pa.ExtensionArray) else given
     if kinds.is_dictionary(storage.type):
         storage = storage.dictionary_decode()
-    if is_tensor(wanted) and _is_given_shape(given.type):
-        return tensors_of_lists(storage, wanted)
-    if not is_tensor(wanted) and has_cast(given.type):
-        return _as_given(storage, wanted)
-    return _as_kept(storage, wanted)
+    if is_tensor(data_type) and _is_given_shape(given.type):
+        return tensors_of_lists(storage, data_type)
+    if not is_tensor(data_type) and has_cast(given.type):
+        return _as_given(storage, data_type)
+    return _as_kept(storage, data_type)
 
 
-def _as_given(storage: pa.Array, wanted: pa.DataType) -> tuple[pa.Array, Fits]:
+def _as_given(storage: pa.Array, data_type: pa.DataType) -> tuple[pa.Array, Fits]:
     """Applies the cast that the column would have without its extension."""
     kept = kept_type(storage.type)
     values, are_kept = (storage, None) if is_foreign(storage.type) else _as_kept(storage, kept)
-    cast = cast_between(kept, wanted)
+    cast = cast_between(kept, data_type)
     if cast is None:
         return values, are_kept
     made, fits = cast_rows(values, cast)
@@ -359,16 +367,16 @@ def _as_given(storage: pa.Array, wanted: pa.DataType) -> tuple[pa.Array, Fits]:
     return made, are_kept if fits is None else are_kept & fits
 
 
-def _as_kept(storage: pa.Array, wanted: pa.DataType) -> tuple[pa.Array, Fits]:
+def _as_kept(storage: pa.Array, data_type: pa.DataType) -> tuple[pa.Array, Fits]:
     """Converts values to the type that a version uses for them."""
-    if is_tensor(wanted):
-        return _tensors(storage, wanted)
-    if kinds.is_string(wanted):
+    if is_tensor(data_type):
+        return _tensors(storage, data_type)
+    if kinds.is_string(data_type):
         texts, fits = cast_rows(storage.cast(_bytes_of(storage.type)), lambda values: values.cast(pa.string()))
         return texts, fits
-    if kinds.is_timestamp(wanted) and wanted.unit == "s":
-        return _kept_as_milliseconds(storage.cast(wanted))
-    return (storage if storage.type == wanted else storage.cast(wanted)), None
+    if kinds.is_timestamp(data_type) and data_type.unit == "s":
+        return _kept_as_milliseconds(storage.cast(data_type))
+    return (storage if storage.type == data_type else storage.cast(data_type)), None
 
 
 def _kept_as_milliseconds(seconds: pa.Array) -> tuple[pa.Array, Fits]:
@@ -385,10 +393,10 @@ def _bytes_of(text: pa.DataType) -> pa.DataType:
     return pa.large_binary() if kinds.is_large_string(text) else pa.binary()
 
 
-def _tensors(lists: pa.Array, wanted: pa.FixedShapeTensorType) -> tuple[pa.Array, Fits]:
+def _tensors(lists: pa.Array, fixed_shape_tensor_type: pa.FixedShapeTensorType) -> tuple[pa.Array, Fits]:
     values, fits = rows_without_nulls(lists)
-    plain = pa.FixedSizeListArray.from_arrays(values, wanted.storage_type.list_size)
-    return pa.ExtensionArray.from_storage(wanted, plain), fits
+    plain = pa.FixedSizeListArray.from_arrays(values, fixed_shape_tensor_type.storage_type.list_size)
+    return pa.ExtensionArray.from_storage(fixed_shape_tensor_type, plain), fits
 
 
 def _chunked(column: pa.Array) -> pa.ChunkedArray:
@@ -504,9 +512,9 @@ class _Counter:
         self._bad.add(source, f"row {self.rows + row + 1}", reason, excerpt)
 
 
-def _cast_column(column: pa.ChunkedArray, cast: Cast, wanted: pa.DataType) -> tuple[pa.ChunkedArray, Fits]:
+def _cast_column(column: pa.ChunkedArray, cast: Cast, data_type: pa.DataType) -> tuple[pa.ChunkedArray, Fits]:
     parts = [cast_rows(chunk, cast) for chunk in column.chunks]
-    cast_column = pa.chunked_array([values for values, _ in parts], type=wanted)
+    cast_column = pa.chunked_array([values for values, _ in parts], type=data_type)
     if all(fits is None for _, fits in parts):
         return cast_column, None
     return cast_column, np.concatenate(

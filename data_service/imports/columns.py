@@ -125,8 +125,8 @@ def _schema_of_base(base: pa.Schema, given: Sequence[tuple[str, pa.Schema]]) -> 
     return _nullable_as(base, [base, *(schema for _, schema in given)])
 
 
-def _nullable_as(schema: pa.Schema, given: Sequence[pa.Schema]) -> pa.Schema:
-    nullable = [any(one.field(index).nullable for one in given) for index in range(len(schema))]
+def _nullable_as(schema: pa.Schema, schemas: Sequence[pa.Schema]) -> pa.Schema:
+    nullable = [any(one.field(index).nullable for one in schemas) for index in range(len(schema))]
     return pa.schema([field.with_nullable(may) for field, may in zip(schema, nullable, strict=True)])
 
 
@@ -139,25 +139,25 @@ def _refuse_mismatch(field: str, schema: pa.Schema, first_field: str, first: pa.
         )
 
 
-def _wider(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    if one == other:
-        return one
-    if {one, other} == {pa.int64(), pa.float64()}:
+def _wider(data_type: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    if data_type == other:
+        return data_type
+    if {data_type, other} == {pa.int64(), pa.float64()}:
         return pa.float64()
     return None
 
 
-def _goes_with(one: pa.DataType, other: pa.DataType) -> bool:
-    return _wider(one, other) is not None
+def _goes_with(data_type: pa.DataType, other: pa.DataType) -> bool:
+    return _wider(data_type, other) is not None
 
 
-def _goes_into(one: pa.DataType, other: pa.DataType) -> bool:
-    return bool(_wider(one, other) == one)
+def _goes_into(data_type: pa.DataType, other: pa.DataType) -> bool:
+    return bool(_wider(data_type, other) == data_type)
 
 
 def known_classes(kept: BaseRows | None) -> list[str]:
     """Returns the names of the labels 0, 1, … in the version that is appended to."""
-    return next((one.value_names for one in kept.version.columns if one.name == LABEL), []) if kept else []
+    return next((column.value_names for column in kept.version.columns if column.name == LABEL), []) if kept else []
 
 
 def _value_names(kept: BaseRows | None, sources: Sequence[OpenSource]) -> Mapping[str, list[str]]:
@@ -219,14 +219,14 @@ SHOWN_NAME = 200
 Fits = Callable[[pa.DataType, pa.DataType], bool]
 
 
-def difference(given: pa.Schema, first_field: str, first: pa.Schema, fits: Fits) -> str:
+def difference(schema: pa.Schema, first_field: str, first: pa.Schema, fits: Fits) -> str:
     """Describes the difference.
 
     `first` are the columns of `first_field`; `fits` returns whether a type is compatible with one of them.
     """
-    theirs, ours = frozenset(first.names), frozenset(given.names)
+    theirs, ours = frozenset(first.names), frozenset(schema.names)
     lacking = [name for name in first.names if name not in ours]
-    more = [name for name in given.names if name not in theirs]
+    more = [name for name in schema.names if name not in theirs]
     differences = []
     if lacking:
         differences.append(f"it lacks {_columns(lacking)}, which {first_field} has")
@@ -234,13 +234,13 @@ def difference(given: pa.Schema, first_field: str, first: pa.Schema, fits: Fits)
         differences.append(f"it has {_columns(more)}, which {first_field} lacks")
     if differences:
         return ", and ".join(differences)
-    moved = next(((one, two) for one, two in zip(given.names, first.names, strict=True) if one != two), None)
+    moved = next(((one, two) for one, two in zip(schema.names, first.names, strict=True) if one != two), None)
     if moved:
         return (
             f"it has the columns of {first_field} in another order: {shown(moved[0])} comes first where that has "
             f"{shown(moved[1])}; write them in one order"
         )
-    unfit = [(one, two) for one, two in zip(given, first, strict=True) if not fits(two.type, one.type)]
+    unfit = [(one, two) for one, two in zip(schema, first, strict=True) if not fits(two.type, one.type)]
     pairs = [f"{_spelled(one)} where {first_field} has {_spelled(two)}" for one, two in unfit[:SHOWN]]
     return f"it has {_some(pairs, len(unfit))}; set column_types, or write them alike"
 

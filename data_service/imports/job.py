@@ -24,7 +24,7 @@ from data_service.domain.statistics import SplitStatistics
 from data_service.formats import open_sources
 from data_service.imports.columns import BaseRows, CommonColumns, with_nan_as_null
 from data_service.storage.source_files import SourceFiles, s3_of
-from data_service.successors import confirm_follows
+from data_service.version_catalog import confirm_follows
 from shared.dataset_version import DatasetVersion, SplitWriter, load_version
 from shared.dataset_version.manifest import QUARANTINE, DataFile, Parent
 from shared.dataset_version.version import IMPORT_KIND, read_report
@@ -70,7 +70,7 @@ class _Import:
                 on_wait=context.raise_if_stopped,
                 on_read=context.raise_if_stopped,
             ),
-            {one.column: one.arrow_type for one in spec.column_types},
+            {column_type.column: column_type.arrow_type for column_type in spec.column_types},
             spec.partitioning,
         )
         self._columns = CommonColumns(self._kept, self._sources, nan_as_null=spec.nan_as_null)
@@ -116,12 +116,12 @@ class _Import:
         screen = self._screen(f"counted-{QUARANTINE}")
         with screen.bad_rows:
             counts = {split: sum(len(table) for table in self._rows(split, screen)) for split in self._imported}
-        with self._problems.told():
+        with self._problems.translating_errors():
             return {split: route(split, counts[split], self._spec.hold_outs) for split in counts}
 
     def _lay_out(self, routings: Mapping[str, Routing]) -> list[SplitRange]:
-        order = [*self._imported, *(one.to_split for one in self._spec.hold_outs)]
-        with self._problems.told():
+        order = [*self._imported, *(out.to_split for out in self._spec.hold_outs)]
+        with self._problems.translating_errors():
             return lay_out(routings.values(), order)
 
     def _write(self, split: str, screen: Screen, written: SplitFiles, counted: int | None) -> None:
@@ -387,7 +387,7 @@ class SplitProblems:
             self._left_out[split] = _counts(bad_rows) - before
 
     @contextmanager
-    def told(self) -> Iterator[None]:
+    def translating_errors(self) -> Iterator[None]:
         """Translates layout errors of the body.
 
         Raises `FailedPrecondition` for a split whose rows were all left out, and `InvalidArgument` naming the field for

@@ -14,26 +14,24 @@ from numpy.typing import NDArray
 
 from data_service.attempt import columns_of
 from data_service.domain.checks import fits, parse_checks
-from data_service.domain.predict_spec import CheckpointRef, PredictSpec
 from data_service.domain.split_rules import ColumnSplit, SplitRule, column_problems, split_order, taken_away
-from data_service.domain.transform_spec import TransformSpec
+from data_service.domain.transform_spec import CheckpointRef, PredictSpec, TransformSpec
 from millrace.common.v1 import transform_pb2
 from shared.bundle_predictor import entry_of
 from shared.checkpoint import CheckpointContent, load_checkpoint
+from shared.checkpoint.format import is_program_checkpoint, load_program_checkpoint
 from shared.checkpoint.missing_values import NanReading, float_columns, may_be_non_finite, nan_reading
-from shared.checkpoint.program import is_program_checkpoint, load_program_checkpoint
 from shared.checkpoint.references import resolve_any
 from shared.dataset_version import DatasetVersion, Manifest
-from shared.dataset_version.columns import tensor_array, tensor_field
-from shared.dataset_version.manifest import Column
+from shared.dataset_version.manifest import Column, tensor_array, tensor_field
 from shared.errors import FailedPrecondition, InvalidArgument, invalid_field, invalid_fields
 from shared.model_spec import REGRESSION
 from shared.own_code import OwnCode, check_functions
 from shared.storage import ObjectStore
 from shared.transforms import TensorType
+from shared.transforms.batch import ColumnType, Schema, arrow_schema, schema_of_columns
 from shared.transforms.pipeline import Pipeline
-from shared.transforms.schema import ColumnType, Schema, arrow_schema, schema_of_columns
-from shared.transforms.steps.custom_child import functions_in_children
+from shared.transforms.steps.custom import functions_in_children
 from shared.transforms.steps.decoding import image_columns
 from shared.transforms.steps.encoding import OneHotEncode
 from shared.transforms.steps.step import Step
@@ -66,23 +64,23 @@ def check_transform(spec: TransformSpec, source: Manifest, custom_allowed: Colle
     fits(parse_checks(spec.checks), output, has_parent=True, splits=splits)
 
 
-def remaining(given: Schema, rule: SplitRule | None) -> Schema:
+def remaining(schema: Schema, rule: SplitRule | None) -> Schema:
     """Returns the columns that the steps see; raises `InvalidArgument` if the rule leaves none."""
-    left = {name: one for name, one in given.items() if name not in taken_away(rule)}
+    left = {name: one for name, one in schema.items() if name not in taken_away(rule)}
     if not left:
         raise invalid_field("splits.column.column", taken_away(rule)[0], "it is the only column, and is taken away")
     return left
 
 
-def output_schema(pipeline: Pipeline, given: Schema) -> pa.Schema:
+def output_schema(pipeline: Pipeline, schema: Schema) -> pa.Schema:
     """Returns the new version's logical columns.
 
     If a step's shape is not fitted yet, a shape of one element stands in. Raises `InvalidArgument` naming the step that
     does not fit, or the column that a version cannot have.
     """
-    pipeline.output(given, FIELD)
+    pipeline.output(schema, FIELD)
     try:
-        return arrow_schema(_with_fitted_lengths(pipeline, given))
+        return arrow_schema(_with_fitted_lengths(pipeline, schema))
     except ValueError as error:
         raise InvalidArgument(
             f"{FIELD}: {error}", reason="INVALID_FIELD", metadata={"field": FIELD}, fields=[(FIELD, str(error))]
@@ -106,13 +104,13 @@ def _refuse_augmentations(pipeline: Pipeline) -> None:
             )
 
 
-def _with_fitted_lengths(pipeline: Pipeline, given: Schema) -> Schema:
+def _with_fitted_lengths(pipeline: Pipeline, schema: Schema) -> Schema:
     """Returns the output as if each unfitted one_hot_encode had found one category."""
     stand_ins = [
         replace(step, categories=("0",)) if isinstance(step, OneHotEncode) and not step.fitted else step
         for step in pipeline.steps
     ]
-    return pipeline.with_steps(stand_ins).output(given, FIELD)
+    return pipeline.with_steps(stand_ins).output(schema, FIELD)
 
 
 # --- Predictions ---
@@ -200,27 +198,28 @@ def _prepared_otherwise(step: Step, source_name: str) -> FailedPrecondition:
     )
 
 
-def _check_columns(wanted: Schema, given: Schema, source_name: str) -> None:
+def _check_columns(wanted: Schema, schema: Schema, source_name: str) -> None:
     problems = []
     for name, one in wanted.items():
-        if name not in given:
+        if name not in schema:
             problems.append(("source", source_name, f"column {name!r} is missing: the checkpoint takes {one}"))
-        elif not _same(given[name], one):
-            problems.append(("source", source_name, f"column {name!r} is {given[name]}: the checkpoint takes {one}"))
+        elif not _same(schema[name], one):
+            problems.append(("source", source_name, f"column {name!r} is {schema[name]}: the checkpoint takes {one}"))
     if problems:
         raise invalid_fields(problems)
 
 
-def _same(given: ColumnType, wanted: ColumnType) -> bool:
-    if isinstance(given, TensorType) or isinstance(wanted, TensorType):
-        return given == wanted
-    return bool(given.arrow_type == wanted.arrow_type)
+def _same(column_type: ColumnType, wanted: ColumnType) -> bool:
+    if isinstance(column_type, TensorType) or isinstance(wanted, TensorType):
+        return column_type == wanted
+    return bool(column_type.arrow_type == wanted.arrow_type)
 
 
-def _check_input(made: ColumnType, content: CheckpointContent) -> None:
-    if not isinstance(made, TensorType) or made.dtype != "float32" or None in made.shape:
+def _check_input(column_type: ColumnType, content: CheckpointContent) -> None:
+    if not isinstance(column_type, TensorType) or column_type.dtype != "float32" or None in column_type.shape:
         raise FailedPrecondition(
-            f"the steps of {content.training_job} make {made} of column {content.input_column!r}, not float32 of a "
+            f"the steps of {content.training_job} make {column_type} of column {content.input_column!r}, not "
+            "float32 of a "
             "fixed shape",
             reason="MODEL_DOES_NOT_LOAD",
         )

@@ -40,14 +40,13 @@ from data_service.transforms.work import (
 )
 from millrace.common.v1 import transform_pb2
 from shared.dataset_version import VersionReader, load_version
-from shared.dataset_version.columns import ROW_ID
-from shared.dataset_version.manifest import REPORT, DataFile, Parent, Split, sha256_hex
+from shared.dataset_version.manifest import REPORT, ROW_ID, DataFile, Parent, Split, sha256_hex
 from shared.dataset_version.version import DatasetVersion
 from shared.errors import DataLoss, FailedPrecondition
 from shared.jobs import AttemptContext
 from shared.storage import ObjectMissing, ObjectStore
+from shared.transforms.batch import arrow_type_of, schema_of
 from shared.transforms.pipeline import Fitter, Pipeline
-from shared.transforms.schema import arrow_type_of, schema_of
 from shared.transforms.steps.decoding import image_columns
 
 # --- The job ---
@@ -200,8 +199,8 @@ class _Transform:
         made = pa.schema([field for field in schema if columns is None or field.name in columns])
         return RowTransformer(self._rows(made), chain, made)
 
-    def _rows(self, made: pa.Schema) -> VersionRows:
-        limit = batch_rows(self._pipeline, self._reader.schema, made)
+    def _rows(self, schema: pa.Schema) -> VersionRows:
+        limit = batch_rows(self._pipeline, self._reader.schema, schema)
         images = tuple(image_columns(self._pipeline.steps, self._given))
         return VersionRows(self._context.store.settings, self._source, self._divider, limit, images)
 
@@ -423,7 +422,7 @@ def _follow(names: dict[str, list[str]], step: transform_pb2.TransformStep) -> N
 
 def _keep_only(names: dict[str, list[str]], columns: object) -> None:
     kept = set(columns)  # type: ignore[call-overload]
-    for column in [one for one in names if one not in kept]:
+    for column in [name for name in names if name not in kept]:
         del names[column]
 
 

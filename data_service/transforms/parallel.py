@@ -22,7 +22,7 @@ import pyarrow as pa
 import ray
 
 from data_service.attempt import FULL
-from data_service.domain.predict_spec import PredictSpec, Workers
+from data_service.domain.transform_spec import PredictSpec, Workers
 from data_service.transforms.plan import PartitionRange
 from shared.errors import (
     STORE_OUTAGES,
@@ -72,7 +72,7 @@ class Passes:
             for part, result in results:
                 self.progress.add(part.row_count)
                 yield part, result
-        self.progress.tell()
+        self.progress.report()
 
 
 # --- All parts on Ray ---
@@ -479,14 +479,14 @@ class Progress:
             self._rows_done = self._rows_total = 0
             self._began_at = time.monotonic()
         self._rows_total += rows
-        self.tell()
+        self.report()
 
     def add(self, rows: int) -> None:
         self._rows_done += rows
         if time.monotonic() - self._reported_at > INTERVAL_S:
-            self.tell()
+            self.report()
 
-    def tell(self) -> None:
+    def report(self) -> None:
         self._reported_at = time.monotonic()
         self._context.report(
             phase=self._phase,

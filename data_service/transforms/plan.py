@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 
 from shared.dataset_version import RowGroup, VersionReader
-from shared.dataset_version.columns import ROW_ID, row_bytes
+from shared.dataset_version.manifest import ROW_ID, row_bytes
 
 # The uncompressed bytes of a part's rows, before or after the work: enough to be worth a task, few enough to have
 # several in a machine's memory.

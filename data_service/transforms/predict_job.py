@@ -18,7 +18,7 @@ import pyarrow as pa
 from data_service.attempt import attempt_folder, commit_version
 from data_service.domain.bad_rows import build_report
 from data_service.domain.checks_rows import RowChecks
-from data_service.domain.predict_spec import PredictSpec
+from data_service.domain.transform_spec import PredictSpec
 from data_service.transforms.checking import NewColumns, columns_with, new_columns, preparation
 from data_service.transforms.job import Gathered, impure, lay_out, load_source
 from data_service.transforms.parallel import PartRunner, Passes, Pool, Progress, Results, Work, pool_of, run_on_ray
@@ -35,7 +35,7 @@ from data_service.transforms.predictor_work import (
 from data_service.transforms.work import CountPart, VersionRows, WritePart
 from shared.bundle_predictor import DeclaredTensor
 from shared.checkpoint import load_checkpoint
-from shared.checkpoint.program import is_program_checkpoint, load_program_checkpoint
+from shared.checkpoint.format import is_program_checkpoint, load_program_checkpoint
 from shared.dataset_version import VersionReader
 from shared.dataset_version.manifest import Parent, Prediction
 from shared.dataset_version.version import DatasetVersion

@@ -13,7 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from data_service.domain.bad_rows import excerpt
-from data_service.domain.predict_spec import CheckpointRef, Workers
+from data_service.domain.transform_spec import CheckpointRef, Workers
 from data_service.transforms.checking import CHAIN, Array, PredictionColumns, Preparation
 from data_service.transforms.plan import PartitionRange
 from data_service.transforms.work import LeftOut, SplitRows, TransformedRows, VersionRows, ended_in_time
@@ -85,7 +85,7 @@ class Preparer:
             return made, {}
         bad = nans.bad_rows(made, preparation.reads, lambda: {name: read[name] for name in preparation.floats})
         if bad and not self.quarantines:
-            raise RowError(CHAIN, min(bad), _told(bad[min(bad)]))
+            raise RowError(CHAIN, min(bad), _problem_text(bad[min(bad)]))
         return made, bad
 
     def _without_bad_rows(self, rows: SplitRows, made: Sequence[tuple[Array, dict[int, BadRow]]]) -> PreparedRows:
@@ -101,7 +101,9 @@ class Preparer:
         good = np.ones(len(rows.row_ids), np.bool_)
         good[list(bad)] = False
         left_out = [
-            LeftOut(int(rows.row_ids[row]), f"{CHAIN}: {_told(one)}", excerpt(rows.table.select(self.kept), row))
+            LeftOut(
+                int(rows.row_ids[row]), f"{CHAIN}: {_problem_text(one)}", excerpt(rows.table.select(self.kept), row)
+            )
             for row, one in sorted(bad.items())
         ]
         return PreparedRows(where(rows, good), prepared[good], left_out)
@@ -115,7 +117,7 @@ class Preparer:
             table = rows.table.slice(place, 1)
             try:
                 made, bad = self._prepare(batch_of(table))
-                why = f"{CHAIN}: {_told(bad[0])}" if bad else ""
+                why = f"{CHAIN}: {_problem_text(bad[0])}" if bad else ""
             except InvalidArgument as error:
                 why = f"{error.path}: {error.problem}" if isinstance(error, RowError) else error.message
             if why:
@@ -130,7 +132,7 @@ def where(rows: SplitRows, good: NDArray[np.bool_]) -> SplitRows:
     return SplitRows(rows.split, rows.table.filter(pa.array(good)).combine_chunks(), rows.row_ids[good])
 
 
-def _told(bad: BadRow) -> str:
+def _problem_text(bad: BadRow) -> str:
     names = ", ".join(map(repr, bad.columns))
     return f"column {names}: {bad.problem}"
 

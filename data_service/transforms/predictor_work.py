@@ -17,23 +17,22 @@ import pyarrow as pa
 import pyarrow.types as kinds
 
 from data_service.domain.bad_rows import excerpt
-from data_service.domain.predict_spec import CheckpointRef, PredictSpec, Workers
+from data_service.domain.transform_spec import CheckpointRef, PredictSpec, Workers
 from data_service.transforms.checking import PredictionColumns
 from data_service.transforms.plan import PartitionRange
 from data_service.transforms.predict_work import set_threads, where
 from data_service.transforms.work import LeftOut, SplitRows, TransformedRows, VersionRows, bad_row
 from shared.bundle_predictor import FREE, Array, BundlePredictor, DeclaredTensor
 from shared.checkpoint.files import node_copy
-from shared.checkpoint.program import load_program_checkpoint
+from shared.checkpoint.format import load_program_checkpoint
 from shared.code_loading import load_code
 from shared.dataset_version import Manifest
-from shared.dataset_version.columns import name_problem, tensor_array, tensor_field
+from shared.dataset_version.manifest import name_problem, tensor_array, tensor_field
 from shared.errors import FailedPrecondition, InvalidArgument, invalid_field, invalid_fields
 from shared.settings import StoreSettings
 from shared.storage import open_store
 from shared.transforms import TensorType
-from shared.transforms.batch import batch_of
-from shared.transforms.schema import ColumnType, Schema, schema_of_columns
+from shared.transforms.batch import ColumnType, Schema, batch_of, schema_of_columns
 
 logger = logging.getLogger(__name__)
 
@@ -96,37 +95,41 @@ def check_inputs(inputs: Sequence[DeclaredTensor], source: Manifest, source_name
         raise invalid_fields(problems)
 
 
-def _input_problem(wanted: DeclaredTensor, there: Schema) -> str | None:
-    takes = f"the predictor takes {wanted.datatype} of shape {list(wanted.shape)}"
-    if wanted.name not in there:
-        return f"column {wanted.name!r} is missing: {takes}; rename a column, or name another version"
-    given = there[wanted.name]
-    if _fits_shape(given, wanted) and _converts(given, wanted):
+def _input_problem(declared_tensor: DeclaredTensor, schema: Schema) -> str | None:
+    takes = f"the predictor takes {declared_tensor.datatype} of shape {list(declared_tensor.shape)}"
+    if declared_tensor.name not in schema:
+        return f"column {declared_tensor.name!r} is missing: {takes}; rename a column, or name another version"
+    given = schema[declared_tensor.name]
+    if _fits_shape(given, declared_tensor) and _converts(given, declared_tensor):
         return None
-    return f"column {wanted.name!r} is {given}: {takes}; change it by a transform, or the predictor"
+    return f"column {declared_tensor.name!r} is {given}: {takes}; change it by a transform, or the predictor"
 
 
-def _fits_shape(given: ColumnType, wanted: DeclaredTensor) -> bool:
-    if isinstance(given, TensorType):
-        return None not in given.shape and wanted.takes(tuple(size or 0 for size in given.shape))
-    return wanted.shape in ((), (1,), (FREE,))
+def _fits_shape(column_type: ColumnType, declared_tensor: DeclaredTensor) -> bool:
+    if isinstance(column_type, TensorType):
+        return None not in column_type.shape and declared_tensor.takes(tuple(size or 0 for size in column_type.shape))
+    return declared_tensor.shape in ((), (1,), (FREE,))
 
 
-def _converts(given: ColumnType, wanted: DeclaredTensor) -> bool:
+def _converts(column_type: ColumnType, declared_tensor: DeclaredTensor) -> bool:
     """Return whether all values may be converted: integers without loss, and numbers to floats of any width."""
-    if isinstance(given, TensorType):
-        dtype = np.dtype(given.dtype)
-    elif wanted.datatype == BYTES:
-        return bool(kinds.is_string(given.arrow_type) or kinds.is_binary(given.arrow_type))
+    if isinstance(column_type, TensorType):
+        dtype = np.dtype(column_type.dtype)
+    elif declared_tensor.datatype == BYTES:
+        return bool(kinds.is_string(column_type.arrow_type) or kinds.is_binary(column_type.arrow_type))
     elif (
-        kinds.is_boolean(given.arrow_type) or kinds.is_integer(given.arrow_type) or kinds.is_floating(given.arrow_type)
+        kinds.is_boolean(column_type.arrow_type)
+        or kinds.is_integer(column_type.arrow_type)
+        or kinds.is_floating(column_type.arrow_type)
     ):
-        dtype = np.dtype(given.arrow_type.to_pandas_dtype())
+        dtype = np.dtype(column_type.arrow_type.to_pandas_dtype())
     else:
         return False
-    if wanted.dtype.kind == "O":
+    if declared_tensor.dtype.kind == "O":
         return False
-    return bool(np.can_cast(dtype, wanted.dtype, "safe")) or (dtype.kind in "iuf" and wanted.dtype.kind == "f")
+    return bool(np.can_cast(dtype, declared_tensor.dtype, "safe")) or (
+        dtype.kind in "iuf" and declared_tensor.dtype.kind == "f"
+    )
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,7 @@ class OutputColumns(PredictionColumns):
 
     def arrays(self, outputs: Sequence[Array]) -> list[pa.Array]:
         """Returns an array of B values for each column; `outputs` are those of `BundlePredictor.predict`."""
-        by_name = {one.name: array for one, array in zip(self.outputs, outputs, strict=True)}
+        by_name = {output.name: array for output, array in zip(self.outputs, outputs, strict=True)}
         return [_column(by_name[name], field.type) for name, field in self.fields.items()]
 
 
@@ -245,15 +248,15 @@ def _null_of(nulls: Mapping[str, Array], row: int) -> str:
     return f"column {names}: null, which the predictor's inputs have no place for"
 
 
-def _values(column: Any, wanted: DeclaredTensor) -> Array:
-    if wanted.datatype == BYTES:
+def _values(column: Any, declared_tensor: DeclaredTensor) -> Array:
+    if declared_tensor.datatype == BYTES:
         made = np.empty(len(column), object)
         made[:] = column.cast(pa.binary()).to_pylist()
     elif isinstance(column, np.ndarray):
-        return column.astype(wanted.dtype, copy=False)
+        return column.astype(declared_tensor.dtype, copy=False)
     else:
-        made = column.to_numpy(zero_copy_only=False).astype(wanted.dtype, copy=False)
-    return made.reshape(-1, 1) if wanted.shape else made
+        made = column.to_numpy(zero_copy_only=False).astype(declared_tensor.dtype, copy=False)
+    return made.reshape(-1, 1) if declared_tensor.shape else made
 
 
 @dataclass(frozen=True)
@@ -283,13 +286,13 @@ class PredictorRows:
                 made = pa.Table.from_arrays([*table.columns, *self._made(predictor, one)], schema=self.schema)
             yield TransformedRows(part.split, made, one.rows.row_ids, one.left_out)
 
-    def _made(self, predictor: BundlePredictor, one: PreparedInputs) -> list[pa.Array]:
-        first, last = one.rows.row_ids[0], one.rows.row_ids[-1]
+    def _made(self, predictor: BundlePredictor, prepared_inputs: PreparedInputs) -> list[pa.Array]:
+        first, last = prepared_inputs.rows.row_ids[0], prepared_inputs.rows.row_ids[-1]
         try:
-            return self.outputs.arrays(predictor.predict(one.values, len(one.rows.row_ids)))
+            return self.outputs.arrays(predictor.predict(prepared_inputs.values, len(prepared_inputs.rows.row_ids)))
         except FailedPrecondition as error:
             raise FailedPrecondition(
-                f"{error.message} (in the batch of the rows {first} to {last} of split {one.rows.split!r})",
+                f"{error.message} (in the batch of the rows {first} to {last} of split {prepared_inputs.rows.split!r})",
                 reason=error.specific_reason,
                 metadata={**error.metadata, "rows": f"{first} to {last}"},
             ) from error

@@ -27,17 +27,15 @@ from data_service.domain.split_rules import Divider
 from data_service.domain.statistics import SplitStatistics
 from data_service.transforms.plan import PartitionRange
 from shared.dataset_version import RowGroup, SplitWriter, VersionReader
-from shared.dataset_version.columns import row_bytes
-from shared.dataset_version.manifest import DataFile
+from shared.dataset_version.manifest import DataFile, row_bytes
 from shared.dataset_version.reader import GroupSizes
 from shared.dataset_version.version import DatasetVersion
 from shared.dataset_version.writer import DEFAULT_GROUP_ROWS
 from shared.errors import InvalidArgument
 from shared.settings import StoreSettings
 from shared.storage import open_store
-from shared.transforms.batch import Batch, batch_of, table_of
+from shared.transforms.batch import Batch, RowError, Schema, batch_of, table_of
 from shared.transforms.pipeline import BatchContext, Fitter, Pipeline, Sliced, needed_columns, sliced
-from shared.transforms.schema import RowError, Schema
 from shared.transforms.steps.decoding import DecodeImage, side_by_side
 from shared.transforms.steps.step import Step
 
@@ -138,8 +136,8 @@ class FindKeys:
 
     def __call__(self, part: PartitionRange) -> UniqueKeys:
         found = UniqueKeys({})
-        for index, made in enumerate(self.maker.rows(part)):
-            keys = self.checks.keys(made.table, made.row_ids)
+        for index, row in enumerate(self.maker.rows(part)):
+            keys = self.checks.keys(row.table, row.row_ids)
             if index == 0:
                 found = keys
             else:
@@ -165,13 +163,13 @@ class CountPart:
 
     def __call__(self, part: PartitionRange) -> Counted:
         counted = Counted(Counter(), CheckCounts(self.checks.checks))
-        for made in self.maker.rows(part):
+        for row in self.maker.rows(part):
             if self.checks.are_none:
-                counted.rows[made.split] += len(made.row_ids)
+                counted.rows[row.split] += len(row.row_ids)
                 continue
-            verdict = self.checks.apply(made.table, made.row_ids, self.repeats)
+            verdict = self.checks.apply(row.table, row.row_ids, self.repeats)
             counted.checks.add(verdict)
-            counted.rows[made.split] += int(verdict.keep.sum())
+            counted.rows[row.split] += int(verdict.keep.sum())
         return counted
 
 
@@ -201,8 +199,8 @@ class WritePart:
             BadRowLog(scratch / "quarantine.jsonl", BadRowPolicy(quarantines=True)) as bad_rows,
         ):
             writing = _Writing(self, part, scratch, bad_rows)
-            for made in self.maker.rows(part):
-                writing.add(made)
+            for row in self.maker.rows(part):
+                writing.add(row)
             return writing.written()
 
 
@@ -218,34 +216,36 @@ class _Writing:
         self._statistics: dict[str, SplitStatistics] = {}
         self._rows: Counter[str] = Counter()
 
-    def add(self, made: TransformedRows) -> None:
+    def add(self, transformed_rows: TransformedRows) -> None:
         name = self._work.maker.source.version.name
-        for one in made.left_out:
+        for one in transformed_rows.left_out:
             self._bad_rows.add(name, f"row {one.row_id}", one.reason, one.excerpt)
-        table = made.table if self._work.checks.are_none else self._passing(made)
+        table = transformed_rows.table if self._work.checks.are_none else self._passing(transformed_rows)
         if not table.num_rows:
             return
-        if made.split not in self._writers:
-            self._begin(made.split)
-        first_row_id = self._first_row_id(made.split) + self._rows[made.split]
-        self._writers[made.split].write(table)
-        self._statistics[made.split].update(table, first_row_id)
-        self._rows[made.split] += table.num_rows
+        if transformed_rows.split not in self._writers:
+            self._begin(transformed_rows.split)
+        first_row_id = self._first_row_id(transformed_rows.split) + self._rows[transformed_rows.split]
+        self._writers[transformed_rows.split].write(table)
+        self._statistics[transformed_rows.split].update(table, first_row_id)
+        self._rows[transformed_rows.split] += table.num_rows
 
     def written(self) -> Written:
         files = [file for writer in self._writers.values() for file in writer.close()]
         return Written(self._rows, files, self._statistics, self._checks, self._bad_rows.part())
 
-    def _passing(self, made: TransformedRows) -> pa.Table:
-        verdict = self._work.checks.apply(made.table, made.row_ids, self._work.repeats)
+    def _passing(self, transformed_rows: TransformedRows) -> pa.Table:
+        verdict = self._work.checks.apply(transformed_rows.table, transformed_rows.row_ids, self._work.repeats)
         self._checks.add(verdict)
         keep = verdict.keep
         if keep.all():
-            return made.table
+            return transformed_rows.table
         name = self._work.maker.source.version.name
         for row, reason in verdict.quarantined():
-            self._bad_rows.add(name, f"row {made.row_ids[row]}", reason, excerpt(made.table, row))
-        return made.table.filter(pa.array(keep)).combine_chunks()
+            self._bad_rows.add(
+                name, f"row {transformed_rows.row_ids[row]}", reason, excerpt(transformed_rows.table, row)
+            )
+        return transformed_rows.table.filter(pa.array(keep)).combine_chunks()
 
     def _begin(self, split: str) -> None:
         schema = self._work.maker.schema
@@ -288,11 +288,11 @@ SEARCH_TIMEOUT_S = 1.0
 T = TypeVar("T")
 
 
-def batch_rows(pipeline: Pipeline, given: pa.Schema, made: pa.Schema) -> int:
+def batch_rows(pipeline: Pipeline, schema: pa.Schema, made: pa.Schema) -> int:
     """Returns the number of rows to process at a time."""
     if any(isinstance(step, DecodeImage) for step in pipeline.steps):
         return DECODED_BATCH_ROWS
-    widths = [row_bytes(given), row_bytes(made)]
+    widths = [row_bytes(schema), row_bytes(made)]
     if None in widths:
         return DEFAULT_BATCH_ROWS
     widest = max(1, *(width for width in widths if width is not None))
@@ -427,7 +427,7 @@ class VersionRows:
         packed: list[RowGroup] = []
         size_bytes = 0
         for group in groups:
-            group_bytes = sizes.told(group)
+            group_bytes = sizes.reported_bytes(group)
             size_bytes += group_bytes
             if packed and (len(packed) == max_groups or size_bytes > READ_BYTES):
                 yield packed
@@ -482,14 +482,14 @@ class StepChain:
     field: str = "transform"
 
     @classmethod
-    def towards(cls, pipeline: Pipeline, given: Schema, outputs: Collection[str] | None) -> StepChain:
+    def towards(cls, pipeline: Pipeline, schema: Schema, outputs: Collection[str] | None) -> StepChain:
         """Returns the chain that computes `outputs` (None: all) and the remaining rows."""
-        schemas = [given]
+        schemas = [schema]
         for step in pipeline.steps:
             schemas.append(step.output(schemas[-1]))
         needed = needed_columns(pipeline.steps, schemas, frozenset(schemas[-1] if outputs is None else outputs))
-        reads = [name for name in given if name in needed[0]]
-        return cls(sliced(pipeline.steps, [{name: given[name] for name in reads}, *schemas[1:]], needed), reads)
+        reads = [name for name in schema if name in needed[0]]
+        return cls(sliced(pipeline.steps, [{name: schema[name] for name in reads}, *schemas[1:]], needed), reads)
 
     def apply(self, batch: Batch) -> tuple[Batch, NDArray[np.intp] | None]:
         """Returns the remaining rows and their indices in `batch`, None if all remain.

@@ -17,9 +17,9 @@ from data_service.uploads.chunks import chain_of
 from shared import names
 from shared.durable import Durable, as_state, fields_of
 from shared.errors import STORE_OUTAGES, MillraceError, Unavailable, not_found
+from shared.idempotency import OUTCOME_UNKNOWN
 from shared.jobs import Jobs, JobState
 from shared.log import Record, ResourceLog, State
-from shared.requests import OUTCOME_UNKNOWN
 from shared.storage import ObjectExists, ObjectMissing, ObjectStore
 
 # --- Record ---
@@ -156,7 +156,7 @@ def as_it_is(store: ObjectStore, record: UploadRecord) -> Upload:
     if record.state is UploadState.COMMITTED:
         return Upload(record, record.size_bytes, record.update_time + COMMITTED_FOR_S, hashed_size=record.size_bytes)
     infos = list(store.list(record.chunks_prefix))
-    chain = chain_of(record.chunks_prefix, ((int(one.key.rsplit("/", 1)[-1]), one.size_bytes) for one in infos))
+    chain = chain_of(record.chunks_prefix, ((int(info.key.rsplit("/", 1)[-1]), info.size_bytes) for info in infos))
     newest_byte = max((one.modified for one in infos), default=record.create_time)
     return Upload(record, chain.end, max(record.create_time, newest_byte) + OPEN_FOR_S)
 

@@ -45,7 +45,7 @@ from shared.errors import (
     invalid_field,
     not_found,
 )
-from shared.requests import claimed
+from shared.idempotency import claimed
 from shared.storage import ObjectMissing, ObjectStore
 from shared.storage.presigning import VALID_FOR, Presigner
 
@@ -274,27 +274,33 @@ class UploadPart:
     url: str = ""
 
 
-def parts_of(wanted: PresignedPut) -> list[UploadPart]:
+def parts_of(presigned_put: PresignedPut) -> list[UploadPart]:
     """Returns the parts without their URLs, all of one size except the last.
 
     Raises `InvalidArgument`.
     """
-    if wanted.size_bytes < 1:
-        raise invalid_field("presigned.size_bytes", wanted.size_bytes, "name the size of all parts together, 1 or more")
-    if wanted.size_bytes > MAX_PARTS * MAX_PART_BYTES and not wanted.part_size_bytes:
-        raise invalid_field("presigned.size_bytes", wanted.size_bytes, f"use at most {MAX_PARTS * MAX_PART_BYTES}")
-    part_size = wanted.part_size_bytes or max(DEFAULT_PART_BYTES, _min_part_bytes(wanted.size_bytes))
+    if presigned_put.size_bytes < 1:
+        raise invalid_field(
+            "presigned.size_bytes", presigned_put.size_bytes, "name the size of all parts together, 1 or more"
+        )
+    if presigned_put.size_bytes > MAX_PARTS * MAX_PART_BYTES and not presigned_put.part_size_bytes:
+        raise invalid_field(
+            "presigned.size_bytes", presigned_put.size_bytes, f"use at most {MAX_PARTS * MAX_PART_BYTES}"
+        )
+    part_size = presigned_put.part_size_bytes or max(DEFAULT_PART_BYTES, _min_part_bytes(presigned_put.size_bytes))
     if not MIN_PART_BYTES <= part_size <= MAX_PART_BYTES:
         raise invalid_field(
             "presigned.part_size_bytes", part_size, f"use 0, or {MIN_PART_BYTES} to {MAX_PART_BYTES} bytes"
         )
-    if wanted.size_bytes > MAX_PARTS * part_size:
+    if presigned_put.size_bytes > MAX_PARTS * part_size:
         raise invalid_field(
-            "presigned.part_size_bytes", part_size, f"{wanted.size_bytes} bytes must make at most {MAX_PARTS} parts"
+            "presigned.part_size_bytes",
+            part_size,
+            f"{presigned_put.size_bytes} bytes must make at most {MAX_PARTS} parts",
         )
     return [
-        UploadPart(offset, min(part_size, wanted.size_bytes - offset))
-        for offset in range(0, wanted.size_bytes, part_size)
+        UploadPart(offset, min(part_size, presigned_put.size_bytes - offset))
+        for offset in range(0, presigned_put.size_bytes, part_size)
     ]
 
 
@@ -368,7 +374,7 @@ class UploadFinisher:
 
         The dataset is `datasets/{d}` with that uid.
         """
-        for upload in self._of(dataset, dataset_uid):
+        for upload in self._uploads_of(dataset, dataset_uid):
             if references := live_references(self._store, upload.name):
                 raise _in_use(upload.name, references[0])
 
@@ -377,11 +383,11 @@ class UploadFinisher:
 
         Uploads that imports read stay.
         """
-        for upload in self._of(dataset, dataset_uid):
+        for upload in self._uploads_of(dataset, dataset_uid):
             with suppress(FailedPrecondition, NotFound):  # in use; or just removed by another process
                 self.abort(upload.name, upload.uid)
 
-    def _of(self, dataset: str, dataset_uid: str) -> Iterator[UploadRecord]:
+    def _uploads_of(self, dataset: str, dataset_uid: str) -> Iterator[UploadRecord]:
         """Yields the dataset's uploads that are not removed."""
         for key in self._live.markers(dataset):
             live = self._live.read(key)

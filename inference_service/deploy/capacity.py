@@ -38,7 +38,7 @@ def check_fits(spec: Spec, nodes: Sequence[Resources], versions: int = 1) -> Non
             raise _never(_field(spec, name), f"a replica takes {amount:g} {name}, and no node has more than {most:g}")
     places = sum(_places(node, need) for node in nodes)
     if places == 0:
-        raise _never(_field(spec, "CPU"), f"no node has {_told(need)} together, which a replica takes")
+        raise _never(_field(spec, "CPU"), f"no node has {_described(need)} together, which a replica takes")
     if places < versions * spec.num_replicas:
         raise _too_many(spec, versions, need, f"there is room for {places}")
 
@@ -72,15 +72,16 @@ def _field(spec: Spec, resource: str) -> str:
 def _too_many(spec: Spec, versions: int, need: Resources, bound: str) -> FailedPrecondition:
     if versions == 1:
         field = "spec.autoscaling.min_replicas" if spec.autoscaling else "spec.num_replicas"
-        return _never(field, f"{spec.num_replicas} replicas take {_told(need)} each, and {bound}")
+        return _never(field, f"{spec.num_replicas} replicas take {_described(need)} each, and {bound}")
     # A roll-out's request has no replica counts: its deployment has.
     why = (
-        f"while it rolls out it has {versions} versions of {spec.num_replicas} replicas, which take {_told(need)} each"
+        f"while it rolls out it has {versions} versions of {spec.num_replicas} replicas, which take "
+        f"{_described(need)} each"
     )
     return _never("name", f"{why}, and {bound}")
 
 
-def _told(need: Resources) -> str:
+def _described(need: Resources) -> str:
     return " and ".join(f"{amount:g} {name}" for name, amount in need.items())
 
 

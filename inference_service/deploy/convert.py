@@ -49,7 +49,7 @@ from shared import names
 from shared.durable import known_of
 from shared.errors import check_count, invalid_field
 from shared.grpc_errors import status_proto_from_record
-from shared.requests import body_digest
+from shared.idempotency import body_digest
 
 # --- Deployments ---
 
@@ -285,14 +285,14 @@ def rollout_to_proto(rollout: Rollout) -> rollout_pb2.Rollout:
     return message
 
 
-def _comparison_from_proto(given: rollout_pb2.Comparison) -> Comparison:
-    names.parse("spec.comparison.dataset_version", given.dataset_version, "datasets/{d}/versions/{v}")
+def _comparison_from_proto(comparison: rollout_pb2.Comparison) -> Comparison:
+    names.parse("spec.comparison.dataset_version", comparison.dataset_version, "datasets/{d}/versions/{v}")
     return Comparison(
-        dataset_version=given.dataset_version,
-        split=given.split,
-        max_rows=given.max_rows or DEFAULT_ROWS,
-        min_agreement=given.min_agreement if given.HasField("min_agreement") else None,
-        max_difference=given.max_difference if given.HasField("max_difference") else None,
+        dataset_version=comparison.dataset_version,
+        split=comparison.split,
+        max_rows=comparison.max_rows or DEFAULT_ROWS,
+        min_agreement=comparison.min_agreement if comparison.HasField("min_agreement") else None,
+        max_difference=comparison.max_difference if comparison.HasField("max_difference") else None,
     )
 
 
@@ -329,7 +329,9 @@ def _plan_to_proto(plan: RolloutPlan) -> rollout_pb2.RolloutSpec:
     limits = plan.limits
     message = rollout_pb2.RolloutSpec(
         checkpoint=plan.checkpoint,
-        steps=[rollout_pb2.RolloutStep(percent=one.percent, interval=_duration(one.interval_s)) for one in plan.steps],
+        steps=[
+            rollout_pb2.RolloutStep(percent=step.percent, interval=_duration(step.interval_s)) for step in plan.steps
+        ],
         limits=rollout_pb2.RolloutLimits(
             max_error_share=limits.max_error_share,
             max_p99_ratio=limits.max_p99_ratio,

@@ -45,9 +45,9 @@ from shared.errors import (
     not_found,
 )
 from shared.grpc_errors import status_proto
+from shared.idempotency import claimed
 from shared.log import Record, ResourceLog
 from shared.own_code import OwnCode
-from shared.requests import claimed
 from shared.storage import ObjectMissing, ObjectStore
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Deployments:
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
 
-    def create(self, wanted: Deployment) -> Deployment:
+    def create(self, deployment: Deployment) -> Deployment:
         """Stores a new deployment and returns it.
 
         If the existing deployment came from the same `request_id`, returns that one.
@@ -84,15 +84,15 @@ class Deployments:
         """
 
         def decide(record: Record | None) -> dict[str, object] | None:
-            there = _deployment(wanted.name, record)
-            if there is not None and wanted.request_id and there.request_id == wanted.request_id:
+            there = _deployment(deployment.name, record)
+            if there is not None and deployment.request_id and there.request_id == deployment.request_id:
                 check_not_gone(there)
                 return None
             if there is None or there.state is State.GONE:
-                return wanted.as_record()
-            raise already_exists(wanted.name)
+                return deployment.as_record()
+            raise already_exists(deployment.name)
 
-        made = _deployment(wanted.name, self._log(wanted.name).update(decide))
+        made = _deployment(deployment.name, self._log(deployment.name).update(decide))
         assert made is not None
         return made
 
@@ -269,14 +269,14 @@ def _dataset_versions(versions: Iterable[ModelVersion]) -> list[str]:
     return sorted({version.dataset_version for version in versions if version.dataset_version})
 
 
-def check_not_gone(made: Deployment) -> None:
+def check_not_gone(deployment: Deployment) -> None:
     """Raises `NotFound` if the deployment that a request made was deleted since.
 
     The request's first answer can no longer be repeated.
     """
-    if made.state is State.GONE:
-        made_it = f"request_id {made.request_id} made it, and it was deleted since"
-        raise not_found(made.name, f"{made_it}; use a new UUID4")
+    if deployment.state is State.GONE:
+        made_it = f"request_id {deployment.request_id} made it, and it was deleted since"
+        raise not_found(deployment.name, f"{made_it}; use a new UUID4")
 
 
 def new_uid() -> str:
@@ -486,7 +486,7 @@ class DeploymentOperations:
         return operation_of(self._deployment(name))
 
     def list_ids(self) -> list[str]:
-        return [one for one in self._store.folders(OPERATIONS) if one.startswith((PREFIX, ROLLOUT_PREFIX))]
+        return [folder for folder in self._store.folders(OPERATIONS) if folder.startswith((PREFIX, ROLLOUT_PREFIX))]
 
     def cancel(self, name: str) -> None:
         """Cancels an operation: deletes a loading deployment, or rolls back a roll-out.

@@ -25,7 +25,7 @@ from inference_service.domain.deployment import (
     with_removal,
 )
 from inference_service.domain.rollout_transitions import with_version_failed, with_version_loaded
-from inference_service.peers import Peers
+from inference_service.frontends import Peers
 from inference_service.serve.batcher import BATCHES_PER_REPLICA, Batcher
 from inference_service.serve.models import Models, find_version
 from inference_service.serve.ray_serve import Application, ServeApplications, ServeUnresponsive, answered, call_serve
@@ -89,9 +89,9 @@ class Reconciler:
         """
         return list(self._unloader.going)
 
-    def on_going(self, tell: Callable[[], None]) -> None:
+    def on_going(self, callback: Callable[[], None]) -> None:
         """Sets the callback for each application that starts to be removed."""
-        self._unloader.on_going = tell
+        self._unloader.on_going = callback
 
     def wake(self) -> None:
         """Starts a pass at once, because something has changed."""
@@ -207,7 +207,9 @@ class Reconciler:
         self._has_read = True
         self._report_unreadable(unreadable)
         # A deployment whose log can no longer be read is served in its last known state.
-        self._models.replace([*read, *(one for one in self._models.deployments() if one.name in unreadable)])
+        self._models.replace(
+            [*read, *(deployment for deployment in self._models.deployments() if deployment.name in unreadable)]
+        )
         return unreadable
 
     async def _take_over_kept(self, outage: MillraceError) -> bool:
@@ -254,7 +256,7 @@ class Reconciler:
 
 
 def _to_json(deployments: list[Deployment]) -> bytes:
-    return json.dumps([one.as_record() for one in deployments]).encode()
+    return json.dumps([deployment.as_record() for deployment in deployments]).encode()
 
 
 # --- Loading ---

@@ -21,7 +21,7 @@ from inference_service.domain.rollout_transitions import (
 from inference_service.domain.signature import PREPARED, RAW, Rows, Signature, TensorSpec
 from inference_service.domain.statistics import Seen, passed_limit
 from inference_service.domain.tensors import Array
-from inference_service.peers import Peers
+from inference_service.frontends import Peers
 from inference_service.serve.models import Models, find_version
 from inference_service.serve.preprocessing import tensor_of_column, values_of_column
 from inference_service.settings import InferenceSettings
@@ -36,8 +36,7 @@ from shared.errors import (
 )
 from shared.storage import ObjectStore
 from shared.telemetry import hidden
-from shared.transforms.batch import batch_of
-from shared.transforms.schema import ColumnType, schema_of
+from shared.transforms.batch import ColumnType, batch_of, schema_of
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +88,9 @@ class Rollouts:
     async def poll(self, deployment: Deployment) -> None:
         """Checks a READY deployment once and takes the steps that are due."""
         due_s = time.time() - self._settings.retired_for_s
-        going = [one for one in deployment.versions if one.retired_at is not None and one.retired_at < due_s]
+        going = [
+            version for version in deployment.versions if version.retired_at is not None and version.retired_at < due_s
+        ]
         if going:
             await self._let_go(deployment, going)
         rollout = deployment.rollout
@@ -283,7 +284,7 @@ async def compared(
     models: Models,
     deployment: Deployment,
     versions: tuple[ModelVersion, ModelVersion],
-    wanted: Comparison,
+    comparison: Comparison,
 ) -> Compared:
     """Compares the old and the new version on the requested held-out rows.
 
@@ -292,18 +293,18 @@ async def compared(
     signature = versions[0].signature
     assert signature is not None
     rows = await asyncio.to_thread(
-        holdout_rows, store, wanted.dataset_version, wanted.split, wanted.max_rows, signature
+        holdout_rows, store, comparison.dataset_version, comparison.split, comparison.max_rows, signature
     )
     comparing = _Comparing(models, deployment, versions, signature)
     for start, stop in pieces(len(rows), min(deployment.spec.max_batch_size, deployment.spec.max_queued_rows)):
         await comparing.add(rows.slice(start, stop))
-    found = comparing.difference.told()
+    found = comparing.difference.result()
     if not found.rows:
         raise FailedPrecondition(
-            f"both versions of {deployment.name} refuse all {found.refused} rows of split {wanted.split!r} of "
-            f"{wanted.dataset_version}, one with: {comparing.refusal}",
+            f"both versions of {deployment.name} refuse all {found.refused} rows of split {comparison.split!r} of "
+            f"{comparison.dataset_version}, one with: {comparing.refusal}",
             reason="NOTHING_TO_COMPARE",
-            metadata={"resource": wanted.dataset_version},
+            metadata={"resource": comparison.dataset_version},
         )
     return found
 

@@ -32,8 +32,8 @@ from shared import names
 from shared.checkpoint import CheckpointEntry, resolve_any
 from shared.checkpoint.references import release, using
 from shared.errors import Conflict, MillraceError
+from shared.idempotency import claimed
 from shared.own_code import OwnCode
-from shared.requests import claimed
 from shared.storage import ObjectStore
 
 logger = logging.getLogger(__name__)
@@ -135,27 +135,27 @@ class RolloutManager:
         self._keep(made, uid, entry)
         return made
 
-    def _keep(self, made: Deployment, uid: str, entry: CheckpointEntry) -> None:
+    def _keep(self, deployment: Deployment, uid: str, entry: CheckpointEntry) -> None:
         """Marks the checkpoint as the deployment's, and removes the roll-out's own mark."""
         try:
-            if made.rollout is not None and made.rollout.uid == uid:
-                new = [version for version in made.versions if version.number == made.rollout.version]
-                self._deployments.keep_checkpoints(made, new)
+            if deployment.rollout is not None and deployment.rollout.uid == uid:
+                new = [version for version in deployment.versions if version.number == deployment.rollout.version]
+                self._deployments.keep_checkpoints(deployment, new)
             release(self._store, entry.name, MARK_KIND, uid)
         except MillraceError as error:  # the roll-out is recorded, and the reconciler marks it, too
-            logger.warning("%s: the marks are left to the reconciler: %s", made.name, error.message)
+            logger.warning("%s: the marks are left to the reconciler: %s", deployment.name, error.message)
 
-    def _mark(self, made: Deployment, versions: Sequence[ModelVersion]) -> None:
+    def _mark(self, deployment: Deployment, versions: Sequence[ModelVersion]) -> None:
         """Marks what these remaining versions use.
 
         A version that had retired may have lost its marks by now, if the removal read the log before this request. A
         removal that reads the log afterwards marks them itself.
         """
         try:
-            self._deployments.keep_checkpoints(made, versions)
-            self._deployments.mark_datasets(made, versions)
+            self._deployments.keep_checkpoints(deployment, versions)
+            self._deployments.mark_datasets(deployment, versions)
         except MillraceError as error:  # the change is recorded, and the reconciler marks them, too
-            logger.warning("%s: the marks are left to the reconciler: %s", made.name, error.message)
+            logger.warning("%s: the marks are left to the reconciler: %s", deployment.name, error.message)
 
 
 def _checked(deployment: Deployment | None, request: RolloutChange) -> Deployment:
@@ -168,9 +168,11 @@ def _made_by(deployment: Deployment, request_id: str) -> bool:
     return bool(request_id) and deployment.rollout is not None and deployment.rollout.request_id == request_id
 
 
-def _begun(there: Deployment, request: RolloutChange, request_id: str, uid: str, entry: CheckpointEntry) -> Deployment:
+def _begun(
+    deployment: Deployment, request: RolloutChange, request_id: str, uid: str, entry: CheckpointEntry
+) -> Deployment:
     now_s = time.time()
-    version = version_of(entry, next_number(there))
+    version = version_of(entry, next_number(deployment))
     rollout = Rollout(
         uid=uid,
         request_id=request_id,
@@ -181,4 +183,4 @@ def _begun(there: Deployment, request: RolloutChange, request_id: str, uid: str,
         before={},
         create_time=now_s,
     )
-    return begun(there, version, rollout, now_s)
+    return begun(deployment, version, rollout, now_s)

@@ -112,22 +112,22 @@ class Autoscaling(Durable):
         return Autoscaling(**fields_of(Autoscaling, record)) if record else None
 
 
-def autoscaling_problems(wanted: Autoscaling) -> list[Problem]:
+def autoscaling_problems(autoscaling: Autoscaling) -> list[Problem]:
     """Returns the problems of out-of-range fields: field, value and remedy each."""
-    low = wanted.min_replicas
+    low = autoscaling.min_replicas
     found: list[Problem] = []
     if not 1 <= low <= MAX_REPLICAS:
         found.append(("spec.autoscaling.min_replicas", low, f"use 1 to {MAX_REPLICAS}; 0 means 1"))
         low = 1
-    if not low <= wanted.max_replicas <= MAX_REPLICAS:
-        found.append(("spec.autoscaling.max_replicas", wanted.max_replicas, f"use {low} to {MAX_REPLICAS}"))
-    if not 1 <= wanted.rows_per_replica <= MAX_ROWS:
+    if not low <= autoscaling.max_replicas <= MAX_REPLICAS:
+        found.append(("spec.autoscaling.max_replicas", autoscaling.max_replicas, f"use {low} to {MAX_REPLICAS}"))
+    if not 1 <= autoscaling.rows_per_replica <= MAX_ROWS:
         remedy = f"use 1 to {MAX_ROWS}; 0 means max_batch_size"
-        found.append(("spec.autoscaling.rows_per_replica", wanted.rows_per_replica, remedy))
-    if not 0 <= wanted.up_after_s <= MAX_UP_S:
-        found.append(("spec.autoscaling.scale_up_after", wanted.up_after_s, f"use 0 to {MAX_UP_S:g} s"))
-    if not 0 <= wanted.down_after_s <= MAX_DOWN_S:
-        found.append(("spec.autoscaling.scale_down_after", wanted.down_after_s, f"use 0 to {MAX_DOWN_S:g} s"))
+        found.append(("spec.autoscaling.rows_per_replica", autoscaling.rows_per_replica, remedy))
+    if not 0 <= autoscaling.up_after_s <= MAX_UP_S:
+        found.append(("spec.autoscaling.scale_up_after", autoscaling.up_after_s, f"use 0 to {MAX_UP_S:g} s"))
+    if not 0 <= autoscaling.down_after_s <= MAX_DOWN_S:
+        found.append(("spec.autoscaling.scale_down_after", autoscaling.down_after_s, f"use 0 to {MAX_DOWN_S:g} s"))
     return found
 
 

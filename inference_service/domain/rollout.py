@@ -235,19 +235,19 @@ def check_plan(
     )
 
 
-def _problems_of(wanted: Comparison) -> list[tuple[str, object, str]]:
+def _problems_of(comparison: Comparison) -> list[tuple[str, object, str]]:
     field = "spec.comparison"
     problems: list[tuple[str, object, str]] = []
-    if wanted.min_agreement is None and wanted.max_difference is None:
+    if comparison.min_agreement is None and comparison.max_difference is None:
         problems.append((field, None, "set min_agreement or max_difference: nothing would follow from it"))
-    if not SPLIT.fullmatch(wanted.split):
-        problems.append((f"{field}.split", wanted.split, SPLIT_REMEDY))
-    if not 1 <= wanted.max_rows <= MAX_ROWS:
-        problems.append((f"{field}.max_rows", wanted.max_rows, f"use 0 to {MAX_ROWS}; 0 means {DEFAULT_ROWS}"))
-    if wanted.min_agreement is not None and not 0 <= wanted.min_agreement <= 1:
-        problems.append((f"{field}.min_agreement", wanted.min_agreement, "use 0 to 1"))
-    if wanted.max_difference is not None and not wanted.max_difference >= 0:
-        problems.append((f"{field}.max_difference", wanted.max_difference, "use 0 or more"))
+    if not SPLIT.fullmatch(comparison.split):
+        problems.append((f"{field}.split", comparison.split, SPLIT_REMEDY))
+    if not 1 <= comparison.max_rows <= MAX_ROWS:
+        problems.append((f"{field}.max_rows", comparison.max_rows, f"use 0 to {MAX_ROWS}; 0 means {DEFAULT_ROWS}"))
+    if comparison.min_agreement is not None and not 0 <= comparison.min_agreement <= 1:
+        problems.append((f"{field}.min_agreement", comparison.min_agreement, "use 0 to 1"))
+    if comparison.max_difference is not None and not comparison.max_difference >= 0:
+        problems.append((f"{field}.max_difference", comparison.max_difference, "use 0 or more"))
     return problems
 
 
@@ -296,25 +296,25 @@ class Difference:
         if any(spec.name == LABEL for spec in specs):
             self.agreeing = self.agreeing or 0
 
-    def told(self) -> Compared:
+    def result(self) -> Compared:
         agreement = None if self.agreeing is None or not self.rows else self.agreeing / self.rows
         return Compared(self.rows, agreement, self.greatest, self.refused, self.refused_by_one)
 
 
-def falls_short(wanted: Comparison, seen: Compared) -> str:
+def falls_short(comparison: Comparison, seen: Compared) -> str:
     """Returns which limit of the comparison is not met; empty if all are."""
-    if wanted.min_agreement is not None:
+    if comparison.min_agreement is not None:
         if seen.agreement is None:
             return "its outputs have no label, so that there is no agreement to compare; use max_difference"
-        if seen.agreement < wanted.min_agreement:
+        if seen.agreement < comparison.min_agreement:
             return (
                 f"{seen.agreement:.2%} of {seen.rows} held rows have the label that the old version gives, at least "
-                f"{wanted.min_agreement:.2%} must{_of_them_refused(seen)}"
+                f"{comparison.min_agreement:.2%} must{_of_them_refused(seen)}"
             )
-    if wanted.max_difference is not None and seen.difference > wanted.max_difference:
+    if comparison.max_difference is not None and seen.difference > comparison.max_difference:
         return (
             f"its outputs for {seen.rows} held rows differ from the old version's by up to {seen.difference:.4g}, at "
-            f"most {wanted.max_difference:.4g} is allowed{_of_them_refused(seen)}"
+            f"most {comparison.max_difference:.4g} is allowed{_of_them_refused(seen)}"
         )
     return ""
 

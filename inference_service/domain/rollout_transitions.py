@@ -86,11 +86,12 @@ def with_version_loaded(deployment: Deployment, loaded: ModelVersion, now_s: flo
     if rollout is None or rollout.version != loaded.number or rollout.state is not RolloutState.LOADING:
         return with_loaded(deployment, loaded, now_s)
     known = _changed(deployment, {loaded.number: loaded}, now_s)
-    old = next((one.signature for one in deployment.versions if rollout.before.get(one.number)), None)
+    old = next((version.signature for version in deployment.versions if rollout.before.get(version.number)), None)
     if not rollout.plan.allow_new_signature and old is not None and not _serves_alike(old, loaded.signature):
         error = FailedPrecondition(
             f"version {loaded.number} of {deployment.name} does not take and give what the old one does: "
-            f"{_told(loaded.signature)} instead of {_told(old)}; to roll it out all the same set allow_new_signature",
+            f"{_signature_text(loaded.signature)} instead of {_signature_text(old)}; to roll it out all the same "
+            "set allow_new_signature",
             reason="NEW_SIGNATURE",
             metadata={"resource": deployment.name, "model_version": loaded.number},
         )
@@ -243,7 +244,9 @@ def with_change(deployment: Deployment | None, name: str, change: TrafficChange,
 
 def with_retired_gone(deployment: Deployment, numbers: Collection[str], now_s: float) -> Deployment | None:
     """Returns the deployment without these retired versions, once no process can use them."""
-    left = tuple(one for one in deployment.versions if one.number not in numbers or one.retired_at is None)
+    left = tuple(
+        version for version in deployment.versions if version.number not in numbers or version.retired_at is None
+    )
     if deployment.state is not State.READY or left == deployment.versions:
         return None
     return replace(deployment, versions=left, update_time=now_s)
@@ -258,7 +261,11 @@ def _kept_again(deployment: Deployment, now_s: float) -> Deployment:
     rollout = deployment.rollout
     if rollout is None or rollout.state is not RolloutState.SUCCEEDED:
         return deployment
-    there = [one.number for one in deployment.versions if one.retired_at is None or one.number in rollout.before]
+    there = [
+        version.number
+        for version in deployment.versions
+        if version.retired_at is None or version.number in rollout.before
+    ]
     kept = deployment.spec.version_policy.keeps(there)
     back = {one.number: replace(one, retired_at=None) for one in deployment.versions if one.number in kept}
     return _changed(deployment, back, now_s)
@@ -294,7 +301,9 @@ def _weights(versions: Iterable[ModelVersion]) -> dict[str, int]:
 
 def _weighed(deployment: Deployment, weights: Mapping[str, int], now_s: float) -> Deployment:
     """Returns the deployment with these weights; versions without a weight get no traffic."""
-    changed = {one.number: replace(one, weight=weights.get(one.number, 0)) for one in deployment.versions}
+    changed = {
+        version.number: replace(version, weight=weights.get(version.number, 0)) for version in deployment.versions
+    }
     return _changed(deployment, changed, now_s)
 
 
@@ -308,11 +317,11 @@ def _serves_alike(old: Signature, new: Signature | None) -> bool:
     return old == new and new is not None and len(old.offered) <= len(new.offered)
 
 
-def _told(signature: Signature | None) -> str:
+def _signature_text(signature: Signature | None) -> str:
     if signature is None:
         return "nothing"
     given, made = (
-        ", ".join(f"{one.name} {one.datatype}{list(one.shape)}" for one in tensors)
+        ", ".join(f"{tensor.name} {tensor.datatype}{list(tensor.shape)}" for tensor in tensors)
         for tensors in (signature.raw, signature.offered)
     )
     return f"{given} → {made}"

@@ -215,7 +215,7 @@ class Signature:
     @cached_property
     def offered(self) -> tuple[TensorSpec, ...]:
         """The `outputs`, followed by those sent only on request: the label names of a classifier with class names."""
-        names = next((one.class_names for one in self.outputs if one.class_names), ())
+        names = next((output.class_names for output in self.outputs if output.class_names), ())
         if not names or all(one.name != LABEL for one in self.outputs):
             return self.outputs
         return (*self.outputs, TensorSpec(LABEL_NAME, "BYTES", (FREE,), class_names=names))
@@ -377,9 +377,9 @@ def outputs_wanted(signature: Signature, requested: Sequence[str]) -> tuple[Tens
     return tuple(known[name] for name in requested)
 
 
-def check_answer_fits(wanted: Sequence[TensorSpec], rows: int, max_bytes: int) -> None:
+def check_answer_fits(tensor_specs: Sequence[TensorSpec], rows: int, max_bytes: int) -> None:
     """Raises `InvalidArgument` if these outputs exceed the bytes of an answer."""
-    row_bytes = sum(spec.row_bytes for spec in wanted)
+    row_bytes = sum(spec.row_bytes for spec in tensor_specs)
     if rows * row_bytes > max_bytes:
         fewer = f"send at most {max_bytes // row_bytes} rows, or " if row_bytes <= max_bytes else ""
         remedy = f"an answer may have {max_bytes}; {fewer}ask for fewer outputs"
@@ -459,12 +459,12 @@ def _count(field: str, parameters: Parameters, name: str, remedy: str) -> int:
 # Answers as text: label names, and classifications in Triton's string format.
 
 
-def check_classifiable(wanted: Sequence[TensorSpec], requested: Sequence[RequestedOutput]) -> None:
+def check_classifiable(tensor_specs: Sequence[TensorSpec], requested: Sequence[RequestedOutput]) -> None:
     """Raises `InvalidArgument` naming an output that cannot be classified.
 
-    `wanted` has the outputs `requested`. Their rows must be lists of numbers.
+    `tensor_specs` has the outputs `requested`. Their rows must be lists of numbers.
     """
-    for index, (spec, asked) in enumerate(zip(wanted, requested, strict=False)):
+    for index, (spec, asked) in enumerate(zip(tensor_specs, requested, strict=False)):
         if asked.top and (len(spec.shape) < 2 or spec.datatype == "BYTES"):
             remedy = f"output {spec.name!r} has no classes, it is {spec}; ask for one that has, or without this"
             raise invalid_field(f"outputs[{index}].parameters.classification", asked.top, remedy)

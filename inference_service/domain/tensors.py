@@ -38,28 +38,28 @@ class Datatype:
         return self.dtype.kind in "iu"
 
 
-def _of(name: str, dtype: str, item_bytes: int, contents_field: str) -> Datatype:
+def _datatype(name: str, dtype: str, item_bytes: int, contents_field: str) -> Datatype:
     return Datatype(name, np.dtype(dtype), item_bytes, contents_field)
 
 
 DATATYPES: dict[str, Datatype] = {
     datatype.name: datatype
     for datatype in (
-        _of("BOOL", "?", 1, "bool_contents"),
-        _of("UINT8", "u1", 1, "uint_contents"),
-        _of("UINT16", "<u2", 2, "uint_contents"),
-        _of("UINT32", "<u4", 4, "uint_contents"),
-        _of("UINT64", "<u8", 8, "uint64_contents"),
-        _of("INT8", "i1", 1, "int_contents"),
-        _of("INT16", "<i2", 2, "int_contents"),
-        _of("INT32", "<i4", 4, "int_contents"),
-        _of("INT64", "<i8", 8, "int64_contents"),
-        _of("FP16", "<f2", 2, ""),
-        _of("FP32", "<f4", 4, "fp32_contents"),
-        _of("FP64", "<f8", 8, "fp64_contents"),
+        _datatype("BOOL", "?", 1, "bool_contents"),
+        _datatype("UINT8", "u1", 1, "uint_contents"),
+        _datatype("UINT16", "<u2", 2, "uint_contents"),
+        _datatype("UINT32", "<u4", 4, "uint_contents"),
+        _datatype("UINT64", "<u8", 8, "uint64_contents"),
+        _datatype("INT8", "i1", 1, "int_contents"),
+        _datatype("INT16", "<i2", 2, "int_contents"),
+        _datatype("INT32", "<i4", 4, "int_contents"),
+        _datatype("INT64", "<i8", 8, "int64_contents"),
+        _datatype("FP16", "<f2", 2, ""),
+        _datatype("FP32", "<f4", 4, "fp32_contents"),
+        _datatype("FP64", "<f8", 8, "fp64_contents"),
         # numpy has no bfloat16: such tensors are float32 in memory, which holds every bfloat16 exactly.
-        _of("BF16", "<f4", 2, ""),
-        _of("BYTES", "O", 0, "bytes_contents"),
+        _datatype("BF16", "<f4", 2, ""),
+        _datatype("BYTES", "O", 0, "bytes_contents"),
     )
 }
 

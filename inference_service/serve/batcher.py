@@ -540,7 +540,7 @@ class Entry:
         """Returns the outputs; call it only once the entry is answered."""
         if not self.pieces:
             return self.future.result()
-        return [np.concatenate(parts) for parts in zip(*(one.future.result() for one in self.pieces), strict=True)]
+        return [np.concatenate(parts) for parts in zip(*(piece.future.result() for piece in self.pieces), strict=True)]
 
 
 class PriorityQueue:

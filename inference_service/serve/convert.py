@@ -108,7 +108,7 @@ def parameters_from_proto(parameters: Mapping[str, pb.InferParameter], field: st
     if not parameters:
         return {}
     check_count(field, parameters, MAX_PARAMETERS)
-    chosen = ((name, one, one.WhichOneof("parameter_choice")) for name, one in parameters.items())
+    chosen = ((name, parameter, parameter.WhichOneof("parameter_choice")) for name, parameter in parameters.items())
     return {name: getattr(one, field) for name, one, field in chosen if field}
 
 
@@ -162,7 +162,11 @@ def metadata_to_proto(deployment: Deployment, signature: Signature) -> pb.ModelM
     """
     return pb.ModelMetadataResponse(
         name=deployment.model_name,
-        versions=[one.number for one in deployment.versions if one.signature is not None and one.retired_at is None],
+        versions=[
+            version.number
+            for version in deployment.versions
+            if version.signature is not None and version.retired_at is None
+        ],
         platform=PLATFORM,
         inputs=[_tensor(given) for given in signature.raw],
         outputs=[_tensor(output) for output in signature.offered],

@@ -52,7 +52,7 @@ from inference_service.serve.models import Answer, Models, find_version, signatu
 from shared.errors import DeadlineExceeded, MillraceError, ResourceExhausted, invalid_field
 from shared.grpc_errors import status_code
 from shared.grpc_server import message_bytes
-from shared.grpc_server.deadlines import is_deadline
+from shared.grpc_server.interceptor import is_deadline
 from shared.telemetry import hidden, identify, log_outcome
 from shared.tracing import tracing
 from shared.wire import MAX_MESSAGE_BYTES
@@ -384,12 +384,16 @@ class Dispatcher:
             self._shadowing.copy(rows, batcher, target.number, other, statistics)
 
 
-def _unclassified(wanted: Sequence[TensorSpec], requested: Sequence[RequestedOutput]) -> Sequence[TensorSpec]:
+def _unclassified(tensor_specs: Sequence[TensorSpec], requested: Sequence[RequestedOutput]) -> Sequence[TensorSpec]:
     """Returns the outputs that are sent unclassified.
 
-    `wanted` has the outputs `requested`, or all outputs.
+    `tensor_specs` has the outputs `requested`, or all outputs.
     """
-    return [spec for spec, asked in zip(wanted, requested, strict=True) if not asked.top] if requested else wanted
+    return (
+        [spec for spec, asked in zip(tensor_specs, requested, strict=True) if not asked.top]
+        if requested
+        else tensor_specs
+    )
 
 
 # --- Shadowing ---

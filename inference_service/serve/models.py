@@ -227,17 +227,21 @@ class Models:
     def replace(self, deployments: Iterable[Deployment]) -> None:
         """Replaces the deployments by those in the logs."""
         self._catalog.replace(deployments)
-        there = {application_name(one, version) for one in self.deployments() for version in one.versions}
+        there = {
+            application_name(deployment, version)
+            for deployment in self.deployments()
+            for version in deployment.versions
+        }
         for name in list(self._statistics):
             if name not in there:
                 del self._statistics[name]
-        self._tell()
+        self._wake_waiters()
 
     def put(self, deployment: Deployment) -> None:
         """Updates one deployment whose log was just written."""
         self.written += 1
         self._catalog.put(deployment)
-        self._tell()
+        self._wake_waiters()
 
     def scaled(self, replicas: Mapping[str, int]) -> None:
         """Updates the number of running replicas, by application.
@@ -249,7 +253,7 @@ class Models:
         for name, batcher in self._batchers.items():
             batcher.scale(replicas.get(name, 0))
         self._loss_detector.read(self._batchers, replicas, time.monotonic())
-        self._tell()
+        self._wake_waiters()
 
     def replicas(self, deployment: Deployment, version: ModelVersion) -> int | None:
         """Returns the running replicas; None before the first `scaled`."""
@@ -281,7 +285,7 @@ class Models:
 
     def attach(self, application: str, batcher: Batcher) -> None:
         self._batchers[application] = batcher
-        self._tell()
+        self._wake_waiters()
 
     def detach(self, application: str) -> Batcher | None:
         return self._batchers.pop(application, None)
@@ -303,7 +307,7 @@ class Models:
                 self.replicas(deployment, version),
             )
 
-    def _tell(self) -> None:
+    def _wake_waiters(self) -> None:
         """Wakes the tasks that wait for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
@@ -398,7 +402,7 @@ def signature_of(deployment: Deployment, version: ModelVersion) -> Signature:
 
 
 def _weighed(deployment: Deployment, weights: Mapping[str, int]) -> list[tuple[ModelVersion, int]]:
-    return [(one, weights[one.number]) for one in deployment.versions if weights.get(one.number)]
+    return [(version, weights[version.number]) for version in deployment.versions if weights.get(version.number)]
 
 
 def _by_weight(weighed: Sequence[tuple[ModelVersion, int]], draw: float) -> ModelVersion:

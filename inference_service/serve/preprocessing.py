@@ -25,7 +25,7 @@ from shared.errors import FailedPrecondition, InvalidArgument, MillraceError, Re
 from shared.own_code import check_functions
 from shared.telemetry import hidden
 from shared.transforms import Batch, Column, Pipeline, RowError, ScalarType, TensorType
-from shared.transforms.schema import ColumnType
+from shared.transforms.batch import ColumnType
 from shared.transforms.steps.custom import DEFAULT_TIMEOUT_S, Custom
 from shared.transforms.steps.decoding import PIXELS_AT_ONCE, DecodeImage, claimed_pixels, image_columns
 
@@ -69,7 +69,7 @@ class Preprocessing:
         ingested = content.ingested_schema
         needed = self._pipeline.reads([self._input_column], ingested)
         self._columns = {name: ingested[name] for name in needed}
-        self.raw = tuple(tensor_of_column(name, one) for name, one in self._columns.items())
+        self.raw = tuple(tensor_of_column(name, column) for name, column in self._columns.items())
         self.prepared = self._prepared()
         self._images = image_columns(pipeline.steps, self._columns)
         self._nans = nan_reading(content, self._pipeline.steps, self._columns)
@@ -97,7 +97,7 @@ class Preprocessing:
 
         A row whose input would have a NaN or an infinity is refused, too, unless the deployment allows them.
         """
-        prepared, refused, failed = self._made(rows, moved)
+        prepared, refused, failed = self._prepare(rows, moved)
         if self._allows_non_finite or not (rows.form == PREPARED or self._raw_may_be_non_finite):
             return prepared, refused, failed
         if rows.form == PREPARED:
@@ -114,7 +114,7 @@ class Preprocessing:
             failed,
         )
 
-    def _made(self, rows: Rows, moved: Callable[[], None]) -> tuple[Array, dict[int, str], dict[int, MillraceError]]:
+    def _prepare(self, rows: Rows, moved: Callable[[], None]) -> tuple[Array, dict[int, str], dict[int, MillraceError]]:
         if rows.form == PREPARED:
             return rows.values[self._input_column], {}, {}
         began_s = time.monotonic()
@@ -127,7 +127,7 @@ class Preprocessing:
         prepared, refused, failed = self._zeros(len(rows)), {**beyond.refused}, {**beyond.crowded}
         # A stack: the last part is tried first.
         if self._images or self._took_all_its_time(began_s):
-            parts = [one for one in _singles(0, len(rows)) if one[0] not in beyond.skipped]
+            parts = [single for single in _singles(0, len(rows)) if single[0] not in beyond.skipped]
         else:
             parts = _halves(0, len(rows))
         # The tries that it takes to find four bad rows.
@@ -287,54 +287,56 @@ def beyond_limits(pixels: Array, requests: Sequence[int], name: str) -> Beyond:
 # A decimal has no datatype. B = rows.
 
 
-def tensor_of_column(name: str, given: ColumnType) -> TensorSpec:
+def tensor_of_column(name: str, column_type: ColumnType) -> TensorSpec:
     """Returns the tensor of a column.
 
     Raises `FailedPrecondition` naming a column for which the protocol has no datatype.
     """
-    if isinstance(given, TensorType):
-        return TensorSpec(name, _datatype(name, given, np.dtype(given.dtype)), (FREE, *map(_fixed, given.shape)))
-    if _is_bytes(given.arrow_type):
+    if isinstance(column_type, TensorType):
+        return TensorSpec(
+            name, _datatype(name, column_type, np.dtype(column_type.dtype)), (FREE, *map(_fixed, column_type.shape))
+        )
+    if _is_bytes(column_type.arrow_type):
         return TensorSpec(name, "BYTES", (FREE,), nullable=True)
-    number = _sent_as(given.arrow_type)
+    number = _sent_as(column_type.arrow_type)
     if number is None:
-        raise _unsendable(name, given)
-    datatype = _datatype(name, given, np.dtype(number.to_pandas_dtype()))
-    times = str(given.arrow_type) if kinds.is_temporal(given.arrow_type) else ""
+        raise _unsendable(name, column_type)
+    datatype = _datatype(name, column_type, np.dtype(number.to_pandas_dtype()))
+    times = str(column_type.arrow_type) if kinds.is_temporal(column_type.arrow_type) else ""
     return TensorSpec(name, datatype, (FREE,), nullable=True, column_type=times)
 
 
-def column_of_tensor(name: str, given: ColumnType, values: Array, nulls: Array | None) -> Column:
+def column_of_tensor(name: str, column_type: ColumnType, values: Array, nulls: Array | None) -> Column:
     """Returns the column of `values`, (B) or (B, *shape), with nulls at `nulls`, bool (B).
 
     Raises `InvalidArgument` naming the tensor for bytes that are no UTF-8, or that do not have the column's width.
     """
-    if isinstance(given, TensorType):
+    if isinstance(column_type, TensorType):
         return values
-    if _is_bytes(given.arrow_type):
+    if _is_bytes(column_type.arrow_type):
         items = [None if null else item for item, null in zip(values, _flags(nulls, len(values)), strict=True)]
         try:
-            return pa.array(items, pa.binary()).cast(given.arrow_type)
+            return pa.array(items, pa.binary()).cast(column_type.arrow_type)
         except pa.ArrowInvalid as error:
-            raise InvalidArgument(f"tensor {name!r} holds bytes that are no {given}: {error}") from None
-    sent = pa.array(values, _sent_as(given.arrow_type), mask=nulls)
-    return sent.view(given.arrow_type)
+            raise InvalidArgument(f"tensor {name!r} holds bytes that are no {column_type}: {error}") from None
+    sent = pa.array(values, _sent_as(column_type.arrow_type), mask=nulls)
+    return sent.view(column_type.arrow_type)
 
 
-def values_of_column(given: ColumnType, column: Column) -> tuple[Array, Array]:
+def values_of_column(column_type: ColumnType, column: Column) -> tuple[Array, Array]:
     """Returns a column's values, (B) or (B, *shape), and its nulls, bool (B).
 
     The inverse of `column_of_tensor`.
     """
-    if isinstance(given, TensorType):
+    if isinstance(column_type, TensorType):
         return column, np.zeros(len(column), np.bool_)
     nulls = column.is_null().to_numpy(zero_copy_only=False)
-    if _is_bytes(given.arrow_type):
+    if _is_bytes(column_type.arrow_type):
         items = [item or b"" for item in column.cast(pa.binary()).to_pylist()]
         values = np.empty(len(items), np.object_)
         values[:] = items
         return values, nulls
-    sent = column.view(_sent_as(given.arrow_type))
+    sent = column.view(_sent_as(column_type.arrow_type))
     filled = sent.fill_null(pa.scalar(0).cast(sent.type)) if sent.null_count else sent
     return filled.to_numpy(zero_copy_only=False), nulls
 
@@ -354,10 +356,10 @@ def _sent_as(arrow_type: pa.DataType) -> pa.DataType | None:
     return None
 
 
-def _datatype(name: str, given: ColumnType, dtype: np.dtype[np.generic]) -> str:
+def _datatype(name: str, column_type: ColumnType, dtype: np.dtype[np.generic]) -> str:
     found = datatype_of(dtype)
     if found is None:
-        raise _unsendable(name, given)
+        raise _unsendable(name, column_type)
     return found
 
 
@@ -370,8 +372,8 @@ def _flags(nulls: Array | None, rows: int) -> Array:
     return np.zeros(rows, np.bool_) if nulls is None else nulls
 
 
-def _unsendable(name: str, given: ColumnType) -> FailedPrecondition:
-    kind = given.arrow_type if isinstance(given, ScalarType) else given
+def _unsendable(name: str, column_type: ColumnType) -> FailedPrecondition:
+    kind = column_type.arrow_type if isinstance(column_type, ScalarType) else column_type
     return FailedPrecondition(
         f"column {name!r} is {kind}, for which the Open Inference Protocol has no datatype; cast it to a float or to "
         "a string before it is imported, and train again",

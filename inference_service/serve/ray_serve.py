@@ -129,7 +129,7 @@ class ServeApplications:
                 running=app.status is ApplicationStatus.RUNNING,
                 failed=app.status is ApplicationStatus.DEPLOY_FAILED,
                 message="\n".join([app.message, *(one.message for one in app.deployments.values())]),
-                replicas=sum(one.replica_states.get(RUNNING, 0) for one in app.deployments.values()),
+                replicas=sum(deployment.replica_states.get(RUNNING, 0) for deployment in app.deployments.values()),
                 deleting=app.status is ApplicationStatus.DELETING,
             )
             for name, app in serve.status().applications.items()
@@ -200,7 +200,7 @@ class ServeApplications:
         # In a thread: there each replica has its own timeout, and a hung one is an exception among the answers.
         asked = handle.broadcast("describe")
         answers = await to_serve_thread(asked.results, timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True)
-        loaded = [one for one in answers if isinstance(one, Loaded)]
+        loaded = [answer for answer in answers if isinstance(answer, Loaded)]
         if len(loaded) < replicas:
             failures = [_cause(one) for one in answers if isinstance(one, Exception)]
             for failure in sorted(failures, key=lambda one: not isinstance(one, MillraceError)):
@@ -236,8 +236,8 @@ class ServeModel:
 
     async def report_load(self, frontend: str, load: Load) -> None:
         """Reports the load; raises the first error after all replicas were called."""
-        told = self._handle.broadcast("report_load", frontend, load)
-        for answer in await told.results_async(timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True):
+        calls = self._handle.broadcast("report_load", frontend, load)
+        for answer in await calls.results_async(timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True):
             if isinstance(answer, Exception):
                 raise answer
 
@@ -259,7 +259,7 @@ class ServeModel:
             ) from None
 
     async def _call(self, rows: Rows, *, busy_too: bool = False) -> Outputs:
-        replica = await self._local.free(busy_too=busy_too)
+        replica = await self._local.least_loaded(busy_too=busy_too)
         with tracing().span("replica", outgoing=True, way="handle" if replica is None else "socket"):
             headers = tracing().headers()
             if headers is not None:
@@ -281,17 +281,17 @@ class ServeModel:
         return outputs
 
 
-def _autoscaling(wanted: Autoscaling, initial: int) -> AutoscalingConfig:
+def _autoscaling(autoscaling: Autoscaling, initial: int) -> AutoscalingConfig:
     with warnings.catch_warnings():
         # Ray plans to replace this setting by an environment variable of the replicas' nodes, whose default is 10 s.
         warnings.simplefilter("ignore", DeprecationWarning)
         return AutoscalingConfig(
-            min_replicas=wanted.min_replicas,
+            min_replicas=autoscaling.min_replicas,
             initial_replicas=initial,
-            max_replicas=wanted.max_replicas,
-            target_ongoing_requests=wanted.rows_per_replica,
-            upscale_delay_s=wanted.up_after_s,
-            downscale_delay_s=wanted.down_after_s,
+            max_replicas=autoscaling.max_replicas,
+            target_ongoing_requests=autoscaling.rows_per_replica,
+            upscale_delay_s=autoscaling.up_after_s,
+            downscale_delay_s=autoscaling.down_after_s,
             metrics_interval_s=RECORD_EVERY_S,
             policy=AutoscalingPolicy(policy_function=by_rows),  # type: ignore[no-untyped-call]
         )

@@ -1,4 +1,7 @@
-"""The Ray Serve replica: one model in one process, on a thread of its own."""
+"""The Ray Serve replica: one model in one process, on a thread of its own.
+
+The CPU priority of a replica relative to the frontend.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +24,24 @@ from ray.serve.exceptions import RayServeException
 from inference_service.domain.batch_policy import Load
 from inference_service.domain.signature import Outputs, Rows, Signature
 from inference_service.serve.autoscaling import REFUSED, ROWS
-from inference_service.serve.cpu_priority import raise_priority
 from inference_service.serve.sockets import ReplicaSocketServer, listen
 from shared.checkpoint import CheckpointContent, load_checkpoint
 from shared.checkpoint.files import node_copy
-from shared.checkpoint.format import PROGRAM_CHECKPOINT, WEIGHTS
-from shared.checkpoint.program import load_program_checkpoint
+from shared.checkpoint.format import PROGRAM_CHECKPOINT, WEIGHTS, load_program_checkpoint
 from shared.code_loading import load_code
 from shared.errors import FailedPrecondition, Internal, MillraceError, Unavailable
 from shared.own_code import OwnCode, allowed_functions
 from shared.settings import StoreSettings
 from shared.storage import open_store
-from shared.telemetry import configure_logging
-from shared.thread_frames import current_frames
+from shared.telemetry import configure_logging, current_frames
 from shared.tracing import configure_tracing, tracing
 
 if TYPE_CHECKING:
     from inference_service.serve.served_model import ServedModel
     from inference_service.serve.served_predictor import ServedPredictor
+
+
+# --- Replica ---
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +164,7 @@ class ModelReplica:
 
     async def report_load(self, frontend: str, load: Load) -> None:
         """Records the load of one frontend for all replicas of this version together."""
-        self._loads.tell(frontend, load)
+        self._loads.add(frontend, load)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Returns the load for Ray Serve's autoscaler."""
@@ -345,7 +348,7 @@ class LoadAggregator:
         self._clock = clock
         self._loads: dict[str, tuple[Load, float]] = {}  # by frontend
 
-    def tell(self, frontend: str, load: Load) -> None:
+    def add(self, frontend: str, load: Load) -> None:
         self._loads = {**self._present(), frontend: (load, self._clock())}
 
     def in_all(self) -> dict[str, float]:
@@ -358,3 +361,30 @@ class LoadAggregator:
     def _present(self) -> dict[str, tuple[Load, float]]:
         since_s = self._clock() - LOAD_TTL_S
         return {frontend: (load, at_s) for frontend, (load, at_s) in self._loads.items() if at_s >= since_s}
+
+
+# --- CPU priority ---
+
+# Ray starts its workers with niceness 15, so that its own processes have priority. A frontend has 0.
+NICENESS = -10
+
+
+def raise_priority() -> None:
+    """Gives all threads of this process, and those they start, priority over the frontend.
+
+    A replica computes admitted requests, while a frontend may still refuse what it reads. At equal priority, a frontend
+    that is flooded with calls doubles or triples the time of each batch: admitted requests become late, and batches
+    become small. Logs a warning if the operating system forbids it.
+    """
+    try:
+        for thread in Path("/proc/self/task").iterdir():
+            if os.getpriority(os.PRIO_PROCESS, int(thread.name)) > NICENESS:
+                os.setpriority(os.PRIO_PROCESS, int(thread.name), NICENESS)
+    except ProcessLookupError:  # a thread that ended meanwhile
+        raise_priority()
+    except PermissionError:
+        logger.warning(
+            "this replica keeps a niceness of %d, and gets little CPU beside a busy frontend: give Ray's workers "
+            "CAP_SYS_NICE, or start Ray with RAY_worker_niceness=0 and the inference service with a niceness of 10",
+            os.getpriority(os.PRIO_PROCESS, 0),
+        )

@@ -22,7 +22,7 @@ from inference_service.domain.deployment import (
 from inference_service.domain.rollout_transitions import check_can_begin
 from inference_service.domain.signature import DEFAULT_PRIORITY, PRIORITY_LEVELS, Signature, TensorSpec
 from inference_service.domain.statistics import OK, Histogram, Statistics
-from inference_service.peers import Peers
+from inference_service.frontends import Peers
 from inference_service.serve.convert import PLATFORM
 from inference_service.serve.models import Listed, Models
 from shared.errors import NotFound, not_found
@@ -253,7 +253,7 @@ def _requests(statistics: Statistics) -> pb.InferStatistics:
 
 def _duration(*histograms: Histogram) -> pb.StatisticDuration:
     return pb.StatisticDuration(
-        count=sum(one.count for one in histograms), ns=round(sum(one.sum for one in histograms) * NS)
+        count=sum(histogram.count for histogram in histograms), ns=round(sum(one.sum for one in histograms) * NS)
     )
 
 
@@ -294,11 +294,11 @@ class SummedStatistics:
         self._peers.leave(FILE, own.SerializeToString())
         self._counted = counted
 
-    def of(self, model_name: str, model_version: str) -> list[pb.ModelStatistics]:
+    def statistics_of(self, model_name: str, model_version: str) -> list[pb.ModelStatistics]:
         """Returns the statistics of the selected versions; raises the errors of `Models.listed_of`."""
         found = self._models.listed_of(model_name, model_version)
         others = [
-            {one.name: one for one in pb.ModelStatisticsResponse.FromString(data).model_stats}
+            {stat.name: stat for stat in pb.ModelStatisticsResponse.FromString(data).model_stats}
             for data in self._peers.left(FILE)
         ]
         return [self._sum(listed, (there.get(_application(listed)) for there in others)) for listed in found]
@@ -316,7 +316,7 @@ def _application(listed: Listed) -> str:
 
 
 def _counted(statistics: Statistics) -> tuple[int, int]:
-    return sum(one.count for one in statistics.requests.values()), statistics.batch_rows.count
+    return sum(request.count for request in statistics.requests.values()), statistics.batch_rows.count
 
 
 def _add(total: pb.ModelStatistics, other: pb.ModelStatistics) -> None:
@@ -324,7 +324,7 @@ def _add(total: pb.ModelStatistics, other: pb.ModelStatistics) -> None:
     total.inference_count += other.inference_count
     total.execution_count += other.execution_count
     _add_durations(total.inference_stats, other.inference_stats)
-    batches = {one.batch_size: one for one in total.batch_stats}
+    batches = {stat.batch_size: stat for stat in total.batch_stats}
     for batch in other.batch_stats:
         if batch.batch_size in batches:
             _add_durations(batches[batch.batch_size], batch)

@@ -179,7 +179,7 @@ class Layouts:
         Does nothing unless the model convolves images. `shape` is an input's shape without the rows. `seconds` measures
         a run.
         """
-        if len(shape) != 3 or not any(isinstance(one, nn.Conv2d) for one in self._usual.module.modules()):
+        if len(shape) != 3 or not any(isinstance(module, nn.Conv2d) for module in self._usual.module.modules()):
             return
         other = self._usual.channels_last()
         faster, give_up_at = self._usual, time.monotonic() + TRIED_FOR_S

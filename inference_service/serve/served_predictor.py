@@ -17,8 +17,8 @@ from inference_service.domain.batch_policy import buckets
 from inference_service.domain.signature import FREE, Outputs, Rows, Signature, TensorSpec
 from inference_service.domain.tensors import DATATYPES, Array
 from shared.bundle_predictor import BundlePredictor, DeclaredTensor
+from shared.checkpoint.format import ProgramContent
 from shared.checkpoint.missing_values import finite_rows
-from shared.checkpoint.program import ProgramContent
 from shared.errors import FailedPrecondition, MillraceError
 
 WARM_UP_RUNS = 2  # the first run includes one-time setup; the last is measured
@@ -96,8 +96,8 @@ class ServedPredictor:
         if good is None:
             raise failed[0]
         filled = [
-            one or [np.zeros((count, *array.shape[1:]), array.dtype) for array in good]
-            for one, count in zip(parts, rows.requests, strict=True)
+            part or [np.zeros((count, *array.shape[1:]), array.dtype) for array in good]
+            for part, count in zip(parts, rows.requests, strict=True)
         ]
         return [np.concatenate(columns) for columns in zip(*filled, strict=True)]
 

@@ -209,7 +209,7 @@ class LocalReplicas:
         self._broken_s: dict[Path, float] = {}
         self._searching = asyncio.Lock()
 
-    async def free(self, *, busy_too: bool = False) -> _FrontendConnection | None:
+    async def least_loaded(self, *, busy_too: bool = False) -> _FrontendConnection | None:
         """Returns the least busy connection with capacity for a batch.
 
         Returns None if no replica here has capacity, or if other machines have replicas, too. With `busy_too`, capacity
@@ -222,7 +222,7 @@ class LocalReplicas:
         if now_s - self._all_here_s > STARTS_TIMEOUT_S and not busy_too:
             self._report_that_some_are_elsewhere()
             return None
-        usable = (one for one in self._connections.values() if one.takes_batches(now_s))
+        usable = (connection for connection in self._connections.values() if connection.takes_batches(now_s))
         found = min(usable, key=lambda one: one.in_flight, default=None)
         return found if found is not None and (busy_too or found.in_flight < BATCHES_EACH) else None
 
@@ -246,7 +246,7 @@ class LocalReplicas:
 
         An unchanged folder costs microseconds.
         """
-        lost = [path for path, one in self._connections.items() if one.is_lost]
+        lost = [path for path, connection in self._connections.items() if connection.is_lost]
         for path in lost:
             del self._connections[path]
             self._broken_s[path] = time.monotonic() + RETRY_DELAY_S
@@ -495,13 +495,13 @@ class ReplicaSocketServer:
         self._listener.close()
         with self._lock:
             connections = list(self._connections)
-        for one in connections:
-            one.say_closing()
+        for connection in connections:
+            connection.say_closing()
         until_s = time.monotonic() + timeout_s
-        for one in connections:
-            if not one.ended.wait(max(until_s - time.monotonic(), 0.0)):
+        for connection in connections:
+            if not connection.ended.wait(max(until_s - time.monotonic(), 0.0)):
                 logger.warning("a front did not take leave in %.1f s", timeout_s)
-                one.shut()
+                connection.shut()
 
     def _accept(self) -> None:
         while not self._closed.is_set():
@@ -517,14 +517,14 @@ class ReplicaSocketServer:
                 self._connections.add(one)
             threading.Thread(target=self._serve, args=(one,), name="front", daemon=True).start()
 
-    def _serve(self, one: _ReplicaConnection) -> None:
+    def _serve(self, replica_connection: _ReplicaConnection) -> None:
         try:
             if self._closed.is_set():  # it connected while the server was being closed
-                one.say_closing()
-            one.serve()
+                replica_connection.say_closing()
+            replica_connection.serve()
         finally:
             with self._lock:
-                self._connections.discard(one)
+                self._connections.discard(replica_connection)
 
 
 class _ReplicaConnection:

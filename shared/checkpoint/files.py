@@ -23,8 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shared.checkpoint.format import MANIFEST, OTHER_FORMAT, PROGRAM_FORMAT, read_manifest
-from shared.checkpoint.program import ProgramContent
+from shared.checkpoint.format import MANIFEST, OTHER_FORMAT, PROGRAM_FORMAT, ProgramContent, read_manifest
 from shared.checkpoint.reading import Readable, StoredFile, read_pieces
 from shared.errors import DataLoss
 
@@ -80,14 +79,14 @@ def read_file(store: Readable, file: CheckpointFile, offset: int = 0) -> Iterato
 
 
 def _of_model(folder: str, files: Sequence[Mapping[str, Any]]) -> list[CheckpointFile]:
-    found = [(one["path"], StoredFile.from_manifest(folder, one)) for one in files]
+    found = [(file["path"], StoredFile.from_manifest(folder, file)) for file in files]
     return [CheckpointFile(path, one.key, one.size_bytes, one.sha256, one) for path, one in found]
 
 
 def _of_program(folder: str, manifest: Mapping[str, Any]) -> list[CheckpointFile]:
     return [
-        CheckpointFile(one.path, f"{folder}/{one.object}", one.size_bytes, one.sha256)
-        for one in ProgramContent.from_manifest(manifest).files
+        CheckpointFile(file.path, f"{folder}/{file.object}", file.size_bytes, file.sha256)
+        for file in ProgramContent.from_manifest(manifest).files
     ]
 
 
@@ -155,7 +154,7 @@ def _is_whole(place: Path, files: list[CheckpointFile]) -> bool:
     if not place.is_dir():
         return False
     found = {one.relative_to(place).as_posix() for one in place.rglob("*") if not one.is_dir()}
-    return found == {one.path for one in files} and all(_digest(place / one.path) == one.sha256 for one in files)
+    return found == {file.path for file in files} and all(_digest(place / one.path) == one.sha256 for one in files)
 
 
 def _digest(path: Path) -> str:

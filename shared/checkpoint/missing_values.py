@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from shared.checkpoint.format import CheckpointContent
 from shared.transforms import Batch, Pipeline, ScalarType, Schema, TensorType
-from shared.transforms.schema import ColumnType
+from shared.transforms.batch import ColumnType
 from shared.transforms.steps.columns import Drop, Rename, Select
 from shared.transforms.steps.custom import Custom
 from shared.transforms.steps.encoding import OneHotEncode
@@ -91,16 +91,16 @@ class NanReading:
 
 
 def nan_reading(
-    content: CheckpointContent, steps: Sequence[Step], given: Schema, gone: Sequence[Step] = ()
+    content: CheckpointContent, steps: Sequence[Step], schema: Schema, gone: Sequence[Step] = ()
 ) -> NanReading:
-    """Return how NaN is read in rows of `given` columns, which go through `steps`.
+    """Return how NaN is read in rows of `schema` columns, which go through `steps`.
 
     `gone` are the steps applied to them since ingest. A column that these have changed is no longer what clients send,
     and its NaN are numbers.
     """
     as_null, unclear = set(), set()
     before = Pipeline(gone)
-    for name in _columns_with_null_value(steps, given):
+    for name in _columns_with_null_value(steps, schema):
         ingested = _ingested_name(before, name, content.ingested_schema) if gone else name
         if ingested is None:
             continue
@@ -127,23 +127,25 @@ def may_be_non_finite(columns: Schema, images: Collection[str]) -> bool:
 
     Pixels and other integer tensors need no check; `images` are the columns of encoded images.
     """
-    return any(name not in images and (isinstance(one, ScalarType) or _is_float(one)) for name, one in columns.items())
+    return any(
+        name not in images and (isinstance(column, ScalarType) or _is_float(column)) for name, column in columns.items()
+    )
 
 
 def float_columns(columns: Schema) -> list[str]:
     """Return the columns that hold floats, scalars or tensors."""
-    return [name for name, one in columns.items() if _is_float(one)]
+    return [name for name, column in columns.items() if _is_float(column)]
 
 
-def _columns_with_null_value(steps: Sequence[Step], given: Schema) -> list[str]:
+def _columns_with_null_value(steps: Sequence[Step], schema: Schema) -> list[str]:
     """Return the scalar float columns that are read by a step with a value for null."""
-    floats = [name for name in float_columns(given) if isinstance(given[name], ScalarType)]
+    floats = [name for name in float_columns(schema) if isinstance(schema[name], ScalarType)]
     if not floats:
         return []
     read: set[str] = set()
     for index, step in enumerate(steps):
         if isinstance(step, _TAKE_NULLS):
-            read.update(Pipeline(steps[:index]).reads(step.reads, given))
+            read.update(Pipeline(steps[:index]).reads(step.reads, schema))
     return [name for name in floats if name in read]
 
 
@@ -171,7 +173,7 @@ def _numbers(column: Any) -> Array:
     return numbers
 
 
-def _is_float(one: ColumnType) -> bool:
-    if isinstance(one, TensorType):
-        return np.dtype(one.dtype).kind == "f"
-    return bool(kinds.is_floating(one.arrow_type))
+def _is_float(column_type: ColumnType) -> bool:
+    if isinstance(column_type, TensorType):
+        return np.dtype(column_type.dtype).kind == "f"
+    return bool(kinds.is_floating(column_type.arrow_type))

@@ -80,11 +80,11 @@ class PageTree:
 
     def entries_of(self, ref: PageRef) -> list[CheckpointEntry]:
         """Return the entries of a page of level 1."""
-        return [CheckpointEntry.from_state(one) for one in self._load(ref)["entries"]]
+        return [CheckpointEntry.from_state(entry) for entry in self._load(ref)["entries"]]
 
     def refs_of(self, ref: PageRef) -> list[PageRef]:
         """Return the references of a page of a higher level."""
-        return [PageRef(**fields_of(PageRef, one)) for one in self._load(ref)["pages"]]
+        return [PageRef(**fields_of(PageRef, page)) for page in self._load(ref)["pages"]]
 
     def add(self, entries: Sequence[CheckpointEntry]) -> None:
         """Add the newest page. `FAN_OUT` pages of one level become one page of the next."""
@@ -165,11 +165,11 @@ class PageTree:
         return self._write_refs([self._ranked(child) for child in self.refs_of(ref)])
 
     def _write_entries(self, entries: Sequence[CheckpointEntry]) -> PageRef:
-        key, sha256 = self._write({"entries": [one.as_state() for one in entries]})
+        key, sha256 = self._write({"entries": [entry.as_state() for entry in entries]})
         return self._entries_ref(entries, key, sha256)
 
     def _entries_ref(self, entries: Sequence[CheckpointEntry], key: str, sha256: str) -> PageRef:
-        names = [one.name for one in entries]
+        names = [entry.name for entry in entries]
         attempts = [one.attempt for one in entries]
         measured = next(iter(self.ranking.best_first(entries)), None)
         return PageRef(
@@ -189,7 +189,7 @@ class PageTree:
 
     def _write_refs(self, refs: Sequence[PageRef]) -> PageRef:
         key, sha256 = self._write({"pages": [as_state(one) for one in refs]})
-        measured = [one for one in refs if one.best_value is not None]
+        measured = [ref for ref in refs if ref.best_value is not None]
         top = max(measured, key=self._rank_of, default=None)
         return PageRef(
             key=key,
@@ -234,8 +234,8 @@ class PageTree:
         return page
 
 
-def is_same_order(one: Ranking, other: Ranking) -> bool:
-    return (one.metric, one.maximize) == (other.metric, other.maximize)
+def is_same_order(ranking: Ranking, other: Ranking) -> bool:
+    return (ranking.metric, ranking.maximize) == (other.metric, other.maximize)
 
 
 class RegistryView:

@@ -32,7 +32,9 @@ class Ranking(Durable):
     def best_first(self, checkpoints: Iterable[T]) -> list[T]:
         """Return the measured checkpoints, best first, and of equals the later first. Diverged ones are left out."""
         # A run that diverged may have measured NaN.
-        measured = [one for one in checkpoints if math.isfinite(one.metrics.get(self.metric, math.nan))]
+        measured = [
+            checkpoint for checkpoint in checkpoints if math.isfinite(checkpoint.metrics.get(self.metric, math.nan))
+        ]
         sign = 1 if self.maximize else -1
         return sorted(measured, key=lambda one: (sign * one.metrics[self.metric], one.step), reverse=True)
 

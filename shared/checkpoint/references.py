@@ -16,10 +16,10 @@ from shared.checkpoint.format import not_a_model
 from shared.checkpoint.pages import PAGES, RegistryView
 from shared.checkpoint.registry import CheckpointEntry, CheckpointRegistry
 from shared.errors import FailedPrecondition, MillraceError, NotFound, not_found
+from shared.idempotency import OUTCOME_UNKNOWN
 from shared.jobs.transitions import JobState
 from shared.log import ResourceLog
 from shared.reference_markers import ReferenceMarker, keep_marker, let_go, live_references, markers, put_marker, unmark
-from shared.requests import OUTCOME_UNKNOWN
 from shared.storage import ObjectStore
 
 __all__ = [
@@ -93,9 +93,9 @@ def references_of_job(store: ObjectStore, job_name: str, now: float) -> dict[str
     """Return the names of the users by checkpoint, for every checkpoint in use."""
     root = f"{job_name}/checkpoints"
     found = {}
-    for one in store.folders(root):
-        if one not in OTHER_FOLDERS and (references := live_references(store, f"{root}/{one}", now)):
-            found[f"{root}/{one}"] = references
+    for folder in store.folders(root):
+        if folder not in OTHER_FOLDERS and (references := live_references(store, f"{root}/{folder}", now)):
+            found[f"{root}/{folder}"] = references
     return found
 
 

@@ -172,7 +172,7 @@ class CheckpointRegistry:
         """
 
         def add(before: RegistryState, tree: PageTree) -> RegistryState:
-            kept = [one for one in before.checkpoints if one.name != entry.name]
+            kept = [checkpoint for checkpoint in before.checkpoints if checkpoint.name != entry.name]
             tree.change(lambda ref: ref.may_have(entry.name), lambda one: None if one.name == entry.name else one)
             return replace(before, checkpoints=(*kept, entry))
 
@@ -181,8 +181,8 @@ class CheckpointRegistry:
     def finish(self, name: str, attempt: int) -> None:
         """Mark the checkpoint `name` as the run's final one: no step came after. Raises `StaleAttempt`."""
 
-        def marked(one: CheckpointEntry) -> CheckpointEntry:
-            return replace(one, final=True) if one.name == name else one
+        def marked(checkpoint_entry: CheckpointEntry) -> CheckpointEntry:
+            return replace(checkpoint_entry, final=True) if checkpoint_entry.name == name else checkpoint_entry
 
         def mark(before: RegistryState, tree: PageTree) -> RegistryState:
             tree.change(lambda ref: ref.may_have(name), marked)
@@ -199,19 +199,19 @@ class CheckpointRegistry:
         """
         if not entries:
             return []
-        folders = {one.folder for one in entries}
+        folders = {entry.folder for entry in entries}
 
         def unname(before: RegistryState, tree: PageTree) -> RegistryState:
             going: list[Retiring] = []
 
-            def left(one: CheckpointEntry) -> CheckpointEntry | None:
-                if one.folder not in folders:
-                    return one
-                going.append(Retiring(one))
+            def left(checkpoint_entry: CheckpointEntry) -> CheckpointEntry | None:
+                if checkpoint_entry.folder not in folders:
+                    return checkpoint_entry
+                going.append(Retiring(checkpoint_entry))
                 return None
 
             tree.change(lambda ref: any(ref.may_have(one.name) for one in entries), left)
-            kept = tuple(one for one in before.checkpoints if left(one) is not None)
+            kept = tuple(checkpoint for checkpoint in before.checkpoints if left(checkpoint) is not None)
             return replace(before, checkpoints=kept, retiring=(*before.retiring, *going)) if going else before
 
         self._update(unname, attempt)
@@ -250,7 +250,7 @@ class CheckpointRegistry:
             tree.change(lambda ref: ref.first_attempt < attempt, lambda one: one if one.attempt >= attempt else None)
             return replace(
                 before,
-                checkpoints=tuple(one for one in before.checkpoints if one.attempt >= attempt),
+                checkpoints=tuple(checkpoint for checkpoint in before.checkpoints if checkpoint.attempt >= attempt),
                 retiring=tuple(one for one in before.retiring if one.entry.attempt >= attempt),
             )
 

@@ -111,20 +111,20 @@ def read_index(store: Readable, files: Sequence[StoredFile]) -> tuple[dict[str, 
     return found, metadata
 
 
-def read_rows(store: Readable, wanted: Sequence[Wanted], advanced: Callable[[], None] = lambda: None) -> None:
+def read_rows(store: Readable, wanteds: Sequence[Wanted], advanced: Callable[[], None] = lambda: None) -> None:
     """Fill the memory of all that is wanted. Of each file only the blocks are read that have any of it.
 
     Holds a few ranges besides. Raises `DataLoss` for damaged bytes: what was filled must then not be used.
     """
     spans: dict[str, list[tuple[int, memoryview]]] = {}
     files: dict[str, StoredFile] = {}
-    for one in wanted:
-        row_bytes = one.tensor.row_bytes
-        end = one.first + (len(one.memory) // row_bytes if row_bytes else 0)
-        for piece in one.tensor.pieces:
-            first, last = max(piece.first, one.first), min(piece.first + piece.count, end)
+    for wanted in wanteds:
+        row_bytes = wanted.tensor.row_bytes
+        end = wanted.first + (len(wanted.memory) // row_bytes if row_bytes else 0)
+        for piece in wanted.tensor.pieces:
+            first, last = max(piece.first, wanted.first), min(piece.first + piece.count, end)
             if first < last:
-                memory = one.memory[(first - one.first) * row_bytes : (last - one.first) * row_bytes]
+                memory = wanted.memory[(first - wanted.first) * row_bytes : (last - wanted.first) * row_bytes]
                 spans.setdefault(piece.file.key, []).append((piece.begin + (first - piece.first) * row_bytes, memory))
                 files[piece.file.key] = piece.file
     for key, of_file in spans.items():

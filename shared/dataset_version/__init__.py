@@ -1,7 +1,6 @@
 """The format of a dataset version: Parquet files, and a manifest with the digest of each."""
 
-from shared.dataset_version.columns import ROW_ID
-from shared.dataset_version.manifest import Manifest
+from shared.dataset_version.manifest import ROW_ID, Manifest
 from shared.dataset_version.reader import RowGroup, VersionReader
 from shared.dataset_version.version import DatasetVersion, load_version
 from shared.dataset_version.writer import SplitWriter

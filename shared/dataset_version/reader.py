@@ -22,8 +22,15 @@ from typing import Protocol, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shared.dataset_version.columns import ROW_ID, ROW_ID_FIELD, logical_schema, repeated, to_logical
-from shared.dataset_version.manifest import DataFile, sha256_hex
+from shared.dataset_version.manifest import (
+    ROW_ID,
+    ROW_ID_FIELD,
+    DataFile,
+    logical_schema,
+    repeated,
+    sha256_hex,
+    to_logical,
+)
 from shared.dataset_version.version import DatasetVersion, check_not_deleted
 from shared.dataset_version.writer import MAX_FILE_BYTES, MAX_UNEQUAL_GROUP_BYTES
 from shared.errors import DataLoss, invalid_field
@@ -165,7 +172,7 @@ class VersionReader:
         file = self._files[file_index]
         indices = [group.group_index for group in groups]
         footer = self.footer(file_index)
-        ranges = wanted_ranges({one: footer.row_group(one) for one in indices}, columns)
+        ranges = wanted_ranges({index: footer.row_group(index) for index in indices}, columns)
         with self._reporting_if_gone(file), self._store.local_file(self._key(file)) as local:
             try:
                 parquet = _open(self._fetched(file, ranges) if local is None else self._checked(file, local), footer)
@@ -381,10 +388,11 @@ def _span(column: pq.ColumnChunkMetaData) -> tuple[int, int]:
 class ReadBytes:
     """Memory of groups that are read together, in bytes.
 
-    `told` is the size that footers report. Shared texts add `expected_hidden` on average, and `may_be_hidden` at most.
+    `reported` is the size that footers report. Shared texts add `expected_hidden` on average, and `may_be_hidden` at
+    most.
     """
 
-    told: int = 0
+    reported: int = 0
     expected_hidden: int = 0
     may_be_hidden: int = 0
     # By file, the bytes that all its groups hide together.
@@ -392,7 +400,7 @@ class ReadBytes:
 
     def __add__(self, other: ReadBytes) -> ReadBytes:
         return ReadBytes(
-            self.told + other.told,
+            self.reported + other.reported,
             self.expected_hidden + other.expected_hidden,
             self.may_be_hidden + other.may_be_hidden,
             {**self.files, **other.files},
@@ -401,12 +409,12 @@ class ReadBytes:
     @property
     def expected(self) -> int:
         """The size if the hidden bytes of a file are spread evenly over its groups."""
-        return self.told + self.expected_hidden
+        return self.reported + self.expected_hidden
 
     @property
     def most(self) -> int:
         """The size if these groups hide the most."""
-        return self.told + min(self.may_be_hidden, sum(self.files.values()))
+        return self.reported + min(self.may_be_hidden, sum(self.files.values()))
 
 
 class GroupSizes:
@@ -422,14 +430,14 @@ class GroupSizes:
         # By file: the hidden bytes of all its groups, and of one group on average.
         self._hidden: dict[int, tuple[int, int]] = {}
 
-    def told(self, group: RowGroup) -> int:
+    def reported_bytes(self, group: RowGroup) -> int:
         """Return the group's approximate bytes if no text occurs twice."""
         if not self._places:
             return 0
         footer = self._reader.footer(group.file_index).row_group(group.group_index)
         return sum(footer.column(place).total_uncompressed_size for place in self._places)
 
-    def of(self, group: RowGroup) -> ReadBytes:
+    def bytes_of(self, group: RowGroup) -> ReadBytes:
         """Return the group's bytes, counting shared texts once per row."""
         footer = self._reader.footer(group.file_index).row_group(group.group_index)
         told = texts = 0
@@ -454,12 +462,12 @@ class GroupSizes:
         if file_index not in self._hidden:
             footer = self._reader.footer(file_index)
             groups = range(footer.num_row_groups)
-            told = sum(footer.row_group(index).total_byte_size for index in groups)
+            total = sum(footer.row_group(index).total_byte_size for index in groups)
             # Row ids take less than they count for, and are no texts.
             place = self._reader.schema.get_field_index(ROW_ID)
-            told += ROW_ID_FIELD.type.bit_width // 8 * footer.num_rows
-            told -= sum(footer.row_group(index).column(place).total_uncompressed_size for index in groups)
+            total += ROW_ID_FIELD.type.bit_width // 8 * footer.num_rows
+            total -= sum(footer.row_group(index).column(place).total_uncompressed_size for index in groups)
             counted = self._reader.version.manifest.files[file_index].raw_bytes
-            hidden = max((MAX_FILE_BYTES if counted is None else counted) - told, 0)
+            hidden = max((MAX_FILE_BYTES if counted is None else counted) - total, 0)
             self._hidden[file_index] = hidden, hidden // len(groups)
         return self._hidden[file_index]

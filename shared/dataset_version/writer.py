@@ -21,8 +21,16 @@ import pyarrow.parquet as pq
 import pyarrow.types as kinds
 from numpy.typing import NDArray
 
-from shared.dataset_version.columns import ROW_ID, ROW_ID_FIELD, is_tensor, row_bytes, stored_schema, to_stored
-from shared.dataset_version.manifest import DataFile, sha256_hex
+from shared.dataset_version.manifest import (
+    ROW_ID,
+    ROW_ID_FIELD,
+    DataFile,
+    is_tensor,
+    row_bytes,
+    sha256_hex,
+    stored_schema,
+    to_stored,
+)
 from shared.storage import ObjectStore
 
 # --- Row groups ---

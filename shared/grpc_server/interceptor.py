@@ -13,6 +13,8 @@ waits for the next call of each method separately, so every call costs more the 
 and 80 bytes of memory once it is parsed: 64 MiB of them took 2.6 GiB, and blocked the event loop for half a minute.
 Only fields that can contain sub-messages are searched for further fields. Other content, such as elements of a repeated
 number or string, is bounded by the message size alone; parsing makes at most 16 times as much of it.
+
+Tells deadlines of cancelled calls apart from cancellations by clients.
 """
 
 from __future__ import annotations
@@ -32,7 +34,6 @@ from grpc import aio
 
 from shared.errors import DeadlineExceeded, InvalidArgument, MillraceError, Unimplemented, invalid_field
 from shared.grpc_errors import details_and_status, status_code
-from shared.grpc_server.deadlines import is_deadline
 from shared.grpc_server.load_shedder import LoadShedder
 from shared.telemetry import hidden, identity, log_outcome
 from shared.tracing import tracing
@@ -320,7 +321,7 @@ class Registering:
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[grpc.GenericRpcHandler]) -> None:
         wrap = self._wrap
         self._server.add_generic_rpc_handlers(
-            [one if wrap is None else _Wrapped(one, wrap) for one in generic_rpc_handlers]
+            [handler if wrap is None else _Wrapped(handler, wrap) for handler in generic_rpc_handlers]
         )
 
     def add_registered_method_handlers(self, service_name: str, method_handlers: Mapping[str, Handler]) -> None:
@@ -409,3 +410,21 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 def _may_hold_messages(field: Any) -> bool:
     kind = field.message_type
     return kind is not None and any(one.message_type is not None for one in kind.fields)
+
+
+# --- Deadlines ---
+
+# The server counts the deadline from when the request arrived. The client cancels at its own deadline, which is earlier
+# by the time that the request took longer on its way than the cancellation. gRPC also rounds the remaining time up to
+# two or three digits on the wire. So a call that is cancelled within this last share of its time has met its deadline.
+LAST_SHARE = 0.1
+# The timers of client, gRPC and server differ by up to this time.
+TIMERS_DIFFER_S = 0.005
+
+
+def is_deadline(remaining_s: float | None, passed_s: float) -> bool:
+    """Return whether a call was cancelled because of its deadline.
+
+    The call had `remaining_s` when it began and was cancelled after `passed_s`.
+    """
+    return remaining_s is not None and passed_s + TIMERS_DIFFER_S >= remaining_s * (1 - LAST_SHARE)

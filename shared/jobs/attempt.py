@@ -172,8 +172,8 @@ def run_attempt(entry: Entry, store: ObjectStore, kind: str, folder: str, attemp
                 logger.info("failed: %s", error.message)
                 _conclude(jobs, folder, job, lambda newest: fail(newest, error, time.time()))
         except Exception as unexpected:
-            told = hidden(unexpected, logger, "attempt lost")
-            _conclude(jobs, folder, job, lambda newest: _lose(newest, told))
+            shown_error = hidden(unexpected, logger, "attempt lost")
+            _conclude(jobs, folder, job, lambda newest: _lose(newest, shown_error))
         context.end()
 
 

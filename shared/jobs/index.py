@@ -174,7 +174,7 @@ class JobIndex:
         """Read the jobs that were there before the index, unless it has them all already."""
         if self._tree.root().is_complete:
             return
-        names = [f"{self._collection}/{one}" for one in self._store.folders(self._collection)]
+        names = [f"{self._collection}/{folder}" for folder in self._store.folders(self._collection)]
         while not (root := self._tree.root()).is_complete:
             some = [name for name in names if name > root.built_to][:JOBS_A_COMMIT]
             if some:

@@ -87,7 +87,7 @@ class IndexTree:
                 state = json.loads(zlib.decompress(self._store.get(self._root_key(number))))
             except ObjectMissing:
                 continue  # later roots were written since the listing
-            leaves = tuple(Leaf(*one) for one in state["leaves"])
+            leaves = tuple(Leaf(*leave) for leave in state["leaves"])
             return Root(**{**fields_of(Root, state), "leaves": leaves, "replaced": tuple(state["replaced"])})
         return Root()
 

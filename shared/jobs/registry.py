@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 from shared.errors import FailedPrecondition, already_exists, not_found
+from shared.idempotency import uid_of
 from shared.jobs.changes import Changes
 from shared.jobs.transitions import (
     JobRecord,
@@ -33,7 +34,6 @@ from shared.jobs.transitions import (
     undo_delete,
 )
 from shared.log import ResourceLog
-from shared.requests import uid_of
 from shared.storage import ObjectMissing, ObjectStore
 
 # --- Jobs ---

@@ -187,15 +187,15 @@ def lose_attempt(job: JobRecord, cause: MillraceError, now: float) -> JobRecord:
     if job.state is JobState.SUSPENDING:
         return confirm_suspend(job, now)
     _expect(job, JobState.RUNNING)
-    reason, waits, told = cause.specific_reason, job.waits, cause.as_record()
+    reason, waits, record = cause.specific_reason, job.waits, cause.as_record()
     job = replace(job, waits=0, update_time=now)
     if reason == INSUFFICIENT_RESOURCES:
-        told["retry_after_s"] = min(MAX_WAIT_S, 2.0 ** min(waits, 10))
-        return replace(job, state=JobState.RECOVERING, waits=waits + 1, error=told)
+        record["retry_after_s"] = min(MAX_WAIT_S, 2.0 ** min(waits, 10))
+        return replace(job, state=JobState.RECOVERING, waits=waits + 1, error=record)
     if reason == RESIZED:
-        return replace(job, state=JobState.RECOVERING, error=told)
+        return replace(job, state=JobState.RECOVERING, error=record)
     if reason == PREEMPTED and job.preemptions < job.max_preemptions:
-        return replace(job, state=JobState.RECOVERING, preemptions=job.preemptions + 1, error=told)
+        return replace(job, state=JobState.RECOVERING, preemptions=job.preemptions + 1, error=record)
     failures = job.failures + 1
     if failures > job.max_failures:
         # An error that an operator can fix keeps its kind.
@@ -206,7 +206,7 @@ def lose_attempt(job: JobRecord, cause: MillraceError, now: float) -> JobRecord:
             metadata={**cause.metadata, "failures": str(failures)},
         )
         return replace(job, state=JobState.FAILED, failures=failures, error=error.as_record())
-    return replace(job, state=JobState.RECOVERING, failures=failures, error=told)
+    return replace(job, state=JobState.RECOVERING, failures=failures, error=record)
 
 
 def succeed(job: JobRecord, result: dict[str, Any], now: float) -> JobRecord:

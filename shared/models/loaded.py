@@ -71,14 +71,14 @@ class LoadedModel:
         inputs = torch.from_numpy(np.require(prepared, np.float32, ["C", "W"]))
         with torch.inference_mode():
             moved = inputs.to(self._device, memory_format=self._layout)
-            given = self.module(moved) if self._own is None else _given(self.module, moved, self._own)
+            given = self.module(moved) if self._own is None else _run_own_module(self.module, moved, self._own)
             if self._task == REGRESSION:
                 return [undo_scaling(self._target_scaling, given).cpu().numpy()]
             outputs = (given, given.softmax(dim=1), given.argmax(dim=1))
         return [output.cpu().numpy() for output in outputs]
 
 
-def _given(module: nn.Module, inputs: torch.Tensor, model: ModelSpec) -> torch.Tensor:
+def _run_own_module(module: nn.Module, inputs: torch.Tensor, model: ModelSpec) -> torch.Tensor:
     """Run a user's own module.
 
     Raises `FailedPrecondition` with the line of its code, or for an output of another shape.

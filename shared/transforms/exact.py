@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from shared.transforms.schema import StepError
+from shared.transforms.batch import StepError
 
 # --- Mean and deviation ---
 

@@ -17,12 +17,10 @@ from google.protobuf import json_format
 from numpy.typing import NDArray
 
 from millrace.common.v1 import transform_pb2
-from shared.dataset_version.columns import MAX_COLUMNS, ROW_ID, name_problem
+from shared.dataset_version.manifest import MAX_COLUMNS, ROW_ID, name_problem
 from shared.errors import InvalidArgument
-from shared.transforms.batch import Batch, RowKeys, take_rows
-from shared.transforms.schema import RowError, RowProblem, Schema, StepError, step_error
-from shared.transforms.steps.casting import Cast
-from shared.transforms.steps.columns import Drop, Rename, Select
+from shared.transforms.batch import Batch, RowError, RowKeys, RowProblem, Schema, StepError, step_error, take_rows
+from shared.transforms.steps.columns import Cast, Concat, Drop, Normalize, Rename, Select, ToFloat
 from shared.transforms.steps.custom import Custom
 from shared.transforms.steps.decoding import DecodeImage
 from shared.transforms.steps.encoding import OneHotEncode, OrdinalEncode
@@ -39,7 +37,6 @@ from shared.transforms.steps.images import (
 )
 from shared.transforms.steps.scaling import Bucketize, MinMaxScale, Standardize
 from shared.transforms.steps.step import FitAccumulator, Names, Step
-from shared.transforms.steps.tensors import Concat, Normalize, ToFloat
 from shared.transforms.steps.tokenizing import Tokenize
 
 # --- Pipeline ---
@@ -135,12 +132,12 @@ class Pipeline:
     def has_custom(self) -> bool:
         return any(isinstance(step, Custom) for step in self.steps)
 
-    def output(self, given: Schema, field: str = "") -> Schema:
-        """Return the columns that `given` becomes. Lengths that are not learned yet are None.
+    def output(self, schema: Schema, field: str = "") -> Schema:
+        """Return the columns that `schema` becomes. Lengths that are not learned yet are None.
 
         Raises `InvalidArgument`, naming the step that does not fit, below `field` (empty: the pipeline's own).
         """
-        return self._schemas(given, field)[-1]
+        return self._schemas(schema, field)[-1]
 
     def __call__(self, batch: Batch, keys: RowKeys | None = None) -> Batch:
         """Apply all steps to the batch, never in place.
@@ -154,39 +151,39 @@ class Pipeline:
             context.through(step, f"{self._field}.steps[{place}]", place)
         return context.batch
 
-    def fitter(self, given: Schema) -> Fitter:
+    def fitter(self, schema: Schema) -> Fitter:
         """Return a fitter for every unfitted step that one pass can teach.
 
         These are the steps whose column depends on no unfitted step. Call it again on the result while any step is
         `unfitted`.
         """
-        return Fitter(self, self._schemas(given), self._field)
+        return Fitter(self, self._schemas(schema), self._field)
 
-    def reads(self, outputs: Collection[str] | None, given: Schema) -> list[str]:
-        """Return the columns of `given`, in order, that these outputs need (None: all). Filters count.
+    def reads(self, outputs: Collection[str] | None, schema: Schema) -> list[str]:
+        """Return the columns of `schema`, in order, that these outputs need (None: all). Filters count.
 
         Raises `InvalidArgument` for an output that is not made.
         """
-        schemas = self._schemas(given)
+        schemas = self._schemas(schema)
         wanted = frozenset(schemas[-1] if outputs is None else outputs)
         self._check_outputs(wanted, schemas[-1])
         needed = needed_columns(self.steps, schemas, wanted)[0]
-        return [name for name in given if name in needed]
+        return [name for name in schema if name in needed]
 
-    def serving(self, outputs: Collection[str], given: Schema) -> Pipeline:
+    def serving(self, outputs: Collection[str], schema: Schema) -> Pipeline:
         """Return the pipeline that makes only these columns, in this order, of single rows.
 
         It has no filters and augmentations, and takes batches of `reads(outputs, given)`, or of more columns. Raises
         `InvalidArgument` as `reads` does.
         """
-        schemas = self._schemas(given)
+        schemas = self._schemas(schema)
         self._check_outputs(outputs, schemas[-1])
         forms = [(index, form) for index, step in enumerate(self.steps) if (form := step.serving_form()) is not None]
         steps, before = [form for _, form in forms], [*(schemas[index] for index, _ in forms), schemas[-1]]
         needed = needed_columns(steps, before, frozenset(outputs))
         part = [step for _, step in sliced(steps, before, needed)]
         serving = self.with_steps(part)
-        if list(serving.output(given)) == list(outputs):
+        if list(serving.output(schema)) == list(outputs):
             return serving
         return self.with_steps([*part, Select(tuple(outputs))])
 
@@ -198,9 +195,9 @@ class Pipeline:
         """Return the same pipeline with other steps."""
         return Pipeline(steps, self._column, self._field, asked=self._asked)
 
-    def _schemas(self, given: Schema, field: str = "") -> list[Schema]:
+    def _schemas(self, schema: Schema, field: str = "") -> list[Schema]:
         """Return the columns before each step and, last, after all steps."""
-        schemas = [dict(given)]
+        schemas = [dict(schema)]
         for index, step in enumerate(self.steps):
             path = f"{field or self._field}.steps[{index}]"
             try:
@@ -213,23 +210,23 @@ class Pipeline:
                 raise step_error(path, error) from None
         return schemas
 
-    def _check_outputs(self, outputs: Collection[str], made: Schema) -> None:
+    def _check_outputs(self, outputs: Collection[str], schema: Schema) -> None:
         for name in outputs:
-            if name not in made:
+            if name not in schema:
                 raise InvalidArgument(
-                    f"{self._field}: it makes no column {name!r}, only {', '.join(made)}",
+                    f"{self._field}: it makes no column {name!r}, only {', '.join(schema)}",
                     reason="INVALID_FIELD",
                     metadata={"field": self._field},
                 )
 
 
-def _checked(made: Schema) -> Schema:
-    if not made:
+def _checked(schema: Schema) -> Schema:
+    if not schema:
         raise StepError("it leaves no column; keep at least one")
-    for name in made:
+    for name in schema:
         if name in ("", ROW_ID):
             raise StepError(f"a column must not be named {name!r}; choose another name")
-    return made
+    return schema
 
 
 def _refuse_very_many(message: transform_pb2.TransformStep) -> None:
@@ -240,12 +237,12 @@ def _refuse_very_many(message: transform_pb2.TransformStep) -> None:
         raise StepError(f"{named}: name at most {MAX_COLUMNS}", f"{op}.columns")
 
 
-def _refuse_new_columns(made: Schema, given: Schema) -> None:
+def _refuse_new_columns(made: Schema, schema: Schema) -> None:
     """Check new columns as imports check those of a source."""
-    if len(made) > max(MAX_COLUMNS, len(given)):
+    if len(made) > max(MAX_COLUMNS, len(schema)):
         raise StepError(f"it makes {len(made)} columns; a version has at most {MAX_COLUMNS}")
     for name in made:
-        if name not in given and (problem := name_problem(name)):
+        if name not in schema and (problem := name_problem(name)):
             raise StepError(problem)
 
 
@@ -301,7 +298,7 @@ def build_step(
         raise StepError(f"leave it empty: {op} names its columns itself", "column")
     else:
         column = ""
-    step = kind.of(getattr(message, op), column)
+    step = kind.from_message(getattr(message, op), column)
     if isinstance(step, Custom) and custom_allowed is not None and step.function not in custom_allowed:
         allowed = ", ".join(sorted(custom_allowed)) or "none"
         raise StepError(f"{step.function!r} is not allowed here; allowed are: {allowed}", "custom.function")
@@ -382,7 +379,7 @@ def sliced(steps: Sequence[Step], schemas: Sequence[Schema], needed: Sequence[Na
     Steps added to drop columns carry the index of the step that they follow.
     """
     part: Sliced = []
-    present = {name: one for name, one in schemas[0].items() if name in needed[0]}
+    present = {name: schema for name, schema in schemas[0].items() if name in needed[0]}
     if len(present) < len(schemas[0]):
         part.append((0, Select(tuple(present))))
     for index, step in enumerate(steps):

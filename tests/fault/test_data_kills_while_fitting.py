@@ -15,7 +15,7 @@ from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1 import quality_pb2
 from millrace.data.v1.resources_pb2 import DatasetVersion
 from millrace_client import hash_split, steps
-from shared.dataset_version.columns import tensor_array
+from shared.dataset_version.manifest import tensor_array
 from tests.support import custom_functions
 from tests.support.data_strikes import Struck, cases, strike, uploaded
 from tests.support.waiting import wait_until

@@ -37,7 +37,7 @@ from tests.support.versions import commit_version
 from tests.support.waiting import wait_until
 from tests.support.witnessed import VERSION, witness_environment, witnessed_spec
 from train_service.jobs.run_records import RunRecords
-from train_service.records.reporting import TRAIN_KIND, EventKind, EventLog
+from train_service.records.event_log import TRAIN_KIND, EventKind, EventLog
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
@@ -64,7 +64,7 @@ class Runs:
         """The command, the same each time but for what the witness calls the attempt."""
         environ = {**store_environ(self.store.settings), **LOOPBACK}
         environ["MILLRACE_WITNESS_RUN"] = f"{job}-attempt-{attempt}"
-        arguments = [*TORCHRUN, str(self.ranks), "-m", "train_service.standalone", str(self.spec), "--job", job]
+        arguments = [*TORCHRUN, str(self.ranks), "-m", "train_service.torchrun_main", str(self.spec), "--job", job]
         with (self.spec.parent / f"{job}.log").open("ab") as log:
             return subprocess.Popen(
                 arguments, env={**os.environ, **environ}, stdout=log, stderr=subprocess.STDOUT, start_new_session=True

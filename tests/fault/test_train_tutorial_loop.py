@@ -16,7 +16,7 @@ import pytest
 
 import millrace_client as mc
 from shared.checkpoint.registry import CheckpointRegistry
-from shared.dataset_version.columns import tensor_field
+from shared.dataset_version.manifest import tensor_field
 from shared.settings import StoreSettings
 from tests.support.code_folders import write_files
 from tests.support.ray_head import ray_head

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping
 
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry, write_checkpoint
-from shared.checkpoint.program import ProgramContent, ProgramFile, write_manifest
+from shared.checkpoint.format import ProgramContent, ProgramFile, write_manifest
 from shared.storage import ObjectStore
 from tests.support.checkpoint_samples import content
 from tests.support.training_records import JOB

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from shared.code_bundle import BundleRecord, CodeBundles
+from shared.code_bundle_registry import BundleRecord, CodeBundles
 from shared.code_packing import pack
 from shared.storage import ObjectStore
 

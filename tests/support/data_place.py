@@ -21,8 +21,7 @@ from google.longrunning import operations_pb2
 from millrace.common.v1 import transform_pb2
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1.resources_pb2 import DatasetVersion
-from shared.dataset_version.columns import tensor_array
-from shared.dataset_version.manifest import QUARANTINE
+from shared.dataset_version.manifest import QUARANTINE, tensor_array
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.integration.data_service.client import DataClient, imported

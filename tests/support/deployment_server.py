@@ -12,8 +12,8 @@ from grpc import aio
 from inference_service.deploy.capacity import Cluster
 from inference_service.deploy.deployments import DeploymentManager, DeploymentOperations, Deployments
 from inference_service.deploy.rollout_manager import RolloutManager
-from inference_service.deploy.servicer import DeploymentServicer
 from inference_service.domain.deployment import Deployment
+from inference_service.servicer import DeploymentServicer
 from millrace.inference.v1 import deployment_service_pb2_grpc as pb_grpc
 from millrace_client.cli import millrace
 from shared.storage import ObjectStore

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from inference_service.peers import Peers
+from inference_service.frontends import Peers
 
 if __name__ == "__main__":
     number, folder = sys.argv[1:]

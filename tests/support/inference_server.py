@@ -19,12 +19,12 @@ from inference_service.deploy.deployments import Deployments
 from inference_service.domain.batch_policy import BatchTimes, Limits
 from inference_service.domain.deployment import Deployment, ModelVersion, State, application_name, check_spec
 from inference_service.domain.signature import Outputs, Rows, Signature, TensorSpec
-from inference_service.peers import Peers
+from inference_service.frontends import Peers
 from inference_service.serve.batcher import Batcher
 from inference_service.serve.infer import Dispatcher, Inference, InFlightBytes
 from inference_service.serve.models import Models
 from inference_service.serve.repository import ModelRepository, SummedStatistics
-from inference_service.serve.servicer import OpenInferenceServicer
+from inference_service.servicer import OpenInferenceServicer
 from shared.grpc_server import BearerToken
 from shared.grpc_server.interceptor import DEFAULT_DEADLINE_S
 from shared.settings import StoreSettings

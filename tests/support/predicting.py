@@ -16,13 +16,12 @@ import pyarrow as pa
 import torch
 from safetensors.torch import save
 
-from data_service.domain.predict_spec import CheckpointRef, PredictSpec
+from data_service.domain.transform_spec import CheckpointRef, PredictSpec
 from data_service.transforms.checking import found_checkpoint
 from data_service.transforms.predict_job import run_predict
 from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegistry, write_checkpoint
-from shared.checkpoint.format import WEIGHTS
-from shared.checkpoint.program import ProgramContent, ProgramFile, write_manifest
-from shared.dataset_version.columns import tensor_array
+from shared.checkpoint.format import WEIGHTS, ProgramContent, ProgramFile, write_manifest
+from shared.dataset_version.manifest import tensor_array
 from shared.dataset_version.version import IMPORT_KIND
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.attempt import run_attempt

@@ -19,7 +19,7 @@ FAULT = "tests/fault"
 LONGEST = (
     "tests/integration/train_service",
     "tests/integration/data_service",
-    "tests/unit/train_service/test_standalone.py",
+    "tests/unit/train_service/test_torchrun_main.py",
     "tests/contract/jobs",
     "tests/unit/inference_service/batching/test_overload.py",
     "tests/unit/train_service/learning/test_learner.py",

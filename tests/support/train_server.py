@@ -14,7 +14,7 @@ from millrace.train.v1 import train_service_pb2_grpc
 from millrace_client import connect
 from millrace_client.cli import millrace
 from millrace_client.train import TrainClient
-from shared.code_bundle import CodeBundles
+from shared.code_bundle_registry import CodeBundles
 from shared.code_environment import code_environments
 from shared.own_code import OwnCode
 from shared.storage import ObjectStore

@@ -13,7 +13,7 @@ from shared.model_spec import ModelSpec
 from shared.storage import ObjectStore
 from tests.support.checkpoint_samples import FILES, content
 from train_service.domain.spec import TrainingSpec
-from train_service.records.reporting import TRAIN_KIND
+from train_service.records.event_log import TRAIN_KIND
 
 JOB = "trainingJobs/j"
 

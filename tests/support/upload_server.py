@@ -12,7 +12,7 @@ import grpc
 from grpc import aio
 
 from data_service.datasets import Datasets
-from data_service.uploads.servicer import UploadServicerPart
+from data_service.servicer import UploadServicerPart
 from data_service.uploads.uploads import Uploads
 from millrace.data.v1 import data_service_pb2_grpc
 from millrace_client.calls import Caller, open_channel

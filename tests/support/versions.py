@@ -11,8 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from shared.dataset_version import SplitWriter
-from shared.dataset_version.columns import shape_of, tensor_array, tensor_field
-from shared.dataset_version.manifest import Column, Manifest, Split, sha256_hex
+from shared.dataset_version.manifest import Column, Manifest, Split, sha256_hex, shape_of, tensor_array, tensor_field
 from shared.dataset_version.version import IMPORT_KIND
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.transitions import begin_attempt, succeed

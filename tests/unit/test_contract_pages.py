@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from protos.reference import main
+from tools.proto_reference import main
 
 PROTO = """
 syntax = "proto3";

@@ -26,7 +26,7 @@ from inference_service.serve.preprocessing import Preprocessing as ServedPreproc
 from millrace.common.v1 import transform_pb2
 from shared.checkpoint import CheckpointContent
 from shared.dataset_version import VersionReader, load_version
-from shared.dataset_version.columns import tensor_array
+from shared.dataset_version.manifest import tensor_array
 from shared.jobs import JobState
 from shared.model_spec import ModelSpec
 from shared.settings import StoreSettings

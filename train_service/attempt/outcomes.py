@@ -17,12 +17,11 @@ from shared.jobs.attempt import run_attempt
 from shared.jobs.transitions import INSUFFICIENT_RESOURCES, PREEMPTED, RESIZED
 from shared.log import StaleAttempt
 from shared.storage import ObjectStore
-from train_service.attempt.heartbeats import HeartbeatServer, Reply
 from train_service.domain.spec import ATTEMPT_DEVICE, DEVICE_BEFORE, GPU, TrainingSpec
 from train_service.program.coordinator import ReportCoordinator
-from train_service.records.reporting import TRAIN_KIND, EventKind, EventLog
+from train_service.records.event_log import TRAIN_KIND, EventKind, EventLog
 from train_service.store_retry import retry_on_outage
-from train_service.worker.heartbeat import FAILING
+from train_service.worker.heartbeat import FAILING, HeartbeatServer, Reply
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +66,7 @@ def cause_of(error: MillraceError, state: JobState) -> str:
     return OF_REASON.get(error.specific_reason, FAILURE)
 
 
-def told(context: AttemptContext, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def run_and_report_error(context: AttemptContext, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return the result of `work`, the attempt. An error is reported as an event before it is raised again."""
     try:
         return work()
@@ -88,7 +87,7 @@ def end_attempt(store: ObjectStore, job_name: str, attempt: int, error: Millrace
     def failed() -> dict[str, Any]:
         raise error
 
-    run_attempt(lambda context: told(context, failed), store, TRAIN_KIND, job_name, attempt)
+    run_attempt(lambda context: run_and_report_error(context, failed), store, TRAIN_KIND, job_name, attempt)
 
 
 class RankErrors:
@@ -228,7 +227,7 @@ def _good(context: AttemptContext, last: CheckpointEntry) -> bool:
 
 def report_outcome(context: AttemptContext, cause: str, text: str, ranks: Sequence[int] = ()) -> None:
     """Report the end of an attempt, once. A second report changes nothing. The log of a later attempt is left alone."""
-    _tell(context.store, context.job.name, context.attempt, cause, text, ranks)
+    _append_end(context.store, context.job.name, context.attempt, cause, text, ranks)
 
 
 def report_error(context: AttemptContext, error: MillraceError) -> None:
@@ -261,7 +260,7 @@ def report_lost(store: ObjectStore, job: JobRecord) -> None:
             return
     of_itself = PREEMPTION if leaving else FAILURE
     cause = {JobState.CANCELLING: CANCELLED, JobState.SUSPENDING: SUSPENDED}.get(job.state, of_itself)
-    _tell(store, job.name, job.attempt, cause, "the process of the attempt ended", ())
+    _append_end(store, job.name, job.attempt, cause, "the process of the attempt ended", ())
 
 
 def report_device(store: ObjectStore, job: JobRecord) -> None:
@@ -287,7 +286,7 @@ def report_device(store: ObjectStore, job: JobRecord) -> None:
         log.append(job.attempt, EventKind.DEVICE_CHANGED, payload, f"device-{job.attempt}")
 
 
-def _tell(store: ObjectStore, name: str, attempt: int, cause: str, text: str, ranks: Sequence[int]) -> None:
+def _append_end(store: ObjectStore, name: str, attempt: int, cause: str, text: str, ranks: Sequence[int]) -> None:
     log = EventLog(store, name)
     try:
         if not log.has(attempt, EventKind.ATTEMPT_ENDED):

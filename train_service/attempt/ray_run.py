@@ -186,7 +186,7 @@ class Failure:
     text: str
 
     @classmethod
-    def of(cls, error: TrainingFailedError) -> Failure:
+    def from_error(cls, error: TrainingFailedError) -> Failure:
         failures = list(getattr(error, "worker_failures", {}).items())
         known = next((own for _, raised in failures if (own := _own_error(raised)) is not None), None)
         return cls(

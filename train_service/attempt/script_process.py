@@ -128,10 +128,14 @@ class ScriptDriver:
             self.fit(trainer)
             raise TrialDone
         constants = {**(trainer.train_loop_config or {}), **space["constants"], **self._config}
-        domains = {path: one for path, one in space["domains"].items() if path.partition(".")[0] not in self._config}
+        domains = {
+            path: domain for path, domain in space["domains"].items() if path.partition(".")[0] not in self._config
+        }
         question = {"kind": "sweep", "line": line, "constants": constants, "domains": domains, "settings": settings}
         answer = self._channel.ask(question)
-        return TrialResults.of(answer, settings, lambda name: str(self._channel.ask(_question_for(name))["folder"]))
+        return TrialResults.from_answer(
+            answer, settings, lambda name: str(self._channel.ask(_question_for(name))["folder"])
+        )
 
     def warn(self, text: str) -> None:
         self._channel.ask({"kind": "warning", "text": f"{self.line()}: {text}"})
@@ -152,7 +156,9 @@ class ScriptDriver:
         config, size = _run_given(given)
         config = replace(config, function=function, own_datasets=tuple(trainer.datasets))
         if size is None:
-            self._train_here(config, LocalRank(name=trainer.run_config.name, datasets=_made(trainer.datasets)))
+            self._train_here(
+                config, LocalRank(name=trainer.run_config.name, datasets=_created_datasets(trainer.datasets))
+            )
             return
         try:
             run = RayRun(
@@ -165,7 +171,7 @@ class ScriptDriver:
             run.fit()
         except TrainingFailedError as error:
             # The attempt ends this process: a script that caught the error would continue without its run.
-            self._channel.ask({"kind": "failed", "failure": asdict(Failure.of(error))})
+            self._channel.ask({"kind": "failed", "failure": asdict(Failure.from_error(error))})
         except BaseException:
             self._channel.ask({"kind": "withdrawn"})
             raise
@@ -227,9 +233,9 @@ def other_settings(config: Any) -> list[str]:
     kind = type(config)
     defaults = kind()
     return [
-        f"{kind.__name__}({one.name}={repr(value)[:MAX_TEXT]})"
-        for one in fields(config)
-        if one.name not in IN_ASKED and (value := getattr(config, one.name)) != getattr(defaults, one.name)
+        f"{kind.__name__}({field.name}={repr(value)[:MAX_TEXT]})"
+        for field in fields(config)
+        if field.name not in IN_ASKED and (value := getattr(config, field.name)) != getattr(defaults, field.name)
     ]
 
 
@@ -287,9 +293,9 @@ def _run_given(given: str) -> tuple[ProgramConfig, Size | None]:
     return config, size
 
 
-def _made(datasets: Mapping[str, Any]) -> dict[str, Any]:
+def _created_datasets(datasets: Mapping[str, Any]) -> dict[str, Any]:
     """Return the datasets of a script. A dataset that the script gives as a function is created here."""
-    return {name: one() if callable(one) else one for name, one in datasets.items()}
+    return {name: dataset() if callable(dataset) else dataset for name, dataset in datasets.items()}
 
 
 def _run(path: Path) -> None:

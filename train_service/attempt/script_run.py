@@ -38,7 +38,7 @@ from urllib.parse import urlsplit
 import ray
 
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry
-from shared.code_bundle import unpack_on_node
+from shared.code_bundle_registry import unpack_on_node
 from shared.code_environment import environments_of_node
 from shared.code_requirements import requirements_of_folder
 from shared.errors import (
@@ -67,7 +67,6 @@ from train_service.domain.spec import (
 )
 from train_service.domain.sweep import MAX_SWEEP_ID, PROGRAM_CONFIG, Asha, Domain, SweepSpec
 from train_service.placement import Size, devices_of, usable_nodes
-from train_service.program.attempt_folder import AttemptFolder, NodeCopies
 from train_service.program.coordinator import described
 from train_service.program.fit_calls import (
     Asked,
@@ -81,9 +80,9 @@ from train_service.program.fit_calls import (
     overridden,
     settled,
 )
-from train_service.program.process import HIDDEN_VARIABLES
+from train_service.program.process import HIDDEN_VARIABLES, AttemptFolder, NodeCopies
 from train_service.program.signing import hide_memory
-from train_service.records.reporting import TRAIN_KIND, EventKind, Reporter
+from train_service.records.event_log import TRAIN_KIND, EventKind, Reporter
 from train_service.store_retry import retry_on_outage
 from train_service.worker.user_process import forward_lines
 
@@ -431,7 +430,7 @@ class ScriptRun:
             "name": fit.call.name,
             "path": self._context.job.name,
             "metrics": fit.done.metrics,
-            "checkpoints": [{"name": one.name, "metrics": one.metrics} for one in entries],
+            "checkpoints": [{"name": entry.name, "metrics": entry.metrics} for entry in entries],
         }
 
     def _entries(self) -> list[CheckpointEntry]:
@@ -463,7 +462,7 @@ class ScriptRun:
 
     def _warn(self, text: str) -> None:
         logger.warning("%s", text)
-        self._reporter.tell(EventKind.WARNING, text=text)
+        self._reporter.emit(EventKind.WARNING, text=text)
 
 
 class _Refused(Exception):
@@ -535,7 +534,7 @@ class ScriptSweep:
         Returns `trials`: for each trial its `name`, `config`, `error` and `checkpoints`, oldest first. Raises the error
         for which the sweep failed. Cancels the sweep if the job is cancelled.
         """
-        record = retry_on_outage(lambda: self._made(spec), "the sweep of the script")
+        record = retry_on_outage(lambda: self._new_record(spec), "the sweep of the script")
         try:
             while not record.state.final:
                 time.sleep(SWEEP_POLL_INTERVAL_S)
@@ -549,7 +548,7 @@ class ScriptSweep:
             raise self._failed(record)
         return {"trials": [self._trial(spec, number) for number in range(spec.trial_count)]}
 
-    def _made(self, spec: SweepSpec) -> JobRecord:
+    def _new_record(self, spec: SweepSpec) -> JobRecord:
         now = time.time()
         record = JobRecord(
             uid=self._uid,
@@ -582,5 +581,5 @@ class ScriptSweep:
             "name": name,
             "config": json.loads(training.program.config_json),
             "error": str(job.error["message"]) if job is not None and job.error else "",
-            "checkpoints": [{"name": one.name, "metrics": one.metrics} for one in entries],
+            "checkpoints": [{"name": entry.name, "metrics": entry.metrics} for entry in entries],
         }

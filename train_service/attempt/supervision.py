@@ -28,7 +28,6 @@ from shared.jobs import AttemptContext, warm_workers
 from shared.jobs.actor import draining_nodes
 from shared.jobs.transitions import PREEMPTED, RESIZED
 from shared.telemetry import flush_logs
-from train_service.attempt.heartbeats import HeartbeatServer, RankHeartbeat
 from train_service.attempt.outcomes import HUNG, report_error, report_outcome
 from train_service.attempt.ray_run import WARM_WORKERS
 from train_service.domain.capacity import Resources
@@ -37,9 +36,10 @@ from train_service.domain.spec import CPU, GPU, RUN_DEVICE, TrainingSpec
 from train_service.domain.watchdog import Phase, culprits, hung, limit_s, line_in_bundle, unresponsive_ranks
 from train_service.placement import Size, count_concurrent_ingests, size_now
 from train_service.program.coordinator import ReportCoordinator
+from train_service.records.event_log import GO_ON, PREEMPT, RESIZE
 from train_service.records.logs import STACKS_CHUNK
-from train_service.records.reporting import GO_ON, PREEMPT, RESIZE
 from train_service.store_retry import retry_on_outage
+from train_service.worker.heartbeat import HeartbeatServer, RankHeartbeat
 
 # --- Supervision ---
 
@@ -174,7 +174,7 @@ class Supervision:
             self._keep(self._heartbeats.stacks(STACKS_TIMEOUT_S))
         self._stacks_kept = bool(coordinator.missing)
         overdue = set(coordinator.overdue())
-        late = [one for one in ranks if one.rank in overdue]
+        late = [rank for rank in ranks if rank.rank in overdue]
         if late:
             logger.warning("ranks %s did not stop at their report and are killed", sorted(overdue))
             end_hard(late)
@@ -204,9 +204,9 @@ class Supervision:
             stacks = {**end_hard(ranks), **stacks}
         standing = culprits(suspects, stacks, unresponsive)
         at = {state.rank: state.step for state in states}
-        told = ", ".join(f"rank {rank} at step {at[rank]}{self._line(stacks.get(rank, ''))}" for rank in standing)
+        described = ", ".join(f"rank {rank} at step {at[rank]}{self._line(stacks.get(rank, ''))}" for rank in standing)
         self.cause = Unavailable(
-            f"{told} stood still for more than {limit:.0f} s; the stacks of all ranks are in its logs",
+            f"{described} stood still for more than {limit:.0f} s; the stacks of all ranks are in its logs",
             reason="RANK_HUNG",
             metadata={"ranks": ",".join(str(rank) for rank in standing)},
         )
@@ -290,7 +290,7 @@ class Supervision:
             return
         self._capacity_polled_at = now
         concurrent_ingests = partial(count_concurrent_ingests, self._context.store, self._context.job.name)
-        held = own.held(Counter(one.node_id for one in ranks))
+        held = own.held(Counter(rank.node_id for rank in ranks))
         size = self._better_size(own, held, concurrent_ingests)
         if size is None or not self._pays():
             self._capacity_since = None
@@ -332,7 +332,7 @@ class Supervision:
             return
         # Start them once per attempt: Ray keeps idle processes and does not report how many there are.
         self._may_warm = False
-        WARM_WORKERS.start(Counter(one.node_id for one in ranks))
+        WARM_WORKERS.start(Counter(rank.node_id for rank in ranks))
 
     def _is_faster(self, workers: int) -> bool:
         """Return whether `workers` ranks are faster.

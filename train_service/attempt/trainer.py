@@ -30,7 +30,6 @@ from shared.jobs import AttemptContext, JobRecord
 from shared.jobs.transitions import INSUFFICIENT_RESOURCES
 from shared.log import StaleAttempt
 from shared.telemetry import flush_logs
-from train_service.attempt.heartbeats import HeartbeatServer
 from train_service.attempt.outcomes import (
     RankErrors,
     as_last_error,
@@ -39,7 +38,7 @@ from train_service.attempt.outcomes import (
     program_result,
     report_device,
     result_of,
-    told,
+    run_and_report_error,
 )
 from train_service.attempt.ray_run import Failure, RayRun
 from train_service.attempt.supervision import Supervision, end_hard
@@ -49,9 +48,10 @@ from train_service.placement import Size, count_concurrent_ingests, devices_of, 
 from train_service.program.coordinator import ReportCoordinator
 from train_service.program.signing import handling
 from train_service.program.worker import ProgramConfig
+from train_service.records.event_log import GO_ON, Reporter
 from train_service.records.logs import OWN_PROCESS, LogShipper
-from train_service.records.reporting import GO_ON, Reporter
 from train_service.store_retry import retry_on_outage
+from train_service.worker.heartbeat import HeartbeatServer
 from train_service.worker.loop import LoopConfig, train_loop
 
 logger = logging.getLogger(__name__)
@@ -78,9 +78,9 @@ def run(context: AttemptContext) -> dict[str, Any]:
     """
     spec = TrainingSpec.from_config(context.job.spec["training"])
     if spec.local and spec.program is None:
-        return told(context, lambda: _run(context, spec))  # this process is rank 0 and logs as rank 0
+        return run_and_report_error(context, lambda: _run(context, spec))  # this process is rank 0 and logs as rank 0
     with LogShipper(context.store, context.job.name, context.attempt, OWN_PROCESS) as shipper:
-        return told(context, lambda: _run(context, spec, shipper.add_lines))
+        return run_and_report_error(context, lambda: _run(context, spec, shipper.add_lines))
 
 
 def _run(
@@ -177,7 +177,7 @@ def program_at_work(
             context.attempt,
             spec,
             size.workers if size else 1,
-            tell=lambda kind, payload: reporter.tell(kind, **payload),
+            report_event=lambda kind, payload: reporter.emit(kind, **payload),
             stop_reason=lambda: reporter.stop_reason,
             fit=fit,
             reports_before=reports_before,
@@ -240,7 +240,7 @@ def _fit(
     except TrainingFailedError as error:
         retry_on_outage(lambda: context.raise_if_stopped(fresh=True), "the job's state")
         sent = errors.first if errors is not None else None
-        raise Failure.of(error).cause(sent or supervision.cause) from error
+        raise Failure.from_error(error).cause(sent or supervision.cause) from error
 
 
 @contextmanager

@@ -125,7 +125,7 @@ def weight_shapes(store: ObjectStore, entry: CheckpointEntry) -> dict[str, tuple
     try:
         checkpoint = load_checkpoint(store, entry.folder, entry.manifest_sha256)
         tensors, _ = read_index(store, checkpoint.stored(WEIGHTS))
-        return {name: one.shape for name, one in tensors.items()}
+        return {name: tensor.shape for name, tensor in tensors.items()}
     except (DataLoss, ObjectMissing, ValueError) as error:
         raise FailedPrecondition(
             f"{FIELD}: {entry.name} is damaged: {error}; use another",
@@ -152,7 +152,9 @@ def load_initial(store: ObjectStore, name: str, model: nn.Module) -> tuple[Check
         entry = resolve(store, FIELD, name)
         checkpoint = load_checkpoint(store, entry.folder, entry.manifest_sha256)
         tensors, _ = read_index(store, checkpoint.stored(WEIGHTS))
-        found = fit({key: one.shape for key, one in own.items()}, {key: one.shape for key, one in tensors.items()})
+        found = fit(
+            {key: one.shape for key, one in own.items()}, {key: tensor.shape for key, tensor in tensors.items()}
+        )
         sources = {key: source_name(key, tensors) for key in found.taken}
         if all(KINDS[tensors[source].dtype] == own[key].dtype for key, source in sources.items()):
             # Each rank reads its own rows, right into the model.

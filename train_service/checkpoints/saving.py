@@ -35,8 +35,8 @@ from train_service.learning.learner import BaseLearner
 from train_service.learning.ranks import Ranks
 from train_service.loading.loader import Batch
 from train_service.loading.preprocessing import Preprocessing, class_names, ingested_columns
+from train_service.records.event_log import EventKind, Reporter
 from train_service.records.metrics_log import MetricsLog
-from train_service.records.reporting import EventKind, Reporter
 from train_service.store_retry import retry_on_outage, store_call
 
 # --- Saving ---
@@ -224,21 +224,21 @@ class Checkpointing:
             entries = self._registry.fence(lineage.attempt, lineage.spec.checkpoints.ranking)
             return newest_good(self._store, entries, _warning(reporter), damaged)
 
-        def told(entry: CheckpointEntry) -> None:
-            reporter.tell(EventKind.CHECKPOINT_COMMITTED, **entry.as_state())
+        def on_committed(entry: CheckpointEntry) -> None:
+            reporter.emit(EventKind.CHECKPOINT_COMMITTED, **entry.as_state())
 
         entry = retry_on_outage(newest, "the newest checkpoint")
         self._writer = CheckpointWriter(
             self._store,
             self._registry,
             lineage.attempt,
-            told,
+            on_committed,
             policy=lineage.spec.checkpoints,
             damaged=damaged,
             warn=_warning(reporter),
             touched=self._touched,
         )
-        reporter.tell(
+        reporter.emit(
             EventKind.ATTEMPT_STARTED,
             num_workers=self._ranks.world_size,
             step=entry.step if entry else 0,
@@ -295,7 +295,7 @@ class Checkpointing:
 
 
 def _warning(reporter: Reporter) -> Callable[[str], None]:
-    return lambda text: reporter.tell(EventKind.WARNING, text=text)
+    return lambda text: reporter.emit(EventKind.WARNING, text=text)
 
 
 # --- Clock ---
@@ -317,7 +317,7 @@ class CheckpointClock:
         self._every_s = every_s
         self._now = now
         self._last = now()
-        self._told = False
+        self._announced = False
         self._requested = False
         # The next sum belongs to a step that was saved.
         self._saved = False
@@ -327,9 +327,9 @@ class CheckpointClock:
 
         1.0 requests a checkpoint that is due by time; otherwise it is 0.0.
         """
-        if not self._every_s or self._told or self._now() - self._last < self._every_s:
+        if not self._every_s or self._announced or self._now() - self._last < self._every_s:
             return 0.0
-        self._told = True
+        self._announced = True
         return 1.0
 
     def heard(self, summed: float) -> None:
@@ -347,5 +347,5 @@ class CheckpointClock:
         It was taken, for any reason, after the step whose sum comes next. The seconds are counted from here.
         """
         self._last = self._now()
-        self._told = self._requested = False
+        self._announced = self._requested = False
         self._saved = True

@@ -87,7 +87,7 @@ def _optimizer_plan(model: nn.Module, optimizer: torch.optim.Optimizer, saved: M
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
     for group, values in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        if sorted(names[id(one)] for one in group["params"]) != sorted(map(str, values["params"])):
+        if sorted(names[id(param)] for param in group["params"]) != sorted(map(str, values["params"])):
             raise NotByRows("the optimizer's groups have other parameters")
         plan.groups.append({key: value for key, value in values.items() if key != "params"})
         if any(isinstance(value, StoredTensor) for value in plan.groups[-1].values()):

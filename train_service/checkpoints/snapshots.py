@@ -123,7 +123,7 @@ class CheckpointWriter(BackgroundWriter):
         store: ObjectStore,
         registry: CheckpointRegistry,
         attempt: int,
-        told: Callable[[CheckpointEntry], None],
+        on_committed: Callable[[CheckpointEntry], None],
         *,
         policy: CheckpointPolicy | None = None,
         damaged: Collection[str] = (),
@@ -132,8 +132,8 @@ class CheckpointWriter(BackgroundWriter):
     ) -> None:
         """Create the writer.
 
-        `told` is called with each committed checkpoint and `warn` with the cause of a delay, both in the writer's
-        thread. `touched` is called while `save` copies, as a sign of progress.
+        `on_committed` is called with each committed checkpoint and `warn` with the cause of a delay, both in the
+        writer's thread. `touched` is called while `save` copies, as a sign of progress.
 
         Without a `policy` all checkpoints are kept. `damaged` are the folders that were found damaged when the attempt
         began.
@@ -143,7 +143,7 @@ class CheckpointWriter(BackgroundWriter):
         self._registry = registry
         self._attempt = attempt
         self._touched = touched
-        self._told = told
+        self._on_committed = on_committed
         self._policy = policy
         self._damaged = frozenset(damaged)
         self._warn = warn
@@ -228,7 +228,7 @@ class CheckpointWriter(BackgroundWriter):
             model_entry=content.model.entry,
         )
         self._retry_on_outage(lambda: self._registry.commit(entry))
-        self._told(entry)
+        self._on_committed(entry)
         if self._policy is not None and self._policy.keep_newest:
             policy = self._policy
             self._retry_on_outage(lambda: retain(self._store, self._registry, policy, self._attempt, self._damaged))
@@ -273,11 +273,15 @@ def retain(
     registry.settle(attempt)
     state = registry.read()
     saved = {
-        one.name: Saved(
-            name=one.name, step=one.step, metrics=one.metrics, final=one.final, damaged=one.folder in damaged
+        checkpoint.name: Saved(
+            name=checkpoint.name,
+            step=checkpoint.step,
+            metrics=checkpoint.metrics,
+            final=checkpoint.final,
+            damaged=checkpoint.folder in damaged,
         )
-        for one in state.checkpoints
-        if one.fit == fit
+        for checkpoint in state.checkpoints
+        if checkpoint.fit == fit
     }
     going = outlived(list(saved.values()), policy.keep_newest, policy.keep_best, state.ranking)
     # Look up references only of the checkpoints that would be deleted.
@@ -365,5 +369,5 @@ def outlived(
     # Until there is a good checkpoint, a damaged one may be all that is left to examine.
     if not good:
         return []
-    going = [one for one in checkpoints if one.name not in kept and one.name not in in_use]
+    going = [checkpoint for checkpoint in checkpoints if checkpoint.name not in kept and checkpoint.name not in in_use]
     return [one.name for one in sorted(going, key=lambda one: one.step)]

@@ -58,9 +58,9 @@ class TensorFile:
             self._lay_out(tensors, len(header), pinned)
             self._form = form
         with torch.no_grad():
-            for name, one in tensors.items():
+            for name, tensor in tensors.items():
                 self._touched()
-                self._views[name].copy_(one.detach(), non_blocking=pinned)
+                self._views[name].copy_(tensor.detach(), non_blocking=pinned)
         if pinned:
             torch.cuda.synchronize()
         begin = self._capacity - len(header)

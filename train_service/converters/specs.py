@@ -346,13 +346,17 @@ def _stopping(stopping: resources_pb2.EarlyStopping, checkpoints: CheckpointPoli
     )
 
 
-def _acceleration(given: resources_pb2.Acceleration) -> Acceleration:
-    ahead = given.prefetch_batches if given.HasField("prefetch_batches") else Acceleration.prefetch_batches
+def _acceleration(acceleration: resources_pb2.Acceleration) -> Acceleration:
+    ahead = (
+        acceleration.prefetch_batches if acceleration.HasField("prefetch_batches") else Acceleration.prefetch_batches
+    )
     return Acceleration(
-        channels_last=given.channels_last,
+        channels_last=acceleration.channels_last,
         prefetch_batches=ahead,
-        algorithms=_name(_Acceleration.Algorithms, given.algorithms, "ALGORITHMS_", DETERMINISTIC),
-        transform_device=_name(_Acceleration.TransformDevice, given.transform_device, "TRANSFORM_DEVICE_", BY_LOADER),
+        algorithms=_name(_Acceleration.Algorithms, acceleration.algorithms, "ALGORITHMS_", DETERMINISTIC),
+        transform_device=_name(
+            _Acceleration.TransformDevice, acceleration.transform_device, "TRANSFORM_DEVICE_", BY_LOADER
+        ),
     )
 
 

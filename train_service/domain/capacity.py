@@ -91,7 +91,7 @@ def never_fits(spec: TrainingSpec, clusters: Sequence[Sequence[Resources]]) -> t
     nodes = clusters[-1]
     bundle = first_bundle(spec, nodes)
     sums = {name: sum(node.get(name, 0.0) for node in nodes) for name in bundle}
-    has = f"{told(sums)} on {len(nodes)} node{'' if len(nodes) == 1 else 's'}"
+    has = f"{resources_text(sums)} on {len(nodes)} node{'' if len(nodes) == 1 else 's'}"
     # If no single node could hold one worker, the worker's resources are at fault, not the number of workers.
     alone = [
         name for name, need in bundle.items() if lasts(name) and not any(node.get(name, 0.0) >= need for node in nodes)
@@ -179,15 +179,15 @@ def what_is_missing(
     if not total:
         return f"{wanted}: the cluster has no node"
     with_some = sum(1 for node in free if any(node.get(name, 0.0) >= GRAIN for name in _amounts(bundle)))
-    text = f"{wanted}: the cluster has {told(_sums(free, bundle))} free on {_counted(with_some, 'node')}"
+    text = f"{wanted}: the cluster has {resources_text(_sums(free, bundle))} free on {_counted(with_some, 'node')}"
     if not workers_that_fit(total, bundle, strategy, fewest, fewest):
-        text += f", and {told(_sums(total, bundle))} in all"
+        text += f", and {resources_text(_sums(total, bundle))} in all"
     return text
 
 
 def described_workers(workers: int, bundle: Resources, strategy: str) -> str:
     """Return workers in words: `2 workers of 1 CPU on one node`."""
-    wanted = f"{_counted(workers, 'worker')} of {told(bundle)}"
+    wanted = f"{_counted(workers, 'worker')} of {resources_text(bundle)}"
     if strategy == STRICT_PACK and workers > 1:
         wanted += " on one node"
     if strategy == STRICT_SPREAD and workers > 1:
@@ -207,7 +207,7 @@ def _amounts(bundle: Resources) -> list[str]:
     return [name for name in bundle if not name.startswith(ACCELERATOR)] or list(bundle)
 
 
-def told(resources: Resources) -> str:
+def resources_text(resources: Resources) -> str:
     """Return resources in words: `2 CPU and 1 GPU`."""
     # An accelerator's type is a mark on a node, not an amount.
     parts = [
@@ -291,7 +291,7 @@ class ClusterUse:
     @classmethod
     def from_state(cls, state: Mapping[str, object]) -> ClusterUse:
         read = fields_of(cls, state)
-        return cls(**{**read, "holders": [Holder(**fields_of(Holder, one)) for one in read["holders"]]})
+        return cls(**{**read, "holders": [Holder(**fields_of(Holder, holder)) for holder in read["holders"]]})
 
 
 def use_of(
@@ -320,7 +320,9 @@ def use_of(
     total, left = _sum(totals), _sum(free)
     tasks = {name: total[name] - left[name] - sum(sums[name] for sums in held.values()) for name in COUNTED}
     # Ray reports totals, free resources and holders at slightly different times, so a difference may be negative.
-    add(("", "", "tasks, which read, prepare or transform rows"), {name: max(0.0, one) for name, one in tasks.items()})
+    add(
+        ("", "", "tasks, which read, prepare or transform rows"), {name: max(0.0, task) for name, task in tasks.items()}
+    )
     holders = [
         Holder(attempt=attempt, deployment_uid=uid, what=what, cpus=round(sums["CPU"], 4), gpus=round(sums["GPU"], 4))
         for (attempt, uid, what), sums in sorted(held.items())

@@ -338,7 +338,7 @@ class OwnModelFacts:
         facts = cls(**{**fields_of(cls, config), "metrics": tuple(config["metrics"])})
         flags = (facts.is_step, facts.is_manual, facts.has_optimizers, facts.has_loss)
         names = all(isinstance(name, str) and name.isidentifier() for name in facts.metrics)
-        if type(facts.num_classes) is not int or not names or not all(isinstance(one, bool) for one in flags):
+        if type(facts.num_classes) is not int or not names or not all(isinstance(flag, bool) for flag in flags):
             raise ValueError(f"no facts of a model: {config!r:.200}")
         return facts
 

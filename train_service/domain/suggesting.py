@@ -70,58 +70,58 @@ def suggest(
         raise invalid_field(
             "spec.program", "set", "a program has its own model and loop; make the job without this call"
         )
-    made = Suggestion({**json.loads(json.dumps(given)), "dataset_version": version.name})
-    if _is_language_model(made):
-        _choose_for_language_model(made)
-    shares = _choose_splits(made, version)
-    source = _find_input(made, version)
+    suggestion = Suggestion({**json.loads(json.dumps(given)), "dataset_version": version.name})
+    if _is_language_model(suggestion):
+        _choose_for_language_model(suggestion)
+    shares = _choose_splits(suggestion, version)
+    source = _find_input(suggestion, version)
     if source is not None and "transform" not in given:
         check_input(source)
-    label = _find_label(made, version, source)
-    task = _choose_task(made, label)
-    steps = _label_steps(made, label, task)
+    label = _find_label(suggestion, version, source)
+    task = _choose_task(suggestion, label)
+    steps = _label_steps(suggestion, label, task)
     columns: list[str] = []
     if source is None and "transform" not in given:
-        more, columns = feature_steps(made, version, label, MAX_STEPS - len(steps) - 1)
+        more, columns = feature_steps(suggestion, version, label, MAX_STEPS - len(steps) - 1)
         steps += more
     # Count as if all rows without a label were in this split.
-    rows = max(version.splits[_source_split(version, made)] - label.nulls - label.nans, MIN_ROWS_PER_RANK)
+    rows = max(version.splits[_source_split(version, suggestion)] - label.nulls - label.nans, MIN_ROWS_PER_RANK)
     rows = round(rows * shares["train"] / sum(shares.values())) if shares else rows
     if steps or shares:
         steps += [{"concat": {"columns": columns, "into": FEATURES}}] if columns else []
-        fit_split = "train" if shares else made.spec["train_split"]
-        made.preparation = Preparation(
+        fit_split = "train" if shares else suggestion.spec["train_split"]
+        suggestion.preparation = Preparation(
             source=version.name, steps=steps, shares=shares, seed=SPLIT_SEED, fit_split=fit_split
         )
     elif columns:
-        made.spec["transform"] = {"steps": [{"concat": {"columns": columns, "into": FEATURES}}]}
-        made.note("transform", f"concat into {FEATURES}", "No column needs more: all are numbers on one scale.")
+        suggestion.spec["transform"] = {"steps": [{"concat": {"columns": columns, "into": FEATURES}}]}
+        suggestion.note("transform", f"concat into {FEATURES}", "No column needs more: all are numbers on one scale.")
     is_image = source is not None and (source.is_image or source.kind == BYTES or len(source.shape) == 3)
-    if made.preparation is None:
-        choose_model_input(made, source, rows, lambda: _width(made, version, source, columns, shape_made))
-        choose_outputs(made, label, task)
-    if not _is_own(made):
-        choose_model(made, is_image, lambda: _width(made, version, source, columns, shape_made))
-    choose_training(made, task, rows, is_image, is_own=_is_own(made))
-    return made
+    if suggestion.preparation is None:
+        choose_model_input(suggestion, source, rows, lambda: _width(suggestion, version, source, columns, shape_made))
+        choose_outputs(suggestion, label, task)
+    if not _is_own(suggestion):
+        choose_model(suggestion, is_image, lambda: _width(suggestion, version, source, columns, shape_made))
+    choose_training(suggestion, task, rows, is_image, is_own=_is_own(suggestion))
+    return suggestion
 
 
-def _is_language_model(made: Suggestion) -> bool:
-    return bool(made.spec.get("model", {}).get("builder") == CAUSAL_LM)
+def _is_language_model(suggestion: Suggestion) -> bool:
+    return bool(suggestion.spec.get("model", {}).get("builder") == CAUSAL_LM)
 
 
-def _choose_for_language_model(made: Suggestion) -> None:
+def _choose_for_language_model(suggestion: Suggestion) -> None:
     """Choose what a causal language model alone has: its labels are its own tokens."""
     why = "A causal language model predicts the tokens of its input."
-    made.choose("label_column", IDS_COLUMN, why)
-    made.choose("task", f"TASK_{REGRESSION}", "It gives a number for each token.")
-    made.choose("target_scaling", f"TARGET_SCALING_{NONE}", "Ids of tokens have no scale.")
-    made.choose("loss.name", NEXT_TOKEN, why)
-    made.choose("metrics", [PERPLEXITY], "It is exp of the mean surprise of a token.", PERPLEXITY)
+    suggestion.choose("label_column", IDS_COLUMN, why)
+    suggestion.choose("task", f"TASK_{REGRESSION}", "It gives a number for each token.")
+    suggestion.choose("target_scaling", f"TARGET_SCALING_{NONE}", "Ids of tokens have no scale.")
+    suggestion.choose("loss.name", NEXT_TOKEN, why)
+    suggestion.choose("metrics", [PERPLEXITY], "It is exp of the mean surprise of a token.", PERPLEXITY)
 
 
 def _width(
-    made: Suggestion,
+    suggestion: Suggestion,
     version: VersionFacts,
     source: ColumnFacts | None,
     columns: Sequence[str],
@@ -130,20 +130,20 @@ def _width(
     """Return the width of the model's input vector. Before a preparation it is an estimate from statistics."""
     if columns:
         return expected_width(version, columns)
-    if source is None or "transform" in made.spec:
-        return shape_made(made.spec["input_column"])[0]
+    if source is None or "transform" in suggestion.spec:
+        return shape_made(suggestion.spec["input_column"])[0]
     return source.shape[0]
 
 
-def _source_split(version: VersionFacts, made: Suggestion) -> str:
+def _source_split(version: VersionFacts, suggestion: Suggestion) -> str:
     """Return the split that has the training rows now. A split that is still to be made has none."""
-    train = made.spec["train_split"]
+    train = suggestion.spec["train_split"]
     return train if train in version.splits else next(iter(version.splits))
 
 
-def _choose_splits(made: Suggestion, version: VersionFacts) -> dict[str, float]:
+def _choose_splits(suggestion: Suggestion, version: VersionFacts) -> dict[str, float]:
     """Return the shares of the splits to make. The result is empty if the version's own splits suffice."""
-    splits, spec = version.splits, made.spec
+    splits, spec = version.splits, suggestion.spec
     for path in ("train_split", "validation_split"):
         if path in spec and spec[path] not in splits:
             raise invalid_field(f"spec.{path}", spec[path], f"{version.name} has {names_shown(splits)}")
@@ -154,7 +154,7 @@ def _choose_splits(made: Suggestion, version: VersionFacts) -> dict[str, float]:
     if splits[train] < MIN_ROWS_PER_RANK:
         raise invalid_field("spec.train_split", train, f"it has {splits[train]} rows; use at least 2")
     if "validation_split" in spec:
-        made.choose("train_split", train, _why_train(train, splits))
+        suggestion.choose("train_split", train, _why_train(train, splits))
         return {}
     usual = next((one for one in VALIDATION_NAMES if splits.get(one) and one != train), "")
     other = usual or next((one for one, rows in splits.items() if one != train and rows), "")
@@ -167,23 +167,25 @@ def _choose_splits(made: Suggestion, version: VersionFacts) -> dict[str, float]:
                 "training, so validation measures on it; keep other rows aside for a final measure."
             )
         )
-        made.choose("train_split", train, _why_train(train, splits))
-        made.choose("validation_split", other, reason)
+        suggestion.choose("train_split", train, _why_train(train, splits))
+        suggestion.choose("validation_split", other, reason)
         return {}
     if splits[train] < MIN_ROWS_TO_DIVIDE or version.size_bytes > MAX_BYTES_TO_DIVIDE:
         few = splits[train] < MIN_ROWS_TO_DIVIDE
         why = (
             f"{splits[train]} rows are too few to divide" if few else "the version is over 10 GiB, and would be copied"
         )
-        made.choose("train_split", train, _why_train(train, splits))
-        made.note("validation_split", "none", f"The version has none, and {why}. The newest checkpoint counts as best.")
+        suggestion.choose("train_split", train, _why_train(train, splits))
+        suggestion.note(
+            "validation_split", "none", f"The version has none, and {why}. The newest checkpoint counts as best."
+        )
         return {}
     shares = {"train": 0.8, "validation": 0.2} if splits[train] < 10_000 else {"train": 0.9, "validation": 0.1}
     spec["train_split"] = "train"
     spec["validation_split"] = "validation"
     value = ", ".join(f"{split} {share:.0%}" for split, share in shares.items())
     why = "The version has one split, and validation needs rows that training does not see; they are drawn at random."
-    made.note("preparation.splits", value, why)
+    suggestion.note("preparation.splits", value, why)
     return shares
 
 
@@ -191,49 +193,53 @@ def _why_train(train: str, splits: Mapping[str, int]) -> str:
     return f"The version has it, with {splits[train]:,} rows."
 
 
-def _find_input(made: Suggestion, version: VersionFacts) -> ColumnFacts | None:
+def _find_input(suggestion: Suggestion, version: VersionFacts) -> ColumnFacts | None:
     """Return the model's input column. It is an image or a vector, or None if columns of a table must be combined."""
-    spec = made.spec
+    spec = suggestion.spec
     path = "spec.input_column"
     steps = spec.get("transform", {}).get("steps", ())
     into = [step["concat"]["into"] for step in steps if "concat" in step]
     if "input_column" in spec or into:
-        made.choose("input_column", into[-1] if into else "", "A concat step of the transform makes it.")
+        suggestion.choose("input_column", into[-1] if into else "", "A concat step of the transform makes it.")
         name = spec["input_column"]
         return None if name in into else version.column(name, path)
-    ready = [one for one in version.columns if one.name == FEATURES and _is_vector(one)]
+    ready = [column for column in version.columns if column.name == FEATURES and _is_vector(column)]
     images = ready or [one for one in version.columns if one.is_image]
     images = images or [one for one in version.columns if one.kind == TENSOR and len(one.shape) == 3]
     if not images:
         encoded = [one for one in version.columns if one.kind == BYTES and not one.empty]
         images = [one for one in encoded if one.name.lower() in IMAGE_NAMES] or encoded
     if len(images) > 1:
-        named = [one for one in images if one.name.lower() in IMAGE_NAMES]
+        named = [image for image in images if image.name.lower() in IMAGE_NAMES]
         if len(named) != 1:
             remedy = f"{names_shown([one.name for one in images])} may be it; set it to one of them (--input-column)"
             raise invalid_field(path, "", remedy)
         images = named
     if not images:
-        made.choose("input_column", FEATURES, "The version is a table: its columns are put together into one vector.")
+        suggestion.choose(
+            "input_column", FEATURES, "The version is a table: its columns are put together into one vector."
+        )
         return None
     (one,) = images
     what = "vectors" if _is_vector(one) else "encoded images" if one.kind == BYTES else "images"
-    made.choose("input_column", one.name, f"It is the version's column of {what}.")
+    suggestion.choose("input_column", one.name, f"It is the version's column of {what}.")
     return one
 
 
-def _is_vector(one: ColumnFacts) -> bool:
-    return one.kind == TENSOR and one.dtype == "float32" and len(one.shape) == 1
+def _is_vector(column_facts: ColumnFacts) -> bool:
+    return column_facts.kind == TENSOR and column_facts.dtype == "float32" and len(column_facts.shape) == 1
 
 
-def _find_label(made: Suggestion, version: VersionFacts, source: ColumnFacts | None) -> ColumnFacts:
+def _find_label(suggestion: Suggestion, version: VersionFacts, source: ColumnFacts | None) -> ColumnFacts:
     path = "spec.label_column"
-    if _is_language_model(made):  # tokens need no statistics: neither task nor classes follow from them
-        return version.column(made.spec["label_column"], path)
-    if "label_column" in made.spec:
-        return _usable_label(version.column(made.spec["label_column"], path), version)
+    if _is_language_model(suggestion):  # tokens need no statistics: neither task nor classes follow from them
+        return version.column(suggestion.spec["label_column"], path)
+    if "label_column" in suggestion.spec:
+        return _usable_label(version.column(suggestion.spec["label_column"], path), version)
     there = [
-        one for one in version.columns if one is not source and one.kind not in (BYTES, TIME, OTHER) and not one.empty
+        column
+        for column in version.columns
+        if column is not source and column.kind not in (BYTES, TIME, OTHER) and not column.empty
     ]
     there = [one for one in there if one.kind != TENSOR]
     for names in LABEL_NAMES:
@@ -248,43 +254,46 @@ def _find_label(made: Suggestion, version: VersionFacts, source: ColumnFacts | N
             found = [one for one in there if _may_be_classes(one)]
             why = "It is the only column of a few different values."
     if len(found) == 1:
-        made.choose("label_column", found[0].name, why)
+        suggestion.choose("label_column", found[0].name, why)
         return _usable_label(found[0], version)
     candidates = found or there
     if not candidates:
         raise invalid_field(path, "", f"no column of {version.name} can be what is to be told; import one")
     what = "may be it" if found else "are there, and none has a name or values that say so"
-    remedy = f"{names_shown([one.name for one in candidates])} {what}; set it to one of them (--label-column)"
+    remedy = (
+        f"{names_shown([candidate.name for candidate in candidates])} {what}; set it to one of them (--label-column)"
+    )
     raise invalid_field(path, "", remedy)
 
 
-def _may_be_classes(one: ColumnFacts) -> bool:
-    few = 2 <= one.distinct <= MAX_CLASSES_OF_INTEGERS and one.rows >= 2 * one.distinct
-    return one.kind in (TEXT, BOOLEAN, INTEGER) and few
+def _may_be_classes(column_facts: ColumnFacts) -> bool:
+    few = 2 <= column_facts.distinct <= MAX_CLASSES_OF_INTEGERS and column_facts.rows >= 2 * column_facts.distinct
+    return column_facts.kind in (TEXT, BOOLEAN, INTEGER) and few
 
 
-def _usable_label(one: ColumnFacts, version: VersionFacts) -> ColumnFacts:
+def _usable_label(column_facts: ColumnFacts, version: VersionFacts) -> ColumnFacts:
     path = "spec.label_column"
-    if not one.known and not one.value_names:
+    if not column_facts.known and not column_facts.value_names:
         raise FailedPrecondition(
-            f"{version.name} has no statistics of column {one.name!r}, which the choice of a task needs; import it "
+            f"{version.name} has no statistics of column {column_facts.name!r}, which the choice of a task needs; "
+            "import it "
             "anew, or write the specification by hand",
             reason="NO_STATISTICS",
-            metadata={"resource": version.name, "column": one.name},
+            metadata={"resource": version.name, "column": column_facts.name},
         )
-    if one.empty:
-        raise invalid_field(path, one.name, "it has no value in any row; choose another (--label-column)")
-    return one
+    if column_facts.empty:
+        raise invalid_field(path, column_facts.name, "it has no value in any row; choose another (--label-column)")
+    return column_facts
 
 
-def _is_own(made: Suggestion) -> bool:
+def _is_own(suggestion: Suggestion) -> bool:
     """Return whether the caller gave their own model. Such a model may bring its own loss and optimizer."""
-    return bool(made.spec.get("model", {}).get("entry"))
+    return bool(suggestion.spec.get("model", {}).get("entry"))
 
 
-def _choose_task(made: Suggestion, label: ColumnFacts) -> str:
-    if "task" in made.spec:
-        return str(made.spec["task"]).removeprefix("TASK_")
+def _choose_task(suggestion: Suggestion, label: ColumnFacts) -> str:
+    if "task" in suggestion.spec:
+        return str(suggestion.spec["task"]).removeprefix("TASK_")
     task, why = CLASSIFICATION, f"{label.name!r} has {max(label.distinct, len(label.value_names))} different values."
     if label.kind == TENSOR:
         task, why = REGRESSION, f"{label.name!r} is a vector of numbers."
@@ -293,7 +302,7 @@ def _choose_task(made: Suggestion, label: ColumnFacts) -> str:
     elif label.kind == INTEGER and not label.value_names and not _counts_from_0(label):
         few = label.distinct <= MAX_CLASSES_OF_INTEGERS
         task, why = (task, why) if few else (REGRESSION, f"{label.name!r} has {label.distinct:,} different numbers.")
-    made.choose("task", f"TASK_{task}", why)
+    suggestion.choose("task", f"TASK_{task}", why)
     return task
 
 
@@ -303,7 +312,7 @@ def _counts_from_0(label: ColumnFacts) -> bool:
     return label.least == 0 and label.most == label.distinct - 1 and (many_rows or label.distinct <= 2)
 
 
-def _label_steps(made: Suggestion, label: ColumnFacts, task: str) -> list[dict[str, Any]]:
+def _label_steps(suggestion: Suggestion, label: ColumnFacts, task: str) -> list[dict[str, Any]]:
     """Return the steps that the label needs. A run can use the label after these steps."""
     path = "spec.label_column"
     steps: list[dict[str, Any]] = []
@@ -314,12 +323,12 @@ def _label_steps(made: Suggestion, label: ColumnFacts, task: str) -> list[dict[s
         kept = f"{column} is not None" + (f" and not is_nan({column})" if label.nans else "")
         steps.append({"filter": {"expression": kept}})
         count = label.nulls + label.nans
-        made.note("preparation.transform", "filter", f"{count:,} rows have no {label.name!r} to learn from.")
+        suggestion.note("preparation.transform", "filter", f"{count:,} rows have no {label.name!r} to learn from.")
     if task == REGRESSION:
         if label.kind == BOOLEAN:
             raise invalid_field(path, label.name, "it is a boolean, which has no scale; use TASK_CLASSIFICATION")
-        if not _is_own(made):
-            made.choose(
+        if not _is_own(suggestion):
+            suggestion.choose(
                 "target_scaling",
                 "TARGET_SCALING_STANDARD",
                 "Numbers of any size are learnt best around 0; answers stay in the target's own unit.",
@@ -347,7 +356,9 @@ def _label_steps(made: Suggestion, label: ColumnFacts, task: str) -> list[dict[s
         steps.append({"column": label.name, "cast": {"arrow_type": "int64"}})
     known = _category_texts(label)
     steps.append({"column": label.name, "ordinal_encode": {"categories": known} if known else {}})
-    made.note("preparation.transform", f"ordinal_encode {label.name}", "Classes are numbers from 0 up; names are kept.")
+    suggestion.note(
+        "preparation.transform", f"ordinal_encode {label.name}", "Classes are numbers from 0 up; names are kept."
+    )
     return steps
 
 
@@ -363,7 +374,7 @@ def _category_texts(label: ColumnFacts) -> list[str]:
         return sorted(map(str, label.values), key=str.encode)
     if label.kind == BOOLEAN:
         return [str(one).lower() for one in sorted(label.values)]
-    return [str(int(one)) for one in sorted(label.values)]
+    return [str(int(value)) for value in sorted(label.values)]
 
 
 # --- Columns of a table ---
@@ -389,23 +400,23 @@ class _Feature:
 
 
 def feature_steps(
-    made: Suggestion, version: VersionFacts, label: ColumnFacts, most: int
+    suggestion: Suggestion, version: VersionFacts, label: ColumnFacts, most: int
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the steps and columns of the features. The steps, at most `most`, make these columns numeric."""
     steps: list[dict[str, Any]] = []
     used: dict[str, list[str]] = {}
     left_out: dict[str, list[str]] = {}
-    for one in version.columns:
-        if one.name == label.name:
+    for column in version.columns:
+        if column.name == label.name:
             continue
-        feature = _feature(one)
+        feature = _feature(column)
         if not feature.left_out and len(steps) + len(feature.steps) > most:
             feature = _Feature(left_out=f"a transform has at most {MAX_STEPS} steps; prepare more of them by hand")
         if feature.left_out:
-            left_out.setdefault(feature.left_out, []).append(one.name)
+            left_out.setdefault(feature.left_out, []).append(column.name)
         else:
             steps += [dict(step) for step in feature.steps]
-            used.setdefault(feature.treatment, []).append(one.name)
+            used.setdefault(feature.treatment, []).append(column.name)
     kept = {name for names in used.values() for name in names}
     if not kept:
         reasons = (
@@ -413,60 +424,69 @@ def feature_steps(
         )
         raise invalid_field("spec.dataset_version", version.name, f"no column is left to learn from: {reasons}")
     for treatment, names in used.items():
-        made.note("preparation.transform", names_shown(names), treatment)
+        suggestion.note("preparation.transform", names_shown(names), treatment)
     for why, names in left_out.items():
-        made.note("preparation.transform", f"without {names_shown(names)}", f"Left out: {why}.")
+        suggestion.note("preparation.transform", f"without {names_shown(names)}", f"Left out: {why}.")
     return steps, [one.name for one in version.columns if one.name in kept]
 
 
-def _feature(one: ColumnFacts) -> _Feature:
+def _feature(column_facts: ColumnFacts) -> _Feature:
     """Return the treatment of a table's column. The first rule that applies decides."""
-    column = one.name
-    there = one.rows - one.nulls
-    unique = one.distinct >= 0.95 * there and there >= 20
-    sequence = one.least is not None and one.most is not None and one.most - one.least + 1 == one.distinct
+    column = column_facts.name
+    there = column_facts.rows - column_facts.nulls
+    unique = column_facts.distinct >= 0.95 * there and there >= 20
+    sequence = (
+        column_facts.least is not None
+        and column_facts.most is not None
+        and column_facts.most - column_facts.least + 1 == column_facts.distinct
+    )
     an_id = column.lower() in ID_NAMES or column.lower().endswith(("_id", "-id"))
-    if not one.known:
+    if not column_facts.known:
         return _Feature(left_out="the version has no statistics of it")
-    if one.empty:
+    if column_facts.empty:
         return _Feature(left_out="it has no value in any row")
-    if one.kind == TIME:
+    if column_facts.kind == TIME:
         return _Feature(left_out="it is a date or a time; cast it to int64 first where it carries a trend")
-    if one.kind in (BYTES, OTHER):
+    if column_facts.kind in (BYTES, OTHER):
         return _Feature(left_out="its type has no place in a vector; cast it to double first where it is a number")
-    if one.kind == TENSOR and (one.nans or one.infinite):
+    if column_facts.kind == TENSOR and (column_facts.nans or column_facts.infinite):
         return _Feature(left_out="it has NaN or infinite values")
-    if one.kind == TENSOR:
+    if column_facts.kind == TENSOR:
         return _Feature((), "They are vectors already, and are taken as they are.")
-    if one.distinct < 2:
+    if column_facts.distinct < 2:
         return _Feature(left_out="it has the same value in all rows")
-    if one.kind == TEXT and unique:
+    if column_facts.kind == TEXT and unique:
         return _Feature(left_out="nearly each row has its own value, as identifiers and free texts do")
-    if one.kind == INTEGER and there >= 20 and one.distinct == there and (sequence or an_id):
+    if column_facts.kind == INTEGER and there >= 20 and column_facts.distinct == there and (sequence or an_id):
         return _Feature(left_out="nearly each row has its own value, as identifiers and free texts do")
-    if one.kind == TEXT and one.distinct > MAX_CATEGORIES:
+    if column_facts.kind == TEXT and column_facts.distinct > MAX_CATEGORIES:
         return _Feature(left_out=f"it has more than {MAX_CATEGORIES} categories")
-    if one.kind == TEXT or (one.kind == BOOLEAN and one.nulls):
+    if column_facts.kind == TEXT or (column_facts.kind == BOOLEAN and column_facts.nulls):
         encoded = {"column": column, "one_hot_encode": {"unknown": "UNKNOWN_VALUE_ENCODE"}}
         return _Feature((encoded,), "Categories become one-hot vectors; a null or an unseen one is all zeros.")
-    if one.kind == BOOLEAN:
+    if column_facts.kind == BOOLEAN:
         return _Feature((), "Booleans are 0 and 1.")
-    if one.nans or one.infinite:
+    if column_facts.nans or column_facts.infinite:
         return _Feature(left_out="it has NaN or infinite values; import it with nan_as_null, or filter them out")
-    return _scaled(one)
+    return _scaled(column_facts)
 
 
-def _scaled(one: ColumnFacts) -> _Feature:
-    scale = {"column": one.name, "standardize": {}}
-    if one.nulls and one.distinct > MAX_DISTINCT_OF_MEDIAN:
-        if one.kind == INTEGER:
+def _scaled(column_facts: ColumnFacts) -> _Feature:
+    scale = {"column": column_facts.name, "standardize": {}}
+    if column_facts.nulls and column_facts.distinct > MAX_DISTINCT_OF_MEDIAN:
+        if column_facts.kind == INTEGER:
             return _Feature(left_out="it has nulls, and too many different integers to learn a median of")
-        fill: dict[str, Any] = {"column": one.name, "fill_nulls": {"statistic": "STATISTIC_MEAN"}}
+        fill: dict[str, Any] = {"column": column_facts.name, "fill_nulls": {"statistic": "STATISTIC_MEAN"}}
         return _Feature((fill, scale), "Nulls become the mean; numbers are standardised.")
-    if one.nulls:
-        fill = {"column": one.name, "fill_nulls": {"statistic": "STATISTIC_MEDIAN"}}
+    if column_facts.nulls:
+        fill = {"column": column_facts.name, "fill_nulls": {"statistic": "STATISTIC_MEDIAN"}}
         return _Feature((fill, scale), "Nulls become the median; numbers are standardised.")
-    on_scale = one.mean is not None and one.deviation is not None and abs(one.mean) <= 0.5 and 0.5 <= one.deviation <= 2
+    on_scale = (
+        column_facts.mean is not None
+        and column_facts.deviation is not None
+        and abs(column_facts.mean) <= 0.5
+        and 0.5 <= column_facts.deviation <= 2
+    )
     if on_scale:
         return _Feature((), "Their mean and deviation are near 0 and 1 already.")
     return _Feature((scale,), "Numbers are standardised, so that none outweighs the others.")
@@ -498,20 +518,20 @@ def check_input(source: ColumnFacts) -> None:
         raise invalid_field("spec.input_column", source.name, remedy)
 
 
-def choose_model_input(made: Suggestion, source: ColumnFacts | None, rows: int, width: Callable[[], int]) -> None:
+def choose_model_input(suggestion: Suggestion, source: ColumnFacts | None, rows: int, width: Callable[[], int]) -> None:
     """Choose the transform that runs in training. The channels or the `width` that it produces are chosen, too."""
-    if source is None or made.spec.get("transform", {}).get("steps"):
-        made.choose("model.in_channels", width(), "It is what the transform makes.")
+    if source is None or suggestion.spec.get("transform", {}).get("steps"):
+        suggestion.choose("model.in_channels", width(), "It is what the transform makes.")
     elif source.kind == BYTES:
-        _photo_transform(made, by_rows(SIDE_BY_ROWS, rows))
+        _photo_transform(suggestion, by_rows(SIDE_BY_ROWS, rows))
     elif source.is_image:
-        _pixel_transform(made, source, rows)
+        _pixel_transform(suggestion, source, rows)
     else:
         what = "width" if len(source.shape) == 1 else "number of channels"
-        made.choose("model.in_channels", source.shape[0], f"It is the {what} of {source.name!r}.")
+        suggestion.choose("model.in_channels", source.shape[0], f"It is the {what} of {source.name!r}.")
 
 
-def _photo_transform(made: Suggestion, side: int) -> None:
+def _photo_transform(suggestion: Suggestion, side: int) -> None:
     steps: list[dict[str, Any]] = [
         {"decode_image": {"mode": "MODE_RGB"}},
         {"resize": {"height": side, "width": side}},
@@ -523,11 +543,11 @@ def _photo_transform(made: Suggestion, side: int) -> None:
         f"Images of many sizes are decoded and brought to {side} by {side}, which suits the number of rows; mirrored "
         "ones help where there are few. Encoded images have no statistics of pixels, so ImageNet's are taken."
     )
-    made.choose("transform", {"steps": steps}, why, " → ".join(next(iter(step)) for step in steps))
-    made.choose("model.in_channels", 3, "Images are decoded to red, green and blue.")
+    suggestion.choose("transform", {"steps": steps}, why, " → ".join(next(iter(step)) for step in steps))
+    suggestion.choose("model.in_channels", 3, "Images are decoded to red, green and blue.")
 
 
-def _pixel_transform(made: Suggestion, source: ColumnFacts, rows: int) -> None:
+def _pixel_transform(suggestion: Suggestion, source: ColumnFacts, rows: int) -> None:
     steps: list[dict[str, Any]] = []
     side = by_rows(SIDE_BY_ROWS, rows)
     reason = "Pixels become numbers from 0 to 1."
@@ -541,37 +561,39 @@ def _pixel_transform(made: Suggestion, source: ColumnFacts, rows: int) -> None:
         mean, deviation = round(source.mean / 255, 4), max(round(source.deviation / 255, 4), 0.0001)
         steps.append({"normalize": {"mean": [mean], "std": [deviation]}})
         reason += f" {mean:g} and {deviation:g} are the training split's own mean and deviation."
-    made.choose("transform", {"steps": steps}, reason, " → ".join(next(iter(step)) for step in steps))
+    suggestion.choose("transform", {"steps": steps}, reason, " → ".join(next(iter(step)) for step in steps))
     channels = source.shape[2] if len(source.shape) == 3 else 1
-    made.choose("model.in_channels", channels, f"{source.name!r} has images of {_by(source.shape)}.")
+    suggestion.choose("model.in_channels", channels, f"{source.name!r} has images of {_by(source.shape)}.")
 
 
 def _by(shape: Sequence[int]) -> str:
     return " by ".join(map(str, shape))
 
 
-def choose_outputs(made: Suggestion, label: ColumnFacts, task: str) -> None:
+def choose_outputs(suggestion: Suggestion, label: ColumnFacts, task: str) -> None:
     if task == REGRESSION:
         outputs = label.shape[0] if label.shape else 1
-        made.choose("model.num_classes", outputs, "The model gives one number for each that is to be learnt.")
+        suggestion.choose("model.num_classes", outputs, "The model gives one number for each that is to be learnt.")
         return
     count = len(label.value_names) or label.distinct
     names = label.value_names or (label.values or ())
     reason = f"{label.name!r} has so many classes."
-    made.choose("model.num_classes", count, reason, f"{count} ({names_shown(list(map(str, names)))})" if names else "")
+    suggestion.choose(
+        "model.num_classes", count, reason, f"{count} ({names_shown(list(map(str, names)))})" if names else ""
+    )
 
 
-def choose_model(made: Suggestion, is_image: bool, width: Callable[[], int]) -> None:
+def choose_model(suggestion: Suggestion, is_image: bool, width: Callable[[], int]) -> None:
     if is_image:
-        made.choose("model.builder", RESNET, "It is small, and learns images of most sizes from scratch.")
+        suggestion.choose("model.builder", RESNET, "It is small, and learns images of most sizes from scratch.")
         return
-    made.choose("model.builder", MLP, "Rows are vectors, which a multi-layer perceptron reads.")
-    if made.spec["model"]["builder"] == MLP:
-        numbers = made.spec["model"].get("in_channels") or width()
+    suggestion.choose("model.builder", MLP, "Rows are vectors, which a multi-layer perceptron reads.")
+    if suggestion.spec["model"]["builder"] == MLP:
+        numbers = suggestion.spec["model"].get("in_channels") or width()
         hidden = by_rows(HIDDEN_BY_WIDTH, numbers)
-        about = "about " if made.preparation is not None else ""
+        about = "about " if suggestion.preparation is not None else ""
         why = f"Two hidden layers are enough for an input of {about}{numbers:,} numbers."
-        made.choose("model.kwargs", {"hidden": hidden}, why, f"hidden={hidden}")
+        suggestion.choose("model.kwargs", {"hidden": hidden}, why, f"hidden={hidden}")
 
 
 def expected_width(version: VersionFacts, columns: Sequence[str]) -> int:
@@ -580,45 +602,53 @@ def expected_width(version: VersionFacts, columns: Sequence[str]) -> int:
     These columns of a table become the vector. It is an estimate until the values in the training rows are known.
     """
     wanted = frozenset(columns)
-    return sum(_numbers(one) for one in version.columns if one.name in wanted)
+    return sum(_numbers(column) for column in version.columns if column.name in wanted)
 
 
-def _numbers(one: ColumnFacts) -> int:
-    if one.kind == TENSOR:
-        return math.prod(one.shape)
-    return one.distinct if one.kind == TEXT or (one.kind == BOOLEAN and one.nulls) else 1
+def _numbers(column_facts: ColumnFacts) -> int:
+    if column_facts.kind == TENSOR:
+        return math.prod(column_facts.shape)
+    return (
+        column_facts.distinct
+        if column_facts.kind == TEXT or (column_facts.kind == BOOLEAN and column_facts.nulls)
+        else 1
+    )
 
 
-def choose_training(made: Suggestion, task: str, rows: int, is_image: bool, *, is_own: bool = False) -> None:
+def choose_training(suggestion: Suggestion, task: str, rows: int, is_image: bool, *, is_own: bool = False) -> None:
     """Choose the training settings. If the model `is_own`, skip those that its code may supply."""
-    spec = made.spec
+    spec = suggestion.spec
     if not is_own:
-        _choose_optimizer(made, is_image)
+        _choose_optimizer(suggestion, is_image)
     to_see, fewest, most = EPOCHS_OF_IMAGES if is_image else EPOCHS_OF_TABLES
     epochs = min(max(math.ceil(to_see / max(rows, 1)), fewest), most)
-    made.choose("epochs", epochs, f"{rows:,} training rows are seen {epochs} times.")
-    made.choose("global_batch_size", _batch_size(spec, rows), f"It suits {rows:,} training rows.")
+    suggestion.choose("epochs", epochs, f"{rows:,} training rows are seen {epochs} times.")
+    suggestion.choose("global_batch_size", _batch_size(spec, rows), f"It suits {rows:,} training rows.")
     if task == REGRESSION and not is_own:
-        made.choose("metrics", ["mae", "rmse", "r2"], "They are in the target's own unit, but for r2.", "mae, rmse, r2")
-    made.choose("checkpoints.keep_newest", 2, "Besides the best one; all others would only take room.")
-    made.choose("num_workers", 1, "One worker needs the least room; more are faster where the cluster has them.")
+        suggestion.choose(
+            "metrics", ["mae", "rmse", "r2"], "They are in the target's own unit, but for r2.", "mae, rmse, r2"
+        )
+    suggestion.choose("checkpoints.keep_newest", 2, "Besides the best one; all others would only take room.")
+    suggestion.choose("num_workers", 1, "One worker needs the least room; more are faster where the cluster has them.")
     patience = max(5, int(spec["epochs"]) // 4)
     if "early_stopping" in spec and not spec["early_stopping"]:
-        if made.preparation is None:
+        if suggestion.preparation is None:
             del spec["early_stopping"]
     elif "early_stopping" in spec or (not is_own and spec.get("validation_split") and int(spec["epochs"]) > patience):
-        made.choose(
+        suggestion.choose(
             "early_stopping.patience", patience, "The run ends where validation gets no better for so many epochs."
         )
 
 
-def _choose_optimizer(made: Suggestion, is_image: bool) -> None:
+def _choose_optimizer(suggestion: Suggestion, is_image: bool) -> None:
     rate = LEARNING_RATE_OF_IMAGES if is_image else LEARNING_RATE_OF_TABLES
-    made.choose("optimizer.name", "AdamW", "It works without much tuning.")
-    made.choose("optimizer.learning_rate", rate, f"It is usual for {'images' if is_image else 'tables'} from scratch.")
-    if "scheduler" not in made.spec["optimizer"]:
+    suggestion.choose("optimizer.name", "AdamW", "It works without much tuning.")
+    suggestion.choose(
+        "optimizer.learning_rate", rate, f"It is usual for {'images' if is_image else 'tables'} from scratch."
+    )
+    if "scheduler" not in suggestion.spec["optimizer"]:
         why = "The rate warms up and then falls to 0, which ends a run of known length well."
-        made.choose("optimizer.schedule", "SCHEDULE_COSINE_WITH_WARMUP", why)
+        suggestion.choose("optimizer.schedule", "SCHEDULE_COSINE_WITH_WARMUP", why)
 
 
 def _batch_size(spec: Mapping[str, Any], rows: int) -> int:
@@ -737,7 +767,7 @@ class ColumnFacts:
     @property
     def whole(self) -> bool:
         """Return whether all distinct values are whole numbers. They must all be known."""
-        return self.values is not None and all(float(one).is_integer() for one in self.values)
+        return self.values is not None and all(float(value).is_integer() for value in self.values)
 
 
 @dataclass(frozen=True, kw_only=True)

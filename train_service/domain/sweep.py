@@ -83,11 +83,13 @@ class SweepSpec:
     @property
     def max_epochs(self) -> int:
         """Return the largest number of epochs of any trial."""
-        space = {path: one for path, one in self.parameters.items() if path == "epochs"}
-        return max(self.training_of(one).epochs for one in probes(space, self.seed))
+        space = {path: parameter for path, parameter in self.parameters.items() if path == "epochs"}
+        return max(self.training_of(probe).epochs for probe in probes(space, self.seed))
 
     def as_config(self) -> dict[str, Any]:
-        parameters = {path: {**asdict(one), "values": list(one.values)} for path, one in self.parameters.items()}
+        parameters = {
+            path: {**asdict(parameter), "values": list(parameter.values)} for path, parameter in self.parameters.items()
+        }
         return {**asdict(self), "base": self.base.as_config(), "parameters": parameters}  # JSON has no tuples
 
     @classmethod
@@ -96,7 +98,7 @@ class SweepSpec:
             **{
                 **fields_of(cls, config),
                 "base": TrainingSpec.from_config(config["base"]),
-                "parameters": {path: Domain.from_config(one) for path, one in config["parameters"].items()},
+                "parameters": {path: Domain.from_config(parameter) for path, parameter in config["parameters"].items()},
                 "asha": Asha(**fields_of(Asha, config["asha"])) if config["asha"] else None,
             }
         )
@@ -119,7 +121,7 @@ def check(spec: SweepSpec) -> None:
     # A grid of at most MAX_TRIALS trials is small enough to search for repetitions.
     if twice := repetitions(spec.parameters):
         raise _refusal(twice)
-    if spec.num_samples > 1 and all(one.kind == GRID for one in spec.parameters.values()):
+    if spec.num_samples > 1 and all(parameter.kind == GRID for parameter in spec.parameters.values()):
         remedy = "a grid alone gives the same trials again; leave it out, or let each trial draw its seed"
         raise invalid_field("spec.num_samples", spec.num_samples, remedy)
     _check_rules(spec, count)
@@ -131,7 +133,7 @@ def _check_rules(spec: SweepSpec, count: int) -> None:
     The check covers all of `count` trials and those of `probes`. The rules do not examine arguments that are passed on,
     whose values may be many and large. So the check uses those of the first trial.
     """
-    plain = {path: one for path, one in spec.parameters.items() if is_plain_field(path)}
+    plain = {path: parameter for path, parameter in spec.parameters.items() if is_plain_field(path)}
     first = spec.parameters_of(0)
     passed_on = replace(spec, base=spec.training_of({path: one for path, one in first.items() if path not in plain}))
     trials = (spec.parameters_of(number) for number in range(count))
@@ -161,7 +163,7 @@ def renamed(error: MillraceError, parameters: Parameters) -> MillraceError:
     message, fields = error.message, []
     for path, text in error.fields:
         inner = path.removeprefix("spec.")
-        swept = [one for one in parameters if one == inner or one.startswith(f"{inner}.")]
+        swept = [parameter for parameter in parameters if parameter == inner or parameter.startswith(f"{inner}.")]
         ours = f"spec.parameters[{swept[0]}]" if swept else _OURS.get(inner, f"spec.base.{inner}")
         # A path is the client's text, so escape its backslashes for re.sub.
         pattern = rf"(?<![\w.]){re.escape(path)}(?!\w|\.\w|\[)"

@@ -19,7 +19,7 @@ WAITING_FRAMES = (
     "torch/distributed/",
     "_engine_run_backward",
     "train_service/learning/ranks.py",
-    "train_service/program/rank_reports.py",
+    "train_service/program/report_sender.py",
     "ray/train/v2/_internal/execution/collective_impl.py",
 )
 # Frames of the training thread, in Millrace's loop or in a program. Other threads of the process do not count.
@@ -66,9 +66,9 @@ def unresponsive_ranks(ranks: Sequence[RankState], limit: float) -> list[int]:
     A starting rank may hold the interpreter lock for longer, by `STARTING_FACTOR`.
     """
     return [
-        one.rank
-        for one in ranks
-        if one.unresponsive_s > limit * (STARTING_FACTOR if one.phase is Phase.STARTING else 1)
+        rank.rank
+        for rank in ranks
+        if rank.unresponsive_s > limit * (STARTING_FACTOR if rank.phase is Phase.STARTING else 1)
     ]
 
 
@@ -89,11 +89,11 @@ def hung(ranks: Sequence[RankState], limit: float) -> list[int]:
     if any(one.waits_for_store or one.still_s <= _outage_timeout_s(one, limit) for one in ranks):
         return []
     lowest = min(one.step for one in ranks)
-    return [one.rank for one in ranks if one.step == lowest]
+    return [rank.rank for rank in ranks if rank.step == lowest]
 
 
-def _outage_timeout_s(one: RankState, limit: float) -> float:
-    return max(STARTING_SECONDS, limit) if one.phase is Phase.STARTING else limit
+def _outage_timeout_s(rank_state: RankState, limit: float) -> float:
+    return max(STARTING_SECONDS, limit) if rank_state.phase is Phase.STARTING else limit
 
 
 def waits_for_others(stacks: str) -> bool:

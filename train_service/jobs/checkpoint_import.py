@@ -25,7 +25,7 @@ from typing import Any
 from shared import names
 from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegistry
 from shared.checkpoint.format import WEIGHTS, write_weights
-from shared.code_bundle import digest_of, using_bundle
+from shared.code_bundle_registry import digest_of, using_bundle
 from shared.code_requirements import requirements_of_folder
 from shared.dataset_version import DatasetVersion, load_version
 from shared.dataset_version.manifest import Column
@@ -40,9 +40,9 @@ from shared.errors import (
     invalid_field,
     not_found,
 )
+from shared.idempotency import claimed, claimed_before, uid_of
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.transitions import begin_attempt, fail, succeed
-from shared.requests import claimed, claimed_before, uid_of
 from shared.storage import ObjectStore
 from train_service.domain import spec_rules
 from train_service.domain.spec import TrainingSpec
@@ -50,7 +50,7 @@ from train_service.jobs.deletion import Deletions
 from train_service.jobs.own_code import Limits, ask_in_child, unpack_bundle
 from train_service.jobs.training_jobs import COLLECTION, JobView, TrainingJobs
 from train_service.loading.preprocessing import Preprocessing, check_prepared, class_names, ingested_columns
-from train_service.records.reporting import TRAIN_KIND
+from train_service.records.event_log import TRAIN_KIND
 
 logger = logging.getLogger(__name__)
 
@@ -81,13 +81,13 @@ class SentFile:
 class CheckpointImportRequest:
     """The request in the first message.
 
-    `spec` is the specification of the checkpoint's job. `given` is the column of an input tensor, or None if
+    `spec` is the specification of the checkpoint's job. `input_column` is the column of an input tensor, or None if
     `spec.dataset_version` has the columns. `names` is `NameMap` as plain values.
     """
 
     job_id: str
     spec: TrainingSpec
-    given: Column | None
+    input_column: Column | None
     class_names: Sequence[str]
     names: Mapping[str, Any]
     files: Sequence[SentFile]
@@ -203,12 +203,12 @@ class CheckpointImports:
         spec = request.spec
         # An import has neither epochs nor a batch size.
         spec_rules.check(replace(spec, epochs=1, global_batch_size=2))
-        if (request.given is None) == (not spec.dataset_version):
+        if (request.input_column is None) == (not spec.dataset_version):
             raise invalid_field("spec.input", spec.dataset_version, "give either input or dataset_version")
         columns: Sequence[Column]
         version: DatasetVersion | None = None
-        if request.given is not None:
-            columns = [request.given]
+        if request.input_column is not None:
+            columns = [request.input_column]
         else:
             names.parse("spec.dataset_version", spec.dataset_version, "datasets/{d}/versions/{v}")
             version = load_version(self._store, spec.dataset_version)
@@ -289,7 +289,7 @@ class CheckpointImports:
             question["weights"]["folder"] = str(code)
             module, _, function = model.entry.partition(":")
             question |= {"folder": str(code), "module": module, "function": function}
-        size_bytes = sum(one.size_bytes for one in request.files)
+        size_bytes = sum(file.size_bytes for file in request.files)
         limits = self._limits or Limits(
             # Files are mapped, so they count as memory once they are read.
             memory_bytes=BASE_MEMORY_BYTES + 2 * size_bytes,
@@ -322,7 +322,7 @@ class CheckpointImports:
 
     def _new_job(self, request: CheckpointImportRequest, report: Mapping[str, Any]) -> JobRecord:
         now, name = time.time(), f"{COLLECTION}/{request.job_id}"
-        imported = {"files": [asdict(one) for one in request.files], "report": dict(report)}
+        imported = {"files": [asdict(file) for file in request.files], "report": dict(report)}
         return JobRecord(
             uid=uid_of(request.request_id, name),
             name=name,
@@ -350,7 +350,7 @@ class CheckpointImports:
             transforms=home.transforms,
             input_column=request.spec.input_column,
             class_names=home.class_names,
-            imported=[asdict(one) for one in request.files],
+            imported=[asdict(file) for file in request.files],
         )
         digest, size_bytes = write_weights(self._store, folder, content, weights)
         entry = CheckpointEntry(
@@ -389,17 +389,19 @@ def _check_files(files: Sequence[SentFile]) -> None:
     if len(files) > MAX_FILES:
         raise invalid_field("header.files", f"{len(files)} files", f"send at most {MAX_FILES:,}")
     seen = set()
-    for index, one in enumerate(files):
-        path = PurePosixPath(one.path)
-        plain = one.path == "/".join(path.parts) and ".." not in path.parts and one.path.isprintable()
-        if not one.path or not plain or "\\" in one.path or len(one.path.encode()) > MAX_PATH:
+    for index, file in enumerate(files):
+        path = PurePosixPath(file.path)
+        plain = file.path == "/".join(path.parts) and ".." not in path.parts and file.path.isprintable()
+        if not file.path or not plain or "\\" in file.path or len(file.path.encode()) > MAX_PATH:
             remedy = f"use a relative path of at most {MAX_PATH} bytes without . and .."
-            raise invalid_field(f"header.files[{index}].path", one.path, remedy)
-        if one.path in seen or any(str(parent) in seen for parent in path.parents):
-            raise invalid_field(f"header.files[{index}].path", one.path, "another file has this path, or lies above it")
-        seen.add(one.path)
-        if one.size_bytes < 1:
-            raise invalid_field(f"header.files[{index}].size_bytes", one.size_bytes, "use 1 or more")
+            raise invalid_field(f"header.files[{index}].path", file.path, remedy)
+        if file.path in seen or any(str(parent) in seen for parent in path.parents):
+            raise invalid_field(
+                f"header.files[{index}].path", file.path, "another file has this path, or lies above it"
+            )
+        seen.add(file.path)
+        if file.size_bytes < 1:
+            raise invalid_field(f"header.files[{index}].size_bytes", file.size_bytes, "use 1 or more")
     size_bytes = sum(one.size_bytes for one in files)
     if size_bytes > MAX_BYTES:
         raise ResourceExhausted(
@@ -414,7 +416,7 @@ def _check_capacity(folder: Path, files: Sequence[SentFile]) -> None:
 
     The output of float16 files is twice as large as the files.
     """
-    needed, free = 3 * sum(one.size_bytes for one in files), shutil.disk_usage(folder).free
+    needed, free = 3 * sum(file.size_bytes for file in files), shutil.disk_usage(folder).free
     if needed > free:
         raise ResourceExhausted(
             f"the service's disk has {free:,} bytes free below {folder.parent} and needs {needed:,} for a while; free "
@@ -486,7 +488,10 @@ def _problem(report: Mapping[str, Any], *, allow_non_finite: bool) -> InvalidArg
         listed = _listed(report["unexpected"], report["unexpected_count"])
         problems.append(f"{listed} unexpected; rename them by spec.names.renames, or name them in spec.names.drop")
     if report["misfits_count"]:
-        misfits = [f"{one['source']} ({one['in_file']}, the model has {one['in_model']})" for one in report["misfits"]]
+        misfits = [
+            f"{misfit['source']} ({misfit['in_file']}, the model has {misfit['in_model']})"
+            for misfit in report["misfits"]
+        ]
         listed = _listed(misfits, report["misfits_count"])
         problems.append(
             f"{listed} of another shape or type; drop them by spec.names.drop, and allow them to be missing"

@@ -20,7 +20,7 @@ from typing import Any
 from shared.errors import FailedPrecondition
 from shared.settings import CLUSTER_MAX_VARIABLE
 from shared.storage import ObjectMissing, ObjectStore
-from train_service.domain.capacity import ClusterUse, Resources, beyond, first_bundle, lasts, never_fits, told
+from train_service.domain.capacity import ClusterUse, Resources, beyond, first_bundle, lasts, never_fits, resources_text
 from train_service.domain.spec import TrainingSpec
 
 logger = logging.getLogger(__name__)
@@ -107,11 +107,11 @@ def check_ever_fits(spec: TrainingSpec, memory: ClusterMemory, most: Mapping[str
         remedy = f"ask for less; of a cluster that grows, its operator sets {CLUSTER_MAX_VARIABLE}"
         bundle = first_bundle(spec, clusters[-1] if clusters else [])
     else:
-        fields, known = beyond(spec, most), f"the cluster never has more than {told(most)}"
+        fields, known = beyond(spec, most), f"the cluster never has more than {resources_text(most)}"
         remedy, bundle = "ask for less", first_bundle(spec, [])
     if fields:
         number = spec.effective_min_workers
-        wanted = f"{number} worker{'' if number == 1 else 's'} of {told(bundle)} can never be placed"
+        wanted = f"{number} worker{'' if number == 1 else 's'} of {resources_text(bundle)} can never be placed"
         raise FailedPrecondition(
             f"{', '.join(fields)}: {wanted}: {known}; {remedy}",
             reason="NEVER_SCHEDULABLE",
@@ -125,7 +125,7 @@ def _largest(clusters: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     A cluster is dropped if it is part of a larger one that was seen as late or nearly as late. A job that fits a part
     of a cluster fits all of it.
     """
-    sizes = [_counted(one["nodes"]) for one in clusters]
+    sizes = [_counted(cluster["nodes"]) for cluster in clusters]
     return [
         one
         for one, size in zip(clusters, sizes, strict=True)

@@ -30,7 +30,7 @@ from typing import Any
 from shared.checkpoint import CheckpointRegistry
 from shared.checkpoint import references as checkpoint_references
 from shared.checkpoint.references import OTHER_FOLDERS, references_of_job
-from shared.code_bundle import release_bundle, using_bundle
+from shared.code_bundle_registry import release_bundle, using_bundle
 from shared.dataset_version import DatasetVersion
 from shared.dataset_version.version import unmark, using
 from shared.errors import STORE_OUTAGES, FailedPrecondition, Unavailable, not_found
@@ -42,7 +42,7 @@ from shared.reference_markers import markers
 from shared.storage import ObjectStore
 from train_service.checkpoints.fine_tuning import FIELD
 from train_service.domain.spec import TrainingSpec
-from train_service.records.reporting import TRAIN_KIND
+from train_service.records.event_log import TRAIN_KIND
 
 # --- Deletion of a job ---
 
@@ -245,10 +245,10 @@ class Sweeper:
 
     def _sweep_ray(self, job: JobRecord) -> None:
         """Delete Ray Train's files of finished attempts. Millrace's registry never reads them."""
-        for one in self._store.folders(f"{job.name}/ray"):
-            match = ATTEMPT_OF_RAY.match(one)
+        for folder in self._store.folders(f"{job.name}/ray"):
+            match = ATTEMPT_OF_RAY.match(folder)
             if match and (int(match[1]) < job.attempt or job.state.final):
-                self._store.delete_folder(f"{job.name}/ray/{one}")
+                self._store.delete_folder(f"{job.name}/ray/{folder}")
 
     def _sweep_checkpoints(self, job: JobRecord) -> None:
         registry = CheckpointRegistry(self._store, job.name)
@@ -275,7 +275,7 @@ class Sweeper:
 
     def _unnamed(self, registry: CheckpointRegistry, folders: list[str]) -> list[str]:
         state = registry.read()
-        named = {one.folder for one in state.checkpoints} | {one.entry.folder for one in state.retiring}
+        named = {checkpoint.folder for checkpoint in state.checkpoints} | {one.entry.folder for one in state.retiring}
         return [folder for folder in folders if folder not in named]
 
     def _used_folders(self, name: str) -> set[str]:
@@ -296,7 +296,7 @@ class Sweeper:
 
     def _marked(self, name: str) -> list[str]:
         root = f"{name}/checkpoints"
-        return [f"{root}/{one}" for one in self._store.folders(root) if one not in OTHER_FOLDERS]
+        return [f"{root}/{folder}" for folder in self._store.folders(root) if folder not in OTHER_FOLDERS]
 
 
 def _attempt(folder: str) -> int:

@@ -52,7 +52,7 @@ def check_model(spec: TrainingSpec, model_input: TensorSpec, total_steps: int = 
         check_sharding(spec.model, model_input.shape)
     build_training_step(spec.training_step)
     check_loss(spec)
-    check_optimizer(spec.optimizer, [tuple(one.shape) for one in model.parameters()], total_steps)
+    check_optimizer(spec.optimizer, [tuple(parameter.shape) for parameter in model.parameters()], total_steps)
 
 
 def check_outputs(spec: TrainingSpec, model_input: TensorSpec) -> nn.Module:
@@ -121,7 +121,10 @@ def check_names(spec: TrainingSpec, own_metrics: Collection[str] = ()) -> None:
 
     from train_service.learning.metrics import Metrics, measured
 
-    Metrics(replace(spec, metrics=tuple(one for one in spec.metrics if one not in own_metrics)), torch.device("cpu"))
+    Metrics(
+        replace(spec, metrics=tuple(metric for metric in spec.metrics if metric not in own_metrics)),
+        torch.device("cpu"),
+    )
     will_be = ["validation_loss", *(f"validation_{name}" for name in measured(spec))]
     stopping = spec.early_stopping
     if stopping is not None and stopping.metric not in will_be:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.checkpoint import resolve
-from shared.code_bundle import SHA256, BundleRecord, CodeBundles, Readable, load_bundle, read_bundle
+from shared.code_bundle_registry import SHA256, BundleRecord, CodeBundles, Readable, load_bundle, read_bundle
 from shared.code_environment import CodeEnvironments, add_packages
 from shared.code_packing import MAX_BUNDLE_BYTES, unpack
 from shared.errors import InvalidArgument, ResourceExhausted, invalid_field

@@ -78,7 +78,7 @@ def _tried(spec: TrainingSpec, row_shape: tuple[int, ...]) -> _Trial:
 def _tried_on(device: str, spec: TrainingSpec, row_shape: tuple[int, ...]) -> _Trial:
     with torch.device(device):
         model = build_model(spec.model, "spec.model")
-        if not any(one.requires_grad for one in model.parameters()):
+        if not any(parameter.requires_grad for parameter in model.parameters()):
             raise invalid_field(FIELD, spec.model.entry, "the model has no parameter that is trained")
         poll = _facts_of_step if is_step(model) else _facts_of_model
         return _Trial(model, poll(model, spec, row_shape))
@@ -125,7 +125,7 @@ def _facts_of_step(model: nn.Module, spec: TrainingSpec, row_shape: tuple[int, .
         try:
             _asked(spec, module.configure, "configure_optimizers raises")
             # A checkpoint may hold nothing that runs code when it is read.
-            states = [one.scheduler.state_dict() for one in module.rates]
+            states = [rate.scheduler.state_dict() for rate in module.rates]
             _asked(spec, lambda: take_apart(states), "schedulers have a state that no checkpoint can hold")
         except InvalidArgument as error:
             if error.fields:
@@ -203,7 +203,7 @@ def _check(spec: TrainingSpec, trial: _Trial, asked: dict[str, Any]) -> None:
 def _sharding_problem(model: nn.Module, row_shape: Sequence[int]) -> str:
     import torch.distributed as dist
 
-    if any(not one.is_meta for one in model.parameters()):
+    if any(not parameter.is_meta for parameter in model.parameters()):
         return "FSDP builds the model on torch's meta device first, and its code makes tensors that do not go with that"
     # Use a group of one process: the child has no network, which gloo would look for.
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -17,7 +17,7 @@ from typing import Any
 from shared import names
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry, load_checkpoint
 from shared.checkpoint.files import CheckpointFile, files_of, read_file
-from shared.checkpoint.program import load_program_checkpoint
+from shared.checkpoint.format import load_program_checkpoint
 from shared.checkpoint.references import FINAL, keep, release, resolve_any
 from shared.dataset_version import VersionReader, load_version
 from shared.dataset_version.manifest import Split
@@ -41,9 +41,9 @@ from train_service.domain.drawn_indices import PREFIX, count_drawn, last_pass
 from train_service.domain.order import Ints, blocks_of, epoch_order, steps_per_epoch
 from train_service.domain.shard_positions import count_given, is_epoch_done, last_epoch
 from train_service.domain.spec import TrainingSpec, spec_of_job
+from train_service.records.event_log import TRAIN_KIND
 from train_service.records.logs import LogReader, find_logs
 from train_service.records.metrics_log import MetricPoint, metrics_page
-from train_service.records.reporting import TRAIN_KIND
 
 # --- Coverage, metrics and logs ---
 

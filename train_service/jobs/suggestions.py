@@ -19,8 +19,8 @@ from shared.dataset_version.version import read_report
 from shared.errors import invalid_field
 from shared.storage import ObjectStore
 from shared.transforms import Pipeline, ScalarType, TensorType, schema_of_columns
-from shared.transforms.schema import ColumnType
-from shared.transforms.steps.custom_child import functions_in_children
+from shared.transforms.batch import ColumnType
+from shared.transforms.steps.custom import functions_in_children
 from train_service.domain import suggesting as known
 from train_service.domain.suggesting import MAX_VALUES, ColumnFacts, Suggestion, VersionFacts, suggest
 from train_service.loading.preprocessing import FIELD
@@ -58,7 +58,9 @@ def version_facts(version: DatasetVersion, statistics: Sequence[Json], train_spl
     for one in statistics:
         by_column.setdefault(one["column"], []).append(one)
     schema = schema_of_columns(version.columns)
-    columns = [_facts(one, schema[one.name], by_column.get(one.name, ()), train_split) for one in version.columns]
+    columns = [
+        _facts(column, schema[column.name], by_column.get(column.name, ()), train_split) for column in version.columns
+    ]
     splits = {split.name: split.row_count for split in version.manifest.splits}
     return VersionFacts(
         name=version.name,
@@ -68,7 +70,7 @@ def version_facts(version: DatasetVersion, statistics: Sequence[Json], train_spl
     )
 
 
-def _facts(column: Column, given: ColumnType, statistics: Sequence[Json], train_split: str) -> ColumnFacts:
+def _facts(column: Column, column_type: ColumnType, statistics: Sequence[Json], train_split: str) -> ColumnFacts:
     """Return the facts of a column over all splits.
 
     Mean and deviation are those of the training split, or of the first split if there are none.
@@ -78,8 +80,8 @@ def _facts(column: Column, given: ColumnType, statistics: Sequence[Json], train_
     values = _values(statistics)
     return ColumnFacts(
         name=column.name,
-        kind=known.TENSOR if isinstance(given, TensorType) else _kind(given.arrow_type),
-        dtype=given.dtype if isinstance(given, TensorType) else "",
+        kind=known.TENSOR if isinstance(column_type, TensorType) else _kind(column_type.arrow_type),
+        dtype=column_type.dtype if isinstance(column_type, TensorType) else "",
         shape=tuple(column.shape),
         value_names=tuple(column.value_names),
         known=bool(statistics),
@@ -87,7 +89,7 @@ def _facts(column: Column, given: ColumnType, statistics: Sequence[Json], train_
         nulls=sum(int(one["nullCount"]) for one in statistics),
         nans=sum(int(one["nanCount"]) for one in statistics),
         # JSON spells infinities as strings.
-        infinite=any(isinstance(one.get(bound), str) for one in numbers for bound in ("min", "max")),
+        infinite=any(isinstance(number.get(bound), str) for number in numbers for bound in ("min", "max")),
         distinct=max((int(one["distinctCount"]) for one in statistics), default=0) if values is None else len(values),
         values=values,
         least=min((float(one["min"]) for one in numbers), default=None),

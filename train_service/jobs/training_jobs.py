@@ -24,10 +24,10 @@ from shared.errors import (
     ResourceExhausted,
     already_exists,
 )
+from shared.idempotency import claimed, claimed_before, uid_of
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.index import IndexedJob, JobIndex
 from shared.jobs.transitions import take_up
-from shared.requests import claimed, claimed_before, uid_of
 from shared.storage import ObjectStore
 from shared.transforms import TensorSpec
 from train_service.attempt.outcomes import report_lost
@@ -42,7 +42,7 @@ from train_service.jobs.model_check import check_model, check_outputs
 from train_service.jobs.own_code import OwnModelCheck, ProgramCheck
 from train_service.jobs.suggestions import suggest_spec
 from train_service.loading.preprocessing import fitted, fitted_program, steps_of_run
-from train_service.records.reporting import TRAIN_KIND, Event, EventLog
+from train_service.records.event_log import TRAIN_KIND, Event, EventLog
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class TrainingJobs:
                 self.check_ever_fits(spec)
             return self._view(first or self.make(job, spec))
 
-    def run_here(self, job_id: str, spec: TrainingSpec, runner: str, device: str) -> JobRecord:
+    def begin_external_attempt(self, job_id: str, spec: TrainingSpec, runner: str, device: str) -> JobRecord:
         """Begin an attempt that the caller must run.
 
         Returns the job with that attempt; the caller is its `runner`.
@@ -223,7 +223,7 @@ class TrainingJobs:
         """
         use, seen_at = self._clusters.use()
         names: dict[str, str] = {}
-        for kind in {kind_of(one.attempt) for one in use.holders if one.attempt}:
+        for kind in {kind_of(holder.attempt) for holder in use.holders if holder.attempt}:
             jobs = Jobs(self._store, kind)
             for live in jobs.live():
                 if (job := jobs.find(live.folder)) is not None and job.actor:

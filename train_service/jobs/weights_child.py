@@ -159,9 +159,9 @@ def _fit(
     return taken
 
 
-def _holds(wanted: torch.dtype, given: torch.dtype) -> bool:
-    """Return whether one type holds another exactly. `wanted` must represent every number of `given`."""
-    return given == wanted or (wanted == torch.float32 and given in WIDENED)
+def _holds(wanted: torch.dtype, dtype: torch.dtype) -> bool:
+    """Return whether one type holds another exactly. `wanted` must represent every number of `dtype`."""
+    return dtype == wanted or (wanted == torch.float32 and dtype in WIDENED)
 
 
 def _find_non_finite(taken: Mapping[str, str], found: Mapping[str, Source], report: Report) -> None:

@@ -30,9 +30,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shared.transforms import RowKeys
+from shared.transforms.steps.columns import Normalize, ToFloat
 from shared.transforms.steps.images import CenterCrop, ColorJitter, ImageStep, RandomCrop, RandomFlip
 from shared.transforms.steps.step import Step
-from shared.transforms.steps.tensors import Normalize, ToFloat
 from train_service.domain.spec import DETERMINISTIC, REGRESSION, TF32, TrainingSpec
 from train_service.loading.loader import Batch
 from train_service.loading.rows import Array
@@ -229,7 +229,7 @@ def _random_flip(step: RandomFlip, images: Tensor, draws: Draws) -> Tensor:
 
 def _color_jitter(step: ColorJitter, images: Tensor, draws: Draws) -> Tensor:
     strengths = (step.brightness, step.contrast, step.saturation)
-    factors = np.stack([1 + (2 * draws[:, place] - 1) * one for place, one in enumerate(strengths)])
+    factors = np.stack([1 + (2 * draws[:, place] - 1) * strength for place, strength in enumerate(strengths)])
     brighter, harder, richer = _moved(factors, images.device).reshape(3, -1, *[1] * (images.dim() - 1))
     if step.brightness:
         images = _pixels(images.double() * brighter)

@@ -552,12 +552,13 @@ def diverged(batch: Batch, part: StepPart, losses: Tensor, loss: float, rank: in
     if losses.shape == (len(row_ids),):
         bad = ~np.isfinite(losses.detach().float().cpu().numpy())
         row_ids = row_ids[bad] if bad.any() else row_ids
-    told = ", ".join(map(str, row_ids[:MAX_REPORTED_ROW_IDS].tolist()))
+    shown_ids = ", ".join(map(str, row_ids[:MAX_REPORTED_ROW_IDS].tolist()))
     return FailedPrecondition(
-        f"the loss of step {batch.step} (epoch {batch.epoch}) is {loss} on rank {rank}, with the rows {told}; look at "
+        f"the loss of step {batch.step} (epoch {batch.epoch}) is {loss} on rank {rank}, with the rows "
+        f"{shown_ids}; look at "
         "these rows, or start a new job with a lower learning rate or max_gradient_norm",
         reason="NON_FINITE_LOSS",
-        metadata={"step": str(batch.step), "epoch": str(batch.epoch), "rank": str(rank), "row_ids": told},
+        metadata={"step": str(batch.step), "epoch": str(batch.epoch), "rank": str(rank), "row_ids": shown_ids},
     )
 
 
@@ -758,7 +759,9 @@ class TrialStep:
                 with autocast():
                     loss, _ = self._step(self._model, *self._rows(), self._loss)
                 loss.backward()  # type: ignore[no-untyped-call]
-                unused = sum(one.requires_grad and one.grad is None for one in self._model.parameters())
+                unused = sum(
+                    parameter.requires_grad and parameter.grad is None for parameter in self._model.parameters()
+                )
         except Exception as error:  # a user's own step may refuse rows like these; all ranks learn that below
             logger.info("the training step takes no %d rows of zeros: %s", TRIAL_ROWS, first_line(error))
             broken = 1

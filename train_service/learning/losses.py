@@ -90,7 +90,7 @@ def _cross_entropy(*, label_smoothing: float = 0.0, weight: list[float] | None =
     if factors is not None and not (factors.isfinite().all() and (factors >= 0).all() and factors.any()):
         raise ValueError("weight has a factor that is negative or not finite in float32, or none above 0")
 
-    def of(reduction: str) -> Callable[[Tensor, Tensor], Tensor]:
+    def with_reduction(reduction: str) -> Callable[[Tensor, Tensor], Tensor]:
         def loss(outputs: Tensor, labels: Tensor) -> Tensor:
             on_device = None if factors is None else factors.to(outputs.device, outputs.dtype)
             return F.cross_entropy(
@@ -99,7 +99,7 @@ def _cross_entropy(*, label_smoothing: float = 0.0, weight: list[float] | None =
 
         return loss
 
-    return Loss(of("none"), of("sum"))
+    return Loss(with_reduction("none"), with_reduction("sum"))
 
 
 def _of_differences(elementwise: Callable[..., Tensor], **kwargs: Any) -> Loss:

@@ -84,7 +84,7 @@ class Metrics:
 
     def sums(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Return the sums of a batch, float64 (width,)."""
-        sums = [one.sums(outputs, labels) for one in self._metrics.values()]
+        sums = [metric.sums(outputs, labels) for metric in self._metrics.values()]
         if self._own is not None:
             sums.append(self._own.sums(outputs, labels))
         return torch.cat(sums) if sums else torch.zeros(0, dtype=torch.float64)
@@ -93,9 +93,9 @@ class Metrics:
         """Return the values by name. NaN: the metric is undefined, e.g. for no rows."""
         sums = torch.as_tensor(sums, dtype=torch.float64)
         values, begin = {}, 0
-        for name, one in self._metrics.items():
-            values[name] = one.value(sums[begin : begin + one.width])
-            begin += one.width
+        for name, metric in self._metrics.items():
+            values[name] = metric.value(sums[begin : begin + metric.width])
+            begin += metric.width
         if self._own is not None:
             values.update(self._own.values(sums[begin:]))
         return values
@@ -270,8 +270,10 @@ def _auroc(classes: int, device: torch.device) -> Metric:
     inner = torch.linspace(-AUROC_LOGITS, AUROC_LOGITS, AUROC_THRESHOLDS, dtype=torch.float64).sigmoid()
     # The two ends of the curve: below all scores and above them.
     thresholds = torch.cat([torch.zeros(1), inner, torch.full((1,), 2.0)])
-    made = MulticlassAUROC(num_classes=classes, average="macro", thresholds=thresholds, sync_on_compute=False)
-    return _Torchmetrics(made, device, lambda outputs: outputs.double().softmax(1))
+    multiclass_auroc = MulticlassAUROC(
+        num_classes=classes, average="macro", thresholds=thresholds, sync_on_compute=False
+    )
+    return _Torchmetrics(multiclass_auroc, device, lambda outputs: outputs.double().softmax(1))
 
 
 def _r2(outputs: int, device: torch.device) -> Metric:

@@ -70,13 +70,13 @@ def check_optimizer(spec: OptimizerSpec, shapes: Iterable[tuple[int, ...]], tota
     """
     _optimizer_class(spec.name)  # raises with its own field
     dimensions = sorted({len(shape) for shape in shapes})
-    told = _refusal(lambda: _try_optimizer(spec, spec.kwargs, dimensions))
-    if told:
+    refusal = _refusal(lambda: _try_optimizer(spec, spec.kwargs, dimensions))
+    if refusal:
         if spec.kwargs and not _refusal(lambda: _try_optimizer(spec, {}, dimensions)):
-            raise invalid_field(f"{FIELD}.kwargs", spec.kwargs, f"{spec.name} refuses them: {told}")
+            raise invalid_field(f"{FIELD}.kwargs", spec.kwargs, f"{spec.name} refuses them: {refusal}")
         if spec.kwargs and not _needs_closure(spec, dimensions):
-            raise invalid_field(f"{FIELD}.kwargs", spec.kwargs, f"{spec.name} does not work with them: {told}")
-        raise invalid_field(f"{FIELD}.name", spec.name, f"it does not work for this model: {told}; use another")
+            raise invalid_field(f"{FIELD}.kwargs", spec.kwargs, f"{spec.name} does not work with them: {refusal}")
+        raise invalid_field(f"{FIELD}.name", spec.name, f"it does not work for this model: {refusal}; use another")
     if spec.scheduler:
         _check_scheduler(spec, dimensions, total_steps)
 
@@ -123,7 +123,7 @@ def _is_plain(model: nn.Module) -> bool:
     The kernels walk through a parameter, its gradient and its state side by side, so all three need the same layout.
     Autograd and `_lay_out_state` ensure that.
     """
-    return all(one.is_floating_point() and _has_no_gaps(one) for one in model.parameters())
+    return all(parameter.is_floating_point() and _has_no_gaps(parameter) for parameter in model.parameters())
 
 
 def _has_no_gaps(tensor: torch.Tensor) -> bool:

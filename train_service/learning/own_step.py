@@ -181,8 +181,10 @@ class OwnStepLearner(BaseLearner):
         module = self._step_module
         parallel = self._spec.placement.parallel
         state: dict[str, Any] = {
-            "optimizers": [whole_optimizer_state(self.model, one, parallel, touched) for one in module.optimizers],
-            "schedulers": [one.scheduler.state_dict() for one in module.rates],
+            "optimizers": [
+                whole_optimizer_state(self.model, optimizer, parallel, touched) for optimizer in module.optimizers
+            ],
+            "schedulers": [rate.scheduler.state_dict() for rate in module.rates],
             "updates": self._updates,
         }
         if self._scaler.is_enabled():
@@ -324,16 +326,16 @@ class OwnStepLearner(BaseLearner):
         """
         if self._step_module.is_manual:
             return
-        for one in self._step_module.rates:
-            if one.interval != interval or done % one.frequency:
+        for rate in self._step_module.rates:
+            if rate.interval != interval or done % rate.frequency:
                 continue
-            if not isinstance(one.scheduler, ReduceLROnPlateau):
-                one.scheduler.step()
-            elif one.monitor in metrics:
-                one.scheduler.step(metrics[one.monitor])
+            if not isinstance(rate.scheduler, ReduceLROnPlateau):
+                rate.scheduler.step()
+            elif rate.monitor in metrics:
+                rate.scheduler.step(metrics[rate.monitor])
             else:
                 raise FailedPrecondition(
-                    f"a ReduceLROnPlateau monitors {one.monitor!r}, and validation measured "
+                    f"a ReduceLROnPlateau monitors {rate.monitor!r}, and validation measured "
                     f"{', '.join(metrics) or 'nothing'}; log it in validation_step",
                     reason="METRIC_NOT_MEASURED",
                 )

@@ -99,12 +99,12 @@ class Ranks:
         has = torch.tensor([float(one.grad is not None) for one in parameters], device=self.device)
         dist.all_reduce(has)
         gradients = []
-        for one, count in zip(parameters, has.tolist(), strict=True):
-            if count and one.grad is None:
-                one.grad = torch.zeros_like(one)
-            if one.grad is not None:
-                one.grad = one.grad.to_dense() if one.grad.is_sparse else one.grad
-                gradients.append(one.grad)
+        for parameter, count in zip(parameters, has.tolist(), strict=True):
+            if count and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+                gradients.append(parameter.grad)
         for group in _in_buckets(gradients):
             flat = torch.cat([one.reshape(-1) for one in group])
             dist.all_reduce(flat)
@@ -169,12 +169,12 @@ def _in_buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]
     """Group consecutive tensors of one dtype, up to `BUCKET_BYTES` per group."""
     bucket: list[torch.Tensor] = []
     size = 0
-    for one in tensors:
-        if bucket and (one.dtype != bucket[0].dtype or size + one.nbytes > BUCKET_BYTES):
+    for tensor in tensors:
+        if bucket and (tensor.dtype != bucket[0].dtype or size + tensor.nbytes > BUCKET_BYTES):
             yield bucket
             bucket, size = [], 0
-        bucket.append(one)
-        size += one.nbytes
+        bucket.append(tensor)
+        size += tensor.nbytes
     if bucket:
         yield bucket
 
@@ -182,8 +182,8 @@ def _in_buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]
 @torch.no_grad()
 def _put_back(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     parts = torch.split(flat, [one.numel() for one in tensors])
-    for one, part in zip(tensors, parts, strict=True):
-        one.copy_(part.view_as(one))
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.copy_(part.view_as(tensor))
 
 
 @contextmanager

@@ -116,7 +116,9 @@ class _Operation:
 
     @property
     def storages(self) -> set[int]:
-        return {one.storage for one in self.leaves if isinstance(one, _View)} | {storage for _, storage in self.made}
+        return {leave.storage for leave in self.leaves if isinstance(leave, _View)} | {
+            storage for _, storage in self.made
+        }
 
 
 class Recorded:
@@ -151,13 +153,13 @@ class Recorded:
 
     def _run(self, operation: _Operation, memory: dict[int, torch.UntypedStorage]) -> None:
         leaves = []
-        for one in operation.leaves:
-            if isinstance(one, _View):
-                if one.storage == operation.overwrites and one.storage not in memory:
-                    memory[one.storage] = torch.empty(one.storage_bytes, dtype=torch.uint8).untyped_storage()
-                leaves.append(_tensor(one, memory))
+        for leave in operation.leaves:
+            if isinstance(leave, _View):
+                if leave.storage == operation.overwrites and leave.storage not in memory:
+                    memory[leave.storage] = torch.empty(leave.storage_bytes, dtype=torch.uint8).untyped_storage()
+                leaves.append(_tensor(leave, memory))
             else:
-                leaves.append(one.clone() if isinstance(one, Tensor) else one)
+                leaves.append(leave.clone() if isinstance(leave, Tensor) else leave)
         arguments, keywords = tree_unflatten(leaves, operation.nesting)
         results, _ = tree_flatten(operation.function(*arguments, **keywords))
         for place, storage in operation.made:
@@ -200,7 +202,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def trunc_normal(self, tensor: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
         """Note `trunc_normal_` as one operation: it draws again what lies outside, so it looks at values."""
         leaves, nesting = tree_flatten(((tensor, *arguments), keywords))
-        noted = [_view(one) if one is tensor else one for one in leaves]
+        noted = [_view(leave) if leave is tensor else leave for leave in leaves]
         self.operations.append(_Operation(TRUNC_NORMAL, noted, nesting, (), _overwritten("trunc_normal_", noted)))
         return tensor
 

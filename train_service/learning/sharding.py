@@ -82,7 +82,7 @@ def local_rows(tensor: Tensor) -> tuple[slice, Tensor]:
 
     if not isinstance(tensor, DTensor):
         return slice(None), tensor
-    if all(one == Replicate() for one in tensor.placements):
+    if all(placement == Replicate() for placement in tensor.placements):
         return slice(None), tensor.to_local()
     if tuple(tensor.placements) != (Shard(0),):
         raise NotImplementedError(f"a tensor is sharded by {tensor.placements}")
@@ -250,9 +250,9 @@ def mixed_unit(model: nn.Module, units: Sequence[str]) -> tuple[str, list[str]] 
     kinds: dict[str, set[str]] = defaultdict(set)
     found = _Units(model, {name: model.get_submodule(name) for name in units})
     owners = found.owners()
-    for one in model.parameters():
-        if one.is_floating_point():
-            kinds[owners[id(one)]].add(str(one.dtype))
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            kinds[owners[id(parameter)]].add(str(parameter.dtype))
     return next(((name, sorted(several)) for name, several in kinds.items() if len(several) > 1), None)
 
 
@@ -338,8 +338,8 @@ class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        for one in tree_leaves((args, kwargs)):
-            if isinstance(one, Tensor) and (owner := self._owners.get(id(one))) and not self.running[owner]:
+        for leave in tree_leaves((args, kwargs)):
+            if isinstance(leave, Tensor) and (owner := self._owners.get(id(leave))) and not self.running[owner]:
                 self.outside.add(owner)
         return func(*args, **(kwargs or {}))
 
@@ -378,5 +378,5 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _bytes_of(*modules: nn.Module) -> int:
-    parameters = {id(one): one for module in modules for one in module.parameters()}
+    parameters = {id(parameter): parameter for module in modules for parameter in module.parameters()}
     return sum(one.numel() * one.element_size() for one in parameters.values())

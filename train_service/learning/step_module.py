@@ -178,7 +178,7 @@ class StepModule:
         return self.optimizers[0] if len(self.optimizers) == 1 else list(self.optimizers)
 
     def _get_schedulers(self) -> Any:
-        found = [one.scheduler for one in self.rates]
+        found = [rate.scheduler for rate in self.rates]
         return None if not found else found[0] if len(found) == 1 else found
 
     def _manual_backward(self, loss: Tensor, *arguments: Any, **named: Any) -> None:
@@ -186,7 +186,7 @@ class StepModule:
 
     def _toggle(self, optimizer: torch.optim.Optimizer) -> None:
         """Freeze all parameters except the optimizer's until `untoggle_optimizer`."""
-        its = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        its = {id(param) for group in optimizer.param_groups for param in group["params"]}
         others = {id(one): one for made in self.optimizers for group in made.param_groups for one in group["params"]}
         self._frozen = [(one, one.requires_grad) for key, one in others.items() if key not in its]
         for one, _ in self._frozen:
@@ -230,12 +230,12 @@ def configured(module: nn.Module) -> tuple[list[torch.optim.Optimizer], list[Sch
                 rates += [one["lr_scheduler"]] if "lr_scheduler" in one else []
             else:
                 optimizers.append(one)
-    if not optimizers or not all(isinstance(one, torch.optim.Optimizer) for one in optimizers):
+    if not optimizers or not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers):
         kinds = ", ".join(type(one).__name__ for one in optimizers) or "nothing"
         raise _bad(f"gives {kinds}; give torch's optimizers, with schedulers if any, in a form of Lightning's")
     if len(optimizers) > 1 and getattr(module, "automatic_optimization", True):
         raise _bad("gives several optimizers: set automatic_optimization to False, and step them in training_step")
-    return optimizers, [_rate(one) for one in rates]
+    return optimizers, [_rate(rate) for rate in rates]
 
 
 def _rate(given: Any) -> ScheduledRate:

@@ -74,7 +74,7 @@ class _Piece:
     row_ids: Ints
 
     @classmethod
-    def of(cls, table: pa.Table, shape: tuple[int, ...]) -> _Piece:
+    def from_table(cls, table: pa.Table, shape: tuple[int, ...]) -> _Piece:
         table = table.combine_chunks()
         inputs, labels = (table.column(name).chunk(0) for name in ("inputs", "labels"))
         start = inputs.offset * inputs.type.byte_width
@@ -143,7 +143,7 @@ class ClusterLoader(Loader):
         shape = self._preprocessing.output.shape
         for start in range(0, len(tasks), TASKS_AT_ONCE):
             for table in _prepared(self._source, tasks[start : start + TASKS_AT_ONCE], self._cache.touched, self._run):
-                yield _Piece.of(table, shape)
+                yield _Piece.from_table(table, shape)
 
     def _tasks(self, first_step: int) -> Iterator[dict[str, int]]:
         """Yield a task per range of positions [begin, end), a shuffle window of every lane, for each epoch left."""

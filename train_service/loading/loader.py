@@ -158,7 +158,7 @@ class Loader:
         plan = self._plan
         bounds = [step_bounds(self._rows, self.steps_per_epoch, step) for step in steps]
         rows = windows.rows(bounds[0][0], bounds[-1][1])
-        counts = [len(rank_positions(*one, plan.lanes, plan.rank, plan.world_size)) for one in bounds]
+        counts = [len(rank_positions(*bound, plan.lanes, plan.rank, plan.world_size)) for bound in bounds]
         ends = np.cumsum(counts).tolist()
         parts = [rows.slice(end - count, end) for count, end in zip(counts, ends, strict=True)]
         for step, (begin, end), part, inputs in zip(
@@ -177,16 +177,16 @@ class Loader:
         """Yield the model's inputs of each part of `rows`, prepared together. A row's result does not depend on the
         others."""
 
-        def made(some: Rows) -> Array:
+        def prepare(some: Rows) -> Array:
             return self._prepare(some, RowKeys(self._plan.seed, epoch, some.row_ids))
 
         try:
-            whole = made(rows)
+            whole = prepare(rows)
         except InvalidArgument:
             if len(parts) == 1:
                 raise
             # The parts before the bad row are good batches.
-            yield from map(made, parts)
+            yield from map(prepare, parts)
         else:
             yield from np.split(whole, np.cumsum([len(part.row_ids) for part in parts])[:-1])
 

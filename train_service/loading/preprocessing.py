@@ -22,14 +22,13 @@ from shared.models import input_dimensions
 from shared.storage import ObjectStore
 from shared.transforms import Pipeline, RowError, RowKeys, ScalarType, Schema, TensorSpec, TensorType, schema_of_columns
 from shared.transforms.batch import Column as BatchColumn
+from shared.transforms.batch import ColumnType
 from shared.transforms.pipeline import BatchContext, needed_columns, sliced
-from shared.transforms.schema import ColumnType
-from shared.transforms.steps.custom import Custom
-from shared.transforms.steps.custom_child import functions_in_children
+from shared.transforms.steps.columns import Concat, Normalize, ToFloat
+from shared.transforms.steps.custom import Custom, functions_in_children
 from shared.transforms.steps.decoding import image_columns, side_by_side
 from shared.transforms.steps.images import CenterCrop, ColorJitter, RandomCrop, RandomFlip
 from shared.transforms.steps.step import Step
-from shared.transforms.steps.tensors import Concat, Normalize, ToFloat
 from train_service.domain import spec_rules
 from train_service.domain.order import steps_per_epoch, window_rows
 from train_service.domain.spec import BY_DEVICE, REGRESSION, TrainingSpec
@@ -74,8 +73,8 @@ class Preprocessing:
         whole = Pipeline.from_config(spec.transform, spec.input_column, FIELD, asked=asked)
         _check_steps(whole)
         schemas = _schemas(whole, given, spec)
-        self._made = schemas[-1].get(spec.input_column)
-        if self._made is None:
+        self._input_type = schemas[-1].get(spec.input_column)
+        if self._input_type is None:
             raise invalid_field(
                 FIELD, spec.input_column, f"it takes the input column away and leaves {_names(schemas[-1])}"
             )
@@ -101,7 +100,7 @@ class Preprocessing:
     @property
     def output(self) -> TensorSpec:
         """The model's input for one row. Raises `InvalidArgument` unless it is a tensor of a fixed shape."""
-        made = self._made
+        made = self._input_type
         lengths = [length for length in made.shape if length is not None] if isinstance(made, TensorType) else []
         if not isinstance(made, TensorType) or len(lengths) < len(made.shape):
             remedy = f"column {self.input_column!r} must become a float32 tensor of a fixed shape; add steps"
@@ -226,10 +225,10 @@ class Preprocessing:
         )
 
 
-def is_float(one: ColumnType) -> bool:
-    if isinstance(one, TensorType):
-        return np.dtype(one.dtype).kind == "f"
-    return bool(kinds.is_floating(one.arrow_type))
+def is_float(column_type: ColumnType) -> bool:
+    if isinstance(column_type, TensorType):
+        return np.dtype(column_type.dtype).kind == "f"
+    return bool(kinds.is_floating(column_type.arrow_type))
 
 
 def _makes_finite(step: Step) -> bool:
@@ -258,22 +257,22 @@ def _check_steps(pipeline: Pipeline) -> None:
             raise invalid_field(path, step.op, "training learns no step; set what it learns, or use TransformVersion")
 
 
-def _schemas(pipeline: Pipeline, given: Schema, spec: TrainingSpec) -> list[Schema]:
+def _schemas(pipeline: Pipeline, schema: Schema, spec: TrainingSpec) -> list[Schema]:
     """Return the columns before each step and, last, after all steps.
 
     If no step can have made the input column by the time a step needs it, the error names `spec.input_column`, not the
     step.
     """
-    schemas = [given]
+    schemas = [schema]
     for index, step in enumerate(pipeline.steps):
         if spec.input_column not in schemas[-1] and spec.input_column in step.reads:
             break
-        schemas.append(pipeline.with_steps(pipeline.steps[: index + 1]).output(given))
+        schemas.append(pipeline.with_steps(pipeline.steps[: index + 1]).output(schema))
     else:
-        if spec.input_column in {*given, *schemas[-1]}:
+        if spec.input_column in {*schema, *schemas[-1]}:
             return schemas
     raise invalid_field(
-        "spec.input_column", spec.input_column, f"{spec.dataset_version} has {_names(given)}, and no step makes it"
+        "spec.input_column", spec.input_column, f"{spec.dataset_version} has {_names(schema)}, and no step makes it"
     )
 
 
@@ -386,10 +385,10 @@ def _check_lengths(spec: TrainingSpec, columns: Sequence[Column]) -> None:
         raise invalid_field("spec.group_by_length", spec.group_by_length, remedy)
 
 
-def _has_lengths(one: ColumnType) -> bool:
-    if isinstance(one, TensorType):
-        return np.dtype(one.dtype).kind in "iu" and None not in one.shape
-    arrow_type = one.arrow_type
+def _has_lengths(column_type: ColumnType) -> bool:
+    if isinstance(column_type, TensorType):
+        return np.dtype(column_type.dtype).kind in "iu" and None not in column_type.shape
+    arrow_type = column_type.arrow_type
     texts = kinds.is_string(arrow_type) or kinds.is_large_string(arrow_type)
     return bool(
         texts or kinds.is_binary(arrow_type) or kinds.is_large_binary(arrow_type) or kinds.is_integer(arrow_type)
@@ -520,7 +519,7 @@ def _check_label(spec: TrainingSpec, version: DatasetVersion) -> None:
         raise invalid_field("spec.label_column", spec.label_column, remedy)
 
 
-def _check_numbers(spec: TrainingSpec, given: ColumnType) -> None:
+def _check_numbers(spec: TrainingSpec, column_type: ColumnType) -> None:
     """Check that the label has one number per output of the model.
 
     That is a scalar column for one output, and a tensor column for more.
@@ -528,11 +527,13 @@ def _check_numbers(spec: TrainingSpec, given: ColumnType) -> None:
     width, outputs = None, spec.model.num_classes
     if not outputs and spec.model.is_own:
         return  # checked again once the model's code has set it
-    if isinstance(given, TensorType):
-        width = given.shape[0] if len(given.shape) == 1 else None
-    elif kinds.is_integer(given.arrow_type) or kinds.is_floating(given.arrow_type):
+    if isinstance(column_type, TensorType):
+        width = column_type.shape[0] if len(column_type.shape) == 1 else None
+    elif kinds.is_integer(column_type.arrow_type) or kinds.is_floating(column_type.arrow_type):
         width = 1
     if width != outputs:
         wanted = "numbers" if outputs == 1 else f"tensors of ({outputs},) numbers"
-        remedy = f"is {given}; name {wanted}, one for each of the {outputs} outputs that spec.model.num_classes says"
+        remedy = (
+            f"is {column_type}; name {wanted}, one for each of the {outputs} outputs that spec.model.num_classes says"
+        )
         raise invalid_field("spec.label_column", spec.label_column, remedy)

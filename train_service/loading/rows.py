@@ -19,7 +19,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from shared.dataset_version import ROW_ID, DatasetVersion, RowGroup, VersionReader
-from shared.dataset_version.columns import row_bytes
+from shared.dataset_version.manifest import row_bytes
 from shared.errors import DataLoss, InvalidArgument
 from shared.transforms import Batch, arrow_schema, batch_of, schema_of_columns
 from train_service.domain.order import Ints

@@ -24,8 +24,8 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry
-from shared.checkpoint.format import OTHER_FORMAT
-from shared.checkpoint.program import (
+from shared.checkpoint.format import (
+    OTHER_FORMAT,
     ProgramContent,
     ProgramFile,
     verify_program_checkpoint,
@@ -40,8 +40,8 @@ from train_service.checkpoints.snapshots import retain
 from train_service.domain.drawn_indices import check_drawn, merge_drawn
 from train_service.domain.shard_positions import check_shards, merge_reports, shard_identity
 from train_service.domain.spec import KEEP, REPLAY, Program, TrainingSpec
+from train_service.records.event_log import CANCEL, GO_ON, REPORT_INTERVAL_S, STALE, EventKind
 from train_service.records.metrics_log import MetricsLog
-from train_service.records.reporting import CANCEL, GO_ON, REPORT_INTERVAL_S, STALE, EventKind
 from train_service.store_retry import retry_on_outage
 from train_service.worker.heartbeat import FAILING
 
@@ -58,7 +58,7 @@ FOLDER_NAME = re.compile(r"report-(?P<report>\d{8})-a(?P<attempt>\d{5})-[0-9a-f]
 
 Reply = Callable[[dict[str, Any]], None]
 # Writes an event of the run; its payload fits the message of its kind.
-Tell = Callable[[EventKind, dict[str, Any]], None]
+ReportEvent = Callable[[EventKind, dict[str, Any]], None]
 
 
 @dataclass
@@ -75,7 +75,7 @@ class ReportPart:
     optimizer_steps: int
 
     @classmethod
-    def of(cls, rank: int, body: Mapping[str, Any]) -> ReportPart:
+    def from_body(cls, rank: int, body: Mapping[str, Any]) -> ReportPart:
         files = body.get("files")
         return cls(
             rank=rank,
@@ -173,7 +173,7 @@ class ReportCoordinator:
         spec: TrainingSpec,
         world_size: int,
         *,
-        tell: Tell,
+        report_event: ReportEvent,
         stop_reason: Callable[[], int] = lambda: GO_ON,
         named_after_s: float = MISSING_NAMED_AFTER_S,
         missing_for_s: float = MISSING_FOR_S,
@@ -183,9 +183,9 @@ class ReportCoordinator:
     ) -> None:
         """Prepare the coordination of a run.
 
-        `tell` writes events; `stop_reason` returns the requested stop of the run, see `reporting`. For a script, `fit`
-        is the number of its run, which resumes only from its own checkpoints, and `reports_before` the number of the
-        newest report of any other run. `began_before`: an earlier attempt began this run.
+        `report_event` writes events; `stop_reason` returns the requested stop of the run, see `reporting`. For a
+        script, `fit` is the number of its run, which resumes only from its own checkpoints, and `reports_before` the
+        number of the newest report of any other run. `began_before`: an earlier attempt began this run.
         """
         assert spec.program is not None
         self._store = store
@@ -194,7 +194,7 @@ class ReportCoordinator:
         self._spec = spec
         self._program: Program = spec.program
         self._world_size = world_size
-        self._tell = tell
+        self._report_event = report_event
         self._stop_reason = stop_reason
         self._named_after_s = named_after_s
         self._missing_for_s = missing_for_s
@@ -313,7 +313,7 @@ class ReportCoordinator:
             retry_on_outage(lambda: self._registry.finish(name, self._attempt), "the final checkpoint")
         else:
             text = "the program ended without a checkpoint: nothing of it can be resumed, loaded or served"
-            self._tell(EventKind.WARNING, {"text": text})
+            self._report_event(EventKind.WARNING, {"text": text})
 
     def _run(self) -> None:
         try:
@@ -384,7 +384,7 @@ class ReportCoordinator:
             "step": start.report,
             "checkpoint": start.entry.name if start.entry else "",
         }
-        self._tell(EventKind.ATTEMPT_STARTED, started)
+        self._report_event(EventKind.ATTEMPT_STARTED, started)
 
     def _warn_of_replay(self) -> None:
         """Warn if the program resumes within an epoch.
@@ -406,7 +406,7 @@ class ReportCoordinator:
     def _sweep(self) -> None:
         """Delete files that earlier attempts uploaded but did not commit."""
         state = self._registry.read()
-        named = {one.folder for one in state.checkpoints} | {one.entry.folder for one in state.retiring}
+        named = {checkpoint.folder for checkpoint in state.checkpoints} | {one.entry.folder for one in state.retiring}
         for name in self._store.folders(self._registry.data_folder):
             folder, match = f"{self._registry.data_folder}/{name}", FOLDER_NAME.fullmatch(name)
             if match and int(match["attempt"]) < self._attempt and folder not in named:
@@ -454,7 +454,7 @@ class ReportCoordinator:
             raise Internal(
                 f"rank {rank} reports number {number}, and number {self._number} is due", reason="REPORT_LOST"
             )
-        part = ReportPart.of(rank, body)
+        part = ReportPart.from_body(rank, body)
         if part.shards:
             self._check_shards(part)
         check_drawn(rank, part.indices, self._indices)
@@ -487,14 +487,14 @@ class ReportCoordinator:
             return {}
         version = load_version(self._store, self._spec.dataset_version)
         return {
-            one.name: shard_identity(version.name, version.manifest_sha256, one.name, one.row_count, self._spec)
-            for one in version.manifest.splits
+            split.name: shard_identity(version.name, version.manifest_sha256, split.name, split.row_count, self._spec)
+            for split in version.manifest.splits
         }
 
     def _commit(self) -> None:
         number, parts = self._number, [self._parts[rank] for rank in sorted(self._parts)]
         first = parts[0]
-        carried = any(one.files is not None for one in parts)
+        carried = any(part.files is not None for part in parts)
         try:
             files = merged_files(parts)
         except InvalidArgument:
@@ -600,7 +600,7 @@ class ReportCoordinator:
         )
         retry_on_outage(lambda: self._registry.commit(entry), "a checkpoint")
         self._newest = entry
-        self._tell(EventKind.CHECKPOINT_COMMITTED, entry.as_state())
+        self._report_event(EventKind.CHECKPOINT_COMMITTED, entry.as_state())
         if self._spec.checkpoints.keep_newest:
             damaged = self._start.damaged
             retry_on_outage(
@@ -614,8 +614,8 @@ class ReportCoordinator:
             return
         self._progress_at = now
         others = dict(part.metrics)
-        told: dict[str, Any] = {name: others.pop(name) for name in ("loss", "accuracy") if name in others}
-        self._tell(EventKind.PROGRESS, {"step": number, "epoch": part.epoch, **told, "metrics": others})
+        main: dict[str, Any] = {name: others.pop(name) for name in ("loss", "accuracy") if name in others}
+        self._report_event(EventKind.PROGRESS, {"step": number, "epoch": part.epoch, **main, "metrics": others})
 
     def _absent(self) -> list[int]:
         return [rank for rank in range(self._world_size) if rank not in self._parts] if self._parts else []
@@ -676,7 +676,7 @@ class ReportCoordinator:
 
     def _warn(self, text: str) -> None:
         logger.warning("%s", text)
-        self._tell(EventKind.WARNING, {"text": text})
+        self._report_event(EventKind.WARNING, {"text": text})
 
 
 def _adds_line(error: MillraceError, cause: MillraceError) -> bool:

@@ -55,7 +55,7 @@ class DrawnIndices:
 
     def take(self) -> dict[str, Record]:
         """Return the records since the last call."""
-        return {one.name: said for one in self._loaders if (said := one.take()) is not None}
+        return {loader.name: said for loader in self._loaders if (said := loader.take()) is not None}
 
 
 class LoaderRecord:

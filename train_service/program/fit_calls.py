@@ -91,7 +91,7 @@ def matching(fits: Sequence[Fit], call: FitCall, met: Collection[int]) -> Fit | 
 
     `met` are the numbers of the runs that this attempt has already requested.
     """
-    named = (one for one in fits if (one.call.name, one.call.storage_path) == (call.name, call.storage_path))
+    named = (fit for fit in fits if (fit.call.name, fit.call.storage_path) == (call.name, call.storage_path))
     placed = (one for one in fits if one.call.line == call.line and one.number not in met)
     return next(named, None) or next(placed, None)
 
@@ -256,7 +256,8 @@ def settled(
         taken["lanes"] = lanes or default_lanes(min(workers, spec_rules.MAX_WORKERS))
         if lanes and workers > lanes:
             raise InvalidArgument(
-                f"{line}: {_of(asked)} is more than the {lanes} lanes that this job's first run began with, and its "
+                f"{line}: {_scaling_text(asked)} is more than the {lanes} lanes that this job's first run began "
+                "with, and its "
                 f"rows keep their order; ask for at most {lanes} workers, or run the script as a job of its own",
                 reason="MORE_WORKERS_THAN_LANES",
             )
@@ -302,7 +303,7 @@ def overridden(asked: Asked, spec: TrainingSpec, *, use_gpu: bool) -> list[str]:
         f"train_loop_config[{key!r}] is {ours}, by the job's configuration, and not {theirs}"
         for key, (theirs, ours) in sorted(asked.config.items())
     ]
-    return list(dict.fromkeys(one for one in sentences if one))
+    return list(dict.fromkeys(sentence for sentence in sentences if sentence))
 
 
 def _of_workers(asked: Asked) -> list[Wanted]:
@@ -390,7 +391,7 @@ def _shown(path: str) -> str:
     return {"placement.timeout_s": "placement.timeout", "checkpoints.maximize": "checkpoints.order"}.get(path, path)
 
 
-def _of(asked: Asked) -> str:
+def _scaling_text(asked: Asked) -> str:
     return f"ScalingConfig(num_workers={_workers(asked.num_workers)})"
 
 

@@ -43,7 +43,7 @@ import torch.distributed as dist
 from ray.train import Checkpoint
 
 from shared.errors import FailedPrecondition
-from train_service.program.rank_reports import files_of
+from train_service.program.report_sender import files_of
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def install_hugging_face(outputs: Path) -> None:
         TRAINER: lambda module: end_saves_together(module.Trainer),
         CALLBACK: lambda module: _report_saved_step(module.RayTrainReportCallback),
     }
-    for name in [one for one in patches if one in sys.modules]:
+    for name in [patch for patch in patches if patch in sys.modules]:
         patches.pop(name)(sys.modules[name])
     sys.meta_path.insert(0, _PatchOnImport(patches))
 

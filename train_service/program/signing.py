@@ -1,7 +1,8 @@
-"""Signing of a program's store access: the attempt signs URLs that its ranks may use, and refuses the rest.
+"""A program's access to the store: the attempt signs URLs that its ranks may use, and refuses the rest.
 
-The ranks of a program run its user's code, and hold no key of an S3 store (`shared.storage.signed_store` is their
-side).
+A rank runs its user's code, so it holds no key of an S3 store, where it uses signed URLs instead
+(`shared.storage.signed_store`).
+A local directory has no URLs to sign: each process of the user reads and writes all of it by path.
 
 A rank may read
     the manifest and the files of the job's dataset version
@@ -24,21 +25,27 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+import pyarrow as pa
+
 from shared.checkpoint.registry import data_folder_of
-from shared.code_bundle import bundle_key
-from shared.dataset_version import DatasetVersion, load_version
+from shared.code_bundle_registry import bundle_key
+from shared.dataset_version import DatasetVersion, Manifest, load_version
 from shared.dataset_version.version import MANIFEST, check_not_deleted
-from shared.errors import FailedPrecondition, InvalidArgument, MillraceError, shown
-from shared.storage import ObjectStore, key_problem
+from shared.errors import DataLoss, FailedPrecondition, InvalidArgument, MillraceError, not_found, shown
+from shared.settings import StoreSettings
+from shared.storage import ObjectMissing, ObjectStore, key_problem, open_store
 from shared.storage.presigning import VALID_FOR, MultipartUploads, Presigner
-from shared.storage.signed_store import SIGNED_TIMEOUT_S
+from shared.storage.signed_store import SIGNED_TIMEOUT_S, SignedStore
 from train_service.domain.spec import TrainingSpec
 from train_service.program.coordinator import FOLDER_NAME, Reply, ReportCoordinator
+from train_service.program.report_sender import Line, checked
 from train_service.records.logs import rank_folder
+
+# --- The attempt signs ---
 
 PR_SET_DUMPABLE = 4
 SIGN, BEGIN, SIGN_PARTS, COMPLETE, ABORT = "sign", "begin_parts", "sign_parts", "complete_parts", "abort_parts"
@@ -198,7 +205,10 @@ class StoreSigner:
             known = self._version
             if known is None:
                 known = self._version = load_version(self._store, self._spec.dataset_version)
-                files = [f"{known.folder}/{MANIFEST}", *(f"{known.folder}/{one.path}" for one in known.manifest.files)]
+                files = [
+                    f"{known.folder}/{MANIFEST}",
+                    *(f"{known.folder}/{file.path}" for file in known.manifest.files),
+                ]
                 self._files = files
                 self._places = {key: place for place, key in enumerate(files)}
         if body.get("again"):
@@ -273,3 +283,81 @@ def _answered(
     except (KeyError, TypeError, ValueError) as error:
         refusal = InvalidArgument(f"rank {rank} sends a request that is malformed: {type(error).__name__}: {error}")
         return {"error": refusal.as_record()}
+
+
+# --- A rank reads and writes ---
+
+
+class RankStore(Protocol):
+    """The store's methods that a rank uses, as in `ObjectStore`."""
+
+    def get(self, key: str) -> bytes: ...
+
+    def get_range(self, key: str, start: int, length: int) -> bytes: ...
+
+    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]: ...
+
+    def local_file(self, key: str) -> AbstractContextManager[pa.NativeFile | None]: ...
+
+    def put(self, key: str, data: bytes | bytearray | memoryview) -> None: ...
+
+    def put_pieces(self, key: str, pieces: Callable[[], Iterator[bytes]]) -> None: ...
+
+
+class Versions(Protocol):
+    """Access to the job's dataset version."""
+
+    def load(self, name: str) -> DatasetVersion:
+        """Load the version. Raises as `load_version`."""
+
+    def check_not_deleted(self, version: DatasetVersion) -> None:
+        """Raise `NotFound` if the version was deleted since it was found."""
+
+
+class StoredVersions:
+    """Versions read from the store itself."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    def load(self, name: str) -> DatasetVersion:
+        return load_version(self._store, name)
+
+    def check_not_deleted(self, version: DatasetVersion) -> None:
+        check_not_deleted(self._store, version)
+
+
+class AskedVersions:
+    """Versions that the attempt locates."""
+
+    def __init__(self, store: RankStore, line: Line) -> None:
+        self._store = store
+        self._line = line
+
+    def load(self, name: str) -> DatasetVersion:
+        found = self._find()
+        key, digest = f"{found['folder']}/{MANIFEST}", found["manifest_sha256"]
+        try:
+            manifest = Manifest.from_json(self._store.get(key), digest)
+        except ObjectMissing:
+            self._find(again=True)  # raises if the version was deleted
+            raise DataLoss(
+                f"the manifest of {name} is gone", reason="MANIFEST_MISSING", metadata={"resource": name}
+            ) from None
+        return DatasetVersion(found["name"], manifest, digest, found["folder"])
+
+    def check_not_deleted(self, version: DatasetVersion) -> None:
+        if self._find(again=True)["folder"] != version.folder:
+            raise not_found(version.name, "it was deleted while it was read")
+
+    def _find(self, *, again: bool = False) -> dict[str, Any]:
+        return checked(self._line.ask({"kind": "version", "again": again}))
+
+
+def open_rank_store(url: str, line: Line) -> tuple[RankStore, Versions]:
+    """Open the store at `url`. For S3 the URL is only a name here."""
+    if urlsplit(url).scheme == "file":
+        store = open_store(StoreSettings(url=url))
+        return store, StoredVersions(store)
+    signed = SignedStore(line.ask, line.tick)
+    return signed, AskedVersions(signed, line)

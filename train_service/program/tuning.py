@@ -180,9 +180,11 @@ class TrialResults:
     maximize: bool
 
     @classmethod
-    def of(cls, described: Mapping[str, Any], settings: Mapping[str, Any], fetch: Callable[[str], str]) -> TrialResults:
+    def from_answer(
+        cls, described: Mapping[str, Any], settings: Mapping[str, Any], fetch: Callable[[str], str]
+    ) -> TrialResults:
         """Build the results. `described` is the attempt's answer, see `ScriptSweep.ended`."""
-        results = [_result(one, fetch) for one in described["trials"]]
+        results = [_result(trial, fetch) for trial in described["trials"]]
         return cls(results, settings["metric"], settings["maximize"])
 
     def __len__(self) -> int:
@@ -197,7 +199,7 @@ class TrialResults:
     @property
     def errors(self) -> list[Exception]:
         """The errors of the trials that failed."""
-        return [one.error for one in self.results if one.error is not None]
+        return [result.error for result in self.results if result.error is not None]
 
     @property
     def num_errors(self) -> int:
@@ -237,15 +239,18 @@ class TrialResults:
     def get_dataframe(self, *_: Any, **__: Any) -> Any:
         """Return a row per trial: its last metrics, and its values as `config/...`."""
         rows = []
-        for one in self.results:
-            metrics = dict(one.metrics or {})
+        for result in self.results:
+            metrics = dict(result.metrics or {})
             config = metrics.pop("config", {}).get(LOOP_CONFIG, {})
             rows.append({**metrics, **{f"config/{LOOP_CONFIG}/{name}": value for name, value in config.items()}})
         return pd.DataFrame(rows)
 
 
 def _result(trial: Mapping[str, Any], fetch: Callable[[str], str]) -> Result:
-    pairs = [(RegistryCheckpoint(one["name"], fetch), dict(one["metrics"])) for one in trial["checkpoints"]]
+    pairs = [
+        (RegistryCheckpoint(checkpoint["name"], fetch), dict(checkpoint["metrics"]))
+        for checkpoint in trial["checkpoints"]
+    ]
     return Result(
         metrics={**(pairs[-1][1] if pairs else {}), "config": {LOOP_CONFIG: trial["config"]}},
         checkpoint=pairs[-1][0] if pairs else None,
@@ -298,7 +303,10 @@ def result_of(described: Mapping[str, Any], fetch: Callable[[str], str]) -> Trai
     `metrics`. As with Ray the data frame has a row per checkpoint, and the frame and the checkpoint are None if there
     is none.
     """
-    pairs = [(RegistryCheckpoint(one["name"], fetch), dict(one["metrics"])) for one in described["checkpoints"]]
+    pairs = [
+        (RegistryCheckpoint(checkpoint["name"], fetch), dict(checkpoint["metrics"]))
+        for checkpoint in described["checkpoints"]
+    ]
     return TrainResult(
         metrics=dict(described["metrics"]) or None,
         checkpoint=pairs[-1][0] if pairs else None,

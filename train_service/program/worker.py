@@ -34,23 +34,23 @@ from shared.log import StaleAttempt
 from shared.telemetry import configure_logging, identity
 from train_service.domain.spec import Program, TrainingSpec
 from train_service.domain.watchdog import Phase
-from train_service.program.attempt_folder import AttemptFolder, NodeCopies
 from train_service.program.drawn import DrawnIndices
 from train_service.program.hugging_face_hooks import install_hugging_face
 from train_service.program.process import (
+    AttemptFolder,
+    NodeCopies,
     OptimizerSteps,
     drop_hidden_variables,
     line_of,
     seed_everything,
 )
-from train_service.program.rank_reports import Begin, ProgramStopped, RankReports
-from train_service.program.rank_store import RankStore, Versions, open_rank_store
 from train_service.program.ray_hooks import LocalProgramTrainFnUtils, LocalRank, ProgramTrainFnUtils, install
+from train_service.program.report_sender import Begin, ProgramStopped, RankReports
+from train_service.program.signing import RankStore, Versions, open_rank_store
 from train_service.records.logs import LogShipper
 from train_service.store_retry import retry_on_outage
 from train_service.worker.heartbeat import FAILING, HeartbeatSender, lost_others
-from train_service.worker.memory_watch import MemoryLimit, MemoryWatch, NodeMemory
-from train_service.worker.user_process import captured_output, exits_announced
+from train_service.worker.user_process import MemoryLimit, MemoryWatch, NodeMemory, captured_output, exits_announced
 
 if TYPE_CHECKING:
     from train_service.program.shards import ProgramShards
@@ -125,7 +125,7 @@ def run_program(
         try:
             request = config.spec.placement.resources_per_worker.get("memory", 0.0)
             beside = local.local_world_size if local is not None else ranks_of_node
-            limit = MemoryLimit.of(request, beside, NodeMemory.read())
+            limit = MemoryLimit.for_rank(request, beside, NodeMemory.read())
 
             def leave(error: MillraceError) -> None:
                 """End this process at once, before it can allocate more."""
@@ -245,7 +245,9 @@ class _Rank:
         if self._config.function:
             pickled, settings = cloudpickle.loads(self._config.function)
             # As in Ray, parameters with defaults keep them.
-            takes = [one for one in inspect.signature(pickled).parameters.values() if _is_required(one)]
+            takes = [
+                parameter for parameter in inspect.signature(pickled).parameters.values() if _is_required(parameter)
+            ]
             pickled(settings) if takes else pickled()
             return
         module_name, _, name = program.entry.partition(":")
@@ -268,7 +270,7 @@ class _Rank:
         self._heartbeat.at(count, Phase.TRAINING)
 
     def _unpack(self) -> Path:
-        from shared.code_bundle import unpack_on_node
+        from shared.code_bundle_registry import unpack_on_node
 
         digest = self._config.program.code_bundle.rpartition("/")[2]
         return retry_on_outage(lambda: unpack_on_node(self._store, digest, self._folder.code), "the code bundle")

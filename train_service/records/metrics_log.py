@@ -96,7 +96,9 @@ class MetricsLog:
 
         Values for the same step are merged.
         """
-        point = MetricPoint(step, epoch, self._attempt, time.time(), {name: float(one) for name, one in values.items()})
+        point = MetricPoint(
+            step, epoch, self._attempt, time.time(), {name: float(value) for name, value in values.items()}
+        )
         with self._lock:
             self._points.append(point)
 

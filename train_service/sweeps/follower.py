@@ -19,7 +19,7 @@ from typing import Any
 from shared.jobs import Jobs, JobState
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
-from train_service.records.reporting import TRAIN_KIND, Event, EventKind, EventLog
+from train_service.records.event_log import TRAIN_KIND, Event, EventKind, EventLog
 from train_service.store_retry import retry_on_outage
 
 POLL_INTERVAL_S = 0.5
@@ -58,11 +58,11 @@ def follow(trial: Followed, report: Callable[[int, float], None]) -> None:
     are reported at once.
     """
     store = open_store(trial.settings)
-    told = 0
+    last_epoch = 0
     for epoch, value in _validated(store, trial):
         # An attempt that was lost after its last checkpoint may have reported these epochs already.
-        if epoch > told:
-            told = epoch
+        if epoch > last_epoch:
+            last_epoch = epoch
             report(epoch, value)
 
 

@@ -35,11 +35,11 @@ from shared.errors import (
     already_exists,
     invalid_field,
 )
+from shared.idempotency import claimed, claimed_before, uid_of
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.index import JobIndex
 from shared.jobs.registry import condemned, remove_objects, undone, while_deleting
 from shared.jobs.transitions import confirm_delete, request_delete
-from shared.requests import claimed, claimed_before, uid_of
 from shared.storage import ObjectStore
 from train_service.domain import sweep
 from train_service.domain.spec import TrainingSpec, settled_base
@@ -47,7 +47,7 @@ from train_service.domain.sweep import DIGITS, MAX_SWEEP_ID, SweepSpec, trial_id
 from train_service.jobs.deletion import Deletions, check_deletable, in_background, in_use, release_inputs, using_inputs
 from train_service.jobs.training_jobs import COLLECTION as TRAINING_JOBS
 from train_service.jobs.training_jobs import TrainingJobs
-from train_service.records.reporting import TRAIN_KIND
+from train_service.records.event_log import TRAIN_KIND
 
 # --- Sweeps ---
 

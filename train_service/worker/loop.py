@@ -41,9 +41,7 @@ from train_service.learning.own_step import OwnStepLearner
 from train_service.learning.ranks import PendingSum, Ranks
 from train_service.loading.loader import Batch, Batches, Loader
 from train_service.loading.rows import RowCache
-from train_service.records.logs import LogShipper
-from train_service.records.metrics_log import MetricsLog
-from train_service.records.reporting import (
+from train_service.records.event_log import (
     CANCEL,
     GO_ON,
     PAUSES,
@@ -55,10 +53,11 @@ from train_service.records.reporting import (
     EventKind,
     Reporter,
 )
+from train_service.records.logs import LogShipper
+from train_service.records.metrics_log import MetricsLog
 from train_service.store_retry import retry_on_outage
 from train_service.worker.heartbeat import FAILING, HeartbeatSender, as_reported
-from train_service.worker.memory_watch import MemoryLimit, MemoryWatch, NodeMemory
-from train_service.worker.user_process import captured_output, exits_announced
+from train_service.worker.user_process import MemoryLimit, MemoryWatch, NodeMemory, captured_output, exits_announced
 
 # --- The loop ---
 
@@ -120,11 +119,11 @@ def train_loop(
         except Stopped as stopped:
             logger.info("stopped early: %s", stopped)
         except Exception as error:
-            told = as_reported(error, ranks.rank, heartbeat.step)
-            if told is error:
+            reported = as_reported(error, ranks.rank, heartbeat.step)
+            if reported is error:
                 raise
-            logger.exception("%s", told)
-            raise told from error
+            logger.exception("%s", reported)
+            raise reported from error
 
 
 def watch_memory(
@@ -149,7 +148,9 @@ def watch_memory(
             end_process(error)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    limit = MemoryLimit.of(spec.placement.resources_per_worker.get("memory", 0.0), ranks_of_node, NodeMemory.read())
+    limit = MemoryLimit.for_rank(
+        spec.placement.resources_per_worker.get("memory", 0.0), ranks_of_node, NodeMemory.read()
+    )
     return MemoryWatch(rank, limit, leave, _code_folder(spec))
 
 
@@ -332,8 +333,8 @@ class Run:
         if reporter and rows:
             others = {name.removeprefix("validation_"): value for name, value in metrics.items()}
             # A regression has no accuracy.
-            told = {name: others.pop(name) for name in ("loss", "accuracy") if name in others}
-            reporter.tell(EventKind.VALIDATED, step=step, epoch=epoch, row_count=rows, **told, metrics=others)
+            main_metrics = {name: others.pop(name) for name in ("loss", "accuracy") if name in others}
+            reporter.emit(EventKind.VALIDATED, step=step, epoch=epoch, row_count=rows, **main_metrics, metrics=others)
         return metrics
 
     def _measured(self, metrics: dict[str, float], name: str) -> float:
@@ -501,7 +502,7 @@ class ProgressMeter:
         self._checkpoint_stall_s += taken.checkpoint_stall_s
         self._steps += 1
         if now - self._reported >= REPORT_INTERVAL_S or taken.step == self._total_steps:
-            self._tell(self._reporter, taken, now)
+            self._report_progress(self._reporter, taken, now)
 
     def _keep(self, taken: StepTaken, report: StepReport, seconds: float) -> None:
         if self._log is not None:
@@ -514,13 +515,17 @@ class ProgressMeter:
                 **({} if taken.skipped_steps is None else {"skipped_steps": float(taken.skipped_steps)}),
                 **taken.others,
             }
-            self._log.add(taken.step, taken.epoch, {name: one for name, one in values.items() if math.isfinite(one)})
+            self._log.add(
+                taken.step, taken.epoch, {name: value for name, value in values.items() if math.isfinite(value)}
+            )
 
-    def _tell(self, reporter: Reporter, taken: StepTaken, now: float) -> None:
+    def _report_progress(self, reporter: Reporter, taken: StepTaken, now: float) -> None:
         seconds = max(now - self._reported, 1e-9)
         values = self._describe(self._sums)
-        others = {name: one for name, one in values.items() if name not in ("loss", "accuracy") and math.isfinite(one)}
-        reporter.tell(
+        others = {
+            name: value for name, value in values.items() if name not in ("loss", "accuracy") and math.isfinite(value)
+        }
+        reporter.emit(
             EventKind.PROGRESS,
             step=taken.step,
             total_steps=self._total_steps,

@@ -100,7 +100,7 @@ def bench(
         print_json({"model": model, **loop, "rows": rows, "deadline_s": deadline, **measured.as_dict()})
     else:
         _print(measured, rate)
-    if not measured.of("OK"):
+    if not measured.with_status("OK"):
         click.echo("error: no request was answered\n  remedy: `millrace predict` shows why", err=True)
         raise click.exceptions.Exit(FAILED)
 

@@ -104,7 +104,7 @@ def _error_lines(error: errors.MillraceError) -> list[str]:
     Fields and remedies that the message already names are left out.
     """
     lines = [error.message]
-    unreported = [one for one in error.field_violations if one.description not in error.message]
+    unreported = [violation for violation in error.field_violations if violation.description not in error.message]
     lines += [f"{one.field}: {one.description}" for one in unreported]
     if error.remedy and error.remedy not in error.message:
         lines.append(f"remedy: {error.remedy}")

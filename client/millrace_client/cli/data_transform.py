@@ -13,6 +13,7 @@ import click
 
 from millrace.data.v1 import data_service_pb2, resources_pb2
 from millrace_client import specs
+from millrace_client.calls import Operation
 from millrace_client.cli.command import (
     CommandFailed,
     PlainCommand,
@@ -33,7 +34,6 @@ from millrace_client.cli.versions import (
     waiting,
 )
 from millrace_client.connection import Millrace
-from millrace_client.operations import Operation
 
 # --- Split rules ---
 
@@ -185,14 +185,14 @@ def transform(
 def _wait(operation: Operation[Version]) -> Version:
     with console().status("transforming …") as line:
 
-        def tell(now: Operation[Version]) -> None:
+        def show_progress(now: Operation[Version]) -> None:
             metadata: Metadata = now.metadata
             doing = "learning" if metadata.phase == Metadata.PHASE_FITTING else "writing"
             again = f" (attempt {metadata.attempt})" if metadata.attempt > 1 else ""
             rows = f"{metadata.rows_done:,} of {metadata.rows_total:,} rows, {metadata.rows_per_second:,.0f} rows/s"
             line.update(f"{doing} … {rows}{again}")
 
-        return operation.wait(AS_LONG_AS_IT_TAKES_S, on_progress=tell)
+        return operation.wait(AS_LONG_AS_IT_TAKES_S, on_progress=show_progress)
 
 
 # --- Predict ---
@@ -299,7 +299,7 @@ def _served(millrace: Millrace, deployment: str) -> tuple[str, str, str]:
     """
     name, _, number = deployment.partition("@")
     found = millrace.deployments.get_deployment(full_name("deployments", name))
-    versions = [one for one in found.versions if number in ("", one.number)]
+    versions = [version for version in found.versions if number in ("", version.number)]
     if not versions:
         there = ", ".join(one.number for one in found.versions) or "none yet"
         raise CommandFailed(f"{found.name} has no version {number}", remedy=f"its versions are {there}")
@@ -317,7 +317,7 @@ def _served(millrace: Millrace, deployment: str) -> tuple[str, str, str]:
 def _wait_for_predictions(operation: Operation[Version]) -> Version:
     with console().status("predicting …") as line:
 
-        def tell(now: Operation[Version]) -> None:
+        def show_progress(now: Operation[Version]) -> None:
             metadata: PredictMetadata = now.metadata
             if metadata.waiting_for:
                 line.update(f"waiting for {metadata.waiting_for}")
@@ -327,4 +327,4 @@ def _wait_for_predictions(operation: Operation[Version]) -> Version:
             rows = f"{metadata.rows_done:,} of {metadata.rows_total:,} rows, {metadata.rows_per_second:,.0f} rows/s"
             line.update(f"{doing} … {rows}{again}")
 
-        return operation.wait(AS_LONG_AS_IT_TAKES_S, on_progress=tell)
+        return operation.wait(AS_LONG_AS_IT_TAKES_S, on_progress=show_progress)

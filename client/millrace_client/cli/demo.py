@@ -28,10 +28,9 @@ from millrace_client.cli.command import (
     silent,
 )
 from millrace_client.cli.stack import start_with_progress
-from millrace_client.demo import run
-from millrace_client.demo.digits import Digits, NoDigits, find_digits
-from millrace_client.demo.run import Story
-from millrace_client.stack import launch
+from millrace_client.demo import Digits, NoDigits, Story, find_digits, print_how_to_talk, summary
+from millrace_client.demo import run as run_stages
+from millrace_client.stack import supervisor
 from millrace_client.stack.plan import StackOptions
 
 # --- Demo ---
@@ -80,12 +79,12 @@ def _run(
         assert mnist_uri is not None
         suffixes = (digits.suffix,) if digits else (".gz", "")
         with connected(values) as millrace:
-            figures = run.run(millrace, story, folder_uri=mnist_uri, suffixes=suffixes, epochs=epochs, output=output)
+            figures = run_stages(millrace, story, folder_uri=mnist_uri, suffixes=suffixes, epochs=epochs, output=output)
         if keep:
-            run.print_how_to_talk(figures["model"], figures["dataset_version"])
+            print_how_to_talk(figures["model"], figures["dataset_version"])
     console().print()
     story.print_wall_times()
-    console().print(f"[bold]{run.summary(figures, story.total_s())}[/]")
+    console().print(f"[bold]{summary(figures, story.total_s())}[/]")
     return figures
 
 
@@ -101,7 +100,7 @@ def _find(story: Story) -> Digits:
             digits = find_digits(millrace_home() / "digits")
         except NoDigits as error:
             raise CommandFailed(str(error), remedy="set MNIST_ROOT to a folder with MNIST's four IDX files") from None
-    story.tell(f"digits from {digits.source}")
+    story.say(f"digits from {digits.source}")
     return digits
 
 
@@ -122,8 +121,8 @@ def a_stack(story: Story, import_roots: tuple[Path, ...], *, keep: bool) -> Iter
     in any case.
     """
     home = millrace_home()
-    if launch.running_record(home) is not None:
-        story.tell("uses the stack that is already running, and leaves it running")
+    if supervisor.running_record(home) is not None:
+        story.say("uses the stack that is already running, and leaves it running")
         yield
         return
     store = _empty_store(home)
@@ -133,7 +132,7 @@ def a_stack(story: Story, import_roots: tuple[Path, ...], *, keep: bool) -> Iter
         with story.stage("Start the stack"):
             options = StackOptions(store=store, import_roots=import_roots)
             stack = start_with_progress(home, options, lifeline=True)
-            story.tell(f"Ray and the data, train and inference services answer; logs in {_short(home / 'logs')}")
+            story.say(f"Ray and the data, train and inference services answer; logs in {_short(home / 'logs')}")
         yield
         if keep:
             stack.keep()
@@ -143,7 +142,7 @@ def a_stack(story: Story, import_roots: tuple[Path, ...], *, keep: bool) -> Iter
         raise
     with story.stage("Stop the stack"):
         _end(home)
-        story.tell("nothing of it is left running")
+        story.say("nothing of it is left running")
 
 
 def _end(home: Path) -> None:
@@ -151,7 +150,7 @@ def _end(home: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with console().status("stopping the stack …"):
-            launch.stop(home)
+            supervisor.stop(home)
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -170,7 +169,7 @@ def readable_uri(digits: Digits) -> str:
 
     Files outside the roots are copied below one.
     """
-    record = launch.running_record(millrace_home())
+    record = supervisor.running_record(millrace_home())
     folder = digits.folder
     if record is not None and not any(folder.is_relative_to(root) for root in record.import_roots):
         folder = Path(record.import_roots[0]) / "digits"

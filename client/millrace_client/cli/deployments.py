@@ -88,31 +88,35 @@ def policy_text(policy: pb.VersionPolicy) -> str:
 # --- A deployment as people read it ---
 
 
-def print_deployment(one: pb.Deployment) -> None:
+def print_deployment(deployment: pb.Deployment) -> None:
     """Print the versions as a table, then what steers requests, then the lineage."""
-    console().print(f"[bold]{one.name}[/] {state_text(pb.Deployment.State.Name(one.state))}")
-    if one.HasField("error"):
-        console().print(verbatim(one.error.message, "red"), soft_wrap=True)
+    console().print(f"[bold]{deployment.name}[/] {state_text(pb.Deployment.State.Name(deployment.state))}")
+    if deployment.HasField("error"):
+        console().print(verbatim(deployment.error.message, "red"), soft_wrap=True)
     table = new_table("version", "state", "traffic", "replicas", "checkpoint", numbers=("traffic", "replicas"))
-    for version in one.versions:
+    for version in deployment.versions:
         state = state_text(pb.ModelVersion.State.Name(version.state))
-        table.add_row(version.number, state, share_text(one, version), replicas_text(version), _checkpoint(version))
+        table.add_row(
+            version.number, state, share_text(deployment, version), replicas_text(version), _checkpoint(version)
+        )
     console().print(table)
-    for line in _steering(one):
+    for line in _steering(deployment):
         console().print(verbatim(line), soft_wrap=True)
-    console().print(verbatim(_spec_text(one.spec), "dim"), soft_wrap=True)
-    console().print(f"[dim]etag {one.etag}[/]", soft_wrap=True)
-    print_lineage(one.lineage)
+    console().print(verbatim(_spec_text(deployment.spec), "dim"), soft_wrap=True)
+    console().print(f"[dim]etag {deployment.etag}[/]", soft_wrap=True)
+    print_lineage(deployment.lineage)
 
 
-def traffic_text(one: pb.Deployment) -> str:
+def traffic_text(deployment: pb.Deployment) -> str:
     """Format the traffic shares, e.g. `1: 95 %, 2: 5 %`."""
-    return ", ".join(f"{version.number}: {share_text(one, version)}" for version in one.versions if version.weight)
+    return ", ".join(
+        f"{version.number}: {share_text(deployment, version)}" for version in deployment.versions if version.weight
+    )
 
 
-def share_text(one: pb.Deployment, version: pb.ModelVersion) -> str:
+def share_text(deployment: pb.Deployment, version: pb.ModelVersion) -> str:
     """Format the share of requests that name no version, e.g. `33.3 %`."""
-    total = sum(other.weight for other in one.versions) or 1
+    total = sum(other.weight for other in deployment.versions) or 1
     return f"{version.weight / total * 100:.3g} %"
 
 
@@ -126,15 +130,15 @@ def _checkpoint(version: pb.ModelVersion) -> str:
     return version.lineage.checkpoint
 
 
-def _steering(one: pb.Deployment) -> Iterator[str]:
-    for route in one.traffic.routes:
+def _steering(deployment: pb.Deployment) -> Iterator[str]:
+    for route in deployment.traffic.routes:
         yield f"requests with {route.header}: {route.value} go to version {route.version}"
-    if one.traffic.HasField("shadow"):
-        shadow = one.traffic.shadow
+    if deployment.traffic.HasField("shadow"):
+        shadow = deployment.traffic.shadow
         yield f"version {shadow.version} gets copies of {shadow.percent} % of the requests"
-    yield policy_text(one.spec.version_policy)
-    if one.HasField("rollout"):
-        rollout = one.rollout
+    yield policy_text(deployment.spec.version_policy)
+    if deployment.HasField("rollout"):
+        rollout = deployment.rollout
         state = rollout_pb2.Rollout.State.Name(rollout.state).removeprefix("STATE_").lower().replace("_", " ")
         why = f": {rollout.error.message}" if rollout.HasField("error") else ""
         yield f"the roll-out of version {rollout.version} is {state}{why}"

@@ -145,9 +145,9 @@ def _answers(
     asked: deque[Sequence[Row]] = deque()
 
     def inputs() -> Iterator[Mapping[str, npt.NDArray[Any]]]:
-        for one in requests:
-            asked.append(one.rows)
-            yield one.inputs
+        for request in requests:
+            asked.append(request.rows)
+            yield request.inputs
 
     wanted = outputs_wanted(metadata, inference.server_metadata().extensions)
     try:
@@ -196,7 +196,9 @@ def with_rows_named(error: InvalidArgument, rows: Sequence[Row]) -> InvalidArgum
         named(error.message),
         reason=error.reason,
         metadata={**error.metadata, **_place(error, rows)},
-        field_violations=tuple(FieldViolation(one.field, named(one.description)) for one in error.field_violations),
+        field_violations=tuple(
+            FieldViolation(violation.field, named(violation.description)) for violation in error.field_violations
+        ),
         remedy=error.remedy,
         retry_after_s=error.retry_after_s,
         request_id=error.request_id,

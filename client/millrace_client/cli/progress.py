@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from millrace.train.v1 import resources_pb2, train_service_pb2
 from millrace_client.cli.command import CommandFailed, console, duration_text, print_json, state_text
 from millrace_client.connection import Millrace
-from millrace_client.report.wording import cause_text
+from millrace_client.report.profile import cause_text
 from millrace_client.train import Update
 
 # --- Progress ---
@@ -103,8 +103,8 @@ class TrainingView:
         elif kind == "validated":
             one = event.validated
             measured = self._measured(one, f"{one.accuracy:.2%}").items()
-            told = ", ".join([*(f"{name} [bold]{value}[/]" for name, value in measured), f"loss {one.loss:.3f}"])
-            self._line(f"epoch {one.epoch + 1}/{self._epochs}: validation {told} ({one.row_count:,} rows)")
+            shown = ", ".join([*(f"{name} [bold]{value}[/]" for name, value in measured), f"loss {one.loss:.3f}"])
+            self._line(f"epoch {one.epoch + 1}/{self._epochs}: validation {shown} ({one.row_count:,} rows)")
         elif kind == "attempt_started":
             self._on_attempt(event.attempt, event.attempt_started)
         elif kind == "attempt_ended":
@@ -144,9 +144,9 @@ class TrainingView:
         if now.total_steps:
             numbers += f"{now.rows_per_second:,.0f} rows/s  {duration_text(now.seconds_left)} left"
         waits = [(now.data_wait_share, "for rows"), (now.checkpoint_stall_share, "for checkpoints")]
-        told = ", ".join(f"{share:.0%} {what}" for share, what in waits if share >= MIN_SHARE)
-        if told:
-            numbers += f"  waits {told}"
+        shown = ", ".join(f"{share:.0%} {what}" for share, what in waits if share >= MIN_SHARE)
+        if shown:
+            numbers += f"  waits {shown}"
         if now.skipped_steps:
             numbers += f"  {now.skipped_steps} steps skipped by the loss scaler"
         if self._checkpoints:

@@ -9,6 +9,7 @@ import click
 
 from millrace.inference.v1 import deployment_service_pb2 as pb
 from millrace.inference.v1 import rollout_pb2
+from millrace_client.calls import Operation
 from millrace_client.cli.command import (
     MAX_DURATION_S,
     CommandFailed,
@@ -26,7 +27,6 @@ from millrace_client.cli.command import (
 from millrace_client.cli.deployments import keep_option, print_lineage
 from millrace_client.connection import Millrace
 from millrace_client.errors import MillraceError
-from millrace_client.operations import Operation
 
 # --- Rollout and rollback ---
 
@@ -168,7 +168,7 @@ class _Progress:
     """Prints a line for each new step."""
 
     def __init__(self) -> None:
-        self._told = ""
+        self._shown = ""
 
     def show(self, operation: Operation[pb.Deployment]) -> None:
         now = operation.metadata.rollout
@@ -182,8 +182,8 @@ class _Progress:
             line = f"version {now.version} has {step.percent} % of the traffic, for {lasts}"
         else:
             return
-        if line != self._told:
-            self._told = line
+        if line != self._shown:
+            self._shown = line
             console().print(f"   {line}")
 
 

@@ -27,7 +27,7 @@ from millrace_client.cli.command import (
 )
 from millrace_client.connection import Millrace
 from millrace_client.errors import MillraceError, Unauthenticated
-from millrace_client.stack import launch
+from millrace_client.stack import supervisor as stack_supervisor
 from millrace_client.stack.plan import StackOptions, answers, make_plan
 from millrace_client.stack.record import Record
 from millrace_client.stack.supervisor import Supervisor, hold_home, say_with_time
@@ -59,7 +59,7 @@ def up(store: str, import_roots: tuple[Path, ...], ray_cpus: int, foreground: bo
     if foreground:
         _run_here(home, options)
         return
-    running = launch.running_record(home)
+    running = stack_supervisor.running_record(home)
     record = running or start_with_progress(home, options, quiet=as_json).record
     if as_json:
         print_json({"already_running": running is not None, **_as_document(home, record)})
@@ -75,10 +75,10 @@ def down(as_json: bool) -> None:
     """Stop what `millrace up` started, and all that it left behind."""
     home = millrace_home()
     if as_json:
-        print_json({"stopped": launch.stop(home)})
+        print_json({"stopped": stack_supervisor.stop(home)})
         return
     with console().status("stopping …"):
-        stopped = launch.stop(home)
+        stopped = stack_supervisor.stop(home)
     console().print("Stopped; nothing of it is left running." if stopped else f"Nothing is running in {home}.")
 
 
@@ -88,7 +88,7 @@ def down(as_json: bool) -> None:
 @click.pass_context
 def status(ctx: click.Context, /, as_json: bool, **values: Any) -> None:
     """Show whether each part answers, and who holds which CPUs and GPUs. Exit code 5 where a part does not answer."""
-    record = launch.running_record(millrace_home())
+    record = stack_supervisor.running_record(millrace_home())
     with connected(values) as millrace:
         health = {service: millrace.health.check(service) for service in SERVICES}
         addresses = millrace.addresses
@@ -100,7 +100,9 @@ def status(ctx: click.Context, /, as_json: bool, **values: Any) -> None:
         except Unauthenticated as error:
             # Health needs no token, so it is still shown.
             refusal = error
-    rows = [(service, health[service], addresses.of(service), addresses.origins[service]) for service in SERVICES]
+    rows = [
+        (service, health[service], addresses.address_of(service), addresses.origins[service]) for service in SERVICES
+    ]
     if record is not None:
         ray = "SERVING" if answers(record.ray_address) else "UNREACHABLE"
         rows.insert(0, ("ray", ray, record.ray_address, "stack"))
@@ -152,16 +154,16 @@ def _deployment_names(millrace: Millrace, health: str) -> dict[str, str]:
     if health != "SERVING":
         return {}
     try:
-        return {one.uid: one.name for one in millrace.deployments.list_deployments()}
+        return {deployment.uid: deployment.name for deployment in millrace.deployments.list_deployments()}
     except Unauthenticated:
         raise
     except MillraceError:
         return {}
 
 
-def _holder(one: ClusterUse.Holder, names: dict[str, str]) -> str:
-    of_deployment = one.deployment_uid and names.get(one.deployment_uid, f"a deployment, {one.deployment_uid}")
-    return one.job or of_deployment or one.description
+def _holder(holder: ClusterUse.Holder, names: dict[str, str]) -> str:
+    of_deployment = holder.deployment_uid and names.get(holder.deployment_uid, f"a deployment, {holder.deployment_uid}")
+    return holder.job or of_deployment or holder.description
 
 
 def _use_document(use: ClusterUse, names: dict[str, str]) -> dict[str, Any]:
@@ -170,14 +172,16 @@ def _use_document(use: ClusterUse, names: dict[str, str]) -> dict[str, Any]:
         "nodes": use.nodes,
         "total": {"cpus": use.cpus, "gpus": use.gpus},
         "free": {"cpus": use.free_cpus, "gpus": use.free_gpus},
-        "holders": [{"holder": _holder(one, names), "cpus": one.cpus, "gpus": one.gpus} for one in use.holders],
+        "holders": [
+            {"holder": _holder(holder, names), "cpus": holder.cpus, "gpus": holder.gpus} for holder in use.holders
+        ],
     }
 
 
 def _print_use(use: ClusterUse, names: dict[str, str]) -> None:
     table = new_table("of the Ray cluster", "CPUs", "GPUs", numbers=("CPUs", "GPUs"))
-    for one in use.holders:
-        table.add_row(verbatim(_holder(one, names)), f"{one.cpus:g}", f"{one.gpus:g}")
+    for holder in use.holders:
+        table.add_row(verbatim(_holder(holder, names)), f"{holder.cpus:g}", f"{holder.gpus:g}")
     table.add_row("free", f"{use.free_cpus:g} of {use.cpus:g}", f"{use.free_gpus:g} of {use.gpus:g}")
     console().print(table)
     age_s = time.time() - use.time.ToNanoseconds() / 1e9
@@ -187,17 +191,17 @@ def _print_use(use: ClusterUse, names: dict[str, str]) -> None:
 
 def start_with_progress(
     home: Path, options: StackOptions, *, quiet: bool = False, lifeline: bool = False
-) -> launch.Stack:
+) -> stack_supervisor.Stack:
     """Start a stack, and show which parts already answer."""
     if quiet:
-        return launch.start(home, options, lifeline=lifeline)
+        return stack_supervisor.start(home, options, lifeline=lifeline)
     with console().status("starting Ray …") as line:
 
         def show(record: Record) -> None:
             missing = [part for part in PARTS if part not in record.answering]
             line.update(f"starting {', '.join(missing).replace('ray', 'Ray')} …" if missing else "ready")
 
-        return launch.start(home, options, lifeline=lifeline, on_progress=show)
+        return stack_supervisor.start(home, options, lifeline=lifeline, on_progress=show)
 
 
 def print_addresses(record: Record) -> None:
@@ -214,7 +218,7 @@ def _default_roots() -> tuple[Path, ...]:
 
 def _run_here(home: Path, options: StackOptions) -> None:
     with hold_home(home):
-        launch.stop(home)  # removes what a killed supervisor left behind
+        stack_supervisor.stop(home)  # removes what a killed supervisor left behind
         supervisor = Supervisor(make_plan(home, options), say_with_time, owns_process=True)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: supervisor.stop())

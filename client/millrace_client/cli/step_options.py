@@ -65,9 +65,11 @@ def step_options(options: Sequence[StepOption], file_option: str = "--steps") ->
     """Add the options that `steps_of` reads to an `OrderedCommand`, and `file_option` for a file of steps."""
 
     def decorate(function: Function) -> Function:
-        for one in reversed(options):
-            kind: dict[str, Any] = {"multiple": True, "metavar": one.metavar} if one.metavar else {"is_flag": True}
-            function = click.option(one.flag, one.name, help=f"Step: {one.help}", **kind)(function)
+        for option in reversed(options):
+            kind: dict[str, Any] = (
+                {"multiple": True, "metavar": option.metavar} if option.metavar else {"is_flag": True}
+            )
+            function = click.option(option.flag, option.name, help=f"Step: {option.help}", **kind)(function)
         return click.option(
             file_option,
             "steps_file",
@@ -85,7 +87,7 @@ def steps_of(values: dict[str, Any], options: Sequence[StepOption], file_option:
 
     The steps of a file come at the position of its option.
     """
-    by_name = {one.name: one for one in options}
+    by_name = {option.name: option for option in options}
     given = {name: values.pop(name) for name in (*by_name, "steps_file")}
     rest = {name: iter(one) for name, one in given.items() if isinstance(one, tuple)}
     made: list[Step] = []

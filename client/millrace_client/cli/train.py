@@ -30,8 +30,7 @@ from millrace_client.cli.command import (
 )
 from millrace_client.cli.progress import watch_job
 from millrace_client.cli.step_options import OrderedCommand
-from millrace_client.cli.train_checkpoints import download, import_
-from millrace_client.cli.train_records import coverage, export, logs, metrics, report
+from millrace_client.cli.train_records import coverage, download, export, import_, logs, metrics, report
 from millrace_client.cli.train_run import run
 from millrace_client.cli.train_specs import given_spec_of, read_message, refuse_beside_file, spec_options
 from millrace_client.cli.train_sweeps import sweep, sweeps
@@ -56,7 +55,7 @@ def cancel(job: str, as_json: bool, **values: Any) -> None:
             now: Job | Sweep = millrace.train.cancel_sweep(job)
         else:
             now = millrace.train.cancel_training_job(full_name("trainingJobs", job))
-    _tell(now, as_json)
+    _print_state(now, as_json)
 
 
 @click.command(cls=PlainCommand)
@@ -68,7 +67,7 @@ def suspend(job: str, etag: str, as_json: bool, **values: Any) -> None:
     """Ask JOB to take a checkpoint and to free its workers."""
     with connected(values) as millrace:
         now = millrace.train.suspend_training_job(full_name("trainingJobs", job), etag=etag)
-    _tell(now, as_json)
+    _print_state(now, as_json)
 
 
 @click.command(cls=PlainCommand)
@@ -80,7 +79,7 @@ def resume(job: str, etag: str, as_json: bool, **values: Any) -> None:
     """Go on with JOB, which was suspended or cancelled or has failed, from its newest good checkpoint."""
     with connected(values) as millrace:
         now = millrace.train.resume_training_job(full_name("trainingJobs", job), etag=etag)
-    _tell(now, as_json)
+    _print_state(now, as_json)
 
 
 @click.command(cls=PlainCommand)
@@ -104,10 +103,10 @@ def delete(job: str, etag: str, yes: bool, as_json: bool, **values: Any) -> None
             now: Job | Sweep = millrace.train.delete_sweep(name, etag=etag)
         else:
             now = millrace.train.delete_training_job(name, etag=etag)
-    _tell(now, as_json)
+    _print_state(now, as_json)
 
 
-def _tell(now: Job | Sweep, as_json: bool) -> None:
+def _print_state(now: Job | Sweep, as_json: bool) -> None:
     if as_json:
         print_json(now)
     else:
@@ -245,13 +244,13 @@ def list_(as_json: bool, **values: Any) -> None:
 # --- Suggestions ---
 
 
-def suggested(millrace: Millrace, given: resources_pb2.TrainingSpec, dry_run: bool, quiet: bool) -> Suggestion:
+def suggested(millrace: Millrace, training_spec: resources_pb2.TrainingSpec, dry_run: bool, quiet: bool) -> Suggestion:
     """Return the complete specification, and prepare the version that it needs.
 
     A dry run goes as far as it can without preparing. Raises what the services answer, and `CommandFailed` if the
     prepared version needs another preparation.
     """
-    suggestion = millrace.train.suggest_training_spec(given.dataset_version, spec=given)
+    suggestion = millrace.train.suggest_training_spec(training_spec.dataset_version, spec=training_spec)
     if not quiet:
         _show_choices(suggestion.choices)
     if dry_run or suggestion.preparation is None:
@@ -269,7 +268,7 @@ def suggested(millrace: Millrace, given: resources_pb2.TrainingSpec, dry_run: bo
 
     prepared = prepared_suggestion(ask, millrace.data, suggestion, wait)
     if not quiet:
-        console().print(f"[bold]{prepared.version}[/] is prepared from {given.dataset_version}.")
+        console().print(f"[bold]{prepared.version}[/] is prepared from {training_spec.dataset_version}.")
         _show_choices(prepared.choices[len(suggestion.choices) :])
     if prepared.preparation is not None:
         raise CommandFailed(
@@ -297,6 +296,6 @@ def _show_choices(choices: Sequence[suggestion_pb2.Choice]) -> None:
     if not choices:
         return
     table = new_table("field", "chosen", "why")
-    for one in choices:
-        table.add_row(*(verbatim(text) for text in (one.field, one.value, one.reason)))
+    for choice in choices:
+        table.add_row(*(verbatim(text) for text in (choice.field, choice.value, choice.reason)))
     console().print(table)

@@ -318,9 +318,9 @@ def _placement(values: dict[str, Any]) -> resources_pb2.Placement:
 def refuse_beside_file() -> None:
     """Raise `UsageError` for an option that repeats what the `--spec` file says."""
     context = click.get_current_context()
-    for one in context.command.params:
-        if isinstance(one, click.Option) and one.name not in BESIDE_FILE and was_given(one.name or ""):
-            raise click.UsageError(f"--spec has the whole specification; leave {one.opts[0]} out, or --spec")
+    for param in context.command.params:
+        if isinstance(param, click.Option) and param.name not in BESIDE_FILE and was_given(param.name or ""):
+            raise click.UsageError(f"--spec has the whole specification; leave {param.opts[0]} out, or --spec")
 
 
 def read_message(path: Path, message: Read) -> Read:

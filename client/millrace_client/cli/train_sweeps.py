@@ -112,16 +112,16 @@ def sweeps(sweep: str | None, as_json: bool, **values: Any) -> None:
 
 
 def _watch(millrace: Millrace, name: str, as_json: bool) -> None:
-    told = None
+    last_line = None
     for now in millrace.train.watch_sweep(name):
         counts = now.counts
         line = (
             f"{counts.succeeded} done, {counts.stopped_early} stopped early, {counts.failed} failed, "
             f"{counts.running} at work, {counts.pending} to come"
         )
-        if line != told and not as_json:
+        if line != last_line and not as_json:
             console().print(f"   {line}", soft_wrap=True)
-        told = line
+        last_line = line
     if as_json:
         print_json(now)
     else:

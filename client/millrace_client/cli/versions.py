@@ -15,6 +15,7 @@ import click
 
 from millrace.data.v1 import data_service_pb2, resources_pb2
 from millrace_client import checks
+from millrace_client.calls import Operation
 from millrace_client.cli.command import (
     INTERRUPTED,
     CommandFailed,
@@ -25,7 +26,6 @@ from millrace_client.cli.command import (
     state_text,
     verbatim,
 )
-from millrace_client.operations import Operation
 from millrace_client.report.profile import Column, Part, Profile, block_bars, profile_of, type_text
 from millrace_client.steps import Value
 

@@ -22,8 +22,7 @@ from millrace_client.cli.command import duration_text, size_text
 from millrace_client.errors import FailedPrecondition
 from millrace_client.report.profile import HEIGHT as BARS_HEIGHT
 from millrace_client.report.profile import WIDTH as BARS_WIDTH
-from millrace_client.report.profile import box_bars, profile_of
-from millrace_client.report.wording import cause_text, number_text
+from millrace_client.report.profile import box_bars, cause_text, number_text, profile_of
 from millrace_client.train import TrainClient
 
 # --- Page of a version ---
@@ -81,7 +80,7 @@ class Run:
 
     @property
     def wall_s(self) -> float:
-        return max([0.0, *(one.ended_s or 0.0 for one in self.attempts)])
+        return max([0.0, *(attempt.ended_s or 0.0 for attempt in self.attempts)])
 
 
 def collect(train: TrainClient, name: str, epochs: Sequence[int]) -> Run:

@@ -380,12 +380,12 @@ _OTHERS = {str(one): one for one in (pa.date32(), pa.time32("s"), pa.time32("ms"
 
 def column_types(config: model_config_pb2.ModelConfig) -> ColumnTypes:
     """Return the types of the inputs that are dates or times, by name."""
-    told = {
+    types = {
         name.removeprefix(PARAMETER): _type(value.string_value)
         for name, value in config.parameters.items()
         if name.startswith(PARAMETER)
     }
-    return {name: kind for name, kind in told.items() if kind is not None}
+    return {name: kind for name, kind in types.items() if kind is not None}
 
 
 def as_type(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:

@@ -140,12 +140,12 @@ def requests_of_version(
 def limited(requests: Iterable[Request], rows: int) -> Iterator[Request]:
     """Yield requests until they have `rows` rows; 0: all."""
     left = rows
-    for one in requests:
-        if rows and len(one.rows) >= left:
-            yield one.part(0, left)
+    for request in requests:
+        if rows and len(request.rows) >= left:
+            yield request.part(0, left)
             return
-        yield one
-        left -= len(one.rows)
+        yield request
+        left -= len(request.rows)
 
 
 def _check_kind(path: Path) -> None:
@@ -203,7 +203,7 @@ def _rows_of(
     columns = [dict.fromkeys(tensor.name for tensor in tensors) for tensors in given]
     columns[0] |= dict.fromkeys(shown)
     start = 1
-    pieces = [cut(table.read([*wanted]), together) for table, wanted in zip(group, columns, strict=True)]
+    pieces = [cut(table.read([*column]), together) for table, column in zip(group, columns, strict=True)]
     for parts in zip_longest(*pieces):
         if len({part.num_rows if part is not None else 0 for part in parts}) > 1:
             files = ", ".join(str(table.path) for table in group)
@@ -416,17 +416,19 @@ def cut_by_bytes(requests: Iterable[Request]) -> Iterator[Request]:
 
     Raises `BadInput` for a row that fits no request.
     """
-    for one in requests:
+    for request in requests:
         begin, taken = 0, 0
-        for row, size in enumerate(_row_bytes(one)):
+        for row, size in enumerate(_row_bytes(request)):
             if size > MAX_MESSAGE_BYTES - BESIDE_ROWS_BYTES:
                 limit = f"a server takes {MAX_MESSAGE_BYTES // MEBIBYTE} MiB in one request, names and shapes too"
-                raise BadInput(f"{one.rows[row]} takes {size // MEBIBYTE} MiB, and {limit}", remedy="make it smaller")
+                raise BadInput(
+                    f"{request.rows[row]} takes {size // MEBIBYTE} MiB, and {limit}", remedy="make it smaller"
+                )
             if row > begin and taken + size > REQUEST_BYTES:
-                yield one.part(begin, row)
+                yield request.part(begin, row)
                 begin, taken = row, 0
             taken += size
-        yield one.part(begin, len(one.rows))
+        yield request.part(begin, len(request.rows))
 
 
 def _row_bytes(request: Request) -> list[int]:

@@ -99,7 +99,7 @@ class Process:
     start_ticks: int
 
     @classmethod
-    def of(cls, pid: int) -> Process | None:
+    def from_pid(cls, pid: int) -> Process | None:
         """Return the process that has this pid now, or None."""
         entry = _read(pid)
         return None if entry is None else cls(pid, entry.start_ticks)
@@ -181,7 +181,7 @@ def family(roots: Iterable[Process]) -> set[Process]:
 def wait_gone(processes: Iterable[Process], timeout_s: float) -> set[Process]:
     """Wait at most `timeout_s` until all have ended; return those that are still alive."""
     until = time.monotonic() + timeout_s
-    left = {one for one in processes if one.is_alive()}
+    left = {process for process in processes if process.is_alive()}
     while left and time.monotonic() < until:
         time.sleep(POLL_S)
         left = {one for one in left if one.is_alive()}

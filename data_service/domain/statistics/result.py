@@ -33,7 +33,7 @@ class NumberStatistics:
             "max": number_json(self.max),
             "mean": number_json(self.mean),
             "deviation": number_json(self.deviation),
-            "quantiles": [number_json(one) for one in self.quantiles],
+            "quantiles": [number_json(quantile) for quantile in self.quantiles],
             "histogram": list(self.histogram),
         }
 

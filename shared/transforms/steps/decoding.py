@@ -17,8 +17,18 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from millrace.common.v1 import transform_pb2
 from shared.errors import first_line
-from shared.transforms.batch import Array, Column, RaggedImages, StepKeys
-from shared.transforms.schema import ColumnType, RowProblem, ScalarType, Schema, StepError, TensorType
+from shared.transforms.batch import (
+    Array,
+    Column,
+    ColumnType,
+    RaggedImages,
+    RowProblem,
+    ScalarType,
+    Schema,
+    StepError,
+    StepKeys,
+    TensorType,
+)
 from shared.transforms.steps.step import ColumnStep, Step, scalar
 
 # Encoded images that are read: Pillow knows more formats, and one of them, EPS, runs Ghostscript.
@@ -47,7 +57,7 @@ class DecodeImage(ColumnStep):
     at_once: int | None = None
 
     @classmethod
-    def of(cls, message: transform_pb2.DecodeImage, column: str) -> Self:
+    def from_message(cls, message: transform_pb2.DecodeImage, column: str) -> Self:
         if message.mode not in _Mode.values():
             raise StepError(f"{message.mode} is no such mode", "decode_image.mode")
         return cls(column, message.mode == _Mode.MODE_GRAY)
@@ -59,8 +69,8 @@ class DecodeImage(ColumnStep):
     def _shape(self) -> tuple[int | None, ...]:
         return (None, None, 1 if self.gray else 3)
 
-    def output_type(self, given: ColumnType) -> ColumnType:
-        column = scalar(given, "decode_image needs a column of bytes")
+    def output_type(self, column_type: ColumnType) -> ColumnType:
+        column = scalar(column_type, "decode_image needs a column of bytes")
         if not _is_bytes(column):
             raise StepError(f"decode_image needs a column of bytes, not {column}")
         return TensorType("uint8", self._shape)
@@ -118,11 +128,11 @@ def claimed_pixels(data: bytes) -> int:
     return pixels if pixels < PIXEL_LIMIT else 0
 
 
-def image_columns(steps: Iterable[Step], given: Schema) -> list[str]:
+def image_columns(steps: Iterable[Step], schema: Schema) -> list[str]:
     """Return the columns that may hold images which the steps decode."""
     if not any(isinstance(step, DecodeImage) for step in steps):
         return []
-    return [name for name, one in given.items() if isinstance(one, ScalarType) and _is_bytes(one)]
+    return [name for name, one in schema.items() if isinstance(one, ScalarType) and _is_bytes(one)]
 
 
 def side_by_side(columns: Iterable[pa.Array | pa.ChunkedArray], rows: int) -> list[tuple[int, int]]:

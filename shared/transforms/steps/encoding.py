@@ -13,9 +13,8 @@ import pyarrow.types as kinds
 from numpy.typing import NDArray
 
 from millrace.common.v1 import transform_pb2
-from shared.transforms.batch import Column, StepKeys
+from shared.transforms.batch import Column, ColumnType, RowProblem, ScalarType, StepError, StepKeys, TensorType
 from shared.transforms.exact import ValueCounts
-from shared.transforms.schema import ColumnType, RowProblem, ScalarType, StepError, TensorType
 from shared.transforms.steps.step import ColumnStep, FitAccumulator, scalar
 from shared.value_texts import value_shown
 
@@ -38,7 +37,7 @@ class _Encode(ColumnStep):
     unknown: transform_pb2.UnknownValue = transform_pb2.UNKNOWN_VALUE_UNSPECIFIED
 
     @classmethod
-    def of(cls, message: Any, column: str) -> Self:
+    def from_message(cls, message: Any, column: str) -> Self:
         if len(message.categories) > cls.limit:
             raise StepError(
                 f"{len(message.categories)} are too many; use at most {cls.limit:,}", f"{cls.op}.categories"
@@ -53,12 +52,12 @@ class _Encode(ColumnStep):
     def fitted(self) -> bool:
         return bool(self.categories)
 
-    def accumulator(self, given: ColumnType) -> FitAccumulator:
-        return _CategoriesAccumulator(self, scalar(given, "").arrow_type)
+    def accumulator(self, column_type: ColumnType) -> FitAccumulator:
+        return _CategoriesAccumulator(self, scalar(column_type, "").arrow_type)
 
-    def check(self, given: ColumnType) -> ScalarType:
+    def check(self, column_type: ColumnType) -> ScalarType:
         """Raise `StepError` unless the column has categories, and `categories` are of its type."""
-        column = scalar(given, f"{self.op} needs strings, integers or booleans")
+        column = scalar(column_type, f"{self.op} needs strings, integers or booleans")
         arrow_type = column.arrow_type
         if not (kinds.is_string(arrow_type) or kinds.is_integer(arrow_type) or kinds.is_boolean(arrow_type)):
             raise StepError(f"{self.op} needs strings, integers or booleans, not {column}; cast or bucketize it first")
@@ -111,8 +110,8 @@ class OrdinalEncode(_Encode):
     def message(self) -> transform_pb2.OrdinalEncode:
         return transform_pb2.OrdinalEncode(categories=self.categories, unknown=self.unknown)
 
-    def output_type(self, given: ColumnType) -> ColumnType:
-        return ScalarType(pa.int64(), self.check(given).nullable)
+    def output_type(self, column_type: ColumnType) -> ColumnType:
+        return ScalarType(pa.int64(), self.check(column_type).nullable)
 
     def work(self, column: Column, keys: StepKeys | None) -> Column:
         places = self.places(column)
@@ -129,8 +128,8 @@ class OneHotEncode(_Encode):
     def message(self) -> transform_pb2.OneHotEncode:
         return transform_pb2.OneHotEncode(categories=self.categories, unknown=self.unknown)
 
-    def output_type(self, given: ColumnType) -> ColumnType:
-        self.check(given)
+    def output_type(self, column_type: ColumnType) -> ColumnType:
+        self.check(column_type)
         return TensorType("float32", (len(self.categories) or None,))
 
     def work(self, column: Column, keys: StepKeys | None) -> Column:

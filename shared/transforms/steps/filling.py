@@ -12,14 +12,12 @@ import pyarrow.compute as pc
 import pyarrow.types as kinds
 
 from millrace.common.v1 import transform_pb2
-from shared.dataset_version.columns import refuse_beyond_milliseconds
+from shared.dataset_version.manifest import refuse_beyond_milliseconds
 from shared.errors import shown
-from shared.transforms.batch import Column, StepKeys, float64_of
+from shared.transforms.batch import Column, ColumnType, RowProblem, ScalarType, StepError, StepKeys, float64_of
 from shared.transforms.exact import ExactMoments, ValueCounts
-from shared.transforms.schema import ColumnType, RowProblem, ScalarType, StepError
-from shared.transforms.steps.casting import Cast
+from shared.transforms.steps.columns import Cast, numeric
 from shared.transforms.steps.step import ColumnStep, FitAccumulator, scalar
-from shared.transforms.steps.tensors import numeric
 from shared.value_texts import value_of_text, value_text
 
 # Median and mode are exact, because every distinct value is kept and counted.
@@ -47,7 +45,7 @@ class FillNulls(ColumnStep):
     statistic: str
 
     @classmethod
-    def of(cls, message: transform_pb2.FillNulls, column: str) -> Self:
+    def from_message(cls, message: transform_pb2.FillNulls, column: str) -> Self:
         kind = message.value.WhichOneof("kind")
         if message.HasField("value") and kind is None:
             raise StepError("set one of integer, number, text, boolean", "fill_nulls.value")
@@ -77,12 +75,12 @@ class FillNulls(ColumnStep):
     def fitted(self) -> bool:
         return self.value is not None
 
-    def accumulator(self, given: ColumnType) -> FitAccumulator:
-        arrow_type = scalar(given, "fill_nulls needs a column of scalars").arrow_type
+    def accumulator(self, column_type: ColumnType) -> FitAccumulator:
+        arrow_type = scalar(column_type, "fill_nulls needs a column of scalars").arrow_type
         return _MeanAccumulator(self) if self.statistic == "mean" else _CountsAccumulator(self, arrow_type)
 
-    def output_type(self, given: ColumnType) -> ColumnType:
-        arrow_type = scalar(given, "fill_nulls needs a column of scalars").arrow_type
+    def output_type(self, column_type: ColumnType) -> ColumnType:
+        arrow_type = scalar(column_type, "fill_nulls needs a column of scalars").arrow_type
         if self.value is not None:
             _as_scalar(self.value, arrow_type)
         elif self.statistic == "mean" and not kinds.is_floating(arrow_type):

@@ -30,8 +30,7 @@ from numpy.typing import NDArray
 
 from millrace.common.v1 import transform_pb2
 from shared.errors import first_line, shown
-from shared.transforms.batch import Batch, StepKeys, row_count, take_rows
-from shared.transforms.schema import RowProblem, ScalarType, Schema, StepError
+from shared.transforms.batch import Batch, RowProblem, ScalarType, Schema, StepError, StepKeys, row_count, take_rows
 from shared.transforms.steps.step import Names, Step, first_failing_row
 
 # --- The step ---
@@ -46,7 +45,7 @@ class Filter(Step):
     expression: Expression
 
     @classmethod
-    def of(cls, message: transform_pb2.Filter, column: str) -> Self:
+    def from_message(cls, message: transform_pb2.Filter, column: str) -> Self:
         try:
             return cls(Expression(message.expression))
         except ExpressionError as error:
@@ -59,12 +58,12 @@ class Filter(Step):
     def reads(self) -> tuple[str, ...]:
         return self.expression.columns
 
-    def output(self, given: Schema) -> Schema:
+    def output(self, schema: Schema) -> Schema:
         columns = {}
         for name in self.reads:
-            if name not in given:
-                raise StepError(f"there is no column {name!r}; there are {', '.join(given)}", "filter.expression")
-            one = given[name]
+            if name not in schema:
+                raise StepError(f"there is no column {name!r}; there are {', '.join(schema)}", "filter.expression")
+            one = schema[name]
             if not isinstance(one, ScalarType):
                 raise StepError(f"{name!r} is {one}; a filter reads scalars alone", "filter.expression")
             columns[name] = pa.array([], one.arrow_type)
@@ -72,7 +71,7 @@ class Filter(Step):
             self.expression(columns)
         except (ExpressionError, pa.ArrowException) as error:
             raise StepError(first_line(error), "filter.expression") from None
-        return dict(given)
+        return dict(schema)
 
     def apply(self, batch: Batch, keys: StepKeys | None) -> Batch:
         return take_rows(batch, self.keeps(batch))
@@ -93,15 +92,15 @@ class Filter(Step):
 
     def _works(self, columns: Batch, start: int, end: int) -> bool:
         try:
-            self.expression({name: one[start:end] for name, one in columns.items()})
+            self.expression({name: column[start:end] for name, column in columns.items()})
         except pa.ArrowException:
             return False
         return True
 
-    def sources(self, needed: Names, given: Schema) -> Names:
+    def sources(self, needed: Names, schema: Schema) -> Names:
         return needed | frozenset(self.reads)
 
-    def narrowed(self, needed: Names, given: Schema) -> Step | None:
+    def narrowed(self, needed: Names, schema: Schema) -> Step | None:
         return self
 
 

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from millrace.common.v1 import transform_pb2
-from shared.transforms.batch import Array, Column, RaggedImages, StepKeys
-from shared.transforms.schema import ColumnType, RowProblem, StepError, TensorType
+from shared.transforms.batch import Array, Column, ColumnType, RaggedImages, RowProblem, StepError, StepKeys, TensorType
 from shared.transforms.steps.decoding import PIXEL_LIMIT
 from shared.transforms.steps.step import ColumnStep, Step
 
@@ -46,10 +45,14 @@ class ImageStep(ColumnStep):
     def on_images(self, images: Array, draws: Draws) -> Array:
         """Process images of one size, each independently."""
 
-    def output_type(self, given: ColumnType) -> ColumnType:
-        if not isinstance(given, TensorType) or given.dtype != "uint8" or len(given.shape) not in (2, 3):
-            raise StepError(f"{self.op} needs uint8 images of shape (H, W) or (H, W, C), not {given}")
-        return TensorType("uint8", self.shape_of(given.shape))
+    def output_type(self, column_type: ColumnType) -> ColumnType:
+        if (
+            not isinstance(column_type, TensorType)
+            or column_type.dtype != "uint8"
+            or len(column_type.shape) not in (2, 3)
+        ):
+            raise StepError(f"{self.op} needs uint8 images of shape (H, W) or (H, W, C), not {column_type}")
+        return TensorType("uint8", self.shape_of(column_type.shape))
 
     def work(self, column: Column, keys: StepKeys | None) -> Column:
         draws = keys.uniform(self.draws) if keys is not None and self.draws else None
@@ -86,7 +89,7 @@ class Resize(ImageStep):
     shorter_side_only: bool = False
 
     @classmethod
-    def of(cls, message: transform_pb2.Resize, column: str) -> Self:
+    def from_message(cls, message: transform_pb2.Resize, column: str) -> Self:
         check_side(message.height, "resize.height")
         if message.shorter_side_only and message.width:
             raise StepError(f"{message.width}: leave it 0 with shorter_side_only", "resize.width")
@@ -137,7 +140,7 @@ class CenterCrop(ImageStep):
     width: int
 
     @classmethod
-    def of(cls, message: transform_pb2.CenterCrop, column: str) -> Self:
+    def from_message(cls, message: transform_pb2.CenterCrop, column: str) -> Self:
         check_side(message.height, "center_crop.height")
         check_side(message.width, "center_crop.width")
         return cls(column, message.height, message.width)
@@ -159,7 +162,7 @@ class Grayscale(ImageStep):
     op: ClassVar[str] = "grayscale"
 
     @classmethod
-    def of(cls, message: Any, column: str) -> Self:
+    def from_message(cls, message: Any, column: str) -> Self:
         return cls(column)
 
     def shape_of(self, shape: Shape) -> Shape:
@@ -238,7 +241,7 @@ class RandomCrop(ImageStep):
     padding: int
 
     @classmethod
-    def of(cls, message: transform_pb2.RandomCrop, column: str) -> Self:
+    def from_message(cls, message: transform_pb2.RandomCrop, column: str) -> Self:
         check_side(message.height, "random_crop.height")
         check_side(message.width, "random_crop.width")
         if not 0 <= message.padding <= MAX_PADDING:
@@ -276,7 +279,7 @@ class RandomFlip(_Augmentation):
     vertical_probability: float
 
     @classmethod
-    def of(cls, message: transform_pb2.RandomFlip, column: str) -> Self:
+    def from_message(cls, message: transform_pb2.RandomFlip, column: str) -> Self:
         return cls(column, *_fractions(message, ("horizontal_probability", "vertical_probability"), "random_flip"))
 
     def message(self) -> transform_pb2.RandomFlip:
@@ -302,7 +305,7 @@ class RandomRotation(_Augmentation):
     degrees: float
 
     @classmethod
-    def of(cls, message: transform_pb2.RandomRotation, column: str) -> Self:
+    def from_message(cls, message: transform_pb2.RandomRotation, column: str) -> Self:
         if not 0 < message.degrees <= 180:
             raise StepError(f"{message.degrees}: use more than 0 and at most 180", "random_rotation.degrees")
         return cls(column, message.degrees)
@@ -332,7 +335,7 @@ class ColorJitter(_Augmentation):
     saturation: float
 
     @classmethod
-    def of(cls, message: transform_pb2.ColorJitter, column: str) -> Self:
+    def from_message(cls, message: transform_pb2.ColorJitter, column: str) -> Self:
         return cls(column, *_fractions(message, ("brightness", "contrast", "saturation"), "color_jitter"))
 
     def message(self) -> transform_pb2.ColorJitter:

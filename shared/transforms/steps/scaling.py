@@ -14,12 +14,11 @@ import pyarrow.types as kinds
 from numpy.typing import NDArray
 
 from millrace.common.v1 import transform_pb2
-from shared.transforms.batch import Column, StepKeys, float64_of
+from shared.transforms.batch import Column, ColumnType, ScalarType, StepError, StepKeys, float64_of
 from shared.transforms.exact import ExactMoments
-from shared.transforms.schema import ColumnType, ScalarType, StepError
+from shared.transforms.steps.columns import numeric
 from shared.transforms.steps.filling import refuse_nan, refuse_non_finite
 from shared.transforms.steps.step import ColumnStep, FitAccumulator, scalar
-from shared.transforms.steps.tensors import numeric
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Standardize(ColumnStep):
             raise StepError("use a finite number that is not negative", "standardize.deviation")
 
     @classmethod
-    def of(cls, message: transform_pb2.Standardize, column: str) -> Self:
+    def from_message(cls, message: transform_pb2.Standardize, column: str) -> Self:
         return cls(column, _optional(message, "mean"), _optional(message, "deviation"))
 
     def message(self) -> transform_pb2.Standardize:
@@ -52,11 +51,11 @@ class Standardize(ColumnStep):
     def fitted(self) -> bool:
         return self.mean is not None
 
-    def accumulator(self, given: ColumnType) -> FitAccumulator:
+    def accumulator(self, column_type: ColumnType) -> FitAccumulator:
         return _MomentsAccumulator(self)
 
-    def output_type(self, given: ColumnType) -> ColumnType:
-        return ScalarType(pa.float32(), _numbers(given, self.op).nullable)
+    def output_type(self, column_type: ColumnType) -> ColumnType:
+        return ScalarType(pa.float32(), _numbers(column_type, self.op).nullable)
 
     def work(self, column: Column, keys: StepKeys | None) -> Column:
         mean, deviation = self.mean, self.deviation
@@ -87,7 +86,7 @@ class MinMaxScale(ColumnStep):
                 raise StepError("min and max must be finite, and their difference too", "min_max_scale.max")
 
     @classmethod
-    def of(cls, message: transform_pb2.MinMaxScale, column: str) -> Self:
+    def from_message(cls, message: transform_pb2.MinMaxScale, column: str) -> Self:
         return cls(column, _optional(message, "min"), _optional(message, "max"), message.clip)
 
     def message(self) -> transform_pb2.MinMaxScale:
@@ -97,11 +96,11 @@ class MinMaxScale(ColumnStep):
     def fitted(self) -> bool:
         return self.min is not None
 
-    def accumulator(self, given: ColumnType) -> FitAccumulator:
+    def accumulator(self, column_type: ColumnType) -> FitAccumulator:
         return _BoundsAccumulator(self)
 
-    def output_type(self, given: ColumnType) -> ColumnType:
-        return ScalarType(pa.float32(), _numbers(given, self.op).nullable)
+    def output_type(self, column_type: ColumnType) -> ColumnType:
+        return ScalarType(pa.float32(), _numbers(column_type, self.op).nullable)
 
     def work(self, column: Column, keys: StepKeys | None) -> Column:
         least, greatest = self.min, self.max
@@ -133,14 +132,14 @@ class Bucketize(ColumnStep):
                 raise StepError("must be above the one before", f"bucketize.boundaries[{index}]")
 
     @classmethod
-    def of(cls, message: transform_pb2.Bucketize, column: str) -> Self:
+    def from_message(cls, message: transform_pb2.Bucketize, column: str) -> Self:
         return cls(column, tuple(message.boundaries))
 
     def message(self) -> transform_pb2.Bucketize:
         return transform_pb2.Bucketize(boundaries=self.boundaries)
 
-    def output_type(self, given: ColumnType) -> ColumnType:
-        return ScalarType(pa.int64(), _numbers(given, self.op).nullable)
+    def output_type(self, column_type: ColumnType) -> ColumnType:
+        return ScalarType(pa.int64(), _numbers(column_type, self.op).nullable)
 
     def work(self, column: Column, keys: StepKeys | None) -> Column:
         if kinds.is_integer(column.type):
@@ -167,8 +166,8 @@ def _optional(message: Any, field: str) -> float | None:
     return getattr(message, field) if message.HasField(field) else None
 
 
-def _numbers(given: ColumnType, op: str) -> ScalarType:
-    column = scalar(given, f"{op} needs a column of numbers")
+def _numbers(column_type: ColumnType, op: str) -> ScalarType:
+    column = scalar(column_type, f"{op} needs a column of numbers")
     if not numeric(column.arrow_type):
         raise StepError(f"{op} needs integers or floats, not {column}; cast the column first")
     return column

@@ -12,8 +12,7 @@ from typing import Any, ClassVar, Protocol, Self
 
 from millrace.common.v1 import transform_pb2
 from shared.errors import shown
-from shared.transforms.batch import Batch, Column, StepKeys
-from shared.transforms.schema import ColumnType, ScalarType, Schema, StepError
+from shared.transforms.batch import Batch, Column, ColumnType, ScalarType, Schema, StepError, StepKeys
 
 Names = frozenset[str]
 
@@ -47,7 +46,7 @@ class Step(ABC):
 
     @classmethod
     @abstractmethod
-    def of(cls, message: Any, column: str) -> Self:
+    def from_message(cls, message: Any, column: str) -> Self:
         """Make the step from a message of the type of `op`. Raises `StepError`."""
 
     @abstractmethod
@@ -68,15 +67,15 @@ class Step(ABC):
         """True if the step has nothing left to learn."""
         return True
 
-    def accumulator(self, given: ColumnType) -> FitAccumulator:
-        """Return an accumulator for the step's one column, `given`. Only for a step that is not fitted."""
+    def accumulator(self, column_type: ColumnType) -> FitAccumulator:
+        """Return an accumulator for the step's one column, `column_type`. Only for a step that is not fitted."""
         raise NotImplementedError(f"{self.op} learns nothing")
 
     @abstractmethod
-    def output(self, given: Schema) -> Schema:
+    def output(self, schema: Schema) -> Schema:
         """Return the columns after the step. Raises `StepError`, saying what the step needs instead."""
 
-    def check_request(self, given: Schema) -> None:
+    def check_request(self, schema: Schema) -> None:
         """Refuse what new requests may no longer ask for; earlier recorded steps still run.
 
         Raises `StepError`.
@@ -91,11 +90,11 @@ class Step(ABC):
         """
 
     @abstractmethod
-    def sources(self, needed: Names, given: Schema) -> Names:
-        """Return the columns of `given` that the step needs to make the `needed` columns."""
+    def sources(self, needed: Names, schema: Schema) -> Names:
+        """Return the columns of `schema` that the step needs to make the `needed` columns."""
 
     @abstractmethod
-    def narrowed(self, needed: Names, given: Schema) -> Step | None:
+    def narrowed(self, needed: Names, schema: Schema) -> Step | None:
         """Return the step reduced to the `needed` columns; None if they do not need it."""
 
     def serving_form(self) -> Step | None:
@@ -124,21 +123,21 @@ class ColumnStep(Step):
         getattr(step, self.op).SetInParent()
         return step
 
-    def output(self, given: Schema) -> Schema:
-        known(given, [self.column], "column")
-        return {name: self.output_type(one) if name == self.column else one for name, one in given.items()}
+    def output(self, schema: Schema) -> Schema:
+        known(schema, [self.column], "column")
+        return {name: self.output_type(one) if name == self.column else one for name, one in schema.items()}
 
     def apply(self, batch: Batch, keys: StepKeys | None) -> Batch:
         return {name: self.work(one, keys) if name == self.column else one for name, one in batch.items()}
 
-    def sources(self, needed: Names, given: Schema) -> Names:
+    def sources(self, needed: Names, schema: Schema) -> Names:
         return needed
 
-    def narrowed(self, needed: Names, given: Schema) -> Step | None:
+    def narrowed(self, needed: Names, schema: Schema) -> Step | None:
         return self if self.column in needed else None
 
     @abstractmethod
-    def output_type(self, given: ColumnType) -> ColumnType:
+    def output_type(self, column_type: ColumnType) -> ColumnType:
         """Return the column's type after the step. Raises `StepError`."""
 
     @abstractmethod
@@ -146,19 +145,19 @@ class ColumnStep(Step):
         """Return the column's values after the step. Raises `RowProblem`."""
 
 
-def known(given: Schema, names: Collection[str], at: str) -> None:
+def known(schema: Schema, names: Collection[str], at: str) -> None:
     """Raise `StepError` for a missing column; `at` is the path of the field that names it."""
     for index, name in enumerate(names):
-        if name not in given:
+        if name not in schema:
             where = at if at == "column" else f"{at}[{index}]"
-            raise StepError(f"there is no column {shown(name)}; there are {', '.join(given) or 'none'}", where)
+            raise StepError(f"there is no column {shown(name)}; there are {', '.join(schema) or 'none'}", where)
 
 
-def scalar(given: ColumnType, needs: str) -> ScalarType:
+def scalar(column_type: ColumnType, needs: str) -> ScalarType:
     """Return a scalar type. Raises `StepError` with `needs`, e.g. `cast needs a scalar column`, for a tensor."""
-    if not isinstance(given, ScalarType):
-        raise StepError(f"{needs}, not {given}")
-    return given
+    if not isinstance(column_type, ScalarType):
+        raise StepError(f"{needs}, not {column_type}")
+    return column_type
 
 
 def first_failing_row(rows: int, works: Callable[[int, int], bool]) -> int:

@@ -26,9 +26,18 @@ import pyarrow.types as kinds
 
 from millrace.common.v1 import transform_pb2
 from shared.errors import first_line, shown
-from shared.transforms.batch import Array, Batch, Column, StepKeys
+from shared.transforms.batch import (
+    Array,
+    Batch,
+    Column,
+    ColumnType,
+    RowProblem,
+    Schema,
+    StepError,
+    StepKeys,
+    TensorType,
+)
 from shared.transforms.exact import ValueCounts
-from shared.transforms.schema import ColumnType, RowProblem, Schema, StepError, TensorType
 from shared.transforms.steps.step import FitAccumulator, Names, Step, first_failing_row, known, scalar
 
 if TYPE_CHECKING:
@@ -72,7 +81,7 @@ class Tokenize(Step):
     lowercase: bool = False
 
     @classmethod
-    def of(cls, message: transform_pb2.Tokenize, column: str) -> Self:
+    def from_message(cls, message: transform_pb2.Tokenize, column: str) -> Self:
         if not MIN_LENGTH <= message.max_length <= MAX_LENGTH:
             raise StepError(
                 f"{message.max_length} is none of {MIN_LENGTH} to {MAX_LENGTH:,} tokens", "tokenize.max_length"
@@ -122,33 +131,33 @@ class Tokenize(Step):
     def fitted(self) -> bool:
         return bool(self.tokenizer)
 
-    def accumulator(self, given: ColumnType) -> FitAccumulator:
+    def accumulator(self, column_type: ColumnType) -> FitAccumulator:
         return _WordsAccumulator(self)
 
-    def output(self, given: Schema) -> Schema:
-        known(given, [self.column], "column")
-        column = scalar(given[self.column], "tokenize needs texts")
+    def output(self, schema: Schema) -> Schema:
+        known(schema, [self.column], "column")
+        column = scalar(schema[self.column], "tokenize needs texts")
         if not (_is_text(column.arrow_type) or _is_bytes(column.arrow_type)):
             raise StepError(f"tokenize needs strings, or bytes in UTF-8, not {column}; cast it first")
-        made: dict[str, ColumnType] = dict.fromkeys(self._made, TensorType("int64", (self.max_length,)))
-        for name, at in zip(self._made, ("ids_column", "mask_column"), strict=True):
-            if name in given and name != self.column:
+        made: dict[str, ColumnType] = dict.fromkeys(self._new_columns, TensorType("int64", (self.max_length,)))
+        for name, at in zip(self._new_columns, ("ids_column", "mask_column"), strict=True):
+            if name in schema and name != self.column:
                 raise StepError(f"there is a column {shown(name)} already; choose another name", f"tokenize.{at}")
-        return self._in_place(given, made)
+        return self._in_place(schema, made)
 
     def apply(self, batch: Batch, keys: StepKeys | None) -> Batch:
         encoded = self._encoded(self.texts(batch[self.column]))
         ids = _matrix([one.ids for one in encoded], self.max_length)
         mask = _matrix([one.attention_mask for one in encoded], self.max_length)
-        return self._in_place(batch, dict(zip(self._made, (ids, mask), strict=True)))
+        return self._in_place(batch, dict(zip(self._new_columns, (ids, mask), strict=True)))
 
-    def sources(self, needed: Names, given: Schema) -> Names:
-        made = frozenset(self._made)
+    def sources(self, needed: Names, schema: Schema) -> Names:
+        made = frozenset(self._new_columns)
         return (needed - made) | {self.column} if needed & made else needed
 
-    def narrowed(self, needed: Names, given: Schema) -> Step | None:
+    def narrowed(self, needed: Names, schema: Schema) -> Step | None:
         # Both columns are made; the pipeline drops the one that is not needed.
-        return self if needed & frozenset(self._made) else None
+        return self if needed & frozenset(self._new_columns) else None
 
     def _encoded(self, texts: list[str]) -> list[Any]:
         """Encode texts. Raises `RowProblem` for a text for which the tokenizer has no tokens."""
@@ -167,14 +176,14 @@ class Tokenize(Step):
         return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1, int(padding["pad_id"])
 
     @property
-    def _made(self) -> tuple[str, str]:
+    def _new_columns(self) -> tuple[str, str]:
         return (self.ids_column, self.mask_column)
 
     def _in_place(self, columns: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:
         """Return `columns` with `made` in place of the text."""
         out: dict[str, Any] = {}
-        for name, one in columns.items():
-            out.update(made if name == self.column else {name: one})
+        for name, column in columns.items():
+            out.update(made if name == self.column else {name: column})
         return out
 
     def texts(self, column: Column) -> list[str]:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from shared import code_bundle, paging
-from shared.code_bundle import CodeBundles, release_bundle, unpack_on_node, using_bundle
+from shared import code_bundle_registry, paging
+from shared.code_bundle_registry import CodeBundles, release_bundle, unpack_on_node, using_bundle
 from shared.errors import (
     DataLoss,
     FailedPrecondition,
@@ -157,7 +157,7 @@ def test_the_sweep_takes_away_what_died_uploads_left_and_leaves_bundles(
     store.put(f"codeBundles/{'a' * 64}/bundle.tar", b"half")
     CodeBundles(store).sweep()
     assert store.exists(f"codeBundles/{'a' * 64}/bundle.tar")
-    monkeypatch.setattr(code_bundle, "LEFT_OVER_AFTER_S", -60.0)
+    monkeypatch.setattr(code_bundle_registry, "LEFT_OVER_AFTER_S", -60.0)
     CodeBundles(store).sweep()
     assert not store.exists(f"codeBundles/{'a' * 64}/bundle.tar")
     assert CodeBundles(store).get(bundle.name) == bundle
@@ -239,7 +239,7 @@ def _unpack_half(data: bytes, sha256: str, root: Path) -> None:
     def stop(_folder: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    code_bundle._make_read_only = stop  # type: ignore[assignment]
+    code_bundle_registry._make_read_only = stop  # type: ignore[assignment]
     unpack_on_node(_OneBundle(data), sha256, root)
 
 

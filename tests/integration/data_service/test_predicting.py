@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 from data_service.domain.import_spec import BadRows
-from data_service.domain.predict_spec import Workers
+from data_service.domain.transform_spec import Workers
 from shared.dataset_version import load_version
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.settings import StoreSettings

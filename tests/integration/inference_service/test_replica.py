@@ -153,11 +153,11 @@ def test_a_replica_answers_over_its_socket_until_serve_stops_it(
 
     async def scenario() -> None:
         local = LocalReplicas(folder)
-        socket_server = await local.free()
+        socket_server = await local.least_loaded()
         assert socket_server is not None
         assert len((await socket_server.forward(RAW_ROWS)).arrays[0]) == len(IMAGES)
         await asyncio.to_thread(one.__del__)  # as Serve does
-        assert await local.free() is None
+        assert await local.least_loaded() is None
 
     asyncio.run(scenario())
     assert not folder.exists()

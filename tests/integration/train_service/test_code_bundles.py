@@ -15,7 +15,7 @@ import pytest
 import millrace_client as mc
 from millrace.train.v1 import train_service_pb2 as pb
 from millrace_client import errors
-from shared.code_bundle import unpack_on_node
+from shared.code_bundle_registry import unpack_on_node
 from tests.support.code_folders import write_files
 from tests.support.refusals import refused
 from tests.support.training import State, TrainStack

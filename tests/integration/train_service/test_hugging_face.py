@@ -17,7 +17,7 @@ import pytest
 from safetensors.torch import load as load_tensors
 
 import millrace_client as mc
-from shared.checkpoint.program import load_program_checkpoint, read_pieces
+from shared.checkpoint.format import load_program_checkpoint, read_program_file
 from shared.checkpoint.registry import CheckpointEntry, CheckpointRegistry
 from shared.storage import ObjectStore
 from shared.transforms import arrow_schema, table_of
@@ -103,7 +103,7 @@ def create(stack: TrainStack, folder: Path, dataset_version: str = "", **config:
 def files_of(store: ObjectStore, entry: CheckpointEntry) -> dict[str, bytes]:
     """The checkpoint's files by path; raises where a digest does not hold."""
     content = load_program_checkpoint(store, entry.folder, entry.manifest_sha256)
-    return {one.path: b"".join(read_pieces(store, entry.folder, one)) for one in content.files}
+    return {one.path: b"".join(read_program_file(store, entry.folder, one)) for one in content.files}
 
 
 def assert_whole(store: ObjectStore, entry: CheckpointEntry, step: int, weights: str) -> None:

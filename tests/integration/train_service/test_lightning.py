@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import millrace_client as mc
-from shared.checkpoint.program import load_program_checkpoint, read_pieces
+from shared.checkpoint.format import load_program_checkpoint, read_program_file
 from shared.checkpoint.registry import CheckpointEntry, CheckpointRegistry
 from shared.storage import ObjectStore
 from tests.support.code_folders import write_files
@@ -64,7 +64,9 @@ def loaded(store: ObjectStore, entry: CheckpointEntry) -> dict[str, Any]:
     content = load_program_checkpoint(store, entry.folder, entry.manifest_sha256)
     (file,) = content.files
     assert file.path == "checkpoint.ckpt"
-    found: dict[str, Any] = torch.load(io.BytesIO(b"".join(read_pieces(store, entry.folder, file))), weights_only=True)
+    found: dict[str, Any] = torch.load(
+        io.BytesIO(b"".join(read_program_file(store, entry.folder, file))), weights_only=True
+    )
     return found
 
 

@@ -16,7 +16,7 @@ import pytest
 import millrace_client as mc
 from millrace.train.v1 import train_service_pb2 as pb
 from millrace_client.errors import OutOfRange
-from shared.checkpoint.program import verify_program_checkpoint
+from shared.checkpoint.format import verify_program_checkpoint
 from shared.checkpoint.registry import CheckpointRegistry
 from tests.support.code_folders import write_files
 from tests.support.training import VERSION, State, TrainStack

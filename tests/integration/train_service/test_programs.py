@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import millrace_client as mc
-from shared.checkpoint.program import verify_program_checkpoint
+from shared.checkpoint.format import verify_program_checkpoint
 from shared.checkpoint.registry import CheckpointRegistry
 from tests.support.code_folders import write_files
 from tests.support.training import State, TrainStack

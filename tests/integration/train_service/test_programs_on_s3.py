@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import millrace_client as mc
-from shared.checkpoint.program import verify_program_checkpoint
+from shared.checkpoint.format import verify_program_checkpoint
 from shared.checkpoint.registry import CheckpointRegistry
 from tests.support.code_folders import write_files
 from tests.support.s3_server import SECRET_KEY

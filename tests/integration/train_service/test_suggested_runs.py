@@ -100,7 +100,7 @@ def trained(store: ObjectStore, folder: Path, spec: resources_pb2.TrainingSpec, 
     """The metrics of the run's best checkpoint."""
     file = folder / f"{job}.json"
     file.write_text(json_format.MessageToJson(spec))
-    command = [sys.executable, "-m", "train_service.standalone", str(file), "--job", job]
+    command = [sys.executable, "-m", "train_service.torchrun_main", str(file), "--job", job]
     run = subprocess.run(
         command,
         env={**os.environ, **store_environ(store.settings)},

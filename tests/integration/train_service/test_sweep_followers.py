@@ -22,7 +22,7 @@ from tests.support.ray_head import RayHead
 from tests.support.training import VERSION, commit_digits
 from train_service.domain.spec import TrainingSpec
 from train_service.domain.sweep import GRID, Domain, SweepSpec
-from train_service.records.reporting import EventKind, EventLog
+from train_service.records.event_log import EventKind, EventLog
 from train_service.sweeps import attempt
 from train_service.sweeps.sweeps import SWEEP_KIND, Trials
 

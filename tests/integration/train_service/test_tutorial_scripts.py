@@ -14,7 +14,7 @@ import millrace_client as mc
 from millrace.train.v1 import resources_pb2 as res
 from millrace.train.v1.train_service_pb2 import Coverage, GetCoverageRequest
 from shared.checkpoint import CheckpointEntry
-from shared.checkpoint.program import verify_program_checkpoint
+from shared.checkpoint.format import verify_program_checkpoint
 from shared.checkpoint.registry import CheckpointRegistry
 from tests.support.cluster_storage import cluster_storage
 from tests.support.code_folders import write_files

@@ -14,7 +14,7 @@ from millrace_client.stack.record import Process, Record, write_record
 
 @pytest.fixture
 def record() -> Record:
-    me = Process.of(os.getpid())
+    me = Process.from_pid(os.getpid())
     assert me is not None
     return Record(
         state="ready",

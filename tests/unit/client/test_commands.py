@@ -17,7 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from millrace.train.v1 import suggestion_pb2, train_service_pb2_grpc
 from millrace.train.v1 import train_service_pb2 as pb
 from millrace_client.cli import COMMANDS, command, millrace
-from millrace_client.stack import launch
+from millrace_client.stack import supervisor
 from tests.support.fake_servicers import BreakingStreams, Job, Refusing
 from tests.support.grpc_answers import bad_field, error_info, serving, status
 
@@ -233,7 +233,7 @@ def test_up_says_when_it_is_running_already(monkeypatch: pytest.MonkeyPatch) -> 
 
     from millrace_client.stack.record import Process, Record
 
-    me = Process.of(os.getpid())
+    me = Process.from_pid(os.getpid())
     assert me is not None
     addresses = dict.fromkeys(("data", "train", "inference"), NOBODY)
     record = Record(
@@ -246,7 +246,7 @@ def test_up_says_when_it_is_running_already(monkeypatch: pytest.MonkeyPatch) -> 
         import_roots=(),
         ray_folder="",
     )
-    monkeypatch.setattr(launch, "running_record", lambda _: record)
+    monkeypatch.setattr(supervisor, "running_record", lambda _: record)
     document = json.loads(run("up", "--json").stdout)
     assert document["already_running"] is True
     assert document["addresses"] == addresses

@@ -14,8 +14,8 @@ from google.longrunning import operations_pb2, operations_pb2_grpc
 
 from millrace.data.v1 import data_service_pb2_grpc, resources_pb2
 from millrace_client import calls, connect, errors, idx_source
+from millrace_client.calls import Operation
 from millrace_client.data import image_rows
-from millrace_client.operations import Operation
 from tests.support.fake_servicers import OneVersion
 from tests.support.grpc_answers import bad_field, error_info, serving, status
 

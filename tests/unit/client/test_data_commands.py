@@ -18,9 +18,9 @@ from millrace.common.v1 import lineage_pb2
 from millrace.data.v1 import data_service_pb2, data_service_pb2_grpc, quality_pb2, resources_pb2
 from millrace.inference.v1 import deployment_service_pb2, deployment_service_pb2_grpc
 from millrace_client import checks, specs
+from millrace_client.calls import Operation
 from millrace_client.cli import millrace
 from millrace_client.cli.versions import FORMS
-from millrace_client.operations import Operation
 from tests.support.grpc_answers import serving
 
 VERSION = "datasets/d/versions/v1"

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from millrace_client.demo import digits
-from millrace_client.demo.digits import FILES, NoDigits, find_digits, write_idx
+from millrace_client import demo
+from millrace_client.demo import FILES, NoDigits, find_digits, write_idx
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory without `../shared/data/mnist`, and no network for torchvision."""
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    monkeypatch.setattr(digits, "DOWNLOAD", "import sys; sys.exit('no network')")
+    monkeypatch.setattr(demo, "DOWNLOAD", "import sys; sys.exit('no network')")
     return tmp_path
 
 

@@ -101,7 +101,7 @@ def test_a_closed_loop_keeps_so_many_calls_in_flight_and_no_more() -> None:
         measured = closed_loop(plan(address, deadline_s=60.0), in_flight=3)
     assert server.max_at_once == 3
     assert measured.statuses.keys() == {OK}
-    assert measured.answered_per_s == pytest.approx(len(measured.of(OK)) / 0.3)
+    assert measured.answered_per_s == pytest.approx(len(measured.with_status(OK)) / 0.3)
 
 
 def test_each_call_sends_the_next_request() -> None:

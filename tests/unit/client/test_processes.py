@@ -28,7 +28,7 @@ def a_family(*arguments: str) -> Iterator[tuple[Process, Process, subprocess.Pop
     command = (sys.executable, "-c", FAMILY, *arguments)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as popen:
         assert popen.stdout is not None
-        leader, child = Process.of(popen.pid), Process.of(int(popen.stdout.readline()))
+        leader, child = Process.from_pid(popen.pid), Process.from_pid(int(popen.stdout.readline()))
         assert leader is not None
         assert child is not None
         try:
@@ -39,7 +39,7 @@ def a_family(*arguments: str) -> Iterator[tuple[Process, Process, subprocess.Pop
 
 
 def test_a_process_is_not_mistaken_for_a_later_owner_of_its_pid() -> None:
-    me = Process.of(os.getpid())
+    me = Process.from_pid(os.getpid())
     assert me is not None
     assert me.is_alive()
     earlier = Process(me.pid, me.start_ticks - 1)

@@ -17,8 +17,16 @@ from millrace.common.v1 import transform_pb2
 from millrace.data.v1 import data_service_pb2_grpc, quality_pb2, resources_pb2
 from millrace_client.cli import millrace
 from millrace_client.report.pages import page
-from millrace_client.report.profile import HEIGHT, WIDTH, block_bars, box_bars
-from millrace_client.report.wording import check_text, number_text, share_text, step_text
+from millrace_client.report.profile import (
+    HEIGHT,
+    WIDTH,
+    block_bars,
+    box_bars,
+    check_text,
+    number_text,
+    share_text,
+    step_text,
+)
 from tests.support.fake_servicers import OnePreview
 from tests.support.grpc_answers import serving
 from tests.support.previews import NASTY, preview

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace_client.stack import launch
+from millrace_client.stack import supervisor as stack_supervisor
 from millrace_client.stack.record import READY, Process, Record, read_record, write_record
 from millrace_client.stack.supervisor import AlreadyRunning, StartFailed, Supervisor, hold_home
 from tests.support.fake_stack import NAMES, fake_plan
@@ -105,10 +105,10 @@ def test_what_a_killed_supervisor_left_behind_is_stopped(tmp_path: Path) -> None
     with subprocess.Popen((sys.executable, "-c", SUPERVISE, str(tmp_path)), start_new_session=True) as popen:
         record = now_ready(tmp_path)
         popen.kill()
-    assert launch.running_record(tmp_path) is None
+    assert stack_supervisor.running_record(tmp_path) is None
     assert all(process.is_alive() for process in record.parts.values())
 
-    assert launch.stop(tmp_path)
+    assert stack_supervisor.stop(tmp_path)
 
     assert not any(process.is_alive() for process in record.parts.values())
     assert read_record(tmp_path) is None
@@ -116,7 +116,7 @@ def test_what_a_killed_supervisor_left_behind_is_stopped(tmp_path: Path) -> None
 
 def test_stopping_a_stale_record_touches_nobody_who_has_the_pids_now(tmp_path: Path) -> None:
     with subprocess.Popen((sys.executable, "-c", "input()"), stdin=subprocess.PIPE, start_new_session=True) as other:
-        now = Process.of(other.pid)
+        now = Process.from_pid(other.pid)
         assert now is not None
         then = Process(now.pid, now.start_ticks - 1)
         stale = Record(
@@ -132,7 +132,7 @@ def test_stopping_a_stale_record_touches_nobody_who_has_the_pids_now(tmp_path: P
         )
         write_record(tmp_path, stale)
 
-        assert not launch.stop(tmp_path)
+        assert not stack_supervisor.stop(tmp_path)
 
         assert now.is_alive()
         assert read_record(tmp_path) is None

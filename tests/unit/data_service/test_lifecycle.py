@@ -9,8 +9,7 @@ import pytest
 
 from data_service.datasets import Datasets
 from data_service.deletion import Deletions
-from data_service.operation_pointers import operation_ids, record_operation
-from data_service.versions import Versions
+from data_service.version_catalog import Versions, operation_ids, record_operation
 from shared.dataset_version import load_version
 from shared.dataset_version.version import IMPORT_KIND, mark_used
 from shared.errors import Conflict, FailedPrecondition, InvalidArgument, NotFound, Unavailable

@@ -19,7 +19,7 @@ from data_service.domain.statistics import SplitStatistics
 from data_service.preview import preview
 from millrace.data.v1 import data_service_pb2, quality_pb2, resources_pb2
 from shared.dataset_version import RowGroup, VersionReader, load_version
-from shared.dataset_version.columns import tensor_array
+from shared.dataset_version.manifest import tensor_array
 from shared.errors import InvalidArgument
 from shared.storage import ObjectStore
 from tests.support.transforming import SOURCE, commit_tables

@@ -12,7 +12,7 @@ import pytest
 from data_service.datasets import Datasets
 from data_service.deletion import Deletions
 from data_service.servicer import DataServicer
-from data_service.versions import Versions
+from data_service.version_catalog import Versions
 from millrace.data.v1 import data_service_pb2
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import DataLoss, NotFound

@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 import pytest
 
 from data_service.datasets import Datasets
-from data_service.deletion import LEFT_FOR_S, REQUEST_CLAIM_S, Deletions, Sweeper
+from data_service.deletion import ORPHAN_GRACE_PERIOD_S, REQUEST_CLAIM_S, Deletions, Sweeper
 from data_service.domain.dataset import Retention
-from data_service.operation_pointers import operation_ids, record_operation
-from data_service.verification import verify
+from data_service.reading import verify
+from data_service.version_catalog import operation_ids, record_operation
 from shared.dataset_version import load_version
 from shared.dataset_version.version import IMPORT_KIND, mark_used
 from shared.errors import NotFound, Unavailable
@@ -116,7 +116,7 @@ def test_of_a_committed_attempt_stays_what_its_manifest_names_and_nothing_else(
 
     sweeping.sweeper.sweep()
     assert {info.key for info in store.list(folder)} > named, "it may still be at its last act"
-    sweeping.now += LEFT_FOR_S + 60
+    sweeping.now += ORPHAN_GRACE_PERIOD_S + 60
     for _ in range(2):
         sweeping.sweeper.sweep()
         assert {info.key for info in store.list(folder)} == named
@@ -134,7 +134,7 @@ def test_where_the_manifest_is_not_what_was_committed_nothing_of_the_attempt_goe
     else:
         store.put(f"{folder}/manifest.json", manifest)
     before = {info.key for info in store.list(folder)}
-    sweeping.now += LEFT_FOR_S + 60
+    sweeping.now += ORPHAN_GRACE_PERIOD_S + 60
     sweeping.sweeper.sweep()
     assert {info.key for info in store.list(folder)} == before
 
@@ -145,7 +145,7 @@ def test_a_committed_attempt_is_looked_through_until_nobody_can_be_writing_there
     commit(store)
     read = keys_read(store, monkeypatch)
     counts = []
-    for passed_s in (0.0, LEFT_FOR_S + 60, 0.0, LEFT_FOR_S):
+    for passed_s in (0.0, ORPHAN_GRACE_PERIOD_S + 60, 0.0, ORPHAN_GRACE_PERIOD_S):
         sweeping.now += passed_s
         sweeping.sweeper.sweep()
         counts.append(sum(key.endswith("/manifest.json") for key in read))
@@ -157,13 +157,13 @@ def test_a_file_that_is_young_when_its_folder_is_looked_through_goes_at_a_later_
 ) -> None:
     folder = commit_with_quarantine(store, VERSION, b"{}\n")
     named = {info.key for info in store.list(folder)}
-    sweeping.now += LEFT_FOR_S + 60
+    sweeping.now += ORPHAN_GRACE_PERIOD_S + 60
     store.put(f"{folder}/late.parquet", b"x")
     os.utime(Path(urlsplit(file_store.url).path) / folder / "late.parquet", (sweeping.now, sweeping.now))
     sweeping.sweeper.sweep()
     assert {info.key for info in store.list(folder)} > named
 
-    sweeping.now += LEFT_FOR_S + 60
+    sweeping.now += ORPHAN_GRACE_PERIOD_S + 60
     sweeping.sweeper.sweep()
     assert {info.key for info in store.list(folder)} == named
 
@@ -182,7 +182,7 @@ def test_files_that_killed_writers_never_finished_go_after_a_while(
         path.write_bytes(b"half")
     sweeping.sweeper.sweep()
     assert all(path.exists() for path in torn)
-    sweeping.now += LEFT_FOR_S + 60
+    sweeping.now += ORPHAN_GRACE_PERIOD_S + 60
     sweeping.sweeper.sweep()
     assert not any(path.exists() for path in torn)
     load_version(store, VERSION)

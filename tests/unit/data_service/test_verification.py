@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_service.deletion import Deletions
-from data_service.verification import Damage, Verified, verify
+from data_service.reading import Damage, Verified, verify
 from shared.dataset_version import DatasetVersion, VersionReader, load_version
 from shared.dataset_version.manifest import Attachment, sha256_hex
 from shared.dataset_version.version import IMPORT_KIND
@@ -154,8 +154,8 @@ def test_row_ids_that_do_not_follow_each_other_are_told(
 def test_progress_comes_before_the_end(
     store: ObjectStore, version: DatasetVersion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("data_service.verification.READ_BYTES", 10_000)
-    monkeypatch.setattr("data_service.verification.REPORT_EVERY_BYTES", 20_000)
+    monkeypatch.setattr("data_service.reading.READ_BYTES", 10_000)
+    monkeypatch.setattr("data_service.reading.REPORT_EVERY_BYTES", 20_000)
     messages = list(verify(store, version))
     assert messages[0] == Verified(files_total=3)
     seen = [message.bytes_checked for message in messages]

@@ -15,14 +15,13 @@ from data_service.datasets import SERVICE, Datasets
 from data_service.deletion import Deletions
 from data_service.domain.import_spec import Base, ImportSpec, Source
 from data_service.domain.transform_spec import TransformSpec
-from data_service.operation_pointers import record_operation, withdraw_operation
+from data_service.version_catalog import Versions, record_operation, withdraw_operation
 from data_service.version_jobs import VersionJobs
-from data_service.versions import Versions
 from shared.dataset_version.version import IMPORT_KIND, live_references
 from shared.errors import AlreadyExists, Conflict, InvalidArgument, MillraceError, NotFound
+from shared.idempotency import claimed
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.transitions import request_delete
-from shared.requests import claimed
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.support.versions import commit_version, striped_digits

@@ -8,7 +8,7 @@ from inference_service.deploy.capacity import Cluster
 from inference_service.deploy.deployments import Deployments
 from inference_service.deploy.reconciler import Reconciler
 from inference_service.domain.deployment import Deployment, Scale, application_name
-from inference_service.peers import Peers
+from inference_service.frontends import Peers
 from inference_service.serve.models import Models
 from inference_service.serve.ray_serve import Application
 from inference_service.serve.replica import Loaded, ReplicaSpec

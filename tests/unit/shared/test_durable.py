@@ -20,7 +20,7 @@ from shared.jobs import AttemptContext, JobRecord, Jobs, JobState
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.support.waiting import wait_until
-from train_service.records.reporting import CANCEL, TRAIN_KIND, Reporter
+from train_service.records.event_log import CANCEL, TRAIN_KIND, Reporter
 
 JOB = "trainingJobs/j"
 

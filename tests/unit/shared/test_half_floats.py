@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_service.formats.casts import from_text
-from shared.transforms.steps.casting import cast_exactly
+from shared.transforms.steps.columns import cast_exactly
 
 # All that are finite, in their order.
 HALVES = np.unique(np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float64))

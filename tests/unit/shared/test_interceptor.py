@@ -10,7 +10,7 @@ import pytest
 
 from shared.errors import DeadlineExceeded
 from shared.grpc_server import interceptor
-from shared.grpc_server.deadlines import is_deadline
+from shared.grpc_server.interceptor import is_deadline
 
 
 class TakesNothing:

@@ -17,11 +17,11 @@ from shared.streaming import STALLED_AFTER_S, Slots
 def test_one_stream_more_than_there_are_slots_is_refused_until_one_ends() -> None:
     slots = Slots(2)
 
-    with slots.one():
-        with slots.one(), pytest.raises(ResourceExhausted) as refused, slots.one():
+    with slots.slot():
+        with slots.slot(), pytest.raises(ResourceExhausted) as refused, slots.slot():
             pass
         assert refused.value.retry_after_s
-        with slots.one():
+        with slots.slot():
             pass
 
 
@@ -29,7 +29,7 @@ def test_a_stream_that_fails_gives_its_slot_back() -> None:
     slots = Slots(1)
 
     for _ in range(3):
-        with pytest.raises(OSError, match="broken"), slots.one():
+        with pytest.raises(OSError, match="broken"), slots.slot():
             raise OSError("broken")
 
 
@@ -56,7 +56,7 @@ class Reader:
         await settled()
 
     async def _read(self, _: object, __: object) -> AsyncIterator[bytes]:
-        with self._slots.one() as slot:
+        with self._slots.slot() as slot:
             while True:
                 with slot.waiting():
                     yield b"rows"
@@ -80,7 +80,7 @@ def test_a_reader_that_takes_nothing_gives_its_slot_to_one_that_waits_and_is_tol
         await settled()
         now = STALLED_AFTER_S - 1
         await slow.take()
-        with pytest.raises(ResourceExhausted), slots.one():
+        with pytest.raises(ResourceExhausted), slots.slot():
             pass
 
         now = STALLED_AFTER_S + 1
@@ -93,7 +93,7 @@ def test_a_reader_that_takes_nothing_gives_its_slot_to_one_that_waits_and_is_tol
         await slow.take()
         assert not slow.call.done()
         assert not third.call.done()
-        with pytest.raises(ResourceExhausted), slots.one():
+        with pytest.raises(ResourceExhausted), slots.slot():
             pass
         for reader in (slow, third):
             reader.call.cancel()
@@ -111,7 +111,7 @@ def test_a_reader_that_takes_nothing_stays_while_nobody_waits() -> None:
         paused = Reader(slots)
         await settled()
         now = 10 * STALLED_AFTER_S
-        with slots.one():
+        with slots.slot():
             await settled()
         await paused.take()
         assert not paused.call.done()

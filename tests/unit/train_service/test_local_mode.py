@@ -18,8 +18,8 @@ from tests.unit.train_service.in_ranks import in_ranks
 from tests.unit.train_service.worker.test_loop import ALONE, SPEC, config_of, entries, events, new_job, saved
 from train_service.attempt.outcomes import HUNG
 from train_service.learning.ranks import Ranks
+from train_service.records.event_log import TRAIN_KIND, EventKind
 from train_service.records.logs import STACKS_CHUNK, rank_folder
-from train_service.records.reporting import TRAIN_KIND, EventKind
 from train_service.worker.loop import Run, train_loop
 
 JOB = "trainingJobs/a"
@@ -32,7 +32,7 @@ from shared.storage import open_store
 from train_service.domain import watchdog
 from train_service.domain.watchdog import Phase
 from train_service.worker.heartbeat import HeartbeatSender
-from train_service.attempt.heartbeats import HeartbeatServer
+from train_service.worker.heartbeat import HeartbeatServer
 from train_service.attempt.supervision import Supervision
 from tests.unit.train_service.worker.test_loop import SPEC
 from dataclasses import replace

@@ -18,7 +18,7 @@ from train_service import placement, reconciler
 from train_service.domain.capacity import ClusterUse
 from train_service.domain.spec import CPU, GPU, RAY_DATA, THREADS, Placement, Program, TrainingSpec
 from train_service.placement import IngestReservation, Node, Queue, Size, count_concurrent_ingests, lacking, size_now
-from train_service.records.reporting import TRAIN_KIND, EventKind, EventLog
+from train_service.records.event_log import TRAIN_KIND, EventKind, EventLog
 
 B = "trainingJobs/b"
 

@@ -20,7 +20,7 @@ from train_service.domain.capacity import STRICT_SPREAD
 from train_service.domain.queueing import Claim, left_by
 from train_service.domain.spec import GPU, Placement, TrainingSpec
 from train_service.placement import UNPLACED_S, Node, Queue
-from train_service.records.reporting import TRAIN_KIND
+from train_service.records.event_log import TRAIN_KIND
 
 
 def gpu_job(workers: int = 1, gpus: float = 1.0, priority: int = 0) -> TrainingSpec:

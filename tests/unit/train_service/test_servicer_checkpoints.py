@@ -21,9 +21,9 @@ from tests.support.train_server import asked
 from tests.support.training_records import JOB, begin, make_job
 from tests.support.waiting import wait_until
 from train_service import servicer
-from train_service.converters.checkpoints import MAX_CHUNK_BYTES
+from train_service.converters.jobs import MAX_CHUNK_BYTES
 from train_service.jobs.run_records import CheckpointReader
-from train_service.records.reporting import TRAIN_KIND
+from train_service.records.event_log import TRAIN_KIND
 
 VERSION = "datasets/d/versions/v1"
 

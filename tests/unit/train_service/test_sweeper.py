@@ -13,7 +13,7 @@ from shared.log import StaleAttempt
 from shared.storage import ObjectStore
 from tests.support.snapshots import JOB, entries, save
 from train_service.jobs.deletion import Deletions, Sweeper
-from train_service.records.reporting import TRAIN_KIND
+from train_service.records.event_log import TRAIN_KIND
 
 DATA = f"{JOB}/checkpoints/data"
 

@@ -11,7 +11,7 @@ from shared.storage import ObjectStore
 from tests.support.counting_store import CountingStore
 from train_service.jobs import deletion
 from train_service.jobs.deletion import SETTLED_AFTER_S, Deletions, Sweeper
-from train_service.records.reporting import TRAIN_KIND
+from train_service.records.event_log import TRAIN_KIND
 
 OVER_AT = 1000.0
 LATER = OVER_AT + SETTLED_AFTER_S + 1

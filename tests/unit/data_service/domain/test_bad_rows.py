@@ -10,7 +10,7 @@ import pytest
 
 from data_service.domain import bad_rows
 from data_service.domain.bad_rows import BadRowLog, BadRowPolicy, excerpt
-from shared.dataset_version.columns import tensor_array
+from shared.dataset_version.manifest import tensor_array
 from shared.errors import InvalidArgument
 
 KEEP_ASIDE = BadRowPolicy(quarantines=True)

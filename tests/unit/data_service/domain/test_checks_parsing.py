@@ -20,7 +20,7 @@ from data_service.domain.checks import (
     parse_checks,
 )
 from millrace.data.v1 import quality_pb2
-from shared.dataset_version.columns import tensor_field
+from shared.dataset_version.manifest import tensor_field
 from shared.errors import InvalidArgument
 
 SCHEMA = pa.schema(

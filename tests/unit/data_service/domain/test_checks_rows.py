@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from data_service.domain.checks import Check, Condition, NotNull, OneOf, Pattern, Range, Unique
 from data_service.domain.checks_rows import CheckCounts, KeepFirst, RowChecks, RowVerdict, UniqueKeys
-from shared.dataset_version.columns import tensor_array
+from shared.dataset_version.manifest import tensor_array
 from shared.errors import FailedPrecondition
 
 NAN, INF = float("nan"), float("inf")

@@ -9,7 +9,7 @@ from PIL import EpsImagePlugin, Image
 
 from data_service import preview as contact_sheet_module
 from data_service.preview import CELL_PX, COLUMNS, GAP_PX, Tile, contact_sheet, draw, is_drawable
-from shared.dataset_version.columns import tensor_array
+from shared.dataset_version.manifest import tensor_array
 from tests.support.broken_images import tiff_with_a_text_for_its_offsets
 
 

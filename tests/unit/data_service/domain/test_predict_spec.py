@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from data_service.domain.import_spec import BadRows
-from data_service.domain.predict_spec import CheckpointRef, PredictSpec, Workers, check
+from data_service.domain.transform_spec import CheckpointRef, PredictSpec, Workers, check_prediction
 from shared.errors import InvalidArgument
 from tests.support.cpu_time import cpu_at_most
 
@@ -27,7 +27,7 @@ GOOD = PredictSpec(
 
 def test_a_spec_comes_back_from_its_record() -> None:
     again = PredictSpec.from_record(json.loads(json.dumps(GOOD.as_record())))
-    check(again)
+    check_prediction(again)
     assert again == PredictSpec(**{**GOOD.__dict__, "columns": ["id"], "outputs": ["score"]})
 
 
@@ -42,7 +42,7 @@ def test_every_broken_field_is_told_at_once() -> None:
         workers=Workers(most=-1, batch_size=0, cpus=-2, gpus=1.5),
     )
     with pytest.raises(InvalidArgument) as refused:
-        check(broken)
+        check_prediction(broken)
     assert [field for field, _ in refused.value.fields] == [
         "source",
         "checkpoint",
@@ -66,10 +66,10 @@ def test_every_broken_field_is_told_at_once() -> None:
 @pytest.mark.timed
 def test_very_many_names_are_refused_by_their_number_and_soon(many: PredictSpec, field: str) -> None:
     with cpu_at_most(0.5), pytest.raises(InvalidArgument, match="200000: name at most 10000") as refused:
-        check(many)
+        check_prediction(many)
     assert [path for path, _ in refused.value.fields] == [field]
 
 
 def test_a_prefix_that_no_name_of_a_column_can_have_is_refused() -> None:
     with pytest.raises(InvalidArgument, match=r"column_prefix: .* zero byte"):
-        check(replace(GOOD, column_prefix="a\0"))
+        check_prediction(replace(GOOD, column_prefix="a\0"))

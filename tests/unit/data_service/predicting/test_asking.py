@@ -13,9 +13,9 @@ import pytest
 
 from data_service.datasets import Datasets
 from data_service.deletion import Deletions
-from data_service.domain.predict_spec import CheckpointRef, PredictSpec
+from data_service.domain.transform_spec import CheckpointRef, PredictSpec
+from data_service.version_catalog import Versions
 from data_service.version_jobs import VersionJobs
-from data_service.versions import Versions
 from shared.checkpoint import CheckpointRegistry
 from shared.checkpoint.references import live_references
 from shared.dataset_version.version import IMPORT_KIND

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 from data_service.domain.import_spec import BadRows
-from data_service.domain.predict_spec import Workers
+from data_service.domain.transform_spec import Workers
 from data_service.transforms.checking import chained
 from data_service.transforms.parallel import Results, Work
 from data_service.transforms.plan import PartitionRange

@@ -14,19 +14,18 @@ import pytest
 
 from data_service.datasets import Datasets
 from data_service.domain.import_spec import BadRows
-from data_service.domain.predict_spec import CheckpointRef, PredictSpec, Workers, check
+from data_service.domain.transform_spec import CheckpointRef, PredictSpec, Workers, check_prediction
 from data_service.transforms.predictor_work import check_inputs, output_columns
+from data_service.version_catalog import Versions
 from data_service.version_jobs import VersionJobs
-from data_service.versions import Versions
 from inference_service.domain.signature import RAW, Rows
 from inference_service.serve.served_predictor import ServedPredictor
 from shared.bundle_predictor import DeclaredTensor
 from shared.checkpoint.files import node_copy
-from shared.checkpoint.program import load_program_checkpoint
+from shared.checkpoint.format import load_program_checkpoint
 from shared.code_loading import load_code
 from shared.dataset_version import load_version
-from shared.dataset_version.columns import tensor_array
-from shared.dataset_version.manifest import Prediction
+from shared.dataset_version.manifest import Prediction, tensor_array
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.jobs import JobRecord, Jobs, JobState
@@ -267,4 +266,4 @@ def test_a_predictor_is_for_a_programs_checkpoint_alone(store: ObjectStore, ask:
 @pytest.mark.parametrize("predictor", ["serve", ":Predictor", "serve:a b", "a" * 300 + ":B"])
 def test_a_malformed_predictor_is_refused(predictor: str) -> None:
     with pytest.raises(InvalidArgument, match=r"predictor: "):
-        check(PredictSpec(source=SOURCE, checkpoint=CheckpointRef(name=CHECKPOINT), predictor=predictor))
+        check_prediction(PredictSpec(source=SOURCE, checkpoint=CheckpointRef(name=CHECKPOINT), predictor=predictor))

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from data_service.domain.import_spec import CsvOptions
 from data_service.formats import csv as csv_rows
-from data_service.formats import line_blocks
+from data_service.formats import interface
 from data_service.formats.casts import InferredType
 from data_service.formats.csv import CsvReader
 from shared.errors import InvalidArgument
@@ -292,8 +292,8 @@ STRAY = '5,"oops,2.5'
 def test_a_quote_that_is_not_closed_costs_its_own_line_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, later: list[str], said: str
 ) -> None:
-    monkeypatch.setattr(line_blocks, "MAX_LINE_BYTES", 5000)
-    monkeypatch.setattr(line_blocks, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(interface, "MAX_LINE_BYTES", 5000)
+    monkeypatch.setattr(interface, "BLOCK_BYTES", 1000)
     good = [f"{number},name{number},{number * 0.5}" for number in range(200)]
     lines = ["id,name,size", *good[:5], STRAY, *good[5:], *later]
     table, bad = read(tmp_path, ending.join(lines) + ending)
@@ -411,9 +411,9 @@ def test_bad_lines_and_records_are_those_of_reading_anew_behind_each_bad_line(
     text = "".join(f"{line}\n" for line in lines)
     good, bad = _records(text, max_bytes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(line_blocks, "MAX_LINE_BYTES", max_bytes)
-        blocks = line_blocks.line_blocks(io.BytesIO(text.encode()), "utf-8")
-        patch.setattr(line_blocks, "BLOCK_BYTES", block)
+        patch.setattr(interface, "MAX_LINE_BYTES", max_bytes)
+        blocks = interface.line_blocks(io.BytesIO(text.encode()), "utf-8")
+        patch.setattr(interface, "BLOCK_BYTES", block)
         found = list(CsvReader(blocks, ",", []).records(2))
     rows = [list(row) for records in found for row in zip(*(one.to_pylist() for one in records.columns), strict=True)]
     ragged = [one for records in found for one in records.bad if "fields where" in one.reason]
@@ -427,7 +427,7 @@ def test_bad_lines_and_records_are_those_of_reading_anew_behind_each_bad_line(
 def test_a_stray_quote_on_every_line_costs_no_more_than_a_few_readings_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, max_bytes: int
 ) -> None:
-    monkeypatch.setattr(line_blocks, "MAX_LINE_BYTES", max_bytes)
+    monkeypatch.setattr(interface, "MAX_LINE_BYTES", max_bytes)
     lines_read = 0
     csv_reader = csv.reader
 
@@ -452,8 +452,8 @@ def test_a_stray_quote_on_every_line_costs_no_more_than_a_few_readings_of_the_fi
 def test_a_line_beyond_all_bounds_is_left_out_and_those_after_it_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(line_blocks, "MAX_LINE_BYTES", 5000)
-    monkeypatch.setattr(line_blocks, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(interface, "MAX_LINE_BYTES", 5000)
+    monkeypatch.setattr(interface, "BLOCK_BYTES", 1000)
     table, bad = read(tmp_path, "a,b\n1,2\n" + "x" * 50_000 + ",2\n3,4\n5\n")
     assert table["a"].to_pylist() == [1, 3]
     assert bad.places == ["line 3", "line 5"]
@@ -484,7 +484,7 @@ def test_whatever_a_writer_quotes_is_read_back(
     )
     pyarrow.csv.write_csv(given_table, folder / "0.csv")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(line_blocks, "BLOCK_BYTES", block)
+        patch.setattr(interface, "BLOCK_BYTES", block)
         source = source_of((folder / "0.csv").as_uri(), "csv", csv=CsvOptions(null_values=["-"]))
         table, bad = whole(folder, source, types={"a": "string", "b": "string"})
     assert not bad.rows
@@ -498,7 +498,7 @@ def test_no_bytes_crash_the_reader(tmp_path_factory: pytest.TempPathFactory, dat
     folder = tmp_path_factory.mktemp("csv")
     (folder / "0.csv").write_bytes(data)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(line_blocks, "BLOCK_BYTES", block)
+        patch.setattr(interface, "BLOCK_BYTES", block)
         source = source_of((folder / "0.csv").as_uri(), "csv", csv=CsvOptions(column_names=["a", "b"]))
         with suppress(InvalidArgument):
             whole(folder, source)

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data_service.formats import interface
 from data_service.formats import json as json_rows
-from data_service.formats import line_blocks
 from shared.errors import InvalidArgument
 from tests.support.damage import truncations
 from tests.support.import_sources import Quarantine, source_of, whole
@@ -185,8 +185,8 @@ def test_a_given_type_that_does_not_fit_a_list_is_refused_by_its_field(tmp_path:
 
 
 def test_a_line_beyond_all_bounds_is_a_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line_blocks, "MAX_LINE_BYTES", 5000)
-    monkeypatch.setattr(line_blocks, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(interface, "MAX_LINE_BYTES", 5000)
+    monkeypatch.setattr(interface, "BLOCK_BYTES", 1000)
     table, bad = read(tmp_path, lines({"a": 1}, {"a": "x" * 20_000}, {"a": 2}))
     assert table["a"].to_pylist() == [1, 2]
     assert bad.places == ["line 2"]
@@ -228,7 +228,7 @@ def test_scalars_come_back_whatever_the_blocks(
 ) -> None:
     folder = tmp_path_factory.mktemp("json")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(line_blocks, "BLOCK_BYTES", block)
+        patch.setattr(interface, "BLOCK_BYTES", block)
         table, bad = read(folder, lines(*rows))
     assert not bad.rows
     for found, row in zip(table.to_pylist(), rows, strict=True):

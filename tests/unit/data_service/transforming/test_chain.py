@@ -10,8 +10,8 @@ import pyarrow as pa
 import pytest
 
 from data_service.transforms.work import StepChain
+from shared.transforms.batch import ScalarType, Schema
 from shared.transforms.pipeline import Pipeline
-from shared.transforms.schema import ScalarType, Schema
 
 GIVEN: Schema = {name: ScalarType(pa.int64()) for name in ("a", "b", "c")}
 
@@ -26,7 +26,7 @@ from shared.dataset_version import VersionReader, load_version
 from shared.settings import StoreSettings
 from shared.storage import open_store
 from shared.transforms.pipeline import Pipeline
-from shared.transforms.schema import ScalarType
+from shared.transforms.batch import ScalarType
 from tests.support.transforming import SOURCE, commit_tables
 
 def hang(batch):

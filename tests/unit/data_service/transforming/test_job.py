@@ -29,7 +29,7 @@ from data_service.domain.split_rules import (
 from data_service.transforms import plan
 from millrace.data.v1 import quality_pb2
 from shared.dataset_version import load_version
-from shared.dataset_version.columns import tensor_array
+from shared.dataset_version.manifest import tensor_array
 from shared.jobs import JobRecord, JobState
 from shared.storage import ObjectStore
 from shared.transforms.pipeline import Pipeline

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from data_service.datasets import Datasets
-from data_service.uploads.servicer import UploadServicerPart
+from data_service.servicer import UploadServicerPart
 from data_service.uploads.uploads import DEFAULT_PART_BYTES, MAX_PART_BYTES, MAX_PARTS, PresignedPut, Uploads, parts_of
 from millrace.data.v1 import data_service_pb2
 from shared.errors import InvalidArgument

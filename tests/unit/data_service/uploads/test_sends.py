@@ -15,8 +15,8 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from data_service.uploads import servicer as upload_servicer
-from data_service.uploads.servicer import UploadServicerPart
+from data_service import servicer as upload_servicer
+from data_service.servicer import UploadServicerPart
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace_client.uploads import upload
 from shared import streaming

@@ -11,13 +11,13 @@ import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
 from grpc import aio
 
-from inference_service.deploy import servicer as deployment_servicer
+from inference_service import servicer as deployment_servicer
 from inference_service.deploy.capacity import Cluster
 from inference_service.deploy.deployments import DeploymentManager, DeploymentOperations, Deployments
 from inference_service.deploy.rollout_manager import RolloutManager
-from inference_service.deploy.servicer import DeploymentServicer
 from inference_service.domain.deployment import Deployment
 from inference_service.domain.rollout_transitions import with_traffic_back
+from inference_service.servicer import DeploymentServicer
 from millrace.inference.v1 import deployment_service_pb2 as pb
 from millrace.inference.v1 import deployment_service_pb2_grpc as pb_grpc
 from millrace.inference.v1 import rollout_pb2

@@ -20,24 +20,24 @@ def test_labels_are_counted_and_the_greatest_difference_of_numbers_is_kept_over_
     logits = np.zeros((2, 2), np.float32)
     difference.add(OUTPUTS, [logits, np.array([1, 2])], [logits + 0.5, np.array([1, 3])])
     difference.add(OUTPUTS, [logits, np.array([9, 9])], [logits - 0.25, np.array([9, 9])])
-    assert difference.told() == Compared(rows=4, agreement=0.75, difference=0.5)
+    assert difference.result() == Compared(rows=4, agreement=0.75, difference=0.5)
 
 
 def test_without_labels_there_is_no_agreement_and_what_is_no_number_differs_from_everything() -> None:
     difference = Difference()
     difference.add(VALUES, [np.zeros((1, 2), np.float32)], [np.array([[0.0, np.nan]], np.float32)])
-    assert difference.told() == Compared(rows=1, agreement=None, difference=float("inf"))
+    assert difference.result() == Compared(rows=1, agreement=None, difference=float("inf"))
 
 
 def test_a_row_that_one_version_refuses_differs_and_one_that_both_do_is_no_part() -> None:
     difference = Difference()
     difference.add_refused(OUTPUTS, by_both=True)
-    assert difference.told() == Compared(rows=0, agreement=None, difference=0.0, refused=1)
+    assert difference.result() == Compared(rows=0, agreement=None, difference=0.0, refused=1)
     difference.add_refused(OUTPUTS, by_both=False)
-    assert difference.told() == Compared(1, 0.0, float("inf"), refused=1, refused_by_one=1)
+    assert difference.result() == Compared(1, 0.0, float("inf"), refused=1, refused_by_one=1)
     unlabelled = Difference()
     unlabelled.add_refused(VALUES, by_both=False)
-    assert unlabelled.told().agreement is None
+    assert unlabelled.result().agreement is None
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,7 @@ import pytest
 from inference_service import __main__ as service
 from inference_service.domain.statistics import Counts, Recent
 from inference_service.frontend import PeerReports
-from inference_service.frontends import REFUSED, hangs, run_frontends
-from inference_service.peers import UNRESPONSIVE_AFTER_S, Peers, PeerState
+from inference_service.frontends import REFUSED, UNRESPONSIVE_AFTER_S, Peers, PeerState, hangs, run_frontends
 from inference_service.serve.models import Models
 from inference_service.serve.repository import SummedStatistics
 from inference_service.settings import metrics_of, settings_from
@@ -47,7 +46,7 @@ def told(
 
 def test_one_frontend_alone_leads_listens_and_waits_for_nobody() -> None:
     alone = Peers()
-    alone.tell(told("a"))
+    alone.publish(told("a"))
     assert alone.is_leader
     assert alone.may_listen(False, [])
     assert list(alone.counts("a")) == []
@@ -59,26 +58,26 @@ def test_the_first_listens_at_once_only_while_nobody_answers_and_the_others_when
     assert (first.is_leader, second.is_leader) == (True, False)
     assert first.may_listen(False, [])
     assert not second.may_listen(False, [])
-    first.tell(told(ready=False))
+    first.publish(told(ready=False))
     assert not second.may_listen(True, [])
-    first.tell(told(ready=True))
+    first.publish(told(ready=True))
     assert second.may_listen(True, [])
     # The first is started again, while the second answers.
-    second.tell(told())
+    second.publish(told())
     assert not first.may_listen(False, [])
     assert first.may_listen(True, [])
-    second.tell(told(pid=ended()))
+    second.publish(told(pid=ended()))
     assert first.may_listen(False, [])
 
 
 def test_what_a_process_is_taking_out_the_others_know_as_long_as_it_tells(tmp_path: Path) -> None:
     first, second = Peers(tmp_path, 0), Peers(tmp_path, 1)
-    first.tell(replace(told("b"), going=["a"]))
+    first.publish(replace(told("b"), going=["a"]))
     assert (first.going(), second.going()) == (set(), {"a"})
     assert second.news() == {os.getpid(): (0, ["b"], ["a"])}
     silence(tmp_path, 0, UNRESPONSIVE_AFTER_S + 1)
     assert second.going() == set()
-    first.tell(replace(told("b", pid=ended()), going=["a"]))
+    first.publish(replace(told("b", pid=ended()), going=["a"]))
     assert second.going() == set()
 
 
@@ -92,8 +91,8 @@ def test_a_frontend_that_starts_listens_once_it_reaches_what_those_reach_that_ha
     tmp_path: Path, number: int
 ) -> None:
     starting, there, third = Peers(tmp_path, number), Peers(tmp_path, 1 - number), Peers(tmp_path, 2)
-    there.tell(told("a", "b"))
-    third.tell(told("c", listens=False))
+    there.publish(told("a", "b"))
+    third.publish(told("c", listens=False))
     assert not starting.may_listen(True, [])
     assert not starting.may_listen(True, ["a", "c"])
     assert not starting.may_listen(False, ["a", "b"])
@@ -102,7 +101,7 @@ def test_a_frontend_that_starts_listens_once_it_reaches_what_those_reach_that_ha
 
 def test_a_frontend_that_has_long_been_silent_is_not_waited_for_to_listen(tmp_path: Path) -> None:
     first, second = Peers(tmp_path, 0), Peers(tmp_path, 1)
-    second.tell(told("a", ready=False))
+    second.publish(told("a", ready=False))
     assert not first.may_listen(True, [])
     silence(tmp_path, 1, UNRESPONSIVE_AFTER_S + 1)
     assert first.may_listen(True, [])
@@ -112,7 +111,7 @@ def test_a_frontend_that_has_long_been_silent_is_not_waited_for_to_listen(tmp_pa
 
 def test_what_a_silent_frontend_has_counted_weighs_no_more(tmp_path: Path) -> None:
     first, second = Peers(tmp_path, 0), Peers(tmp_path, 1)
-    second.tell(told(counts={"a": Recent().counts(0.0, 1.0)}))
+    second.publish(told(counts={"a": Recent().counts(0.0, 1.0)}))
     assert len(list(first.counts("a"))) == 1
     silence(tmp_path, 1, UNRESPONSIVE_AFTER_S + 1)
     assert list(first.counts("a")) == []
@@ -196,12 +195,12 @@ def test_an_application_goes_once_no_frontend_that_lives_sends_there(tmp_path: P
     first, second, third = (Peers(tmp_path, number) for number in range(3))
 
     async def scenario() -> None:
-        second.tell(told("a", "b"))
-        third.tell(told("a", pid=ended()))
+        second.publish(told("a", "b"))
+        third.publish(told("a", pid=ended()))
         going = asyncio.create_task(first.let_go("a", 0.0, 60.0))
         await asyncio.sleep(0.4)
         assert not going.done()
-        second.tell(told("b"))
+        second.publish(told("b"))
         await asyncio.wait_for(going, 240)
 
     asyncio.run(scenario())
@@ -211,20 +210,20 @@ def test_what_a_frontend_told_before_it_heard_that_an_application_goes_says_noth
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = Peers(tmp_path, 0), Peers(tmp_path, 1)
-    monkeypatch.setattr("inference_service.peers.POLL_INTERVAL_S", 0)
+    monkeypatch.setattr("inference_service.frontends.POLL_INTERVAL_S", 0)
 
     async def scenario() -> None:
-        second.tell(told())
+        second.publish(told())
         silence(tmp_path, 1, 2)
         going = asyncio.create_task(first.let_go("a", time.time() - 1, 60.0))
         for _ in range(5):  # looks
             await asyncio.sleep(0)
         assert not going.done()
-        second.tell(told("a"))  # it has taken it over meanwhile
+        second.publish(told("a"))  # it has taken it over meanwhile
         for _ in range(5):
             await asyncio.sleep(0)
         assert not going.done()
-        second.tell(told())
+        second.publish(told())
         await asyncio.wait_for(going, 240)
 
     asyncio.run(scenario())
@@ -232,7 +231,7 @@ def test_what_a_frontend_told_before_it_heard_that_an_application_goes_says_noth
 
 def test_a_frontend_that_has_hung_for_long_is_not_waited_for(tmp_path: Path) -> None:
     first, second = Peers(tmp_path, 0), Peers(tmp_path, 1)
-    second.tell(told("a"))
+    second.publish(told("a"))
     silence(tmp_path, 1, 61)
     asyncio.run(asyncio.wait_for(first.let_go("a", time.time(), 60.0), 240))
 
@@ -245,7 +244,7 @@ def test_counts_of_several_frontends_add_up_to_those_of_one(tmp_path: Path) -> N
     for one in (whole, parts[1]):
         one.failed(101.0, "UNAVAILABLE", 0.5)
     first, second = Peers(tmp_path, 0), Peers(tmp_path, 1)
-    second.tell(told(counts={"a": parts[1].counts(101.0, 60.0)}))
+    second.publish(told(counts={"a": parts[1].counts(101.0, 60.0)}))
     added = sum(first.counts("a"), parts[0].counts(101.0, 60.0))
     assert added.seen() == whole.seen(101.0, 60.0)
     assert list(first.counts("b")) == []
@@ -335,14 +334,14 @@ def test_a_frontend_that_hangs_is_killed_and_started_again(tmp_path: Path, monke
         assert await running == 0
 
     monkeypatch.setenv("STARTS", str(tmp_path))
-    monkeypatch.setattr("inference_service.frontends.POLL_INTERVAL_S", 0.1)
+    monkeypatch.setattr("inference_service.frontends.HEARTBEAT_POLL_INTERVAL_S", 0.1)
     asyncio.run(asyncio.wait_for(scenario(), 240))
 
 
 BEATING = """
 import sys
 from pathlib import Path
-from inference_service.peers import Peers
+from inference_service.frontends import Peers
 
 Peers(Path(sys.argv[1]), 0).heartbeat()
 """
@@ -358,7 +357,7 @@ def test_silence_is_a_hang_only_of_who_has_given_a_sign_of_life_in_a_folder_that
             return False
         return True
 
-    monkeypatch.setattr("inference_service.frontends.POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr("inference_service.frontends.HEARTBEAT_POLL_INTERVAL_S", 0.01)
     assert not asyncio.run(is_hung(1.0))
     subprocess.run([sys.executable, "-c", BEATING, str(tmp_path)], check=True)  # the one before
     assert not asyncio.run(is_hung(1.0))
@@ -382,7 +381,7 @@ import asyncio, resource, sys
 from pathlib import Path
 from inference_service.serve.models import Models
 from inference_service.frontend import PeerReports
-from inference_service.peers import Peers
+from inference_service.frontends import Peers
 from inference_service.serve.repository import SummedStatistics
 
 class Holding:
@@ -423,7 +422,7 @@ def test_a_frontend_that_can_tell_nothing_is_spared_until_it_hangs(
         await asyncio.to_thread(stop_process, frontend)
         await asyncio.wait_for(watching, 240)
 
-    monkeypatch.setattr("inference_service.frontends.POLL_INTERVAL_S", 0.2)
+    monkeypatch.setattr("inference_service.frontends.HEARTBEAT_POLL_INTERVAL_S", 0.2)
     command = [sys.executable, "-c", CANNOT_TOUCH, str(tmp_path), limit]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as frontend:
         try:

@@ -283,7 +283,7 @@ def test_a_request_of_a_stream_that_a_version_never_answers_counts_as_late(
     monkeypatch: pytest.MonkeyPatch, timeout_s: float | None
 ) -> None:
     if timeout_s is None:
-        monkeypatch.setattr("inference_service.serve.servicer.STREAM_REQUEST_TIMEOUT_S", 0.1)
+        monkeypatch.setattr("inference_service.servicer.STREAM_REQUEST_TIMEOUT_S", 0.1)
 
     async def scenario(server: Server) -> None:
         server.model.may_work.clear()

@@ -16,7 +16,7 @@ from grpc import aio
 from inference import grpc_service_pb2 as oip
 from inference_service.domain.signature import Outputs, Rows
 from inference_service.serve.infer import InFlightBytes
-from inference_service.serve.servicer import in_order
+from inference_service.servicer import in_order
 from shared.grpc_server import server as grpc_server
 from tests.support.garbage import uncollected
 from tests.support.grpc_kit import everything, told
@@ -325,7 +325,7 @@ def test_one_request_that_is_larger_than_all_may_be_is_answered() -> None:
 
 
 def test_a_stream_of_large_requests_is_read_only_as_far_as_they_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_service.serve.servicer.STREAM_BYTES_AT_ONCE", 3 * ask(0).ByteSize())
+    monkeypatch.setattr("inference_service.servicer.STREAM_BYTES_AT_ONCE", 3 * ask(0).ByteSize())
 
     async def scenario(server: Server) -> None:
         server.model.may_work.clear()

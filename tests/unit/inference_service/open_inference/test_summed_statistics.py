@@ -8,7 +8,7 @@ from pathlib import Path
 
 from inference import grpc_service_pb2 as oip
 from inference_service.domain.deployment import Deployment
-from inference_service.peers import Peers
+from inference_service.frontends import Peers
 from inference_service.serve.models import Models
 from inference_service.serve.repository import SummedStatistics
 from tests.support.inference_server import Server, ask, deployment, served
@@ -35,7 +35,7 @@ def test_frontends_answer_with_the_sum_of_what_all_have_counted(tmp_path: Path) 
     for frontend in frontends:
         frontend.leave()
     for frontend in frontends:
-        (found,) = frontend.of("m", "")
+        (found,) = frontend.statistics_of("m", "")
         assert (found.name, found.version) == ("m", "1")
         assert (found.last_inference, found.inference_count, found.execution_count) == (200_000, 12, 6)
         seen = found.inference_stats
@@ -52,7 +52,9 @@ def test_what_is_counted_later_and_what_is_gone_is_left_anew(tmp_path: Path) -> 
 
     def told() -> dict[str, int]:
         frontend.leave()
-        found = {one.name: one.inference_count for one in SummedStatistics(asked, Peers(tmp_path, 0)).of("", "")}
+        found = {
+            one.name: one.inference_count for one in SummedStatistics(asked, Peers(tmp_path, 0)).statistics_of("", "")
+        }
         return {name: count for name, count in found.items() if count}
 
     asked.replace([one, other])
@@ -69,16 +71,16 @@ def test_a_frontend_started_again_leaves_nothing_of_what_the_one_before_it_count
     one = deployment()
     asked = SummedStatistics(counted(one, 3, 100.0, 4), Peers(tmp_path, 0))
     SummedStatistics(counted(one, 5, 100.0, 4), Peers(tmp_path, 1)).leave()
-    assert asked.of("m", "")[0].inference_count == 16
+    assert asked.statistics_of("m", "")[0].inference_count == 16
     SummedStatistics(Models(), Peers(tmp_path, 1)).leave()
-    assert asked.of("m", "")[0].inference_count == 6
+    assert asked.statistics_of("m", "")[0].inference_count == 6
 
 
 def test_a_deployment_made_anew_has_none_of_its_namesake_s(tmp_path: Path) -> None:
     old = deployment()
     SummedStatistics(counted(old, 3, 100.0, 4), Peers(tmp_path, 1)).leave()
     new = SummedStatistics(counted(replace(old, uid="another"), 1, 100.0, 4), Peers(tmp_path, 0))
-    assert new.of("m", "1")[0].inference_count == 2
+    assert new.statistics_of("m", "1")[0].inference_count == 2
 
 
 def test_a_client_of_one_frontend_is_told_what_others_answered(tmp_path: Path) -> None:

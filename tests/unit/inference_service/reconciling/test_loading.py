@@ -16,7 +16,7 @@ from inference_service.deploy.reconciler import Reconciler
 from inference_service.deploy.rollout_manager import RolloutManager
 from inference_service.domain.deployment import Autoscaling, Scale, State, application_name
 from inference_service.frontend import PeerReports
-from inference_service.peers import Peers, PeerState
+from inference_service.frontends import Peers, PeerState
 from inference_service.serve.repository import SummedStatistics
 from shared.errors import Unavailable
 from shared.storage import ObjectStore
@@ -170,7 +170,7 @@ def test_a_frontend_whose_replicas_could_not_be_asked_opens_no_port_that_another
         peers = Peers(tmp_path, 1)
         there, *_ = reconciling(deployments, made, Peers(tmp_path, 0))
         await there.reconcile()
-        Peers(tmp_path, 0).tell(PeerState(pid=os.getpid(), listens=True, ready=True, holds=there.holds()))
+        Peers(tmp_path, 0).publish(PeerState(pid=os.getpid(), listens=True, ready=True, holds=there.holds()))
         starting, models, running = reconciling(deployments, made, peers)
         ready = asyncio.Event()
         reports = PeerReports(peers, starting, models, SummedStatistics(models, peers), ready)
@@ -181,7 +181,7 @@ def test_a_frontend_whose_replicas_could_not_be_asked_opens_no_port_that_another
         await asyncio.sleep(0.6)
         assert running.wanted
         assert not turn.done()
-        Peers(tmp_path, 0).tell(PeerState(pid=os.getpid(), listens=True, ready=True, holds=there.holds()))
+        Peers(tmp_path, 0).publish(PeerState(pid=os.getpid(), listens=True, ready=True, holds=there.holds()))
         running.trouble = None
         await starting.reconcile()
         assert starting.holds() == [name]
@@ -197,7 +197,7 @@ def test_a_version_gets_traffic_once_all_frontends_reach_it_and_goes_once_none_d
     name = application_name(made, made.versions[0])
 
     def tell(second: Reconciler) -> None:
-        Peers(tmp_path, 1).tell(PeerState(pid=os.getpid(), listens=True, ready=True, holds=second.holds()))
+        Peers(tmp_path, 1).publish(PeerState(pid=os.getpid(), listens=True, ready=True, holds=second.holds()))
 
     async def scenario() -> None:
         first, _, its = reconciling(deployments, made, Peers(tmp_path, 0))

@@ -223,7 +223,7 @@ def test_replicas_of_another_cluster_are_not_called_and_keep_their_sockets(monke
     assert socket_server is not None
 
     async def found(folder: Path) -> bool:
-        return await LocalReplicas(folder).free() is not None
+        return await LocalReplicas(folder).least_loaded() is not None
 
     assert asyncio.run(found(theirs))
     assert not asyncio.run(found(own))

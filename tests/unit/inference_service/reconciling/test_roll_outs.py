@@ -20,7 +20,7 @@ from inference_service.domain.rollout import (
     RolloutStep,
 )
 from inference_service.domain.statistics import Counts
-from inference_service.peers import Peers, PeerState
+from inference_service.frontends import Peers, PeerState
 from inference_service.serve.infer import Dispatcher, Inference
 from shared.checkpoint.references import references_of_job
 from shared.dataset_version.version import live_references
@@ -344,7 +344,7 @@ def test_limits_are_of_the_requests_of_all_frontends_that_live(
 
     def other(number: int, pid: int) -> None:
         told = PeerState(pid=pid, listens=True, ready=True, holds=[], counts={new: Counts(0, 8, {5: 8})})
-        Peers(tmp_path, number).tell(told)
+        Peers(tmp_path, number).publish(told)
 
     async def scenario(driven: Driven) -> None:
         driven.answer("2")

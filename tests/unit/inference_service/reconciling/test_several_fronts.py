@@ -16,7 +16,7 @@ from inference_service.deploy.deployments import DeploymentManager, Deployments
 from inference_service.deploy.reconciler import Reconciler
 from inference_service.domain.deployment import Deployment, Scale, application_name
 from inference_service.frontend import PeerReports
-from inference_service.peers import Peers, PeerState
+from inference_service.frontends import Peers, PeerState
 from inference_service.serve.models import Models
 from inference_service.serve.ray_serve import Application
 from inference_service.serve.replica import Loaded, ReplicaSpec
@@ -110,13 +110,13 @@ async def two_frontends(
 
 def tell_going(folder: Path, *names: str) -> None:
     """By the first."""
-    Peers(folder, 0).tell(PeerState(pid=os.getpid(), listens=True, ready=True, holds=[], going=list(names)))
+    Peers(folder, 0).publish(PeerState(pid=os.getpid(), listens=True, ready=True, holds=[], going=list(names)))
 
 
 @pytest.fixture(autouse=True)
 def _told_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference_service.frontend.POLL_INTERVAL_S", 0.01)
-    monkeypatch.setattr("inference_service.peers.POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr("inference_service.frontends.POLL_INTERVAL_S", 0.01)
 
 
 def test_a_model_that_is_loaded_soon_after_it_was_unloaded_answers_at_every_frontend(

@@ -80,9 +80,9 @@ def test_several_frontends_add_up_and_one_that_is_gone_is_forgotten() -> None:
     now_s = 100.0
     told = LoadAggregator(lambda: now_s)
     assert told.in_all() == {}
-    told.tell("a", Load(10.0, 1))
+    told.add("a", Load(10.0, 1))
     now_s += LOAD_TTL_S / 2
-    told.tell("b", Load(5.5, 2))
+    told.add("b", Load(5.5, 2))
     assert told.in_all() == {ROWS: 15.5, REFUSED: 3.0}
     now_s += LOAD_TTL_S / 2 + 1
     assert told.in_all() == {ROWS: 5.5, REFUSED: 2.0}

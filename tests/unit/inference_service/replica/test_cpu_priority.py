@@ -11,7 +11,7 @@ import pytest
 # Started as by Ray: nice, and with a thread that is there already.
 AS_BY_RAY = """
 import os, threading
-from inference_service.serve.cpu_priority import raise_priority
+from inference_service.serve.replica import raise_priority
 
 os.nice(15 - os.nice(0))
 ended = threading.Event()

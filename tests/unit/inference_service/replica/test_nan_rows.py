@@ -14,7 +14,7 @@ from inference_service.domain.signature import PREPARED, RAW, Rows
 from inference_service.serve.preprocessing import REMEDY, Preprocessing
 from inference_service.serve.served_model import ServedModel
 from shared.checkpoint import CheckpointContent, missing_values
-from shared.dataset_version.columns import tensor_field
+from shared.dataset_version.manifest import tensor_field
 from shared.model_spec import ModelSpec
 from shared.models import build_model
 from tests.support.checkpoint_samples import content

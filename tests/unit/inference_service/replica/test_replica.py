@@ -193,7 +193,7 @@ def test_a_replica_that_hangs_can_be_stopped_and_what_it_had_is_known_to_be_lost
 
     async def scenario() -> None:
         assert (await one.describe()).sockets == folder
-        local = await LocalReplicas(folder).free()
+        local = await LocalReplicas(folder).least_loaded()
         assert local is not None
         task = asyncio.create_task(local.forward(ROWS))
         assert await asyncio.to_thread(model.at_work.wait, 20)

@@ -15,7 +15,7 @@ from inference_service.domain.signature import FREE, NULLS, RAW, Rows, TensorSpe
 from inference_service.domain.tensors import DATATYPES
 from inference_service.serve.served_predictor import ServedPredictor
 from shared import bundle_predictor
-from shared.checkpoint.program import ProgramContent
+from shared.checkpoint.format import ProgramContent
 from shared.durable import as_state
 from shared.errors import FailedPrecondition, InvalidArgument
 

@@ -20,4 +20,4 @@ def test_a_replica_of_a_release_with_other_frames_is_not_called_over_its_socket(
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(folder / "0123456789ab.sock"))  # as its frames had 4 bytes for the pickle's length
         listener.listen()
-        assert asyncio.run(LocalReplicas(folder).free(busy_too=True)) is None
+        assert asyncio.run(LocalReplicas(folder).least_loaded(busy_too=True)) is None

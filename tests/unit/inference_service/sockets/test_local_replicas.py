@@ -74,7 +74,7 @@ def on_a_loop(scenario: Callable[[], Awaitable[None]]) -> None:
 
 
 async def call(local: LocalReplicas, what: Rows) -> Outputs:
-    one = await local.free()
+    one = await local.least_loaded()
     assert one is not None
     return await one.forward(what)
 
@@ -161,12 +161,12 @@ def test_a_batch_given_up_while_it_waits_never_reaches_the_model(folder: Path) -
         first = await begin(local, model, rows(1))
         second = asyncio.create_task(call(local, rows(2)))
         await asyncio.sleep(0)
-        while (await local.free()) is not None:  # noqa: ASYNC110 - until it is on its way
+        while (await local.least_loaded()) is not None:  # noqa: ASYNC110 - until it is on its way
             await asyncio.sleep(0)
         second.cancel()
         with pytest.raises(asyncio.CancelledError):
             await second
-        while (await local.free()) is None:  # noqa: ASYNC110 - until the replica has said that it gave it up
+        while (await local.least_loaded()) is None:  # noqa: ASYNC110 - until the replica has said that it gave it up
             await asyncio.sleep(0.001)
         third = asyncio.create_task(call(local, rows(3)))
         await asyncio.sleep(0)
@@ -187,13 +187,13 @@ def test_the_least_busy_replica_is_free_and_none_is_where_all_have_two_batches(f
         for number in range(1, 5):
             tasks.append(asyncio.create_task(call(local, rows(number))))
             await asyncio.sleep(0.01)  # so that each sees those before it
-        assert await local.free() is None
-        assert await local.free(busy_too=True) is not None
+        assert await local.least_loaded() is None
+        assert await local.least_loaded(busy_too=True) is not None
         for model in models:
             model.may_work.set()
         await asyncio.gather(*tasks)
         assert sorted(len(model.seen) for model in models) == [2, 2]
-        assert await local.free() is not None
+        assert await local.least_loaded() is not None
 
     on_a_loop(scenario)
 
@@ -201,7 +201,7 @@ def test_the_least_busy_replica_is_free_and_none_is_where_all_have_two_batches(f
 def test_a_replica_that_comes_later_is_found(folder: Path) -> None:
     async def scenario() -> None:
         local = LocalReplicas(folder)
-        assert await local.free() is None
+        assert await local.least_loaded() is None
         replica(folder)
         assert (await call(local, rows(1))).arrays[0].tolist() == [2]
         second = replica(folder)
@@ -230,7 +230,7 @@ def test_a_replica_that_is_killed_loses_its_batches_and_its_socket_goes(folder: 
 
     async def scenario() -> None:
         local = LocalReplicas(folder)
-        while await local.free() is None:  # noqa: ASYNC110 - it tells nobody that it listens
+        while await local.least_loaded() is None:  # noqa: ASYNC110 - it tells nobody that it listens
             await asyncio.sleep(0.05)
         await call(local, rows(0))
         task = asyncio.create_task(call(local, rows(1)))
@@ -240,7 +240,7 @@ def test_a_replica_that_is_killed_loses_its_batches_and_its_socket_goes(folder: 
         with pytest.raises(ReplicaLost):
             await task
         # A process that ends closes its connections and its listener one after the other.
-        while (await LocalReplicas(folder).free()) is not None:  # noqa: ASYNC110 - nobody tells
+        while (await LocalReplicas(folder).least_loaded()) is not None:  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(0.05)
         assert names(folder) == []
 
@@ -259,7 +259,7 @@ def test_a_folder_that_others_may_enter_is_not_used(folder: Path) -> None:
     folder.chmod(0o755)
 
     async def scenario() -> None:
-        assert await LocalReplicas(folder).free() is None
+        assert await LocalReplicas(folder).least_loaded() is None
         replica(folder)
         assert names(folder) == [f"theirs{SUFFIX}"]
 
@@ -269,7 +269,7 @@ def test_a_folder_that_others_may_enter_is_not_used(folder: Path) -> None:
 
 def test_without_a_folder_there_is_none() -> None:
     async def scenario() -> None:
-        assert await LocalReplicas(None).free() is None
+        assert await LocalReplicas(None).least_loaded() is None
 
     on_a_loop(scenario)
 
@@ -279,12 +279,12 @@ def test_a_search_that_was_cancelled_is_made_again_by_the_next(folder: Path) -> 
         replica(folder)
         await asyncio.sleep(SETTLED_NS / 1e9 * 2)
         local = LocalReplicas(folder)
-        search = asyncio.create_task(local.free())
+        search = asyncio.create_task(local.least_loaded())
         await asyncio.sleep(0)
         search.cancel()
         with pytest.raises(asyncio.CancelledError):
             await search
-        assert await local.free() is not None
+        assert await local.least_loaded() is not None
 
     on_a_loop(scenario)
 
@@ -298,12 +298,12 @@ def test_a_connection_that_is_lost_is_opened_again_while_its_replica_lives(
         replica(folder)
         await asyncio.sleep(SETTLED_NS / 1e9 * 2)
         local = LocalReplicas(folder)
-        one = await local.free()
+        one = await local.least_loaded()
         assert one is not None
         assert one._transport is not None
         one._transport.abort()
         await asyncio.sleep(0)
-        while await local.free() is None:  # noqa: ASYNC110 - until it is tried again
+        while await local.least_loaded() is None:  # noqa: ASYNC110 - until it is tried again
             await asyncio.sleep(0.001)
         assert (await call(local, rows(3))).arrays[0].tolist() == [6]
 
@@ -314,11 +314,11 @@ def test_what_a_dying_replica_lost_is_not_sent_to_it_again_while_it_still_listen
     async def scenario() -> None:
         replica(folder)
         local = LocalReplicas(folder)
-        while (dying := await local.free()) is None:  # noqa: ASYNC110 - until the replica is heard of
+        while (dying := await local.least_loaded()) is None:  # noqa: ASYNC110 - until the replica is heard of
             await asyncio.sleep(0.001)
         other = replica(folder)
         while len(local._connections) < 2:
-            await local.free()
+            await local.least_loaded()
             await asyncio.sleep(0.001)
         (busy,) = (one for one in local._connections.values() if one is not dying)
         other.may_work.clear()
@@ -327,7 +327,7 @@ def test_what_a_dying_replica_lost_is_not_sent_to_it_again_while_it_still_listen
         assert dying._transport is not None
         dying._transport.abort()  # the kernel closes the sockets of a killed process one by one
         await asyncio.sleep(0)
-        assert await local.free(busy_too=True) is busy
+        assert await local.least_loaded(busy_too=True) is busy
         other.may_work.set()
         await at_work
 
@@ -344,7 +344,7 @@ def test_a_call_that_was_given_up_counts_until_the_replica_has_answered_it(folde
         first.cancel()
         second.cancel()
         await asyncio.gather(first, second, return_exceptions=True)
-        while (one := await local.free()) is None:  # noqa: ASYNC110 - until the replica is heard of
+        while (one := await local.least_loaded()) is None:  # noqa: ASYNC110 - until the replica is heard of
             await asyncio.sleep(0.001)
         # The second, which never ran, is acknowledged; the model is at work on the first.
         assert one.in_flight == 1
@@ -366,9 +366,9 @@ def test_a_replica_that_owes_an_answer_for_long_gets_no_more_batches(
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         monkeypatch.setattr("inference_service.serve.sockets.OWED_S", 0.0)
-        assert await local.free() is None
+        assert await local.least_loaded() is None
         monkeypatch.setattr("inference_service.serve.sockets.OWED_S", 20.0)
-        assert await local.free() is not None
+        assert await local.least_loaded() is not None
         hung.may_work.set()
 
     on_a_loop(scenario)
@@ -383,19 +383,19 @@ def test_a_replica_that_has_not_read_a_large_batch_gets_one_more_and_no_third(fo
 
     async def scenario() -> None:
         local = LocalReplicas(folder)
-        one = await local.free()
+        one = await local.least_loaded()
         assert one is not None
         batches = []
         for _ in range(2):
             # Far more than a socket holds: most of it waits here.
-            assert await local.free() is one
+            assert await local.least_loaded() is one
             batches.append(asyncio.create_task(one.forward(Rows("raw", {"x": np.zeros(1_000_000)}))))
             await asyncio.sleep(0)
             if given_up:
                 batches[-1].cancel()
                 await asyncio.wait(batches)
-        assert await local.free() is None
-        assert await local.free(busy_too=True) is None
+        assert await local.least_loaded() is None
+        assert await local.least_loaded(busy_too=True) is None
         for batch in batches:
             batch.cancel()
         await asyncio.gather(*batches, return_exceptions=True)
@@ -408,15 +408,15 @@ def test_sockets_are_of_no_use_where_other_machines_have_replicas_too(folder: Pa
     async def scenario() -> None:
         replica(folder)
         local = LocalReplicas(folder, replicas=2)
-        assert await local.free() is None
-        assert await local.free(busy_too=True) is not None  # a batch whose replica died
+        assert await local.least_loaded() is None
+        assert await local.least_loaded(busy_too=True) is not None  # a batch whose replica died
         replica(folder)
-        while (one := await local.free()) is None:  # noqa: ASYNC110 - until the replica is heard of
+        while (one := await local.least_loaded()) is None:  # noqa: ASYNC110 - until the replica is heard of
             await asyncio.sleep(0.001)
         assert one._transport is not None
         one._transport.abort()  # one that dies is started again, and the other goes on meanwhile
         await asyncio.sleep(0)
-        assert await local.free() is not None
+        assert await local.least_loaded() is not None
 
     on_a_loop(scenario)
 
@@ -425,11 +425,11 @@ def test_replicas_that_listen_elsewhere_are_told_of_once(folder: Path, caplog: p
     async def scenario() -> None:
         replica(folder)
         for here in (LocalReplicas(folder, 1, "v1"), LocalReplicas(folder, 0, "v1"), LocalReplicas(None, 1, "v1")):
-            await here.free()
+            await here.least_loaded()
         assert "v1" not in caplog.text
         elsewhere = LocalReplicas(folder, 2, "v2")
         for _ in range(3):
-            assert await elsewhere.free() is None
+            assert await elsewhere.least_loaded() is None
         (told,) = (record.getMessage() for record in caplog.records if "v2" in record.getMessage())
         assert "the sockets of 1 of 2 replicas are here" in told
 

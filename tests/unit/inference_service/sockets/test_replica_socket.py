@@ -56,7 +56,7 @@ def opened(folder: Path, forward: Callable[[Rows], Outputs]) -> socket.socket:
 
 async def asked(folder: Path, what: Rows) -> Outputs:
     async with asyncio.timeout(TIMEOUT_S):
-        one = await LocalReplicas(folder).free()
+        one = await LocalReplicas(folder).least_loaded()
         assert one is not None
         return await one.forward(what)
 
@@ -142,12 +142,12 @@ def test_a_replica_that_stops_answers_what_it_has_takes_no_more_and_removes_its_
         socket_server = listen(folder, ThreadPoolExecutor(1), forward)
         assert socket_server is not None
         local = LocalReplicas(folder)
-        one = await local.free()
+        one = await local.least_loaded()
         assert one is not None
         tasks = [asyncio.create_task(one.forward(rows(number))) for number in (1, 2)]
         assert await asyncio.to_thread(at_work.wait, TIMEOUT_S)
         closing = asyncio.create_task(asyncio.to_thread(socket_server.close, TIMEOUT_S))
-        while await local.free(busy_too=True) is not None:  # noqa: ASYNC110 - until it has said so
+        while await local.least_loaded(busy_too=True) is not None:  # noqa: ASYNC110 - until it has said so
             await asyncio.sleep(0.001)
         assert not await asyncio.to_thread(folder.exists)
         with pytest.raises(ReplicaLost):

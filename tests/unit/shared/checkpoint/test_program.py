@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shared.checkpoint import reading
-from shared.checkpoint.program import ProgramFile, read_pieces
+from shared.checkpoint.format import ProgramFile, read_program_file
 from shared.errors import DataLoss
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
@@ -36,7 +36,7 @@ def saved(store: ObjectStore, data: bytes) -> ProgramFile:
 @pytest.mark.parametrize("size", [0, 1, 10, 11, 20, 95])
 def test_pieces_come_in_their_order(store: ObjectStore, size: int) -> None:
     data = bytes(range(size))
-    pieces = list(read_pieces(store, FOLDER, saved(store, data)))
+    pieces = list(read_program_file(store, FOLDER, saved(store, data)))
     assert b"".join(pieces) == data
     assert [len(piece) for piece in pieces] == [10] * (size // 10) + [size % 10] * bool(size % 10)
 
@@ -55,7 +55,7 @@ def test_the_next_pieces_are_on_their_way_while_one_is_used(store: ObjectStore) 
                 together.wait(60)
             return store.get_range(key, start, length)
 
-    assert b"".join(read_pieces(Waiting(), FOLDER, file)) == bytes(range(50))
+    assert b"".join(read_program_file(Waiting(), FOLDER, file)) == bytes(range(50))
 
 
 def test_what_is_missing_short_or_changed_is_told(store: ObjectStore) -> None:
@@ -64,10 +64,10 @@ def test_what_is_missing_short_or_changed_is_told(store: ObjectStore) -> None:
     key = f"{FOLDER}/{file.object}"
     store.put(key, data[:94] + b"x")
     with pytest.raises(DataLoss, match="does not have the digest that its manifest names"):
-        list(read_pieces(store, FOLDER, file))
+        list(read_program_file(store, FOLDER, file))
     store.put(key, data[:37])
     with pytest.raises(DataLoss, match="ends before byte"):
-        list(read_pieces(store, FOLDER, file))
+        list(read_program_file(store, FOLDER, file))
     store.delete(key)
     with pytest.raises(DataLoss, match=r"model\.pt is missing"):
-        list(read_pieces(store, FOLDER, file))
+        list(read_program_file(store, FOLDER, file))

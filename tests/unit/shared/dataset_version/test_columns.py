@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-from shared.dataset_version.columns import (
+from shared.dataset_version.manifest import (
     TENSOR_KEY,
     logical_field,
     logical_schema,

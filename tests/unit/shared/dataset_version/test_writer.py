@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shared.dataset_version import writer as writing
-from shared.dataset_version.columns import tensor_field
-from shared.dataset_version.manifest import DataFile, sha256_hex
+from shared.dataset_version.manifest import DataFile, sha256_hex, tensor_field
 from shared.dataset_version.writer import SplitWriter, group_rows
 from shared.storage import ObjectStore
 

@@ -11,8 +11,8 @@ import pytest
 
 from shared.errors import InvalidArgument, ResourceExhausted
 from shared.transforms import TensorType
-from shared.transforms.steps import custom_child
-from shared.transforms.steps.custom_child import functions_in_children
+from shared.transforms.steps import custom as custom_child
+from shared.transforms.steps.custom import functions_in_children
 from tests.unit.shared.transforms.samples import schema_of_batch
 from tests.unit.shared.transforms.test_custom import MODULE, ROWS, custom
 

@@ -6,8 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from shared.dataset_version.columns import shape_of, tensor_array, tensor_field
-from shared.dataset_version.manifest import Column
+from shared.dataset_version.manifest import Column, shape_of, tensor_array, tensor_field
 from shared.errors import InvalidArgument
 from shared.transforms import (
     RaggedImages,

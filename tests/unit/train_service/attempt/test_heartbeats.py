@@ -14,12 +14,11 @@ import pytest
 from shared.errors import ResourceExhausted
 from tests.support.process_states import stop_process
 from tests.support.waiting import wait_until
-from train_service.attempt.heartbeats import HeartbeatServer
 from train_service.attempt.outcomes import RankErrors
 from train_service.attempt.ray_run import Failure
 from train_service.domain.watchdog import Phase, hung
-from train_service.records.reporting import RESIZE, SUSPEND
-from train_service.worker.heartbeat import HeartbeatSender
+from train_service.records.event_log import RESIZE, SUSPEND
+from train_service.worker.heartbeat import HeartbeatSender, HeartbeatServer
 
 # A rank that is at step 7 and goes on saying so.
 RANK = """

@@ -39,10 +39,10 @@ from train_service.attempt.outcomes import (
     report_lost,
     report_outcome,
     result_of,
-    told,
+    run_and_report_error,
 )
 from train_service.converters.jobs import event_to_proto
-from train_service.records.reporting import LOOKED_BACK, RESIZE, TRAIN_KIND, EventKind, EventLog
+from train_service.records.event_log import LOOKED_BACK, RESIZE, TRAIN_KIND, EventKind, EventLog
 from train_service.worker.heartbeat import HeartbeatSender
 from train_service.worker.loop import Run, Stopped
 
@@ -264,5 +264,5 @@ def test_the_end_of_an_attempt_at_a_job_that_was_deleted_is_told_nowhere(store: 
         raise error
 
     with pytest.raises(StaleAttempt):
-        told(context, work)
+        run_and_report_error(context, work)
     assert not list(EventLog(store, JOB).after(0))

@@ -19,7 +19,7 @@ from train_service.converters.specs import FIELDS_OF_SCRIPTS
 from train_service.domain.spec import ATTEMPT_DEVICE, CPU, GPU, RUN_DEVICE, Program, TrainingSpec, spec_of_job
 from train_service.placement import Node
 from train_service.program.fit_calls import Asked, Fit, FitCall
-from train_service.records.reporting import TRAIN_KIND
+from train_service.records.event_log import TRAIN_KIND
 
 JOB = "trainingJobs/a"
 PROGRAM = Program(code_bundle=f"codeBundles/{'a' * 64}", entry="cells.py")

@@ -22,15 +22,14 @@ from tests.support.waiting import wait_until
 from tests.unit.train_service.worker.test_loop import SPEC, events, new_job
 from train_service import placement
 from train_service.attempt import supervision
-from train_service.attempt.heartbeats import HeartbeatServer
 from train_service.attempt.outcomes import FAILURE
 from train_service.attempt.supervision import Supervision
 from train_service.domain.spec import Program
 from train_service.domain.watchdog import Phase
 from train_service.placement import Node, Size
 from train_service.program.coordinator import ReportCoordinator
-from train_service.records.reporting import PREEMPT, RESIZE, TRAIN_KIND, EventKind
-from train_service.worker.heartbeat import HeartbeatSender
+from train_service.records.event_log import PREEMPT, RESIZE, TRAIN_KIND, EventKind
+from train_service.worker.heartbeat import HeartbeatSender, HeartbeatServer
 
 JOB = "trainingJobs/a"
 # An attempt whose only rank says goodbye; what should end then does not.
@@ -43,7 +42,7 @@ from shared.storage import open_store
 from train_service.attempt import supervision
 from train_service.placement import Size
 from train_service.worker.heartbeat import HeartbeatSender
-from train_service.attempt.heartbeats import HeartbeatServer
+from train_service.worker.heartbeat import HeartbeatServer
 from train_service.attempt.supervision import Supervision
 from tests.unit.train_service.worker.test_loop import SPEC
 

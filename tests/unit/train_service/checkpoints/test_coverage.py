@@ -26,7 +26,7 @@ from train_service.domain.spec import TrainingSpec
 from train_service.jobs.run_records import RunRecords
 from train_service.jobs.training_jobs import TrainingJobs
 from train_service.learning.ranks import Ranks
-from train_service.records.reporting import TRAIN_KIND
+from train_service.records.event_log import TRAIN_KIND
 
 VERSION = "datasets/digits/versions/v1"
 ALONE = Ranks(0, 1, torch.device("cpu"))

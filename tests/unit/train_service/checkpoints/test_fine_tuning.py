@@ -27,7 +27,7 @@ from train_service.domain.spec import FSDP, TrainingSpec
 from train_service.jobs.training_jobs import TrainingJobs
 from train_service.learning.ranks import Ranks
 from train_service.learning.sharding import whole_weights
-from train_service.records.reporting import EventKind
+from train_service.records.event_log import EventKind
 
 SOURCE = "trainingJobs/source"
 MODEL = ModelSpec(builder="torchvision.shufflenet_v2_x0_5", in_channels=1, num_classes=10)

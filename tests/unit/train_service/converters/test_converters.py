@@ -28,7 +28,7 @@ from train_service.converters.specs import spec_from_proto, spec_to_proto
 from train_service.domain.spec import TrainingSpec
 from train_service.domain.spec_rules import check
 from train_service.jobs.training_jobs import JobView
-from train_service.records.reporting import Event, EventKind, EventLog
+from train_service.records.event_log import Event, EventKind, EventLog
 
 
 def whole_spec() -> res.TrainingSpec:

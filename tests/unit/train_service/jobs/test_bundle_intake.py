@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.code_bundle import BundleRecord, CodeBundles
+from shared.code_bundle_registry import BundleRecord, CodeBundles
 from shared.code_packing import MAX_BUNDLE_BYTES
 from shared.errors import FailedPrecondition, InvalidArgument, MillraceError, ResourceExhausted
 from shared.own_code import OwnCode

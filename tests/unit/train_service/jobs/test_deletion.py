@@ -22,7 +22,7 @@ from tests.support.waiting import wait_until
 from tests.unit.train_service.conftest import VERSION
 from train_service.jobs.deletion import Deletions, Sweeper
 from train_service.jobs.training_jobs import TrainingJobs
-from train_service.records.reporting import TRAIN_KIND, EventKind, EventLog
+from train_service.records.event_log import TRAIN_KIND, EventKind, EventLog
 
 HOLDER = "deployments/m"
 

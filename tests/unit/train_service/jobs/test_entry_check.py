@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shared.code_bundle import CodeBundles
+from shared.code_bundle_registry import CodeBundles
 from shared.errors import DataLoss, InvalidArgument, NotFound
 from shared.storage import ObjectStore
 from tests.support.code_folders import LOOP, store_bundle

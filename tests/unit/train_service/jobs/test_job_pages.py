@@ -17,7 +17,7 @@ from tests.support.counting_store import CountingStore
 from tests.support.training_records import JOB, begin, commit, finish, make_job
 from tests.unit.train_service.checkpoints.test_coverage import VERSION
 from train_service.jobs.training_jobs import JobView, TrainingJobs
-from train_service.records.reporting import TRAIN_KIND, EventKind, Reporter
+from train_service.records.event_log import TRAIN_KIND, EventKind, Reporter
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_a_report_of_an_attempt_is_in_the_list_soon_and_costs_no_note_each_time(
 
     with Reporter(store, name, 1) as reporter:
         for step in range(5):
-            reporter.tell(EventKind.PROGRESS, step=step)
+            reporter.emit(EventKind.PROGRESS, step=step)
 
     assert [change.name for change in Changes(store, TRAIN_KIND).read()] == [name]
     assert pages(training, 10)[1].progress == {"step": 4}

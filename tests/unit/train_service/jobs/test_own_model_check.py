@@ -36,7 +36,7 @@ from train_service.domain.spec import (
 from train_service.jobs.own_code import ProgramCheck
 from train_service.jobs.own_model_child import inspect_model
 from train_service.jobs.training_jobs import TrainingJobs
-from train_service.records.reporting import TRAIN_KIND
+from train_service.records.event_log import TRAIN_KIND
 
 OWN_LOSS = """
 class WithLoss(Net):

@@ -18,7 +18,7 @@ from inference_service.domain.signature import RAW, Rows
 from inference_service.serve.served_model import ServedModel
 from shared.checkpoint import load_checkpoint, resolve
 from shared.checkpoint.format import WEIGHTS
-from shared.code_bundle import CodeBundles
+from shared.code_bundle_registry import CodeBundles
 from shared.code_loading import load_code
 from shared.errors import FailedPrecondition
 from shared.model_spec import ModelSpec
@@ -33,7 +33,7 @@ from tests.unit.train_service.learners import SPEC as TABLE
 from tests.unit.train_service.worker.test_loop import entries, events, new_job, run_of
 from train_service.domain.spec import OwnModelFacts, settled
 from train_service.jobs import entry_child
-from train_service.records.reporting import EventKind
+from train_service.records.event_log import EventKind
 
 MODEL = "trainingJobs/imp/checkpoints/imported"
 ARGUMENTS = {"width": 5, "dropout": 0.3}

@@ -12,7 +12,7 @@ from google.protobuf import json_format
 
 from millrace.train.v1 import code_bundle_pb2 as code
 from millrace.train.v1 import resources_pb2 as res
-from shared.code_bundle import BundleRecord, CodeBundles
+from shared.code_bundle_registry import BundleRecord, CodeBundles
 from shared.code_environment import CodeEnvironments, code_environments
 from shared.errors import FailedPrecondition, InvalidArgument, NotFound
 from shared.jobs import Jobs
@@ -28,7 +28,7 @@ from train_service.domain.spec import TrainingSpec
 from train_service.jobs.deletion import Deletions
 from train_service.jobs.own_code import BUNDLE_FIELD, ProgramCheck
 from train_service.jobs.training_jobs import JobView, TrainingJobs
-from train_service.records.reporting import TRAIN_KIND
+from train_service.records.event_log import TRAIN_KIND
 
 
 @pytest.fixture

@@ -19,10 +19,10 @@ from shared.errors import (
     OutOfRange,
     ResourceExhausted,
 )
+from shared.idempotency import claimed
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.model_spec import ModelSpec
 from shared.reference_markers import REFERENCE_APPEARS_TIMEOUT_S
-from shared.requests import claimed
 from shared.storage import ObjectStore, open_store
 from tests.support.versions import commit_version, striped_digits
 from tests.support.waiting import wait_until
@@ -31,7 +31,7 @@ from train_service.domain.spec import TrainingSpec
 from train_service.jobs import training_jobs, trial_limit
 from train_service.jobs.deletion import Deletions, using_inputs
 from train_service.jobs.training_jobs import JobView, TrainingJobs
-from train_service.records.reporting import TRAIN_KIND
+from train_service.records.event_log import TRAIN_KIND
 
 SPEC = TrainingSpec(
     dataset_version=VERSION,

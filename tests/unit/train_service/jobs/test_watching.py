@@ -23,7 +23,7 @@ from tests.support.training_records import JOB, begin, finish, make_job
 from tests.unit.train_service.checkpoints.test_coverage import VERSION
 from train_service.attempt.outcomes import report_lost
 from train_service.jobs.training_jobs import JobView, TrainingJobs
-from train_service.records.reporting import EventKind, EventLog
+from train_service.records.event_log import EventKind, EventLog
 
 T = TypeVar("T")
 Job = resources_pb2.TrainingJob

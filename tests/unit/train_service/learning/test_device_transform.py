@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from shared.dataset_version.columns import tensor_field
+from shared.dataset_version.manifest import tensor_field
 from shared.errors import InvalidArgument
 from shared.model_spec import ModelSpec
 from shared.transforms import RowKeys

@@ -39,8 +39,8 @@ from train_service.domain.spec import (
 from train_service.learning.own_step import OwnStepLearner
 from train_service.learning.ranks import Ranks
 from train_service.loading.loader import Batches
+from train_service.records.event_log import EventKind
 from train_service.records.metrics_log import metrics_page
-from train_service.records.reporting import EventKind
 
 FACTS = OwnModelFacts(num_classes=CLASSES, is_step=True, has_optimizers=True)
 SPEC = replace(TABLE, epochs=3, global_batch_size=70, checkpoint_every_steps=4)

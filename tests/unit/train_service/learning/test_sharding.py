@@ -44,7 +44,7 @@ from train_service.learning.sharding import (
     shard,
     units_of,
 )
-from train_service.records.reporting import EventKind
+from train_service.records.event_log import EventKind
 from train_service.worker.loop import LoopConfig, Run
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from shared.errors import FailedPrecondition
-from train_service.program.attempt_folder import AttemptFolder
+from train_service.program.process import AttemptFolder
 
 STORE, JOB = "s3://millrace/dev", "trainingJobs/own"
 HOLDER = """
 import sys
 from pathlib import Path
-from train_service.program.attempt_folder import AttemptFolder
+from train_service.program.process import AttemptFolder
 
 store, job, attempt, root = sys.argv[1:]
 with AttemptFolder(store, job, int(attempt), 0, Path(root)).entered() as folder:

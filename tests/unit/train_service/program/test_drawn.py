@@ -27,7 +27,7 @@ from tests.unit.train_service.program.test_reports import JOB, Attempt
 from train_service.domain.drawn_indices import decode
 from train_service.jobs.run_records import GIVEN, INDICES, NO_WITNESS, RunRecords
 from train_service.program.drawn import DrawnIndices
-from train_service.records.reporting import TRAIN_KIND
+from train_service.records.event_log import TRAIN_KIND
 
 ROWS = 20
 

@@ -23,8 +23,8 @@ from tests.unit.train_service.program.test_reports import Attempt, Begun
 from train_service.domain.shard_positions import shard_identity
 from train_service.domain.spec import CONTINUE, CheckpointPolicy, TrainingSpec
 from train_service.program.coordinator import NOT_BY_ALL
-from train_service.program.rank_reports import ASYNC, ProgramStopped
-from train_service.records.reporting import CANCEL, STALE
+from train_service.program.report_sender import ASYNC, ProgramStopped
+from train_service.records.event_log import CANCEL, STALE
 
 MODEL = ModelSpec(builder="", in_channels=0, num_classes=0)
 

@@ -12,19 +12,18 @@ from typing import Any
 import pytest
 
 from shared.checkpoint import load_checkpoint, resolve
-from shared.checkpoint.program import load_program_checkpoint
+from shared.checkpoint.format import load_program_checkpoint
 from shared.checkpoint.registry import CheckpointRegistry
 from shared.errors import FailedPrecondition, Internal, InvalidArgument
 from shared.model_spec import ModelSpec
 from shared.storage import ObjectStore
 from tests.support.waiting import wait_until
-from train_service.attempt.heartbeats import HeartbeatServer
 from train_service.domain.spec import REPLAY, CheckpointPolicy, Program, TrainingSpec
-from train_service.program.attempt_folder import NodeCopies
 from train_service.program.coordinator import NOT_BY_ALL, ReportCoordinator
-from train_service.program.rank_reports import ASYNC, Begin, ProgramStopped, RankReports
-from train_service.records.reporting import CANCEL, GO_ON, STALE, SUSPEND, EventKind
-from train_service.worker.heartbeat import HeartbeatSender
+from train_service.program.process import NodeCopies
+from train_service.program.report_sender import ASYNC, Begin, ProgramStopped, RankReports
+from train_service.records.event_log import CANCEL, GO_ON, STALE, SUSPEND, EventKind
+from train_service.worker.heartbeat import HeartbeatSender, HeartbeatServer
 
 JOB = "trainingJobs/own"
 BUNDLE = f"codeBundles/{'a' * 64}"
@@ -60,7 +59,7 @@ class Attempt:
             number,
             spec,
             world_size,
-            tell=lambda kind, payload: self.events.append((kind, payload)),
+            report_event=lambda kind, payload: self.events.append((kind, payload)),
             stop_reason=lambda: self.request,
             **options,
         )

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from shared.code_bundle import unpack_on_node
+from shared.code_bundle_registry import unpack_on_node
 from shared.code_packing import pack
 from shared.dataset_version.version import load_version
 from shared.errors import FailedPrecondition, InvalidArgument, NotFound
@@ -28,10 +28,9 @@ from tests.support.versions import commit_version, striped_digits
 from tests.support.waiting import wait_until
 from tests.unit.train_service.program.test_reports import BUNDLE, JOB, Attempt
 from train_service import store_retry
-from train_service.program.attempt_folder import NodeCopies
-from train_service.program.rank_reports import ASYNC, NO_UPLOAD, SYNC
-from train_service.program.rank_store import AskedVersions
-from train_service.program.signing import StoreSigner
+from train_service.program.process import NodeCopies
+from train_service.program.report_sender import ASYNC, NO_UPLOAD, SYNC
+from train_service.program.signing import AskedVersions, StoreSigner
 from train_service.store_retry import waits_for_store
 from train_service.worker.heartbeat import HeartbeatSender
 

@@ -108,7 +108,7 @@ def test_the_best_trial_is_that_of_the_best_checkpoint() -> None:
             {"name": "c", "config": {"lr": 3}, "error": "it raised", "checkpoints": []},
         ]
     }
-    results = TrialResults.of(described, {"metric": "loss", "maximize": False}, lambda name: f"/{name}")
+    results = TrialResults.from_answer(described, {"metric": "loss", "maximize": False}, lambda name: f"/{name}")
     best: Any = results.get_best_result()
     worst: Any = results.get_best_result("loss", "max")
     assert (best.path, best.config, best.metrics["loss"]) == ("b", {"train_loop_config": {"lr": 2}}, 1.0)

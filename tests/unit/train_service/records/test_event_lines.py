@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from train_service.records.reporting import Event, EventKind, line_of
+from train_service.records.event_log import Event, EventKind, line_of
 
 
 def validated(**payload: object) -> str:

@@ -20,7 +20,7 @@ from train_service.domain.spec import TrainingSpec
 from train_service.domain.sweep import GRID, Domain, SweepSpec
 from train_service.jobs.deletion import Deletions
 from train_service.jobs.training_jobs import TrainingJobs
-from train_service.records.reporting import TRAIN_KIND
+from train_service.records.event_log import TRAIN_KIND
 from train_service.sweeps.sweeps import SWEEP_KIND, SweepDeletions, Sweeps, SweepView, Trials
 
 RATE = "optimizer.learning_rate"

@@ -13,7 +13,7 @@ from shared.errors import InvalidArgument
 from shared.jobs import JobRecord
 from tests.support.training import digits_spec
 from train_service.domain.sweep import Asha, Domain
-from train_service.sweeps.servicer import sweep_spec_from_proto, sweep_to_proto
+from train_service.servicer import sweep_spec_from_proto, sweep_to_proto
 from train_service.sweeps.sweeps import SweepView
 
 RATE = "optimizer.learning_rate"

@@ -11,7 +11,7 @@ import pytest
 from shared.jobs import JobState
 from tests.support.waiting import wait_until
 from tests.unit.train_service.sweeps.conftest import Place, replace_by_hand
-from train_service.records.reporting import EventKind, EventLog
+from train_service.records.event_log import EventKind, EventLog
 from train_service.sweeps.follower import WORST, Followed, follow
 
 JOB = "trainingJobs/s-000"

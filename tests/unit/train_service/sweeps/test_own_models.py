@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shared.code_bundle import CodeBundles
+from shared.code_bundle_registry import CodeBundles
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.own_code import OwnCode
 from shared.storage import ObjectStore

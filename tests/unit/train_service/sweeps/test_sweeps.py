@@ -33,8 +33,8 @@ from train_service.domain.sweep import CHOICE, GRID, INTEGERS, LOG_UNIFORM, Doma
 from train_service.jobs import training_jobs
 from train_service.jobs.deletion import Deletions
 from train_service.jobs.training_jobs import TrainingJobs
-from train_service.records.reporting import TRAIN_KIND
-from train_service.sweeps.servicer import sweep_to_proto
+from train_service.records.event_log import TRAIN_KIND
+from train_service.servicer import sweep_to_proto
 from train_service.sweeps.sweeps import MAX_CHECKED_WITH_MODEL, MAX_FAILURES, SWEEP_KIND, Sweeps, end_trials
 
 

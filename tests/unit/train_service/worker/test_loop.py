@@ -29,8 +29,8 @@ from train_service.domain.spec import FLOAT16, REGRESSION, EarlyStopping, Optimi
 from train_service.jobs.run_records import RunRecords
 from train_service.learning.ranks import Ranks
 from train_service.records import metrics_log
+from train_service.records.event_log import PREEMPT, SUSPEND, TRAIN_KIND, Event, EventKind, EventLog
 from train_service.records.metrics_log import metrics_page
-from train_service.records.reporting import PREEMPT, SUSPEND, TRAIN_KIND, Event, EventKind, EventLog
 from train_service.worker import loop
 from train_service.worker.heartbeat import HeartbeatSender
 from train_service.worker.loop import LoopConfig, Run, Stopped, run_name

@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 
 from shared.errors import MillraceError, ResourceExhausted
-from train_service.worker.memory_watch import (
+from train_service.worker.user_process import (
     MAX_OF_A_CORE,
     MIB,
     MemoryLimit,
@@ -110,7 +110,7 @@ def user_code(tmp_path: Path) -> ModuleType:
 
 
 def test_the_error_names_rank_limit_file_and_line(tmp_path: Path, user_code: ModuleType) -> None:
-    limit = MemoryLimit.of(2.0 * 2**30, 4, ROOMY)
+    limit = MemoryLimit.for_rank(2.0 * 2**30, 4, ROOMY)
     found: list[MillraceError | None] = []
     user_code.work(lambda: found.append(watch(Fixed(3 * 2**30), limit, tmp_path / "code", ROOMY).excess()))
 
@@ -125,7 +125,7 @@ def test_the_error_names_rank_limit_file_and_line(tmp_path: Path, user_code: Mod
 
 
 def test_without_a_request_a_rank_may_have_more_than_its_share_until_the_node_is_full(tmp_path: Path) -> None:
-    limit = MemoryLimit.of(0.0, 2, NodeMemory(total=1000, used=0))
+    limit = MemoryLimit.for_rank(0.0, 2, NodeMemory(total=1000, used=0))
     assert (limit.bytes, limit.is_request) == (450, False)
     assert watch(Fixed(800), limit, tmp_path, ROOMY).excess() is None
     error = watch(Fixed(800), limit, tmp_path, FULL).excess()

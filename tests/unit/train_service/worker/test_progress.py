@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 
 from shared.storage import ObjectStore
+from train_service.records.event_log import EventLog, Reporter
 from train_service.records.metrics_log import MetricsLog, decode
-from train_service.records.reporting import EventLog, Reporter
 from train_service.worker.loop import ProgressMeter, StepReport, StepTaken
 
 JOB = "trainingJobs/a"

@@ -16,7 +16,7 @@ from shared.storage import ObjectStore
 from tests.unit.train_service.learners import SPEC, commit_table
 from tests.unit.train_service.worker.test_loop import ALONE, config_of, new_job
 from train_service.learning import learner
-from train_service.records.reporting import TRAIN_KIND
+from train_service.records.event_log import TRAIN_KIND
 from train_service.worker.heartbeat import as_reported
 from train_service.worker.loop import train_loop
 

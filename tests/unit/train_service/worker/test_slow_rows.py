@@ -16,8 +16,8 @@ from tests.unit.train_service.in_ranks import in_ranks
 from tests.unit.train_service.learners import SPEC, commit_table
 from train_service.learning.ranks import Ranks
 from train_service.loading.loader import Batch, Loader
+from train_service.records.event_log import TRAIN_KIND, EventKind, EventLog
 from train_service.records.metrics_log import metrics_page
-from train_service.records.reporting import TRAIN_KIND, EventKind, EventLog
 from train_service.worker.loop import LoopConfig, Run
 
 JOB = "trainingJobs/a"

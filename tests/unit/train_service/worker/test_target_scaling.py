@@ -29,7 +29,7 @@ from train_service.checkpoints.fine_tuning import check_scaling
 from train_service.domain.spec import FSDP, CheckpointPolicy, OptimizerSpec, Placement, TrainingSpec
 from train_service.domain.spec_rules import check
 from train_service.learning.ranks import Ranks
-from train_service.records.reporting import EventKind
+from train_service.records.event_log import EventKind
 from train_service.worker.loop import LoopConfig, Run
 
 FAR, WIDE = 5000.0, 40.0

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_service.domain.statistics import SplitStatistics, sketches
-from shared.dataset_version.columns import tensor_array
+from shared.dataset_version.manifest import tensor_array
 
 FLOATS = st.floats(width=64) | st.sampled_from([0.0, -0.0, math.inf, -math.inf, math.nan, 5e-324, 1.7e308])
 KINDS: list[tuple[pa.DataType, st.SearchStrategy[Any]]] = [

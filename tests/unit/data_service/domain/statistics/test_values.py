@@ -18,7 +18,7 @@ from data_service.domain.statistics import ColumnStatistics, SplitStatistics
 from data_service.domain.statistics.columns import rfc3339
 from data_service.domain.statistics.sketches import ExactMoments, Weighted, scaled
 from millrace.data.v1 import quality_pb2
-from shared.dataset_version.columns import tensor_array
+from shared.dataset_version.manifest import tensor_array
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 

@@ -1,4 +1,4 @@
-"""`python protos/reference.py IMAGE FOLDER`: the contracts as pages, a page for each package of protos.
+"""`python tools/proto_reference.py IMAGE FOLDER`: the contracts as pages, a page for each package of protos.
 
 IMAGE is a FileDescriptorSet with source information, as protoc writes it. FOLDER gets `index.md`, and PACKAGE.md with
 the comments of the protos as its text. `make docs` and `make lint-docs` call it, so the pages are never committed.

@@ -57,9 +57,9 @@ from shared.errors import (
     invalid_field,
     not_found,
 )
+from shared.idempotency import OUTCOME_UNKNOWN
 from shared.jobs import JobState
 from shared.reference_markers import keep_marker, let_go, live_references, markers, put_marker, unmark
-from shared.requests import OUTCOME_UNKNOWN
 from shared.storage import ObjectExists, ObjectMissing, ObjectStore
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 from shared.errors import InvalidArgument, error_from_record, shown
 from shared.storage import key_problem
-from train_service.records.reporting import GO_ON
+from train_service.records.event_log import GO_ON
 from train_service.store_retry import retry_on_outage, store_call, waiting_for
 
 logger = logging.getLogger(__name__)

@@ -83,7 +83,7 @@ class Reporter:
         if error is None:
             self._raise_if_broken()
 
-    def tell(self, kind: EventKind, **payload: Any) -> None:
+    def emit(self, kind: EventKind, **payload: Any) -> None:
         """Queue an event. It is durable once the context is left without an error.
 
         Raises `Internal`, as leaving does, if events cannot be written.
@@ -278,8 +278,8 @@ def line_of(event: Event) -> str:
             )
         case EventKind.VALIDATED:
             first = {name: payload[name] for name in ("loss", "accuracy") if name in payload}
-            told = "  ".join(f"{name} {value:.4f}" for name, value in {**first, **payload["metrics"]}.items())
-            return f"validated after epoch {payload['epoch'] + 1}: {told}"
+            values_text = "  ".join(f"{name} {value:.4f}" for name, value in {**first, **payload["metrics"]}.items())
+            return f"validated after epoch {payload['epoch'] + 1}: {values_text}"
         case EventKind.CHECKPOINT_COMMITTED:
             return f"checkpoint {payload['name']}  sha256:{payload['manifest_sha256'][:12]}"
         case EventKind.WARNING:

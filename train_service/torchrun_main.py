@@ -1,6 +1,7 @@
 """The training loop without services and without Ray, for debugging:
 
-    MILLRACE_STORE=file:///path/to/store torchrun --nproc-per-node 2 -m train_service.standalone spec.json --job debug
+    MILLRACE_STORE=file:///path/to/store torchrun --nproc-per-node 2 -m train_service.torchrun_main spec.json --job
+    debug
 
 `spec.json` is the JSON form of `millrace.train.v1.TrainingSpec`; without torchrun there is one rank. The job is an
 ordinary job of that store, with its checkpoints, events, metrics, logs and coverage. Only its `runner` differs, so that
@@ -40,8 +41,7 @@ from shared.own_code import OwnCode, allowed_functions
 from shared.settings import SettingsError, StoreSettings, store_settings
 from shared.storage import ObjectStore, open_store
 from shared.telemetry import configure_logging, flush_logs
-from train_service.attempt.heartbeats import HeartbeatServer
-from train_service.attempt.outcomes import end_attempt, program_result, report_device, result_of, told
+from train_service.attempt.outcomes import end_attempt, program_result, report_device, result_of, run_and_report_error
 from train_service.converters.specs import spec_from_proto
 from train_service.domain.spec import CPU, GPU, RUN_DEVICE, THREADS, TrainingSpec
 from train_service.jobs.own_code import ProgramCheck
@@ -49,14 +49,15 @@ from train_service.jobs.training_jobs import COLLECTION, TrainingJobs
 from train_service.learning.ranks import Ranks, join_process_group
 from train_service.program.coordinator import ReportCoordinator
 from train_service.program.signing import handling
-from train_service.records.reporting import TRAIN_KIND, EventPrinter, Reporter
+from train_service.records.event_log import TRAIN_KIND, EventPrinter, Reporter
 from train_service.store_retry import retry_on_outage
+from train_service.worker.heartbeat import HeartbeatServer
 from train_service.worker.loop import LoopConfig, train_loop
 
 if TYPE_CHECKING:
     from train_service.program.worker import ProgramConfig
 
-RUNNER = "train_service.standalone"
+RUNNER = "train_service.torchrun_main"
 AGAIN = f"its command, {RUNNER}, to be run again"
 
 
@@ -112,7 +113,7 @@ def _run(ranks: Ranks, launch: Launch, store: StoreSettings, job_id: str, spec: 
         try:
             opened = open_store(store)
             jobs = TrainingJobs(opened, programs=_check_of(opened))
-            job = jobs.run_here(job_id, spec, RUNNER, _kind(ranks.device))
+            job = jobs.begin_external_attempt(job_id, spec, RUNNER, _kind(ranks.device))
         except MillraceError as error:
             print(f"{RUNNER}: {error.message}", file=sys.stderr)
             code = 2
@@ -145,7 +146,7 @@ def _run_program(ranks: Ranks, launch: Launch, settings: StoreSettings, job_id: 
                         f"spec.program.entry is the script {program.entry}; name its training function, module:function"
                     )
                 jobs = TrainingJobs(store, programs=_check_of(store))
-                job = jobs.run_here(job_id, spec, RUNNER, _kind(ranks.device))
+                job = jobs.begin_external_attempt(job_id, spec, RUNNER, _kind(ranks.device))
             except MillraceError as error:
                 print(f"{RUNNER}: {error.message}", file=sys.stderr)
                 code = 2
@@ -160,7 +161,7 @@ def _run_program(ranks: Ranks, launch: Launch, settings: StoreSettings, job_id: 
                 job.attempt,
                 spec,
                 ranks.world_size,
-                tell=lambda kind, payload: reporter.tell(kind, **payload),
+                report_event=lambda kind, payload: reporter.emit(kind, **payload),
                 stop_reason=lambda: reporter.stop_reason,
             )
             handle = stack.enter_context(handling(store, job.name, job.attempt, spec, coordinator))
@@ -268,7 +269,7 @@ def _attempt(job: JobRecord, store: ObjectStore, trained: Callable[[AttemptConte
             retry_on_outage(lambda: report_device(store, context.job), "the change of the device")
             return trained(context)
 
-        return told(context, report_trained)
+        return run_and_report_error(context, report_trained)
 
     # torchrun sends SIGTERM to the ranks if one of them fails.
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -1,4 +1,8 @@
-"""`inference.GRPCInferenceService`: the Open Inference Protocol, with Triton's extensions."""
+"""The two gRPC services: convert, delegate, convert.
+
+`inference.GRPCInferenceService` is the Open Inference Protocol, with Triton's extensions.
+`millrace.inference.v1.DeploymentService` says which checkpoints are served.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +13,127 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
+from google.longrunning import operations_pb2
 from grpc import aio
 
 from inference import grpc_service_pb2 as pb
 from inference import grpc_service_pb2_grpc as pb_grpc
-from inference_service.domain.deployment import Deployment
+from inference_service.deploy.convert import (
+    change_from_proto,
+    creation_from_proto,
+    deployment_to_proto,
+    rollout_change_from_proto,
+)
+from inference_service.deploy.deployments import (
+    DeploymentManager,
+    checked_operation,
+    checked_rollout_operation,
+    operation_of,
+    rollout_operation_of,
+)
+from inference_service.deploy.rollout_manager import RolloutManager
+from inference_service.domain.deployment import Deployment, ModelVersion
 from inference_service.serve.convert import metadata_to_proto
 from inference_service.serve.infer import Inference
 from inference_service.serve.models import Models
 from inference_service.serve.repository import ModelRepository, SummedStatistics, config_to_proto, index_to_proto
+from millrace.inference.v1 import deployment_service_pb2 as deployment_pb
+from millrace.inference.v1 import deployment_service_pb2_grpc as deployment_pb_grpc
 from shared.errors import Unimplemented, invalid_field
 from shared.grpc_server import message_bytes
 from shared.wire import MAX_MESSAGE_BYTES
 
-# --- Servicer ---
+# --- Deployments ---
+
+POLL_INTERVAL_S = 0.5
 
 Context = aio.ServicerContext[Any, Any]
+
+
+class DeploymentServicer(deployment_pb_grpc.DeploymentServiceServicer):
+    """Serves `DeploymentService`.
+
+    `changed` is called with each deployment whose log was written, so that the change takes effect at once. `replicas`
+    returns a version's present replicas, None if unknown.
+    """
+
+    def __init__(
+        self,
+        manager: DeploymentManager,
+        rollouts: RolloutManager,
+        changed: Callable[[Deployment], None],
+        replicas: Callable[[Deployment, ModelVersion], int | None],
+    ) -> None:
+        self._manager = manager
+        self._rollouts = rollouts
+        self._changed = changed
+        self._replicas = replicas
+
+    async def CreateDeployment(
+        self, request: deployment_pb.CreateDeploymentRequest, context: Context
+    ) -> operations_pb2.Operation:
+        deployment = await asyncio.to_thread(self._manager.create, creation_from_proto(request))
+        if request.validate_only:
+            return checked_operation(deployment)
+        self._changed(deployment)
+        return operation_of(deployment)
+
+    async def GetDeployment(
+        self, request: deployment_pb.GetDeploymentRequest, context: Context
+    ) -> deployment_pb.Deployment:
+        return self._as_message(await asyncio.to_thread(self._manager.get, request.name))
+
+    async def WatchDeployment(
+        self, request: deployment_pb.WatchDeploymentRequest, context: Context
+    ) -> AsyncIterator[deployment_pb.Deployment]:
+        poll = await asyncio.to_thread(self._manager.follow, request.name)
+        last = None
+        while (now := await asyncio.to_thread(poll)) is not None:
+            message = self._as_message(now)
+            if message != last:
+                last = message
+                yield message
+            await asyncio.sleep(POLL_INTERVAL_S)
+
+    async def ListDeployments(
+        self, request: deployment_pb.ListDeploymentsRequest, context: Context
+    ) -> deployment_pb.ListDeploymentsResponse:
+        found, token = await asyncio.to_thread(self._manager.page, request.page_size, request.page_token)
+        return deployment_pb.ListDeploymentsResponse(deployments=map(self._as_message, found), next_page_token=token)
+
+    async def DeleteDeployment(
+        self, request: deployment_pb.DeleteDeploymentRequest, context: Context
+    ) -> deployment_pb.DeleteDeploymentResponse:
+        self._changed(await asyncio.to_thread(self._manager.delete, request.name, request.etag))
+        return deployment_pb.DeleteDeploymentResponse()
+
+    async def Rollout(self, request: deployment_pb.RolloutRequest, context: Context) -> operations_pb2.Operation:
+        deployment = await asyncio.to_thread(self._rollouts.begin, rollout_change_from_proto(request))
+        if request.validate_only:
+            return checked_rollout_operation(deployment)
+        # If the request is repeated after its roll-out has ended, nothing changes.
+        if deployment.rollout is not None and deployment.rollout.under_way:
+            self._changed(deployment)
+        return rollout_operation_of(deployment)
+
+    async def UpdateDeployment(
+        self, request: deployment_pb.UpdateDeploymentRequest, context: Context
+    ) -> deployment_pb.Deployment:
+        deployment = await asyncio.to_thread(self._rollouts.change, *change_from_proto(request))
+        self._changed(deployment)
+        return self._as_message(deployment)
+
+    async def Rollback(self, request: deployment_pb.RollbackRequest, context: Context) -> deployment_pb.Deployment:
+        deployment = await asyncio.to_thread(self._rollouts.back, request.name, request.etag)
+        self._changed(deployment)
+        return self._as_message(deployment)
+
+    def _as_message(self, deployment: Deployment) -> deployment_pb.Deployment:
+        return deployment_to_proto(deployment, self._replicas)
+
+
+# --- Servicer ---
+
 
 SERVER_NAME = "millrace"
 # Triton's names of the extensions that are fully supported.
@@ -105,7 +214,7 @@ class OpenInferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
         return pb.ModelConfigResponse(config=config_to_proto(*self._models.signature(request.name, request.version)))
 
     async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
-        return pb.ModelStatisticsResponse(model_stats=self._statistics.of(request.name, request.version))
+        return pb.ModelStatisticsResponse(model_stats=self._statistics.statistics_of(request.name, request.version))
 
     async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
         _check_repository(request.repository_name)

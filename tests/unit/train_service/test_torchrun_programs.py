@@ -15,14 +15,14 @@ from google.protobuf import json_format
 
 import millrace_client as mc
 from millrace.train.v1 import resources_pb2 as res
-from shared.checkpoint.program import verify_program_checkpoint
+from shared.checkpoint.format import verify_program_checkpoint
 from shared.jobs import Jobs, JobState
 from shared.storage import ObjectStore
 from tests.support.code_folders import store_bundle
 from tests.support.waiting import wait_until
-from tests.unit.train_service.test_standalone import JOB, PLAIN, TORCHRUN, environ, ran
+from tests.unit.train_service.test_torchrun_main import JOB, PLAIN, TORCHRUN, environ, ran
 from tests.unit.train_service.worker.test_loop import entries, events
-from train_service.records.reporting import TRAIN_KIND, EventKind
+from train_service.records.event_log import TRAIN_KIND, EventKind
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -85,7 +85,7 @@ def command(
     file = folder / "program.json"
     file.write_text(json_format.MessageToJson(spec))
     options = ["--local-addr=127.0.0.1"] if launcher is TORCHRUN else []
-    return [launcher[0], *options, *launcher[1:], "train_service.standalone", str(file), "--job", "debug"]
+    return [launcher[0], *options, *launcher[1:], "train_service.torchrun_main", str(file), "--job", "debug"]
 
 
 @pytest.mark.long
@@ -155,7 +155,7 @@ def test_a_script_is_refused_for_its_function(store: ObjectStore, tmp_path: Path
     bundle = store_bundle(store, {"cells.py": ""})
     file = tmp_path / "program.json"
     file.write_text(json.dumps({"program": {"codeBundle": bundle.name, "entry": "cells.py"}}))
-    refused = ran(store, [sys.executable, "-m", "train_service.standalone", str(file), "--job", "debug"])
+    refused = ran(store, [sys.executable, "-m", "train_service.torchrun_main", str(file), "--job", "debug"])
 
     assert refused.returncode == 2
     assert "name its training function, module:function" in refused.stderr

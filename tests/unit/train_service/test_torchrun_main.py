@@ -30,14 +30,14 @@ from tests.unit.train_service.in_ranks import in_ranks
 from tests.unit.train_service.learners import SPEC as TABLE
 from tests.unit.train_service.learners import commit_table
 from tests.unit.train_service.worker.test_loop import SPEC, STEPS, config_of, entries, events, new_job, run_of, saved
-from train_service import standalone
+from train_service import torchrun_main
 from train_service.converters.specs import spec_from_proto, spec_to_proto
 from train_service.domain.order import default_lanes
 from train_service.domain.spec import CPU, GPU, Placement, TrainingSpec
 from train_service.jobs.run_records import RunRecords
 from train_service.jobs.training_jobs import TrainingJobs
 from train_service.learning.ranks import Ranks
-from train_service.records.reporting import TRAIN_KIND, EventKind
+from train_service.records.event_log import TRAIN_KIND, EventKind
 from train_service.worker.loop import Run
 
 JOB, OTHER = "trainingJobs/debug", "trainingJobs/other"
@@ -58,7 +58,7 @@ def command(launcher: list[str], folder: Path, spec: TrainingSpec) -> list[str]:
     file = folder / "spec.json"
     file.write_text(json_format.MessageToJson(spec_to_proto(spec)))
     options = ["--local-addr=127.0.0.1"] if launcher is TORCHRUN else []
-    return [launcher[0], *options, *launcher[1:], "train_service.standalone", str(file), "--job", "debug"]
+    return [launcher[0], *options, *launcher[1:], "train_service.torchrun_main", str(file), "--job", "debug"]
 
 
 def environ(store: ObjectStore) -> dict[str, str]:
@@ -177,7 +177,7 @@ def test_a_file_that_is_no_text_is_refused(store: ObjectStore, tmp_path: Path) -
     refused = ran(store, arguments)
 
     assert refused.returncode == 2
-    assert "train_service.standalone: " in refused.stderr
+    assert "train_service.torchrun_main: " in refused.stderr
     assert "Traceback" not in refused.stderr
 
 
@@ -189,10 +189,10 @@ def test_what_a_rank_that_is_not_the_first_raises_is_the_attempts_end(
     def broken(*_: object, **__: object) -> None:
         raise FailedPrecondition("the loss of step 3 is nan", reason="NON_FINITE_LOSS")
 
-    monkeypatch.setattr(standalone, "train_loop", broken)
+    monkeypatch.setattr(torchrun_main, "train_loop", broken)
 
-    code = standalone._follow(
-        config_of(store, JOB), Ranks(1, 2, torch.device("cpu")), standalone.Launch(), store.settings
+    code = torchrun_main._follow(
+        config_of(store, JOB), Ranks(1, 2, torch.device("cpu")), torchrun_main.Launch(), store.settings
     )
 
     job = Jobs(store, TRAIN_KIND).get(JOB, JOB)
@@ -209,31 +209,35 @@ def test_a_run_goes_on_though_the_checkpoint_that_it_began_from_is_gone(store: O
     new_job(store, OTHER)
     run_of(store, OTHER, spec=SPEC).run()
     spec = replace(SPEC, initial_checkpoint=entries(store, OTHER)[STEPS].name)
-    begun = TrainingJobs(store).run_here("debug", spec, standalone.RUNNER, CPU)
+    begun = TrainingJobs(store).begin_external_attempt("debug", spec, torchrun_main.RUNNER, CPU)
     run_of(store, JOB, spec=TrainingSpec.from_config(begun.spec["training"])).run()
     for info in list(store.list(OTHER)):
         store.delete(info.key)
 
-    again = TrainingJobs(store).run_here("debug", spec, standalone.RUNNER, CPU)
+    again = TrainingJobs(store).begin_external_attempt("debug", spec, torchrun_main.RUNNER, CPU)
 
     assert (again.uid, again.attempt) == (begun.uid, 2)
     final = replace(spec, initial_checkpoint=f"{OTHER}/checkpoints/final")
-    assert TrainingJobs(store).run_here("debug", final, standalone.RUNNER, CPU).attempt == 3
+    assert TrainingJobs(store).begin_external_attempt("debug", final, torchrun_main.RUNNER, CPU).attempt == 3
     for other in ("", f"{OTHER}/checkpoints/step-00000002", "trainingJobs/third/checkpoints/final"):
         with pytest.raises(AlreadyExists, match="another spec"):
-            TrainingJobs(store).run_here("debug", replace(spec, initial_checkpoint=other), standalone.RUNNER, CPU)
+            TrainingJobs(store).begin_external_attempt(
+                "debug", replace(spec, initial_checkpoint=other), torchrun_main.RUNNER, CPU
+            )
 
 
 def test_a_run_that_began_with_the_lanes_of_an_earlier_release_goes_on_with_them(store: ObjectStore) -> None:
     spec = replace(SPEC, num_workers=5, lanes=24)
-    begun = TrainingJobs(store).run_here("debug", spec, standalone.RUNNER, CPU)
+    begun = TrainingJobs(store).begin_external_attempt("debug", spec, torchrun_main.RUNNER, CPU)
 
-    again = TrainingJobs(store).run_here("debug", replace(spec, lanes=default_lanes(5)), standalone.RUNNER, CPU)
+    again = TrainingJobs(store).begin_external_attempt(
+        "debug", replace(spec, lanes=default_lanes(5)), torchrun_main.RUNNER, CPU
+    )
 
     assert (again.uid, again.attempt) == (begun.uid, 2)
     assert again.spec["training"]["lanes"] == 24
     with pytest.raises(AlreadyExists, match="another spec"):
-        TrainingJobs(store).run_here("debug", replace(spec, lanes=48), standalone.RUNNER, CPU)
+        TrainingJobs(store).begin_external_attempt("debug", replace(spec, lanes=48), torchrun_main.RUNNER, CPU)
 
 
 @pytest.mark.parametrize(
@@ -246,39 +250,39 @@ def test_ranks_use_gpus_unless_the_specification_says_otherwise(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     spec = replace(SPEC, num_workers=2, placement=Placement(**placement))
 
-    assert standalone._device(spec, standalone.Launch(), "") == (GPU if cuda else CPU)
+    assert torchrun_main._device(spec, torchrun_main.Launch(), "") == (GPU if cuda else CPU)
     if cuda:
         with pytest.raises(FailedPrecondition, match="which has 1 GPUs; start fewer ranks"):
-            standalone._device(spec, standalone.Launch(rank=1, world_size=2, local_rank=1), "")
+            torchrun_main._device(spec, torchrun_main.Launch(rank=1, world_size=2, local_rank=1), "")
 
 
 def test_a_run_stays_on_the_kind_of_device_that_it_began_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = standalone.Launch()
+    alone = torchrun_main.Launch()
     may_fall = replace(SPEC, placement=Placement(allow_cpu_fallback=True))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(FailedPrecondition, match="the run began on GPUs, and torch finds none here"):
-        standalone._device(SPEC, alone, GPU)
-    assert standalone._device(may_fall, alone, GPU) == CPU
+        torchrun_main._device(SPEC, alone, GPU)
+    assert torchrun_main._device(may_fall, alone, GPU) == CPU
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert standalone._device(SPEC, alone, CPU) == CPU
-    assert standalone._device(may_fall, alone, GPU) == GPU
+    assert torchrun_main._device(SPEC, alone, CPU) == CPU
+    assert torchrun_main._device(may_fall, alone, GPU) == GPU
 
 
 def test_the_log_of_a_run_keeps_what_it_began_on(store: ObjectStore) -> None:
     jobs, spec = TrainingJobs(store), replace(SPEC, placement=Placement(allow_cpu_fallback=True))
-    jobs.run_here("debug", spec, standalone.RUNNER, GPU)
-    assert standalone._device_of_run(store.settings, "debug") == GPU
+    jobs.begin_external_attempt("debug", spec, torchrun_main.RUNNER, GPU)
+    assert torchrun_main._device_of_run(store.settings, "debug") == GPU
 
-    again = jobs.run_here("debug", spec, standalone.RUNNER, CPU)
+    again = jobs.begin_external_attempt("debug", spec, torchrun_main.RUNNER, CPU)
 
     assert again.choices == {"device": GPU, "attempt_device": CPU, "device_before": GPU}
-    assert standalone._device_of_run(store.settings, "debug") == GPU
+    assert torchrun_main._device_of_run(store.settings, "debug") == GPU
 
 
 def test_no_ray_is_needed() -> None:
-    code = "import sys, train_service.standalone; sys.exit('ray' in sys.modules)"
+    code = "import sys, train_service.torchrun_main; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -292,7 +296,7 @@ def test_a_model_of_ones_own_code_is_checked_trained_and_known_again(
 
     def run(spec: TrainingSpec) -> int:
         with code_of_this_process():  # as if each command had a process of its own
-            return standalone._run(alone, standalone.Launch(), store.settings, "debug", spec)
+            return torchrun_main._run(alone, torchrun_main.Launch(), store.settings, "debug", spec)
 
     assert run(spec) == 0
     assert run(spec) == 0  # it is done, and the same

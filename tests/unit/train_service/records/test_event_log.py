@@ -13,7 +13,7 @@ from shared.jobs.registry import progress_key
 from shared.jobs.transitions import begin_attempt, confirm_cancel, confirm_delete, lose_attempt, request_delete
 from shared.storage import ObjectStore
 from tests.support.waiting import wait_until
-from train_service.records.reporting import CANCEL, GO_ON, STALE, TRAIN_KIND, Event, EventKind, EventLog, Reporter
+from train_service.records.event_log import CANCEL, GO_ON, STALE, TRAIN_KIND, Event, EventKind, EventLog, Reporter
 
 JOB = "trainingJobs/a"
 
@@ -39,8 +39,8 @@ def written(store: ObjectStore) -> list[Event]:
 def test_all_that_was_told_is_written_in_order_once_the_reporter_is_left(store: ObjectStore, jobs: Jobs) -> None:
     with Reporter(store, JOB, 1) as reporter:
         for step in range(20):
-            reporter.tell(EventKind.PROGRESS, step=step)
-        reporter.tell(EventKind.WARNING, text="mended")
+            reporter.emit(EventKind.PROGRESS, step=step)
+        reporter.emit(EventKind.WARNING, text="mended")
 
     events = written(store)
     assert [event.sequence for event in events] == list(range(1, 22))
@@ -54,7 +54,7 @@ def test_all_that_was_told_is_written_in_order_once_the_reporter_is_left(store: 
 def test_what_was_told_before_an_error_is_written_too(store: ObjectStore) -> None:
     def end() -> None:
         with Reporter(store, JOB, 1) as reporter:
-            reporter.tell(EventKind.WARNING, text="about to end")
+            reporter.emit(EventKind.WARNING, text="about to end")
             raise RuntimeError("the run ends")
 
     with pytest.raises(RuntimeError, match="the run ends"):
@@ -76,8 +76,8 @@ def test_an_outage_of_the_store_neither_loses_nor_repeats_an_event(
 
     monkeypatch.setattr(store, "put", failing)
     with Reporter(store, JOB, 1) as reporter:
-        reporter.tell(EventKind.PROGRESS, step=1)
-        reporter.tell(EventKind.PROGRESS, step=2)
+        reporter.emit(EventKind.PROGRESS, step=1)
+        reporter.emit(EventKind.PROGRESS, step=2)
 
     assert not refusals
     assert [event.payload for event in written(store)] == [{"step": 1}, {"step": 2}]
@@ -102,7 +102,7 @@ def test_an_event_whose_write_was_not_answered_is_written_once(
     monkeypatch.setattr(store, "put_if_absent", failing)
     with Reporter(store, JOB, 1) as reporter:
         for step in (1, 2, 3):
-            reporter.tell(EventKind.VALIDATED, step=step)
+            reporter.emit(EventKind.VALIDATED, step=step)
 
     assert not unanswered
     expected = [1, 2, 0, 3] if another_writes else [1, 2, 3]
@@ -120,10 +120,10 @@ def test_an_attempt_that_was_overtaken_hears_it_and_writes_no_more(store: Object
     jobs.transition(JOB, lambda job: lose_attempt(job, Unavailable("lost"), time.time()), attempt=1)
     begin(jobs)
     with Reporter(store, JOB, 2) as newer:
-        newer.tell(EventKind.WARNING, text="from the second")
+        newer.emit(EventKind.WARNING, text="from the second")
 
     with Reporter(store, JOB, 1) as overtaken:
-        overtaken.tell(EventKind.WARNING, text="from the first")
+        overtaken.emit(EventKind.WARNING, text="from the first")
         wait_until(lambda: overtaken.stop_reason == STALE, "the fence")
 
     assert [(event.attempt, event.payload["text"]) for event in written(store)] == [(2, "from the second")]
@@ -141,7 +141,7 @@ def test_an_attempt_at_a_job_that_was_deleted_hears_it_and_writes_no_more(
 
     with Reporter(store, JOB, 1) as reporter:
         wait_until(lambda: reporter.stop_reason == STALE, "that it is gone")
-        reporter.tell(EventKind.WARNING, text="from nowhere")
+        reporter.emit(EventKind.WARNING, text="from nowhere")
 
     assert not written(store)
 
@@ -152,9 +152,9 @@ def test_a_run_whose_events_cannot_be_written_any_more_ends(store: ObjectStore) 
 
     def tell_on() -> None:
         with Reporter(store, JOB, 1) as reporter:
-            reporter.tell(EventKind.WARNING, text=object())
+            reporter.emit(EventKind.WARNING, text=object())
             while True:
-                reporter.tell(EventKind.WARNING, text="more")
+                reporter.emit(EventKind.WARNING, text="more")
 
     with pytest.raises(Internal) as refused:
         tell_on()
@@ -166,7 +166,7 @@ def test_a_run_whose_events_cannot_be_written_any_more_ends(store: ObjectStore) 
 def test_leaving_tells_that_the_last_event_could_not_be_written(store: ObjectStore) -> None:
     def report_last() -> None:
         with Reporter(store, JOB, 1) as reporter:
-            reporter.tell(EventKind.WARNING, text=object())
+            reporter.emit(EventKind.WARNING, text=object())
 
     with pytest.raises(Internal, match="cannot be written"):
         report_last()
