@@ -94,18 +94,26 @@ class Kit:
         return self.data.ReadVersion(data_service_pb2.ReadVersionRequest(name=name), **options)
 
 
-def with_kit(
-    scenario: Callable[[Kit], Awaitable[T]], unary: Unary = echo, stream: Stream = echo_thrice, **options: Any
-) -> T:
-    """Runs the scenario against a fresh server, and stops it."""
+@asynccontextmanager
+async def kit_server(unary: Unary = echo, stream: Stream = echo_thrice, **options: Any) -> AsyncIterator[Kit]:
+    """A fresh server, which is stopped at the end."""
 
     def register(server: aio.Server) -> list[str]:
         data_service_pb2_grpc.add_DataServiceServicer_to_server(Data(unary, stream), server)
         server.add_generic_rpc_handlers((STREAMS,))
         return ["millrace.data.v1.DataService"]
 
+    async with running(register, **options) as kit:
+        yield kit
+
+
+def with_kit(
+    scenario: Callable[[Kit], Awaitable[T]], unary: Unary = echo, stream: Stream = echo_thrice, **options: Any
+) -> T:
+    """Runs the scenario against a fresh server, and stops it."""
+
     async def main() -> T:
-        async with running(register, **options) as kit:
+        async with kit_server(unary, stream, **options) as kit:
             return await scenario(kit)
 
     return asyncio.run(main())

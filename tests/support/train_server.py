@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from click.testing import CliRunner, Result
@@ -49,14 +50,11 @@ def registered(store: ObjectStore, *, own_code: bool = True) -> Callable[[aio.Se
     return register
 
 
-def asked(store: ObjectStore, scenario: Callable[[Any], Awaitable[None]]) -> None:
-    """Runs the scenario with a stub of a server on `store`."""
-
-    async def main() -> None:
-        async with asyncio.timeout(600), running(registered(store)) as kit:
-            await scenario(train_service_pb2_grpc.TrainServiceStub(kit.channel))
-
-    asyncio.run(main())
+@asynccontextmanager
+async def train_stub(store: ObjectStore) -> AsyncIterator[Any]:
+    """A stub of a server on `store`."""
+    async with running(registered(store)) as kit:
+        yield train_service_pb2_grpc.TrainServiceStub(kit.channel)
 
 
 def with_client(store: ObjectStore, work: Callable[[TrainClient], T], **options: Any) -> T:

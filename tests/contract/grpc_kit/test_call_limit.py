@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from millrace.data.v1 import data_service_pb2, resources_pb2
 from shared.grpc_server import server
-from tests.support.grpc_kit import GET_DATASET, READ_VERSION, Kit, told, with_kit
+from tests.support.grpc_kit import GET_DATASET, READ_VERSION, Kit, kit_server, told, with_kit
 from tests.support.inference_server import until
 
 REQUEST_MESSAGE = data_service_pb2.GetDatasetRequest(name="n")
@@ -39,10 +39,10 @@ def _health(kit: Kit) -> Any:
     return health_pb2_grpc.HealthStub(kit.channel)
 
 
-def test_health_is_told_while_as_many_calls_wait_as_may() -> None:
+async def test_health_is_told_while_as_many_calls_wait_as_may() -> None:
     held = Held()
 
-    async def scenario(kit: Kit) -> None:
+    async with kit_server(held.answer) as kit:
         calls = [asyncio.ensure_future(kit.get(timeout=60)) for _ in range(server.MAX_CALLS)]
         await until(lambda: held.under_way == server.MAX_CALLS, "all calls to wait", 60)
 
@@ -56,13 +56,11 @@ def test_health_is_told_while_as_many_calls_wait_as_may() -> None:
         assert found.status == watched.status == health_pb2.HealthCheckResponse.SERVING
         assert len(answers) == server.MAX_CALLS
 
-    with_kit(scenario, held.answer)
 
-
-def test_a_call_above_the_limit_is_refused_unread_and_hears_when_to_come_again() -> None:
+async def test_a_call_above_the_limit_is_refused_unread_and_hears_when_to_come_again() -> None:
     held = Held()
 
-    async def scenario(kit: Kit) -> None:
+    async with kit_server(held.answer, max_calls=2) as kit:
         calls = [asyncio.ensure_future(kit.get(timeout=60)) for _ in range(2)]
         await until(lambda: held.under_way == 2, "both calls to wait")
 
@@ -79,11 +77,9 @@ def test_a_call_above_the_limit_is_refused_unread_and_hears_when_to_come_again()
         await asyncio.gather(*calls)
         assert (await kit.get("after", timeout=60)).name == "after"
 
-    with_kit(scenario, held.answer, max_calls=2)
 
-
-def test_a_call_that_its_client_gives_up_before_its_message_was_sent_makes_room() -> None:
-    async def scenario(kit: Kit) -> None:
+async def test_a_call_that_its_client_gives_up_before_its_message_was_sent_makes_room() -> None:
+    async with kit_server(max_calls=1) as kit:
         for _ in range(5):
             call = kit.raw.stream_unary(GET_DATASET)(timeout=60)
             await call.wait_for_connection()
@@ -92,13 +88,11 @@ def test_a_call_that_its_client_gives_up_before_its_message_was_sent_makes_room(
             while await kit.data.GetDataset(REQUEST_MESSAGE, timeout=60).code() is not grpc.StatusCode.OK:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
-    with_kit(scenario, max_calls=1)
 
-
-def test_watchers_of_health_leave_room_for_checks(monkeypatch: Any) -> None:
+async def test_watchers_of_health_leave_room_for_checks(monkeypatch: Any) -> None:
     monkeypatch.setattr(server, "MAX_HEALTH_CALLS", 2)
 
-    async def scenario(kit: Kit) -> None:
+    async with kit_server() as kit:
         watching = [_health(kit).Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
         for one in watching:
             await one.read()
@@ -111,8 +105,6 @@ def test_watchers_of_health_leave_room_for_checks(monkeypatch: Any) -> None:
         assert found.status == health_pb2.HealthCheckResponse.SERVING
         for one in watching:
             one.cancel()
-
-    with_kit(scenario)
 
 
 def test_a_burst_of_patient_calls_is_answered_or_hears_when_to_come_again() -> None:

@@ -28,6 +28,7 @@ from tests.support.grpc_kit import (
     CallError,
     Kit,
     everything,
+    kit_server,
     raising,
     raising_after,
     running,
@@ -168,7 +169,7 @@ def test_a_callers_own_deadline_holds_instead_of_the_default() -> None:
     assert late.code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-def test_work_for_a_caller_whose_deadline_passed_is_cancelled() -> None:
+async def test_work_for_a_caller_whose_deadline_passed_is_cancelled() -> None:
     begun, ended = asyncio.Event(), asyncio.Event()
 
     async def never(_request: Any, _context: Any) -> Any:
@@ -178,12 +179,10 @@ def test_work_for_a_caller_whose_deadline_passed_is_cancelled() -> None:
         finally:
             ended.set()
 
-    async def scenario(kit: Kit) -> None:
+    async with kit_server(unary=never) as kit:
         while not begun.is_set():  # on a busy machine a deadline may pass before the server has read the call
             await told(kit.get(timeout=0.1))
         await asyncio.wait_for(ended.wait(), 60)
-
-    with_kit(scenario, unary=never)
 
 
 def test_a_message_over_the_limit_is_refused_and_one_below_it_is_not() -> None:
@@ -264,7 +263,7 @@ def test_a_client_that_cancels_its_stream_leaves_nothing_behind(sends: bool, cap
     assert caplog.text == ""
 
 
-def test_a_call_without_a_deadline_knows_the_default_one() -> None:
+async def test_a_call_without_a_deadline_knows_the_default_one() -> None:
     left_s: list[float | None] = []
 
     async def noting(request: Any, context: Any) -> resources_pb2.Dataset:
@@ -272,10 +271,8 @@ def test_a_call_without_a_deadline_knows_the_default_one() -> None:
         assert dict(context.invocation_metadata())
         return resources_pb2.Dataset(name=request.name)
 
-    async def scenario(kit: Kit) -> None:
+    async with kit_server(unary=noting, default_deadline_s=20.0) as kit:
         await kit.get()
-
-    with_kit(scenario, unary=noting, default_deadline_s=20.0)
 
     assert left_s[0] is not None
     assert 0 < left_s[0] <= 20
@@ -288,7 +285,7 @@ class Asked:
         self.data = data
 
 
-def test_a_stream_tells_the_size_of_each_message_and_keeps_none_that_was_dealt_with() -> None:
+async def test_a_stream_tells_the_size_of_each_message_and_keeps_none_that_was_dealt_with() -> None:
     messages: list[weakref.ref[Asked]] = []
 
     async def sizes(requests: AsyncIterator[Asked], _: Any) -> AsyncIterator[bytes]:
@@ -304,19 +301,16 @@ def test_a_stream_tells_the_size_of_each_message_and_keeps_none_that_was_dealt_w
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Sizes", handlers),))
         return []
 
-    async def main() -> None:
-        async with running(register) as kit:
-            stream = kit.raw.stream_stream("/test.Sizes/Sizes")()
-            for size in (1, 1000, 10):
-                await stream.write(b"x" * size)
-                assert int(await stream.read()) == size
-            async with asyncio.timeout(60):
-                while any(one() is not None for one in messages):  # noqa: ASYNC110 - nobody tells
-                    await asyncio.sleep(0.01)
-            assert len(messages) == 3
-            stream.cancel()
-
-    asyncio.run(main())
+    async with running(register) as kit:
+        stream = kit.raw.stream_stream("/test.Sizes/Sizes")()
+        for size in (1, 1000, 10):
+            await stream.write(b"x" * size)
+            assert int(await stream.read()) == size
+        async with asyncio.timeout(60):
+            while any(one() is not None for one in messages):  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.01)
+        assert len(messages) == 3
+        stream.cancel()
 
 
 def test_what_a_refused_call_sent_waits_for_no_garbage_collector() -> None:
@@ -358,7 +352,9 @@ def test_what_a_refused_call_sent_waits_for_no_garbage_collector() -> None:
 
 
 @pytest.mark.parametrize("load_shedder", [False, True])
-def test_a_call_refused_as_unavailable_is_tried_again_by_clients_that_grpc_retries_for(load_shedder: bool) -> None:
+async def test_a_call_refused_as_unavailable_is_tried_again_by_clients_that_grpc_retries_for(
+    load_shedder: bool,
+) -> None:
     tries: list[bytes] = []
 
     async def busy_twice(request: bytes, _: Any) -> bytes:
@@ -372,17 +368,13 @@ def test_a_call_refused_as_unavailable_is_tried_again_by_clients_that_grpc_retri
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Busy", handlers),))
         return []
 
-    async def main() -> None:
-        options: dict[str, Any] = (
-            {"load_shedder": LoadShedder(["/test.Busy/Unary"], lambda: None)} if load_shedder else {}
-        )
-        of_all = {"methodConfig": [{**RETRIES["methodConfig"][0], "name": [{}]}]}
-        async with (
-            running(register, **options) as kit,
-            aio.insecure_channel(kit.address, options=[("grpc.service_config", json.dumps(of_all))]) as channel,
-        ):
-            call: Any = channel.unary_unary("/test.Busy/Unary")
-            assert await call(b"x", timeout=60) == b"answer"
+    options: dict[str, Any] = {"load_shedder": LoadShedder(["/test.Busy/Unary"], lambda: None)} if load_shedder else {}
+    of_all = {"methodConfig": [{**RETRIES["methodConfig"][0], "name": [{}]}]}
+    async with (
+        running(register, **options) as kit,
+        aio.insecure_channel(kit.address, options=[("grpc.service_config", json.dumps(of_all))]) as channel,
+    ):
+        call: Any = channel.unary_unary("/test.Busy/Unary")
+        assert await call(b"x", timeout=60) == b"answer"
 
-    asyncio.run(main())
     assert tries == [b"x"] * 3

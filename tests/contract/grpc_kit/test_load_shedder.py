@@ -14,7 +14,7 @@ from millrace.data.v1 import data_service_pb2, resources_pb2
 from shared.errors import ResourceExhausted
 from shared.grpc_server import load_shedder as load_shedder_module
 from shared.grpc_server.load_shedder import ALL_FROM_S, BUSY_FROM_S, FULLY_BUSY_S, SOME_FROM_S, LoadShedder
-from tests.support.grpc_kit import GET_DATASET, Kit, echo, told, with_kit
+from tests.support.grpc_kit import GET_DATASET, Kit, echo, kit_server, told, with_kit
 from tests.support.inference_server import until
 
 # A hundred times what they are elsewhere, so that a busy machine answers an impatient call, too.
@@ -41,25 +41,24 @@ class Watched(LoadShedder):
         self.turned += 1
 
 
-def test_every_call_comes_in_where_none_waits() -> None:
+async def test_every_call_comes_in_where_none_waits() -> None:
     load_shedder = Watched(SOME_FROM_S)  # the model answers each, so none is let in in vain
 
-    async def scenario(kit: Kit) -> None:
+    async with kit_server(load_shedder=load_shedder) as kit:
         for number in range(20):
             assert (await kit.get(f"n{number}", timeout=IMPATIENT_S)).name == f"n{number}"
 
-    with_kit(scenario, load_shedder=load_shedder)
     assert load_shedder.turned == 0
 
 
-def test_a_call_that_cannot_wait_is_turned_away_without_being_read() -> None:
+async def test_a_call_that_cannot_wait_is_turned_away_without_being_read() -> None:
     load_shedder, asked = Watched(ALL_FROM_S), []
 
     async def remember(request: Any, _: Any) -> resources_pb2.Dataset:
         asked.append(request.name)
         return resources_pb2.Dataset()
 
-    async def scenario(kit: Kit) -> None:
+    async with kit_server(remember, load_shedder=load_shedder) as kit:
         answer = await told(kit.get(timeout=IMPATIENT_S, metadata=[("x-request-id", "mine")]))
         assert answer.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert answer.info.reason == "OVERLOADED"
@@ -69,17 +68,14 @@ def test_a_call_that_cannot_wait_is_turned_away_without_being_read() -> None:
         unreadable = kit.raw.unary_unary(GET_DATASET)(b"\xff\xff", timeout=IMPATIENT_S)
         assert (await told(unreadable)).code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
-    with_kit(scenario, remember, load_shedder=load_shedder)
     assert load_shedder.turned == 2
     assert not asked
 
 
-def test_who_can_wait_is_let_in_however_many_come() -> None:
-    async def scenario(kit: Kit) -> None:
+async def test_who_can_wait_is_let_in_however_many_come() -> None:
+    async with kit_server(load_shedder=Watched(ALL_FROM_S)) as kit:
         assert (await kit.get("patient", timeout=MIN_TIME_LEFT_S)).name == "patient"
         assert (await kit.get("without a deadline")).name == "without a deadline"
-
-    with_kit(scenario, load_shedder=Watched(ALL_FROM_S))
 
 
 def turned_of_1000(share: float, remaining_s: float = IMPATIENT_S) -> int:
@@ -122,14 +118,14 @@ def test_what_would_be_refused_after_it_was_read_is_turned_away_where_there_is_n
     assert idle.turned == 0
 
 
-def test_it_knows_how_long_calls_wait_and_when_they_no_longer_do() -> None:
+async def test_it_knows_how_long_calls_wait_and_when_they_no_longer_do() -> None:
     load_shedder = Watched()
 
     async def work(request: Any, _: Any) -> resources_pb2.Dataset:
         time.sleep(0.002)  # noqa: ASYNC251 - a loop that is busy is what this is about
         return resources_pb2.Dataset(name=request.name)
 
-    async def scenario(kit: Kit) -> None:
+    async with kit_server(work, load_shedder=load_shedder) as kit:
         enough = asyncio.Event()
 
         async def ask_on() -> None:
@@ -142,12 +138,11 @@ def test_it_knows_how_long_calls_wait_and_when_they_no_longer_do() -> None:
         await asyncio.gather(*flood)
         await until(lambda: load_shedder.wait_s() < SOME_FROM_S, "calls to wait no longer")
 
-    with_kit(scenario, work, load_shedder=load_shedder)
     assert load_shedder.turned == 0
 
 
 @pytest.mark.timed
-def test_one_call_that_keeps_all_others_waiting_turns_none_away() -> None:
+async def test_one_call_that_keeps_all_others_waiting_turns_none_away() -> None:
     load_shedder = Watched()
 
     async def work(request: Any, _: Any) -> resources_pb2.Dataset:
@@ -155,32 +150,29 @@ def test_one_call_that_keeps_all_others_waiting_turns_none_away() -> None:
             time.sleep(ALL_FROM_S * 2)  # noqa: ASYNC251 - a loop that is busy is what this is about
         return resources_pb2.Dataset(name=request.name)
 
-    async def scenario(kit: Kit) -> None:
+    async with kit_server(work, load_shedder=load_shedder) as kit:
         for _ in range(3):
             calls = [kit.get("long", timeout=MIN_TIME_LEFT_S), *(kit.get(timeout=IMPATIENT_S) for _ in range(10))]
             await asyncio.gather(*calls)
 
-    with_kit(scenario, work, load_shedder=load_shedder)
     assert load_shedder.turned == 0
 
 
-def test_a_load_shedder_that_can_no_longer_probe_lets_all_in(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_load_shedder_that_can_no_longer_probe_lets_all_in(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(LoadShedder):
         async def _probe(self, _: Any) -> None:
             raise RuntimeError("no thread to knock with")
 
-    async def scenario() -> None:
-        load_shedder = Broken([GET_DATASET], lambda: None)
-        load_shedder._found_s = (ALL_FROM_S, ALL_FROM_S)
-        assert load_shedder.turns_away(IMPATIENT_S)
-        await asyncio.wait_for(load_shedder.watch("127.0.0.1:1"), 60)
-        assert not load_shedder.turns_away(IMPATIENT_S)
+    load_shedder = Broken([GET_DATASET], lambda: None)
+    load_shedder._found_s = (ALL_FROM_S, ALL_FROM_S)
+    assert load_shedder.turns_away(IMPATIENT_S)
+    await asyncio.wait_for(load_shedder.watch("127.0.0.1:1"), 60)
+    assert not load_shedder.turns_away(IMPATIENT_S)
 
-    asyncio.run(scenario())
     assert "turns none away" in caplog.text
 
 
-def test_behind_a_load_shedder_a_call_is_what_it_is_elsewhere() -> None:
+async def test_behind_a_load_shedder_a_call_is_what_it_is_elsewhere() -> None:
     began, ended = asyncio.Event(), asyncio.Event()
 
     async def wait_for_ever(request: Any, context: Any) -> Any:
@@ -192,7 +184,7 @@ def test_behind_a_load_shedder_a_call_is_what_it_is_elsewhere() -> None:
         finally:
             ended.set()
 
-    async def scenario(kit: Kit) -> None:
+    async with kit_server(wait_for_ever, load_shedder=Watched()) as kit:
         answer = await told(kit.raw.unary_unary(GET_DATASET)(b"\xff\xff"))
         assert (answer.code, answer.info.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE")
         answer = await told(kit.raw.stream_unary(GET_DATASET)(iter(())))
@@ -209,5 +201,3 @@ def test_behind_a_load_shedder_a_call_is_what_it_is_elsewhere() -> None:
         given_up.cancel()
         await asyncio.wait_for(ended.wait(), 60)
         assert (await kit.get("n")).name == "n"
-
-    with_kit(scenario, wait_for_ever, load_shedder=Watched())

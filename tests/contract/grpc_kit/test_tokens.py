@@ -15,7 +15,17 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from millrace.data.v1 import data_service_pb2, resources_pb2
 from shared.grpc_server import BearerToken, LoadShedder
 from shared.grpc_server.load_shedder import METHOD
-from tests.support.grpc_kit import ECHO, GET_DATASET, READ_VERSION, CallError, Kit, everything, told, with_kit
+from tests.support.grpc_kit import (
+    ECHO,
+    GET_DATASET,
+    READ_VERSION,
+    CallError,
+    Kit,
+    everything,
+    kit_server,
+    told,
+    with_kit,
+)
 from tests.support.inference_server import until
 
 TOKEN = "a-token-of-the-tests"
@@ -143,7 +153,7 @@ def test_a_server_without_a_token_ignores_the_header() -> None:
     assert len(answers["server stream"]) == 3
 
 
-def test_a_call_without_the_token_is_refused_unread_and_takes_no_place_of_another() -> None:
+async def test_a_call_without_the_token_is_refused_unread_and_takes_no_place_of_another() -> None:
     held, under_way = asyncio.Event(), asyncio.Event()
 
     async def waiting(request: Any, _: Any) -> resources_pb2.Dataset:
@@ -151,7 +161,7 @@ def test_a_call_without_the_token_is_refused_unread_and_takes_no_place_of_anothe
         await held.wait()
         return resources_pb2.Dataset(name=request.name)
 
-    async def scenario(kit: Kit) -> None:
+    async with kit_server(waiting, max_calls=1, token=BearerToken(TOKEN)) as kit:
         taken = asyncio.ensure_future(kit.get(metadata=RIGHT, timeout=60))
         await asyncio.wait_for(under_way.wait(), 60)
         # Of neither is there a message yet, so nobody can have read one.
@@ -163,8 +173,6 @@ def test_a_call_without_the_token_is_refused_unread_and_takes_no_place_of_anothe
 
         assert (unread.info.reason, streamed.info.reason) == ("TOKEN_REQUIRED", "TOKEN_REQUIRED")
         assert over.info.reason == "TOO_MANY_CALLS", "the limit holds for calls with the token"
-
-    with_kit(scenario, waiting, max_calls=1, token=BearerToken(TOKEN))
 
 
 def test_refused_calls_are_logged_without_what_they_brought(caplog: pytest.LogCaptureFixture) -> None:
@@ -196,13 +204,11 @@ class Counting(LoadShedder):
         return await super()._opened(request, context)
 
 
-def test_a_doors_own_probe_brings_the_token_and_nobody_elses_comes_in_without() -> None:
+async def test_a_doors_own_probe_brings_the_token_and_nobody_elses_comes_in_without() -> None:
     load_shedder = Counting()
 
-    async def scenario(kit: Kit) -> None:
+    async with kit_server(token=BearerToken(TOKEN), load_shedder=load_shedder) as kit:
         await kit.get(metadata=RIGHT, timeout=60)
         await until(lambda: load_shedder.came_in > 0, "the door's own probe", 10)
         probe = await told(kit.raw.unary_unary(METHOD)(b"", timeout=60))
         assert probe.code is grpc.StatusCode.UNAUTHENTICATED
-
-    with_kit(scenario, token=BearerToken(TOKEN), load_shedder=load_shedder)

@@ -25,7 +25,7 @@ from millrace_client.uploads import ChunkStream
 from shared.grpc_server import BearerToken
 from tests.support.fake_servicers import Refusing
 from tests.support.grpc_answers import error_info, serving, status
-from tests.support.inference_server import Server, served
+from tests.support.inference_server import inference_server
 
 TOKEN = "a-token-of-the-tests"
 SENT = f"Bearer {TOKEN}"
@@ -170,18 +170,17 @@ def run(*arguments: str) -> Result:
     return result
 
 
-def test_a_command_without_the_token_is_refused_and_says_how_to_give_it(
+async def test_a_command_without_the_token_is_refused_and_says_how_to_give_it(
     token_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = []
 
-    async def scenario(server: Server) -> None:
+    async with inference_server(token=BearerToken(TOKEN)) as server:
         bench = ("bench", "m", "--seconds", "0.2", "--warm-up", "0", "--json", "--in-flight", "2")
         results.append(await asyncio.to_thread(run, *bench, "--inference-address", server.kit.address))
         monkeypatch.setenv("MILLRACE_TOKEN_FILE", str(token_file))
         results.append(await asyncio.to_thread(run, *bench, "--inference-address", server.kit.address))
 
-    served(scenario, token=BearerToken(TOKEN))
     without, with_token = results
     assert without.exit_code == 4
     assert json.loads(without.stdout)["error"]["reason"] == "TOKEN_REQUIRED"

@@ -12,7 +12,7 @@ from millrace_client import Millrace, connect, errors
 from millrace_client.inference import Answer
 from tests.support.deployment_server import weighed
 from tests.support.inference_client import image, with_client
-from tests.support.inference_server import Server, served, until
+from tests.support.inference_server import Server, inference_server, until
 
 CANARY = {"x-canary": "yes"}
 
@@ -31,8 +31,8 @@ def test_headers_lead_a_request_to_the_version_of_their_route() -> None:
     with_client(scenario, one)
 
 
-def test_an_urgent_request_goes_before_those_that_wait() -> None:
-    async def main(server: Server) -> None:
+async def test_an_urgent_request_goes_before_those_that_wait() -> None:
+    async with inference_server() as server:
         server.model.may_work.clear()
         with connect(inference=server.kit.address) as millrace, ThreadPoolExecutor(3) as pool:
             ask = millrace.inference.infer
@@ -44,8 +44,6 @@ def test_an_urgent_request_goes_before_those_that_wait() -> None:
             server.model.may_work.set()
             await asyncio.gather(*map(asyncio.wrap_future, calls))
         assert server.model.batches == [[1], [3, 2]]
-
-    served(main)
 
 
 def waiting(server: Server) -> int:

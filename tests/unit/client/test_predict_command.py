@@ -26,7 +26,7 @@ from millrace_client.cli.predict import outputs_wanted
 from tests.support.deployment_server import weighed
 from tests.support.fake_servicers import OneVersion
 from tests.support.grpc_answers import serving
-from tests.support.inference_server import Server, attach, deployment, served
+from tests.support.inference_server import Server, attach, deployment, inference_server, served
 
 SPECIES = ("Adelie", "Chinstrap", "[Gentoo]")
 CLASSIFIER = (
@@ -280,7 +280,7 @@ def test_a_model_of_pixels_gets_images_in_its_size(tmp_path: Path) -> None:
     ]
 
 
-def test_one_version_is_asked_where_it_is_named(csv: Path) -> None:
+async def test_one_version_is_asked_where_it_is_named(csv: Path) -> None:
     first, second = table_model(), Remembering(TABLE, REGRESSION)
     one = weighed("m", 100, 0)
     signatures = (first.signature, second.signature)
@@ -288,12 +288,11 @@ def test_one_version_is_asked_where_it_is_named(csv: Path) -> None:
     one = replace(one, versions=tuple(versions))
     results = []
 
-    async def scenario(server: Server) -> None:
+    async with inference_server(one, model=first) as server:
         attach(server.models, one, second, number="2")
         command = ["predict", "m", str(csv), "--version", "2", "--json", "--inference-address", server.kit.address]
         results.append(await asyncio.to_thread(CliRunner().invoke, millrace, command))
 
-    served(scenario, one, model=first)
     document = json.loads(results[0].stdout)
     assert [one["values"] for one in document["predictions"]] == [[206.5]] * 3
     assert document["lineage"]["model_version"] == "2"

@@ -18,7 +18,7 @@ from inference_service.serve.models import Models
 from inference_service.settings import settings_from
 from shared.settings import SettingsError
 from tests.support.grpc_kit import told
-from tests.support.inference_server import Server, ask, served, until
+from tests.support.inference_server import ask, inference_server, until
 from tests.support.ports import free_ports
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -39,8 +39,8 @@ def labels(**more: str) -> frozenset[tuple[str, str]]:
     return frozenset({"model": "m", "version": "1", **more}.items())
 
 
-def test_the_metrics_are_the_numbers_of_the_statistics() -> None:
-    async def scenario(server: Server) -> None:
+async def test_the_metrics_are_the_numbers_of_the_statistics() -> None:
+    async with inference_server() as server:
         address = f"127.0.0.1:{free_ports(1)[0]}"
         await server.stub.ModelInfer(ask(1, 2, 3))
         await server.stub.ModelInfer(ask(4))
@@ -74,8 +74,6 @@ def test_the_metrics_are_the_numbers_of_the_statistics() -> None:
         assert seen["batch_seconds_count", labels()] == found.execution_count == 2
         assert (seen["queued_rows", labels()], seen["ready", labels()]) == (2, 1)
 
-    served(scenario)
-
 
 class NoNumbers:
     """Refuses rows that begin with 9, and answers those that begin with 7 with a NaN."""
@@ -87,8 +85,8 @@ class NoNumbers:
         return Outputs([logits, logits.argmax(axis=1)], refused, non_finite=np.flatnonzero(firsts == 7).tolist())
 
 
-def test_rows_answered_with_a_nan_are_counted_and_a_refused_request_of_their_batch_harms_none() -> None:
-    async def scenario(server: Server) -> None:
+async def test_rows_answered_with_a_nan_are_counted_and_a_refused_request_of_their_batch_harms_none() -> None:
+    async with inference_server(model=NoNumbers(), max_delay_s=0.05) as server:
         address = f"127.0.0.1:{free_ports(1)[0]}"
         asked = [ask(1, 7, 7), ask(1, 9), ask(7), ask(1)]
         refused, *_ = await asyncio.gather(
@@ -101,8 +99,6 @@ def test_rows_answered_with_a_nan_are_counted_and_a_refused_request_of_their_bat
         assert "row 1: tensor 'image'" in refused.message
         assert seen["requests_total", labels(status="OK")] == 3
         assert seen["non_finite_rows_total", labels()] == 3
-
-    served(scenario, model=NoNumbers(), max_delay_s=0.05)
 
 
 def test_a_port_that_is_taken_is_told_with_its_setting() -> None:
@@ -146,12 +142,10 @@ def test_an_address_that_is_none_is_refused_with_examples(listen: str) -> None:
         settings_from({**ENVIRON, "MILLRACE_METRICS_LISTEN": listen})
 
 
-def test_how_many_replicas_run_is_told() -> None:
-    async def scenario(server: Server) -> None:
+async def test_how_many_replicas_run_is_told() -> None:
+    async with inference_server() as server:
         address = f"127.0.0.1:{free_ports(1)[0]}"
         (one,) = server.models.listed()
         server.models.scaled({application_name(one.deployment, one.version): 3})
         with metrics_served(address, server.models):
             assert (await asyncio.to_thread(read, address))["replicas", labels()] == 3
-
-    served(scenario)

@@ -17,7 +17,7 @@ from shared import tracing
 from shared.otlp_tracing import OtlpTracing
 from shared.telemetry import JsonFormatter
 from tests.support.grpc_kit import everything, told
-from tests.support.inference_server import Classifier, Server, ask, served, until
+from tests.support.inference_server import Classifier, Server, ask, inference_server, served, until
 from tests.support.otlp_receiver import OtlpReceiver, Seen, otlp_receiver
 
 CALL = "inference.GRPCInferenceService/ModelInfer"
@@ -53,8 +53,8 @@ def ids_of(receiver: OtlpReceiver, *letters: str) -> int:
     return len({one.id for letter in letters for one in receiver.spans(letter * 32)})
 
 
-def test_a_request_has_a_span_and_parts_of_it_for_the_queue_and_the_batch(receiver: OtlpReceiver) -> None:
-    async def scenario(server: Server) -> None:
+async def test_a_request_has_a_span_and_parts_of_it_for_the_queue_and_the_batch(receiver: OtlpReceiver) -> None:
+    async with inference_server() as server:
         await server.stub.ModelInfer(ask(1, 2), **traced("a"))
         await until(lambda: ids_of(receiver, "a") == 3, "three spans")
         by_name = await arrived(receiver, "a" * 32, CALL, "queue", "batch")
@@ -67,11 +67,11 @@ def test_a_request_has_a_span_and_parts_of_it_for_the_queue_and_the_batch(receiv
         assert queue.attributes["millrace.rows"] == batch.attributes["millrace.rows"] == 2
         assert call.began_ns <= queue.began_ns <= queue.ended_ns <= batch.ended_ns <= call.ended_ns
 
-    served(scenario)
 
-
-def test_a_batch_is_a_part_of_its_first_request_and_linked_with_all_that_are_recorded(receiver: OtlpReceiver) -> None:
-    async def scenario(server: Server) -> None:
+async def test_a_batch_is_a_part_of_its_first_request_and_linked_with_all_that_are_recorded(
+    receiver: OtlpReceiver,
+) -> None:
+    async with inference_server() as server:
         server.model.may_work.clear()
         first = server.stub.ModelInfer(ask(1), **traced("a"))
         await until(lambda: server.model.at_work == 1, "the model works")
@@ -93,8 +93,6 @@ def test_a_batch_is_a_part_of_its_first_request_and_linked_with_all_that_are_rec
         assert one[CALL].links == other[CALL].links == (batch.id,)
         assert receiver.spans("b" * 32) == []
 
-    served(scenario)
-
 
 class Handle:
     """Of Ray Serve: the replicas of `model`, of which the first `deaths` die. It remembers the spans that it got."""
@@ -112,11 +110,11 @@ class Handle:
         return await self._model.forward(rows)
 
 
-def test_what_is_not_recorded_is_no_part_of_what_is(receiver: OtlpReceiver) -> None:
+async def test_what_is_not_recorded_is_no_part_of_what_is(receiver: OtlpReceiver) -> None:
     model = Classifier()
     handle: Any = Handle(model)
 
-    async def scenario(server: Server) -> None:
+    async with inference_server(model=ServeModel(handle, LocalReplicas(None))) as server:
         model.may_work.clear()
         recorded = server.stub.ModelInfer(ask(*range(16)), **traced("a"))  # two batches
         await until(lambda: model.at_work == 1, "the model works")
@@ -133,11 +131,9 @@ def test_what_is_not_recorded_is_no_part_of_what_is(receiver: OtlpReceiver) -> N
         assert [one.name for one in receiver.spans("a" * 32)].count("replica") == 2
         assert receiver.spans("b" * 32) == []
 
-    served(scenario, model=ServeModel(handle, LocalReplicas(None)))
 
-
-def test_each_request_of_a_stream_has_a_span_in_that_of_the_stream(receiver: OtlpReceiver) -> None:
-    async def scenario(server: Server) -> None:
+async def test_each_request_of_a_stream_has_a_span_in_that_of_the_stream(receiver: OtlpReceiver) -> None:
+    async with inference_server() as server:
         bad = ask(2, model="nobody")
         await everything(server.stub.ModelStreamInfer(iter([ask(1), bad, ask(3)]), **traced("a")))
         stream = (await arrived(receiver, "a" * 32, STREAM))[STREAM]
@@ -149,11 +145,9 @@ def test_each_request_of_a_stream_has_a_span_in_that_of_the_stream(receiver: Otl
         assert len(waited) == 2
         assert waited < {one.id for one in requests}
 
-    served(scenario)
 
-
-def test_a_request_that_leaves_the_queue_ends_its_span(receiver: OtlpReceiver) -> None:
-    async def scenario(server: Server) -> None:
+async def test_a_request_that_leaves_the_queue_ends_its_span(receiver: OtlpReceiver) -> None:
+    async with inference_server() as server:
         server.model.may_work.clear()
         first = server.stub.ModelInfer(ask(1))
         await until(lambda: server.model.at_work == 1, "the model works")
@@ -168,13 +162,11 @@ def test_a_request_that_leaves_the_queue_ends_its_span(receiver: OtlpReceiver) -
         server.model.may_work.set()
         await first
 
-    served(scenario)
 
-
-def test_a_batch_that_is_sent_again_has_a_span_for_each_replica(receiver: OtlpReceiver) -> None:
+async def test_a_batch_that_is_sent_again_has_a_span_for_each_replica(receiver: OtlpReceiver) -> None:
     handle: Any = Handle(Classifier(), deaths=1)
 
-    async def scenario(server: Server) -> None:
+    async with inference_server(model=ServeModel(handle, LocalReplicas(None))) as server:
         await server.stub.ModelInfer(ask(1), **traced("a"))
         by_name = await arrived(receiver, "a" * 32, CALL, "batch", "replica")
         lost, answered = sorted(
@@ -184,8 +176,6 @@ def test_a_batch_that_is_sent_again_has_a_span_for_each_replica(receiver: OtlpRe
         assert lost.parent == answered.parent == by_name["batch"].id
         assert (answered.kind, answered.attributes["millrace.way"]) == ("CLIENT", "handle")
         assert [one["traceparent"].split("-")[2] for one in handle.traces] == [lost.id, answered.id]
-
-    served(scenario, model=ServeModel(handle, LocalReplicas(None)))
 
 
 def test_every_line_of_a_calls_log_names_its_trace(receiver: OtlpReceiver, caplog: pytest.LogCaptureFixture) -> None:

@@ -52,32 +52,28 @@ def test_items_come_in_their_order_and_the_generator_is_closed() -> None:
     assert counting.closed.is_set()
 
 
-def test_a_slow_taker_holds_up_the_making() -> None:
+async def test_a_slow_taker_holds_up_the_making() -> None:
     counting = Counting()
 
-    async def main() -> None:
-        items = in_threads(counting.run())
-        for expected in range(5):
-            assert await anext(items) == expected
-            for _ in range(20):
-                await asyncio.sleep(0)
-            assert counting.made <= expected + 2
-        await items.aclose()  # type: ignore[attr-defined]
+    items = in_threads(counting.run())
+    for expected in range(5):
+        assert await anext(items) == expected
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert counting.made <= expected + 2
+    await items.aclose()  # type: ignore[attr-defined]
 
-    asyncio.run(main())
     assert counting.closed.is_set()
 
 
-def test_an_error_is_raised_in_its_place() -> None:
+async def test_an_error_is_raised_in_its_place() -> None:
     counting = Counting(fails_at=3)
 
-    async def main() -> None:
-        items = in_threads(counting.run())
-        assert [await anext(items) for _ in range(3)] == [0, 1, 2]
-        with pytest.raises(ValueError, match="no more"):
-            await anext(items)
+    items = in_threads(counting.run())
+    assert [await anext(items) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(ValueError, match="no more"):
+        await anext(items)
 
-    asyncio.run(main())
     assert counting.closed.is_set()
 
 

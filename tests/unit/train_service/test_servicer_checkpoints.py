@@ -17,7 +17,7 @@ from shared.reference_markers import markers
 from shared.storage import ObjectStore
 from tests.support.checkpoint_exports import MODEL_FILES, PROGRAM_FILES, commit_model, commit_program
 from tests.support.grpc_kit import told
-from tests.support.train_server import asked
+from tests.support.train_server import train_stub
 from tests.support.training_records import JOB, begin, make_job
 from tests.support.waiting import wait_until
 from train_service import servicer
@@ -50,11 +50,11 @@ async def received(call: AsyncIterator[pb.GetCheckpointResponse]) -> tuple[Any, 
     return header, data, files
 
 
-def test_all_files_come_whole_the_manifest_first(store: ObjectStore) -> None:
+async def test_all_files_come_whole_the_manifest_first(store: ObjectStore) -> None:
     entry = commit_model(store)
     manifest = store.get(f"{entry.folder}/manifest.json")
 
-    async def scenario(stub: Any) -> None:
+    async with train_stub(store) as stub:
         header, data, files = await received(stub.GetCheckpoint(pb.GetCheckpointRequest(name=entry.name)))
         assert (header.checkpoint.name, header.checkpoint.manifest_sha256) == (entry.name, entry.manifest_sha256)
         assert (header.file_count, header.size_bytes) == (3, entry.size_bytes)
@@ -62,49 +62,41 @@ def test_all_files_come_whole_the_manifest_first(store: ObjectStore) -> None:
         assert files[0].sha256 == entry.manifest_sha256
         assert data == {"manifest.json": manifest, **MODEL_FILES}
 
-    asked(store, scenario)
 
-
-def test_a_programs_files_have_the_paths_that_it_reported(store: ObjectStore) -> None:
+async def test_a_programs_files_have_the_paths_that_it_reported(store: ObjectStore) -> None:
     entry = commit_program(store)
 
-    async def scenario(stub: Any) -> None:
+    async with train_stub(store) as stub:
         header, data, _ = await received(stub.GetCheckpoint(pb.GetCheckpointRequest(name=entry.name)))
         assert header.checkpoint.code_bundle == entry.code_bundle
         assert data.pop("millrace-manifest.json") == store.get(f"{entry.folder}/manifest.json")
         assert data == PROGRAM_FILES
 
-    asked(store, scenario)
 
-
-def test_a_programs_own_file_goes_before_the_manifest(store: ObjectStore) -> None:
+async def test_a_programs_own_file_goes_before_the_manifest(store: ObjectStore) -> None:
     files = {"millrace-manifest.json": b"mine"}
     entry = commit_program(store, files=files)
 
-    async def scenario(stub: Any) -> None:
+    async with train_stub(store) as stub:
         assert (await received(stub.GetCheckpoint(pb.GetCheckpointRequest(name=entry.name))))[1] == files
 
-    asked(store, scenario)
 
-
-def test_a_jobs_name_means_its_best(store: ObjectStore) -> None:
+async def test_a_jobs_name_means_its_best(store: ObjectStore) -> None:
     commit_model(store, 10, {"model.safetensors": b"1"}, validation_accuracy=0.5)
     best = commit_model(store, 20, {"model.safetensors": b"2"}, validation_accuracy=0.9)
     commit_model(store, 30, {"model.safetensors": b"3"}, validation_accuracy=0.7)
 
-    async def scenario(stub: Any) -> None:
+    async with train_stub(store) as stub:
         header, data, _ = await received(stub.GetCheckpoint(pb.GetCheckpointRequest(name=JOB)))
         assert (header.checkpoint.name, data["model.safetensors"]) == (best.name, b"2")
 
-    asked(store, scenario)
-
 
 @pytest.mark.parametrize("offset", [0, 1, PIECE_BYTES, PIECE_BYTES + 17, 9 << 20])
-def test_a_client_that_was_cut_off_gets_what_is_missing(store: ObjectStore, offset: int) -> None:
+async def test_a_client_that_was_cut_off_gets_what_is_missing(store: ObjectStore, offset: int) -> None:
     entry = commit_model(store)
     path = "optimizer.safetensors"
 
-    async def scenario(stub: Any) -> None:
+    async with train_stub(store) as stub:
         request = pb.GetCheckpointRequest(
             name=entry.name, manifest_sha256=entry.manifest_sha256, path=path, offset=offset
         )
@@ -113,10 +105,8 @@ def test_a_client_that_was_cut_off_gets_what_is_missing(store: ObjectStore, offs
         assert [(one.path, one.offset) for one in files] == [(path, offset)]
         assert data == {path: MODEL_FILES[path][offset:]}
 
-    asked(store, scenario)
 
-
-def test_refusals_are_those_of_the_contract(store: ObjectStore) -> None:
+async def test_refusals_are_those_of_the_contract(store: ObjectStore) -> None:
     make_job_named(store, "trainingJobs/empty")
     entry = commit_model(store)
     cases: list[tuple[dict[str, Any], grpc.StatusCode, str]] = [
@@ -136,13 +126,12 @@ def test_refusals_are_those_of_the_contract(store: ObjectStore) -> None:
         ),
     ]
 
-    async def scenario(stub: Any) -> None:
+    async with train_stub(store) as stub:
         for fields, code, text in cases:
             refused = await told(received(stub.GetCheckpoint(pb.GetCheckpointRequest(**fields))))
             assert refused.code is code, fields
             assert text in str(refused), fields
 
-    asked(store, scenario)
     assert markers(store, entry.name) == []
 
 
@@ -153,7 +142,7 @@ def make_job_named(store: ObjectStore, name: str) -> None:
 
 
 @pytest.mark.parametrize("damage", ["changed", "gone", "manifest"])
-def test_a_damaged_file_is_data_loss_behind_its_last_byte(store: ObjectStore, damage: str) -> None:
+async def test_a_damaged_file_is_data_loss_behind_its_last_byte(store: ObjectStore, damage: str) -> None:
     entry = commit_model(store)
     key = f"{entry.folder}/model.safetensors"
     if damage == "changed":
@@ -163,19 +152,17 @@ def test_a_damaged_file_is_data_loss_behind_its_last_byte(store: ObjectStore, da
     else:
         store.put(f"{entry.folder}/manifest.json", b"{}")
 
-    async def scenario(stub: Any) -> None:
+    async with train_stub(store) as stub:
         lost = await told(received(stub.GetCheckpoint(pb.GetCheckpointRequest(name=entry.name))))
         assert lost.code is grpc.StatusCode.DATA_LOSS
         assert ("manifest.json" if damage == "manifest" else key) in str(lost)
 
-    asked(store, scenario)
 
-
-def test_a_checkpoint_stays_while_it_is_sent_and_not_longer(store: ObjectStore) -> None:
+async def test_a_checkpoint_stays_while_it_is_sent_and_not_longer(store: ObjectStore) -> None:
     entry = commit_model(store)
     registry = CheckpointRegistry(store, JOB)
 
-    async def scenario(stub: Any) -> None:
+    async with train_stub(store) as stub:
         call = stub.GetCheckpoint(pb.GetCheckpointRequest(name=entry.name))
         await call.read()
         assert registry.retire([entry]) == []
@@ -184,26 +171,22 @@ def test_a_checkpoint_stays_while_it_is_sent_and_not_longer(store: ObjectStore) 
         await released(store, entry.name)
         assert registry.retire([entry]) == [entry]
 
-    asked(store, scenario)
-
 
 async def released(store: ObjectStore, name: str) -> None:
     await asyncio.to_thread(wait_until, lambda: not markers(store, name), "the mark to go")
 
 
-def test_no_more_downloads_than_there_are_places(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_more_downloads_than_there_are_places(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servicer, "MAX_DOWNLOADS", 1)
     entry = commit_model(store)
 
-    async def scenario(stub: Any) -> None:
+    async with train_stub(store) as stub:
         first = stub.GetCheckpoint(pb.GetCheckpointRequest(name=entry.name))
         await first.read()
         refused = await told(received(stub.GetCheckpoint(pb.GetCheckpointRequest(name=entry.name))))
         assert refused.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert refused.info.reason == "TOO_MANY_DOWNLOADS"
         first.cancel()
-
-    asked(store, scenario)
 
 
 class CountingStore:
@@ -221,20 +204,18 @@ class CountingStore:
         return self._store.get_range(key, start, length)
 
 
-def test_a_client_that_takes_nothing_has_nothing_read_ahead_for_it(store: ObjectStore) -> None:
+async def test_a_client_that_takes_nothing_has_nothing_read_ahead_for_it(store: ObjectStore) -> None:
     pieces: list[int] = []
     counting: Any = CountingStore(store, pieces.append)
     entry = commit_model(store, files={"model.safetensors": bytes(24 * PIECE_BYTES)})
 
-    async def scenario(stub: Any) -> None:
+    async with train_stub(counting) as stub:
         call = stub.GetCheckpoint(pb.GetCheckpointRequest(name=entry.name))
         await call.read()
         await settled(pieces)
         # What gRPC's window holds, one that is being sent and one behind it.
         assert len(pieces) <= 8
         call.cancel()
-
-    asked(counting, scenario)
 
 
 async def settled(counted: list[int]) -> None:

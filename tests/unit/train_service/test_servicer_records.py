@@ -10,7 +10,7 @@ import pytest
 from millrace.train.v1 import train_service_pb2 as pb
 from shared.storage import ObjectStore
 from tests.support.grpc_kit import told
-from tests.support.train_server import asked
+from tests.support.train_server import train_stub
 from tests.support.training_records import JOB, begin, commit, finish, make_job
 from tests.support.versions import commit_version, striped_digits
 from tests.unit.train_service.checkpoints.test_coverage import VERSION, table
@@ -28,11 +28,11 @@ def jobs(store: ObjectStore) -> Any:
 
 
 @pytest.mark.usefixtures("jobs")
-def test_coverage_is_answered_and_refused_as_the_contract_says(store: ObjectStore) -> None:
+async def test_coverage_is_answered_and_refused_as_the_contract_says(store: ObjectStore) -> None:
     (part,) = CoverageChain(store, JOB).append(table(0, 1, shift=30))
     entry = commit(store, 2, (part,))
 
-    async def scenario(stub: Any) -> None:
+    async with train_stub(store) as stub:
         answer = await stub.GetCoverage(pb.GetCoverageRequest(name=JOB))
         assert (answer.training_job, answer.epoch, answer.checkpoint) == (JOB, 0, entry.name)
         assert (answer.row_count, answer.seen_once, answer.missing, answer.repeated) == (1000, 200, 800, 0)
@@ -49,16 +49,14 @@ def test_coverage_is_answered_and_refused_as_the_contract_says(store: ObjectStor
         store.put(part.path, b"damaged")
         assert (await told(stub.GetCoverage(pb.GetCoverageRequest(name=JOB)))).code == grpc.StatusCode.DATA_LOSS
 
-    asked(store, scenario)
-
 
 @pytest.mark.usefixtures("jobs")
-def test_metrics_are_sent_page_by_page(store: ObjectStore) -> None:
+async def test_metrics_are_sent_page_by_page(store: ObjectStore) -> None:
     with MetricsLog(store, JOB, 1, 0) as log:
         for step in range(1, 8):
             log.add(step, 0, {"loss": 1 / step})
 
-    async def scenario(stub: Any) -> None:
+    async with train_stub(store) as stub:
         first = await stub.ListMetrics(pb.ListMetricsRequest(name=JOB, after_step=1, page_size=4))
         rest = await stub.ListMetrics(
             pb.ListMetricsRequest(name=JOB, after_step=1, page_size=4, page_token=first.next_page_token)
@@ -70,11 +68,9 @@ def test_metrics_are_sent_page_by_page(store: ObjectStore) -> None:
         wrong = pb.ListMetricsRequest(name=JOB, page_token="%")
         assert (await told(stub.ListMetrics(wrong))).code == grpc.StatusCode.INVALID_ARGUMENT
 
-    asked(store, scenario)
 
-
-def test_a_follower_gets_lines_as_they_come_and_the_end_of_the_attempt(store: ObjectStore, jobs: Any) -> None:
-    async def scenario(stub: Any) -> None:
+async def test_a_follower_gets_lines_as_they_come_and_the_end_of_the_attempt(store: ObjectStore, jobs: Any) -> None:
+    async with train_stub(store) as stub:
         stream = aiter(stub.StreamLogs(pb.StreamLogsRequest(name=JOB, follow=True), timeout=60))
         with LogShipper(store, JOB, 1, 0) as shipper:
             shipper.add("one")
@@ -89,5 +85,3 @@ def test_a_follower_gets_lines_as_they_come_and_the_end_of_the_attempt(store: Ob
         assert "".join([one.text async for one in again]) == "one\ntwo\nthree\n"
         nobody = stub.StreamLogs(pb.StreamLogsRequest(name=JOB, rank=-1))
         assert (await told(nobody.read())).code == grpc.StatusCode.NOT_FOUND
-
-    asked(store, scenario)

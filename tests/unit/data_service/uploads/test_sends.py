@@ -125,7 +125,9 @@ def test_the_client_waits_for_its_turn(server: UploadServer) -> None:
         others[1].end()
 
 
-def test_a_call_that_lost_its_place_leaves_nothing_behind(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_that_lost_its_place_leaves_nothing_behind(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its client takes nothing and sends nothing, so two of its tasks wait when both are told."""
     monkeypatch.setattr(streaming, "STALLED_AFTER_S", 0.0)
     monkeypatch.setattr(upload_servicer, "MAX_SENDS", 1)
@@ -145,18 +147,14 @@ def test_a_call_that_lost_its_place_leaves_nothing_behind(store: ObjectStore, mo
                 answered.set()
                 await asyncio.Event().wait()
 
-    async def scenario() -> None:
-        names = [
-            (await servicer.StartUpload(pb.StartUploadRequest(parent=DATASET, upload_id=one), None)).name
-            for one in "ab"
-        ]
-        stalled = asyncio.create_task(take_one(names[0]))
-        await asyncio.sleep(0.5)
-        other = asyncio.create_task(take_one(names[1]))
-        with pytest.raises(DeadlineExceeded, match="sent or taken"):
-            await stalled
-        other.cancel()
-        await asyncio.gather(other, return_exceptions=True)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(scenario())
+    names = [
+        (await servicer.StartUpload(pb.StartUploadRequest(parent=DATASET, upload_id=one), None)).name for one in "ab"
+    ]
+    stalled = asyncio.create_task(take_one(names[0]))
+    await asyncio.sleep(0.5)
+    other = asyncio.create_task(take_one(names[1]))
+    with pytest.raises(DeadlineExceeded, match="sent or taken"):
+        await stalled
+    other.cancel()
+    await asyncio.gather(other, return_exceptions=True)
+    assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -40,56 +40,52 @@ def test_a_model_without_a_name_is_refused() -> None:
         Models().is_ready("", "")
 
 
-def test_a_ready_deployment_answers_only_once_its_replicas_do() -> None:
-    async def scenario() -> None:
-        models = Models()
-        models.replace([READY])
-        assert (models.is_ready("m", "1"), models.all_ready()) == (False, False)
-        with pytest.raises(Unavailable, match="loaded again"):
-            await Dispatcher(models).infer(*models.choose("m", ""), [tensor(1)], [], None)
-        attach(models)
-        assert (models.is_ready("m", "1"), models.is_ready("m", "2"), models.all_ready()) == (True, False, True)
-        asked = [RequestedOutput("same"), RequestedOutput("double")]
-        answer = await Dispatcher(models).infer(*models.choose("m", ""), [tensor(1, 2)], asked, None)
-        assert [(spec.name, values.tolist()) for spec, values in answer.outputs] == [
-            ("same", [1, 2]),
-            ("double", [2, 4]),
-        ]
-        assert answer.version.number == "1"
-
-    asyncio.run(scenario())
+async def test_a_ready_deployment_answers_only_once_its_replicas_do() -> None:
+    models = Models()
+    models.replace([READY])
+    assert (models.is_ready("m", "1"), models.all_ready()) == (False, False)
+    with pytest.raises(Unavailable, match="loaded again"):
+        await Dispatcher(models).infer(*models.choose("m", ""), [tensor(1)], [], None)
+    attach(models)
+    assert (models.is_ready("m", "1"), models.is_ready("m", "2"), models.all_ready()) == (True, False, True)
+    asked = [RequestedOutput("same"), RequestedOutput("double")]
+    answer = await Dispatcher(models).infer(*models.choose("m", ""), [tensor(1, 2)], asked, None)
+    assert [(spec.name, values.tolist()) for spec, values in answer.outputs] == [
+        ("same", [1, 2]),
+        ("double", [2, 4]),
+    ]
+    assert answer.version.number == "1"
 
 
-def test_a_version_that_has_lost_its_replicas_does_not_answer_and_what_comes_waits_for_one_that_comes_back() -> None:
+async def test_a_version_that_has_lost_its_replicas_does_not_answer_and_what_comes_waits_for_one_that_comes_back() -> (
+    None
+):
     name = application_name(READY, VERSION)
 
-    async def scenario() -> None:
-        models = Models(lost_after_s=0.0)
-        dispatcher = Dispatcher(models)
-        models.replace([READY])
-        doubler = attach(models)
-        models.scaled({name: 1})
-        assert (models.is_ready("m", ""), models.is_ready("m", "1"), models.all_ready()) == (True, True, True)
-        models.scaled({name: 0})
-        doubler.has_replica.clear()
-        assert (models.is_ready("m", ""), models.is_ready("m", "1"), models.all_ready()) == (False, False, False)
-        assert [one.answers for one in models.listed()] == [False]
-        ready = asyncio.create_task(models.wait_until_ready("m"))
-        by_weight = asyncio.create_task(dispatcher.infer(*models.choose("m", ""), [tensor(1)], [], 60.0))
-        by_name = asyncio.create_task(dispatcher.infer(*models.choose("m", "1"), [tensor(2)], [], 60.0))
-        await asyncio.sleep(0.05)
-        assert (ready.done(), by_weight.done(), by_name.done()) == (False, False, False)
-        doubler.has_replica.set()
-        models.scaled({name: 1})
-        await asyncio.wait_for(ready, 60)
-        answers = [await by_weight, await by_name]
-        assert [answer.outputs[0][1].tolist() for answer in answers] == [[2], [4]]
-        assert models.is_ready("m", "")
-
-    asyncio.run(scenario())
+    models = Models(lost_after_s=0.0)
+    dispatcher = Dispatcher(models)
+    models.replace([READY])
+    doubler = attach(models)
+    models.scaled({name: 1})
+    assert (models.is_ready("m", ""), models.is_ready("m", "1"), models.all_ready()) == (True, True, True)
+    models.scaled({name: 0})
+    doubler.has_replica.clear()
+    assert (models.is_ready("m", ""), models.is_ready("m", "1"), models.all_ready()) == (False, False, False)
+    assert [one.answers for one in models.listed()] == [False]
+    ready = asyncio.create_task(models.wait_until_ready("m"))
+    by_weight = asyncio.create_task(dispatcher.infer(*models.choose("m", ""), [tensor(1)], [], 60.0))
+    by_name = asyncio.create_task(dispatcher.infer(*models.choose("m", "1"), [tensor(2)], [], 60.0))
+    await asyncio.sleep(0.05)
+    assert (ready.done(), by_weight.done(), by_name.done()) == (False, False, False)
+    doubler.has_replica.set()
+    models.scaled({name: 1})
+    await asyncio.wait_for(ready, 60)
+    answers = [await by_weight, await by_name]
+    assert [answer.outputs[0][1].tolist() for answer in answers] == [[2], [4]]
+    assert models.is_ready("m", "")
 
 
-def test_the_statistics_of_a_version_are_made_once_however_often_they_are_asked_for(
+async def test_the_statistics_of_a_version_are_made_once_however_often_they_are_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[Statistics] = []
@@ -100,61 +96,50 @@ def test_the_statistics_of_a_version_are_made_once_however_often_they_are_asked_
 
     monkeypatch.setattr("inference_service.serve.models.Statistics", make)
 
-    async def scenario() -> None:
-        models = Models()
-        made.clear()  # what is not of any version
-        assert {id(models.statistics(READY, VERSION)) for _ in range(3)} == {id(made[0])}
-        assert len(made) == 1
-
-    asyncio.run(scenario())
+    models = Models()
+    made.clear()  # what is not of any version
+    assert {id(models.statistics(READY, VERSION)) for _ in range(3)} == {id(made[0])}
+    assert len(made) == 1
 
 
-def test_rows_that_nobody_asked_for_share_no_batch_with_requests_and_are_counted_nowhere() -> None:
-    async def scenario() -> None:
-        models, statistics, doubler = Models(), Statistics(), Doubler()
-        dispatcher = Dispatcher(models)
-        models.replace([READY])
-        attach(models, doubler=doubler, statistics=statistics)
-        holdout_rows = Rows("raw", {"x": np.array([7, 8], np.uint8)})
-        (double, _) = await models.try_out(READY, VERSION, holdout_rows)
-        assert double.tolist() == [14, 16]
-        assert statistics.batch_rows.count == 0
-        doubler.has_replica.clear()
-        tasks = [
-            asyncio.create_task(dispatcher.infer(*models.choose("m", ""), [tensor(1)], [], 60.0)) for _ in range(2)
-        ]
-        tried = asyncio.create_task(models.try_out(READY, VERSION, holdout_rows))
-        await asyncio.sleep(0.01)
-        doubler.has_replica.set()
-        await asyncio.gather(*tasks, tried)
-        assert sorted(doubler.sizes) == [1, 1, 2, 2]
-        assert (statistics.batch_rows.count, statistics.batch_rows.sum) == (2, 2)
-
-    asyncio.run(scenario())
+async def test_rows_that_nobody_asked_for_share_no_batch_with_requests_and_are_counted_nowhere() -> None:
+    models, statistics, doubler = Models(), Statistics(), Doubler()
+    dispatcher = Dispatcher(models)
+    models.replace([READY])
+    attach(models, doubler=doubler, statistics=statistics)
+    holdout_rows = Rows("raw", {"x": np.array([7, 8], np.uint8)})
+    (double, _) = await models.try_out(READY, VERSION, holdout_rows)
+    assert double.tolist() == [14, 16]
+    assert statistics.batch_rows.count == 0
+    doubler.has_replica.clear()
+    tasks = [asyncio.create_task(dispatcher.infer(*models.choose("m", ""), [tensor(1)], [], 60.0)) for _ in range(2)]
+    tried = asyncio.create_task(models.try_out(READY, VERSION, holdout_rows))
+    await asyncio.sleep(0.01)
+    doubler.has_replica.set()
+    await asyncio.gather(*tasks, tried)
+    assert sorted(doubler.sizes) == [1, 1, 2, 2]
+    assert (statistics.batch_rows.count, statistics.batch_rows.sum) == (2, 2)
 
 
-def test_rows_that_nobody_asked_for_are_sent_when_no_request_waits_any_longer() -> None:
-    async def scenario() -> None:
-        models, doubler = Models(), Doubler()
-        dispatcher = Dispatcher(models)
-        models.replace([READY])
-        attach(models, doubler=doubler)
-        doubler.has_replica.clear()
+async def test_rows_that_nobody_asked_for_are_sent_when_no_request_waits_any_longer() -> None:
+    models, doubler = Models(), Doubler()
+    dispatcher = Dispatcher(models)
+    models.replace([READY])
+    attach(models, doubler=doubler)
+    doubler.has_replica.clear()
 
-        def asked(*values: int) -> asyncio.Task[Answer]:
-            return asyncio.create_task(dispatcher.infer(*models.choose("m", ""), [tensor(*values)], [], 20.0))
+    def asked(*values: int) -> asyncio.Task[Answer]:
+        return asyncio.create_task(dispatcher.infer(*models.choose("m", ""), [tensor(*values)], [], 20.0))
 
-        requests = [asked(1)]
-        await until(lambda: doubler.sizes == [1], "a batch to be at work")
-        requests += [asked(1, 2, 3), asked(1, 2, 3)]
-        await until(lambda: models.batcher(READY, VERSION).queued_rows == 6, "two to wait")
-        tried = asyncio.create_task(models.try_out(READY, VERSION, Rows("raw", {"x": np.array([7, 8], np.uint8)})))
-        await asyncio.sleep(0.01)
-        doubler.has_replica.set()
-        await asyncio.gather(tried, *requests)
-        assert doubler.sizes == [1, 3, 3, 2]
-
-    asyncio.run(scenario())
+    requests = [asked(1)]
+    await until(lambda: doubler.sizes == [1], "a batch to be at work")
+    requests += [asked(1, 2, 3), asked(1, 2, 3)]
+    await until(lambda: models.batcher(READY, VERSION).queued_rows == 6, "two to wait")
+    tried = asyncio.create_task(models.try_out(READY, VERSION, Rows("raw", {"x": np.array([7, 8], np.uint8)})))
+    await asyncio.sleep(0.01)
+    doubler.has_replica.set()
+    await asyncio.gather(tried, *requests)
+    assert doubler.sizes == [1, 3, 3, 2]
 
 
 class Timed(Doubler):
@@ -170,27 +155,24 @@ class Timed(Doubler):
         return await super().forward(rows)
 
 
-def test_rows_that_nobody_asked_for_find_their_moment_while_clients_ask_one_request_after_another() -> None:
-    async def scenario() -> None:
-        models = Models()
-        dispatcher = Dispatcher(models)
-        models.replace([READY])
-        limits = Limits(max_rows=4, max_delay_s=0.0, max_queued_rows=9, max_in_flight=2)
-        batcher = Batcher(Timed(), limits, BatchTimes({1: 0.002, 4: 0.002}), Statistics())
-        models.attach(application_name(READY, VERSION), batcher)
+async def test_rows_that_nobody_asked_for_find_their_moment_while_clients_ask_one_request_after_another() -> None:
+    models = Models()
+    dispatcher = Dispatcher(models)
+    models.replace([READY])
+    limits = Limits(max_rows=4, max_delay_s=0.0, max_queued_rows=9, max_in_flight=2)
+    batcher = Batcher(Timed(), limits, BatchTimes({1: 0.002, 4: 0.002}), Statistics())
+    models.attach(application_name(READY, VERSION), batcher)
 
-        async def client() -> None:
-            while True:
-                await dispatcher.infer(*models.choose("m", ""), [tensor(1)], [], None)
+    async def client() -> None:
+        while True:
+            await dispatcher.infer(*models.choose("m", ""), [tensor(1)], [], None)
 
-        clients = [asyncio.create_task(client()) for _ in range(4)]
-        async with asyncio.timeout(60):
-            for _ in range(5):
-                await models.try_out(READY, VERSION, Rows("raw", {"x": np.array([7], np.uint8)}))
-        for one in clients:
-            one.cancel()
-
-    asyncio.run(scenario())
+    clients = [asyncio.create_task(client()) for _ in range(4)]
+    async with asyncio.timeout(60):
+        for _ in range(5):
+            await models.try_out(READY, VERSION, Rows("raw", {"x": np.array([7], np.uint8)}))
+    for one in clients:
+        one.cancel()
 
 
 def test_whoever_reads_while_the_logs_are_taken_over_finds_what_was_there_before() -> None:

@@ -15,7 +15,7 @@ from inference import grpc_service_pb2 as oip
 from inference_service.domain.deployment import Deployment, HeaderRoute, Shadow
 from inference_service.domain.signature import Outputs, Rows
 from tests.support.grpc_kit import everything, told
-from tests.support.inference_server import Classifier, Server, ask, attach, deployment, served, until
+from tests.support.inference_server import Classifier, Server, ask, attach, deployment, inference_server, until
 
 CANARY = (("x-canary", "yes"),)
 
@@ -43,8 +43,8 @@ async def answered_by(server: Server, times: int, **fields: Any) -> Counter[str]
     return Counter(answer.model_version for answer in answers)
 
 
-def test_requests_are_shared_out_by_weight_among_the_versions_that_have_replicas() -> None:
-    async def scenario(server: Server) -> None:
+async def test_requests_are_shared_out_by_weight_among_the_versions_that_have_replicas() -> None:
+    async with inference_server(versions(50, 50, 0)) as server:
         assert await answered_by(server, 20) == {"1": 20}  # nothing of version 2 is there yet
         attach(server.models, versions(50, 50, 0), Classifier(), number="2")
         attach(server.models, versions(50, 50, 0), Classifier(), number="3")
@@ -52,13 +52,11 @@ def test_requests_are_shared_out_by_weight_among_the_versions_that_have_replicas
         assert counts.keys() == {"1", "2"}
         assert await answered_by(server, 5, model_version="3") == {"3": 5}
 
-    served(scenario, versions(50, 50, 0))
 
-
-def test_a_header_of_the_call_or_of_the_request_leads_to_its_version() -> None:
+async def test_a_header_of_the_call_or_of_the_request_leads_to_its_version() -> None:
     one = versions(100, 0, routes=(HeaderRoute("x-canary", "yes", "2"),))
 
-    async def scenario(server: Server) -> None:
+    async with inference_server(one) as server:
         attach(server.models, one, Classifier(), number="2")
         assert await answered_by(server, 5) == {"1": 5}
         assert await answered_by(server, 5, metadata=CANARY) == {"2": 5}
@@ -71,15 +69,13 @@ def test_a_header_of_the_call_or_of_the_request_leads_to_its_version() -> None:
         refusal = await told(server.stub.ModelInfer(ask(1, parameters={"headers": {"string_param": "x-canary: yes"}})))
         assert (refusal.code, refusal.violations[0][0]) == (grpc.StatusCode.INVALID_ARGUMENT, "parameters.headers")
 
-    served(scenario, one)
 
-
-def test_metadata_lists_the_versions_that_can_be_asked_and_the_index_every_one() -> None:
+async def test_metadata_lists_the_versions_that_can_be_asked_and_the_index_every_one() -> None:
     one = versions(100, 0, 0)
     loading, going = replace(one.versions[1], signature=None), replace(one.versions[2], retired_at=1.0)
     one = replace(one, versions=(one.versions[0], loading, going))
 
-    async def scenario(server: Server) -> None:
+    async with inference_server(one) as server:
         assert (await server.stub.ServerReady(oip.ServerReadyRequest())).ready
         metadata = await server.stub.ModelMetadata(oip.ModelMetadataRequest(name="m"))
         assert list(metadata.versions) == ["1"]
@@ -94,14 +90,12 @@ def test_metadata_lists_the_versions_that_can_be_asked_and_the_index_every_one()
         server.deployments.create(one)
         await server.stub.RepositoryModelLoad(oip.RepositoryModelLoadRequest(model_name="m"))
 
-    served(scenario, one)
 
-
-def test_a_shadow_gets_copies_whose_answers_nobody_gets() -> None:
+async def test_a_shadow_gets_copies_whose_answers_nobody_gets() -> None:
     one = versions(100, 0, shadow=Shadow("2", 100))
     shadow = Classifier()
 
-    async def scenario(server: Server) -> None:
+    async with inference_server(one) as server:
         attach(server.models, one, shadow, number="2")
         for first in range(3):
             answer = await server.stub.ModelInfer(ask(first))
@@ -113,14 +107,12 @@ def test_a_shadow_gets_copies_whose_answers_nobody_gets() -> None:
         assert statistics.statistics.requests == {}  # copies are no requests of the version
         assert statistics.statistics.batch_rows.count == 0
 
-    served(scenario, one)
 
-
-def test_copies_share_no_batch_with_requests_that_name_the_shadow() -> None:
+async def test_copies_share_no_batch_with_requests_that_name_the_shadow() -> None:
     one = versions(100, 0, shadow=Shadow("2", 100))
     shadow = Classifier()
 
-    async def scenario(server: Server) -> None:
+    async with inference_server(one) as server:
         attach(server.models, one, shadow, number="2")
         shadow.may_work.clear()
         calls = [asyncio.ensure_future(server.stub.ModelInfer(ask(8, model_version="2")))]
@@ -134,14 +126,12 @@ def test_copies_share_no_batch_with_requests_that_name_the_shadow() -> None:
         await until(partial(was_copied, server, 1), "the copy is answered")
         assert sorted(shadow.batches) == [[1], [8], [9]]
 
-    served(scenario, one)
 
-
-def test_a_shadow_that_hangs_or_fails_neither_delays_nor_fails_a_request() -> None:
+async def test_a_shadow_that_hangs_or_fails_neither_delays_nor_fails_a_request() -> None:
     one = versions(100, 0, shadow=Shadow("2", 100))
     shadow = Classifier()
 
-    async def scenario(server: Server) -> None:
+    async with inference_server(one) as server:
         attach(server.models, one, shadow, number="2")
         shadow.may_work.clear()
         for _ in range(5):
@@ -159,14 +149,12 @@ def test_a_shadow_that_hangs_or_fails_neither_delays_nor_fails_a_request() -> No
         await until(lambda: shadowed(server).get("INTERNAL") == 1, "the failure is counted")
         shadow.may_work.set()
 
-    served(scenario, one)
 
-
-def test_copies_are_left_out_while_real_requests_wait() -> None:
+async def test_copies_are_left_out_while_real_requests_wait() -> None:
     one = versions(100, 0, shadow=Shadow("2", 100))
     shadow = Classifier()
 
-    async def scenario(server: Server) -> None:
+    async with inference_server(one) as server:
         attach(server.models, one, shadow, number="2")
         server.model.may_work.clear()
         calls = [asyncio.ensure_future(server.stub.ModelInfer(ask(1)))]
@@ -179,16 +167,12 @@ def test_copies_are_left_out_while_real_requests_wait() -> None:
         await asyncio.gather(*calls)
         assert [3] not in shadow.batches
 
-    served(scenario, one)
-
 
 @pytest.mark.parametrize(("percent", "weight"), [(0, 0), (100, 1)])
-def test_no_share_and_a_version_with_traffic_of_its_own_get_no_copies(percent: int, weight: int) -> None:
+async def test_no_share_and_a_version_with_traffic_of_its_own_get_no_copies(percent: int, weight: int) -> None:
     one = versions(1000, weight, shadow=Shadow("2", percent))
 
-    async def scenario(server: Server) -> None:
+    async with inference_server(one) as server:
         attach(server.models, one, Classifier(), number="2")
         await answered_by(server, 10, model_version="1")
         assert shadowed(server) == {}
-
-    served(scenario, one)

@@ -18,7 +18,7 @@ from inference_service.serve.infer import AT_ONCE, InFlightBytes, Shadowing
 from shared.telemetry import JsonFormatter
 from tests.support.deployment_server import weighed
 from tests.support.grpc_kit import told
-from tests.support.inference_server import Classifier, Server, ask, attach, served, until
+from tests.support.inference_server import Classifier, ask, attach, inference_server, until
 from tests.unit.inference_service.doubling import Doubler
 
 
@@ -67,7 +67,7 @@ def test_there_are_never_more_copies_than_allowed() -> None:
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
-def test_a_copy_that_fails_is_logged_as_the_shadow_s_own(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_copy_that_fails_is_logged_as_the_shadow_s_own(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Classifier):
         async def forward(self, rows: Rows) -> Outputs:
             raise OSError(f"{len(rows)} rows")
@@ -75,20 +75,19 @@ def test_a_copy_that_fails_is_logged_as_the_shadow_s_own(caplog: pytest.LogCaptu
     one = weighed("m", 100, 0, shadow=Shadow("2", 100))
     caplog.handler.setFormatter(JsonFormatter("inference"))
 
-    async def scenario(server: Server) -> None:
+    async with inference_server(one) as server:
         attach(server.models, one, Broken(), "2")
         assert (await server.stub.ModelInfer(ask(1))).model_version == "1"
         await until(lambda: "a copy for a shadow failed" in caplog.text, "the copy to fail")
 
-    served(scenario, one)
     (line,) = (json.loads(line) for line in caplog.text.splitlines() if "a copy for a shadow" in line)
     assert (line["model"], line["model_version"]) == ("m", "2")
 
 
-def test_a_request_that_is_refused_is_not_copied_to_the_shadow() -> None:
+async def test_a_request_that_is_refused_is_not_copied_to_the_shadow() -> None:
     one = weighed("m", 100, 0, shadow=Shadow("2", 100))
 
-    async def scenario(server: Server) -> None:
+    async with inference_server(one) as server:
         attach(server.models, one, Classifier(), "2")
         copies = server.models.statistics(one, one.versions[1]).shadowed
         server.model.may_work.clear()
@@ -101,5 +100,3 @@ def test_a_request_that_is_refused_is_not_copied_to_the_shadow() -> None:
         assert (refused.code, dict(copies)) == (grpc.StatusCode.RESOURCE_EXHAUSTED, seen)
         server.model.may_work.set()
         await asyncio.gather(running, queued)
-
-    served(scenario, one)

@@ -168,7 +168,7 @@ def test_holdout_rows_that_both_versions_refuse_every_one_compare_nothing(
     assert "is null" in after.rollout.error["message"]
 
 
-def test_a_comparison_for_which_requests_leave_no_time_is_given_up_with_a_remedy_of_its_own(
+async def test_a_comparison_for_which_requests_leave_no_time_is_given_up_with_a_remedy_of_its_own(
     store: ObjectStore, manager: DeploymentManager, rollouts: RolloutManager
 ) -> None:
     commit_version(store, DATASET, {"test": striped_digits(4)})
@@ -177,13 +177,11 @@ def test_a_comparison_for_which_requests_leave_no_time_is_given_up_with_a_remedy
     wanted = Comparison(dataset_version=DATASET, split="test", min_agreement=0.9)
     load(deployments, rollouts.begin(request(comparison=wanted)), DIGITS)
 
-    async def scenario(driven: Driven) -> None:
-        driven.settings = replace(driven.settings, rollout_load_timeout_s=0.0)
-        driven.restart()
-        await driven.poll()
-        assert driven.now.rollout is not None
-        assert driven.now.rollout.error is not None
-        assert driven.now.rollout.error["reason"] == "ROLLOUT_NOT_COMPARED"
-        assert "compare fewer rows" in driven.now.rollout.error["message"]
-
-    driving(Driven(store), scenario)
+    driven = Driven(store)
+    driven.settings = replace(driven.settings, rollout_load_timeout_s=0.0)
+    driven.restart()
+    await driven.poll()
+    assert driven.now.rollout is not None
+    assert driven.now.rollout.error is not None
+    assert driven.now.rollout.error["reason"] == "ROLLOUT_NOT_COMPARED"
+    assert "compare fewer rows" in driven.now.rollout.error["message"]

@@ -15,7 +15,7 @@ from inference import model_config_pb2
 from inference_service.domain.deployment import LATEST, Deployment, Kept, State, VersionPolicy
 from inference_service.domain.signature import Signature, TensorSpec
 from tests.support.grpc_kit import told
-from tests.support.inference_server import IMAGES, Server, ask, attach, deployment, served, until
+from tests.support.inference_server import IMAGES, Server, ask, attach, deployment, inference_server, until
 
 FAILED = deployment("broken", signature=None, state=State.FAILED, error={"message": "no weights"})
 LOADING = deployment("coming", signature=None, state=State.LOADING)
@@ -27,8 +27,8 @@ async def statistics(server: Server, **fields: str) -> list[oip.ModelStatistics]
     return list(answer.model_stats)
 
 
-def test_the_configuration_tells_what_the_deployment_was_created_with() -> None:
-    async def scenario(server: Server) -> None:
+async def test_the_configuration_tells_what_the_deployment_was_created_with() -> None:
+    async with inference_server() as server:
         config = (await server.stub.ModelConfig(oip.ModelConfigRequest(name="m"))).config
         assert (config.name, config.platform, config.max_batch_size) == ("m", "millrace_pytorch", 8)
         assert config.dynamic_batching.max_queue_delay_microseconds == 1000
@@ -46,25 +46,20 @@ def test_the_configuration_tells_what_the_deployment_was_created_with() -> None:
         ]
         assert config.parameters["checkpoint"].string_value == "trainingJobs/j/checkpoints/c"
 
-    served(scenario)
 
-
-def test_the_configuration_tells_the_unit_of_times() -> None:
+async def test_the_configuration_tells_the_unit_of_times() -> None:
     times = TensorSpec("when", "INT64", (-1,), column_type="timestamp[ms]")
-
-    async def scenario(server: Server) -> None:
+    made = replace(IMAGES, raw=(times, TensorSpec("mass", "FP64", (-1,))))
+    async with inference_server(deployment(signature=Signature.from_record(made.as_record()))) as server:
         config = (await server.stub.ModelConfig(oip.ModelConfigRequest(name="m"))).config
         assert config.parameters["column_type.when"].string_value == "timestamp[ms]"
         assert "column_type.mass" not in config.parameters
 
-    made = replace(IMAGES, raw=(times, TensorSpec("mass", "FP64", (-1,))))
-    served(scenario, deployment(signature=Signature.from_record(made.as_record())))
 
-
-def test_the_configuration_tells_which_inputs_may_have_nulls_and_how() -> None:
+async def test_the_configuration_tells_which_inputs_may_have_nulls_and_how() -> None:
     raw = (TensorSpec("mass", "FP64", (-1,), nullable=True), TensorSpec("grid", "FP32", (-1, 2)))
 
-    async def scenario(server: Server) -> None:
+    async with inference_server(deployment(signature=replace(IMAGES, raw=raw))) as server:
         config = (await server.stub.ModelConfig(oip.ModelConfigRequest(name="m"))).config
         assert [(one.name, one.data_type, list(one.dims), one.optional) for one in config.input] == [
             ("mass", model_config_pb2.TYPE_FP64, [1], False),
@@ -74,8 +69,6 @@ def test_the_configuration_tells_which_inputs_may_have_nulls_and_how() -> None:
         # Which clients fill whole, as nothing there is optional.
         metadata = await server.stub.ModelMetadata(oip.ModelMetadataRequest(name="m"))
         assert [one.name for one in metadata.inputs] == ["mass", "grid"]
-
-    served(scenario, deployment(signature=replace(IMAGES, raw=raw)))
 
 
 @pytest.mark.parametrize(
@@ -87,19 +80,17 @@ def test_the_configuration_tells_which_inputs_may_have_nulls_and_how() -> None:
         (VersionPolicy(Kept.NAMED, named=("2", "5")), {"specific": {"versions": [2, 5]}}),
     ],
 )
-def test_the_configuration_tells_which_versions_stay(policy: VersionPolicy, told: dict[str, Any]) -> None:
+async def test_the_configuration_tells_which_versions_stay(policy: VersionPolicy, told: dict[str, Any]) -> None:
     one = deployment()
 
-    async def scenario(server: Server) -> None:
+    async with inference_server(replace(one, spec=replace(one.spec, version_policy=policy))) as server:
         config = (await server.stub.ModelConfig(oip.ModelConfigRequest(name="m"))).config
         assert config.version_policy == model_config_pb2.ModelVersionPolicy(**told)
         assert config.version_policy.WhichOneof("policy_choice") == next(iter(told))
 
-    served(scenario, replace(one, spec=replace(one.spec, version_policy=policy)))
 
-
-def test_statistics_count_what_was_answered_and_what_was_not() -> None:
-    async def scenario(server: Server) -> None:
+async def test_statistics_count_what_was_answered_and_what_was_not() -> None:
+    async with inference_server() as server:
         began_ms = time.time() * 1000
         await asyncio.gather(server.stub.ModelInfer(ask(1, 2)), server.stub.ModelInfer(ask(3)))
         wrong = ask(4)
@@ -124,11 +115,9 @@ def test_statistics_count_what_was_answered_and_what_was_not() -> None:
             500_000_000 * one.compute_infer.count for one in found.batch_stats
         ]
 
-    served(scenario)
 
-
-def test_statistics_of_a_call_that_its_client_leaves_count_it_as_failed() -> None:
-    async def scenario(server: Server) -> None:
+async def test_statistics_of_a_call_that_its_client_leaves_count_it_as_failed() -> None:
+    async with inference_server() as server:
         server.model.may_work.clear()
         call = server.stub.ModelInfer(ask(1))
         await until(lambda: server.model.at_work == 1, "the model is at work")
@@ -137,11 +126,9 @@ def test_statistics_of_a_call_that_its_client_leaves_count_it_as_failed() -> Non
         (found,) = await statistics(server)
         assert (found.inference_stats.success.count, found.inference_stats.fail.count) == (0, 1)
 
-    served(scenario)
 
-
-def test_statistics_survive_a_reload_and_end_with_the_deployment() -> None:
-    async def scenario(server: Server) -> None:
+async def test_statistics_survive_a_reload_and_end_with_the_deployment() -> None:
+    async with inference_server() as server:
         one = deployment()
         await server.stub.ModelInfer(ask(1))
         attach(server.models, one, server.model)  # as after its replicas were lost
@@ -154,8 +141,6 @@ def test_statistics_survive_a_reload_and_end_with_the_deployment() -> None:
         server.models.replace([one])
         assert [found.inference_count for found in await statistics(server)] == [0]
 
-    served(scenario)
-
 
 @pytest.mark.parametrize(
     ("fields", "code"),
@@ -165,15 +150,13 @@ def test_statistics_survive_a_reload_and_end_with_the_deployment() -> None:
         ({"version": "1"}, grpc.StatusCode.INVALID_ARGUMENT),
     ],
 )
-def test_statistics_of_nothing_are_refused(fields: dict[str, str], code: grpc.StatusCode) -> None:
-    async def scenario(server: Server) -> None:
+async def test_statistics_of_nothing_are_refused(fields: dict[str, str], code: grpc.StatusCode) -> None:
+    async with inference_server() as server:
         assert (await told(server.stub.ModelStatistics(oip.ModelStatisticsRequest(**fields)))).code is code
 
-    served(scenario)
 
-
-def test_the_index_tells_the_state_of_every_deployment_and_why_it_does_not_answer() -> None:
-    async def scenario(server: Server) -> None:
+async def test_the_index_tells_the_state_of_every_deployment_and_why_it_does_not_answer() -> None:
+    async with inference_server() as server:
         lost = deployment("lost")  # READY, and its replicas are not back yet
         server.models.replace([deployment(), FAILED, LOADING, GOING, lost])
         index = await server.stub.RepositoryIndex(oip.RepositoryIndexRequest())
@@ -186,8 +169,6 @@ def test_the_index_tells_the_state_of_every_deployment_and_why_it_does_not_answe
         ]
         ready = await server.stub.RepositoryIndex(oip.RepositoryIndexRequest(ready=True))
         assert [one.name for one in ready.models] == ["m"]
-
-    served(scenario)
 
 
 def write(server: Server, *logs: Deployment) -> None:
@@ -206,8 +187,8 @@ async def is_done_after_a_call(server: Server, call: asyncio.Future[Any]) -> boo
     return call.done()
 
 
-def test_loading_returns_once_the_deployment_answers() -> None:
-    async def scenario(server: Server) -> None:
+async def test_loading_returns_once_the_deployment_answers() -> None:
+    async with inference_server() as server:
         write(server, deployment(), LOADING)
         await load(server, "m")
         server.models.put(LOADING)
@@ -219,8 +200,6 @@ def test_loading_returns_once_the_deployment_answers() -> None:
         assert not await is_done_after_a_call(server, call)  # READY, and its replicas are not there yet
         attach(server.models, loaded, server.model)
         await call
-
-    served(scenario)
 
 
 @pytest.mark.parametrize(
@@ -234,35 +213,31 @@ def test_loading_returns_once_the_deployment_answers() -> None:
         ("m", {"parameters": {"config": {"string_param": "{}"}}}, grpc.StatusCode.INVALID_ARGUMENT, "CreateDeployment"),
     ],
 )
-def test_what_cannot_be_loaded_is_refused_with_the_remedy(
+async def test_what_cannot_be_loaded_is_refused_with_the_remedy(
     name: str, fields: dict[str, Any], code: grpc.StatusCode, said: str
 ) -> None:
-    async def scenario(server: Server) -> None:
+    async with inference_server() as server:
         write(server, deployment(), FAILED, GOING)
         refusal = await told(load(server, name, **fields))
         assert refusal.code is code
         assert said in refusal.message
 
-    served(scenario)
 
-
-def test_loading_a_deployment_that_is_deleted_meanwhile_ends() -> None:
-    async def scenario(server: Server) -> None:
+async def test_loading_a_deployment_that_is_deleted_meanwhile_ends() -> None:
+    async with inference_server() as server:
         write(server, LOADING)
         call = asyncio.ensure_future(told(load(server, "coming")))
         await until(lambda: LOADING in server.models.deployments(), "the log to have been read")
         server.models.put(replace(LOADING, state=State.DELETING, update_time=2.0))
         assert (await call).code is grpc.StatusCode.FAILED_PRECONDITION
 
-    served(scenario)
-
 
 def unload(server: Server, name: str = "m", **fields: Any) -> Any:
     return server.stub.RepositoryModelUnload(oip.RepositoryModelUnloadRequest(model_name=name, **fields))
 
 
-def test_a_model_that_is_unloaded_answers_nothing_and_is_loaded_again_as_it_was() -> None:
-    async def scenario(server: Server) -> None:
+async def test_a_model_that_is_unloaded_answers_nothing_and_is_loaded_again_as_it_was() -> None:
+    async with inference_server() as server:
         write(server, deployment())
         await unload(server, parameters={"unload_dependents": {"bool_param": False}})
         refusal = await told(server.stub.ModelInfer(ask(1)))
@@ -281,11 +256,9 @@ def test_a_model_that_is_unloaded_answers_nothing_and_is_loaded_again_as_it_was(
         there = server.deployments.get("deployments/m")
         assert replace(there, generation=1, update_time=1.0) == deployment()
 
-    served(scenario)
 
-
-def test_loading_ends_where_somebody_else_unloads_meanwhile() -> None:
-    async def scenario(server: Server) -> None:
+async def test_loading_ends_where_somebody_else_unloads_meanwhile() -> None:
+    async with inference_server() as server:
         write(server, replace(LOADING, state=State.READY))
         call = asyncio.ensure_future(told(load(server, "coming")))
         await until(lambda: len(server.models.deployments()) == 2, "the log to have been read")
@@ -293,8 +266,6 @@ def test_loading_ends_where_somebody_else_unloads_meanwhile() -> None:
         refusal = await call
         assert refusal.code is grpc.StatusCode.FAILED_PRECONDITION
         assert "load it again" in refusal.message
-
-    served(scenario)
 
 
 @pytest.mark.parametrize(
@@ -309,26 +280,22 @@ def test_loading_ends_where_somebody_else_unloads_meanwhile() -> None:
         ("m", {"parameters": {"force": {"bool_param": True}}}, grpc.StatusCode.INVALID_ARGUMENT, "unload_dependents"),
     ],
 )
-def test_what_cannot_be_unloaded_is_refused_and_goes_on_answering(
+async def test_what_cannot_be_unloaded_is_refused_and_goes_on_answering(
     name: str, fields: dict[str, Any], code: grpc.StatusCode, said: str
 ) -> None:
-    async def scenario(server: Server) -> None:
+    async with inference_server() as server:
         write(server, deployment(), FAILED, LOADING)
         refusal = await told(unload(server, name, **fields))
         assert refusal.code is code
         assert said in refusal.message
         assert (await server.stub.ModelReady(oip.ModelReadyRequest(name="m"))).ready
 
-    served(scenario)
 
-
-def test_only_extensions_that_are_served_are_named() -> None:
-    async def scenario(server: Server) -> None:
+async def test_only_extensions_that_are_served_are_named() -> None:
+    async with inference_server() as server:
         metadata = await server.stub.ServerMetadata(oip.ServerMetadataRequest())
         wanted = ["classification", "model_configuration", "model_repository", "schedule_policy", "statistics"]
         assert list(metadata.extensions) == wanted
         for method in ("SystemSharedMemoryStatus", "CudaSharedMemoryStatus", "TraceSetting", "LogSettings"):
             call = server.kit.raw.unary_unary(f"/inference.GRPCInferenceService/{method}")
             assert (await told(call(b""))).code is grpc.StatusCode.UNIMPLEMENTED
-
-    served(scenario)

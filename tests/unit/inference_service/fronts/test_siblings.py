@@ -158,17 +158,14 @@ def test_a_folder_that_cannot_be_written_ends_nothing_and_is_said_once(
         asyncio.run(scenario())
 
 
-def test_a_frontend_whose_turn_to_listen_fails_does_not_listen() -> None:
+async def test_a_frontend_whose_turn_to_listen_fails_does_not_listen() -> None:
     async def fails() -> None:
         raise OSError("disk")
 
-    async def scenario() -> None:
-        with pytest.raises(OSError, match="disk"):
-            await service._first_of(fails(), asyncio.Event().wait())
-        assert await service._first_of(asyncio.sleep(0), asyncio.Event().wait())
-        assert not await service._first_of(asyncio.sleep(60), asyncio.sleep(0))
-
-    asyncio.run(scenario())
+    with pytest.raises(OSError, match="disk"):
+        await service._first_of(fails(), asyncio.Event().wait())
+    assert await service._first_of(asyncio.sleep(0), asyncio.Event().wait())
+    assert not await service._first_of(asyncio.sleep(60), asyncio.sleep(0))
 
 
 DYING = """
@@ -191,42 +188,36 @@ def test_an_unexpected_error_ends_the_process_whatever_its_threads_wait_for(tmp_
     assert "disk" in ended.stdout + ended.stderr
 
 
-def test_an_application_goes_once_no_frontend_that_lives_sends_there(tmp_path: Path) -> None:
+async def test_an_application_goes_once_no_frontend_that_lives_sends_there(tmp_path: Path) -> None:
     first, second, third = (Peers(tmp_path, number) for number in range(3))
 
-    async def scenario() -> None:
-        second.publish(told("a", "b"))
-        third.publish(told("a", pid=ended()))
-        going = asyncio.create_task(first.let_go("a", 0.0, 60.0))
-        await asyncio.sleep(0.4)
-        assert not going.done()
-        second.publish(told("b"))
-        await asyncio.wait_for(going, 240)
-
-    asyncio.run(scenario())
+    second.publish(told("a", "b"))
+    third.publish(told("a", pid=ended()))
+    going = asyncio.create_task(first.let_go("a", 0.0, 60.0))
+    await asyncio.sleep(0.4)
+    assert not going.done()
+    second.publish(told("b"))
+    await asyncio.wait_for(going, 240)
 
 
-def test_what_a_frontend_told_before_it_heard_that_an_application_goes_says_nothing_of_what_it_holds(
+async def test_what_a_frontend_told_before_it_heard_that_an_application_goes_says_nothing_of_what_it_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = Peers(tmp_path, 0), Peers(tmp_path, 1)
     monkeypatch.setattr("inference_service.frontends.POLL_INTERVAL_S", 0)
 
-    async def scenario() -> None:
-        second.publish(told())
-        silence(tmp_path, 1, 2)
-        going = asyncio.create_task(first.let_go("a", time.time() - 1, 60.0))
-        for _ in range(5):  # looks
-            await asyncio.sleep(0)
-        assert not going.done()
-        second.publish(told("a"))  # it has taken it over meanwhile
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert not going.done()
-        second.publish(told())
-        await asyncio.wait_for(going, 240)
-
-    asyncio.run(scenario())
+    second.publish(told())
+    silence(tmp_path, 1, 2)
+    going = asyncio.create_task(first.let_go("a", time.time() - 1, 60.0))
+    for _ in range(5):  # looks
+        await asyncio.sleep(0)
+    assert not going.done()
+    second.publish(told("a"))  # it has taken it over meanwhile
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not going.done()
+    second.publish(told())
+    await asyncio.wait_for(going, 240)
 
 
 def test_a_frontend_that_has_hung_for_long_is_not_waited_for(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from shared.telemetry import JsonFormatter
 from tests.support.grpc_kit import everything, told
-from tests.support.inference_server import Server, ask, served, until
+from tests.support.inference_server import ask, inference_server, until
 
 ACCESS = ("shared.grpc_server.interceptor", "inference_service.serve.infer")
 Line = dict[str, Any]
@@ -43,8 +43,8 @@ def said(line: Line, *names: str) -> tuple[Any, ...]:
     return tuple(line.get(name) for name in names)
 
 
-def test_a_call_is_logged_with_its_model_version_status_and_time(lines: list[Line]) -> None:
-    async def scenario(server: Server) -> None:
+async def test_a_call_is_logged_with_its_model_version_status_and_time(lines: list[Line]) -> None:
+    async with inference_server() as server:
         await server.stub.ModelInfer(ask(1), metadata=(("x-request-id", "r1"),))
         # With a deadline, which the server need not set.
         await server.stub.ModelInfer(ask(1), timeout=60)
@@ -62,11 +62,9 @@ def test_a_call_is_logged_with_its_model_version_status_and_time(lines: list[Lin
         assert lines[0]["request_id"] == "r1"
         assert all(0 < line["duration_ms"] < 20_000 for line in lines)
 
-    served(scenario)
 
-
-def test_each_request_of_a_stream_is_logged_with_its_own_outcome(lines: list[Line]) -> None:
-    async def scenario(server: Server) -> None:
+async def test_each_request_of_a_stream_is_logged_with_its_own_outcome(lines: list[Line]) -> None:
+    async with inference_server() as server:
         requests = [ask(1, id="a"), ask(2, id="b", model="nobody"), ask(3, id="c" * 1000)]
         await everything(server.stub.ModelStreamInfer(iter(requests), metadata=(("x-request-id", "r1"),)))
         await until(lambda: len(lines) == 4, "a line for each, and for the stream")
@@ -83,16 +81,12 @@ def test_each_request_of_a_stream_is_logged_with_its_own_outcome(lines: list[Lin
         assert said(of_the_stream, "model", "status") == (None, "OK")
         assert all(line["duration_ms"] > 0 for line in lines)
 
-    served(scenario)
 
-
-def test_a_request_of_a_stream_that_its_client_leaves_is_logged_as_cancelled(lines: list[Line]) -> None:
-    async def scenario(server: Server) -> None:
+async def test_a_request_of_a_stream_that_its_client_leaves_is_logged_as_cancelled(lines: list[Line]) -> None:
+    async with inference_server() as server:
         server.model.may_work.clear()
         stream = server.stub.ModelStreamInfer(iter([ask(1, id="a")]))
         await until(lambda: server.model.at_work == 1, "the model is at work")
         stream.cancel()
         await until(lambda: len(lines) == 2, "a line for the request, and for the stream")
         assert {said(line, "id", "status") for line in lines} == {("a", "CANCELLED"), (None, "CANCELLED")}
-
-    served(scenario)

@@ -11,7 +11,7 @@ import pytest
 from inference_service.domain.signature import Outputs, Rows
 from inference_service.serve.infer import InFlightBytes
 from tests.support.grpc_kit import told
-from tests.support.inference_server import Classifier, Server, ask, attach, deployment, served, until
+from tests.support.inference_server import Classifier, Server, ask, attach, deployment, inference_server, until
 
 MICROSECOND = {"timeout": {"int64_param": 1}}
 TENTH = {"timeout": {"int64_param": 100_000}}
@@ -40,20 +40,18 @@ def faults(server: Server, number: str = "1") -> tuple[int, int]:
     return seen.faults, seen.requests
 
 
-def test_a_request_that_gives_the_model_less_time_than_it_needs_is_no_fault_of_it() -> None:
-    async def scenario(server: Server) -> None:
+async def test_a_request_that_gives_the_model_less_time_than_it_needs_is_no_fault_of_it() -> None:
+    async with inference_server() as server:
         await server.stub.ModelInfer(ask(1))
         for _ in range(5):
             refused = await told(server.stub.ModelInfer(ask(1, parameters=MICROSECOND)))
             assert refused.code.name == "DEADLINE_EXCEEDED"
         assert faults(server) == (0, 1)
 
-    served(scenario)
-
 
 @pytest.mark.timed
-def test_a_version_that_is_too_slow_for_what_another_answers_in_time_is_at_fault() -> None:
-    async def scenario(server: Server) -> None:
+async def test_a_version_that_is_too_slow_for_what_another_answers_in_time_is_at_fault() -> None:
+    async with inference_server() as server:
         two = deployment(versions=(*deployment().versions, replace(deployment().versions[0], number="2")))
         server.models.put(two)
         attach(server.models, two, Slow(), "2")
@@ -63,23 +61,19 @@ def test_a_version_that_is_too_slow_for_what_another_answers_in_time_is_at_fault
         assert refused.code.name == "DEADLINE_EXCEEDED"
         assert faults(server, "2") == (1, 2)
 
-    served(scenario)
-
 
 @pytest.mark.timed
-def test_a_version_that_is_late_because_batches_wait_for_each_other_is_at_fault() -> None:
-    async def scenario(server: Server) -> None:
+async def test_a_version_that_is_late_because_batches_wait_for_each_other_is_at_fault() -> None:
+    async with inference_server() as server:
         attach(server.models, deployment(), Behind())
         await server.stub.ModelInfer(ask(1))
         refused = await told(server.stub.ModelInfer(ask(1, parameters=TENTH)))
         assert refused.code.name == "DEADLINE_EXCEEDED"
         assert faults(server) == (1, 2)
 
-    served(scenario)
 
-
-def test_a_request_that_finds_the_memory_full_of_others_is_no_fault_of_its_version() -> None:
-    async def scenario(server: Server) -> None:
+async def test_a_request_that_finds_the_memory_full_of_others_is_no_fault_of_its_version() -> None:
+    async with inference_server(held=InFlightBytes(6)) as server:
         server.model.may_work.clear()
         first = asyncio.ensure_future(server.stub.ModelInfer(ask(1)))
         await until(lambda: server.model.at_work == 1, "the first to be at work")
@@ -88,5 +82,3 @@ def test_a_request_that_finds_the_memory_full_of_others_is_no_fault_of_its_versi
         server.model.may_work.set()
         await first
         assert faults(server) == (0, 1)
-
-    served(scenario, held=InFlightBytes(6))

@@ -18,7 +18,7 @@ from inference_service.domain.deployment import State
 from inference_service.domain.signature import Outputs, Rows, TensorSpec
 from tests.support.cpu_time import cpu_at_most
 from tests.support.grpc_kit import everything, told
-from tests.support.inference_server import Server, deployment, served
+from tests.support.inference_server import deployment, inference_server
 from tests.support.table_model import SIGNATURE, TABLE, Zeros, request, still_serves
 from tests.support.wire_bytes import inside
 
@@ -142,8 +142,8 @@ def no_fault_of_ours(caplog: pytest.LogCaptureFixture) -> Any:
     assert "unexpected exception" not in caplog.text
 
 
-def test_every_malformed_tensor_is_refused_by_its_name_and_field() -> None:
-    async def scenario(server: Server) -> None:
+async def test_every_malformed_tensor_is_refused_by_its_name_and_field() -> None:
+    async with inference_server(TABLE, model=Zeros()) as server:
         await still_serves(server)
         for what, bad, field, tensor in BAD:
             refusal = await told(server.stub.ModelInfer(bad))
@@ -153,11 +153,9 @@ def test_every_malformed_tensor_is_refused_by_its_name_and_field() -> None:
             assert len(refusal.message) < 1500, what
         await still_serves(server)
 
-    served(scenario, TABLE, model=Zeros())
 
-
-def test_a_model_that_is_unknown_or_not_ready_is_refused_by_its_state() -> None:
-    async def scenario(server: Server) -> None:
+async def test_a_model_that_is_unknown_or_not_ready_is_refused_by_its_state() -> None:
+    async with inference_server(TABLE, model=Zeros()) as server:
         loading = deployment("loading", signature=None, state=State.LOADING)
         lost = deployment("lost", SIGNATURE)  # READY, and its replicas are not back yet
         failed = deployment("failed", signature=None, state=State.FAILED, error={"message": "no weights"})
@@ -184,11 +182,9 @@ def test_a_model_that_is_unknown_or_not_ready_is_refused_by_its_state() -> None:
             assert len(refusal.message) < 1500, name[:20]
         await still_serves(server)
 
-    served(scenario, TABLE, model=Zeros())
 
-
-def test_a_message_over_the_limit_and_a_flood_of_metadata_are_refused_and_the_server_goes_on() -> None:
-    async def scenario(server: Server) -> None:
+async def test_a_message_over_the_limit_and_a_flood_of_metadata_are_refused_and_the_server_goes_on() -> None:
+    async with inference_server(TABLE, model=Zeros()) as server:
         large = changed(1, raw=b"\0" * (65 * 2**20))
         assert (await told(server.stub.ModelInfer(large))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
         flood = tuple((f"x-{number}", "y" * 1000) for number in range(200))
@@ -198,8 +194,6 @@ def test_a_message_over_the_limit_and_a_flood_of_metadata_are_refused_and_the_se
             refusal = await told(everything(server.stub.ModelStreamInfer(iter(requests), metadata=metadata)))
             assert refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         await still_serves(server)
-
-    served(scenario, TABLE, model=Zeros())
 
 
 # What is sent beside a good request, the field that is refused, and what the error says of how many there are.
@@ -220,8 +214,8 @@ FAR_TOO_MANY: list[tuple[str, bytes, str]] = [
 ]
 
 
-def test_too_many_of_anything_are_refused_by_their_number_in_streams_too() -> None:
-    async def scenario(server: Server) -> None:
+async def test_too_many_of_anything_are_refused_by_their_number_in_streams_too() -> None:
+    async with inference_server(TABLE, model=Zeros()) as server:
         good = request().SerializeToString()
         for what, more, field, count in MANY:
             refusal = await told(server.kit.raw.unary_unary(INFER)(good + more))
@@ -233,12 +227,10 @@ def test_too_many_of_anything_are_refused_by_their_number_in_streams_too() -> No
             assert bad.error_message.startswith(f"INVALID_ARGUMENT: {field}"), what
             assert not fine.error_message, what
 
-    served(scenario, TABLE, model=Zeros())
-
 
 @pytest.mark.timed
-def test_far_too_many_of_anything_are_refused_before_they_cost_anybody_time() -> None:
-    async def scenario(server: Server) -> None:
+async def test_far_too_many_of_anything_are_refused_before_they_cost_anybody_time() -> None:
+    async with inference_server(TABLE, model=Zeros()) as server:
         for what, bad, field in FAR_TOO_MANY:
             for call in (
                 server.kit.raw.unary_unary(INFER)(bad),
@@ -250,12 +242,11 @@ def test_far_too_many_of_anything_are_refused_before_they_cost_anybody_time() ->
                 assert refusal.violations[0][0] == field, what
         await still_serves(server)
 
-    served(scenario, TABLE, model=Zeros())
-
 
 @pytest.mark.timed
-def test_many_classes_of_many_rows_keep_no_other_request_waiting() -> None:
-    async def scenario(server: Server) -> None:
+async def test_many_classes_of_many_rows_keep_no_other_request_waiting() -> None:
+    wide = replace(SIGNATURE, outputs=(TensorSpec("logits", "FP32", (-1, 4000)),))
+    async with inference_server(deployment("t", wide), model=ManyClasses()) as server:
         many = request()
         for tensor in many.inputs:
             tensor.shape[0] = 100
@@ -270,9 +261,6 @@ def test_many_classes_of_many_rows_keep_no_other_request_waiting() -> None:
         assert len((await slow).raw_output_contents) == 1
         # Of CPU, between two turns of the event loop.
         assert longest_s < 0.25
-
-    wide = replace(SIGNATURE, outputs=(TensorSpec("logits", "FP32", (-1, 4000)),))
-    served(scenario, deployment("t", wide), model=ManyClasses())
 
 
 class ManyClasses:

@@ -18,7 +18,7 @@ from inference import grpc_service_pb2 as oip
 from inference import model_config_pb2
 from inference_service.domain.signature import Outputs, Rows, TensorSpec
 from tests.support.grpc_kit import everything, told
-from tests.support.inference_server import IMAGES, Server, ask, deployment, served, until
+from tests.support.inference_server import IMAGES, Server, ask, deployment, inference_server, served, until
 
 REGION = {"shared_memory_region": {"string_param": "r"}}
 
@@ -40,8 +40,8 @@ def raw_strings(raw: bytes) -> list[str]:
     return strings
 
 
-def test_the_more_urgent_of_what_waits_goes_first_and_what_is_as_urgent_in_its_order() -> None:
-    async def scenario(server: Server) -> None:
+async def test_the_more_urgent_of_what_waits_goes_first_and_what_is_as_urgent_in_its_order() -> None:
+    async with inference_server(max_rows=1) as server:
         server.model.may_work.clear()
         calls = [asyncio.ensure_future(server.stub.ModelInfer(ask(0)))]
         await until(lambda: server.model.at_work == 1, "the model is at work")
@@ -54,11 +54,9 @@ def test_the_more_urgent_of_what_waits_goes_first_and_what_is_as_urgent_in_its_o
         # 0 is the default, 5, and so is what is above the last level.
         assert [batch[0] for batch in server.model.batches] == [0, 3, 7, 6, 2, 4, 5, 1]
 
-    served(scenario, max_rows=1)
 
-
-def test_a_request_that_waits_longer_than_its_timeout_never_reaches_the_model() -> None:
-    async def scenario(server: Server) -> None:
+async def test_a_request_that_waits_longer_than_its_timeout_never_reaches_the_model() -> None:
+    async with inference_server() as server:
         server.model.may_work.clear()
         first = asyncio.ensure_future(server.stub.ModelInfer(ask(0)))
         await until(lambda: server.model.at_work == 1, "the model is at work")
@@ -68,14 +66,10 @@ def test_a_request_that_waits_longer_than_its_timeout_never_reaches_the_model() 
         await first
         assert server.model.batches == [[0]]
 
-    served(scenario)
 
-
-def test_a_timeout_of_zero_is_none() -> None:
-    async def scenario(server: Server) -> None:
+async def test_a_timeout_of_zero_is_none() -> None:
+    async with inference_server() as server:
         assert (await server.stub.ModelInfer(ask(1, parameters=parameters(timeout=0)))).outputs
-
-    served(scenario)
 
 
 @pytest.mark.parametrize(
@@ -90,18 +84,16 @@ def test_a_timeout_of_zero_is_none() -> None:
         ({"outputs": [{"name": "logits", "parameters": REGION}]}, "outputs[0].parameters.shared_memory_region"),
     ],
 )
-def test_a_parameter_that_makes_no_sense_is_refused_by_its_name(fields: dict[str, Any], field: str) -> None:
-    async def scenario(server: Server) -> None:
+async def test_a_parameter_that_makes_no_sense_is_refused_by_its_name(fields: dict[str, Any], field: str) -> None:
+    async with inference_server() as server:
         refusal = await told(server.stub.ModelInfer(ask(1, **fields)))
         assert refusal.code is grpc.StatusCode.INVALID_ARGUMENT
         assert refusal.violations[0][0].startswith(field)
         assert server.model.batches == []
 
-    served(scenario)
 
-
-def test_an_input_in_shared_memory_is_refused_naming_the_tensor() -> None:
-    async def scenario(server: Server) -> None:
+async def test_an_input_in_shared_memory_is_refused_naming_the_tensor() -> None:
+    async with inference_server() as server:
         request = ask(1)
         request.inputs[0].parameters["shared_memory_region"].string_param = "region"
         refusal = await told(server.stub.ModelInfer(request))
@@ -112,20 +104,16 @@ def test_an_input_in_shared_memory_is_refused_naming_the_tensor() -> None:
             )
         ]
 
-    served(scenario)
 
-
-def test_a_parameter_without_a_value_and_those_that_mean_nothing_here_are_ignored() -> None:
-    async def scenario(server: Server) -> None:
+async def test_a_parameter_without_a_value_and_those_that_mean_nothing_here_are_ignored() -> None:
+    async with inference_server() as server:
         request = ask(1, parameters=parameters(sequence_id=7, mine=1))
         request.parameters["priority"].SetInParent()
         assert (await server.stub.ModelInfer(request)).outputs
 
-    served(scenario)
 
-
-def test_a_classification_is_the_greatest_numbers_of_each_row_beside_the_outputs_themselves() -> None:
-    async def scenario(server: Server) -> None:
+async def test_a_classification_is_the_greatest_numbers_of_each_row_beside_the_outputs_themselves() -> None:
+    async with inference_server() as server:
         asked: list[Any] = [
             {"name": "label"},
             {"name": "logits", "parameters": parameters(classification=2)},
@@ -142,17 +130,13 @@ def test_a_classification_is_the_greatest_numbers_of_each_row_beside_the_outputs
         answer = await server.stub.ModelInfer(typed)
         assert [one.decode() for one in answer.outputs[1].contents.bytes_contents] == strings
 
-    served(scenario)
 
-
-def test_no_more_classes_are_told_than_there_are() -> None:
-    async def scenario(server: Server) -> None:
+async def test_no_more_classes_are_told_than_there_are() -> None:
+    async with inference_server() as server:
         output = oip.ModelInferRequest.InferRequestedOutputTensor(name="logits")
         output.parameters["classification"].int64_param = 2**62
         answer = await server.stub.ModelInfer(ask(0, outputs=[output]))
         assert list(answer.outputs[0].shape) == [1, 4]
-
-    served(scenario)
 
 
 NAMED = replace(
@@ -169,7 +153,7 @@ def name_wanted(*names: str, **parameters_: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("typed", [False, True], ids=["raw", "typed"])
-def test_names_of_labels_come_where_they_are_asked_for_and_only_there(typed: bool) -> None:
+async def test_names_of_labels_come_where_they_are_asked_for_and_only_there(typed: bool) -> None:
     def rows(**fields: Any) -> oip.ModelInferRequest:
         # The greatest numbers are the second, the first, and the last, whose class has no name.
         values = np.array([[1, 9, 2, 3], [9, 1, 2, 3], [0, 1, 2, 9]], np.uint8)
@@ -181,7 +165,7 @@ def test_names_of_labels_come_where_they_are_asked_for_and_only_there(typed: boo
             request.raw_input_contents.append(values.tobytes())
         return request
 
-    async def scenario(server: Server) -> None:
+    async with inference_server(deployment("m", NAMED)) as server:
         everything_else = await server.stub.ModelInfer(rows())
         assert [one.name for one in everything_else.outputs] == ["logits", "label"]
         answer = await server.stub.ModelInfer(rows(outputs=name_wanted("label_name", "label")))
@@ -199,8 +183,6 @@ def test_names_of_labels_come_where_they_are_asked_for_and_only_there(typed: boo
         wanted = name_wanted("label_name", parameters=parameters(classification=1))
         refusal = await told(server.stub.ModelInfer(rows(outputs=wanted)))
         assert refusal.violations[0][0] == "outputs[0].parameters.classification"
-
-    served(scenario, deployment("m", NAMED))
 
 
 def test_names_of_labels_are_in_metadata_and_configuration_of_a_model_whose_classes_have_some() -> None:
@@ -225,7 +207,7 @@ def test_names_of_labels_are_in_metadata_and_configuration_of_a_model_whose_clas
     served(without)
 
 
-def test_names_that_no_message_has_room_for_are_refused_before_the_model_sees_the_request() -> None:
+async def test_names_that_no_message_has_room_for_are_refused_before_the_model_sees_the_request() -> None:
     long = replace(
         IMAGES,
         outputs=(
@@ -234,14 +216,12 @@ def test_names_that_no_message_has_room_for_are_refused_before_the_model_sees_th
         ),
     )
 
-    async def scenario(server: Server) -> None:
+    async with inference_server(deployment("m", long)) as server:
         assert (await server.stub.ModelInfer(ask(1, 2))).outputs
         server.model.batches.clear()
         refusal = await told(server.stub.ModelInfer(ask(1, 2, outputs=name_wanted("label_name"))))
         assert refusal.violations[0][0] == "outputs"
         assert server.model.batches == []
-
-    served(scenario, deployment("m", long))
 
 
 def ended(server: Server) -> tuple[dict[str, int], int]:
@@ -251,19 +231,17 @@ def ended(server: Server) -> tuple[dict[str, int], int]:
     return by_status, one.statistics.recent.seen(time.time(), 60.0).faults
 
 
-def test_a_call_without_a_deadline_that_a_version_never_answers_counts_as_late() -> None:
-    async def scenario(server: Server) -> None:
+async def test_a_call_without_a_deadline_that_a_version_never_answers_counts_as_late() -> None:
+    async with inference_server(default_deadline_s=0.1) as server:
         server.model.may_work.clear()
         assert (await told(server.stub.ModelInfer(ask(1)))).code is grpc.StatusCode.DEADLINE_EXCEEDED
         await until(lambda: server.model.at_work == 0, "the batch is given up")
         assert ended(server) == ({"DEADLINE_EXCEEDED": 1}, 1)
 
-    served(scenario, default_deadline_s=0.1)
-
 
 @pytest.mark.parametrize("timeout_s", [0.5, 2.001])
-def test_a_call_whose_deadline_passes_counts_as_late_and_one_that_is_cancelled_does_not(timeout_s: float) -> None:
-    async def scenario(server: Server) -> None:
+async def test_a_call_whose_deadline_passes_counts_as_late_and_one_that_is_cancelled_does_not(timeout_s: float) -> None:
+    async with inference_server() as server:
         server.model.may_work.clear()
         late = await told(server.stub.ModelInfer(ask(1), timeout=timeout_s))
         assert late.code is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -275,17 +253,15 @@ def test_a_call_whose_deadline_passes_counts_as_late_and_one_that_is_cancelled_d
         await until(lambda: server.model.at_work == 0, "the batch is given up")
         assert ended(server) == ({"DEADLINE_EXCEEDED": 1, "CANCELLED": 1}, 1)
 
-    served(scenario)
-
 
 @pytest.mark.parametrize("timeout_s", [None, 1.0])
-def test_a_request_of_a_stream_that_a_version_never_answers_counts_as_late(
+async def test_a_request_of_a_stream_that_a_version_never_answers_counts_as_late(
     monkeypatch: pytest.MonkeyPatch, timeout_s: float | None
 ) -> None:
     if timeout_s is None:
         monkeypatch.setattr("inference_service.servicer.STREAM_REQUEST_TIMEOUT_S", 0.1)
 
-    async def scenario(server: Server) -> None:
+    async with inference_server() as server:
         server.model.may_work.clear()
         stream = server.stub.ModelStreamInfer(timeout=timeout_s)
         await stream.write(ask(1))
@@ -293,8 +269,6 @@ def test_a_request_of_a_stream_that_a_version_never_answers_counts_as_late(
         await until(lambda: server.model.at_work == 0, "the batch is given up")
         assert ended(server) == ({"DEADLINE_EXCEEDED": 1}, 1)
         stream.cancel()
-
-    served(scenario)
 
 
 WIDTH = 1_000_000
@@ -311,10 +285,10 @@ class Wide:
         return Outputs([np.broadcast_to(logits, (len(rows), WIDTH)), np.zeros(len(rows), np.int64)])
 
 
-def test_an_answer_that_no_message_has_room_for_is_refused_before_the_model_sees_the_request() -> None:
+async def test_an_answer_that_no_message_has_room_for_is_refused_before_the_model_sees_the_request() -> None:
     model = Wide()
 
-    async def scenario(server: Server) -> None:
+    async with inference_server(deployment(signature=WIDE), model=model, max_rows=20) as server:
         refusal = await told(server.stub.ModelInfer(ask(*range(17))))
         assert refusal.code is grpc.StatusCode.INVALID_ARGUMENT
         assert refusal.violations[0][0] == "outputs"
@@ -328,11 +302,9 @@ def test_an_answer_that_no_message_has_room_for_is_refused_before_the_model_sees
         assert model.batches == [17, 16, 16]
         assert ended(server)[0] == {"INVALID_ARGUMENT": 1, "OK": 3}
 
-    served(scenario, deployment(signature=WIDE), model=model, max_rows=20)
 
-
-def test_a_large_answer_in_typed_contents_is_whole() -> None:
-    async def scenario(server: Server) -> None:
+async def test_a_large_answer_in_typed_contents_is_whole() -> None:
+    async with inference_server(deployment(signature=WIDE), model=Wide()) as server:
         typed = ask(1)
         typed.inputs[0].contents.uint_contents.extend(typed.raw_input_contents[0])
         del typed.raw_input_contents[:]
@@ -340,13 +312,11 @@ def test_a_large_answer_in_typed_contents_is_whole() -> None:
         assert np.array_equal(logits.contents.fp32_contents, np.arange(WIDTH, dtype=np.float32))
         assert list(label.contents.int64_contents) == [0]
 
-    served(scenario, deployment(signature=WIDE), model=Wide())
 
-
-def test_a_large_answer_waits_for_no_thread_that_waits_for_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_large_answer_waits_for_no_thread_that_waits_for_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference_service.serve.infer.CONVERTED_AT_ONCE", 0)
 
-    async def scenario(server: Server) -> None:
+    async with inference_server() as server:
         unresponsive = threading.Event()
         with ThreadPoolExecutor(1) as only:
             asyncio.get_running_loop().set_default_executor(only)
@@ -357,18 +327,14 @@ def test_a_large_answer_waits_for_no_thread_that_waits_for_the_store(monkeypatch
                 unresponsive.set()
                 await waits
 
-    served(scenario)
 
-
-def test_classifications_that_no_message_has_room_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_classifications_that_no_message_has_room_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference_service.serve.infer.CLASSIFIED_AT_ONCE", 0)
     monkeypatch.setattr("inference_service.serve.infer.MAX_ANSWER_BYTES", 1000)
 
-    async def scenario(server: Server) -> None:
+    async with inference_server() as server:
         asked: Any = {"name": "logits", "parameters": parameters(classification=4)}
         assert (await server.stub.ModelInfer(ask(1, outputs=[asked]))).outputs
         refusal = await told(server.stub.ModelInfer(ask(*range(50), outputs=[asked])))
         assert (refusal.code, refusal.violations[0][0]) == (grpc.StatusCode.INVALID_ARGUMENT, "outputs")
         assert ended(server)[0] == {"OK": 1, "INVALID_ARGUMENT": 1}
-
-    served(scenario)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from inference_service.domain.signature import Outputs, Rows
-from tests.support.inference_server import Server, ask, deployment, served, until
+from tests.support.inference_server import ask, deployment, inference_server, until
 from tests.support.simulated_serving import MAX_ROWS
 
 SMALL, SMALL_ONE = 30, 2
@@ -43,10 +43,14 @@ class Gated:
         self.waiting.pop(0).set()
 
 
-def test_small_requests_wait_for_few_batches_beside_large_ones_which_get_what_they_leave() -> None:
+async def test_small_requests_wait_for_few_batches_beside_large_ones_which_get_what_they_leave() -> None:
     gated = Gated()
-
-    async def scenario(server: Server) -> None:
+    one = deployment()
+    options: dict[str, Any] = {"max_rows": MAX_ROWS, "max_queued_rows": 4096, "max_in_flight": IN_FLIGHT}
+    options["max_delay_s"] = 0.002
+    async with inference_server(
+        replace(one, spec=replace(one.spec, max_queued_rows=4096)), model=gated, **options
+    ) as server:
         end = asyncio.Event()
         answered = 0
 
@@ -102,8 +106,3 @@ def test_small_requests_wait_for_few_batches_beside_large_ones_which_get_what_th
         assert max(waited) <= 1, waited
         assert answered * LARGE_ROWS == sum(gated.batches) - SMALL
         assert sum(gated.batches) >= 0.9 * MAX_ROWS * len(gated.batches), gated.batches
-
-    one = deployment()
-    options: dict[str, Any] = {"max_rows": MAX_ROWS, "max_queued_rows": 4096, "max_in_flight": IN_FLIGHT}
-    options["max_delay_s"] = 0.002
-    served(scenario, replace(one, spec=replace(one.spec, max_queued_rows=4096)), model=gated, **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -20,7 +20,7 @@ from inference_service.servicer import in_order
 from shared.grpc_server import server as grpc_server
 from tests.support.garbage import uncollected
 from tests.support.grpc_kit import everything, told
-from tests.support.inference_server import Server, ask, attach, deployment, served, until
+from tests.support.inference_server import Server, ask, attach, deployment, inference_server, served, until
 from tests.support.process_states import stop_process
 
 STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
@@ -40,8 +40,8 @@ def ids(answers: list[Any]) -> list[str]:
     return [answer.infer_response.id for answer in answers]
 
 
-def test_answers_come_in_the_order_of_the_requests_with_their_own_ids() -> None:
-    async def scenario(server: Server) -> None:
+async def test_answers_come_in_the_order_of_the_requests_with_their_own_ids() -> None:
+    async with inference_server() as server:
         server.model.may_work.clear()
         # More urgent than what came before it, so it enters the model earlier, and is answered no earlier.
         urgent = ask(2, id="b", parameters={"priority": {"uint64_param": 1}})
@@ -55,11 +55,9 @@ def test_answers_come_in_the_order_of_the_requests_with_their_own_ids() -> None:
         assert all(answer.infer_response.parameters["triton_final_response"].bool_param for answer in answers)
         assert not any(answer.error_message for answer in answers)
 
-    served(scenario)
 
-
-def test_a_request_that_fails_is_answered_with_its_error_and_the_stream_goes_on() -> None:
-    async def scenario(server: Server) -> None:
+async def test_a_request_that_fails_is_answered_with_its_error_and_the_stream_goes_on() -> None:
+    async with inference_server() as server:
         wrong = ask(2, id="wrong")
         wrong.inputs[0].name = "picture"
         requests = [ask(1, id="a"), ask(2, id="unknown", model="nobody"), wrong, ask(3, id="b")]
@@ -70,17 +68,15 @@ def test_a_request_that_fails_is_answered_with_its_error_and_the_stream_goes_on(
         assert answers[2].error_message.startswith("INVALID_ARGUMENT: inputs[0].name: 'picture'")
         assert [bool(answer.infer_response.outputs) for answer in answers] == [True, False, False, True]
 
-    served(scenario)
 
-
-def test_a_request_that_fails_in_a_way_that_nobody_expected_is_answered_without_its_internals(
+async def test_a_request_that_fails_in_a_way_that_nobody_expected_is_answered_without_its_internals(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Broken:
         async def forward(self, rows: Rows) -> Outputs:
             raise RuntimeError(f"a secret about {list(rows.values)}")
 
-    async def scenario(server: Server) -> None:
+    async with inference_server() as server:
         server.models.put(deployment("broken"))
         attach(server.models, deployment("broken"), Broken())
         requests = [ask(1, id="a"), ask(2, id="b", model="broken"), ask(3, id="c")]
@@ -92,11 +88,9 @@ def test_a_request_that_fails_in_a_way_that_nobody_expected_is_answered_without_
         assert "a secret" in caplog.text
         assert [answer.error_message for answer in (answers[0], answers[2])] == ["", ""]
 
-    served(scenario)
 
-
-def test_an_answer_comes_while_the_client_has_more_to_ask() -> None:
-    async def scenario(server: Server) -> None:
+async def test_an_answer_comes_while_the_client_has_more_to_ask() -> None:
+    async with inference_server() as server:
         stream = server.stub.ModelStreamInfer()
         for first in (1, 2, 3):
             await stream.write(ask(first, id=str(first)))
@@ -104,11 +98,9 @@ def test_an_answer_comes_while_the_client_has_more_to_ask() -> None:
         await stream.done_writing()
         assert await stream.read() is aio.EOF
 
-    served(scenario)
 
-
-def test_bytes_that_are_no_message_end_the_stream_after_the_answers_before_them() -> None:
-    async def scenario(server: Server) -> None:
+async def test_bytes_that_are_no_message_end_the_stream_after_the_answers_before_them() -> None:
+    async with inference_server() as server:
         stream = server.kit.raw.stream_stream(STREAM)(iter([ask(1).SerializeToString(), b"\xff\xff"]))
         seen: list[bytes] = []
 
@@ -120,16 +112,14 @@ def test_bytes_that_are_no_message_end_the_stream_after_the_answers_before_them(
         assert [bool(oip.ModelStreamInferResponse.FromString(one).infer_response.outputs) for one in seen] == [True]
         assert (answer.code, answer.info.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE")
 
-    served(scenario)
-
 
 async def to_its_end(stream: Any) -> None:
     while await stream.read() is not aio.EOF:
         pass
 
 
-def test_the_streams_deadline_ends_it_and_takes_its_rows_from_the_queue() -> None:
-    async def scenario(server: Server) -> None:
+async def test_the_streams_deadline_ends_it_and_takes_its_rows_from_the_queue() -> None:
+    async with inference_server() as server:
         server.model.may_work.clear()
         # Its client does not close it: else it would be over once both requests are told that they are late.
         stream = server.stub.ModelStreamInfer(timeout=0.5)
@@ -139,11 +129,9 @@ def test_the_streams_deadline_ends_it_and_takes_its_rows_from_the_queue() -> Non
         await until(lambda: server.model.at_work == 0, "the batch is given up")
         await until(lambda: waiting(server) == 0, "nothing waits")
 
-    served(scenario)
 
-
-def test_a_request_of_a_stream_may_have_a_timeout_of_its_own() -> None:
-    async def scenario(server: Server) -> None:
+async def test_a_request_of_a_stream_may_have_a_timeout_of_its_own() -> None:
+    async with inference_server() as server:
         server.model.may_work.clear()
         late = ask(1, id="late", parameters={"timeout": {"int64_param": 50_000}})
         stream = server.stub.ModelStreamInfer()
@@ -155,11 +143,9 @@ def test_a_request_of_a_stream_may_have_a_timeout_of_its_own() -> None:
         assert not (await stream.read()).error_message
         stream.cancel()
 
-    served(scenario)
 
-
-def test_a_thousand_streams_whose_client_leaves_cost_nothing_lasting() -> None:
-    async def scenario(server: Server) -> None:
+async def test_a_thousand_streams_whose_client_leaves_cost_nothing_lasting() -> None:
+    async with inference_server() as server:
         # One finished stream first: what a server keeps for good is there afterwards.
         await everything(server.stub.ModelStreamInfer(iter([ask(1)])))
         before = len(asyncio.all_tasks())
@@ -179,8 +165,6 @@ def test_a_thousand_streams_whose_client_leaves_cost_nothing_lasting() -> None:
         server.model.may_work.set()
         assert (await everything(server.stub.ModelStreamInfer(iter([ask(1, id="a")]))))[0].infer_response.id == "a"
 
-    served(scenario)
-
 
 HANGING_CLIENT = """
 import sys, time
@@ -191,11 +175,11 @@ time.sleep(3600)
 """
 
 
-def test_the_stream_of_a_client_that_no_longer_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_stream_of_a_client_that_no_longer_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_server, "KEEPALIVE_EVERY_S", 1.0)
     monkeypatch.setattr(grpc_server, "KEEPALIVE_TIMEOUT_S", 1.0)
 
-    async def scenario(server: Server) -> None:
+    async with inference_server() as server:
         client = await asyncio.create_subprocess_exec(sys.executable, "-c", HANGING_CLIENT, server.kit.address)
         try:
             await until(lambda: being_read() == 1, "its stream is open")
@@ -205,16 +189,6 @@ def test_the_stream_of_a_client_that_no_longer_answers_is_given_up(monkeypatch: 
         finally:
             client.kill()
             await client.wait()
-
-    served(scenario)
-
-
-def on_a_loop(scenario: Callable[[], Any]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(60):
-            await scenario()
-
-    asyncio.run(bounded())
 
 
 async def same(number: int) -> int:
@@ -228,106 +202,90 @@ async def endless(read: list[int]) -> AsyncIterator[int]:
         await asyncio.sleep(0)
 
 
-def test_a_client_that_takes_no_answers_is_not_read_any_further() -> None:
-    async def scenario() -> None:
-        read: list[int] = []
+async def test_a_client_that_takes_no_answers_is_not_read_any_further() -> None:
+    read: list[int] = []
 
-        answers = in_order(endless(read), same, most=3)
-        assert [await anext(answers) for _ in range(2)] == [0, 1]
+    answers = in_order(endless(read), same, most=3)
+    assert [await anext(answers) for _ in range(2)] == [0, 1]
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert len(read) <= 2 + 3 + 1
+    await answers.aclose()
+
+
+async def test_answers_that_nobody_takes_count_like_requests() -> None:
+    read: list[int] = []
+
+    answers = in_order(endless(read), same, most=1000, answer_bytes=lambda _: 40, max_bytes=100)
+    assert [await anext(answers) for _ in range(2)] == [0, 1]
+    for _ in range(200):
+        await asyncio.sleep(0)
+    # What was read while the first answers were on their way, and no more.
+    assert len(read) <= 10
+    before = len(read)
+    assert await anext(answers) == 2
+    assert [await anext(answers) for _ in range(before)] == list(range(3, before + 3))
+    await answers.aclose()
+
+
+async def test_what_a_closed_stream_worked_on_has_ended() -> None:
+    ended: list[int] = []
+
+    async def answer(number: int) -> int:
+        try:
+            await asyncio.sleep(0 if number == 0 else 3600)
+        finally:
+            ended.append(number)
+        return number
+
+    answers = in_order(endless([]), answer, most=3)
+    assert await anext(answers) == 0
+    await asyncio.sleep(0)
+    await answers.aclose()
+    assert sorted(ended)[:2] == [0, 1]
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_an_error_of_reading_comes_after_the_answers_before_it() -> None:
+    async def two() -> AsyncIterator[int]:
+        yield 1
+        yield 2
+        raise RuntimeError("broken")
+
+    async def twice(number: int) -> int:
+        return 2 * number
+
+    answers = in_order(two(), twice, most=8)
+    assert [await anext(answers) for _ in range(2)] == [2, 4]
+    with pytest.raises(RuntimeError, match="broken"):
+        await anext(answers)
+
+
+async def test_no_other_request_is_read_while_those_that_are_worked_on_are_large() -> None:
+    read: list[int] = []
+
+    answers = in_order(endless(read), same, most=64, size_bytes=lambda _: 10, max_bytes=25)
+    for taken in range(1, 4):
+        assert await anext(answers) == taken - 1
         for _ in range(50):
             await asyncio.sleep(0)
-        assert len(read) <= 2 + 3 + 1
-        await answers.aclose()
-
-    on_a_loop(scenario)
-
-
-def test_answers_that_nobody_takes_count_like_requests() -> None:
-    async def scenario() -> None:
-        read: list[int] = []
-
-        answers = in_order(endless(read), same, most=1000, answer_bytes=lambda _: 40, max_bytes=100)
-        assert [await anext(answers) for _ in range(2)] == [0, 1]
-        for _ in range(200):
-            await asyncio.sleep(0)
-        # What was read while the first answers were on their way, and no more.
-        assert len(read) <= 10
-        before = len(read)
-        assert await anext(answers) == 2
-        assert [await anext(answers) for _ in range(before)] == list(range(3, before + 3))
-        await answers.aclose()
-
-    on_a_loop(scenario)
+        # Three are held, since the one that was taken counts until the next is asked for.
+        assert len(read) == taken + 2
+    await answers.aclose()
 
 
-def test_what_a_closed_stream_worked_on_has_ended() -> None:
-    async def scenario() -> None:
-        ended: list[int] = []
-
-        async def answer(number: int) -> int:
-            try:
-                await asyncio.sleep(0 if number == 0 else 3600)
-            finally:
-                ended.append(number)
-            return number
-
-        answers = in_order(endless([]), answer, most=3)
-        assert await anext(answers) == 0
-        await asyncio.sleep(0)
-        await answers.aclose()
-        assert sorted(ended)[:2] == [0, 1]
-        assert len(asyncio.all_tasks()) == 1
-
-    on_a_loop(scenario)
+async def test_one_request_that_is_larger_than_all_may_be_is_answered() -> None:
+    answers = in_order(endless([]), same, most=64, size_bytes=lambda _: 10, max_bytes=1)
+    assert [await anext(answers) for _ in range(3)] == [0, 1, 2]
+    await answers.aclose()
 
 
-def test_an_error_of_reading_comes_after_the_answers_before_it() -> None:
-    async def scenario() -> None:
-        async def two() -> AsyncIterator[int]:
-            yield 1
-            yield 2
-            raise RuntimeError("broken")
-
-        async def twice(number: int) -> int:
-            return 2 * number
-
-        answers = in_order(two(), twice, most=8)
-        assert [await anext(answers) for _ in range(2)] == [2, 4]
-        with pytest.raises(RuntimeError, match="broken"):
-            await anext(answers)
-
-    on_a_loop(scenario)
-
-
-def test_no_other_request_is_read_while_those_that_are_worked_on_are_large() -> None:
-    async def scenario() -> None:
-        read: list[int] = []
-
-        answers = in_order(endless(read), same, most=64, size_bytes=lambda _: 10, max_bytes=25)
-        for taken in range(1, 4):
-            assert await anext(answers) == taken - 1
-            for _ in range(50):
-                await asyncio.sleep(0)
-            # Three are held, since the one that was taken counts until the next is asked for.
-            assert len(read) == taken + 2
-        await answers.aclose()
-
-    on_a_loop(scenario)
-
-
-def test_one_request_that_is_larger_than_all_may_be_is_answered() -> None:
-    async def scenario() -> None:
-        answers = in_order(endless([]), same, most=64, size_bytes=lambda _: 10, max_bytes=1)
-        assert [await anext(answers) for _ in range(3)] == [0, 1, 2]
-        await answers.aclose()
-
-    on_a_loop(scenario)
-
-
-def test_a_stream_of_large_requests_is_read_only_as_far_as_they_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_of_large_requests_is_read_only_as_far_as_they_have_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("inference_service.servicer.STREAM_BYTES_AT_ONCE", 3 * ask(0).ByteSize())
 
-    async def scenario(server: Server) -> None:
+    async with inference_server() as server:
         server.model.may_work.clear()
         stream = server.stub.ModelStreamInfer()
         for number in range(9):
@@ -338,8 +296,6 @@ def test_a_stream_of_large_requests_is_read_only_as_far_as_they_have_room(monkey
         server.model.may_work.set()
         await stream.done_writing()
         assert len(await everything(stream)) == 9
-
-    served(scenario)
 
 
 def test_a_stream_that_is_idle_keeps_none_of_its_requests() -> None:
@@ -364,8 +320,8 @@ def test_a_stream_that_is_idle_keeps_none_of_its_requests() -> None:
         served(scenario, model=Noting())
 
 
-def test_streams_of_large_requests_together_hold_no_more_than_the_process_may() -> None:
-    async def scenario(server: Server) -> None:
+async def test_streams_of_large_requests_together_hold_no_more_than_the_process_may() -> None:
+    async with inference_server(held=InFlightBytes(8)) as server:
         server.model.may_work.clear()
         stream = server.stub.ModelStreamInfer(iter([ask(number, id=str(number)) for number in range(3)]))
         await until(lambda: server.model.at_work == 1, "the model is at work")
@@ -376,5 +332,3 @@ def test_streams_of_large_requests_together_hold_no_more_than_the_process_may() 
         assert ids(answers) == ["0", "1", "2"]
         assert answers[2].error_message.startswith("RESOURCE_EXHAUSTED: requests of 8 bytes wait already")
         assert [answer.error_message for answer in answers[:2]] == ["", ""]
-
-    served(scenario, held=InFlightBytes(8))

@@ -11,7 +11,7 @@ from inference_service.domain.deployment import Deployment
 from inference_service.frontends import Peers
 from inference_service.serve.models import Models
 from inference_service.serve.repository import SummedStatistics
-from tests.support.inference_server import Server, ask, deployment, served
+from tests.support.inference_server import ask, deployment, inference_server
 
 
 def counted(one: Deployment, requests: int, at_s: float, batch_rows: int) -> Models:
@@ -83,13 +83,11 @@ def test_a_deployment_made_anew_has_none_of_its_namesake_s(tmp_path: Path) -> No
     assert new.statistics_of("m", "1")[0].inference_count == 2
 
 
-def test_a_client_of_one_frontend_is_told_what_others_answered(tmp_path: Path) -> None:
+async def test_a_client_of_one_frontend_is_told_what_others_answered(tmp_path: Path) -> None:
     one = deployment()
     SummedStatistics(counted(one, 3, 100.0, 4), Peers(tmp_path, 1)).leave()
 
-    async def scenario(server: Server) -> None:
+    async with inference_server(one, peers=Peers(tmp_path, 0)) as server:
         await asyncio.gather(server.stub.ModelInfer(ask(1, 2)), server.stub.ModelInfer(ask(3)))
         (found,) = (await server.stub.ModelStatistics(oip.ModelStatisticsRequest(name="m"))).model_stats
         assert found.inference_count == 3 * 2 + 3
-
-    served(scenario, one, peers=Peers(tmp_path, 0))

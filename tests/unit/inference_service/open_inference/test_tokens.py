@@ -9,7 +9,7 @@ import grpc
 
 from shared.grpc_server import BearerToken
 from tests.support.grpc_kit import told
-from tests.support.inference_server import Server, ask, served
+from tests.support.inference_server import ask, inference_server
 
 TOKEN = "a-token-of-the-tests"
 HEADERS = {"authorization": f"Bearer {TOKEN}"}
@@ -41,24 +41,20 @@ with triton.InferenceServerClient(address) as client:
 """
 
 
-def test_tritonclient_asks_with_a_header() -> None:
-    async def scenario(server: Server) -> None:
+async def test_tritonclient_asks_with_a_header() -> None:
+    async with inference_server(token=BearerToken(TOKEN)) as server:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", TRITON, server.kit.address, TOKEN, stdout=asyncio.subprocess.PIPE
         )
         said, _ = await process.communicate()
         assert said.decode().splitlines() == ["True", "[3]", "[3]", "StatusCode.UNAUTHENTICATED"]
 
-    served(scenario, token=BearerToken(TOKEN))
 
-
-def test_without_the_token_no_request_reaches_a_model() -> None:
-    async def scenario(server: Server) -> None:
+async def test_without_the_token_no_request_reaches_a_model() -> None:
+    async with inference_server(token=BearerToken(TOKEN)) as server:
         unary = await told(server.stub.ModelInfer(ask(1)))
         stream = await told(server.stub.ModelStreamInfer().read())
         assert (unary.code, stream.code) == (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNAUTHENTICATED)
         assert server.model.batches == []
         await server.stub.ModelInfer(ask(1), metadata=tuple(HEADERS.items()))
         assert server.model.batches == [[1]]
-
-    served(scenario, token=BearerToken(TOKEN))

@@ -25,7 +25,7 @@ from tests.unit.inference_service.reconciled import LOST_AFTER_S, reconciling
 from tests.unit.inference_service.wishes import creation, request
 
 
-def test_a_version_whose_loading_could_not_be_written_down_is_written_down_later(
+async def test_a_version_whose_loading_could_not_be_written_down_is_written_down_later(
     deployments: Deployments, manager: DeploymentManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = manager.create(creation())
@@ -33,118 +33,98 @@ def test_a_version_whose_loading_could_not_be_written_down_is_written_down_later
     def out(*_: Any) -> None:
         raise Unavailable("the store does not answer")
 
-    async def scenario() -> None:
-        reconciler, models, _ = reconciling(deployments, made)
-        with monkeypatch.context() as outage:
-            outage.setattr(deployments, "transition", out)
-            await reconciler.reconcile()
-        assert deployments.get(made.name).state is State.LOADING
+    reconciler, models, _ = reconciling(deployments, made)
+    with monkeypatch.context() as outage:
+        outage.setattr(deployments, "transition", out)
         await reconciler.reconcile()
-        assert deployments.get(made.name).state is State.READY
-        assert models.is_ready("digits", "")
+    assert deployments.get(made.name).state is State.LOADING
+    await reconciler.reconcile()
+    assert deployments.get(made.name).state is State.READY
+    assert models.is_ready("digits", "")
 
-    asyncio.run(scenario())
 
-
-def test_all_replicas_are_asked_before_a_version_gets_traffic_and_any_afterwards(
+async def test_all_replicas_are_asked_before_a_version_gets_traffic_and_any_afterwards(
     deployments: Deployments, manager: DeploymentManager
 ) -> None:
     made = manager.create(creation(spec=replace(creation().spec, num_replicas=3)))
 
-    async def scenario() -> None:
-        reconciler, _, running = reconciling(deployments, made)
-        await reconciler.reconcile()
-        assert running.wanted == [3]
-        again, _, running = reconciling(deployments, made)  # the service was started again
-        await again.reconcile()
-        assert running.wanted == [1]
-
-    asyncio.run(scenario())
+    reconciler, _, running = reconciling(deployments, made)
+    await reconciler.reconcile()
+    assert running.wanted == [3]
+    again, _, running = reconciling(deployments, made)  # the service was started again
+    await again.reconcile()
+    assert running.wanted == [1]
 
 
-def test_batches_are_made_for_the_replicas_that_there_are_now(
+async def test_batches_are_made_for_the_replicas_that_there_are_now(
     deployments: Deployments, manager: DeploymentManager
 ) -> None:
     bounds = Autoscaling(min_replicas=1, max_replicas=4, rows_per_replica=8)
     made = manager.create(creation(spec=replace(creation().spec, autoscaling=bounds)))
     version = made.versions[0]
 
-    async def scenario() -> None:
-        reconciler, models, running = reconciling(deployments, made)
-        assert models.replicas(made, version) is None
-        for running.replicas in (1, 4, 2):
-            await reconciler.reconcile()
-            assert models.replicas(made, version) == running.replicas
-            assert models.batcher(made, version)._limits.max_in_flight == 2 * running.replicas
-
-    asyncio.run(scenario())
+    reconciler, models, running = reconciling(deployments, made)
+    assert models.replicas(made, version) is None
+    for running.replicas in (1, 4, 2):
+        await reconciler.reconcile()
+        assert models.replicas(made, version) == running.replicas
+        assert models.batcher(made, version)._limits.max_in_flight == 2 * running.replicas
 
 
-def test_the_version_of_a_rollout_begins_with_as_many_replicas_as_the_old_one_has(
+async def test_the_version_of_a_rollout_begins_with_as_many_replicas_as_the_old_one_has(
     store: ObjectStore, deployments: Deployments, manager: DeploymentManager, operations: DeploymentOperations
 ) -> None:
     bounds = Autoscaling(min_replicas=1, max_replicas=4, rows_per_replica=8)
     made = manager.create(creation(spec=replace(creation().spec, autoscaling=bounds)))
 
-    async def scenario() -> None:
-        reconciler, _, running = reconciling(deployments, made)
-        await reconciler.reconcile()
-        after = RolloutManager(store, deployments, operations, Cluster(None)).begin(request())
-        await reconciler.reconcile()
-        assert running.deployed == {
-            application_name(made, after.versions[1]): Scale(initial=3, cpus=1, autoscaling=bounds)
-        }
-
-    asyncio.run(scenario())
+    reconciler, _, running = reconciling(deployments, made)
+    await reconciler.reconcile()
+    after = RolloutManager(store, deployments, operations, Cluster(None)).begin(request())
+    await reconciler.reconcile()
+    assert running.deployed == {application_name(made, after.versions[1]): Scale(initial=3, cpus=1, autoscaling=bounds)}
 
 
-def test_a_version_that_was_loaded_is_answered_by_the_replicas_that_are_left(
+async def test_a_version_that_was_loaded_is_answered_by_the_replicas_that_are_left(
     deployments: Deployments, manager: DeploymentManager
 ) -> None:
     made = manager.create(creation())
 
-    async def scenario() -> None:
-        reconciler, models, running = reconciling(deployments, made)
-        running.is_well = False
-        await reconciler.reconcile()
-        assert reconciler.holds() == []  # before it is loaded, all of its replicas must be well
-        running.is_well = True
-        await reconciler.reconcile()
-        # The service is started again while there is no room for a replica that died.
-        again, models, running = reconciling(deployments, made)
-        running.is_well, running.replicas = False, 0
-        await again.reconcile()
-        assert again.holds() == []
-        running.replicas = 1
-        await again.reconcile()
-        assert models.is_ready("digits", "")
-
-    asyncio.run(scenario())
+    reconciler, models, running = reconciling(deployments, made)
+    running.is_well = False
+    await reconciler.reconcile()
+    assert reconciler.holds() == []  # before it is loaded, all of its replicas must be well
+    running.is_well = True
+    await reconciler.reconcile()
+    # The service is started again while there is no room for a replica that died.
+    again, models, running = reconciling(deployments, made)
+    running.is_well, running.replicas = False, 0
+    await again.reconcile()
+    assert again.holds() == []
+    running.replicas = 1
+    await again.reconcile()
+    assert models.is_ready("digits", "")
 
 
-def test_a_version_that_has_lost_all_its_replicas_answers_again_once_serve_has_one(
+async def test_a_version_that_has_lost_all_its_replicas_answers_again_once_serve_has_one(
     deployments: Deployments, manager: DeploymentManager
 ) -> None:
     made = manager.create(creation())
 
-    async def scenario() -> None:
-        reconciler, models, running = reconciling(deployments, made)
-        await reconciler.reconcile()
-        await reconciler.reconcile()
-        running.is_well, running.replicas = False, 0
-        await reconciler.reconcile()
-        assert models.is_ready("digits", "")  # Serve may start one again in a moment
-        await asyncio.sleep(LOST_AFTER_S)
-        await reconciler.reconcile()
-        assert not models.is_ready("digits", "")
-        # What comes meanwhile waits in its queue.
-        assert reconciler.holds() == [application_name(made, made.versions[0])]
-        assert models.choose("digits", "")[1].number == "1"
-        running.replicas = 1
-        await reconciler.reconcile()
-        assert models.is_ready("digits", "")
-
-    asyncio.run(scenario())
+    reconciler, models, running = reconciling(deployments, made)
+    await reconciler.reconcile()
+    await reconciler.reconcile()
+    running.is_well, running.replicas = False, 0
+    await reconciler.reconcile()
+    assert models.is_ready("digits", "")  # Serve may start one again in a moment
+    await asyncio.sleep(LOST_AFTER_S)
+    await reconciler.reconcile()
+    assert not models.is_ready("digits", "")
+    # What comes meanwhile waits in its queue.
+    assert reconciler.holds() == [application_name(made, made.versions[0])]
+    assert models.choose("digits", "")[1].number == "1"
+    running.replicas = 1
+    await reconciler.reconcile()
+    assert models.is_ready("digits", "")
 
 
 def test_a_frontend_that_does_not_lead_starts_nothing(deployments: Deployments, manager: DeploymentManager) -> None:
@@ -160,34 +140,31 @@ def test_a_frontend_that_does_not_lead_starts_nothing(deployments: Deployments, 
     assert list(asyncio.run(scenario(0))) == [application_name(made, made.versions[0])]
 
 
-def test_a_frontend_whose_replicas_could_not_be_asked_opens_no_port_that_another_answers_on(
+async def test_a_frontend_whose_replicas_could_not_be_asked_opens_no_port_that_another_answers_on(
     deployments: Deployments, manager: DeploymentManager, tmp_path: Path
 ) -> None:
     made = manager.create(creation())
     name = application_name(made, made.versions[0])
 
-    async def scenario() -> None:
-        peers = Peers(tmp_path, 1)
-        there, *_ = reconciling(deployments, made, Peers(tmp_path, 0))
-        await there.reconcile()
-        Peers(tmp_path, 0).publish(PeerState(pid=os.getpid(), listens=True, ready=True, holds=there.holds()))
-        starting, models, running = reconciling(deployments, made, peers)
-        ready = asyncio.Event()
-        reports = PeerReports(peers, starting, models, SummedStatistics(models, peers), ready)
-        running.trouble = Unavailable("no replica is known yet", reason="MODEL_NOT_READY")
-        await starting.reconcile()
-        ready.set()
-        turn = asyncio.create_task(reports.turn_to_listen())
-        await asyncio.sleep(0.6)
-        assert running.wanted
-        assert not turn.done()
-        Peers(tmp_path, 0).publish(PeerState(pid=os.getpid(), listens=True, ready=True, holds=there.holds()))
-        running.trouble = None
-        await starting.reconcile()
-        assert starting.holds() == [name]
-        await asyncio.wait_for(turn, 60)
-
-    asyncio.run(scenario())
+    peers = Peers(tmp_path, 1)
+    there, *_ = reconciling(deployments, made, Peers(tmp_path, 0))
+    await there.reconcile()
+    Peers(tmp_path, 0).publish(PeerState(pid=os.getpid(), listens=True, ready=True, holds=there.holds()))
+    starting, models, running = reconciling(deployments, made, peers)
+    ready = asyncio.Event()
+    reports = PeerReports(peers, starting, models, SummedStatistics(models, peers), ready)
+    running.trouble = Unavailable("no replica is known yet", reason="MODEL_NOT_READY")
+    await starting.reconcile()
+    ready.set()
+    turn = asyncio.create_task(reports.turn_to_listen())
+    await asyncio.sleep(0.6)
+    assert running.wanted
+    assert not turn.done()
+    Peers(tmp_path, 0).publish(PeerState(pid=os.getpid(), listens=True, ready=True, holds=there.holds()))
+    running.trouble = None
+    await starting.reconcile()
+    assert starting.holds() == [name]
+    await asyncio.wait_for(turn, 60)
 
 
 def test_a_version_gets_traffic_once_all_frontends_reach_it_and_goes_once_none_does(

@@ -139,7 +139,7 @@ def test_where_they_are_off_a_replica_that_listens_is_called_through_serve(
     assert looked == [folder]
 
 
-def test_an_application_without_a_replica_that_is_well_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_application_without_a_replica_that_is_well_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     class NoReplica(Handle):
         def __init__(self) -> None:
             super().__init__(None)
@@ -150,12 +150,9 @@ def test_an_application_without_a_replica_that_is_well_is_unavailable(monkeypatc
 
     monkeypatch.setattr(serve, "get_app_handle", lambda _: NoReplica())
 
-    async def called() -> None:
-        model, _ = await ServeApplications(STORE, replica_sockets=False).describe("d-v1", 1)
-        with pytest.raises(Unavailable, match="try again"):
-            await model.forward(Rows("raw", {"x": np.array([1])}))
-
-    asyncio.run(called())
+    model, _ = await ServeApplications(STORE, replica_sockets=False).describe("d-v1", 1)
+    with pytest.raises(Unavailable, match="try again"):
+        await model.forward(Rows("raw", {"x": np.array([1])}))
 
 
 @pytest.mark.parametrize(("text", "expected"), [(None, True), ("", True), ("0", False), ("1", True)])

@@ -26,7 +26,7 @@ from tests.unit.inference_service.wishes import JOB, creation
     ],
     ids=lambda trouble: type(trouble).__name__,
 )
-def test_a_store_in_trouble_is_not_taken_for_a_ray_that_is_silent(
+async def test_a_store_in_trouble_is_not_taken_for_a_ray_that_is_silent(
     deployments: Deployments, manager: DeploymentManager, monkeypatch: pytest.MonkeyPatch, trouble: MillraceError
 ) -> None:
     made = manager.create(creation())
@@ -37,27 +37,24 @@ def test_a_store_in_trouble_is_not_taken_for_a_ray_that_is_silent(
         tried += 1
         raise trouble
 
-    async def scenario() -> None:
-        reconciler, models, _ = reconciling(deployments, made)
-        first = asyncio.Event()
+    reconciler, models, _ = reconciling(deployments, made)
+    first = asyncio.Event()
 
-        async def on_first() -> None:
-            first.set()
+    async def on_first() -> None:
+        first.set()
 
-        running = asyncio.create_task(reconciler.run(on_first))
-        with monkeypatch.context() as outage:
-            outage.setattr(deployments, "all", out)
-            # Ten times the pause, twice the silence that ends the process.
-            await until(lambda: tried > 10 or running.done(), "it tries again and again")
-        await until(lambda: first.is_set() or running.done(), "it goes on")
-        assert models.is_ready("digits", "")
-        assert not running.done()
-        running.cancel()
-
-    asyncio.run(scenario())
+    running = asyncio.create_task(reconciler.run(on_first))
+    with monkeypatch.context() as outage:
+        outage.setattr(deployments, "all", out)
+        # Ten times the pause, twice the silence that ends the process.
+        await until(lambda: tried > 10 or running.done(), "it tries again and again")
+    await until(lambda: first.is_set() or running.done(), "it goes on")
+    assert models.is_ready("digits", "")
+    assert not running.done()
+    running.cancel()
 
 
-def test_a_ray_that_is_silent_ends_the_process(
+async def test_a_ray_that_is_silent_ends_the_process(
     deployments: Deployments, manager: DeploymentManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = manager.create(creation())
@@ -68,17 +65,14 @@ def test_a_ray_that_is_silent_ends_the_process(
     async def on_first() -> None:
         raise AssertionError("it has reconciled")
 
-    async def scenario() -> None:
-        reconciler, _, running = reconciling(deployments, made)
-        monkeypatch.setattr(running, "statuses", unresponsive)
-        async with asyncio.timeout(60):
-            with pytest.raises(RayLost):
-                await reconciler.run(on_first)
-
-    asyncio.run(scenario())
+    reconciler, _, running = reconciling(deployments, made)
+    monkeypatch.setattr(running, "statuses", unresponsive)
+    async with asyncio.timeout(60):
+        with pytest.raises(RayLost):
+            await reconciler.run(on_first)
 
 
-def test_a_fault_of_ours_is_not_taken_for_a_ray_that_is_silent(
+async def test_a_fault_of_ours_is_not_taken_for_a_ray_that_is_silent(
     deployments: Deployments,
     manager: DeploymentManager,
     monkeypatch: pytest.MonkeyPatch,
@@ -95,23 +89,21 @@ def test_a_fault_of_ours_is_not_taken_for_a_ray_that_is_silent(
     async def on_first() -> None:
         raise AssertionError("it has reconciled")
 
-    async def scenario() -> None:
-        reconciler, _, _ = reconciling(deployments, made)
-        monkeypatch.setattr(deployments, "all", unreadable)
-        running = asyncio.create_task(reconciler.run(on_first))
-        await asyncio.wait({running}, timeout=0.5)  # ten times what Ray may be silent
-        await until(lambda: polls > 1 or running.done(), "it to look again")
-        assert not running.done()
-        running.cancel()
-        await asyncio.wait({running})
+    reconciler, _, _ = reconciling(deployments, made)
+    monkeypatch.setattr(deployments, "all", unreadable)
+    running = asyncio.create_task(reconciler.run(on_first))
+    await asyncio.wait({running}, timeout=0.5)  # ten times what Ray may be silent
+    await until(lambda: polls > 1 or running.done(), "it to look again")
+    assert not running.done()
+    running.cancel()
+    await asyncio.wait({running})
 
-    asyncio.run(scenario())
     assert polls > 1
     assert "colour" in caplog.text
     assert "does not answer" not in caplog.text
 
 
-def test_a_log_that_cannot_be_read_keeps_no_other_model_from_being_served_and_loses_no_application(
+async def test_a_log_that_cannot_be_read_keeps_no_other_model_from_being_served_and_loses_no_application(
     store: ObjectStore, deployments: Deployments, manager: DeploymentManager, caplog: pytest.LogCaptureFixture
 ) -> None:
     good, bad = manager.create(creation()), manager.create(creation("letters"))
@@ -121,56 +113,47 @@ def test_a_log_that_cannot_be_read_keeps_no_other_model_from_being_served_and_lo
     whole = store.get(key)
     store.put(key, whole[:-9])
 
-    async def scenario() -> None:
-        reconciler, models, running = reconciling(deployments, good)
-        running.start(*names, unwanted, stray)
-        first = asyncio.Event()
+    reconciler, models, running = reconciling(deployments, good)
+    running.start(*names, unwanted, stray)
+    first = asyncio.Event()
 
-        async def on_first() -> None:
-            first.set()
+    async def on_first() -> None:
+        first.set()
 
-        task = asyncio.create_task(reconciler.run(on_first))
-        await asyncio.wait_for(first.wait(), 60)
-        await until(lambda: models.is_ready("digits", ""), "the good one is served")
-        await until(lambda: unwanted in running.deleted, "what a log that can be read does not name goes")
-        assert not models.is_ready("letters", "")
-        (told,) = (record.getMessage() for record in caplog.records if bad.name in record.getMessage())
-        assert "cannot be read" in told
-        store.put(key, whole)  # an operator has it restored
-        await until(lambda: models.is_ready("letters", ""), "the other one is served")
-        await until(lambda: running.deleted == [unwanted, stray], "what no log names goes")
-        task.cancel()
-
-    asyncio.run(scenario())
+    task = asyncio.create_task(reconciler.run(on_first))
+    await asyncio.wait_for(first.wait(), 60)
+    await until(lambda: models.is_ready("digits", ""), "the good one is served")
+    await until(lambda: unwanted in running.deleted, "what a log that can be read does not name goes")
+    assert not models.is_ready("letters", "")
+    (told,) = (record.getMessage() for record in caplog.records if bad.name in record.getMessage())
+    assert "cannot be read" in told
+    store.put(key, whole)  # an operator has it restored
+    await until(lambda: models.is_ready("letters", ""), "the other one is served")
+    await until(lambda: running.deleted == [unwanted, stray], "what no log names goes")
+    task.cancel()
 
 
-def test_a_model_whose_log_cannot_be_read_any_more_is_served_as_before(
+async def test_a_model_whose_log_cannot_be_read_any_more_is_served_as_before(
     store: ObjectStore, deployments: Deployments, manager: DeploymentManager
 ) -> None:
     made = manager.create(creation())
 
-    async def scenario() -> None:
-        reconciler, models, running = reconciling(deployments, made)
-        await reconciler.reconcile()
-        key = max(info.key for info in store.list(f"{made.name}/log"))
-        store.put(key, b"{")
-        await reconciler.reconcile()
-        assert models.is_ready("digits", "")
-        assert (running.deployed, running.deleted) == ({}, [])
-
-    asyncio.run(scenario())
+    reconciler, models, running = reconciling(deployments, made)
+    await reconciler.reconcile()
+    key = max(info.key for info in store.list(f"{made.name}/log"))
+    store.put(key, b"{")
+    await reconciler.reconcile()
+    assert models.is_ready("digits", "")
+    assert (running.deployed, running.deleted) == ({}, [])
 
 
-def test_a_job_whose_checkpoints_cannot_be_read_keeps_no_model_from_being_served(
+async def test_a_job_whose_checkpoints_cannot_be_read_keeps_no_model_from_being_served(
     store: ObjectStore, deployments: Deployments, manager: DeploymentManager
 ) -> None:
     made = manager.create(creation())
     for info in [*store.list(f"{JOB}/checkpoints/log")]:
         store.put(info.key, b"{")
 
-    async def scenario() -> None:
-        reconciler, models, _ = reconciling(deployments, made)
-        await reconciler.reconcile()
-        assert models.is_ready("digits", "")
-
-    asyncio.run(scenario())
+    reconciler, models, _ = reconciling(deployments, made)
+    await reconciler.reconcile()
+    assert models.is_ready("digits", "")

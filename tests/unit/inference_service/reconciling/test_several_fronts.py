@@ -119,26 +119,23 @@ def _told_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference_service.frontends.POLL_INTERVAL_S", 0.01)
 
 
-def test_a_model_that_is_loaded_soon_after_it_was_unloaded_answers_at_every_frontend(
+async def test_a_model_that_is_loaded_soon_after_it_was_unloaded_answers_at_every_frontend(
     deployments: Deployments, manager: DeploymentManager, tmp_path: Path
 ) -> None:
     made, repository = manager.create(creation()), ModelRepository(deployments)
     serve = Serve(application_name(made, made.versions[0]))
 
-    async def scenario() -> None:
-        async with two_frontends(tmp_path, deployments, made, serve) as (frontends, leader, _):
-            frontends.models[0].put(await asyncio.to_thread(repository.unload, MODEL))
-            await leader.reconcile()
-            # The other front has not looked yet: it never reads that the model was unloaded.
-            frontends.models[0].put(await asyncio.to_thread(repository.load, MODEL))
-            async with frontends.reconciled_by_themselves():
-                await until(lambda: frontends.answer() == [True, True] and serve.deleted != [], "both to answer again")
-            assert list(serve.deployed) == serve.deleted
-
-    asyncio.run(scenario())
+    async with two_frontends(tmp_path, deployments, made, serve) as (frontends, leader, _):
+        frontends.models[0].put(await asyncio.to_thread(repository.unload, MODEL))
+        await leader.reconcile()
+        # The other front has not looked yet: it never reads that the model was unloaded.
+        frontends.models[0].put(await asyncio.to_thread(repository.load, MODEL))
+        async with frontends.reconciled_by_themselves():
+            await until(lambda: frontends.answer() == [True, True] and serve.deleted != [], "both to answer again")
+        assert list(serve.deployed) == serve.deleted
 
 
-def test_what_one_begins_to_take_out_while_another_asks_its_replicas_is_not_attached(
+async def test_what_one_begins_to_take_out_while_another_asks_its_replicas_is_not_attached(
     deployments: Deployments, manager: DeploymentManager, tmp_path: Path
 ) -> None:
     made = manager.create(creation())
@@ -149,92 +146,77 @@ def test_what_one_begins_to_take_out_while_another_asks_its_replicas_is_not_atta
             tell_going(tmp_path, name)
             return await super().describe(name, replicas)
 
-    async def scenario() -> None:
-        serve = Asked(name)
-        second, *_ = reconciling(deployments, made, Peers(tmp_path, 1), serve)
-        await second.reconcile()
-        assert (serve.wanted, second.holds()) == ([3], [])
-
-    asyncio.run(scenario())
+    serve = Asked(name)
+    second, *_ = reconciling(deployments, made, Peers(tmp_path, 1), serve)
+    await second.reconcile()
+    assert (serve.wanted, second.holds()) == ([3], [])
 
 
-def test_replicas_that_another_frontend_is_taking_out_are_not_even_asked(
+async def test_replicas_that_another_frontend_is_taking_out_are_not_even_asked(
     deployments: Deployments, manager: DeploymentManager, tmp_path: Path
 ) -> None:
     made = manager.create(creation())
     name = application_name(made, made.versions[0])
 
-    async def scenario() -> None:
-        serve = Serve(name)
-        second, *_ = reconciling(deployments, made, Peers(tmp_path, 1), serve)
-        tell_going(tmp_path, name)
-        await second.reconcile()
-        assert (serve.wanted, second.holds()) == ([], [])
-        tell_going(tmp_path)
-        await second.reconcile()
-        assert (serve.wanted, second.holds()) == ([3], [name])
-
-    asyncio.run(scenario())
+    serve = Serve(name)
+    second, *_ = reconciling(deployments, made, Peers(tmp_path, 1), serve)
+    tell_going(tmp_path, name)
+    await second.reconcile()
+    assert (serve.wanted, second.holds()) == ([], [])
+    tell_going(tmp_path)
+    await second.reconcile()
+    assert (serve.wanted, second.holds()) == ([3], [name])
 
 
-def test_what_a_frontend_begins_to_take_out_no_other_takes_over_however_seldom_they_tell(
+async def test_what_a_frontend_begins_to_take_out_no_other_takes_over_however_seldom_they_tell(
     deployments: Deployments, manager: DeploymentManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("inference_service.frontend.POLL_INTERVAL_S", 60.0)
     made, repository = manager.create(creation()), ModelRepository(deployments)
     serve = Serve(application_name(made, made.versions[0]))
 
-    async def scenario() -> None:
-        async with two_frontends(tmp_path, deployments, made, serve) as (frontends, leader, other):
-            await asyncio.to_thread(repository.unload, MODEL)
-            await other.reconcile()
-            await until(lambda: other.holds() == [], "the other front to let go")
-            await leader.reconcile()
-            await until(lambda: leader.going() != [], "the first to begin to take it out")
-            frontends.models[1].put(await asyncio.to_thread(repository.load, MODEL))
-            await other.reconcile()
-            assert other.holds() == []
-
-    asyncio.run(scenario())
+    async with two_frontends(tmp_path, deployments, made, serve) as (frontends, leader, other):
+        await asyncio.to_thread(repository.unload, MODEL)
+        await other.reconcile()
+        await until(lambda: other.holds() == [], "the other front to let go")
+        await leader.reconcile()
+        await until(lambda: leader.going() != [], "the first to begin to take it out")
+        frontends.models[1].put(await asyncio.to_thread(repository.load, MODEL))
+        await other.reconcile()
+        assert other.holds() == []
 
 
-def test_replicas_that_run_and_are_being_deleted_are_not_taken_over(
+async def test_replicas_that_run_and_are_being_deleted_are_not_taken_over(
     deployments: Deployments, manager: DeploymentManager
 ) -> None:
     made = load(deployments, manager.create(creation()))
     name = application_name(made, made.versions[0])
 
-    async def scenario() -> None:
-        serve = Serve(name)
-        serve.deleting.add(name)
-        started_anew, *_ = reconciling(deployments, made, None, serve)
-        await started_anew.reconcile()
-        assert (started_anew.holds(), serve.deployed) == ([], {})
-        serve.delete(name)
-        await started_anew.reconcile()
-        assert list(serve.deployed) == [name]
-
-    asyncio.run(scenario())
+    serve = Serve(name)
+    serve.deleting.add(name)
+    started_anew, *_ = reconciling(deployments, made, None, serve)
+    await started_anew.reconcile()
+    assert (started_anew.holds(), serve.deployed) == ([], {})
+    serve.delete(name)
+    await started_anew.reconcile()
+    assert list(serve.deployed) == [name]
 
 
-def test_no_frontend_takes_over_replicas_that_another_has_begun_to_delete(
+async def test_no_frontend_takes_over_replicas_that_another_has_begun_to_delete(
     deployments: Deployments, manager: DeploymentManager, tmp_path: Path
 ) -> None:
     made, repository = manager.create(creation()), ModelRepository(deployments)
     serve = Serve(application_name(made, made.versions[0]))
 
-    async def scenario() -> None:
-        async with two_frontends(tmp_path, deployments, made, serve) as (frontends, leader, other):
-            serve.may_end.clear()
-            await asyncio.to_thread(repository.unload, MODEL)
-            await other.reconcile()
-            await leader.reconcile()
-            await until(lambda: serve.deleting != set(), "the deletion to begin")
-            frontends.models[1].put(await asyncio.to_thread(repository.load, MODEL))
-            await other.reconcile()
-            assert frontends.answer() == [False, False]
-            serve.may_end.set()
-            async with frontends.reconciled_by_themselves():
-                await until(lambda: frontends.answer() == [True, True], "both to answer again")
-
-    asyncio.run(scenario())
+    async with two_frontends(tmp_path, deployments, made, serve) as (frontends, leader, other):
+        serve.may_end.clear()
+        await asyncio.to_thread(repository.unload, MODEL)
+        await other.reconcile()
+        await leader.reconcile()
+        await until(lambda: serve.deleting != set(), "the deletion to begin")
+        frontends.models[1].put(await asyncio.to_thread(repository.load, MODEL))
+        await other.reconcile()
+        assert frontends.answer() == [False, False]
+        serve.may_end.set()
+        async with frontends.reconciled_by_themselves():
+            await until(lambda: frontends.answer() == [True, True], "both to answer again")

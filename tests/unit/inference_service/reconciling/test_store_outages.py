@@ -39,26 +39,25 @@ async def started(reconciler: Reconciler, scenario: Scenario) -> None:
         running.cancel()
 
 
-def test_a_frontend_that_starts_while_the_store_is_full_serves_what_runs_and_marks_it_later(store: ObjectStore) -> None:
+async def test_a_frontend_that_starts_while_the_store_is_full_serves_what_runs_and_marks_it_later(
+    store: ObjectStore,
+) -> None:
     flaky = FlakyStore(store)
     deployments = Deployments(flaky)
     one = deployments.create(deployment())
     flaky.error = FULL
 
-    async def main() -> None:
-        reconciler, models, _ = reconciling(deployments, one)
+    reconciler, models, _ = reconciling(deployments, one)
 
-        async def scenario(ready: asyncio.Event, _: asyncio.Task[None]) -> None:
-            await asyncio.wait_for(ready.wait(), 60)
-            assert models.is_ready("m", "")
-            await until(lambda: flaky.refused > 2, "it tries to mark what it serves")
-            flaky.come_back()
-            before = flaky.puts
-            await until(lambda: flaky.puts > before, "it marks what it serves")
+    async def scenario(ready: asyncio.Event, _: asyncio.Task[None]) -> None:
+        await asyncio.wait_for(ready.wait(), 60)
+        assert models.is_ready("m", "")
+        await until(lambda: flaky.refused > 2, "it tries to mark what it serves")
+        flaky.come_back()
+        before = flaky.puts
+        await until(lambda: flaky.puts > before, "it marks what it serves")
 
-        await started(reconciler, scenario)
-
-    asyncio.run(main())
+    await started(reconciler, scenario)
 
 
 class UnresponsiveStore:
@@ -117,7 +116,7 @@ def test_a_frontend_that_starts_while_the_store_is_silent_serves_what_runs_as_ra
 
 
 @pytest.mark.parametrize("kept", [None, b"[{", b'[{"colour": "red"}]'])
-def test_a_frontend_that_knows_of_nothing_goes_on_asking_the_store_and_is_not_ready(
+async def test_a_frontend_that_knows_of_nothing_goes_on_asking_the_store_and_is_not_ready(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch, kept: bytes | None
 ) -> None:
     deployments = Deployments(store)
@@ -125,42 +124,36 @@ def test_a_frontend_that_knows_of_nothing_goes_on_asking_the_store_and_is_not_re
     unresponsive = UnresponsiveStore(deployments, monkeypatch)
     unresponsive.is_unresponsive = True
 
-    async def main() -> None:
-        reconciler, models, running = reconciling(deployments, one)
-        running.data = kept
+    reconciler, models, running = reconciling(deployments, one)
+    running.data = kept
 
-        async def scenario(ready: asyncio.Event, task: asyncio.Task[None]) -> None:
-            await until(lambda: unresponsive.asked > 3 or task.done(), "it asks again and again")
-            assert not ready.is_set()
-            unresponsive.is_unresponsive = False
-            await asyncio.wait_for(ready.wait(), 60)
-            assert models.is_ready("m", "")
+    async def scenario(ready: asyncio.Event, task: asyncio.Task[None]) -> None:
+        await until(lambda: unresponsive.asked > 3 or task.done(), "it asks again and again")
+        assert not ready.is_set()
+        unresponsive.is_unresponsive = False
+        await asyncio.wait_for(ready.wait(), 60)
+        assert models.is_ready("m", "")
 
-        await started(reconciler, scenario)
-
-    asyncio.run(main())
+    await started(reconciler, scenario)
 
 
-def test_what_ray_keeps_is_written_again_only_where_it_is_new(store: ObjectStore) -> None:
+async def test_what_ray_keeps_is_written_again_only_where_it_is_new(store: ObjectStore) -> None:
     deployments = Deployments(store)
     one = deployments.create(deployment())
 
-    async def main() -> None:
-        reconciler, _, running = reconciling(deployments, one)
-        await reconciler.reconcile()
-        writes = [running.kept()]
-        running.data = None
-        await reconciler.reconcile()
-        writes.append(running.kept())
-        deployments.create(deployment("other"))
-        await reconciler.reconcile()
-        writes.append(running.kept())
-        assert [one is not None and one.count(b'"name": "deployments/') for one in writes] == [1, False, 2]
-
-    asyncio.run(main())
+    reconciler, _, running = reconciling(deployments, one)
+    await reconciler.reconcile()
+    writes = [running.kept()]
+    running.data = None
+    await reconciler.reconcile()
+    writes.append(running.kept())
+    deployments.create(deployment("other"))
+    await reconciler.reconcile()
+    writes.append(running.kept())
+    assert [one is not None and one.count(b'"name": "deployments/') for one in writes] == [1, False, 2]
 
 
-def test_threads_that_all_wait_for_the_store_are_not_taken_for_a_silent_ray(
+async def test_threads_that_all_wait_for_the_store_are_not_taken_for_a_silent_ray(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_serve, "SERVE_TIMEOUT_S", 0.5)
@@ -168,19 +161,16 @@ def test_threads_that_all_wait_for_the_store_are_not_taken_for_a_silent_ray(
     one = deployments.create(deployment())
     answers = threading.Event()
 
-    async def main() -> None:
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
-        reconciler, models, _ = reconciling(deployments, one)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+    reconciler, models, _ = reconciling(deployments, one)
 
-        async def scenario(ready: asyncio.Event, task: asyncio.Task[None]) -> None:
-            await asyncio.wait_for(ready.wait(), 60)
-            held = [asyncio.create_task(asyncio.to_thread(answers.wait)) for _ in range(8)]
-            await asyncio.wait({task}, timeout=2)  # four times the time that Serve has for an answer
-            answers.set()
-            assert not task.done()
-            await asyncio.gather(*held)
-            assert models.is_ready("m", "")
+    async def scenario(ready: asyncio.Event, task: asyncio.Task[None]) -> None:
+        await asyncio.wait_for(ready.wait(), 60)
+        held = [asyncio.create_task(asyncio.to_thread(answers.wait)) for _ in range(8)]
+        await asyncio.wait({task}, timeout=2)  # four times the time that Serve has for an answer
+        answers.set()
+        assert not task.done()
+        await asyncio.gather(*held)
+        assert models.is_ready("m", "")
 
-        await started(reconciler, scenario)
-
-    asyncio.run(main())
+    await started(reconciler, scenario)

@@ -88,14 +88,11 @@ async def begin(local: LocalReplicas, model: Doubler, what: Rows) -> asyncio.Tas
     return task
 
 
-def test_a_batch_comes_back_with_all_that_the_model_said(folder: Path) -> None:
-    async def scenario() -> None:
-        replica(folder)
-        outputs = await call(LocalReplicas(folder), rows(1, 2, 3))
-        assert outputs.arrays[0].tolist() == [2, 4, 6]
-        assert (outputs.refused, outputs.input_s, outputs.infer_s) == ({0: "odd"}, 0.25, 0.5)
-
-    on_a_loop(scenario)
+async def test_a_batch_comes_back_with_all_that_the_model_said(folder: Path) -> None:
+    replica(folder)
+    outputs = await call(LocalReplicas(folder), rows(1, 2, 3))
+    assert outputs.arrays[0].tolist() == [2, 4, 6]
+    assert (outputs.refused, outputs.input_s, outputs.infer_s) == ({0: "odd"}, 0.25, 0.5)
 
 
 def test_strings_nulls_and_large_batches_arrive_as_they_are(folder: Path) -> None:
@@ -124,17 +121,14 @@ def test_strings_nulls_and_large_batches_arrive_as_they_are(folder: Path) -> Non
     on_a_loop(scenario)
 
 
-def test_what_the_model_raises_is_raised_here(folder: Path) -> None:
-    async def scenario() -> None:
-        replica(folder)
-        local = LocalReplicas(folder)
-        with pytest.raises(FailedPrecondition, match="no negative numbers"):
-            await call(local, rows(-1))
-        with pytest.raises(Internal, match="quote the correlation id"):
-            await call(local, rows(0))
-        assert (await call(local, rows(4))).arrays[0].tolist() == [8]
-
-    on_a_loop(scenario)
+async def test_what_the_model_raises_is_raised_here(folder: Path) -> None:
+    replica(folder)
+    local = LocalReplicas(folder)
+    with pytest.raises(FailedPrecondition, match="no negative numbers"):
+        await call(local, rows(-1))
+    with pytest.raises(Internal, match="quote the correlation id"):
+        await call(local, rows(0))
+    assert (await call(local, rows(4))).arrays[0].tolist() == [8]
 
 
 def test_a_batch_that_failed_waits_for_no_garbage_collector(folder: Path) -> None:
@@ -154,64 +148,55 @@ def test_a_batch_that_failed_waits_for_no_garbage_collector(folder: Path) -> Non
         on_a_loop(scenario)
 
 
-def test_a_batch_given_up_while_it_waits_never_reaches_the_model(folder: Path) -> None:
-    async def scenario() -> None:
-        model = replica(folder)
-        local = LocalReplicas(folder)
-        first = await begin(local, model, rows(1))
-        second = asyncio.create_task(call(local, rows(2)))
+async def test_a_batch_given_up_while_it_waits_never_reaches_the_model(folder: Path) -> None:
+    model = replica(folder)
+    local = LocalReplicas(folder)
+    first = await begin(local, model, rows(1))
+    second = asyncio.create_task(call(local, rows(2)))
+    await asyncio.sleep(0)
+    while (await local.least_loaded()) is not None:  # noqa: ASYNC110 - until it is on its way
         await asyncio.sleep(0)
-        while (await local.least_loaded()) is not None:  # noqa: ASYNC110 - until it is on its way
-            await asyncio.sleep(0)
-        second.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await second
-        while (await local.least_loaded()) is None:  # noqa: ASYNC110 - until the replica has said that it gave it up
-            await asyncio.sleep(0.001)
-        third = asyncio.create_task(call(local, rows(3)))
-        await asyncio.sleep(0)
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    while (await local.least_loaded()) is None:  # noqa: ASYNC110 - until the replica has said that it gave it up
+        await asyncio.sleep(0.001)
+    third = asyncio.create_task(call(local, rows(3)))
+    await asyncio.sleep(0)
+    model.may_work.set()
+    assert [(await one).arrays[0].tolist() for one in (first, third)] == [[2], [6]]
+    assert model.seen == [1, 3]
+
+
+async def test_the_least_busy_replica_is_free_and_none_is_where_all_have_two_batches(folder: Path) -> None:
+    models = [replica(folder), replica(folder)]
+    local = LocalReplicas(folder)
+    for model in models:
+        model.may_work.clear()
+    tasks = []
+    for number in range(1, 5):
+        tasks.append(asyncio.create_task(call(local, rows(number))))
+        await asyncio.sleep(0.01)  # so that each sees those before it
+    assert await local.least_loaded() is None
+    assert await local.least_loaded(busy_too=True) is not None
+    for model in models:
         model.may_work.set()
-        assert [(await one).arrays[0].tolist() for one in (first, third)] == [[2], [6]]
-        assert model.seen == [1, 3]
-
-    on_a_loop(scenario)
-
-
-def test_the_least_busy_replica_is_free_and_none_is_where_all_have_two_batches(folder: Path) -> None:
-    async def scenario() -> None:
-        models = [replica(folder), replica(folder)]
-        local = LocalReplicas(folder)
-        for model in models:
-            model.may_work.clear()
-        tasks = []
-        for number in range(1, 5):
-            tasks.append(asyncio.create_task(call(local, rows(number))))
-            await asyncio.sleep(0.01)  # so that each sees those before it
-        assert await local.least_loaded() is None
-        assert await local.least_loaded(busy_too=True) is not None
-        for model in models:
-            model.may_work.set()
-        await asyncio.gather(*tasks)
-        assert sorted(len(model.seen) for model in models) == [2, 2]
-        assert await local.least_loaded() is not None
-
-    on_a_loop(scenario)
+    await asyncio.gather(*tasks)
+    assert sorted(len(model.seen) for model in models) == [2, 2]
+    assert await local.least_loaded() is not None
 
 
-def test_a_replica_that_comes_later_is_found(folder: Path) -> None:
-    async def scenario() -> None:
-        local = LocalReplicas(folder)
-        assert await local.least_loaded() is None
-        replica(folder)
-        assert (await call(local, rows(1))).arrays[0].tolist() == [2]
-        second = replica(folder)
-        second.may_work.clear()
-        tasks = [asyncio.create_task(call(local, rows(number))) for number in (5, 6)]
-        assert await asyncio.to_thread(second.at_work.wait, 20)
-        second.may_work.set()
-        await asyncio.gather(*tasks)
-
-    on_a_loop(scenario)
+async def test_a_replica_that_comes_later_is_found(folder: Path) -> None:
+    local = LocalReplicas(folder)
+    assert await local.least_loaded() is None
+    replica(folder)
+    assert (await call(local, rows(1))).arrays[0].tolist() == [2]
+    second = replica(folder)
+    second.may_work.clear()
+    tasks = [asyncio.create_task(call(local, rows(number))) for number in (5, 6)]
+    assert await asyncio.to_thread(second.at_work.wait, 20)
+    second.may_work.set()
+    await asyncio.gather(*tasks)
 
 
 def _serve(folder: Path) -> None:
@@ -267,111 +252,93 @@ def test_a_folder_that_others_may_enter_is_not_used(folder: Path) -> None:
     listener.close()
 
 
-def test_without_a_folder_there_is_none() -> None:
-    async def scenario() -> None:
-        assert await LocalReplicas(None).least_loaded() is None
-
-    on_a_loop(scenario)
+async def test_without_a_folder_there_is_none() -> None:
+    assert await LocalReplicas(None).least_loaded() is None
 
 
-def test_a_search_that_was_cancelled_is_made_again_by_the_next(folder: Path) -> None:
-    async def scenario() -> None:
-        replica(folder)
-        await asyncio.sleep(SETTLED_NS / 1e9 * 2)
-        local = LocalReplicas(folder)
-        search = asyncio.create_task(local.least_loaded())
-        await asyncio.sleep(0)
-        search.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await search
-        assert await local.least_loaded() is not None
-
-    on_a_loop(scenario)
+async def test_a_search_that_was_cancelled_is_made_again_by_the_next(folder: Path) -> None:
+    replica(folder)
+    await asyncio.sleep(SETTLED_NS / 1e9 * 2)
+    local = LocalReplicas(folder)
+    search = asyncio.create_task(local.least_loaded())
+    await asyncio.sleep(0)
+    search.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await search
+    assert await local.least_loaded() is not None
 
 
-def test_a_connection_that_is_lost_is_opened_again_while_its_replica_lives(
+async def test_a_connection_that_is_lost_is_opened_again_while_its_replica_lives(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sockets, "RETRY_DELAY_S", 0.05)
 
-    async def scenario() -> None:
-        replica(folder)
-        await asyncio.sleep(SETTLED_NS / 1e9 * 2)
-        local = LocalReplicas(folder)
-        one = await local.least_loaded()
-        assert one is not None
-        assert one._transport is not None
-        one._transport.abort()
-        await asyncio.sleep(0)
-        while await local.least_loaded() is None:  # noqa: ASYNC110 - until it is tried again
-            await asyncio.sleep(0.001)
-        assert (await call(local, rows(3))).arrays[0].tolist() == [6]
-
-    on_a_loop(scenario)
+    replica(folder)
+    await asyncio.sleep(SETTLED_NS / 1e9 * 2)
+    local = LocalReplicas(folder)
+    one = await local.least_loaded()
+    assert one is not None
+    assert one._transport is not None
+    one._transport.abort()
+    await asyncio.sleep(0)
+    while await local.least_loaded() is None:  # noqa: ASYNC110 - until it is tried again
+        await asyncio.sleep(0.001)
+    assert (await call(local, rows(3))).arrays[0].tolist() == [6]
 
 
-def test_what_a_dying_replica_lost_is_not_sent_to_it_again_while_it_still_listens(folder: Path) -> None:
-    async def scenario() -> None:
-        replica(folder)
-        local = LocalReplicas(folder)
-        while (dying := await local.least_loaded()) is None:  # noqa: ASYNC110 - until the replica is heard of
-            await asyncio.sleep(0.001)
-        other = replica(folder)
-        while len(local._connections) < 2:
-            await local.least_loaded()
-            await asyncio.sleep(0.001)
-        (busy,) = (one for one in local._connections.values() if one is not dying)
-        other.may_work.clear()
-        at_work = asyncio.create_task(busy.forward(rows(3)))
-        assert await asyncio.to_thread(other.at_work.wait, 20)
-        assert dying._transport is not None
-        dying._transport.abort()  # the kernel closes the sockets of a killed process one by one
-        await asyncio.sleep(0)
-        assert await local.least_loaded(busy_too=True) is busy
-        other.may_work.set()
-        await at_work
-
-    on_a_loop(scenario)
+async def test_what_a_dying_replica_lost_is_not_sent_to_it_again_while_it_still_listens(folder: Path) -> None:
+    replica(folder)
+    local = LocalReplicas(folder)
+    while (dying := await local.least_loaded()) is None:  # noqa: ASYNC110 - until the replica is heard of
+        await asyncio.sleep(0.001)
+    other = replica(folder)
+    while len(local._connections) < 2:
+        await local.least_loaded()
+        await asyncio.sleep(0.001)
+    (busy,) = (one for one in local._connections.values() if one is not dying)
+    other.may_work.clear()
+    at_work = asyncio.create_task(busy.forward(rows(3)))
+    assert await asyncio.to_thread(other.at_work.wait, 20)
+    assert dying._transport is not None
+    dying._transport.abort()  # the kernel closes the sockets of a killed process one by one
+    await asyncio.sleep(0)
+    assert await local.least_loaded(busy_too=True) is busy
+    other.may_work.set()
+    await at_work
 
 
-def test_a_call_that_was_given_up_counts_until_the_replica_has_answered_it(folder: Path) -> None:
-    async def scenario() -> None:
-        model = replica(folder)
-        local = LocalReplicas(folder)
-        first = await begin(local, model, rows(1))
-        second = asyncio.create_task(call(local, rows(2)))
-        await asyncio.sleep(0)
-        first.cancel()
-        second.cancel()
-        await asyncio.gather(first, second, return_exceptions=True)
-        while (one := await local.least_loaded()) is None:  # noqa: ASYNC110 - until the replica is heard of
-            await asyncio.sleep(0.001)
-        # The second, which never ran, is acknowledged; the model is at work on the first.
-        assert one.in_flight == 1
-        model.may_work.set()
-        while one.in_flight:  # noqa: ASYNC110 - until its answer is here
-            await asyncio.sleep(0.001)
-        assert model.seen == [1]
-
-    on_a_loop(scenario)
+async def test_a_call_that_was_given_up_counts_until_the_replica_has_answered_it(folder: Path) -> None:
+    model = replica(folder)
+    local = LocalReplicas(folder)
+    first = await begin(local, model, rows(1))
+    second = asyncio.create_task(call(local, rows(2)))
+    await asyncio.sleep(0)
+    first.cancel()
+    second.cancel()
+    await asyncio.gather(first, second, return_exceptions=True)
+    while (one := await local.least_loaded()) is None:  # noqa: ASYNC110 - until the replica is heard of
+        await asyncio.sleep(0.001)
+    # The second, which never ran, is acknowledged; the model is at work on the first.
+    assert one.in_flight == 1
+    model.may_work.set()
+    while one.in_flight:  # noqa: ASYNC110 - until its answer is here
+        await asyncio.sleep(0.001)
+    assert model.seen == [1]
 
 
-def test_a_replica_that_owes_an_answer_for_long_gets_no_more_batches(
+async def test_a_replica_that_owes_an_answer_for_long_gets_no_more_batches(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        hung = replica(folder)
-        local = LocalReplicas(folder)
-        task = await begin(local, hung, rows(1))
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        monkeypatch.setattr("inference_service.serve.sockets.OWED_S", 0.0)
-        assert await local.least_loaded() is None
-        monkeypatch.setattr("inference_service.serve.sockets.OWED_S", 20.0)
-        assert await local.least_loaded() is not None
-        hung.may_work.set()
-
-    on_a_loop(scenario)
+    hung = replica(folder)
+    local = LocalReplicas(folder)
+    task = await begin(local, hung, rows(1))
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    monkeypatch.setattr("inference_service.serve.sockets.OWED_S", 0.0)
+    assert await local.least_loaded() is None
+    monkeypatch.setattr("inference_service.serve.sockets.OWED_S", 20.0)
+    assert await local.least_loaded() is not None
+    hung.may_work.set()
 
 
 @pytest.mark.parametrize("given_up", [False, True])
@@ -404,33 +371,27 @@ def test_a_replica_that_has_not_read_a_large_batch_gets_one_more_and_no_third(fo
     listener.close()
 
 
-def test_sockets_are_of_no_use_where_other_machines_have_replicas_too(folder: Path) -> None:
-    async def scenario() -> None:
-        replica(folder)
-        local = LocalReplicas(folder, replicas=2)
-        assert await local.least_loaded() is None
-        assert await local.least_loaded(busy_too=True) is not None  # a batch whose replica died
-        replica(folder)
-        while (one := await local.least_loaded()) is None:  # noqa: ASYNC110 - until the replica is heard of
-            await asyncio.sleep(0.001)
-        assert one._transport is not None
-        one._transport.abort()  # one that dies is started again, and the other goes on meanwhile
-        await asyncio.sleep(0)
-        assert await local.least_loaded() is not None
-
-    on_a_loop(scenario)
+async def test_sockets_are_of_no_use_where_other_machines_have_replicas_too(folder: Path) -> None:
+    replica(folder)
+    local = LocalReplicas(folder, replicas=2)
+    assert await local.least_loaded() is None
+    assert await local.least_loaded(busy_too=True) is not None  # a batch whose replica died
+    replica(folder)
+    while (one := await local.least_loaded()) is None:  # noqa: ASYNC110 - until the replica is heard of
+        await asyncio.sleep(0.001)
+    assert one._transport is not None
+    one._transport.abort()  # one that dies is started again, and the other goes on meanwhile
+    await asyncio.sleep(0)
+    assert await local.least_loaded() is not None
 
 
-def test_replicas_that_listen_elsewhere_are_told_of_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        replica(folder)
-        for here in (LocalReplicas(folder, 1, "v1"), LocalReplicas(folder, 0, "v1"), LocalReplicas(None, 1, "v1")):
-            await here.least_loaded()
-        assert "v1" not in caplog.text
-        elsewhere = LocalReplicas(folder, 2, "v2")
-        for _ in range(3):
-            assert await elsewhere.least_loaded() is None
-        (told,) = (record.getMessage() for record in caplog.records if "v2" in record.getMessage())
-        assert "the sockets of 1 of 2 replicas are here" in told
-
-    on_a_loop(scenario)
+async def test_replicas_that_listen_elsewhere_are_told_of_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    replica(folder)
+    for here in (LocalReplicas(folder, 1, "v1"), LocalReplicas(folder, 0, "v1"), LocalReplicas(None, 1, "v1")):
+        await here.least_loaded()
+    assert "v1" not in caplog.text
+    elsewhere = LocalReplicas(folder, 2, "v2")
+    for _ in range(3):
+        assert await elsewhere.least_loaded() is None
+    (told,) = (record.getMessage() for record in caplog.records if "v2" in record.getMessage())
+    assert "the sockets of 1 of 2 replicas are here" in told

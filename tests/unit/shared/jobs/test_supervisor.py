@@ -18,24 +18,21 @@ async def appeared(path: Path) -> None:
     await asyncio.to_thread(wait_until, path.exists, path.name)
 
 
-def test_a_wake_reaches_the_child_and_one_without_a_child_is_missed(
+async def test_a_wake_reaches_the_child_and_one_without_a_child_is_missed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NUDGED", str(tmp_path))
     wake = WakeSignal()
     wake()
 
-    async def woken_twice() -> None:
-        stop = asyncio.Event()
-        supervised = asyncio.create_task(supervise("tests.support.woken_child", stop, wake))
-        await appeared(tmp_path / "started")
-        for count in (1, 2):
-            await asyncio.to_thread(wake)
-            await appeared(tmp_path / f"nudge-{count}")
-        stop.set()
-        await supervised
-
-    asyncio.run(woken_twice())
+    stop = asyncio.Event()
+    supervised = asyncio.create_task(supervise("tests.support.woken_child", stop, wake))
+    await appeared(tmp_path / "started")
+    for count in (1, 2):
+        await asyncio.to_thread(wake)
+        await appeared(tmp_path / f"nudge-{count}")
+    stop.set()
+    await supervised
 
     wake()
     assert not (tmp_path / "nudge-3").exists()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 
@@ -18,7 +18,7 @@ from shared.jobs import JobRecord, Jobs
 from shared.jobs.transitions import confirm_cancel, confirm_delete, confirm_suspend, request_delete
 from shared.storage import ObjectStore
 from tests.support.grpc_kit import running
-from tests.support.train_server import asked, registered
+from tests.support.train_server import registered, train_stub
 from tests.support.training_records import JOB, begin, finish, make_job
 from tests.unit.train_service.checkpoints.test_coverage import VERSION
 from train_service.attempt.outcomes import report_lost
@@ -82,8 +82,8 @@ def by_the_sdk(store: ObjectStore, ask: Callable[[TrainClient], T]) -> T:
     return asyncio.run(main())
 
 
-def test_what_is_written_before_a_transition_is_sent_before_it(store: ObjectStore, jobs: Jobs) -> None:
-    async def scenario(stub: Any) -> None:
+async def test_what_is_written_before_a_transition_is_sent_before_it(store: ObjectStore, jobs: Jobs) -> None:
+    async with train_stub(store) as stub:
         stream = aiter(stub.WatchTrainingJob(pb.WatchTrainingJobRequest(name=JOB), timeout=60))
         assert told(await anext(stream)) == "RUNNING"
         suspend(store, jobs)
@@ -100,10 +100,8 @@ def test_what_is_written_before_a_transition_is_sent_before_it(store: ObjectStor
         finish(jobs)
         assert [told(one) async for one in stream] == ["warning", "SUCCEEDED"]
 
-    asked(store, scenario)
 
-
-def test_each_transition_between_two_looks_is_sent_in_its_order(
+async def test_each_transition_between_two_looks_is_sent_in_its_order(
     store: ObjectStore, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     polls: list[str] = []
@@ -119,13 +117,11 @@ def test_each_transition_between_two_looks_is_sent_in_its_order(
         polls.append(name)
         return since(training, name, seen)
 
-    async def scenario(stub: Any) -> None:
+    monkeypatch.setattr(TrainingJobs, "since", after_all)
+    async with train_stub(store) as stub:
         stream = stub.WatchTrainingJob(pb.WatchTrainingJobRequest(name=JOB), timeout=60)
         states = ["SUSPENDING", "SUSPENDED", "RECOVERING", "RUNNING", "CANCELLING", "CANCELLED"]
         assert [told(one) async for one in stream] == ["RUNNING", "warning", "attempt_ended", *states]
-
-    monkeypatch.setattr(TrainingJobs, "since", after_all)
-    asked(store, scenario)
 
 
 def test_a_job_that_was_made_anew_is_sent_without_the_states_of_the_one_before(jobs: Jobs) -> None:
@@ -141,10 +137,10 @@ def test_a_job_that_was_made_anew_is_sent_without_the_states_of_the_one_before(j
     assert jobs.since(JOB, JOB, jobs.get(JOB, JOB)) == []
 
 
-def test_a_job_that_is_suspended_already_is_sent_again_behind_its_events(store: ObjectStore, jobs: Jobs) -> None:
+async def test_a_job_that_is_suspended_already_is_sent_again_behind_its_events(store: ObjectStore, jobs: Jobs) -> None:
     suspend(store, jobs)
 
-    async def scenario(stub: Any) -> None:
+    async with train_stub(store) as stub:
         for after, events in ((0, ["warning", "attempt_ended"]), (1, ["attempt_ended"]), (2, [])):
             request = pb.WatchTrainingJobRequest(name=JOB, after_sequence=after)
             stream = stub.WatchTrainingJob(request, timeout=60)
@@ -153,18 +149,14 @@ def test_a_job_that_is_suspended_already_is_sent_again_behind_its_events(store: 
             assert [told(await anext(updates)) for _ in expected] == expected
             stream.cancel()
 
-    asked(store, scenario)
 
-
-def test_a_job_that_is_over_is_sent_once_and_then_its_events(store: ObjectStore, jobs: Jobs) -> None:
+async def test_a_job_that_is_over_is_sent_once_and_then_its_events(store: ObjectStore, jobs: Jobs) -> None:
     warn(store, "one")
     finish(jobs)
 
-    async def scenario(stub: Any) -> None:
+    async with train_stub(store) as stub:
         stream = stub.WatchTrainingJob(pb.WatchTrainingJobRequest(name=JOB), timeout=60)
         assert [told(one) async for one in stream] == ["SUCCEEDED", "warning"]
-
-    asked(store, scenario)
 
 
 def test_our_client_has_every_event_of_a_job_that_is_suspended_under_its_eyes(store: ObjectStore, jobs: Jobs) -> None:
