@@ -11,9 +11,10 @@ import pytest
 # Started as by Ray: nice, and with a thread that is there already.
 AS_BY_RAY = """
 import os, threading
-from inference_service.serve.replica import raise_priority
 
 os.nice(15 - os.nice(0))
+from inference_service.serve.replica import raise_priority
+
 ended = threading.Event()
 threading.Thread(target=ended.wait).start()
 if {unprivileged} and os.geteuid() == 0:

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import pytest
+
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.transitions import begin_attempt
 from shared.settings import StoreSettings
@@ -24,6 +26,7 @@ JOB = "trainingJobs/a"
 SLOW_RANK, SLOW_S = 1, 0.1
 
 
+@pytest.mark.timed
 def test_that_the_rows_of_any_rank_are_waited_for_is_told(tmp_path: Path) -> None:
     settings = StoreSettings(url=(tmp_path / "store").as_uri())
     store = open_store(settings)
