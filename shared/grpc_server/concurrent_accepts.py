@@ -5,8 +5,8 @@ round through core's polling thread and the event loop, and calls wait in core w
 With `ACCEPTS` requests outstanding, one pass of the event loop takes all the calls that have arrived.
 
 This is the only file that uses private parts of gRPC (1.85): `AioServer._request_call`, which its main loop calls for
-each call, and the constructor of `aio._server.Server`. If a release renames the first, the server works as
-`grpc.aio`'s own and the tests of this file fail. If one changes the second, no server starts.
+each call, `AioServer.is_running`, and the constructor of `aio._server.Server`. If a release renames the first, the
+server works as `grpc.aio`'s own and the tests of this file fail. If one changes the others, no server serves.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ class ConcurrentAccepts(cygrpc.AioServer):  # type: ignore[misc]
         self._requested = 0
         # The states of calls, or the errors of requests that core refused since the server stops.
         self._answers: asyncio.Queue[Any] = asyncio.Queue()
+        # Whether the main loop has taken its last answer.
+        self._has_ended = False
 
     async def _request_call(self) -> Any:
         """Return the state of the next call. The main loop of gRPC's server runs this once for each call."""
@@ -43,9 +45,20 @@ class ConcurrentAccepts(cygrpc.AioServer):  # type: ignore[misc]
             self._begin_request()
         answer = await self._answers.get()
         self._requested -= 1
+        if not self.is_running():
+            self._drop_answers()
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+    def _drop_answers(self) -> None:
+        """Cancel the calls that core has handed out and that the main loop takes no more, since the server stops.
+
+        Core cancels a call whose state is freed. Else the stop would wait for them until its grace is over.
+        """
+        self._has_ended = True
+        while not self._answers.empty():
+            self._answers.get_nowait()
 
     def _begin_request(self) -> None:
         """Ask core for one call."""
@@ -56,7 +69,8 @@ class ConcurrentAccepts(cygrpc.AioServer):  # type: ignore[misc]
             try:
                 coroutine.send(None)
             except StopIteration as end:
-                self._answers.put_nowait(end.value)
+                if not self._has_ended:
+                    self._answers.put_nowait(end.value)
             except Exception as error:
                 self._answers.put_nowait(error)
 

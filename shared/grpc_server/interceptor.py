@@ -415,9 +415,12 @@ def _may_hold_messages(field: Any) -> bool:
 # --- Deadlines ---
 
 # The server counts the deadline from when the request arrived. The client cancels at its own deadline, which is earlier
-# by the time that the request took longer on its way than the cancellation. gRPC also rounds the remaining time up to
-# two or three digits on the wire. So a call that is cancelled within this last share of its time has met its deadline.
+# by the time that the request took longer on its way than the cancellation, and by what gRPC adds on the wire: it
+# rounds the remaining time up by up to a hundredth. So a call that is cancelled within the last part of its time has
+# met its deadline: within this share of a short time, and of a long time within the way and the rounding.
 LAST_SHARE = 0.1
+LONGEST_WAY_S = 0.25
+ROUNDED_SHARE = 0.01
 # The timers of client, gRPC and server differ by up to this time.
 TIMERS_DIFFER_S = 0.005
 
@@ -427,4 +430,7 @@ def is_deadline(remaining_s: float | None, passed_s: float) -> bool:
 
     The call had `remaining_s` when it began and was cancelled after `passed_s`.
     """
-    return remaining_s is not None and passed_s + TIMERS_DIFFER_S >= remaining_s * (1 - LAST_SHARE)
+    if remaining_s is None:
+        return False
+    last_s = min(LAST_SHARE * remaining_s, LONGEST_WAY_S + ROUNDED_SHARE * remaining_s)
+    return passed_s + TIMERS_DIFFER_S >= remaining_s - last_s

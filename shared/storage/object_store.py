@@ -179,12 +179,14 @@ class ObjectStore:
     ) -> None:
         """Fill `buffer` with the bytes from `start`, over as many connections as it takes, one after the other.
 
-        `answer` is that of a first request, if there is one. Gives up when no byte has come for `RETRY_TIMEOUT_S` and
-        longer. With an `etag` it raises `_Replaced` if the object is another by now.
+        `answer` is that of a first request, if there is one. Gives up when tries have failed for `RETRY_TIMEOUT_S`
+        and no byte has come. With an `etag` it raises `_Replaced` if the object is another by now.
         """
         assert self._reading is not None
-        filled, last_byte_at = 0, time.monotonic()
+        filled = 0
+        failing_since: float | None = None
         while filled < len(buffer):
+            is_answered, began_at = False, time.monotonic()
             options: GetOptions = {"range": (start + filled, start + len(buffer))}
             if etag is not None:
                 options["if_match"] = etag
@@ -192,7 +194,7 @@ class ObjectStore:
                 with _errors(key):
                     try:
                         found = answer or obstore.get(self._reading, key, options=options)
-                        answer = None
+                        is_answered, answer = True, None
                     except exceptions.PreconditionError:
                         raise _Replaced(key) from None
                     except exceptions.GenericError as error:
@@ -204,10 +206,14 @@ class ObjectStore:
                     for piece in found.stream(min_chunk_size=STREAM_BYTES):
                         buffer[filled : filled + len(piece)] = piece
                         filled += len(piece)
-                        last_byte_at = time.monotonic()
+                        failing_since = None
             except Unavailable as error:
-                unresponsive_s = time.monotonic() - last_byte_at
-                if error.specific_reason != UNRESPONSIVE or unresponsive_s > RETRY_TIMEOUT_S:
+                now = time.monotonic()
+                if failing_since is None:
+                    # The client has repeated a request that was not answered. An answer that fell silent is noticed
+                    # only after the client's time-out, and has not been repeated at all.
+                    failing_since = now if is_answered else began_at
+                if error.specific_reason != UNRESPONSIVE or now - failing_since > RETRY_TIMEOUT_S:
                     raise
                 time.sleep(RETRY_DELAY_S)
 

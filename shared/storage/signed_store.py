@@ -149,7 +149,7 @@ class SignedStore:
     def _get_range(self, key: str, start: int, length: int) -> bytes:
         """Read a range. A read that is cut off goes on with the byte after the last one that came."""
         data = bytearray()
-        last_byte_at = time.monotonic()
+        failing_since: float | None = None
         while len(data) < length:
             before = len(data)
             answer = self._send(
@@ -162,10 +162,13 @@ class SignedStore:
             try:
                 for piece in answer.stream(SLICE_BYTES):
                     data += piece
-                    last_byte_at = time.monotonic()
+                    failing_since = None
                     self._advanced()
             except urllib3.exceptions.HTTPError as error:
-                if time.monotonic() - last_byte_at > RETRY_FOR_S:
+                now = time.monotonic()
+                if failing_since is None:
+                    failing_since = now  # an answer that fell silent is noticed only after the time-out of a read
+                if now - failing_since > RETRY_FOR_S:
                     raise unresponsive_store(key) from error
                 time.sleep(FIRST_PAUSE_S)
             else:

@@ -38,6 +38,8 @@ class Fault:
     # after the server has done what was asked.
     reset: str = ""
     reset_after_bytes: int = 0
+    # Sends so many bytes of the answer's body and no more, and keeps the connection open; 0: sends all.
+    stall_after_bytes: int = 0
     # Takes the request and says nothing, until the fault is changed.
     is_unresponsive: bool = False
     # Which requests it befalls: of these methods (empty: all), the n-th since the fault was set (0: each), or a share.
@@ -81,6 +83,10 @@ def resetting(
     methods: frozenset[str] = frozenset(),
 ) -> Fault:
     return Fault(reset=of, reset_after_bytes=after_bytes, share=share, nth=nth, methods=methods)
+
+
+def stalling(after_bytes: int, *, nth: int = 0) -> Fault:
+    return Fault(stall_after_bytes=after_bytes, nth=nth, methods=frozenset({"GET"}))
 
 
 def unresponsive() -> Fault:
@@ -154,6 +160,10 @@ class S3FaultProxy:
         try:
             async with _connected(self.upstream) as (answers, requests):
                 return await self._pass_on(fault, head, (reader, requests), (answers, writer))
+        except _Stalled:
+            await self._hold(reader)
+            _abort(writer)
+            return False
         except (_Reset, OSError, EOFError):
             # Whatever goes wrong on the other side, too: that is how a bad network looks.
             self.broken.append(head.path)
@@ -241,6 +251,10 @@ class S3FaultProxy:
                 target.write(piece[: fault.reset_after_bytes - carried])
                 await target.drain()
                 raise _Reset
+            if way == "response" and fault.stall_after_bytes and carried + len(piece) > fault.stall_after_bytes:
+                target.write(piece[: fault.stall_after_bytes - carried])
+                await target.drain()
+                raise _Stalled
             carried += len(piece)
             if fault.bytes_per_s:
                 await self._wait_for_line(len(piece), fault.bytes_per_s)
@@ -288,6 +302,10 @@ def fault_proxy(behind: StoreSettings, *, seed: int = 0) -> Iterator[S3FaultProx
 
 class _Reset(Exception):
     """It is time to break the connection."""
+
+
+class _Stalled(Exception):
+    """It is time to send no more."""
 
 
 @asynccontextmanager

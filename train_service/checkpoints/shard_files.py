@@ -11,11 +11,13 @@ no such file.
 
 from __future__ import annotations
 
+import errno
 import json
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,13 +28,16 @@ from torch import Tensor
 from shared.checkpoint.format import OPTIMIZER, WEIGHTS
 from shared.checkpoint.reading import digests_of
 from shared.checkpoint.tensor_ranges import SHARDS, encode_header, shard_path
-from shared.errors import Internal
+from shared.errors import Internal, ResourceExhausted
 from shared.storage import ObjectMissing, ObjectStore
 from train_service.checkpoints.tensor_files import DTYPES, NEST, places_of, take_apart
 from train_service.learning.sharding import local_rows
 
 # Bytes that are copied from a device at a time.
 COPIED_BYTES = 32 * 2**20
+# The errors of a full disk, and the delay before it is tried again.
+FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL_RETRY_S = 30.0
 # How often rank 0 looks for the other ranks' shards, and for how long once the run has ended.
 POLL_INTERVAL_S = 0.2
 WAIT_AT_THE_END_S = 20.0
@@ -53,12 +58,17 @@ def spool_shards(
     ranks: int,
     touched: Callable[[], None] = lambda: None,
 ) -> list[SpooledFile]:
-    """Copy this rank's rows to disk. `state` is nested, and like `weights` has the sharded tensors themselves."""
+    """Copy this rank's rows to disk. `state` is nested, and like `weights` has the sharded tensors themselves.
+
+    Raises `ResourceExhausted` if the disk is full, and then leaves no file.
+    """
     tensors, form = take_apart(state)
-    return [
-        _spool(shard_path(WEIGHTS, rank, ranks), weights, {}, rank, touched),
-        _spool(shard_path(OPTIMIZER, rank, ranks), tensors, {NEST: form}, rank, touched),
-    ]
+    first = _spool(shard_path(WEIGHTS, rank, ranks), weights, {}, rank, touched)
+    try:
+        return [first, _spool(shard_path(OPTIMIZER, rank, ranks), tensors, {NEST: form}, rank, touched)]
+    except BaseException:
+        first.file.close()
+        raise
 
 
 def _spool(
@@ -79,12 +89,35 @@ def _spool(
     for name, (begin, end) in places.items():
         one = own[name]
         header[name] = {"dtype": DTYPES[one.dtype], "shape": list(one.shape), "data_offsets": [begin, end]}
-    file = tempfile.TemporaryFile(prefix="millrace-shard-", buffering=0)  # noqa: SIM115 - open until it is uploaded
-    _write_all(file, memoryview(encode_header(header)))
-    for name in places:
-        touched()
-        _write_tensor(file, own[name])
+    encoded = memoryview(encode_header(header))
+    size_bytes = len(encoded) + sum(end - begin for begin, end in places.values())
+    with _full_disk_named(path, rank, size_bytes):
+        file = tempfile.TemporaryFile(prefix="millrace-shard-", buffering=0)  # noqa: SIM115 - open until it is uploaded
+        try:
+            _write_all(file, encoded)
+            for name in places:
+                touched()
+                _write_tensor(file, own[name])
+        except BaseException:
+            file.close()
+            raise
     return SpooledFile(path, file)
+
+
+@contextmanager
+def _full_disk_named(path: str, rank: int, size_bytes: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise ResourceExhausted(
+            f"rank {rank} needs {size_bytes:,} bytes in {tempfile.gettempdir()} for {path}, and the disk is full; free "
+            "space on its node, give the node more disk, or set TMPDIR to a larger disk",
+            reason="SCRATCH_FULL",
+            metadata={"ranks": str(rank)},
+            retry_after_s=FULL_RETRY_S,
+        ) from error
 
 
 def _write_tensor(file: BinaryIO, tensor: Tensor) -> None:

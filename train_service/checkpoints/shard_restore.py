@@ -86,12 +86,15 @@ def _optimizer_plan(model: nn.Module, optimizer: torch.optim.Optimizer, saved: M
     plan = _OptimizerPlan()
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
+    counted_on_device: set[str] = set()
     for group, values in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         if sorted(names[id(param)] for param in group["params"]) != sorted(map(str, values["params"])):
             raise NotByRows("the optimizer's groups have other parameters")
         plan.groups.append({key: value for key, value in values.items() if key != "params"})
         if any(isinstance(value, StoredTensor) for value in plan.groups[-1].values()):
             raise NotByRows("a group of the optimizer has tensors of its own")
+        if values.get("fused") or values.get("capturable"):
+            counted_on_device.update(map(str, values["params"]))
     for name, values in saved["state"].items():
         parameter = parameters[name]
         state = plan.state[parameter] = {}
@@ -111,8 +114,9 @@ def _optimizer_plan(model: nn.Module, optimizer: torch.optim.Optimizer, saved: M
                     run_check=False,
                 )
             elif not value.shape:
-                # As `Optimizer.load_state_dict`: the count of steps stays in host memory.
-                state[key] = torch.empty((), dtype=kind, device="cpu" if key == "step" else parameter.device)
+                # As `Optimizer.load_state_dict`: the count of steps stays in host memory, unless a kernel reads it.
+                is_in_host_memory = key == "step" and name not in counted_on_device
+                state[key] = torch.empty((), dtype=kind, device="cpu" if is_in_host_memory else parameter.device)
             else:
                 raise NotByRows(f"{key} of {name} has the shape {value.shape}")
             plan.wanted.append((value, state[key]))

@@ -7,7 +7,7 @@ Here all is smaller: 12 MiB at 1.25 MiB/s with a cut every 1.2 MiB, 4 s a reques
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
@@ -16,9 +16,9 @@ from shared.checkpoint import load_checkpoint, write_checkpoint
 from shared.checkpoint.files import files_of, read_file
 from shared.checkpoint.format import WEIGHTS
 from shared.settings import StoreSettings
-from shared.storage import ObjectStore, open_store, opening
+from shared.storage import ObjectStore, object_store, open_store, opening
 from tests.support.checkpoint_samples import content
-from tests.support.s3_fault_proxy import NONE, S3FaultProxy, fault_proxy, slow, slow_and_cut
+from tests.support.s3_fault_proxy import NONE, S3FaultProxy, fault_proxy, slow, slow_and_cut, stalling
 
 MIB = 1024 * 1024
 SIZE = 12 * MIB
@@ -88,3 +88,22 @@ def test_a_checkpoint_is_written_over_a_line_that_takes_longer_for_a_part_than_a
         proxy.fault = slow(MIB)
         store.put("object", data)
     assert open_store(s3_store).get("object") == data
+
+
+def test_a_read_that_falls_silent_goes_on(s3_store: StoreSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silence is noticed as late as requests are repeated, as with the limits of a service."""
+    monkeypatch.setattr(opening, "SILENCE_TIMEOUT", timedelta(seconds=5))
+    monkeypatch.setattr(opening, "RETRY_FOR", timedelta(seconds=5))
+    monkeypatch.setattr(object_store, "RETRY_TIMEOUT_S", 5.0)
+    data = os.urandom(4 * MIB)
+    open_store(s3_store).put("object", data)
+    with fault_proxy(s3_store) as proxy:
+        store = open_store(proxy.settings(s3_store))
+        reads: list[Callable[[], bytes]] = [
+            lambda: store.get_range("object", 0, len(data)),
+            lambda: store.get("object"),
+        ]
+        for read in reads:
+            proxy.fault = stalling(MIB, nth=1)
+            assert read() == data
+            assert (proxy.struck, proxy.requests) == (1, 2)

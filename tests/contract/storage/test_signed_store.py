@@ -20,7 +20,16 @@ from shared.storage.object_store import unresponsive_store
 from shared.storage.presigning import MultipartUploads, Presigner
 from shared.storage.signed_store import SignedStore
 from tests.support.peak_memory import growth_here
-from tests.support.s3_fault_proxy import NONE, failing, fault_proxy, full, resetting, slow_and_cut, unresponsive
+from tests.support.s3_fault_proxy import (
+    NONE,
+    failing,
+    fault_proxy,
+    full,
+    resetting,
+    slow_and_cut,
+    stalling,
+    unresponsive,
+)
 from tests.support.waiting import wait_until
 
 MIB = 1024 * 1024
@@ -283,6 +292,22 @@ def test_a_store_that_is_silent_for_a_while_is_waited_for(
         proxy.fault = unresponsive()
         with pytest.raises(Unavailable, match="does not answer"):
             store.put("key", b"other")
+        store.close()
+
+
+def test_a_read_that_falls_silent_goes_on(
+    s3_store: StoreSettings, plain: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Silence is noticed as late as requests are repeated, as with the limits of a service."""
+    monkeypatch.setattr(signed_store, "SILENCE_TIMEOUT", timedelta(seconds=5))
+    monkeypatch.setattr(signed_store, "RETRY_FOR_S", 5.0)
+    data = os.urandom(4 * MIB)
+    plain.put("key", data)
+    with fault_proxy(s3_store) as proxy:
+        store = SignedStore(Signer(proxy.settings(s3_store)))
+        proxy.fault = stalling(MIB, nth=1)
+        assert store.get_range("key", 0, len(data)) == data
+        assert (proxy.struck, proxy.requests) == (1, 2)
         store.close()
 
 

@@ -69,11 +69,14 @@ def test_a_call_that_is_cancelled_a_moment_before_its_deadline_is_late(
         (1.0, 0.85, False),
         (1.01, 1.0, True),  # 1.001 s, as gRPC rounds it
         (0.2, 0.17, False),
+        (600.0, 545.0, False),
+        (600.0, 593.0, False),
+        (101.0, 100.01, True),  # 100.01 s, as gRPC rounds it
         (0.0, 0.0, True),
         (None, 100.0, False),
     ],
 )
-def test_a_call_that_is_cancelled_in_the_last_tenth_of_its_time_has_met_its_deadline(
+def test_a_call_that_is_cancelled_in_the_last_part_of_its_time_has_met_its_deadline(
     remaining_s: float | None, passed_s: float, late: bool
 ) -> None:
     assert is_deadline(remaining_s, passed_s) is late
