@@ -64,10 +64,13 @@ class LoaderRecord:
         self._row_count = row_count
         # Passes that this rank has ended, the earlier attempts' included.
         self._done = done
+        self._reported_done = done
         self._next = done
         self._set: int | None = None
         self._pass = done
         self._drawn: deque[Sequence[int]] = deque()
+        # Whether the sampler has drawn the last batch of the pass.
+        self._exhausted = False
         self._passes: dict[int, tuple[Flags, Flags]] = {}
         self._lock = threading.Lock()
 
@@ -80,10 +83,18 @@ class LoaderRecord:
         with self._lock:
             self._pass = self._set if self._set is not None and self._set >= 0 else self._next
             self._set, self._next = None, self._pass + 1
+            # The program has left the passes before, whether or not it took all of their batches.
+            self._done = max(self._done, self._pass)
             self._drawn.clear()
+            self._exhausted = False
 
     def drew(self, batch: Sequence[int]) -> None:
         self._drawn.append(batch)
+
+    def exhaust(self) -> None:
+        """The sampler has drawn the last batch of its pass."""
+        with self._lock:
+            self._exhausted = True
 
     def counted(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches. Each one's indices count when the program gets it."""
@@ -97,8 +108,9 @@ class LoaderRecord:
     def take(self) -> Record | None:
         with self._lock:
             passes, self._passes = self._passes, {}
-            if not passes:
+            if not passes and self._done == self._reported_done:
                 return None
+            self._reported_done = self._done
             sets = {str(number): [encode(seen), encode(again)] for number, (seen, again) in passes.items()}
             return {"row_count": self._row_count, "done": self._done, "passes": sets}
 
@@ -115,6 +127,9 @@ class LoaderRecord:
             found, times = np.unique(valid, return_counts=True)
             again[found] |= seen[found] | (times > 1)
             seen[found] = True
+            # The program may report within its last step, before it asks for a batch after the last one.
+            if self._exhausted and not self._drawn:
+                self._done = max(self._done, self._pass + 1)
 
 
 class _DrawnBatches:
@@ -129,6 +144,7 @@ class _DrawnBatches:
         for batch in self._batches:
             self._record.drew(batch)
             yield batch
+        self._record.exhaust()
 
     def __len__(self) -> int:
         return len(self._batches)

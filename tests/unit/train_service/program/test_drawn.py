@@ -102,6 +102,29 @@ def test_a_pass_that_is_left_and_begun_again_repeats_its_indices() -> None:
     assert given_of(drawn.take(), 0) == (sorted(got), sorted(got))
 
 
+def test_a_pass_that_ended_after_a_report_is_in_the_next_report() -> None:
+    drawn = DrawnIndices({"loader-0": {"done": 2}})
+    for _ in drawn.watch(DataLoader(TensorDataset(torch.arange(ROWS)), 3)):
+        said = drawn.take()
+    assert said["loader-0"]["done"] == 2, "a plain loader's last batch does not show that it is the last"
+    assert drawn.take() == {"loader-0": {"row_count": ROWS, "done": 3, "passes": {}}}
+    assert drawn.take() == {}
+
+
+def test_a_pass_that_is_left_is_done_once_the_next_begins() -> None:
+    drawn = DrawnIndices()
+    data = drawn.watch(loader())
+    for epoch in range(3):
+        next(iter(data))
+        assert drawn.take()["loader-0"]["done"] == epoch
+
+
+def test_a_pass_is_done_with_its_last_batch() -> None:
+    drawn = DrawnIndices()
+    done = [drawn.take()["loader-0"]["done"] for _ in drawn.watch(loader())]
+    assert done == [0] * (len(done) - 1) + [1]
+
+
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Any:
         return iter(range(5))
