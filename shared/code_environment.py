@@ -251,6 +251,11 @@ class CodeEnvironments:
             if lease:
                 lease.close()
 
+    def is_ready(self, requirements: Iterable[str]) -> bool:
+        """Return whether `lease` has nothing to build, as far as the records of this node say."""
+        lines = to_install(requirements)[0] if self.uv else []
+        return not lines or os.access(self.folder / f"{digest_of_environment(lines)}.json", os.R_OK)
+
     def lease(self, requirements: Iterable[str], tick: Callable[[], None] = lambda: None) -> Lease | None:
         """Do as `opened`, until the lease is closed or the process ends."""
         if self.uv:
