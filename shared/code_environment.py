@@ -25,6 +25,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import importlib
+import importlib.machinery
 import json
 import logging
 import os
@@ -205,6 +206,8 @@ NAME = re.compile(r"[0-9a-f]{64}(-\d+)?")
 BUILD_POLL_S = 0.1
 LOCK_POLL_S = 0.05
 MAX_MESSAGE = 2_000
+# Of files that Python imports, the longest first: `.cpython-311-x86_64-linux-gnu.so` before `.so`.
+SUFFIXES = tuple(sorted(importlib.machinery.all_suffixes(), key=len, reverse=True))
 # What uv gets of the environment, besides its own variables: no key of the store, no token.
 PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "NETRC", "SSL_CERT_FILE", "SSL_CERT_DIR")
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
@@ -473,28 +476,38 @@ def _is_passed_on(name: str) -> bool:
 
 
 def _check_files(packages: Path) -> None:
-    """Raise `FailedPrecondition` for a package that brings a file of the platform's under the same name.
+    """Raise `FailedPrecondition` for a file that Python imports as a module of the platform's.
 
     The environment comes before the image, so such a file would take the place of the platform's.
     """
-    own = {f"{name}/__init__.py" for name in OWN_PACKAGES} | {f"{name}.py" for name in OWN_PACKAGES}
-    clashing = sorted(path for path in _files(packages) if path in own or path in _files_of_platform())
+    platforms = _modules_of_platform()
+    clashing = sorted(path for path in _files(packages) if _module_of(path) in platforms)
     if clashing:
         raise FailedPrecondition(
-            f"the bundle's requirements bring {clashing[0]}, which is a file of the image's own packages; leave "
-            "out the package that has it",
+            f"the bundle's requirements bring {clashing[0]}, which takes the place of the image's own packages; "
+            "leave out the package that has it",
             reason="ENVIRONMENT_FAILED",
         )
 
 
 @cache
-def _files_of_platform() -> frozenset[str]:
-    found: set[str] = set()
+def _modules_of_platform() -> frozenset[str]:
+    """Return the modules of the platform's packages, `numpy/linalg`, with the top folders that are namespaces."""
+    found = set(OWN_PACKAGES)
     for name in packages_of_platform():
         with suppress(metadata.PackageNotFoundError):
-            files = metadata.files(name) or []
-            found.update(file.as_posix() for file in files if file.suffix in (".py", ".so") and ".." not in file.parts)
+            for file in metadata.files(name) or []:
+                if ".." not in file.parts and (module := _module_of(file.as_posix())):
+                    found |= {module, module.partition("/")[0]}
     return frozenset(found)
+
+
+def _module_of(path: str) -> str:
+    """Return the module that Python would import from a file, as a path without a suffix. Empty if it is none."""
+    suffix = next((one for one in SUFFIXES if path.endswith(one)), "")
+    if not suffix or "__pycache__" in path:
+        return ""
+    return path.removesuffix(suffix).removesuffix("/__init__")
 
 
 def _files(folder: Path) -> Iterator[str]:

@@ -279,10 +279,34 @@ def test_a_build_that_takes_too_long_is_ended(wheels: Path, environments: CodeEn
     assert ticks
 
 
-@pytest.mark.parametrize("path", ["torch/__init__.py", "numpy/__init__.py", "shared/__init__.py", "train_service.py"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "torch/__init__.py",
+        "numpy/__init__.py",
+        "shared/__init__.py",
+        "train_service.py",
+        "ray.py",
+        "torch.pyc",
+        "numpy/__init__.pyc",
+        "numpy/__init__.abi3.so",
+        "shared.abi3.so",
+        "six/__init__.py",
+        "google/__init__.py",
+        "google/protobuf/__init__.pyc",
+    ],
+)
 def test_no_package_takes_the_place_of_the_platforms(wheels: Path, environments: CodeEnvironments, path: str) -> None:
     line = write_wheel(wheels, "clash", "1", {path: ""})
-    assert f"bring {path}, which is a file of the image's own" in failure(environments, line)
+    assert f"bring {path}, which takes the place of the image's own" in failure(environments, line)
+
+
+def test_a_package_may_add_modules_beside_the_platforms(wheels: Path, environments: CodeEnvironments) -> None:
+    added = ["google/tiny_pack/__init__.py", "tests/test_tiny_pack.py", "ray.txt", "numpy.libs/tiny.so", "torch-1.txt"]
+    line = write_wheel(wheels, "tiny_pack", "1.5", dict.fromkeys(added, ""))
+    with environments.opened([line]) as packages:
+        assert packages is not None
+        assert all((packages / path).exists() for path in added)
 
 
 def test_a_wheel_cannot_write_outside_of_its_folder(
