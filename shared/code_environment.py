@@ -33,6 +33,7 @@ import platform
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import sysconfig
@@ -57,6 +58,8 @@ VARIABLE = "MILLRACE_CODE_ENVIRONMENTS"
 OFF, UV = "off", "uv"
 FOLDER_VARIABLE = "MILLRACE_CODE_ENVIRONMENTS_FOLDER"
 SIZE_VARIABLE = "MILLRACE_CODE_ENVIRONMENTS_GIB"
+# /tmp is open to other users, so each folder on the way must be this user's alone.
+DEFAULT_FOLDER = "/tmp/millrace-{uid}/environments"
 DEFAULT_GIB = 20.0
 BUILD_TIMEOUT_S = 600.0
 # A torch environment has about 30,000.
@@ -69,7 +72,7 @@ def code_environments(environ: Mapping[str, str]) -> CodeEnvironments:
     mode = environ.get(VARIABLE) or OFF
     if mode not in (OFF, UV):
         raise SettingsError(f"{VARIABLE}={mode!r}: use {OFF} or {UV}")
-    folder = Path(environ.get(FOLDER_VARIABLE) or f"/tmp/millrace-{os.getuid()}/environments")
+    folder = Path(environ.get(FOLDER_VARIABLE) or DEFAULT_FOLDER.format(uid=os.getuid()))
     if not folder.is_absolute():
         raise SettingsError(f"{FOLDER_VARIABLE}={str(folder)!r}: use an absolute path")
     text = environ.get(SIZE_VARIABLE) or str(DEFAULT_GIB)
@@ -85,7 +88,8 @@ def code_environments(environ: Mapping[str, str]) -> CodeEnvironments:
         uv = str(beside) if os.access(beside, os.X_OK) else shutil.which("uv") or ""
         if not uv:
             raise SettingsError(f"{VARIABLE}={UV}: there is no program uv; install it in the image, or use {OFF}")
-    return CodeEnvironments(uv=uv, folder=folder, max_bytes=int(gib * GIB))
+    by_default = not environ.get(FOLDER_VARIABLE)
+    return CodeEnvironments(uv=uv, folder=folder, by_default=by_default, max_bytes=int(gib * GIB))
 
 
 def environments_of_node(environ: Mapping[str, str]) -> CodeEnvironments:
@@ -219,6 +223,8 @@ class CodeEnvironments:
 
     uv: str = ""
     folder: Path = Path("/nonexistent")
+    # Whether `folder` is the default one, which must be safe from other users. The operator answers for another.
+    by_default: bool = False
     # All environments together. The oldest unused ones are removed for a new one, and no new one may be larger.
     max_bytes: int = int(DEFAULT_GIB * GIB)
     max_files: int = MAX_FILES
@@ -271,7 +277,10 @@ class CodeEnvironments:
 
     def _leased(self, lines: list[str], tick: Callable[[], None]) -> Lease:
         for folder in (self.folder.parent, self.folder):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self.by_default:
+                _make_private(folder)
+            else:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self.folder.stat().st_uid != os.getuid():
             raise FailedPrecondition(f"{FOLDER_VARIABLE}: {self.folder} is another user's: name a folder of this one")
         digest = digest_of_environment(lines)
@@ -294,6 +303,19 @@ class CodeEnvironments:
                 return
             if environment.name != keep and environment.remove_unused():
                 sizes[environment.name] = 0
+
+
+def _make_private(folder: Path) -> None:
+    """Make a folder of this user alone. Raises `FailedPrecondition` if another user made it or can change it."""
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise FailedPrecondition(
+            f"{folder} is no folder of this user's alone: have it removed, or name another in {FOLDER_VARIABLE}",
+            reason="FOLDER_NOT_OWN",
+            metadata={"folder": str(folder)},
+        )
 
 
 def digest_of_environment(lines: Iterable[str]) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from shared import code_environment
 from shared.code_environment import (
     CodeEnvironments,
     add_packages,
@@ -345,6 +346,35 @@ def test_a_malformed_setting_names_its_variable_and_the_remedy(environ: dict[str
     with pytest.raises(SettingsError, match=text) as caught:
         code_environments(environ)
     assert next(iter(environ)) in str(caught.value)
+
+
+@pytest.mark.parametrize("below", [0, 1], ids=["the folder", "its parent"])
+@pytest.mark.parametrize("kind", ["writable", "link", "file", "another user's"])
+def test_a_default_folder_that_others_can_change_is_refused(
+    below: int, kind: str, wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = write_wheel(wheels, "tiny_pack", "1.5", {"tiny_pack.py": ""})
+    monkeypatch.setattr(code_environment, "DEFAULT_FOLDER", f"{tmp_path}/millrace-{{uid}}/environments")
+    environments = code_environments({"MILLRACE_CODE_ENVIRONMENTS": "uv"})
+    with environments.opened([line]) as packages:
+        assert packages is not None
+    changed = [environments.folder, environments.folder.parent][below]
+    if kind == "writable":
+        changed.chmod(0o770)
+    elif kind == "another user's":
+        user, lstat = os.getuid(), Path.lstat
+        monkeypatch.setattr(
+            Path,
+            "lstat",
+            lambda path: (
+                os.stat_result((*lstat(path)[:4], user + 1, *lstat(path)[5:])) if path == changed else lstat(path)
+            ),
+        )
+    else:
+        changed.rename(tmp_path / "elsewhere")
+        changed.touch() if kind == "file" else changed.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(FailedPrecondition, match=f"{changed} is no folder of this user's alone: .*_FOLDER"):
+        environments.lease([line])
 
 
 def test_environments_are_off_by_default() -> None:
