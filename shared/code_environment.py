@@ -25,6 +25,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import importlib
+import importlib.machinery
 import json
 import logging
 import os
@@ -32,6 +33,7 @@ import platform
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import sysconfig
@@ -56,6 +58,8 @@ VARIABLE = "MILLRACE_CODE_ENVIRONMENTS"
 OFF, UV = "off", "uv"
 FOLDER_VARIABLE = "MILLRACE_CODE_ENVIRONMENTS_FOLDER"
 SIZE_VARIABLE = "MILLRACE_CODE_ENVIRONMENTS_GIB"
+# /tmp is open to other users, so each folder on the way must be this user's alone.
+DEFAULT_FOLDER = "/tmp/millrace-{uid}/environments"
 DEFAULT_GIB = 20.0
 BUILD_TIMEOUT_S = 600.0
 # A torch environment has about 30,000.
@@ -68,7 +72,7 @@ def code_environments(environ: Mapping[str, str]) -> CodeEnvironments:
     mode = environ.get(VARIABLE) or OFF
     if mode not in (OFF, UV):
         raise SettingsError(f"{VARIABLE}={mode!r}: use {OFF} or {UV}")
-    folder = Path(environ.get(FOLDER_VARIABLE) or f"/tmp/millrace-{os.getuid()}/environments")
+    folder = Path(environ.get(FOLDER_VARIABLE) or DEFAULT_FOLDER.format(uid=os.getuid()))
     if not folder.is_absolute():
         raise SettingsError(f"{FOLDER_VARIABLE}={str(folder)!r}: use an absolute path")
     text = environ.get(SIZE_VARIABLE) or str(DEFAULT_GIB)
@@ -84,7 +88,8 @@ def code_environments(environ: Mapping[str, str]) -> CodeEnvironments:
         uv = str(beside) if os.access(beside, os.X_OK) else shutil.which("uv") or ""
         if not uv:
             raise SettingsError(f"{VARIABLE}={UV}: there is no program uv; install it in the image, or use {OFF}")
-    return CodeEnvironments(uv=uv, folder=folder, max_bytes=int(gib * GIB))
+    by_default = not environ.get(FOLDER_VARIABLE)
+    return CodeEnvironments(uv=uv, folder=folder, by_default=by_default, max_bytes=int(gib * GIB))
 
 
 def environments_of_node(environ: Mapping[str, str]) -> CodeEnvironments:
@@ -205,6 +210,8 @@ NAME = re.compile(r"[0-9a-f]{64}(-\d+)?")
 BUILD_POLL_S = 0.1
 LOCK_POLL_S = 0.05
 MAX_MESSAGE = 2_000
+# Of files that Python imports, the longest first: `.cpython-311-x86_64-linux-gnu.so` before `.so`.
+SUFFIXES = tuple(sorted(importlib.machinery.all_suffixes(), key=len, reverse=True))
 # What uv gets of the environment, besides its own variables: no key of the store, no token.
 PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "NETRC", "SSL_CERT_FILE", "SSL_CERT_DIR")
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
@@ -216,6 +223,8 @@ class CodeEnvironments:
 
     uv: str = ""
     folder: Path = Path("/nonexistent")
+    # Whether `folder` is the default one, which must be safe from other users. The operator answers for another.
+    by_default: bool = False
     # All environments together. The oldest unused ones are removed for a new one, and no new one may be larger.
     max_bytes: int = int(DEFAULT_GIB * GIB)
     max_files: int = MAX_FILES
@@ -251,6 +260,11 @@ class CodeEnvironments:
             if lease:
                 lease.close()
 
+    def is_ready(self, requirements: Iterable[str]) -> bool:
+        """Return whether `lease` has nothing to build, as far as the records of this node say."""
+        lines = to_install(requirements)[0] if self.uv else []
+        return not lines or os.access(self.folder / f"{digest_of_environment(lines)}.json", os.R_OK)
+
     def lease(self, requirements: Iterable[str], tick: Callable[[], None] = lambda: None) -> Lease | None:
         """Do as `opened`, until the lease is closed or the process ends."""
         if self.uv:
@@ -263,7 +277,10 @@ class CodeEnvironments:
 
     def _leased(self, lines: list[str], tick: Callable[[], None]) -> Lease:
         for folder in (self.folder.parent, self.folder):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self.by_default:
+                _make_private(folder)
+            else:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self.folder.stat().st_uid != os.getuid():
             raise FailedPrecondition(f"{FOLDER_VARIABLE}: {self.folder} is another user's: name a folder of this one")
         digest = digest_of_environment(lines)
@@ -286,6 +303,19 @@ class CodeEnvironments:
                 return
             if environment.name != keep and environment.remove_unused():
                 sizes[environment.name] = 0
+
+
+def _make_private(folder: Path) -> None:
+    """Make a folder of this user alone. Raises `FailedPrecondition` if another user made it or can change it."""
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise FailedPrecondition(
+            f"{folder} is no folder of this user's alone: have it removed, or name another in {FOLDER_VARIABLE}",
+            reason="FOLDER_NOT_OWN",
+            metadata={"folder": str(folder)},
+        )
 
 
 def digest_of_environment(lines: Iterable[str]) -> str:
@@ -468,28 +498,38 @@ def _is_passed_on(name: str) -> bool:
 
 
 def _check_files(packages: Path) -> None:
-    """Raise `FailedPrecondition` for a package that brings a file of the platform's under the same name.
+    """Raise `FailedPrecondition` for a file that Python imports as a module of the platform's.
 
     The environment comes before the image, so such a file would take the place of the platform's.
     """
-    own = {f"{name}/__init__.py" for name in OWN_PACKAGES} | {f"{name}.py" for name in OWN_PACKAGES}
-    clashing = sorted(path for path in _files(packages) if path in own or path in _files_of_platform())
+    platforms = _modules_of_platform()
+    clashing = sorted(path for path in _files(packages) if _module_of(path) in platforms)
     if clashing:
         raise FailedPrecondition(
-            f"the bundle's requirements bring {clashing[0]}, which is a file of the image's own packages; leave "
-            "out the package that has it",
+            f"the bundle's requirements bring {clashing[0]}, which takes the place of the image's own packages; "
+            "leave out the package that has it",
             reason="ENVIRONMENT_FAILED",
         )
 
 
 @cache
-def _files_of_platform() -> frozenset[str]:
-    found: set[str] = set()
+def _modules_of_platform() -> frozenset[str]:
+    """Return the modules of the platform's packages, `numpy/linalg`, with the top folders that are namespaces."""
+    found = set(OWN_PACKAGES)
     for name in packages_of_platform():
         with suppress(metadata.PackageNotFoundError):
-            files = metadata.files(name) or []
-            found.update(file.as_posix() for file in files if file.suffix in (".py", ".so") and ".." not in file.parts)
+            for file in metadata.files(name) or []:
+                if ".." not in file.parts and (module := _module_of(file.as_posix())):
+                    found |= {module, module.partition("/")[0]}
     return frozenset(found)
+
+
+def _module_of(path: str) -> str:
+    """Return the module that Python would import from a file, as a path without a suffix. Empty if it is none."""
+    suffix = next((one for one in SUFFIXES if path.endswith(one)), "")
+    if not suffix or "__pycache__" in path:
+        return ""
+    return path.removesuffix(suffix).removesuffix("/__init__")
 
 
 def _files(folder: Path) -> Iterator[str]:

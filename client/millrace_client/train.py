@@ -55,7 +55,7 @@ SWEEP_OVER = frozenset(
 SWEEP_POLL_INTERVAL_S = 2.0
 # Each listed value and each end of a range is checked with a model.
 CHECKED_TIMEOUT_S = 120.0
-# A program's module is imported once before its job is created.
+# The module of a program or of an own model is imported once before its job is created.
 IMPORTED_TIMEOUT_S = 240.0
 # The most points in one answer.
 POINTS_AT_ONCE = 10_000
@@ -89,7 +89,7 @@ class TrainClient:
             request_id=new_request_id(),
             validate_only=validate_only,
         )
-        timeout_s = IMPORTED_TIMEOUT_S if spec.HasField("program") else None
+        timeout_s = IMPORTED_TIMEOUT_S if spec.HasField("program") or spec.model.entry else None
         return self._caller.unary(self._stub.CreateTrainingJob, request, resources_pb2.TrainingJob, timeout_s=timeout_s)
 
     def suggest_training_spec(

@@ -113,7 +113,8 @@ def node_copy(store: Readable, folder: str, manifest_sha256: str, root: Path | N
     from what was committed, and `OSError` for faults of this node's disk.
     """
     root = root or default_root()
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for one in (root.parent, root):  # both may be new, and `mode` is that of the last folder alone
+        one.mkdir(mode=0o700, parents=True, exist_ok=True)
     place = root / manifest_sha256
     if place in _held:
         return place

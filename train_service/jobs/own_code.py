@@ -20,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,8 @@ class EntryCheck:
         self._namespaces = namespaces
         self._environments = environments or CodeEnvironments()
         self._children = threading.BoundedSemaphore(MAX_CHILDREN)
+        # A build may take minutes, in which the other programs are checked.
+        self._builds = threading.BoundedSemaphore(1)
         # The found facts, by bundle, entry and question. Installed packages do not change while the service runs, and a
         # bundle never changes, so a sweep asks only once.
         self._good: dict[tuple[str, str, str], dict[str, Any]] = {}
@@ -244,15 +247,9 @@ class EntryCheck:
         sha256, asked = bundle.sha256, "" if model is None else json.dumps(model, sort_keys=True)
         if (good := self._good.get((sha256, entry, asked))) is not None:
             return good
-        if not self._children.acquire(timeout=CHECK_WAIT_S):
-            raise ResourceExhausted(
-                f"{MAX_CHILDREN} other programs are being checked; try again later", reason="TOO_MANY_PROGRAMS"
-            )
-        try:
-            with self._environments.opened(bundle.requirements) as packages:
-                answer = self._answer(sha256, entry, model, packages)
-        finally:
-            self._children.release()
+        checked = f"{MAX_CHILDREN} other programs are being checked"
+        with self._environment(bundle.requirements) as packages, _one_of(self._children, checked):
+            answer = self._answer(sha256, entry, model, packages)
         if problem := str(answer["problem"]):
             # A child may answer anything, so accept only a field of the specification from its answer.
             path = str(answer.get("field", ""))
@@ -265,6 +262,20 @@ class EntryCheck:
         while len(self._good) > MAX_REMEMBERED:
             self._good.pop(next(iter(self._good)), None)
         return self._good[sha256, entry, asked]
+
+    @contextmanager
+    def _environment(self, requirements: Sequence[str]) -> Iterator[Path | None]:
+        """Provide the environment. It is built before the check takes the place of another program's."""
+        if self._environments.is_ready(requirements):
+            lease = self._environments.lease(requirements)
+        else:
+            with _one_of(self._builds, "another environment is being built"):
+                lease = self._environments.lease(requirements)
+        try:
+            yield lease.packages if lease else None
+        finally:
+            if lease:
+                lease.close()
 
     def _answer(self, sha256: str, entry: str, model: dict[str, Any] | None, packages: Path | None) -> dict[str, Any]:
         module, _, function = entry.partition(":")
@@ -283,6 +294,17 @@ class EntryCheck:
                 **({} if model is None else {"model": model}),
             }
             return ask_in_child(question, work, self._limits, namespaces=self._namespaces)
+
+
+@contextmanager
+def _one_of(places: threading.BoundedSemaphore, taken: str) -> Iterator[None]:
+    """Hold one of the places. Raises `ResourceExhausted` if none is free for `CHECK_WAIT_S`."""
+    if not places.acquire(timeout=CHECK_WAIT_S):
+        raise ResourceExhausted(f"{taken}; try again later", reason="TOO_MANY_PROGRAMS")
+    try:
+        yield
+    finally:
+        places.release()
 
 
 def unpack_bundle(store: Readable, sha256: str, folder: Path) -> None:

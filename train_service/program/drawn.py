@@ -15,7 +15,18 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset
 
-from train_service.domain.drawn_indices import MAX_LOADERS, MAX_ROWS, PREFIX, Flags, Record, encode
+from train_service.domain.drawn_indices import (
+    MAX_LOADERS,
+    MAX_PASSES,
+    MAX_PASSES_A_REPORT,
+    MAX_ROWS,
+    NONE,
+    PREFIX,
+    Flags,
+    Record,
+    decode,
+    encode,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -64,11 +75,18 @@ class LoaderRecord:
         self._row_count = row_count
         # Passes that this rank has ended, the earlier attempts' included.
         self._done = done
+        self._reported_done = done
         self._next = done
         self._set: int | None = None
         self._pass = done
         self._drawn: deque[Sequence[int]] = deque()
-        self._passes: dict[int, tuple[Flags, Flags]] = {}
+        # Whether the sampler has drawn the last batch of the pass.
+        self._exhausted = False
+        # The sets of the passes since the last report, as a report has them, and the flags of the pass that goes on.
+        self._passes: dict[int, list[str]] = {}
+        self._current: tuple[int, Flags, Flags] | None = None
+        # No report can have the passes that follow.
+        self._stopped = False
         self._lock = threading.Lock()
 
     def set_epoch(self, epoch: int) -> None:
@@ -78,12 +96,27 @@ class LoaderRecord:
     def begin(self) -> None:
         """The sampler begins a pass."""
         with self._lock:
-            self._pass = self._set if self._set is not None and self._set >= 0 else self._next
+            number = self._set if self._set is not None and self._set >= 0 else self._next
+            if number >= MAX_PASSES:
+                self._stop(f"pass {number} has a number of {MAX_PASSES} or more")
+            if self._stopped:
+                return
+            self._encode_current()
+            self._pass = number
             self._set, self._next = None, self._pass + 1
+            # The program has left the passes before, whether or not it took all of their batches.
+            self._done = max(self._done, self._pass)
             self._drawn.clear()
+            self._exhausted = False
 
     def drew(self, batch: Sequence[int]) -> None:
-        self._drawn.append(batch)
+        if not self._stopped:
+            self._drawn.append(batch)
+
+    def exhaust(self) -> None:
+        """The sampler has drawn the last batch of its pass."""
+        with self._lock:
+            self._exhausted = True
 
     def counted(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches. Each one's indices count when the program gets it."""
@@ -92,14 +125,18 @@ class LoaderRecord:
             self._give()
             yield batch
         with self._lock:
-            self._done = max(self._done, self._pass + 1)
+            if not self._stopped:
+                self._done = max(self._done, self._pass + 1)
+                self._encode_current()
 
     def take(self) -> Record | None:
         with self._lock:
+            self._encode_current()
             passes, self._passes = self._passes, {}
-            if not passes:
+            if not passes and self._done == self._reported_done:
                 return None
-            sets = {str(number): [encode(seen), encode(again)] for number, (seen, again) in passes.items()}
+            self._reported_done = self._done
+            sets = {str(number): texts for number, texts in passes.items()}
             return {"row_count": self._row_count, "done": self._done, "passes": sets}
 
     def _give(self) -> None:
@@ -107,14 +144,33 @@ class LoaderRecord:
             if not self._drawn:
                 return  # the loader draws by other means than its batch sampler
             indices = np.asarray(self._drawn.popleft(), np.int64).reshape(-1)
-            if self._pass not in self._passes:
-                empty = np.zeros(self._row_count, np.bool_)
-                self._passes[self._pass] = (empty, empty.copy())
-            seen, again = self._passes[self._pass]
+            if self._current is None or self._current[0] != self._pass:
+                self._encode_current()
+                if self._pass not in self._passes and len(self._passes) >= MAX_PASSES_A_REPORT:
+                    self._stop(f"it had {MAX_PASSES_A_REPORT} passes without a report")
+                    return
+                texts = self._passes.pop(self._pass, [NONE, NONE])
+                self._current = (self._pass, decode(texts[0], self._row_count), decode(texts[1], self._row_count))
+            _, seen, again = self._current
             valid = indices[(indices >= 0) & (indices < self._row_count)]
             found, times = np.unique(valid, return_counts=True)
             again[found] |= seen[found] | (times > 1)
             seen[found] = True
+            # The program may report within its last step, before it asks for a batch after the last one.
+            if self._exhausted and not self._drawn:
+                self._done = max(self._done, self._pass + 1)
+
+    def _encode_current(self) -> None:
+        if self._current is not None:
+            number, seen, again = self._current
+            self._passes[number], self._current = [encode(seen), encode(again)], None
+
+    def _stop(self, why: str) -> None:
+        """Count no further pass: the coordinator would refuse the report, and the training goes on without it."""
+        if not self._stopped:
+            self._stopped = True
+            self._drawn.clear()
+            logger.warning("%s is not counted any more: %s", self.name, why)
 
 
 class _DrawnBatches:
@@ -129,6 +185,7 @@ class _DrawnBatches:
         for batch in self._batches:
             self._record.drew(batch)
             yield batch
+        self._record.exhaust()
 
     def __len__(self) -> int:
         return len(self._batches)

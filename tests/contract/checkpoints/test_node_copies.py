@@ -71,6 +71,16 @@ def test_a_damaged_file_leaves_no_copy(store: ObjectStore, root: Path) -> None:
     assert [one.name for one in root.iterdir()] == [f"{entry.manifest_sha256}.lock"]
 
 
+def test_others_cannot_write_beside_the_copies(store: ObjectStore, root: Path) -> None:
+    entry = commit_program(store)
+    before = os.umask(0o002)
+    try:
+        node_copy(store, entry.folder, entry.manifest_sha256, root / "millrace" / "copies")
+    finally:
+        os.umask(before)
+    assert [one.stat().st_mode & 0o777 for one in (root / "millrace", root / "millrace" / "copies")] == [0o700, 0o700]
+
+
 def test_copies_that_no_process_uses_go_and_others_stay(store: ObjectStore, root: Path) -> None:
     first, second = commit_program(store, 1), commit_program(store, 2)
     third = commit_model(store)

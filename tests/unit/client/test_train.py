@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from millrace.train.v1 import resources_pb2, train_service_pb2_grpc
+from millrace.train.v1 import code_bundle_pb2, resources_pb2, train_service_pb2_grpc
 from millrace.train.v1 import train_service_pb2 as pb
 from millrace_client import connect, errors
+from millrace_client.calls import Caller
 from tests.support import recorded_servicer
 from tests.support.fake_servicers import BreakingStreams, UnknownJob
 from tests.support.grpc_answers import serving
@@ -88,3 +89,22 @@ def test_a_watch_of_a_suspended_job_has_its_events_and_ends(after: int) -> None:
     assert [one.sequence for one in updates if isinstance(one, pb.TrainingEvent)] == [1, 2, 3, 4, 5, 6][after:]
     assert isinstance(updates[-1], Job)
     assert updates[-1].state == Job.STATE_SUSPENDED
+
+
+@pytest.mark.parametrize(
+    ("spec", "timeout_s"),
+    [
+        (resources_pb2.TrainingSpec(program=code_bundle_pb2.Program(entry="train:loop")), 240.0),
+        (resources_pb2.TrainingSpec(model=resources_pb2.Model(entry="net:Net")), 240.0),
+        (resources_pb2.TrainingSpec(model=resources_pb2.Model(builder="timm.resnet18")), None),
+    ],
+    ids=["program", "own model", "model"],
+)
+def test_a_job_with_own_code_waits_for_its_import(
+    spec: resources_pb2.TrainingSpec, timeout_s: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float | None] = []
+    monkeypatch.setattr(Caller, "unary", lambda *_, timeout_s=None: asked.append(timeout_s))
+    with connect(train="127.0.0.1:1") as client:
+        client.train.create_training_job("job", spec, validate_only=True)
+    assert asked == [timeout_s]

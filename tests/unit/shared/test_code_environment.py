@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from shared import code_environment
 from shared.code_environment import (
     CodeEnvironments,
     add_packages,
@@ -279,10 +280,34 @@ def test_a_build_that_takes_too_long_is_ended(wheels: Path, environments: CodeEn
     assert ticks
 
 
-@pytest.mark.parametrize("path", ["torch/__init__.py", "numpy/__init__.py", "shared/__init__.py", "train_service.py"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "torch/__init__.py",
+        "numpy/__init__.py",
+        "shared/__init__.py",
+        "train_service.py",
+        "ray.py",
+        "torch.pyc",
+        "numpy/__init__.pyc",
+        "numpy/__init__.abi3.so",
+        "shared.abi3.so",
+        "six/__init__.py",
+        "google/__init__.py",
+        "google/protobuf/__init__.pyc",
+    ],
+)
 def test_no_package_takes_the_place_of_the_platforms(wheels: Path, environments: CodeEnvironments, path: str) -> None:
     line = write_wheel(wheels, "clash", "1", {path: ""})
-    assert f"bring {path}, which is a file of the image's own" in failure(environments, line)
+    assert f"bring {path}, which takes the place of the image's own" in failure(environments, line)
+
+
+def test_a_package_may_add_modules_beside_the_platforms(wheels: Path, environments: CodeEnvironments) -> None:
+    added = ["google/tiny_pack/__init__.py", "tests/test_tiny_pack.py", "ray.txt", "numpy.libs/tiny.so", "torch-1.txt"]
+    line = write_wheel(wheels, "tiny_pack", "1.5", dict.fromkeys(added, ""))
+    with environments.opened([line]) as packages:
+        assert packages is not None
+        assert all((packages / path).exists() for path in added)
 
 
 def test_a_wheel_cannot_write_outside_of_its_folder(
@@ -321,6 +346,35 @@ def test_a_malformed_setting_names_its_variable_and_the_remedy(environ: dict[str
     with pytest.raises(SettingsError, match=text) as caught:
         code_environments(environ)
     assert next(iter(environ)) in str(caught.value)
+
+
+@pytest.mark.parametrize("below", [0, 1], ids=["the folder", "its parent"])
+@pytest.mark.parametrize("kind", ["writable", "link", "file", "another user's"])
+def test_a_default_folder_that_others_can_change_is_refused(
+    below: int, kind: str, wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = write_wheel(wheels, "tiny_pack", "1.5", {"tiny_pack.py": ""})
+    monkeypatch.setattr(code_environment, "DEFAULT_FOLDER", f"{tmp_path}/millrace-{{uid}}/environments")
+    environments = code_environments({"MILLRACE_CODE_ENVIRONMENTS": "uv"})
+    with environments.opened([line]) as packages:
+        assert packages is not None
+    changed = [environments.folder, environments.folder.parent][below]
+    if kind == "writable":
+        changed.chmod(0o770)
+    elif kind == "another user's":
+        user, lstat = os.getuid(), Path.lstat
+        monkeypatch.setattr(
+            Path,
+            "lstat",
+            lambda path: (
+                os.stat_result((*lstat(path)[:4], user + 1, *lstat(path)[5:])) if path == changed else lstat(path)
+            ),
+        )
+    else:
+        changed.rename(tmp_path / "elsewhere")
+        changed.touch() if kind == "file" else changed.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(FailedPrecondition, match=f"{changed} is no folder of this user's alone: .*_FOLDER"):
+        environments.lease([line])
 
 
 def test_environments_are_off_by_default() -> None:

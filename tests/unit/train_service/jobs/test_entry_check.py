@@ -6,13 +6,17 @@ Each hostile module runs in a child process as it would in the service, under li
 from __future__ import annotations
 
 import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shared.code_bundle_registry import CodeBundles
-from shared.errors import DataLoss, InvalidArgument, NotFound
+from shared.code_environment import CodeEnvironments
+from shared.errors import DataLoss, InvalidArgument, NotFound, ResourceExhausted
 from shared.storage import ObjectStore
 from tests.support.code_folders import LOOP, store_bundle
 from tests.support.needs import Missing
@@ -278,3 +282,38 @@ def processes_in(folder: Path) -> list[str]:
             if where.startswith(str(folder)):
                 found.append(entry.name)
     return found
+
+
+def test_a_slow_build_of_an_environment_holds_up_no_other_program(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, building, uv = tmp_path / "held", tmp_path / "building", tmp_path / "uv"
+    uv.write_text(f"#!/bin/sh\ntouch {building}\nwhile [ -e {held} ]; do sleep 0.05; done\n")
+    uv.chmod(0o755)
+    environments = CodeEnvironments(uv=str(uv), folder=tmp_path / "environments")
+    entries = EntryCheck(store, Limits(wall_s=300.0), environments=environments)
+    entries._children = threading.BoundedSemaphore(1)
+
+    def check_program(name: str = "") -> None:
+        lock = {"requirements.lock": f"{name}==1 --hash=sha256:{'a' * 64}\n"} if name else {}
+        entries.check(store_bundle(store, {"train.py": f"# {time.time_ns()}\n{LOOP}", **lock}), "train:loop")
+
+    check_program("pack-that-is-ready")
+    building.unlink()
+    held.touch()
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            slow = pool.submit(check_program, "pack-that-is-slow")
+            until = time.monotonic() + 300
+            while not building.exists():
+                assert not slow.done()
+                assert time.monotonic() < until
+                time.sleep(0.02)
+            monkeypatch.setattr(own_code, "CHECK_WAIT_S", 0.1)
+            check_program()
+            check_program("pack-that-is-ready")
+            with pytest.raises(ResourceExhausted, match="another environment is being built; try again later"):
+                check_program("pack-that-waits")
+        finally:
+            held.unlink()
+        slow.result(timeout=600)

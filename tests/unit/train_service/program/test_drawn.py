@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,8 +25,10 @@ from shared.jobs import JobRecord, Jobs
 from shared.jobs.transitions import begin_attempt
 from shared.storage import ObjectStore
 from tests.unit.train_service.program.test_reports import JOB, Attempt
-from train_service.domain.drawn_indices import decode
+from train_service.domain import drawn_indices as domain
+from train_service.domain.drawn_indices import check_drawn, decode
 from train_service.jobs.run_records import GIVEN, INDICES, NO_WITNESS, RunRecords
+from train_service.program import drawn as counting
 from train_service.program.drawn import DrawnIndices
 from train_service.records.event_log import TRAIN_KIND
 
@@ -100,6 +103,72 @@ def test_a_pass_that_is_left_and_begun_again_repeats_its_indices() -> None:
         batches = iter(data)
         got = next(batches)[0].tolist()
     assert given_of(drawn.take(), 0) == (sorted(got), sorted(got))
+
+
+def test_a_pass_that_ended_after_a_report_is_in_the_next_report() -> None:
+    drawn = DrawnIndices({"loader-0": {"done": 2}})
+    for _ in drawn.watch(DataLoader(TensorDataset(torch.arange(ROWS)), 3)):
+        said = drawn.take()
+    assert said["loader-0"]["done"] == 2, "a plain loader's last batch does not show that it is the last"
+    assert drawn.take() == {"loader-0": {"row_count": ROWS, "done": 3, "passes": {}}}
+    assert drawn.take() == {}
+
+
+def test_a_pass_that_is_left_is_done_once_the_next_begins() -> None:
+    drawn = DrawnIndices()
+    data = drawn.watch(loader())
+    for epoch in range(3):
+        next(iter(data))
+        assert drawn.take()["loader-0"]["done"] == epoch
+
+
+def test_a_pass_is_done_with_its_last_batch() -> None:
+    drawn = DrawnIndices()
+    done = [drawn.take()["loader-0"]["done"] for _ in drawn.watch(loader())]
+    assert done == [0] * (len(done) - 1) + [1]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_more_passes_than_a_report_holds_are_not_counted(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (domain, counting):
+        monkeypatch.setattr(module, "MAX_PASSES_A_REPORT", 3)
+    drawn = DrawnIndices()
+    data = drawn.watch(loader(0, world_size))
+    for _ in range(5):
+        list(data)
+    said = drawn.take()
+    check_drawn(0, said, {})
+    assert (sorted(said["loader-0"]["passes"]), said["loader-0"]["done"]) == (["0", "1", "2"], 3)
+    assert len(given_of(said, 2)[0]) == ROWS // world_size
+    list(data)
+    assert drawn.take() == {}
+
+
+def test_a_pass_whose_number_is_too_large_is_not_counted(caplog: pytest.LogCaptureFixture) -> None:
+    drawn = DrawnIndices()
+    data = drawn.watch(loader(0, 2))
+    list(data)
+    data.sampler.set_epoch(3_000_000_000)
+    with caplog.at_level(logging.INFO, "train_service.program.drawn"):
+        assert len(rows_of(data)) == ROWS // 2
+        list(data)
+    said = drawn.take()
+    check_drawn(0, said, {})
+    assert (sorted(said["loader-0"]["passes"]), said["loader-0"]["done"]) == (["0"], 1)
+    assert [one.getMessage().split(":")[0] for one in caplog.records] == ["loader-0 is not counted any more"]
+
+
+def test_the_passes_that_ended_wait_for_the_report_as_text() -> None:
+    drawn = DrawnIndices()
+    data = drawn.watch(loader(0, 2))
+    for epoch in (0, 1, 0):
+        data.sampler.set_epoch(epoch)
+        got = rows_of(data)
+    kept = drawn._loaders[0]._passes
+    assert all(isinstance(text, str) for number in (0, 1) for text in kept[number])
+    said = drawn.take()
+    assert given_of(said, 0) == (sorted(got), sorted(got))
+    assert len(given_of(said, 1)[0]) == ROWS // 2
 
 
 class Stream(IterableDataset[int]):
