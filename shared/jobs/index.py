@@ -114,7 +114,7 @@ class JobIndex:
                 try:
                     return self._page(root, {change.name for change in changes}, after, size)
                 except LeafMissing:
-                    pass
+                    self._mend(root)
             changes = self._changes.read()
             root = self._tree.root()
         self._is_built = False  # an operator may have deleted the index, to have it built anew
@@ -143,11 +143,13 @@ class JobIndex:
         It reads only leaves that have some.
         """
         root = self._tree.root()
+        if not root.is_complete:
+            self._is_built = False
         return self._unsettled(root) if root.is_complete else None
 
     def _unsettled(self, root: Root) -> Iterator[IndexedJob]:
         after = ""
-        while True:
+        while root.is_complete:  # else its leaves were deleted meanwhile, and the next call returns None
             try:
                 for leaf, _ in leaves_after(root, after):
                     entries = self._tree.entries(leaf) if leaf.unsettled else {}
@@ -157,6 +159,7 @@ class JobIndex:
                             yield _job_of(entry)
                 return
             except LeafMissing:
+                self._mend(root)
                 root = self._tree.root()
 
     # --- Writing ---
@@ -232,8 +235,14 @@ class JobIndex:
         if self._clock() - self._refreshed_at >= REFRESH_INTERVAL_S:
             self.refresh()
             self._refreshed_at = self._clock()
+            self._is_built = self._tree.root().is_complete  # an operator may delete the index while nothing changes
 
     # --- Steps ---
+
+    def _mend(self, root: Root) -> None:
+        """After `LeafMissing`: the next `keep` builds the index if its leaves were deleted."""
+        self._tree.begin_anew_if_broken(root)
+        self._is_built = False
 
     def _settle(self, entries: dict[str, Entry]) -> bool:
         root = self._tree.root()
@@ -246,6 +255,7 @@ class JobIndex:
                     if there[name] == entries[name]:
                         settled[name] = {**entries[name], SETTLED: True}
         except LeafMissing:
+            self._mend(root)
             return False
         return self._tree.commit(root, settled)
 
@@ -257,6 +267,8 @@ class JobIndex:
         """Commit the entries of these jobs as their logs are now. Return the numbers of the records that were read."""
         while names:
             root = self._tree.root()
+            if not root.is_complete:
+                self._is_built = False
             found = self._readable(names)
             if self._tree.commit(root, {name: entry for name, (_, entry) in found.items()}, always=always):
                 return {name: number for name, (number, _) in found.items()}
