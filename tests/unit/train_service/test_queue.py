@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs import reconciler as shared_reconciler
@@ -16,7 +18,7 @@ from shared.settings import ServiceSettings
 from shared.storage import ObjectStore
 from tests.unit.train_service.domain.test_spec import GOOD
 from train_service import placement, reconciler
-from train_service.domain.capacity import STRICT_SPREAD
+from train_service.domain.capacity import STRICT_PACK, STRICT_SPREAD, workers_that_fit
 from train_service.domain.queueing import Claim, left_by
 from train_service.domain.spec import GPU, Placement, TrainingSpec
 from train_service.placement import UNPLACED_S, Node, Queue
@@ -42,11 +44,22 @@ def cpu_job() -> TrainingSpec:
         (Claim(bundle={"GPU": 1}, workers=2, strategy="PACK"), [3, 0], [1, 0]),
         (Claim(bundle={"GPU": 1}, workers=2, strategy=STRICT_SPREAD), [3, 1], [2, 0]),
         (Claim(bundle={"GPU": 1}, workers=9, strategy="PACK"), [3, 1], [0, 0]),
+        (Claim(bundle={"GPU": 1}, workers=4, strategy=STRICT_PACK), [3, 2], [0, 2]),
+        (Claim(bundle={"GPU": 1}, workers=5, strategy=STRICT_PACK), [3, 2], [3, 2]),
         (Claim(bundle={"GPU": 2}, workers=1, strategy="PACK"), [1, 1], [0, 1]),
         (Claim(bundle={"GPU": 5}, workers=1, strategy="PACK"), [3, 1], [3, 1]),
         (Claim(bundle={"CPU": 1}, workers=1, strategy="PACK"), [3, 1], [3, 1]),
     ],
-    ids=["packed", "spread", "all-there-is", "the-next-one-there", "never-fits", "another-resource"],
+    ids=[
+        "packed",
+        "spread",
+        "all-there-is",
+        "on-one-node",
+        "on-no-node",
+        "the-next-one-there",
+        "never-fits",
+        "another-resource",
+    ],
 )
 def test_a_claim_takes_the_places_that_its_workers_will_have(claim: Claim, free: list[int], left: list[int]) -> None:
     totals = [{"GPU": 4.0, "CPU": 4.0}] * 2
@@ -54,6 +67,34 @@ def test_a_claim_takes_the_places_that_its_workers_will_have(claim: Claim, free:
     found = left_by([claim], [{"GPU": number, "CPU": 0.0} for number in free], totals)
 
     assert [node["GPU"] for node in found] == left
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), min_size=1, max_size=4),
+    st.integers(1, 8),
+    st.integers(1, 3),
+    st.integers(1, 4),
+)
+def test_jobs_behind_workers_that_must_be_on_one_node_never_lower_its_room(
+    nodes: list[tuple[int, int]], workers: int, need: int, behind: int
+) -> None:
+    totals = [{"GPU": float(max(node))} for node in nodes]
+    free = [{"GPU": float(min(node))} for node in nodes]
+    claim = Claim(bundle={"GPU": need}, workers=workers, strategy=STRICT_PACK)
+    could = [place for place, total in enumerate(totals) if total["GPU"] >= workers * need]
+    roomiest = max((free[place]["GPU"] for place in could), default=0.0)
+
+    left = left_by([claim], free, totals)
+    # A job behind it takes what it can, one GPU at a time.
+    for node, before in zip(left, free, strict=True):
+        if workers_that_fit([node], {"GPU": 1.0}, "PACK", 1, behind):
+            taken = min(float(behind), node["GPU"])
+            before["GPU"] -= taken
+
+    if roomiest <= workers * need:
+        assert max((free[place]["GPU"] for place in could), default=0.0) == roomiest
+    else:
+        assert max(free[place]["GPU"] for place in could) >= workers * need
 
 
 # --- A cluster and its reconciler ---
