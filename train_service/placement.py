@@ -286,8 +286,13 @@ class Queue:
         clock: Callable[[], float] = time.monotonic,
         holding: Callable[[], Collection[str]] = lambda: attempts_with_workers(),
         is_alive: Callable[[str], bool] = lambda actor: find_actor(actor) is not None,
+        kept: Callable[[], Resources] = lambda: kept_by_deployments(),
     ) -> None:
+        """Prepare the queue. `kept` returns what deployments hold of the cluster, for as long as they live."""
         self._clock = clock
+        self._kept = kept
+        # What `kept` has returned, as of this poll; None before a job waits.
+        self._kept_now: Resources | None = None
         self._holding = holding
         self._is_alive = is_alive
         # By actor: what an attempt is about to take, and when it began.
@@ -301,6 +306,7 @@ class Queue:
         """Forget the jobs that waited, and the attempts that hold their resources by now, or have ended."""
         self._waiting = {}
         self._next = {}
+        self._kept_now = None
         if not self._begun:
             return
         holding, now = self._holding(), self._clock()
@@ -318,10 +324,21 @@ class Queue:
         return [replace(node, free=free) for node, free in zip(nodes, left, strict=True)]
 
     def waits(self, uid: str, spec: TrainingSpec, device: str, nodes: Sequence[Node]) -> None:
-        """Keep the place of a job that waits for its fewest workers, unless these nodes could never hold them."""
+        """Keep the place of a job that waits for its fewest workers.
+
+        It keeps none if these nodes could not hold them once all other jobs have ended.
+        """
         bundle, strategy, fewest = bundle_of(spec, device), spec.placement.strategy, spec.effective_min_workers
-        if workers_that_fit([node.total for node in nodes], bundle, strategy, fewest, fewest):
-            self._waiting[uid] = Claim(bundle=bundle, workers=fewest, strategy=strategy)
+        total = besides_ingest([node.total for node in nodes], _ingests(spec))
+        if not workers_that_fit(total, bundle, strategy, fewest, fewest):
+            return
+        if self._kept_now is None:
+            self._kept_now = self._kept()
+        for name, need in bundle.items():
+            left = sum(node.get(name, 0.0) for node in total) - self._kept_now.get(name, 0.0)
+            if left < fewest * need - GRAIN:
+                return
+        self._waiting[uid] = Claim(bundle=bundle, workers=fewest, strategy=strategy)
 
     def may_begin(self, uid: str, spec: TrainingSpec, device: str, left: Sequence[Node]) -> None:
         """Note what the job takes if it begins now: it fits into what is `left`."""
@@ -334,6 +351,12 @@ class Queue:
         """Count the attempt until it holds its resources."""
         if claim := self._next.pop(job.uid, None):
             self._begun[job.actor] = (claim, self._clock())
+
+
+def kept_by_deployments() -> Resources:
+    """Return the CPUs and GPUs that deployments hold. Of these, a job that waits gets none when other jobs end."""
+    held = [holder for holder in cluster_use().holders if holder.deployment_uid]
+    return {"CPU": sum(holder.cpus for holder in held), "GPU": sum(holder.gpus for holder in held)}
 
 
 def attempts_with_workers() -> set[str]:

@@ -18,9 +18,9 @@ from shared.settings import ServiceSettings
 from shared.storage import ObjectStore
 from tests.unit.train_service.domain.test_spec import GOOD
 from train_service import placement, reconciler
-from train_service.domain.capacity import STRICT_PACK, STRICT_SPREAD, workers_that_fit
+from train_service.domain.capacity import STRICT_PACK, STRICT_SPREAD, ClusterUse, Holder, workers_that_fit
 from train_service.domain.queueing import Claim, left_by
-from train_service.domain.spec import GPU, Placement, TrainingSpec
+from train_service.domain.spec import GPU, RAY_DATA, Placement, TrainingSpec
 from train_service.placement import UNPLACED_S, Node, Queue
 from train_service.records.event_log import TRAIN_KIND
 
@@ -113,7 +113,10 @@ class Cluster:
             monkeypatch.setattr(module, "usable_nodes", lambda: [Node("a", dict(self.free), self.total)])
         monkeypatch.setattr(shared_reconciler, "find_actor", self.find)
         monkeypatch.setattr(shared_reconciler, "start_actor", self.start)
-        queue = Queue(lambda: self.now, lambda: self.holding, lambda actor: actor in self.actors)
+        self.kept: dict[str, float] = {}
+        queue = Queue(
+            lambda: self.now, lambda: self.holding, lambda actor: actor in self.actors, lambda: dict(self.kept)
+        )
         monkeypatch.setattr(reconciler, "Queue", lambda: queue)
         monkeypatch.setattr(reconciler.ClusterWatch, "__call__", lambda *_: None)
 
@@ -239,6 +242,44 @@ def test_a_job_that_the_cluster_could_not_hold_keeps_no_place(store: ObjectStore
     assert running(store) == ["small"]
     assert "and 4 CPU and 2 GPU in all" in Jobs(store, TRAIN_KIND).waiting_for("trainingJobs/huge")
     assert cluster.total["GPU"] == 2.0
+
+
+def test_a_job_whose_workers_and_rows_the_cluster_could_not_hold_together_keeps_no_place(
+    store: ObjectStore, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "cpus_of_tasks", lambda: 0.0)
+    cluster.free["CPU"] = 3.0
+    create(store, "huge", replace(cpu_job(), num_workers=4, ingest=RAY_DATA))
+    create(store, "small", cpu_job())
+
+    reconciling(store).reconcile()
+
+    assert running(store) == ["small"]
+
+
+@pytest.mark.parametrize(("kept", "begins"), [(1.0, ["small"]), (0.0, [])], ids=["by-a-deployment", "by-a-job"])
+def test_a_job_that_deployments_leave_too_little_for_keeps_no_place(
+    store: ObjectStore, cluster: Cluster, kept: float, begins: list[str]
+) -> None:
+    cluster.kept["GPU"] = kept
+    create(store, "large", gpu_job(workers=2))
+    create(store, "small", gpu_job())
+
+    reconciling(store).reconcile()
+
+    assert running(store) == begins
+
+
+def test_what_deployments_hold_is_the_sum_over_their_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    holders = [
+        Holder(deployment_uid="a", cpus=1.0, gpus=1.0),
+        Holder(deployment_uid="b", cpus=2.0),
+        Holder(attempt="train-1", cpus=8.0, gpus=8.0),
+        Holder(what="tasks", cpus=8.0),
+    ]
+    monkeypatch.setattr(placement, "cluster_use", lambda: ClusterUse(holders=holders))
+
+    assert placement.kept_by_deployments() == {"CPU": 3.0, "GPU": 1.0}
 
 
 def test_a_job_that_is_cancelled_while_it_waits_leaves_its_place(store: ObjectStore, cluster: Cluster) -> None:
