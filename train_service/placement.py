@@ -118,20 +118,22 @@ def size_now(
     concurrent_ingests: Callable[[], int] = lambda: 0,
     own: Mapping[str, Resources] | None = None,
     more_than: int = 0,
+    most: int | None = None,
 ) -> Size:
     """Return the most workers on `device` that fit, 0 if even the minimum does not fit.
 
     `concurrent_ingests` returns for how many other jobs Ray Data prepares rows. It is called only if more than
     `more_than` workers would fit without them. `own` holds the resources of the caller's workers by node id, which
-    those would free.
+    those would free. No more than `most` workers fit, by default as many as the job asks for.
     """
     nodes = usable_nodes()
     bundle = bundle_of(spec, device)
     free = [_with_own(node, (own or {}).get(node.node_id, {})) for node in nodes]
+    most = spec.num_workers if most is None else most
 
     def fits(ingests: int) -> int:
         left = besides_ingest(free, ingests)
-        return workers_that_fit(left, bundle, spec.placement.strategy, spec.effective_min_workers, spec.num_workers)
+        return workers_that_fit(left, bundle, spec.placement.strategy, spec.effective_min_workers, most)
 
     # If the job has workers, its tasks may be running now.
     begun, begins = (_ingests(spec), 0) if own else (0, _ingests(spec))
@@ -346,6 +348,12 @@ class Queue:
         free = [node.free for node in left]
         workers = workers_that_fit(free, bundle, strategy, spec.effective_min_workers, spec.num_workers)
         self._next[uid] = Claim(bundle=bundle, workers=workers, strategy=strategy)
+
+    def most_workers(self, uid: str) -> int | None:
+        """Return how many workers the job takes if it begins now; None if no other job claims resources."""
+        claimed = self._begun or any(waiting != uid for waiting in self._waiting)
+        claim = self._next.get(uid)
+        return claim.workers if claim and claimed else None
 
     def begun(self, job: JobRecord) -> None:
         """Count the attempt until it holds its resources."""

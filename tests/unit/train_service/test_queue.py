@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs import reconciler as shared_reconciler
+from shared.jobs.attempt import AttemptContext
 from shared.jobs.reconciler import Reconciler
 from shared.jobs.transitions import request_cancel
 from shared.own_code import OwnCode
@@ -18,9 +19,10 @@ from shared.settings import ServiceSettings
 from shared.storage import ObjectStore
 from tests.unit.train_service.domain.test_spec import GOOD
 from train_service import placement, reconciler
+from train_service.attempt import trainer
 from train_service.domain.capacity import STRICT_PACK, STRICT_SPREAD, ClusterUse, Holder, workers_that_fit
 from train_service.domain.queueing import Claim, left_by
-from train_service.domain.spec import GPU, RAY_DATA, Placement, TrainingSpec
+from train_service.domain.spec import GPU, MOST_WORKERS, RAY_DATA, Placement, TrainingSpec, most_workers
 from train_service.placement import UNPLACED_S, Node, Queue
 from train_service.records.event_log import TRAIN_KIND
 
@@ -109,7 +111,7 @@ class Cluster:
         self.now = 0.0
         self.actors: set[str] = set()
         self.holding: set[str] = set()
-        for module in (placement, reconciler):
+        for module in (placement, reconciler, trainer):
             monkeypatch.setattr(module, "usable_nodes", lambda: [Node("a", dict(self.free), self.total)])
         monkeypatch.setattr(shared_reconciler, "find_actor", self.find)
         monkeypatch.setattr(shared_reconciler, "start_actor", self.start)
@@ -280,6 +282,43 @@ def test_what_deployments_hold_is_the_sum_over_their_replicas(monkeypatch: pytes
     monkeypatch.setattr(placement, "cluster_use", lambda: ClusterUse(holders=holders))
 
     assert placement.kept_by_deployments() == {"CPU": 3.0, "GPU": 1.0}
+
+
+@pytest.mark.usefixtures("cluster")
+def test_an_elastic_attempt_takes_no_more_than_jobs_before_it_leave(store: ObjectStore) -> None:
+    create(store, "fixed", replace(cpu_job(), num_workers=3))
+    elastic = replace(cpu_job(), num_workers=8, min_workers=1)
+    create(store, "elastic", elastic)
+    reconciling(store).reconcile()
+    assert running(store) == ["elastic", "fixed"]
+
+    # The elastic one is faster, and all 4 CPUs are free.
+    jobs = Jobs(store, TRAIN_KIND)
+    sizes = {}
+    for job_id, spec in (("elastic", elastic), ("fixed", replace(cpu_job(), num_workers=3))):
+        job = jobs.get(f"trainingJobs/{job_id}", "")
+        sizes[job_id] = trainer.size_of_attempt(AttemptContext(store, jobs, job.name, job), spec).workers
+
+    assert sizes == {"elastic": 1, "fixed": 3}
+
+
+def test_an_attempt_that_is_alone_takes_what_is_free_once_it_begins(store: ObjectStore, cluster: Cluster) -> None:
+    cluster.free["CPU"] = 1.0
+    elastic = replace(cpu_job(), num_workers=8, min_workers=1)
+    create(store, "elastic", elastic)
+    reconciling(store).reconcile()
+    cluster.free["CPU"] = 4.0
+    jobs = Jobs(store, TRAIN_KIND)
+    job = jobs.get("trainingJobs/elastic", "")
+
+    assert trainer.size_of_attempt(AttemptContext(store, jobs, job.name, job), elastic).workers == 4
+
+
+def test_a_script_that_needs_more_workers_than_it_was_counted_with_asks_for_them() -> None:
+    script = replace(cpu_job(), num_workers=4)
+
+    assert most_workers(script, {MOST_WORKERS: 1}) == 4
+    assert most_workers(replace(script, min_workers=2), {MOST_WORKERS: 3}) == 3
 
 
 def test_a_job_that_is_cancelled_while_it_waits_leaves_its_place(store: ObjectStore, cluster: Cluster) -> None:
