@@ -301,17 +301,19 @@ class Queue:
         self._begun: dict[str, tuple[Claim, float]] = {}
         # By the job's uid: what the jobs that wait will take, as of this poll.
         self._waiting: dict[str, Claim] = {}
-        # By the job's uid: what an attempt will take if it begins now.
-        self._next: dict[str, Claim] = {}
+        # By the job's uid: what an attempt will take if it begins, and since when.
+        self._next: dict[str, tuple[Claim, float]] = {}
 
     def poll(self) -> None:
         """Forget the jobs that waited, and the attempts that hold their resources by now, or have ended."""
         self._waiting = {}
-        self._next = {}
         self._kept_now = None
+        now = self._clock()
+        # An attempt may turn out to have begun at a later poll, if the store did not answer.
+        self._next = {uid: one for uid, one in self._next.items() if now - one[1] < UNPLACED_S}
         if not self._begun:
             return
-        holding, now = self._holding(), self._clock()
+        holding = self._holding()
         self._begun = {
             actor: (claim, since)
             for actor, (claim, since) in self._begun.items()
@@ -347,18 +349,18 @@ class Queue:
         bundle, strategy = bundle_of(spec, device), spec.placement.strategy
         free = [node.free for node in left]
         workers = workers_that_fit(free, bundle, strategy, spec.effective_min_workers, spec.num_workers)
-        self._next[uid] = Claim(bundle=bundle, workers=workers, strategy=strategy)
+        self._next[uid] = Claim(bundle=bundle, workers=workers, strategy=strategy), self._clock()
 
     def most_workers(self, uid: str) -> int | None:
         """Return how many workers the job takes if it begins now; None if no other job claims resources."""
         claimed = self._begun or any(waiting != uid for waiting in self._waiting)
-        claim = self._next.get(uid)
-        return claim.workers if claim and claimed else None
+        found = self._next.get(uid)
+        return found[0].workers if found and claimed else None
 
     def begun(self, job: JobRecord) -> None:
         """Count the attempt until it holds its resources."""
-        if claim := self._next.pop(job.uid, None):
-            self._begun[job.actor] = (claim, self._clock())
+        if found := self._next.pop(job.uid, None):
+            self._begun[job.actor] = (found[0], self._clock())
 
 
 def kept_by_deployments() -> Resources:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shared.errors import Unavailable
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs import reconciler as shared_reconciler
 from shared.jobs.attempt import AttemptContext
@@ -319,6 +320,31 @@ def test_a_script_that_needs_more_workers_than_it_was_counted_with_asks_for_them
 
     assert most_workers(script, {MOST_WORKERS: 1}) == 4
     assert most_workers(replace(script, min_workers=2), {MOST_WORKERS: 3}) == 3
+
+
+@pytest.mark.usefixtures("cluster")
+def test_an_attempt_whose_beginning_was_not_answered_counts_once_it_is_started(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create(store, "j0", gpu_job())
+    create(store, "j1", gpu_job())
+    looking = reconciling(store)
+    put, lost = looking._store.put_if_absent, [True]
+
+    def unanswered(key: str, data: bytes) -> None:
+        put(key, data)
+        if lost and "/log/" in key:
+            lost.clear()
+            raise Unavailable("the answer was lost")
+
+    monkeypatch.setattr(looking._store, "put_if_absent", unanswered)
+    with pytest.raises(Unavailable):
+        looking.reconcile()
+    assert running(store) == ["j0"]
+
+    for _ in range(3):
+        looking.reconcile()  # Ray still reports the GPU as free
+        assert running(store) == ["j0"]
 
 
 def test_a_job_that_is_cancelled_while_it_waits_leaves_its_place(store: ObjectStore, cluster: Cluster) -> None:
