@@ -351,7 +351,7 @@ class Queue:
         workers = workers_that_fit(free, bundle, strategy, spec.effective_min_workers, spec.num_workers)
         self._next[uid] = Claim(bundle=bundle, workers=workers, strategy=strategy), self._clock()
 
-    def most_workers(self, uid: str) -> int | None:
+    def max_workers(self, uid: str) -> int | None:
         """Return how many workers the job takes if it begins now; None if no other job claims resources."""
         claimed = self._begun or any(waiting != uid for waiting in self._waiting)
         found = self._next.get(uid)

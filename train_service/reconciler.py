@@ -21,7 +21,7 @@ from train_service.domain.queueing import BEFORE
 from train_service.domain.spec import (
     CPU,
     GPU,
-    MOST_WORKERS,
+    MAX_WORKERS,
     RAY_DATA,
     RUN_DEVICE,
     TrainingSpec,
@@ -127,9 +127,9 @@ def choose(job: JobRecord, queue: Queue | None = None) -> dict[str, Any]:
     nodes = [] if spec.local else usable_nodes()
     run, device = devices_of(spec, job.choices.get(RUN_DEVICE, ""), nodes)
     choices = with_devices(job.choices, run, device)
-    choices.pop(MOST_WORKERS, None)
-    most = queue.most_workers(job.uid) if queue else None
-    return choices if most is None else {**choices, MOST_WORKERS: most}
+    choices.pop(MAX_WORKERS, None)
+    most = queue.max_workers(job.uid) if queue else None
+    return choices if most is None else {**choices, MAX_WORKERS: most}
 
 
 def _why_gpus(spec: TrainingSpec, job: JobRecord, device: str) -> str:

@@ -467,7 +467,7 @@ DEVICE_BEFORE = "device_before"
 
 
 # The most workers that the queue left to the present attempt, if it left fewer than the job asks for.
-MOST_WORKERS = "most_workers"
+MAX_WORKERS = "max_workers"
 
 
 def with_devices(choices: Mapping[str, Any], run: str, attempt: str) -> dict[str, Any]:
@@ -486,10 +486,10 @@ def attempt_device(choices: Mapping[str, Any]) -> str:
     return str(choices.get(ATTEMPT_DEVICE, ""))
 
 
-def most_workers(spec: TrainingSpec, choices: Mapping[str, Any]) -> int:
+def max_workers(spec: TrainingSpec, choices: Mapping[str, Any]) -> int:
     """Return the most workers that the present attempt may begin with.
 
     A script says how many it needs only after its first attempt has begun, so the fewest may be more than were left.
     """
-    left = int(choices.get(MOST_WORKERS, spec.num_workers))
+    left = int(choices.get(MAX_WORKERS, spec.num_workers))
     return max(spec.effective_min_workers, min(spec.num_workers, left))

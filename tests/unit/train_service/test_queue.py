@@ -23,7 +23,7 @@ from train_service import placement, reconciler
 from train_service.attempt import trainer
 from train_service.domain.capacity import STRICT_PACK, STRICT_SPREAD, ClusterUse, Holder, workers_that_fit
 from train_service.domain.queueing import Claim, left_by
-from train_service.domain.spec import GPU, MOST_WORKERS, RAY_DATA, Placement, TrainingSpec, most_workers
+from train_service.domain.spec import GPU, MAX_WORKERS, RAY_DATA, Placement, TrainingSpec, max_workers
 from train_service.placement import UNPLACED_S, Node, Queue
 from train_service.records.event_log import TRAIN_KIND
 
@@ -318,8 +318,8 @@ def test_an_attempt_that_is_alone_takes_what_is_free_once_it_begins(store: Objec
 def test_a_script_that_needs_more_workers_than_it_was_counted_with_asks_for_them() -> None:
     script = replace(cpu_job(), num_workers=4)
 
-    assert most_workers(script, {MOST_WORKERS: 1}) == 4
-    assert most_workers(replace(script, min_workers=2), {MOST_WORKERS: 3}) == 3
+    assert max_workers(script, {MAX_WORKERS: 1}) == 4
+    assert max_workers(replace(script, min_workers=2), {MAX_WORKERS: 3}) == 3
 
 
 @pytest.mark.usefixtures("cluster")

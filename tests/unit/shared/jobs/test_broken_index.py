@@ -15,7 +15,7 @@ from shared.storage import ObjectStore
 
 KIND, COLLECTION = "train", "trainingJobs"
 # Each of the calls needs a few reads of the root. Without an end, they read it again and again.
-MOST_ROOTS = 40
+MAX_ROOTS = 40
 
 
 def create(store: ObjectStore, job_id: str) -> None:
@@ -39,7 +39,7 @@ def roots_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     def counted(self: IndexTree) -> Root:
         nonlocal reads
         reads += 1
-        assert reads <= MOST_ROOTS, "the index is read without an end"
+        assert reads <= MAX_ROOTS, "the index is read without an end"
         return root(self)
 
     monkeypatch.setattr(IndexTree, "root", counted)
