@@ -118,20 +118,22 @@ def size_now(
     concurrent_ingests: Callable[[], int] = lambda: 0,
     own: Mapping[str, Resources] | None = None,
     more_than: int = 0,
+    most: int | None = None,
 ) -> Size:
     """Return the most workers on `device` that fit, 0 if even the minimum does not fit.
 
     `concurrent_ingests` returns for how many other jobs Ray Data prepares rows. It is called only if more than
     `more_than` workers would fit without them. `own` holds the resources of the caller's workers by node id, which
-    those would free.
+    those would free. No more than `most` workers fit, by default as many as the job asks for.
     """
     nodes = usable_nodes()
     bundle = bundle_of(spec, device)
     free = [_with_own(node, (own or {}).get(node.node_id, {})) for node in nodes]
+    most = spec.num_workers if most is None else most
 
     def fits(ingests: int) -> int:
         left = besides_ingest(free, ingests)
-        return workers_that_fit(left, bundle, spec.placement.strategy, spec.effective_min_workers, spec.num_workers)
+        return workers_that_fit(left, bundle, spec.placement.strategy, spec.effective_min_workers, most)
 
     # If the job has workers, its tasks may be running now.
     begun, begins = (_ingests(spec), 0) if own else (0, _ingests(spec))
@@ -286,24 +288,32 @@ class Queue:
         clock: Callable[[], float] = time.monotonic,
         holding: Callable[[], Collection[str]] = lambda: attempts_with_workers(),
         is_alive: Callable[[str], bool] = lambda actor: find_actor(actor) is not None,
+        kept: Callable[[], Resources] = lambda: kept_by_deployments(),
     ) -> None:
+        """Prepare the queue. `kept` returns what deployments hold of the cluster, for as long as they live."""
         self._clock = clock
+        self._kept = kept
+        # What `kept` has returned, as of this poll; None before a job waits.
+        self._kept_now: Resources | None = None
         self._holding = holding
         self._is_alive = is_alive
         # By actor: what an attempt is about to take, and when it began.
         self._begun: dict[str, tuple[Claim, float]] = {}
         # By the job's uid: what the jobs that wait will take, as of this poll.
         self._waiting: dict[str, Claim] = {}
-        # By the job's uid: what an attempt will take if it begins now.
-        self._next: dict[str, Claim] = {}
+        # By the job's uid: what an attempt will take if it begins, and since when.
+        self._next: dict[str, tuple[Claim, float]] = {}
 
     def poll(self) -> None:
         """Forget the jobs that waited, and the attempts that hold their resources by now, or have ended."""
         self._waiting = {}
-        self._next = {}
+        self._kept_now = None
+        now = self._clock()
+        # An attempt may turn out to have begun at a later poll, if the store did not answer.
+        self._next = {uid: one for uid, one in self._next.items() if now - one[1] < UNPLACED_S}
         if not self._begun:
             return
-        holding, now = self._holding(), self._clock()
+        holding = self._holding()
         self._begun = {
             actor: (claim, since)
             for actor, (claim, since) in self._begun.items()
@@ -318,22 +328,45 @@ class Queue:
         return [replace(node, free=free) for node, free in zip(nodes, left, strict=True)]
 
     def waits(self, uid: str, spec: TrainingSpec, device: str, nodes: Sequence[Node]) -> None:
-        """Keep the place of a job that waits for its fewest workers, unless these nodes could never hold them."""
+        """Keep the place of a job that waits for its fewest workers.
+
+        It keeps none if these nodes could not hold them once all other jobs have ended.
+        """
         bundle, strategy, fewest = bundle_of(spec, device), spec.placement.strategy, spec.effective_min_workers
-        if workers_that_fit([node.total for node in nodes], bundle, strategy, fewest, fewest):
-            self._waiting[uid] = Claim(bundle=bundle, workers=fewest, strategy=strategy)
+        total = besides_ingest([node.total for node in nodes], _ingests(spec))
+        if not workers_that_fit(total, bundle, strategy, fewest, fewest):
+            return
+        if self._kept_now is None:
+            self._kept_now = self._kept()
+        for name, need in bundle.items():
+            left = sum(node.get(name, 0.0) for node in total) - self._kept_now.get(name, 0.0)
+            if left < fewest * need - GRAIN:
+                return
+        self._waiting[uid] = Claim(bundle=bundle, workers=fewest, strategy=strategy)
 
     def may_begin(self, uid: str, spec: TrainingSpec, device: str, left: Sequence[Node]) -> None:
         """Note what the job takes if it begins now: it fits into what is `left`."""
         bundle, strategy = bundle_of(spec, device), spec.placement.strategy
         free = [node.free for node in left]
         workers = workers_that_fit(free, bundle, strategy, spec.effective_min_workers, spec.num_workers)
-        self._next[uid] = Claim(bundle=bundle, workers=workers, strategy=strategy)
+        self._next[uid] = Claim(bundle=bundle, workers=workers, strategy=strategy), self._clock()
+
+    def max_workers(self, uid: str) -> int | None:
+        """Return how many workers the job takes if it begins now; None if no other job claims resources."""
+        claimed = self._begun or any(waiting != uid for waiting in self._waiting)
+        found = self._next.get(uid)
+        return found[0].workers if found and claimed else None
 
     def begun(self, job: JobRecord) -> None:
         """Count the attempt until it holds its resources."""
-        if claim := self._next.pop(job.uid, None):
-            self._begun[job.actor] = (claim, self._clock())
+        if found := self._next.pop(job.uid, None):
+            self._begun[job.actor] = (found[0], self._clock())
+
+
+def kept_by_deployments() -> Resources:
+    """Return the CPUs and GPUs that deployments hold. Of these, a job that waits gets none when other jobs end."""
+    held = [holder for holder in cluster_use().holders if holder.deployment_uid]
+    return {"CPU": sum(holder.cpus for holder in held), "GPU": sum(holder.gpus for holder in held)}
 
 
 def attempts_with_workers() -> set[str]:

@@ -21,6 +21,7 @@ from train_service.domain.queueing import BEFORE
 from train_service.domain.spec import (
     CPU,
     GPU,
+    MAX_WORKERS,
     RAY_DATA,
     RUN_DEVICE,
     TrainingSpec,
@@ -116,12 +117,19 @@ def missing_capacity(reservation: IngestReservation, gate: OwnCodeGate, queue: Q
     return ""
 
 
-def choose(job: JobRecord) -> dict[str, Any]:
-    """Return the devices that the log keeps: the run's, for all its attempts, and the next attempt's."""
+def choose(job: JobRecord, queue: Queue | None = None) -> dict[str, Any]:
+    """Return what the log keeps: the device of the run, for all its attempts, and that of the next attempt.
+
+    If other jobs claim resources in the `queue`, the log also keeps how many workers they leave to the attempt. Ray
+    still reports as free what those jobs will take.
+    """
     spec = spec_of_job(job.spec["training"], job.choices)
     nodes = [] if spec.local else usable_nodes()
     run, device = devices_of(spec, job.choices.get(RUN_DEVICE, ""), nodes)
-    return with_devices(job.choices, run, device)
+    choices = with_devices(job.choices, run, device)
+    choices.pop(MAX_WORKERS, None)
+    most = queue.max_workers(job.uid) if queue else None
+    return choices if most is None else {**choices, MAX_WORKERS: most}
 
 
 def _why_gpus(spec: TrainingSpec, job: JobRecord, device: str) -> str:
@@ -166,7 +174,7 @@ def training(store: ObjectStore, prepare: str = "", own_code: OwnCode | None = N
         prepare=prepare,
         missing_capacity=partial(missing_capacity, reservation, gate, queue),
         priority=lambda job: int(job.spec.get("training", {}).get("priority", 0)),
-        choose=choose,
+        choose=partial(choose, queue=queue),
         begun=queue.begun,
         lost=report_lost,
         standby_during_work=True,

@@ -15,7 +15,8 @@ a later root is never of an earlier state of a log.
 
 Processes of earlier releases write no notes. While a job is live it has a marker, in any release: `refresh` reads jobs
 whose markers came or went, and live ones now and then. What is left, such as a deletion by an earlier release, is found
-by `check`, which compares some jobs of the store with the index at each call and goes through all of them in turns.
+by `check`, which compares some jobs of the store with the index at each call and goes through all of them in turns. A
+process also goes through all of them once after its start: `catch_up` compares `JOBS_A_COMMIT` at each `keep`.
 """
 
 from __future__ import annotations
@@ -94,6 +95,8 @@ class JobIndex:
         self._is_built = False
         # The last name that `check` has read.
         self._checked_to = ""
+        # The last name that `keep` has compared with its log since this process began; None once it has compared all.
+        self._caught_up_to: str | None = f"{collection}/"
 
     # --- Reading ---
 
@@ -114,7 +117,7 @@ class JobIndex:
                 try:
                     return self._page(root, {change.name for change in changes}, after, size)
                 except LeafMissing:
-                    pass
+                    self._mend(root)
             changes = self._changes.read()
             root = self._tree.root()
         self._is_built = False  # an operator may have deleted the index, to have it built anew
@@ -127,7 +130,8 @@ class JobIndex:
         for leaf, end in leaves or [(None, "")]:
             entries = self._tree.entries(leaf) if leaf else {}
             changed = [name for name in notes if name > after and name >= begin and (not end or name < end)]
-            for name, (_, entry) in self._read_all(changed).items():
+            # A job that cannot be read is shown as it was.
+            for name, (_, entry) in self._readable(changed).items():
                 entries.pop(name, None)
                 if entry is not None:
                     entries[name] = entry
@@ -143,11 +147,13 @@ class JobIndex:
         It reads only leaves that have some.
         """
         root = self._tree.root()
+        if not root.is_complete:
+            self._is_built = False
         return self._unsettled(root) if root.is_complete else None
 
     def _unsettled(self, root: Root) -> Iterator[IndexedJob]:
         after = ""
-        while True:
+        while root.is_complete:  # else its leaves were deleted meanwhile, and the next call returns None
             try:
                 for leaf, _ in leaves_after(root, after):
                     entries = self._tree.entries(leaf) if leaf.unsettled else {}
@@ -157,6 +163,7 @@ class JobIndex:
                             yield _job_of(entry)
                 return
             except LeafMissing:
+                self._mend(root)
                 root = self._tree.root()
 
     # --- Writing ---
@@ -207,14 +214,20 @@ class JobIndex:
 
         The call after the last job begins with the first.
         """
-        after = self._checked_to.rpartition("/")[2]
-        ids = self._store.folders_after(self._collection, after, most)
-        names = [f"{self._collection}/{one}" for one in ids]
-        self._update_all(names)
+        names = self._check_after(self._checked_to, most)
         self._checked_to = names[-1] if names and len(names) == most else ""
         if not self._checked_to:
             self._tree.delete_unnamed()
         return names
+
+    def catch_up(self) -> None:
+        """Compare the next jobs with their logs, until all have been compared once since this process began.
+
+        An earlier release may have run before, and have ended or deleted jobs without a trace but in their logs.
+        """
+        if self._caught_up_to is not None:
+            names = self._check_after(self._caught_up_to, JOBS_A_COMMIT)
+            self._caught_up_to = names[-1] if len(names) == JOBS_A_COMMIT else None
 
     def settle(self, jobs: Sequence[IndexedJob]) -> None:
         """Mark jobs as settled, except those that have changed since they were read."""
@@ -232,8 +245,21 @@ class JobIndex:
         if self._clock() - self._refreshed_at >= REFRESH_INTERVAL_S:
             self.refresh()
             self._refreshed_at = self._clock()
+            self._is_built = self._tree.root().is_complete  # an operator may delete the index while nothing changes
+        self.catch_up()
 
     # --- Steps ---
+
+    def _check_after(self, name: str, most: int) -> list[str]:
+        ids = self._store.folders_after(self._collection, name.rpartition("/")[2], most)
+        names = [f"{self._collection}/{one}" for one in ids]
+        self._update_all(names)
+        return names
+
+    def _mend(self, root: Root) -> None:
+        """After `LeafMissing`: the next `keep` builds the index if its leaves were deleted."""
+        self._tree.begin_anew_if_broken(root)
+        self._is_built = False
 
     def _settle(self, entries: dict[str, Entry]) -> bool:
         root = self._tree.root()
@@ -246,6 +272,7 @@ class JobIndex:
                     if there[name] == entries[name]:
                         settled[name] = {**entries[name], SETTLED: True}
         except LeafMissing:
+            self._mend(root)
             return False
         return self._tree.commit(root, settled)
 
@@ -254,11 +281,18 @@ class JobIndex:
             self._update(names[start : start + JOBS_A_COMMIT])
 
     def _update(self, names: Sequence[str], *, always: bool = False) -> dict[str, int]:
-        """Commit the entries of these jobs as their logs are now. Return the numbers of the records that were read."""
+        """Commit the entries of these jobs as their logs are now. Return the numbers of the records that were read.
+
+        With `always` a root is written if any job could be read, whether or not its entry changes.
+        """
         while names:
             root = self._tree.root()
+            if not root.is_complete:
+                self._is_built = False
             found = self._readable(names)
-            if self._tree.commit(root, {name: entry for name, (_, entry) in found.items()}, always=always):
+            if self._tree.commit(
+                root, {name: entry for name, (_, entry) in found.items()}, always=always and bool(found)
+            ):
                 return {name: number for name, (number, _) in found.items()}
         return {}
 

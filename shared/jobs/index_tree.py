@@ -69,7 +69,7 @@ class Root:
 
 
 class LeafMissing(Exception):
-    """A leaf is gone: its root is not the newest any more."""
+    """A leaf is gone: its root is not the newest any more, or the leaf was deleted from outside."""
 
 
 class IndexTree:
@@ -110,6 +110,7 @@ class IndexTree:
         try:
             parts = self._changed(base, changed)
         except LeafMissing:
+            self.begin_anew_if_broken(base)
             return False
         written = [part for part in parts if isinstance(part, dict)]
         if parts == list(base.leaves) and not (fields or always):
@@ -122,11 +123,7 @@ class IndexTree:
         staying = {leaf.key for leaf in leaves}
         replaced = tuple(leaf.key for leaf in base.leaves if leaf.key not in staying)
         root = replace(base, number=base.number + 1, leaves=tuple(leaves), replaced=replaced, **fields)
-        try:
-            self._store.put_if_absent(
-                self._root_key(root.number), zlib.compress(json.dumps(_state_of(root)).encode(), 1)
-            )
-        except ObjectExists:
+        if not self._put_root(root):
             return False
         numbers = self._numbers()
         if max(numbers, default=0) != root.number:
@@ -134,6 +131,16 @@ class IndexTree:
         old = [self._root_key(number) for number in numbers if number <= root.number - ROOTS_KEPT]
         self._delete([*base.replaced, *old])
         return True
+
+    def begin_anew_if_broken(self, base: Root) -> None:
+        """Commit a tree without leaves if `base`, of which a leaf is missing, is the newest root.
+
+        A change deletes leaves only of roots that are not the newest. So an operator has deleted the leaf, and a change
+        in progress may have written its root after that. Every reader would look for the leaf for ever.
+        """
+        if self.root().number == base.number:
+            logger.warning("leaves of %s were deleted: the index is built anew", self._roots)
+            self._put_root(Root(number=base.number + 1))
 
     def delete_unnamed(self) -> None:
         """Delete leaves that changes left behind whose writers died, or found another change to be faster."""
@@ -181,6 +188,15 @@ class IndexTree:
         )
         self._store.put(leaf.key, zlib.compress(json.dumps(entries).encode(), 1))
         return leaf
+
+    def _put_root(self, root: Root) -> bool:
+        """Write a root. Return False if its number is taken."""
+        state = zlib.compress(json.dumps(_state_of(root)).encode(), 1)
+        try:
+            self._store.put_if_absent(self._root_key(root.number), state)
+        except ObjectExists:
+            return False
+        return True
 
     def _numbers(self) -> list[int]:
         return [int(info.key.rsplit("/", 1)[-1].split(".")[0]) for info in self._store.list(self._roots)]

@@ -67,7 +67,7 @@ class JobKind:
     priority: Callable[[JobRecord], int] = lambda _: 0
     # Returns the `choices` of a job that is about to begin an attempt; the log stores them with its beginning.
     choose: Callable[[JobRecord], dict[str, Any]] = lambda job: job.choices
-    # Called once the log has begun an attempt, before its actor runs it.
+    # Called at least once when the log has begun an attempt, before its actor runs it.
     begun: Callable[[JobRecord], None] = lambda _: None
     # Called at least once for each attempt whose process is lost, before its job changes. If it knows a better reason
     # than a draining node, it removes the note of that.
@@ -185,6 +185,7 @@ class Reconciler:
             self._begin(live, job)
         elif (start := self._starting.get(live.uid)) is not None and start.actor == job.actor:
             # Begun by us: the log's answer was lost, or the actor could not be started at that time.
+            self._kind.begun(job)
             self._start(live, job, start)
         elif find_actor(job.actor) is not None:
             self._missing.pop(live.uid, None)

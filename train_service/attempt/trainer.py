@@ -42,7 +42,7 @@ from train_service.attempt.outcomes import (
 )
 from train_service.attempt.ray_run import Failure, RayRun
 from train_service.attempt.supervision import Supervision, end_hard
-from train_service.domain.spec import Program, TrainingSpec, attempt_device
+from train_service.domain.spec import Program, TrainingSpec, attempt_device, max_workers
 from train_service.learning.ranks import Ranks
 from train_service.placement import Size, count_concurrent_ingests, devices_of, lacking, size_now, usable_nodes
 from train_service.program.coordinator import ReportCoordinator
@@ -212,7 +212,8 @@ def size_of_attempt(context: AttemptContext, spec: TrainingSpec) -> Size:
         return retry_on_outage(lambda: count_concurrent_ingests(context.store, context.job.name), "the other jobs")
 
     give_up_at = time.monotonic() + CAPACITY_TIMEOUT_S
-    while not (size := size_now(spec, device, concurrent_ingests)).workers:
+    most = max_workers(spec, context.job.choices)
+    while not (size := size_now(spec, device, concurrent_ingests, most=most)).workers:
         if time.monotonic() > give_up_at:
             # Not a failure: the reconciler waits for capacity before it begins the next attempt.
             raise Unavailable(

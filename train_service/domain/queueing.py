@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from train_service.domain.capacity import STRICT_SPREAD, Resources
+from train_service.domain.capacity import STRICT_PACK, STRICT_SPREAD, Resources
 
 BEFORE = ": jobs before it in the queue take what is free"
 
@@ -28,21 +28,24 @@ def left_by(claims: Sequence[Claim], free: Sequence[Resources], totals: Sequence
     """Return what the claims leave of the free resources of each node. `totals` are all resources of each node.
 
     Each worker takes the node that has the most room for its kind. If none has, it takes what there is of the node that
-    could hold the most of its kind if it were empty: it is the next one there.
+    could hold the most of its kind if it were empty: it is the next one there. Workers that must be on one node all
+    take from one that could hold them all.
     """
     left = [dict(node) for node in free]
     for claim in claims:
         taken = set[int]()
-        for _ in range(claim.workers):
+        # At once, so that each of them takes from the same node.
+        together = claim.workers if claim.strategy == STRICT_PACK else 1
+        for _ in range(0, claim.workers, max(together, 1)):
             alone = claim.strategy == STRICT_SPREAD
-            could = [place for place, total in enumerate(totals) if _capacity(total, claim.bundle) >= 1]
+            could = [place for place, total in enumerate(totals) if _capacity(total, claim.bundle) >= together]
             places = [place for place in could if not (alone and place in taken)]
             if not places:
                 break
             best = max(places, key=lambda at: [_capacity(node[at], claim.bundle) for node in (left, totals)])
             taken.add(best)
             for name, need in claim.bundle.items():
-                left[best][name] = max(0.0, left[best].get(name, 0.0) - need)
+                left[best][name] = max(0.0, left[best].get(name, 0.0) - together * need)
     return list(left)
 
 

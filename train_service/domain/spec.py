@@ -466,6 +466,10 @@ ATTEMPT_DEVICE = "attempt_device"
 DEVICE_BEFORE = "device_before"
 
 
+# The most workers that the queue left to the present attempt, if it left fewer than the job asks for.
+MAX_WORKERS = "max_workers"
+
+
 def with_devices(choices: Mapping[str, Any], run: str, attempt: str) -> dict[str, Any]:
     """Return the choices for a job's next attempt. The attempt runs on the device `attempt`, and the run on `run`."""
     chosen = {**choices, RUN_DEVICE: run, ATTEMPT_DEVICE: attempt}
@@ -480,3 +484,12 @@ def attempt_device(choices: Mapping[str, Any]) -> str:
     Empty before the first attempt, and for a job that an earlier release ran.
     """
     return str(choices.get(ATTEMPT_DEVICE, ""))
+
+
+def max_workers(spec: TrainingSpec, choices: Mapping[str, Any]) -> int:
+    """Return the most workers that the present attempt may begin with.
+
+    A script says how many it needs only after its first attempt has begun, so the fewest may be more than were left.
+    """
+    left = int(choices.get(MAX_WORKERS, spec.num_workers))
+    return max(spec.effective_min_workers, min(spec.num_workers, left))

@@ -64,6 +64,8 @@ class Reporter:
         self._gone = False
         self._broken: Exception | None = None
         self._noted_at = -math.inf
+        # A report was not noted, as another one had just been.
+        self._is_unnoted = False
         self._threads = [
             threading.Thread(target=self._write, name="events", daemon=True),
             threading.Thread(target=self._watch, name="requested-state", daemon=True),
@@ -107,7 +109,7 @@ class Reporter:
     def _write(self) -> None:
         log = EventLog(self._store, self._job_name)
         try:
-            while (item := self._waiting.get()) is not None:
+            while (item := self._next()) is not None:
                 if self._gone:
                     return
                 kind, payload = item
@@ -122,9 +124,20 @@ class Reporter:
             logger.exception("events cannot be written any more")
             self._broken = error
 
+    def _next(self) -> tuple[EventKind, dict[str, Any]] | None:
+        """Wait for the next event, and note a report that was the last one for a while."""
+        while True:
+            due_s = self._noted_at + NOTE_INTERVAL_S - time.monotonic() if self._is_unnoted else None
+            try:
+                return self._waiting.get(timeout=None if due_s is None else max(due_s, 0.0))
+            except queue.Empty:
+                if not self._gone:
+                    self._note()
+
     def _note(self) -> None:
         """Note now and then for the index that the attempt has reported."""
-        if time.monotonic() - self._noted_at < NOTE_INTERVAL_S:
+        self._is_unnoted = time.monotonic() - self._noted_at < NOTE_INTERVAL_S
+        if self._is_unnoted:
             return
         self._noted_at = time.monotonic()
         try:

@@ -27,6 +27,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch, *nodes: Node, tasks_hold: float = 0
     for module in (placement, reconciler):
         monkeypatch.setattr(module, "usable_nodes", lambda: list(nodes))
     monkeypatch.setattr(placement, "cpus_of_tasks", lambda: tasks_hold, raising=False)
+    monkeypatch.setattr(placement, "kept_by_deployments", dict)
 
 
 def node(node_id: str, free: dict[str, float], total: dict[str, float]) -> Node:

@@ -6,9 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from shared.errors import Unavailable
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs import reconciler as shared_reconciler
+from shared.jobs.attempt import AttemptContext
 from shared.jobs.reconciler import Reconciler
 from shared.jobs.transitions import request_cancel
 from shared.own_code import OwnCode
@@ -16,9 +20,10 @@ from shared.settings import ServiceSettings
 from shared.storage import ObjectStore
 from tests.unit.train_service.domain.test_spec import GOOD
 from train_service import placement, reconciler
-from train_service.domain.capacity import STRICT_SPREAD
+from train_service.attempt import trainer
+from train_service.domain.capacity import STRICT_PACK, STRICT_SPREAD, ClusterUse, Holder, workers_that_fit
 from train_service.domain.queueing import Claim, left_by
-from train_service.domain.spec import GPU, Placement, TrainingSpec
+from train_service.domain.spec import GPU, MAX_WORKERS, RAY_DATA, Placement, TrainingSpec, max_workers
 from train_service.placement import UNPLACED_S, Node, Queue
 from train_service.records.event_log import TRAIN_KIND
 
@@ -42,11 +47,22 @@ def cpu_job() -> TrainingSpec:
         (Claim(bundle={"GPU": 1}, workers=2, strategy="PACK"), [3, 0], [1, 0]),
         (Claim(bundle={"GPU": 1}, workers=2, strategy=STRICT_SPREAD), [3, 1], [2, 0]),
         (Claim(bundle={"GPU": 1}, workers=9, strategy="PACK"), [3, 1], [0, 0]),
+        (Claim(bundle={"GPU": 1}, workers=4, strategy=STRICT_PACK), [3, 2], [0, 2]),
+        (Claim(bundle={"GPU": 1}, workers=5, strategy=STRICT_PACK), [3, 2], [3, 2]),
         (Claim(bundle={"GPU": 2}, workers=1, strategy="PACK"), [1, 1], [0, 1]),
         (Claim(bundle={"GPU": 5}, workers=1, strategy="PACK"), [3, 1], [3, 1]),
         (Claim(bundle={"CPU": 1}, workers=1, strategy="PACK"), [3, 1], [3, 1]),
     ],
-    ids=["packed", "spread", "all-there-is", "the-next-one-there", "never-fits", "another-resource"],
+    ids=[
+        "packed",
+        "spread",
+        "all-there-is",
+        "on-one-node",
+        "on-no-node",
+        "the-next-one-there",
+        "never-fits",
+        "another-resource",
+    ],
 )
 def test_a_claim_takes_the_places_that_its_workers_will_have(claim: Claim, free: list[int], left: list[int]) -> None:
     totals = [{"GPU": 4.0, "CPU": 4.0}] * 2
@@ -54,6 +70,34 @@ def test_a_claim_takes_the_places_that_its_workers_will_have(claim: Claim, free:
     found = left_by([claim], [{"GPU": number, "CPU": 0.0} for number in free], totals)
 
     assert [node["GPU"] for node in found] == left
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), min_size=1, max_size=4),
+    st.integers(1, 8),
+    st.integers(1, 3),
+    st.integers(1, 4),
+)
+def test_jobs_behind_workers_that_must_be_on_one_node_never_lower_its_room(
+    nodes: list[tuple[int, int]], workers: int, need: int, behind: int
+) -> None:
+    totals = [{"GPU": float(max(node))} for node in nodes]
+    free = [{"GPU": float(min(node))} for node in nodes]
+    claim = Claim(bundle={"GPU": need}, workers=workers, strategy=STRICT_PACK)
+    could = [place for place, total in enumerate(totals) if total["GPU"] >= workers * need]
+    roomiest = max((free[place]["GPU"] for place in could), default=0.0)
+
+    left = left_by([claim], free, totals)
+    # A job behind it takes what it can, one GPU at a time.
+    for node, before in zip(left, free, strict=True):
+        if workers_that_fit([node], {"GPU": 1.0}, "PACK", 1, behind):
+            taken = min(float(behind), node["GPU"])
+            before["GPU"] -= taken
+
+    if roomiest <= workers * need:
+        assert max((free[place]["GPU"] for place in could), default=0.0) == roomiest
+    else:
+        assert max(free[place]["GPU"] for place in could) >= workers * need
 
 
 # --- A cluster and its reconciler ---
@@ -68,11 +112,14 @@ class Cluster:
         self.now = 0.0
         self.actors: set[str] = set()
         self.holding: set[str] = set()
-        for module in (placement, reconciler):
+        for module in (placement, reconciler, trainer):
             monkeypatch.setattr(module, "usable_nodes", lambda: [Node("a", dict(self.free), self.total)])
         monkeypatch.setattr(shared_reconciler, "find_actor", self.find)
         monkeypatch.setattr(shared_reconciler, "start_actor", self.start)
-        queue = Queue(lambda: self.now, lambda: self.holding, lambda actor: actor in self.actors)
+        self.kept: dict[str, float] = {}
+        queue = Queue(
+            lambda: self.now, lambda: self.holding, lambda actor: actor in self.actors, lambda: dict(self.kept)
+        )
         monkeypatch.setattr(reconciler, "Queue", lambda: queue)
         monkeypatch.setattr(reconciler.ClusterWatch, "__call__", lambda *_: None)
 
@@ -198,6 +245,106 @@ def test_a_job_that_the_cluster_could_not_hold_keeps_no_place(store: ObjectStore
     assert running(store) == ["small"]
     assert "and 4 CPU and 2 GPU in all" in Jobs(store, TRAIN_KIND).waiting_for("trainingJobs/huge")
     assert cluster.total["GPU"] == 2.0
+
+
+def test_a_job_whose_workers_and_rows_the_cluster_could_not_hold_together_keeps_no_place(
+    store: ObjectStore, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "cpus_of_tasks", lambda: 0.0)
+    cluster.free["CPU"] = 3.0
+    create(store, "huge", replace(cpu_job(), num_workers=4, ingest=RAY_DATA))
+    create(store, "small", cpu_job())
+
+    reconciling(store).reconcile()
+
+    assert running(store) == ["small"]
+
+
+@pytest.mark.parametrize(("kept", "begins"), [(1.0, ["small"]), (0.0, [])], ids=["by-a-deployment", "by-a-job"])
+def test_a_job_that_deployments_leave_too_little_for_keeps_no_place(
+    store: ObjectStore, cluster: Cluster, kept: float, begins: list[str]
+) -> None:
+    cluster.kept["GPU"] = kept
+    create(store, "large", gpu_job(workers=2))
+    create(store, "small", gpu_job())
+
+    reconciling(store).reconcile()
+
+    assert running(store) == begins
+
+
+def test_what_deployments_hold_is_the_sum_over_their_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    holders = [
+        Holder(deployment_uid="a", cpus=1.0, gpus=1.0),
+        Holder(deployment_uid="b", cpus=2.0),
+        Holder(attempt="train-1", cpus=8.0, gpus=8.0),
+        Holder(what="tasks", cpus=8.0),
+    ]
+    monkeypatch.setattr(placement, "cluster_use", lambda: ClusterUse(holders=holders))
+
+    assert placement.kept_by_deployments() == {"CPU": 3.0, "GPU": 1.0}
+
+
+@pytest.mark.usefixtures("cluster")
+def test_an_elastic_attempt_takes_no_more_than_jobs_before_it_leave(store: ObjectStore) -> None:
+    create(store, "fixed", replace(cpu_job(), num_workers=3))
+    elastic = replace(cpu_job(), num_workers=8, min_workers=1)
+    create(store, "elastic", elastic)
+    reconciling(store).reconcile()
+    assert running(store) == ["elastic", "fixed"]
+
+    # The elastic one is faster, and all 4 CPUs are free.
+    jobs = Jobs(store, TRAIN_KIND)
+    sizes = {}
+    for job_id, spec in (("elastic", elastic), ("fixed", replace(cpu_job(), num_workers=3))):
+        job = jobs.get(f"trainingJobs/{job_id}", "")
+        sizes[job_id] = trainer.size_of_attempt(AttemptContext(store, jobs, job.name, job), spec).workers
+
+    assert sizes == {"elastic": 1, "fixed": 3}
+
+
+def test_an_attempt_that_is_alone_takes_what_is_free_once_it_begins(store: ObjectStore, cluster: Cluster) -> None:
+    cluster.free["CPU"] = 1.0
+    elastic = replace(cpu_job(), num_workers=8, min_workers=1)
+    create(store, "elastic", elastic)
+    reconciling(store).reconcile()
+    cluster.free["CPU"] = 4.0
+    jobs = Jobs(store, TRAIN_KIND)
+    job = jobs.get("trainingJobs/elastic", "")
+
+    assert trainer.size_of_attempt(AttemptContext(store, jobs, job.name, job), elastic).workers == 4
+
+
+def test_a_script_that_needs_more_workers_than_it_was_counted_with_asks_for_them() -> None:
+    script = replace(cpu_job(), num_workers=4)
+
+    assert max_workers(script, {MAX_WORKERS: 1}) == 4
+    assert max_workers(replace(script, min_workers=2), {MAX_WORKERS: 3}) == 3
+
+
+@pytest.mark.usefixtures("cluster")
+def test_an_attempt_whose_beginning_was_not_answered_counts_once_it_is_started(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create(store, "j0", gpu_job())
+    create(store, "j1", gpu_job())
+    looking = reconciling(store)
+    put, lost = looking._store.put_if_absent, [True]
+
+    def unanswered(key: str, data: bytes) -> None:
+        put(key, data)
+        if lost and "/log/" in key:
+            lost.clear()
+            raise Unavailable("the answer was lost")
+
+    monkeypatch.setattr(looking._store, "put_if_absent", unanswered)
+    with pytest.raises(Unavailable):
+        looking.reconcile()
+    assert running(store) == ["j0"]
+
+    for _ in range(3):
+        looking.reconcile()  # Ray still reports the GPU as free
+        assert running(store) == ["j0"]
 
 
 def test_a_job_that_is_cancelled_while_it_waits_leaves_its_place(store: ObjectStore, cluster: Cluster) -> None:

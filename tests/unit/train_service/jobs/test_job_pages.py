@@ -17,6 +17,7 @@ from tests.support.counting_store import CountingStore
 from tests.support.training_records import JOB, begin, commit, finish, make_job
 from tests.unit.train_service.checkpoints.test_coverage import VERSION
 from train_service.jobs.training_jobs import JobView, TrainingJobs
+from train_service.records import event_log
 from train_service.records.event_log import TRAIN_KIND, EventKind, Reporter
 
 
@@ -88,6 +89,24 @@ def test_a_report_of_an_attempt_is_in_the_list_soon_and_costs_no_note_each_time(
 
     assert [change.name for change in Changes(store, TRAIN_KIND).read()] == [name]
     assert pages(training, 10)[1].progress == {"step": 4}
+
+
+def test_the_last_of_several_reports_is_in_the_list_though_none_follows(
+    store: ObjectStore, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_log, "NOTE_INTERVAL_S", 2.0)
+    training = TrainingJobs(store)
+    name = "trainingJobs/k1"
+    jobs.transition(name, lambda newest: begin_attempt(newest, time.time()), attempt=1)
+    training.index.keep()
+    give_up_at = time.monotonic() + 60.0
+
+    with Reporter(store, name, 1) as reporter:
+        for step in range(2):  # the second one soon after the first
+            reporter.emit(EventKind.PROGRESS, step=step)
+            while pages(training, 10)[1].progress != {"step": step}:
+                assert time.monotonic() < give_up_at, f"report {step} is not in the list"
+                training.index.keep()
 
 
 @pytest.mark.usefixtures("jobs")
