@@ -17,6 +17,7 @@ import hashlib
 import logging
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from typing import Any
 
 from shared.checkpoint.format import MANIFEST, OTHER_FORMAT, PROGRAM_FORMAT, ProgramContent, read_manifest
 from shared.checkpoint.reading import Readable, StoredFile, read_pieces
-from shared.errors import DataLoss
+from shared.errors import DataLoss, Unavailable
 
 # --- Files for download ---
 
@@ -96,6 +97,10 @@ logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
 HASHED_BYTES = 1 << 20
+LOCK_POLL_S = 0.05
+# The longest waits for a process that makes the copy, and for those that use a damaged one.
+MAKE_TIMEOUT_S = 3_600.0
+IN_USE_TIMEOUT_S = 60.0
 # Locks of the copies that this process uses, held until its end.
 _held: dict[Path, int] = {}
 
@@ -110,7 +115,8 @@ def node_copy(store: Readable, folder: str, manifest_sha256: str, root: Path | N
 
     `folder` is the checkpoint's folder in the store. An existing copy is compared with its digests, and replaced if it
     was changed. Copies that no process uses any more are removed first. Raises `DataLoss` for stored files that differ
-    from what was committed, and `OSError` for faults of this node's disk.
+    from what was committed, `Unavailable` if other processes make the copy or use a changed one for too long, and
+    `OSError` for faults of this node's disk.
     """
     root = root or default_root()
     for one in (root.parent, root):  # both may be new, and `mode` is that of the last folder alone
@@ -120,16 +126,44 @@ def node_copy(store: Readable, folder: str, manifest_sha256: str, root: Path | N
         return place
     _remove_unused(root, place)
     files = files_of(store, folder, manifest_sha256)
-    lock = _locked(place, fcntl.LOCK_EX)
-    try:
-        if not _is_whole(place, files):
-            _make(store, place, files)
-        fcntl.flock(lock, fcntl.LOCK_SH)
-    except BaseException:
-        os.close(lock)
-        raise
-    _held[place] = lock
+    _held[place] = _lease(store, place, files)
     return place
+
+
+def _lease(store: Readable, place: Path, files: list[CheckpointFile]) -> int:
+    """Return a shared lock on a whole copy, which this process makes if there is none.
+
+    The shared lock comes first, because other processes may hold theirs for life. Only a process that must make the
+    copy takes the exclusive lock.
+    """
+    lock, damaged, in_use_until = _locked(place), None, float("inf")
+    try:
+        while True:
+            # A copy without a state is missing. A large one is not read again until it was replaced.
+            if (state := _state(place)) != damaged and _is_whole(place, files):
+                return lock
+            damaged = state
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            if _try_lock(lock, fcntl.LOCK_EX) and _is_current(lock, place):
+                if _state(place) == damaged or not _is_whole(place, files):
+                    _make(store, place, files)
+                in_use_until = float("inf")
+            else:
+                in_use_until = min(in_use_until, time.monotonic() + IN_USE_TIMEOUT_S)
+                if time.monotonic() > in_use_until:
+                    raise Unavailable(
+                        f"the copy {place} of a checkpoint was changed while other processes use it; end them, then "
+                        "try again"
+                    )
+                time.sleep(LOCK_POLL_S)
+            # The file may have been replaced, and between two locks another process may have removed the copy.
+            os.close(lock)
+            lock = -1
+            lock = _locked(place)
+    except BaseException:
+        if lock >= 0:
+            os.close(lock)
+        raise
 
 
 def _make(store: Readable, place: Path, files: list[CheckpointFile]) -> None:
@@ -168,15 +202,46 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _locked(place: Path, kind: int) -> int:
-    """Lock the copy, after waiting for processes that make or remove it."""
-    path = place.with_name(place.name + LOCK)
+def _locked(place: Path) -> int:
+    """Return a shared lock on the copy, after waiting for a process that makes or removes it."""
+    until = time.monotonic() + MAKE_TIMEOUT_S
     while True:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(lock, kind)
-        if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
+        lock = os.open(_lock_of(place), os.O_RDWR | os.O_CREAT, 0o600)
+        if _try_lock(lock, fcntl.LOCK_SH) and _is_current(lock, place):
             return lock
-        os.close(lock)  # the process that held the lock has removed the copy meanwhile
+        os.close(lock)  # another process makes the copy, or has removed it meanwhile
+        if time.monotonic() > until:
+            raise Unavailable(f"another process has made the copy {place} of a checkpoint for too long; try again")
+        time.sleep(LOCK_POLL_S)
+
+
+def _lock_of(place: Path) -> Path:
+    return place.with_name(place.name + LOCK)
+
+
+def _try_lock(lock: int, kind: int) -> bool:
+    try:
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+
+
+def _is_current(lock: int, place: Path) -> bool:
+    """Return whether the locked file is still the copy's. It is removed with an unused copy."""
+    try:
+        return os.path.samestat(os.fstat(lock), _lock_of(place).stat())
+    except FileNotFoundError:
+        return False
+
+
+def _state(place: Path) -> tuple[int, int] | None:
+    """Return what tells a copy from the one that replaces it, or None if there is none."""
+    try:
+        found = place.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_ctime_ns
 
 
 def _remove_unused(root: Path, place: Path) -> None:

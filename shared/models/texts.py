@@ -49,6 +49,8 @@ MAX_ID = 2**24
 # Arguments of the builder itself; all others are of the model's configuration.
 OWN_ARGUMENTS = frozenset({"model_type", "padding_multiple", "attention", "lora"})
 LORA_ARGUMENTS = frozenset({"r", "lora_alpha", "lora_dropout", "target_modules"})
+ALL_LINEAR = "all-linear"
+MAX_RANK, MAX_TARGETS, MAX_TARGET = 8_192, 1_000, 200
 ATTENTION = ("sdpa", "eager")
 # Parts of a configuration that the training job decides.
 DECIDED = frozenset(
@@ -184,6 +186,13 @@ def _adapt(model: nn.Module, lora: Any, path: str) -> None:
     if not isinstance(lora, dict) or not lora.keys() <= LORA_ARGUMENTS or not {"r", "target_modules"} <= lora.keys():
         remedy = f"use an object with r, target_modules, and of {', '.join(sorted(LORA_ARGUMENTS))} what you need"
         raise invalid_field(path, lora, remedy)
+    rank, targets = lora["r"], lora["target_modules"]
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= MAX_RANK:
+        raise invalid_field(f"{path}.r", rank, f"use 1 to {MAX_RANK:,}")
+    # peft takes any other text as a regular expression, and a costly one would hold up the service that checks it.
+    if targets != ALL_LINEAR and not _are_names(targets):
+        remedy = f"use a list of 1 to {MAX_TARGETS:,} names of at most {MAX_TARGET} characters, or {ALL_LINEAR!r}"
+        raise invalid_field(f"{path}.target_modules", targets, remedy)
     try:
         import peft
     except ImportError:
@@ -197,6 +206,12 @@ def _adapt(model: nn.Module, lora: Any, path: str) -> None:
     for name, parameter in model.named_parameters():
         if not name.startswith(f"{base}."):
             parameter.requires_grad = True
+
+
+def _are_names(targets: Any) -> bool:
+    if not isinstance(targets, list) or not 1 <= len(targets) <= MAX_TARGETS:
+        return False
+    return all(isinstance(name, str) and 1 <= len(name) <= MAX_TARGET for name in targets)
 
 
 def _check_positions(model: nn.Module, config: PretrainedConfig, length: int, path: str) -> None:

@@ -129,7 +129,7 @@ def _next_token() -> Loss:
     """Return the mean of a row's surprises, see `shared.models.texts`. A row without one has the loss 0."""
 
     def each(outputs: Tensor, labels: Tensor) -> Tensor:  # noqa: ARG001
-        counts = outputs >= 0
+        counts = ~(outputs < 0)  # of NaN, too: it must reach the loss
         total = torch.where(counts, outputs, outputs.new_zeros(())).sum(1)
         return total / counts.sum(1).clamp(min=1)
 

@@ -289,7 +289,7 @@ class _Perplexity:
     width = 2
 
     def sums(self, outputs: Tensor, labels: Tensor) -> Tensor:  # noqa: ARG002
-        counts = outputs >= 0
+        counts = ~(outputs < 0)  # of NaN, too: it must reach the metric
         total = torch.where(counts, outputs, outputs.new_zeros(())).sum(dtype=torch.float64)
         return torch.stack([total, counts.sum(dtype=torch.float64)])
 

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from shared.checkpoint import CheckpointEntry
 from shared.checkpoint import files as copies
 from shared.checkpoint.files import node_copy
-from shared.errors import DataLoss
+from shared.errors import DataLoss, Unavailable
 from shared.storage import ObjectStore
 from tests.support.checkpoint_exports import PROGRAM_FILES, commit_model, commit_program
 
@@ -44,6 +45,19 @@ def files_in(folder: Path) -> dict[str, bytes]:
     return found
 
 
+def copied_elsewhere(store: ObjectStore, entry: CheckpointEntry, root: Path) -> Path:
+    """The copy that a process of its own gets."""
+    script = (
+        "import sys, pathlib; from shared.settings import StoreSettings; from shared.storage import open_store\n"
+        "from shared.checkpoint.files import node_copy\n"
+        "import json; store = open_store(StoreSettings(**json.loads(sys.argv[1])))\n"
+        "print(node_copy(store, sys.argv[2], sys.argv[3], pathlib.Path(sys.argv[4])))"
+    )
+    arguments = [json.dumps(asdict(store.settings)), entry.folder, entry.manifest_sha256, str(root)]
+    command = [sys.executable, "-c", script, *arguments]
+    return Path(subprocess.run(command, check=True, timeout=240, stdout=subprocess.PIPE, text=True).stdout.strip())
+
+
 def test_a_copy_has_the_files_that_the_program_reported(store: ObjectStore, root: Path) -> None:
     entry = commit_program(store)
     folder = node_copy(store, entry.folder, entry.manifest_sha256, root)
@@ -61,6 +75,29 @@ def test_a_copy_that_was_changed_is_made_anew(store: ObjectStore, root: Path) ->
         os.close(lock)
     copies._held.clear()
     assert files_in(node_copy(store, entry.folder, entry.manifest_sha256, root)) == PROGRAM_FILES
+
+
+def test_two_processes_use_one_copy_at_the_same_time(store: ObjectStore, root: Path) -> None:
+    entry = commit_program(store)
+    folder = node_copy(store, entry.folder, entry.manifest_sha256, root)
+    made = folder.stat()
+    assert copied_elsewhere(store, entry, root) == folder
+    assert os.path.samestat(folder.stat(), made)
+
+
+def test_a_copy_that_was_changed_and_is_in_use_is_refused_after_a_while(
+    store: ObjectStore, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copies, "IN_USE_TIMEOUT_S", 0.1)
+    entry = commit_program(store)
+    folder = node_copy(store, entry.folder, entry.manifest_sha256, root)
+    (folder / "model.pt").chmod(0o600)
+    (folder / "model.pt").write_bytes(b"changed")
+    users = dict(copies._held)
+    copies._held.clear()
+    with pytest.raises(Unavailable, match="was changed while other processes use it"):
+        node_copy(store, entry.folder, entry.manifest_sha256, root)
+    copies._held.update(users)
 
 
 def test_a_damaged_file_leaves_no_copy(store: ObjectStore, root: Path) -> None:
@@ -90,15 +127,8 @@ def test_copies_that_no_process_uses_go_and_others_stay(store: ObjectStore, root
     left.mkdir()
     (left / "model.pt").write_bytes(b"left")
     (root / f"{left.name}.lock").touch()
-    # Asked by a process of its own: this one holds the first copy.
-    script = (
-        "import sys, pathlib; from shared.settings import StoreSettings; from shared.storage import open_store\n"
-        "from shared.checkpoint.files import node_copy\n"
-        "import json; store = open_store(StoreSettings(**json.loads(sys.argv[1])))\n"
-        "print(node_copy(store, sys.argv[2], sys.argv[3], pathlib.Path(sys.argv[4])))"
-    )
-    arguments = [json.dumps(asdict(store.settings)), third.folder, third.manifest_sha256, str(root)]
-    subprocess.run([sys.executable, "-c", script, *arguments], check=True, timeout=240)
+    # This process holds the first copy.
+    copied_elsewhere(store, third, root)
     assert used.is_dir()
     assert not left.exists()
     assert (root / third.manifest_sha256).is_dir()

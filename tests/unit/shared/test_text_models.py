@@ -120,6 +120,13 @@ def test_parameters_have_the_names_of_the_library() -> None:
         ({"pad_token_id": 300}, "pad_token_id", "0 to 299"),
         ({"lora": {"r": 4}}, "lora", "target_modules"),
         ({"lora": {"r": 4, "target_modules": ["nothing"]}}, "lora", "peft refuses"),
+        ({"lora": {"r": 4, "target_modules": "(a+)+b"}}, "lora.target_modules", "all-linear"),
+        ({"lora": {"r": 4, "target_modules": []}}, "lora.target_modules", "1 to 1,000 names"),
+        ({"lora": {"r": 4, "target_modules": ["query", 7]}}, "lora.target_modules", "1 to 1,000 names"),
+        ({"lora": {"r": 4, "target_modules": ["q" * 201]}}, "lora.target_modules", "200 characters"),
+        ({"lora": {"r": 0, "target_modules": ["query"]}}, "lora.r", "1 to 8,192"),
+        ({"lora": {"r": 2**40, "target_modules": ["query"]}}, "lora.r", "1 to 8,192"),
+        ({"lora": {"r": True, "target_modules": ["query"]}}, "lora.r", "1 to 8,192"),
         ({"max_position_embeddings": 16}, "max_position_embeddings", "16 tokens, and a row has 32"),
         (
             {"model_type": "roberta", "max_position_embeddings": 33, "pad_token_id": 1},
@@ -134,6 +141,15 @@ def test_a_bad_argument_is_refused_by_name(changes: dict[str, Any], field: str, 
 
     assert field in refused.value.message.split(":")[0]
     assert says in refused.value.message
+
+
+def test_adapters_may_go_into_all_linear_layers() -> None:
+    lora = {"r": 4, "target_modules": "all-linear"}
+
+    adapted = [name for name in build_model(spec(lora=lora)).state_dict() if "lora_A" in name]
+
+    assert any("query" in name for name in adapted)
+    assert any("intermediate" in name for name in adapted)
 
 
 def test_a_model_of_no_such_builder_is_refused() -> None:

@@ -12,12 +12,14 @@ import torch
 from sklearn import metrics as theirs
 
 from shared.errors import InvalidArgument
+from shared.models.texts import NO_TOKEN
 from shared.transforms import TensorSpec
 from tests.support.peak_memory import MEBIBYTE, growth_here
 from tests.unit.train_service.learners import NUMBERS, SPEC
-from train_service.domain.spec import TrainingSpec
+from train_service.domain.spec import NEXT_TOKEN, LossSpec, TrainingSpec
 from train_service.jobs.model_check import check_model
 from train_service.learning import metrics as ours
+from train_service.learning.losses import build_loss
 from train_service.learning.metrics import Metrics, known_metrics
 
 CPU = torch.device("cpu")
@@ -163,3 +165,16 @@ def test_many_classes_are_counted_without_a_table_of_them_by_each_other() -> Non
         metrics.sums(outputs, labels)
 
     assert grown() < 100 * MEBIBYTE
+
+
+def test_a_surprise_that_is_no_number_counts_in_loss_and_metric() -> None:
+    surprises_BL = torch.tensor([[NO_TOKEN, 1.0, math.nan, NO_TOKEN], [NO_TOKEN, 2.0, 4.0, NO_TOKEN]])
+    labels = torch.zeros(2)
+
+    each = build_loss(LossSpec(name=NEXT_TOKEN)).each(surprises_BL, labels)
+    perplexity = ours._Perplexity()
+
+    assert each.isnan().tolist() == [True, False]
+    assert each[1] == 3
+    assert math.isnan(perplexity.value(perplexity.sums(surprises_BL, labels)))
+    assert perplexity.value(perplexity.sums(surprises_BL[1:], labels[1:])) == pytest.approx(math.exp(3))
