@@ -93,11 +93,11 @@ def test_a_copy_that_was_changed_and_is_in_use_is_refused_after_a_while(
     folder = node_copy(store, entry.folder, entry.manifest_sha256, root)
     (folder / "model.pt").chmod(0o600)
     (folder / "model.pt").write_bytes(b"changed")
-    users = dict(copies._held)
+    references = dict(copies._held)
     copies._held.clear()
     with pytest.raises(Unavailable, match="was changed while other processes use it"):
         node_copy(store, entry.folder, entry.manifest_sha256, root)
-    copies._held.update(users)
+    copies._held.update(references)
 
 
 def test_a_damaged_file_leaves_no_copy(store: ObjectStore, root: Path) -> None:
