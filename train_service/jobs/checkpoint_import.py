@@ -12,15 +12,17 @@ import asyncio
 import hashlib
 import json
 import logging
+import os
 import shutil
+import stat
 import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
 from shared import names
 from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegistry
@@ -304,13 +306,16 @@ class CheckpointImports:
             if model.is_own and answer.get("field"):
                 raise invalid_field("spec.model.entry", model.entry, problem)
             raise invalid_field("header.files", request.files[0].path, problem)
-        if (work / WEIGHTS).exists():
-            (work / WEIGHTS).rename(folder / WEIGHTS)
         try:
-            report: dict[str, Any] = json.loads(_bounded(work / "report.json"))
-        except ValueError:
+            with open_plain(work / "report.json") as file:
+                report: dict[str, Any] = json.loads(file.read(MAX_REPORT_BYTES))
+            if os.path.lexists(work / WEIGHTS):
+                with open_plain(work / WEIGHTS):
+                    (work / WEIGHTS).rename(folder / WEIGHTS)
+            _problem(report, allow_non_finite=request.spec.allow_non_finite)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             if not model.is_own:
-                raise
+                raise Internal(f"the child that reads weights wrote no report: {error!r}") from error
             remedy = "its code has written the report of its check itself; leave that to the check"
             raise invalid_field("spec.model.entry", model.entry, remedy) from None
         return report
@@ -463,10 +468,22 @@ def _write(file: Any, digest: Any, data: memoryview) -> None:
     file.write(data)
 
 
-def _bounded(path: Path) -> bytes:
-    with suppress(FileNotFoundError), path.open("rb") as file:
-        return file.read(MAX_REPORT_BYTES)
-    raise Internal("the child that reads weights wrote no report")
+@contextmanager
+def open_plain(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that a caller's code may have made. Never follows a link and never waits for a pipe.
+
+    Raises `ValueError` unless it is a plain file with this one name.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise ValueError(f"{path.name}: {error.strerror}") from None
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+        os.close(descriptor)
+        raise ValueError(f"{path.name} is no plain file")
+    with os.fdopen(descriptor, "rb") as file:
+        yield file
 
 
 def _problem(report: Mapping[str, Any], *, allow_non_finite: bool) -> InvalidArgument | None:

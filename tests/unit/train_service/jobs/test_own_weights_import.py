@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from tests.unit.train_service.learners import SPEC as TABLE
 from tests.unit.train_service.worker.test_loop import entries, events, new_job, run_of
 from train_service.domain.spec import OwnModelFacts, settled
 from train_service.jobs import entry_child
+from train_service.jobs.checkpoint_import import open_plain
 from train_service.records.event_log import EventKind
 
 MODEL = "trainingJobs/imp/checkpoints/imported"
@@ -197,3 +199,25 @@ def test_weights_are_read_with_the_packages_that_the_models_bundle_requires(
     bundle = store_bundle(store, {"net.py": f"import only_weights\n{NET}", "requirements.lock": f"{line}\n"}).name
     torch.save(source().state_dict(), tmp_path / "a.pt")
     assert imported(store, tmp_path / "a.pt", spec_for(bundle)).report.fits
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "second name", "folder"])
+def test_what_a_model_left_in_place_of_its_report_is_neither_followed_nor_waited_for(tmp_path: Path, kind: str) -> None:
+    path, other = tmp_path / "report.json", tmp_path / "other"
+    other.write_text("{}")
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to(other)
+    elif kind == "second name":
+        path.hardlink_to(other)
+    else:
+        path.mkdir()
+    with pytest.raises(ValueError, match=r"report\.json"), open_plain(path):
+        pass
+
+
+def test_a_plain_report_is_read(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_bytes(b"{}")
+    with open_plain(tmp_path / "report.json") as file:
+        assert file.read() == b"{}"
