@@ -52,6 +52,7 @@ from train_service.jobs.deletion import Deletions
 from train_service.jobs.own_code import Limits, ask_in_child, unpack_bundle
 from train_service.jobs.training_jobs import COLLECTION, JobView, TrainingJobs
 from train_service.loading.preprocessing import Preprocessing, check_prepared, class_names, ingested_columns
+from train_service.loading.texts import with_vocabulary
 from train_service.records.event_log import TRAIN_KIND
 
 logger = logging.getLogger(__name__)
@@ -197,7 +198,8 @@ class CheckpointImports:
     def _checked(self, request: CheckpointImportRequest) -> tuple[CheckpointImportRequest, _Home]:
         """Check the header before any bytes are received.
 
-        Returns the request with a specification completed by its model, if that is of the caller's own code.
+        Returns the request with its specification completed: by the caller's own model, or by the tokenizer of a text
+        model's input.
         """
         if not request.validate_only and self._training.exists(f"{COLLECTION}/{request.job_id}"):
             raise already_exists(f"{COLLECTION}/{request.job_id}")
@@ -220,6 +222,8 @@ class CheckpointImports:
             spec = self._training.own_models.settled_for_weights(spec, tuple(prepared.shape))
             spec_rules.check(replace(spec, epochs=1, global_batch_size=2))
         else:
+            if version is not None:
+                spec = with_vocabulary(spec, version)
             self._training.check_outputs(spec, prepared)
         if version is None:
             home = _Home(columns, [], request.class_names)

@@ -41,7 +41,8 @@ def with_vocabulary(spec: TrainingSpec, version: DatasetVersion) -> TrainingSpec
     if tuple(concat.columns) != columns:
         path = f"{FIELD}.steps[{place}].concat.columns"
         raise invalid_field(path, ",".join(concat.columns), f"the model takes ids and mask; use {','.join(columns)}")
-    if spec.model.builder == CAUSAL_LM and spec.label_column != tokenize.ids_column:
+    # An import needs no label column.
+    if spec.model.builder == CAUSAL_LM and spec.label_column not in ("", tokenize.ids_column):
         remedy = f"a causal language model predicts the tokens of its input; use {tokenize.ids_column}"
         raise invalid_field("spec.label_column", spec.label_column, remedy)
     size, pad = tokenize.vocabulary

@@ -16,6 +16,7 @@ import transformers
 from safetensors.torch import load as load_tensors
 
 import millrace_client as mc
+import millrace_client.errors
 from inference_service.domain.signature import RAW, Rows
 from inference_service.serve.served_model import ServedModel
 from millrace_client import steps
@@ -201,6 +202,29 @@ def folder_of(store: ObjectStore, job: str, step: int) -> tuple[str, str]:
 
 def weights_of(store: ObjectStore, entry: CheckpointEntry) -> dict[str, torch.Tensor]:
     return load_tensors(saved(store, entry)[0])
+
+
+def test_an_import_has_the_vocabulary_and_the_order_of_its_versions_tokenizer(
+    store: ObjectStore, version: str, tmp_path: Path
+) -> None:
+    (tmp_path / "weights.pt").write_bytes(b"no weights")
+
+    def bring_in(train: TrainClient, columns: list[str], **kwargs: Any) -> None:
+        spec = mc.import_spec(
+            model=SEQUENCE_CLASSIFICATION,
+            in_channels=2 * LENGTH,
+            num_classes=2,
+            model_kwargs={**MODEL.kwargs, **kwargs},
+            dataset_version=version,
+            input_column="x",
+            transform=[steps.concat(columns, into="x")],
+        )
+        train.import_checkpoint("base", tmp_path / "weights.pt", spec)
+
+    with pytest.raises(mc.errors.InvalidArgument, match="use input_ids,attention_mask"):
+        with_client(store, lambda train: bring_in(train, ["attention_mask", "input_ids"]))
+    with pytest.raises(mc.errors.InvalidArgument, match="the tokenizer has ids up to"):
+        with_client(store, lambda train: bring_in(train, ["input_ids", "attention_mask"], vocab_size=5))
 
 
 # The service reads the folder in a child, which imports the library again.
