@@ -385,7 +385,11 @@ class _Environment:
         with self._lock.open("a") as lock:
             if not _try_lock(lock, fcntl.LOCK_EX):
                 return False
-            self._remove()
+            try:
+                self._remove()
+            except OSError as error:
+                logger.warning("the environment %s cannot be removed: %s", self.name, error)
+                return False
             return True
 
     def _remove(self) -> None:
@@ -407,7 +411,7 @@ class _Environment:
             record = json.loads(self._record.read_text())
         except (OSError, ValueError):
             return False
-        return bool(record["fingerprint"] == _fingerprint(self._packages))
+        return isinstance(record, dict) and record.get("fingerprint") == _fingerprint(self._packages)
 
     def _build(self, lines: list[str], lock: IO[str], tick: Callable[[], None]) -> None:
         self._remove()
@@ -564,7 +568,13 @@ def _disk_use(*folders: Path) -> tuple[int, int]:
 
 
 def _remove_folder(folder: Path) -> None:
+    """Remove a folder, also where a program made folders in it read-only."""
     with suppress(FileNotFoundError):
+        folder.chmod(0o700)
+        for parent, names, _ in os.walk(folder):
+            for inner in (Path(parent, name) for name in names):
+                if not inner.is_symlink():
+                    inner.chmod(0o700)
         shutil.rmtree(folder)
 
 

@@ -267,7 +267,7 @@ def _load_own_code(spec: ReplicaSpec, content: CheckpointContent) -> None:
     OwnCode(is_trusted=spec.own_code).require_own_code(
         f"the model of {content.training_job} is made by code of {content.model.code_bundle}: "
     )
-    load_code(open_store(spec.store), content.model.code_bundle)
+    _retry_on_outage(lambda: load_code(open_store(spec.store), content.model.code_bundle))
 
 
 def _read(spec: ReplicaSpec) -> tuple[CheckpointContent, bytes]:

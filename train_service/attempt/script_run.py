@@ -163,7 +163,9 @@ class ScriptRun:
             code = retry_on_outage(lambda: unpack_on_node(self._store, digest, folder.code), "the code of the script")
             # This process installs them, because the script's process has only what it is given.
             environments = environments_of_node(os.environ)
-            packages = stack.enter_context(environments.opened(requirements_of_folder(code)))
+            packages = stack.enter_context(
+                environments.opened(requirements_of_folder(code), self._context.raise_if_stopped)
+            )
             process, channel = self._start(str(folder.run), stack)
             channel.send(
                 {

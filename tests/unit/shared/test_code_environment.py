@@ -379,3 +379,28 @@ def test_a_default_folder_that_others_can_change_is_refused(
 
 def test_environments_are_off_by_default() -> None:
     assert code_environments({}).uv == ""
+
+
+def test_an_environment_whose_folders_were_made_read_only_is_removed() -> None:
+    """As a user without privileges: root may write everywhere."""
+    code = """
+import os, tempfile
+from pathlib import Path
+
+from shared.code_environment import _remove_folder
+
+if os.geteuid() == 0:
+    os.setuid(65534)
+folder = Path(tempfile.mkdtemp(dir="/tmp"), "packages")
+(folder / "a" / "b").mkdir(parents=True)
+(folder / "a" / "b" / "c.py").write_text("")
+(folder / "a" / "b").chmod(0o555)
+(folder / "a").chmod(0)
+folder.chmod(0o555)
+_remove_folder(folder)
+folder.parent.rmdir()
+print("removed")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+
+    assert done.stdout == "removed\n", done.stderr
