@@ -29,7 +29,6 @@ from grpc_reflection.v1alpha._async import ReflectionServicer
 from shared.errors import InvalidArgument, ResourceExhausted
 from shared.grpc_errors import details_and_status
 from shared.grpc_server.bearer_token import BearerToken, TokenCheck
-from shared.grpc_server.concurrent_accepts import concurrent_server
 from shared.grpc_server.interceptor import (
     DEFAULT_DEADLINE_S,
     CallInterceptor,
@@ -102,7 +101,7 @@ async def serve(
     loop.set_default_executor(ThreadPoolExecutor(BLOCKING_THREADS, thread_name_prefix="blocking"))
     health = health or Health()
     stop = stop or asyncio.Event()
-    server = concurrent_server(
+    server = aio.server(
         maximum_concurrent_rpcs=MAX_CALL_TASKS,
         options=[
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
