@@ -64,8 +64,8 @@ def measure(rank: int, folder: str, layers: int) -> None:
     round_of(ranks, folder, "measured", layers, WIDTH, phases)
     shard = COPIES * phases.shard_bytes
     ratios = {f"{name}_ratio": round((grown - BUCKET_BYTES) / shard, 3) for name, grown in phases.grown.items()}
-    told = {"shard_mb": round(shard / 1e6), **{f"{name}_mb": round(v / 1e6) for name, v in phases.grown.items()}}
-    (Path(folder) / f"rank-{rank}.json").write_text(json.dumps({**told, **ratios}))
+    measured = {"shard_mb": round(shard / 1e6), **{f"{name}_mb": round(v / 1e6) for name, v in phases.grown.items()}}
+    (Path(folder) / f"rank-{rank}.json").write_text(json.dumps({**measured, **ratios}))
     dist.barrier()
     os._exit(0)
 

@@ -99,7 +99,7 @@ def measure(stack: TrainStack, folder: Path, pairs: int) -> dict[str, Any]:
             lambda: _bare(folder),
         )
         for number in range(pairs):
-            # Whoever comes second finds a machine that the first has warmed.
+            # The second contender finds a machine that the first has warmed.
             first, second = contenders if number % 2 == 0 else contenders[::-1]
             made = [first(), second()]
             ours, bare = made if number % 2 == 0 else made[::-1]

@@ -1,7 +1,7 @@
 """Notes of changed jobs: which jobs' entries in the index (`shared.jobs.index`) may be behind their logs.
 
 A writer puts a note before it appends to a job's log. The note names the record that is about to be written. So the
-note outlives the record's writer, whichever of the two writes is its last, and whoever brings the index up to date can
+note outlives the record's writer, whichever of the two writes is its last, and a merge of the index can
 tell whether the record is there yet. A note is an empty object whose key says everything, so a listing reads a thousand
 notes at once.
 """

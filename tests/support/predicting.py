@@ -91,20 +91,8 @@ def write(
     )
     folder = f"{registry.data_folder}/{name.rpartition('/')[2]}-{uuid.uuid4().hex[:8]}"
     files = {WEIGHTS: seeded(model) if weights is None else weights}
-    digest, size_bytes = write_checkpoint(store, folder, content, files)
-    entry = CheckpointEntry(
-        name=name,
-        folder=folder,
-        manifest_sha256=digest,
-        step=1,
-        epoch=1,
-        attempt=1,
-        size_bytes=size_bytes,
-        create_time=time.time(),
-        metrics=content.metrics,
-    )
-    registry.commit(entry)
-    return entry
+    written = write_checkpoint(store, folder, content, files)
+    return _committed(registry, name, folder, written, epoch=1, metrics=content.metrics)
 
 
 def write_program(
@@ -134,20 +122,28 @@ def write_program(
         files=named,
         dataset_version="datasets/d/versions/trained-on",
     )
-    digest, size_bytes = write_manifest(store, folder, content)
-    committed = CheckpointEntry(
+    written = write_manifest(store, folder, content)
+    return _committed(registry, name, folder, written, epoch=0, code_bundle=bundle)
+
+
+def _committed(
+    registry: CheckpointRegistry, name: str, folder: str, written: tuple[str, int], *, epoch: int, **others: Any
+) -> CheckpointEntry:
+    """The committed entry of a checkpoint whose manifest's digest and size in bytes are `written`."""
+    digest, size_bytes = written
+    entry = CheckpointEntry(
         name=name,
         folder=folder,
         manifest_sha256=digest,
         step=1,
-        epoch=0,
+        epoch=epoch,
         attempt=1,
         size_bytes=size_bytes,
         create_time=time.time(),
-        code_bundle=bundle,
+        **others,
     )
-    registry.commit(committed)
-    return committed
+    registry.commit(entry)
+    return entry
 
 
 def seeded(model: ModelSpec) -> bytes:

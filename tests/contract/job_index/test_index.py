@@ -1,4 +1,4 @@
-"""The index of jobs says what the logs say, wherever its writers are stopped and whoever wrote the logs."""
+"""The index of jobs says what the logs say, wherever its writers are stopped and whichever release wrote the logs."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def of_checkpoint(name: str, sha256: str = "") -> CheckpointRef:
 
 
 @pytest.mark.parametrize(
-    ("spec", "kind", "told"),
+    ("spec", "kind", "expected"),
     [
         ({"checkpoint": of_checkpoint(f"{JOB}/checkpoints/none")}, NotFound, "checkpoints/none does not exist"),
         ({"checkpoint": of_checkpoint("trainingJobs/none")}, NotFound, "trainingJobs/none does not exist"),
@@ -82,12 +82,12 @@ def of_checkpoint(name: str, sha256: str = "") -> CheckpointRef:
     ],
 )
 def test_what_does_not_fit_is_refused_and_nothing_is_left(
-    store: ObjectStore, ask: Callable[..., JobRecord], spec: dict[str, Any], kind: type[MillraceError], told: str
+    store: ObjectStore, ask: Callable[..., JobRecord], spec: dict[str, Any], kind: type[MillraceError], expected: str
 ) -> None:
     before = keys(store)
     with pytest.raises(kind) as refused:
         ask(request_id=str(uuid.uuid4()), **spec)
-    assert told in refused.value.message
+    assert expected in refused.value.message
     assert keys(store) == before
 
 

@@ -92,5 +92,5 @@ def test_a_tensor_of_another_shape_is_refused(store: ObjectStore) -> None:
     of_images = load_checkpoint(store, entry.folder, entry.manifest_sha256).content
     with pytest.raises(InvalidArgument) as refused:
         preparation(of_images, manifest(schema(32)), NAME)
-    told = "column 'image' is uint8 of shape (32, 32): the checkpoint takes uint8 of shape (28, 28)"
-    assert told in refused.value.message
+    expected = "column 'image' is uint8 of shape (32, 32): the checkpoint takes uint8 of shape (28, 28)"
+    assert expected in refused.value.message

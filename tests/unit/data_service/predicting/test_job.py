@@ -344,8 +344,8 @@ def test_a_nan_that_may_be_a_number_is_a_bad_row(store: ObjectStore, nan_counts:
     assert rows["train"]["id"] == [one for one in range(TRAIN) if one not in (5, 700)]
     assert rows["test"]["id"] == list(range(1, TEST))
     assert version.manifest.quarantined_row_count == 3
-    told = (read_attachment(store, version, QUARANTINE) or b"").decode().splitlines()
-    assert all("column 'x': nan" in line for line in told)
+    expected = (read_attachment(store, version, QUARANTINE) or b"").decode().splitlines()
+    assert all("column 'x': nan" in line for line in expected)
 
 
 def test_a_nan_in_a_column_that_a_transform_has_changed_is_a_number(store: ObjectStore) -> None:

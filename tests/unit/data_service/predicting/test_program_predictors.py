@@ -153,7 +153,7 @@ def test_rows_with_nulls_end_the_job_or_are_kept_aside(store: ObjectStore, bundl
 
 
 @pytest.mark.parametrize(
-    ("predictor", "kind", "told"),
+    ("predictor", "kind", "expected"),
     [
         ("serve:Missing", "FailedPrecondition", "serve:Missing of codeBundles/"),
         ("serve:Latin", "FailedPrecondition", "gave text that no column can hold, for one of the rows 0 to 63"),
@@ -161,14 +161,14 @@ def test_rows_with_nulls_end_the_job_or_are_kept_aside(store: ObjectStore, bundl
     ],
 )
 def test_what_a_predictor_does_wrong_ends_the_job(
-    store: ObjectStore, bundle: str, predictor: str, kind: str, told: str
+    store: ObjectStore, bundle: str, predictor: str, kind: str, expected: str
 ) -> None:
     commit_tables(store, {"test": table(TEST, 0)})
     write_program(store, bundle, FILES)
     failed = predicted(store, predictor=predictor)
     assert failed.error is not None
     assert failed.error["kind"] == kind
-    assert told in failed.error["message"], failed.error
+    assert expected in failed.error["message"], failed.error
 
 
 def test_what_a_predictor_raises_names_its_line_and_the_rows(store: ObjectStore, bundle: str) -> None:
@@ -182,7 +182,7 @@ def test_what_a_predictor_raises_names_its_line_and_the_rows(store: ObjectStore,
 
 
 @pytest.mark.parametrize(
-    ("inputs", "told"),
+    ("inputs", "expected"),
     [
         ({"y": ("FP32", (2,))}, "column 'y' is missing: the predictor takes FP32 of shape [2]"),
         ({"x": ("FP32", (3,))}, "column 'x' is float64 of shape (2)"),
@@ -192,16 +192,16 @@ def test_what_a_predictor_raises_names_its_line_and_the_rows(store: ObjectStore,
         ({"n": ("BYTES", ())}, "column 'n' is int64"),
     ],
 )
-def test_columns_that_do_not_fit_are_named(store: ObjectStore, inputs: dict[str, Any], told: str) -> None:
+def test_columns_that_do_not_fit_are_named(store: ObjectStore, inputs: dict[str, Any], expected: str) -> None:
     commit_tables(store, {"test": table(3, 0)})
     declared = [DeclaredTensor(name, *one) for name, one in inputs.items()]
     with pytest.raises(InvalidArgument) as refused:
         check_inputs(declared, load_version(store, SOURCE).manifest, SOURCE)
-    assert told in refused.value.message
+    assert expected in refused.value.message
 
 
 @pytest.mark.parametrize(
-    ("declared", "spec", "told"),
+    ("declared", "spec", "expected"),
     [
         (("label", "BYTES", (2,)), {}, "a column of text has one value a row"),
         (("free", "FP32", (-1,)), {}, "the values of a column have one shape"),
@@ -209,11 +209,11 @@ def test_columns_that_do_not_fit_are_named(store: ObjectStore, inputs: dict[str,
         (("_row_id", "FP32", ()), {}, "must not be named '_row_id'"),
     ],
 )
-def test_outputs_that_no_column_can_hold_are_refused(declared: Any, spec: dict[str, Any], told: str) -> None:
+def test_outputs_that_no_column_can_hold_are_refused(declared: Any, spec: dict[str, Any], expected: str) -> None:
     asked = PredictSpec(source=SOURCE, checkpoint=CheckpointRef(name=CHECKPOINT), **spec)
     with pytest.raises(InvalidArgument) as refused:
         output_columns(asked, [DeclaredTensor(*declared)])
-    assert told in refused.value.message
+    assert expected in refused.value.message
 
 
 @pytest.fixture
