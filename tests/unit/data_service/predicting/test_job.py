@@ -65,7 +65,7 @@ def tables(store: ObjectStore) -> dict[str, pa.Table]:
 def served(store: ObjectStore, entry: CheckpointEntry, split: str, rows: int) -> list[Any]:
     """What a deployment of the checkpoint answers for the source's rows."""
     checkpoint = load_checkpoint(store, entry.folder, entry.manifest_sha256)
-    model = ServedModel(checkpoint.content, checkpoint.read(WEIGHTS))
+    model = ServedModel(checkpoint)
     return list(model.forward(holdout_rows(store, SOURCE, split, rows, model.signature)).arrays)
 
 

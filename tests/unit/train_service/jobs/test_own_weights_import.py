@@ -18,7 +18,6 @@ import millrace_client as mc
 from inference_service.domain.signature import RAW, Rows
 from inference_service.serve.served_model import ServedModel
 from shared.checkpoint import load_checkpoint, resolve
-from shared.checkpoint.format import WEIGHTS
 from shared.code_bundle_registry import CodeBundles
 from shared.code_loading import load_code
 from shared.errors import FailedPrecondition
@@ -92,9 +91,9 @@ def test_an_own_models_state_dict_answers_with_the_logits_of_its_source_and_is_s
     with torch.inference_mode():
         expected = model(torch.from_numpy(rows)).numpy()
     with loaded(store, bundle):
-        logits = LoadedModel(checkpoint.content, checkpoint.read(WEIGHTS))(rows)[0]
+        logits = LoadedModel(checkpoint)(rows)[0]
         assert logits.tobytes() == expected.tobytes()
-        served = ServedModel(checkpoint.content, checkpoint.read(WEIGHTS))
+        served = ServedModel(checkpoint)
         assert [one.name for one in served.signature.raw] == ["x"]
         assert served.forward(Rows(RAW, {"x": rows})).arrays[0].tobytes() == expected.tobytes()
 
