@@ -50,7 +50,7 @@ from train_service.jobs.own_code import Limits, ask_in_child, unpack_bundle
 from train_service.jobs.training_jobs import COLLECTION, JobView, TrainingJobs
 from train_service.jobs.weights_answer import REPORT, take_report, take_weights
 from train_service.loading.preprocessing import Preprocessing, check_prepared, class_names, ingested_columns
-from train_service.loading.texts import with_vocabulary
+from train_service.loading.texts import check_padding, with_vocabulary
 from train_service.records.event_log import TRAIN_KIND
 
 logger = logging.getLogger(__name__)
@@ -216,6 +216,7 @@ class CheckpointImports:
             if version is not None:
                 spec = with_vocabulary(spec, version)
             self._training.check_outputs(spec, prepared)
+            check_padding(spec)
         if version is None:
             home = _Home(columns, [], request.class_names)
         else:
