@@ -40,6 +40,7 @@ from train_service.learning.learner import Learner
 from train_service.learning.ranks import Ranks
 from train_service.loading.loader import Batches
 from train_service.loading.preprocessing import fitted
+from train_service.loading.texts import check_padding
 
 LENGTH = 16
 TRAIN_ROWS = 96
@@ -224,6 +225,30 @@ def test_an_import_has_the_vocabulary_and_the_order_of_its_versions_tokenizer(
         with_client(store, lambda train: bring_in(train, ["attention_mask", "input_ids"]))
     with pytest.raises(mc.errors.InvalidArgument, match="the tokenizer has ids up to"):
         with_client(store, lambda train: bring_in(train, ["input_ids", "attention_mask"], vocab_size=5))
+
+
+def test_an_import_of_a_decoder_without_a_tokenizer_names_the_id_that_pads(store: ObjectStore, tmp_path: Path) -> None:
+    """The library finds the last token of a text by it. Encoders find it by the mask."""
+    (tmp_path / "weights.pt").write_bytes(b"no weights")
+
+    def bring_in(train: TrainClient, kwargs: dict[str, Any]) -> None:
+        spec = mc.import_spec(
+            model=SEQUENCE_CLASSIFICATION,
+            in_channels=2 * LENGTH,
+            num_classes=2,
+            model_kwargs={"vocab_size": 300, **kwargs},
+            input_shape=[2 * LENGTH],
+        )
+        train.import_checkpoint("base", tmp_path / "weights.pt", spec, validate_only=True)
+
+    decoder = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "bos_token_id": 1, "eos_token_id": 2}
+    with pytest.raises(mc.errors.InvalidArgument, match="name the id that its tokenizer pads with") as refused:
+        with_client(store, lambda train: bring_in(train, decoder))
+    assert [one.field for one in refused.value.field_violations] == ["spec.model.kwargs.pad_token_id"]
+    version_free = spec_of("", model=replace(MODEL, kwargs={**decoder, "vocab_size": 300, "pad_token_id": 3}))
+    check_padding(version_free)
+    check_padding(replace(version_free, model=MODEL))
+    check_padding(replace(version_free, model=replace(version_free.model, builder=CAUSAL_LM, kwargs=decoder)))
 
 
 # The service reads the folder in a child, which imports the library again.
