@@ -12,7 +12,7 @@ import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -23,6 +23,7 @@ import ray
 
 from data_service.attempt import FULL
 from data_service.domain.transform_spec import PredictSpec, Workers
+from data_service.kept_parts import KeptPass, KeptWork, kept_results
 from shared.errors import (
     STORE_OUTAGES,
     FailedPrecondition,
@@ -50,7 +51,8 @@ logger = logging.getLogger(__name__)
 class Part(Protocol):
     """A piece of a job's input that one task works on; must be picklable.
 
-    What the parts are depends on the input alone, never on the cluster or on faults.
+    What the parts are depends on the input alone, never on the cluster or on faults. Where results are kept, a part's
+    `repr` says all that distinguishes it, as that of a dataclass of plain values does.
     """
 
     @property
@@ -88,19 +90,38 @@ class Passes:
     progress: Progress
 
     def over(
-        self, phase: str, work: Work[P], parts: Sequence[P], *, foreign_code: bool, pool: Pool | None = None
+        self,
+        phase: str,
+        work: Work[P],
+        parts: Sequence[P],
+        *,
+        foreign_code: bool,
+        pool: Pool | None = None,
+        kept: KeptPass | None = None,
     ) -> Results[P]:
         """Yields each part with its result.
 
-        A caller that leaves early must close the generator first, because tasks may still write.
+        With `kept`, results that earlier attempts kept come first, and only the other parts are worked on. A caller
+        that leaves early must close the generator first, because tasks may still write.
         """
         self.progress.begin(phase, sum(part.row_count for part in parts))
-        with closing(
-            self.run_parts(self.context, self.folder, work, parts, foreign_code=foreign_code, pool=pool)
-        ) as results:
-            for part, result in results:
-                self.progress.add(part.row_count)
-                yield part, result
+        left = {part.number: part for part in parts}
+        if kept is not None:
+            with closing(kept_results(self.context.store, self.folder, kept, parts)) as taken_over:
+                for part, result in taken_over:
+                    self.context.raise_if_stopped()
+                    del left[part.number]
+                    self.progress.add(part.row_count)
+                    yield part, result
+            work = KeptWork(work, kept, self.folder, self.context.store.settings)
+        if left:
+            running = self.run_parts(
+                self.context, self.folder, work, list(left.values()), foreign_code=foreign_code, pool=pool
+            )
+            with closing(running) as results:
+                for part, result in results:
+                    self.progress.add(part.row_count)
+                    yield part, result
         self.progress.report()
 
 
@@ -177,7 +198,8 @@ def run_on_ray(
     from shared.dataset_stream import DatasetStream, RayFailed  # ray.data: slow to import, and only the job needs it
 
     by_number = {part.number: part for part in parts}
-    begun = Begun(f"{folder}/begun")
+    # Markers cost two requests a part. Only the end of foreign code depends on the part that it was at.
+    begun = Begun(f"{folder}/begun") if alone else None
     task = PartsTask(work, context.store.settings, begun)
     # Ray Data itself schedules the workers of a pool.
     dataset, submitted = _dataset(task, groups, pool), SUBMITTED_A_CPU if pool is None else 1
@@ -194,11 +216,13 @@ def run_on_ray(
             # and its error record for one that has already arrived.
             raise Unavailable(f"Ray lost the results of {len(left)} parts", reason="WORKER_LOST")
     except RayFailed as failure:
-        raise _lost(failure.__cause__, begun.tries(context.store), by_number, foreign_code, pool) from failure.__cause__
+        tries = begun.tries(context.store) if begun else {}
+        raise _lost(failure.__cause__, tries, by_number, foreign_code, pool) from failure.__cause__
     finally:
         stream.close()
-        with suppress(*STORE_OUTAGES):  # the rest is deleted with the attempt's folder
-            begun.forget(context.store)
+        if begun:
+            with suppress(*STORE_OUTAGES):  # the rest is deleted with the attempt's folder
+                begun.forget(context.store)
 
 
 def _cpus() -> int:
@@ -292,7 +316,7 @@ def _lost(
 class PartsTask:
     """The function that Ray's worker calls for each group of parts."""
 
-    def __init__(self, work: Work[Any], settings: StoreSettings, begun: Begun) -> None:
+    def __init__(self, work: Work[Any], settings: StoreSettings, begun: Begun | None) -> None:
         self._work = work
         self._settings = settings
         self._begun = begun
@@ -311,7 +335,7 @@ class PartsTask:
 
     def _record(self, store: ObjectStore, part: Part) -> dict[str, Any]:
         try:
-            with _one_thread(), self._begun.working_on(store, part):
+            with _one_thread(), self._begun.working_on(store, part) if self._begun else nullcontext():
                 return {"part": part.number, "result": pickle.dumps(self._work(part)), "error": b""}
         except Exception as error:
             return {"part": part.number, "result": b"", "error": pickle.dumps(_public_error(error, part).as_record())}
@@ -368,7 +392,7 @@ class PoolWorker:
 class Begun:
     """Markers in the store for the parts in progress.
 
-    The marker of a part remains if its worker dies.
+    The marker of a part remains if its worker dies. It names the worker's process.
     """
 
     folder: str
@@ -376,7 +400,7 @@ class Begun:
     @contextmanager
     def working_on(self, store: ObjectStore, part: Part) -> Iterator[None]:
         key = f"{self.folder}/{part.number}-{uuid4().hex}"
-        store.put(key, b"")
+        store.put(key, str(os.getpid()).encode())
         try:
             yield
         finally:
@@ -398,7 +422,7 @@ def crash_error(tries: Mapping[int, int], parts: Mapping[int, Part], *, foreign_
     process.
     """
     killers = [parts[number] for number, count in tries.items() if count > 1] or [parts[number] for number in tries]
-    where = "; ".join(part.where for part in killers) or "some rows"
+    where = "; ".join(part.where for part in killers) or f"one of {len(parts)} parts"
     metadata = {"parts": where}
     if foreign_code:
         return FailedPrecondition(
