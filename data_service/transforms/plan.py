@@ -26,7 +26,7 @@ COMPRESSION = 3
 
 @dataclass(frozen=True)
 class PartitionRange:
-    """Consecutive row groups of one split; a `Part`.
+    """Consecutive row groups of one split, as one part of a pass.
 
     `number` counts from 0 in the order of row ids. `first_row_ids` are the first row ids of its results, by split;
     empty until they are known.
