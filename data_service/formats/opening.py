@@ -168,6 +168,17 @@ class _PartitionedRows:
     def class_names(self) -> list[str] | None:
         return self._rows.class_names
 
+    @property
+    def row_count(self) -> int | None:
+        return self._rows.row_count if all(value.fits for value in self._values) else 0
+
+    @property
+    def size_bytes(self) -> int:
+        return self._rows.size_bytes
+
+    def parts(self) -> Sequence[RowSource]:
+        return [self]
+
     def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
         misfit = next((value for value in self._values if not value.fits), None)
         row = 0

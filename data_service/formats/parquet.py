@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pyarrow.types as kinds
 
 from data_service.formats import interface
-from data_service.formats.interface import BadRowSink, blaming, decoded_bytes, is_text
+from data_service.formats.interface import BadRowSink, RowSource, blaming, decoded_bytes, is_text
 from data_service.formats.typed_columns import MAX_ROW_BYTES, TypedColumns, logical_schema_of
 from data_service.storage.source_files import SourceFile
 from shared.dataset_version.manifest import MAX_COLUMNS, is_tensor, row_bytes
@@ -56,12 +56,17 @@ class ParquetRows:
             self._texts = [field.name for field in given if is_text(field.type)]
             self._extended_texts = [field.name for field in given if _is_extended_text(field.type)]
             self.schema = self._logical_schema(given)
+            self.size_bytes = _size(opened)
+        self.row_count: int | None = footer.row_count
         claimed_bytes = sum(group.total_bytes for group in footer.row_groups)
         fixed_bytes = row_bytes(pa.schema([field for field in self.schema if not is_text(field.type)])) or 0
         if fixed_bytes > MAX_ROW_BYTES:
             raise file.corrupt(f"a row takes {fixed_bytes} bytes; at most {MAX_ROW_BYTES} are read")
         width = max(fixed_bytes, claimed_bytes // max(footer.row_count, 1), 1)
         self._batch_rows = min(max(interface.CHUNK_BYTES // width, 1), MAX_BATCH_ROWS)
+
+    def parts(self) -> Sequence[RowSource]:
+        return [self]
 
     def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
         with self._opened() as opened:

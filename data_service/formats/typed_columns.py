@@ -470,6 +470,17 @@ class _CastRows:
     def class_names(self) -> list[str] | None:
         return self._rows.class_names
 
+    @property
+    def row_count(self) -> int | None:
+        return self._rows.row_count
+
+    @property
+    def size_bytes(self) -> int:
+        return self._rows.size_bytes
+
+    def parts(self) -> Sequence[RowSource]:
+        return [self]
+
     def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
         # Bad rows are reported by their positions among all rows of the file, good or bad.
         counter = _Counter(bad)
