@@ -190,6 +190,8 @@ def _text_lengths(texts: pa.Array) -> pa.Array:
 CHUNK_BYTES = 4 * 1024 * 1024
 # The maximum rows of a table whose rows have no fixed width.
 MAX_CHUNK_ROWS = 4096
+# The approximate bytes of one part of a source: decoded ones of a typed file, stored ones of others.
+PART_BYTES = 64 * 1024 * 1024
 # The maximum bytes that a few stored bytes may be decoded into at once.
 MAX_DECODED_BYTES = 256 * 1024 * 1024
 EXCERPT_CHARACTERS = 200

@@ -177,7 +177,9 @@ class _PartitionedRows:
         return self._rows.size_bytes
 
     def parts(self) -> Sequence[RowSource]:
-        return [self]
+        if not all(value.fits for value in self._values):
+            return [self]  # no row of it is good, and the tables' sizes are the places
+        return [_PartitionedRows(rows, self._file, self._values) for rows in self._rows.parts()]
 
     def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
         misfit = next((value for value in self._values if not value.fits), None)
