@@ -24,8 +24,8 @@ from data_service.domain.layout import SplitRange
 from data_service.domain.split_rules import RatioDivider, SplitRule, divider, split_order, taken_away
 from data_service.domain.statistics import SplitStatistics
 from data_service.domain.transform_spec import TransformSpec
+from data_service.parallel import PartRunner, Passes, Progress, Results, Work, run_on_ray
 from data_service.transforms.checking import output_schema, remaining
-from data_service.transforms.parallel import PartRunner, Passes, Progress, Results, Work, run_on_ray
 from data_service.transforms.plan import PartitionRange, plan_parts
 from data_service.transforms.work import (
     CountPart,
@@ -204,7 +204,7 @@ class _Transform:
         images = tuple(image_columns(self._pipeline.steps, self._given))
         return VersionRows(self._context.store.settings, self._source, self._divider, limit, images)
 
-    def _pass(self, phase: str, work: Work, parts: list[PartitionRange]) -> Results:
+    def _pass(self, phase: str, work: Work[PartitionRange], parts: list[PartitionRange]) -> Results[PartitionRange]:
         return self._passes.over(phase, work, parts, foreign_code=self._pipeline.has_custom)
 
 

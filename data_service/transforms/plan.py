@@ -26,7 +26,7 @@ COMPRESSION = 3
 
 @dataclass(frozen=True)
 class PartitionRange:
-    """Consecutive row groups of one split.
+    """Consecutive row groups of one split; a `Part`.
 
     `number` counts from 0 in the order of row ids. `first_row_ids` are the first row ids of its results, by split;
     empty until they are known.
@@ -44,6 +44,10 @@ class PartitionRange:
     @property
     def row_count(self) -> int:
         return sum(group.row_count for group in self.groups)
+
+    @property
+    def where(self) -> str:
+        return f"rows {self.first_row_id} to {self.first_row_id + self.row_count - 1} of split {self.split!r}"
 
 
 def plan_parts(

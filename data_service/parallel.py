@@ -1,4 +1,4 @@
-"""Runs one function on all parts of a version with Ray Data.
+"""Runs one function on all parts of a version, or of an import's sources, with Ray Data.
 
 This file has the task for a group of parts, the pool of workers, the search for the part that killed a worker, and the
 progress of passes.
@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from uuid import uuid4
 
 import pyarrow as pa
@@ -23,7 +23,6 @@ import ray
 
 from data_service.attempt import FULL
 from data_service.domain.transform_spec import PredictSpec, Workers
-from data_service.transforms.plan import PartitionRange
 from shared.errors import (
     STORE_OUTAGES,
     FailedPrecondition,
@@ -45,8 +44,38 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+# --- Parts ---
+
+
+class Part(Protocol):
+    """A piece of a job's input that one task works on; must be picklable.
+
+    What the parts are depends on the input alone, never on the cluster or on faults.
+    """
+
+    @property
+    def number(self) -> int:
+        """Counts from 0, in row order."""
+
+    @property
+    def row_count(self) -> int:
+        """The rows of the part, or an estimate, or 0 if unknown; only progress depends on it."""
+
+    @property
+    def where(self) -> str:
+        """How errors name the part, such as "rows 0 to 99 of split 'train'"."""
+
+
+P = TypeVar("P", bound=Part)
+
+# The work on one part. It and its results must be picklable.
+Work = Callable[[P], Any]
+# Pairs of a part and its work's result.
+Results = Generator[tuple[P, Any], None, None]
+
+
 # --- Passes ---
-# Passes over the parts of a version, with progress: the building blocks of transforms and predictions.
+# Passes over the parts, with progress: the building blocks of the jobs that make versions.
 
 
 @dataclass(frozen=True)
@@ -59,8 +88,8 @@ class Passes:
     progress: Progress
 
     def over(
-        self, phase: str, work: Work, parts: Sequence[PartitionRange], *, foreign_code: bool, pool: Pool | None = None
-    ) -> Results:
+        self, phase: str, work: Work[P], parts: Sequence[P], *, foreign_code: bool, pool: Pool | None = None
+    ) -> Results[P]:
         """Yields each part with its result.
 
         A caller that leaves early must close the generator first, because tasks may still write.
@@ -94,9 +123,6 @@ SINGLE_A_CPU = 2
 # The tasks that are submitted to Ray per CPU: one running and one queued.
 SUBMITTED_A_CPU = 2
 
-# Pairs of a part and its work's result.
-Results = Generator[tuple[PartitionRange, Any], None, None]
-
 
 @dataclass(frozen=True)
 class Pool:
@@ -116,12 +142,12 @@ class PartRunner(Protocol):
         self,
         context: AttemptContext,
         folder: str,
-        work: Work,
-        parts: Sequence[PartitionRange],
+        work: Work[P],
+        parts: Sequence[P],
         *,
         foreign_code: bool,
         pool: Pool | None = None,
-    ) -> Results:
+    ) -> Results[P]:
         """Yields every part with its result, in the order of completion.
 
         Raises the work's errors and those of `raise_if_stopped`. After an error, or once it is closed, no part is being
@@ -135,12 +161,12 @@ class PartRunner(Protocol):
 def run_on_ray(
     context: AttemptContext,
     folder: str,
-    work: Work,
-    parts: Sequence[PartitionRange],
+    work: Work[P],
+    parts: Sequence[P],
     *,
     foreign_code: bool,
     pool: Pool | None = None,
-) -> Results:
+) -> Results[P]:
     """Runs the parts on this process's Ray cluster; a `PartRunner`."""
     # Code that may crash its worker gets one task per part, so that a crash repeats no other part. A pool's worker
     # keeps its state, so grouping would save nothing there.
@@ -181,7 +207,7 @@ def _cpus() -> int:
     return int(ray.cluster_resources().get("CPU", 0))  # type: ignore[no-untyped-call]
 
 
-def grouped(parts: Sequence[PartitionRange], cpus: int) -> list[list[PartitionRange]]:
+def grouped(parts: Sequence[P], cpus: int) -> list[list[P]]:
     """Groups consecutive parts into tasks.
 
     One task per part would be slow, because Ray's worker spends time between tasks. Groups are smaller when there are
@@ -194,7 +220,7 @@ def grouped(parts: Sequence[PartitionRange], cpus: int) -> list[list[PartitionRa
     return [*groups, *([part] for part in parts[together:])]
 
 
-def _dataset(task: PartsTask, groups: Sequence[Sequence[PartitionRange]], pool: Pool | None) -> Dataset:
+def _dataset(task: PartsTask, groups: Sequence[Sequence[Part]], pool: Pool | None) -> Dataset:
     import ray.data
 
     from shared.dataset_stream import quiet_context
@@ -237,7 +263,7 @@ def pool_fits(pool: Pool, node: Mapping[str, float]) -> int:
 def _lost(
     cause: BaseException | None,
     tries: Mapping[int, int],
-    parts: Mapping[int, PartitionRange],
+    parts: Mapping[int, Part],
     foreign_code: bool,
     pool: Pool | None = None,
 ) -> MillraceError:
@@ -263,14 +289,10 @@ def _lost(
 # The code in Ray's workers: processes a group of parts in order, and returns a record for each.
 
 
-# The work on one part. It and its results must be picklable.
-Work = Callable[[PartitionRange], Any]
-
-
 class PartsTask:
     """The function that Ray's worker calls for each group of parts."""
 
-    def __init__(self, work: Work, settings: StoreSettings, begun: Begun) -> None:
+    def __init__(self, work: Work[Any], settings: StoreSettings, begun: Begun) -> None:
         self._work = work
         self._settings = settings
         self._begun = begun
@@ -287,7 +309,7 @@ class PartsTask:
             if record["error"]:
                 return
 
-    def _record(self, store: ObjectStore, part: PartitionRange) -> dict[str, Any]:
+    def _record(self, store: ObjectStore, part: Part) -> dict[str, Any]:
         try:
             with _one_thread(), self._begun.working_on(store, part):
                 return {"part": part.number, "result": pickle.dumps(self._work(part)), "error": b""}
@@ -309,7 +331,7 @@ def _one_thread() -> Iterator[None]:
         pa.set_cpu_count(before)
 
 
-def _public_error(error: Exception, part: PartitionRange) -> MillraceError:
+def _public_error(error: Exception, part: Part) -> MillraceError:
     """Returns the error of a part for the attempt.
 
     The internals of an unexpected error are hidden.
@@ -317,12 +339,12 @@ def _public_error(error: Exception, part: PartitionRange) -> MillraceError:
     if isinstance(error, MillraceError):
         return error
     if isinstance(error, MemoryError):
-        return ResourceExhausted(f"a worker of Ray has too little memory for the rows of part {part.number}")
+        return ResourceExhausted(f"a worker of Ray has too little memory for {part.where}")
     if isinstance(error, OSError) and error.errno in FULL:
         return ResourceExhausted(
             "the disk of a node of Ray is full; free some space in its temporary folder", reason="SCRATCH_FULL"
         )
-    return hidden(error, logger, f"part {part.number} failed")
+    return hidden(error, logger, f"{part.where}: the work failed")
 
 
 class PoolWorker:
@@ -352,7 +374,7 @@ class Begun:
     folder: str
 
     @contextmanager
-    def working_on(self, store: ObjectStore, part: PartitionRange) -> Iterator[None]:
+    def working_on(self, store: ObjectStore, part: Part) -> Iterator[None]:
         key = f"{self.folder}/{part.number}-{uuid4().hex}"
         store.put(key, b"")
         try:
@@ -368,7 +390,7 @@ class Begun:
         store.delete_folder(self.folder)
 
 
-def crash_error(tries: Mapping[int, int], parts: Mapping[int, PartitionRange], *, foreign_code: bool) -> MillraceError:
+def crash_error(tries: Mapping[int, int], parts: Mapping[int, Part], *, foreign_code: bool) -> MillraceError:
     """Returns the error for work whose worker died too often.
 
     `tries` and `parts` are keyed by the parts' numbers. With `foreign_code`, which may do anything, the work is to
@@ -376,9 +398,8 @@ def crash_error(tries: Mapping[int, int], parts: Mapping[int, PartitionRange], *
     process.
     """
     killers = [parts[number] for number, count in tries.items() if count > 1] or [parts[number] for number in tries]
-    rows = ", ".join(f"{part.first_row_id} to {part.first_row_id + part.row_count - 1}" for part in killers)
-    where = f"rows {rows} of split {killers[0].split!r}" if killers else "some rows"
-    metadata = {"rows": rows}
+    where = "; ".join(part.where for part in killers) or "some rows"
+    metadata = {"parts": where}
     if foreign_code:
         return FailedPrecondition(
             f"the worker died, and died again, on {where}: a custom function crashes or hangs on one of them, or "
