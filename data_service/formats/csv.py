@@ -122,6 +122,11 @@ class _CsvRows:
     ) -> None:
         self._file, self._dialect, self._casts = file, dialect, dict(casts)
         self.schema = schema
+        self.row_count: int | None = None
+        self.size_bytes = file.size_bytes or 0
+
+    def parts(self) -> Sequence[RowSource]:
+        return [self]
 
     def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
         with self._dialect.records(self._file, self.schema.names) as blocks:

@@ -10,7 +10,7 @@ import codecs
 import gzip
 import io
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol, cast
@@ -190,6 +190,8 @@ def _text_lengths(texts: pa.Array) -> pa.Array:
 CHUNK_BYTES = 4 * 1024 * 1024
 # The maximum rows of a table whose rows have no fixed width.
 MAX_CHUNK_ROWS = 4096
+# The approximate bytes of one part of a source: decoded ones of a typed file, stored ones of others.
+PART_BYTES = 64 * 1024 * 1024
 # The maximum bytes that a few stored bytes may be decoded into at once.
 MAX_DECODED_BYTES = 256 * 1024 * 1024
 EXCERPT_CHARACTERS = 200
@@ -209,7 +211,10 @@ class BadRowSink(Protocol):
 
 
 class RowSource(Protocol):
-    """The rows of one file, or of a pair or folder of files that belong together."""
+    """The rows of one file, or of a pair or folder of files that belong together.
+
+    Can be sent to another process by cloudpickle, once all sources are open.
+    """
 
     @property
     def schema(self) -> pa.Schema:
@@ -218,6 +223,21 @@ class RowSource(Protocol):
     @property
     def class_names(self) -> list[str] | None:
         """The names of the labels 0, 1, … for images in folders; else None."""
+
+    @property
+    def row_count(self) -> int | None:
+        """The number of rows if every row is good; None if it is not known without reading them."""
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes to read, an estimate; 0 for an upload that still grows."""
+
+    def parts(self) -> Sequence[RowSource]:
+        """Returns consecutive sources that yield the same rows, good and bad, as this one; at least one.
+
+        Each has the same schema, and names the places of bad rows in the whole file. The parts depend on the content
+        alone. Call it only once all sources are open.
+        """
 
     def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
         """Yields all good rows in order, a bounded number at a time.

@@ -100,6 +100,11 @@ class _JsonRows:
     def __init__(self, file: SourceFile, schema: pa.Schema, builds: Mapping[str, Build]) -> None:
         self._file, self._builds = file, dict(builds)
         self.schema = schema
+        self.row_count: int | None = None
+        self.size_bytes = file.size_bytes or 0
+
+    def parts(self) -> Sequence[RowSource]:
+        return [self]
 
     def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
         with _lines(self._file) as blocks:
