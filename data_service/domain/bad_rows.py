@@ -22,6 +22,7 @@ from shared.value_texts import value_shown
 MAX_REASONS, MAX_EXAMPLES, MAX_EXCERPT = 100, 5, 500
 MAX_LINES = 100_000
 OTHER_REASONS = "other reasons"
+TOO_MANY_BAD_ROWS = "TOO_MANY_BAD_ROWS"
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class BadRowLog:
         if most and self._policy.before + self.bad_count > most:
             raise InvalidArgument(
                 f"more than {most:,} bad rows; the last in {source}, {place}: {reason}; mend the sources or allow more",
-                reason="TOO_MANY_BAD_ROWS",
+                reason=TOO_MANY_BAD_ROWS,
                 metadata={"source": source, "place": place, "max_rows": str(most)},
             )
 
