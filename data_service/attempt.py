@@ -34,6 +34,7 @@ from shared.dataset_version.manifest import (
     sha256_hex,
     shape_of,
 )
+from shared.dataset_version.pages import manifest_with
 from shared.errors import STORE_OUTAGES, Cancelled, MillraceError, ResourceExhausted
 from shared.jobs import AttemptContext
 from shared.jobs.attempt import TRANSIENT
@@ -151,7 +152,7 @@ def commit_version(
     transforms: Sequence[dict[str, Any]] = (),
     prediction: Prediction | None = None,
 ) -> dict[str, Any]:
-    """Writes report, quarantined rows and manifest below `folder`.
+    """Writes report, quarantined rows, pages of the files and manifest below `folder`.
 
     Returns the job's result, which names the manifest; only that result creates the version. `report` is a
     QualityReport as JSON, `quarantine` a local file of JSON lines.
@@ -162,7 +163,7 @@ def commit_version(
     manifest = Manifest(
         columns=list(columns),
         splits=[Split(name=one.name, first_row_id=one.first_row_id, row_count=one.row_count) for one in ranges],
-        files=sorted(files, key=lambda file: file.first_row_id),
+        files=[],
         parents=list(parents),
         ingested=list(columns if ingested is None else ingested),
         transforms=list(transforms),
@@ -170,7 +171,8 @@ def commit_version(
         quarantined_row_count=quarantined_row_count,
         prediction=prediction,
     )
-    data = manifest.to_json()
+    # Pages of the files, if there are many, come first: the manifest names them with their digests.
+    data = manifest_with(manifest, store, folder, sorted(files, key=lambda file: file.first_row_id)).to_json()
     key = f"{folder}/manifest.json"
     store.put(key, data)
     return {"manifest": key, "manifest_sha256": sha256_hex(data)}

@@ -5,8 +5,9 @@ Datasets, the requests that create versions, versions, and operations.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequence
 from decimal import Decimal
+from itertools import islice
 from typing import Any, cast
 
 from google.longrunning import operations_pb2
@@ -32,7 +33,8 @@ from data_service.reading import Selection
 from data_service.version_catalog import ActiveVersion, DamagedVersion, Version, operation_id
 from millrace.data.v1 import data_service_pb2, resources_pb2
 from shared import paging
-from shared.dataset_version.manifest import Manifest
+from shared.dataset_version import VersionReader
+from shared.dataset_version.manifest import DataFile, Manifest
 from shared.errors import Cancelled
 from shared.grpc_errors import status_proto, status_proto_from_record
 from shared.jobs import JobRecord, JobState
@@ -312,6 +314,14 @@ def version_message(version: Version, *, brief: bool = False) -> resources_pb2.D
         message.commit_time.CopyFrom(timestamp(job.update_time))
         message.manifest_sha256 = version.reader.version.manifest_sha256
         _add_manifest(message, version.reader.version.manifest, brief)
+        for file in () if brief else _listed_files(version.reader):
+            message.files.add(
+                path=file.path,
+                split=file.split,
+                row_count=file.row_count,
+                size_bytes=file.size_bytes,
+                sha256=file.sha256,
+            )
     if brief:
         keep_first(message.columns, message.ByteSize() - paging.PAGE_BYTES)
     return message
@@ -401,6 +411,16 @@ def _metadata(
     return cast(_TransformMetadata | _PredictMetadata, made)
 
 
+# Fewer than a page of a manifest has, so one request is enough.
+MAX_LISTED_FILES = 1000
+
+
+def _listed_files(reader: VersionReader) -> Iterable[DataFile]:
+    """Returns the files that a message names: of a version that has them in pages, the first ones."""
+    manifest = reader.version.manifest
+    return manifest.files if manifest.pages is None else islice(reader.files, MAX_LISTED_FILES)
+
+
 def _add_manifest(message: resources_pb2.DatasetVersion, manifest: Manifest, brief: bool) -> None:
     message.row_count = manifest.row_count
     message.size_bytes = manifest.size_bytes
@@ -416,14 +436,7 @@ def _add_manifest(message: resources_pb2.DatasetVersion, manifest: Manifest, bri
         )
     for split in manifest.splits:
         message.splits.add(name=split.name, first_row_id=split.first_row_id, row_count=split.row_count)
-    for file in () if brief else manifest.files:
-        message.files.add(
-            path=file.path,
-            split=file.split,
-            row_count=file.row_count,
-            size_bytes=file.size_bytes,
-            sha256=file.sha256,
-        )
+    message.file_count = manifest.file_count
     if manifest.prediction:
         one = manifest.prediction
         message.prediction.checkpoint, message.prediction.checkpoint_sha256 = one.checkpoint, one.checkpoint_sha256

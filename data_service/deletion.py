@@ -14,6 +14,7 @@ from data_service.datasets import SERVICE, Datasets
 from data_service.domain.dataset import Committed, outlived
 from data_service.version_catalog import operation_id, operations_before, withdraw_if_without_job, withdraw_operation
 from shared import names
+from shared.dataset_version.pages import open_files
 from shared.dataset_version.version import IMPORT_KIND, NAME_PATTERN, committed_version, live_references, markers
 from shared.errors import DataLoss, FailedPrecondition, NotFound, ResourceExhausted, Unavailable, not_found
 from shared.jobs import JobRecord, Jobs, JobState
@@ -290,11 +291,14 @@ class Sweeper:
         before = self._clock() - ORPHAN_GRACE_PERIOD_S
         found = list(self._store.list(committed))
         try:
-            manifest = committed_version(self._store, job).manifest
+            version = committed_version(self._store, job)
+            files = open_files(self._store, version)
+            named = {job.result["manifest"]}
+            named.update(f"{committed}/{attachment.path}" for attachment in version.manifest.attachments)
+            named.update(f"{committed}/{path}" for path in files.page_paths())
+            named.update(f"{committed}/{path}" for page in files.pages() for path in page.paths())
         except (DataLoss, NotFound):
             return  # the manifest's names are unknown, or the version was just deleted
-        paths = (*(file.path for file in manifest.files), *(attachment.path for attachment in manifest.attachments))
-        named = {job.result["manifest"], *(f"{committed}/{path}" for path in paths)}
         others = [info for info in found if info.key not in named]
         for info in others:
             if info.modified < before:

@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from shared.dataset_version import ROW_ID, DatasetVersion, RowGroup, VersionReader
 from shared.dataset_version.manifest import ROW_ID_FIELD, DataFile, Split, sha256_hex
+from shared.dataset_version.pages import FilePage, PageEntry, VersionFiles, open_files
 from shared.dataset_version.reader import GroupSizes, ReadBytes
 from shared.dataset_version.version import MANIFEST, check_not_deleted
 from shared.errors import DataLoss, invalid_field
@@ -247,7 +248,8 @@ def verify(store: ObjectStore, version: DatasetVersion) -> Generator[Verified, N
     version is deleted meanwhile: missing files are then no damage.
     """
     manifest = version.manifest
-    state = Verified(files_total=1 + len(manifest.files) + len(manifest.attachments))
+    page_count = manifest.pages.page_count if manifest.pages else 0
+    state = Verified(files_total=1 + page_count + manifest.file_count + len(manifest.attachments))
     yield state
     reported_bytes = 0
     for steps in _files(store, version):
@@ -269,8 +271,12 @@ def verify(store: ObjectStore, version: DatasetVersion) -> Generator[Verified, N
 
 def _files(store: ObjectStore, version: DatasetVersion) -> Iterator[Iterator[_Step]]:
     yield _manifest(store, version)
-    for file in version.manifest.files:
-        yield _data_file(store, version, file)
+    files = open_files(store, version)
+    if version.manifest.pages is None:
+        for file in files:
+            yield _data_file(store, version, file)
+    for entry in files.entries():
+        yield from _page(store, version, files, entry)
     for attachment in version.manifest.attachments:
         yield _bytes_of(store, version, attachment.path, attachment.size_bytes, attachment.sha256)
 
@@ -287,13 +293,31 @@ def _manifest(store: ObjectStore, version: DatasetVersion) -> Iterator[_Step]:
     yield _Step(bytes_checked=len(data))
 
 
+def _page(
+    store: ObjectStore, version: DatasetVersion, files: VersionFiles, entry: PageEntry
+) -> Iterator[Iterator[_Step]]:
+    """Checks a page of the manifest, and everything that it names unless it is damaged."""
+    yield _bytes_of(store, version, entry.path, entry.size_bytes, entry.sha256)
+    try:
+        named = files.entries(entry) if entry.level else files.page(entry)
+    except DataLoss:
+        yield iter([_Step(damage=Damage(entry.path, "names files that cannot be checked"))])
+        return
+    if isinstance(named, FilePage):
+        for place in range(len(named)):
+            yield _data_file(store, version, named.file(place))
+    else:
+        for child in named:
+            yield from _page(store, version, files, child)
+
+
 def _data_file(store: ObjectStore, version: DatasetVersion, file: DataFile) -> Iterator[_Step]:
     yield from _bytes_of(store, version, file.path, file.size_bytes, file.sha256)
     if store.size(f"{version.folder}/{file.path}") is None:
         check_not_deleted(store, version)
         return  # reported already; each of its groups would report it again
     # A reader of this file alone, so that another file's damage does not count here, and no cached footer is used.
-    reader = VersionReader(store, replace(version, manifest=replace(version.manifest, files=[file])))
+    reader = VersionReader(store, replace(version, manifest=replace(version.manifest, files=[file], pages=None)))
     try:
         schema = reader.schema
     except DataLoss as error:

@@ -28,6 +28,7 @@ from data_service.datasets import Datasets
 from shared import names, paging
 from shared.dataset_version import VersionReader
 from shared.dataset_version.manifest import QUARANTINE, Attachment
+from shared.dataset_version.pages import PageCache
 from shared.dataset_version.reader import Footers
 from shared.dataset_version.version import IMPORT_KIND, NAME_PATTERN, check_not_deleted, committed_version, read_report
 from shared.errors import STORE_OUTAGES, Conflict, DataLoss, MillraceError, NotFound, not_found
@@ -168,6 +169,7 @@ class _Readers:
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, VersionReader] = OrderedDict()
         self._footers = Footers(FOOTER_BYTES)
+        self._pages = PageCache()
 
     def reader_of(self, job: JobRecord) -> VersionReader:
         """Returns the reader of a job's version.
@@ -180,7 +182,7 @@ class _Readers:
             if known and job.state is JobState.SUCCEEDED:
                 self._kept.move_to_end(manifest)
                 return known
-        reader = VersionReader(self._store, committed_version(self._store, job), self._footers)
+        reader = VersionReader(self._store, committed_version(self._store, job), self._footers, pages=self._pages)
         with self._lock:
             self._kept[manifest] = reader
             while len(self._kept) > KEPT_READERS:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -23,13 +22,15 @@ from data_service.domain.statistics import SplitStatistics
 from data_service.preview import preview
 from data_service.reading import Selection, read_stream
 from data_service.storage.source_files import SourceFiles
-from data_service.transforms.plan import plan_parts
+from data_service.transforms.plan import parts_of
 from data_service.uploads import chunks
 from data_service.uploads.record import UploadRecord, log_of
 from data_service.uploads.uploads import Uploads
-from shared.dataset_version import DatasetVersion, SplitWriter, VersionReader
+from shared.dataset_version import DatasetVersion, SplitWriter, VersionReader, pages
 from shared.dataset_version import writer as writing
-from shared.dataset_version.manifest import FORMAT, Manifest
+from shared.dataset_version.manifest import DataFile, FilesInPages, Manifest, Split, sha256_hex
+from shared.dataset_version.version import committed_version
+from shared.jobs import JobRecord, JobState
 from tests.support.versions import columns_of
 
 ROWS_A_GROUP, GROUPS_A_FILE = 256, 2500
@@ -63,34 +64,63 @@ class _Listing:
 
 
 def version(costs: Costs, scale: int) -> None:
-    """Opens a version of 100,000 row groups at 1x, reads ten rows and a preview, and plans a transform.
+    """Commits the files of a version of 100,000 row groups at 1x, opens it, reads ten rows and a preview, plans a
+    transform, and finds all row groups as a training run does. At 1x it also does so with 10,000 row groups.
 
     Simulated: all its files have the bytes of one of 2,500 groups.
     """
-    store = SimulatedStore()
-    data, digest = _manifest(store, 100_000 * scale)
-    store.put("v/manifest.json", data)
-    del data
-    with costs.measured("open_version", store):
-        opened = Manifest.from_json(store.get("v/manifest.json"), digest)
-    reader = VersionReader(store, DatasetVersion("datasets/d/versions/v", opened, digest, "v"))
+    if scale == 1:
+        _version(costs, 10_000, "_of_10_thousand_groups")
+    _version(costs, 100_000 * scale)
+
+
+def _version(costs: Costs, groups: int, suffix: str = "") -> None:
+    store, name = SimulatedStore(), "datasets/d/versions/v"
+    file, bare = _file(store)
+    files = (
+        replace(file, path=f"{number:06d}.parquet", first_row_id=file.row_count * number)
+        for number in range(groups // GROUPS_A_FILE)
+    )
+    rows = file.row_count * (groups // GROUPS_A_FILE)
+    manifest = replace(bare, splits=[Split(name="train", first_row_id=0, row_count=rows)])
+    with costs.measured(f"commit_files{suffix}", store, units=groups):
+        if groups <= pages.MAX_INLINE_GROUPS:
+            manifest = replace(manifest, files=list(files))
+        else:
+            written = pages.write_pages(store, "v", files, manifest.splits)
+            manifest = replace(manifest, files=FilesInPages(), pages=written)
+        data = manifest.to_json()
+        store.put("v/manifest.json", data)
+    result = {"manifest": "v/manifest.json", "manifest_sha256": sha256_hex(data)}
+    job = JobRecord(
+        uid="u", name=name, spec={}, create_time=0.0, update_time=0.0, state=JobState.SUCCEEDED, result=result
+    )
+    with costs.measured(f"open_version{suffix}", store):
+        opened = committed_version(store, job)
+
+    def reader() -> VersionReader:
+        return VersionReader(store, opened)
+
     selection = Selection(split="", columns=(), offset=0, limit=10)
-    with costs.measured("read_ten_rows", store):
-        assert len(b"".join(read_stream(reader, selection)))
-    middle = Selection(split="", columns=(), offset=opened.row_count // 2, limit=10)
-    with costs.measured("read_ten_rows_of_the_middle", store):
-        assert len(b"".join(read_stream(reader, middle)))
-    with costs.measured("preview", store):
-        assert preview(reader, 10).arrow_ipc
-    with costs.measured("plan_transform", store, units=100_000 * scale):
-        assert plan_parts(reader, reader.select(None))
+    with costs.measured(f"read_ten_rows{suffix}", store):
+        assert len(b"".join(read_stream(reader(), selection)))
+    middle = Selection(split="", columns=(), offset=rows // 2, limit=10)
+    with costs.measured(f"read_ten_rows_of_the_middle{suffix}", store):
+        assert len(b"".join(read_stream(reader(), middle)))
+    with costs.measured(f"preview{suffix}", store):
+        assert preview(reader(), 10).arrow_ipc
+    schema = reader().select(None)
+    with costs.measured(f"plan_first_part{suffix}", store):
+        assert next(parts_of(reader(), schema)).row_count
+    with costs.measured(f"plan_all_parts{suffix}", store, units=groups):
+        assert sum(part.row_count for part in parts_of(reader(), schema)) == rows
+    with costs.measured(f"find_all_row_groups{suffix}", store, units=groups):
+        found = reader().row_groups("train")
+        assert (len(found), found.row_count) == (groups, rows)
 
 
-def _manifest(store: SimulatedStore, groups: int) -> tuple[bytes, str]:
-    """Returns a manifest of one split, and its digest.
-
-    The bytes are assembled as text, since as objects they would take the most memory.
-    """
+def _file(store: SimulatedStore) -> tuple[DataFile, Manifest]:
+    """Stores the bytes that all files have; returns one of these, and a manifest without files."""
     schema = pa.schema([("text", pa.string())])
     rows = ROWS_A_GROUP * GROUPS_A_FILE
     # All files have groups as at the beginning of a version: the smallest, and the same in each.
@@ -102,19 +132,7 @@ def _manifest(store: SimulatedStore, groups: int) -> tuple[bytes, str]:
         (file,) = writer.close()
         store.put_alias(".parquet", real.get(f"v/{file.path}"))
     assert file.row_groups == [ROWS_A_GROUP] * GROUPS_A_FILE
-    files = groups // GROUPS_A_FILE
-    record = json.loads(Manifest(columns=columns_of(schema), splits=[], files=[]).to_json())
-    assert record["format"] == FORMAT
-    record["splits"] = [{"name": "train", "first_row_id": 0, "row_count": rows * files}]
-    head = json.dumps({**record, "files": []})
-    pattern = json.dumps({**asdict(file), "path": "PATH", "first_row_id": "FIRST"})
-
-    def described() -> Iterator[str]:
-        for number in range(files):
-            yield pattern.replace("PATH", f"{number:06d}.parquet").replace('"FIRST"', str(rows * number))
-
-    data = head.replace('"files": []', '"files": [' + ",".join(described()) + "]").encode()
-    return data, hashlib.sha256(data).hexdigest()
+    return file, Manifest(columns=columns_of(schema), splits=[], files=[])
 
 
 def upload_commit(costs: Costs, scale: int) -> None:

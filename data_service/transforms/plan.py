@@ -6,13 +6,15 @@ influence it: otherwise the same transform on more machines would give other dig
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import pyarrow as pa
 
-from shared.dataset_version import RowGroup, VersionReader
-from shared.dataset_version.manifest import ROW_ID, row_bytes
+from shared.dataset_version import RowGroup, RowGroups, VersionReader
+from shared.dataset_version.manifest import ROW_ID, Split, row_bytes
+from shared.dataset_version.pages import FilePage, Ints
 
 # The uncompressed bytes of a part's rows, before or after the work: enough to be worth a task, few enough to have
 # several in a machine's memory.
@@ -34,7 +36,7 @@ class PartitionRange:
 
     number: int
     split: str
-    groups: tuple[RowGroup, ...]
+    groups: Sequence[RowGroup]
     first_row_ids: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -43,7 +45,8 @@ class PartitionRange:
 
     @property
     def row_count(self) -> int:
-        return sum(group.row_count for group in self.groups)
+        last = self.groups[-1]
+        return last.first_row_id + last.row_count - self.first_row_id
 
     @property
     def where(self) -> str:
@@ -58,43 +61,79 @@ def plan_parts(
     `output` has the columns of the work's results; `splits` empty: all. `min_bytes` is the minimum size of a part, 0
     for that of a transform.
     """
-    widths = _work_bytes_per_row(reader, output)
-    manifest = reader.version.manifest
-    wanted = [split for split in manifest.splits if not splits or split.name in splits]
-    total_bytes = sum(
-        file.row_count * width
-        for file, width in zip(manifest.files, widths, strict=True)
-        if not splits or file.split in splits
-    )
-    max_bytes = min(MAX_PART_BYTES, max(min_bytes or MIN_PART_BYTES, total_bytes // WANTED_PARTS))
-    parts: list[PartitionRange] = []
+    return list(parts_of(reader, output, splits, min_bytes))
+
+
+def parts_of(
+    reader: VersionReader, output: pa.Schema, splits: Sequence[str] = (), min_bytes: int = 0
+) -> Iterator[PartitionRange]:
+    """Yields the parts of `plan_parts`, each when it is asked for: the first ones cost the same in any version."""
+    wanted = [split for split in reader.version.manifest.splits if not splits or split.name in splits]
+    widths = _WorkWidths(reader, output)
+    max_bytes = min(MAX_PART_BYTES, max(min_bytes or MIN_PART_BYTES, widths.total_bytes(wanted) // WANTED_PARTS))
+    number = 0
     for split in wanted:
-        for groups in _packed(reader.row_groups(split.name), widths, max_bytes):
-            parts.append(PartitionRange(len(parts), split.name, groups))
-    return parts
+        for groups in _packed(widths.groups_of(split), max_bytes):
+            yield PartitionRange(number, split.name, groups)
+            number += 1
 
 
-def _packed(groups: Sequence[RowGroup], widths: Sequence[int], max_bytes: int) -> Iterator[tuple[RowGroup, ...]]:
-    packed: list[RowGroup] = []
-    size_bytes = 0
-    for group in groups:
-        group_bytes = group.row_count * widths[group.file_index]
-        if packed and size_bytes + group_bytes > max_bytes:
-            yield tuple(packed)
-            packed, size_bytes = [], 0
-        packed.append(group)
-        size_bytes += group_bytes
-    if packed:
-        yield tuple(packed)
+def _packed(pages: Iterable[tuple[RowGroups, Ints]], max_bytes: int) -> Iterator[RowGroups]:
+    """Yields runs of groups of at most `max_bytes`, of one group at least.
+
+    The groups come page by page, with the bytes of each group.
+    """
+    left, left_bytes = RowGroups.joined([]), np.zeros(0, np.int64)
+    for page, page_bytes in pages:
+        groups, group_bytes = RowGroups.joined([left, page]), np.concatenate([left_bytes, page_bytes])
+        ends, begin, before = np.cumsum(group_bytes), 0, 0
+        while True:
+            end = max(begin + 1, int(np.searchsorted(ends, before + max_bytes, side="right")))
+            if end >= len(groups):  # groups of the next page may fit
+                break
+            yield groups[begin:end]
+            begin, before = end, int(ends[end - 1])
+        left, left_bytes = groups[begin:], group_bytes[begin:]
+    if len(left):
+        yield left
 
 
-def _work_bytes_per_row(reader: VersionReader, output: pa.Schema) -> list[int]:
-    """Returns the bytes per row for each file, the wider of input and output.
+class _WorkWidths:
+    """The bytes per row during the work: the wider of input and output.
 
     If the types do not determine the width, the file's size does: row sizes may vary much within a version, and less
     within a file.
     """
-    source = pa.schema([field for field in reader.schema if field.name != ROW_ID])
-    fixed = [row_bytes(schema) for schema in (source, output)]
-    stored = [COMPRESSION * file.size_bytes // max(file.row_count, 1) for file in reader.version.manifest.files]
-    return [max(1, *(one if width is None else width for width in fixed)) for one in stored]
+
+    def __init__(self, reader: VersionReader, output: pa.Schema) -> None:
+        source = pa.schema([field for field in reader.schema if field.name != ROW_ID])
+        widths = [row_bytes(schema) for schema in (source, output)]
+        self._reader = reader
+        self._fixed = max(1, *(width or 0 for width in widths))
+        self._is_fixed = None not in widths
+
+    def groups_of(self, split: Split) -> Iterator[tuple[RowGroups, Ints]]:
+        """Yields the row groups of a split, page by page, with the bytes of each."""
+        end_row_id = split.first_row_id + split.row_count
+        for page, groups in self._reader.files.row_groups_by_page(split.first_row_id, end_row_id):
+            group_counts = np.diff(groups.file_starts, append=len(groups))
+            widths = self._of(page)[groups.file_indices - page.first_file]
+            yield groups, groups.row_counts * np.repeat(widths, group_counts)
+
+    def total_bytes(self, splits: Sequence[Split]) -> int:
+        """Returns the bytes of these splits, or a smaller number that is enough for parts of `MAX_PART_BYTES`."""
+        rows = sum(split.row_count for split in splits)
+        if self._is_fixed:
+            return rows * self._fixed
+        # Each file's width is rounded down, by less than a byte for each of its rows.
+        stored = sum(self._reader.version.manifest.bytes_of_split(split.name) for split in splits)
+        at_least = max(rows * self._fixed, COMPRESSION * stored - rows)
+        if at_least >= MAX_PART_BYTES * WANTED_PARTS:
+            return at_least
+        return sum(int(group_bytes.sum()) for split in splits for _, group_bytes in self.groups_of(split))
+
+    def _of(self, page: FilePage) -> Ints:
+        """Returns the bytes per row of each file of the page."""
+        if self._is_fixed:
+            return np.full(len(page), self._fixed)
+        return np.maximum(COMPRESSION * page.size_bytes // np.maximum(page.row_counts, 1), self._fixed)

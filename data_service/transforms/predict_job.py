@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import closing
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from data_service.domain.transform_spec import PredictSpec
 from data_service.parallel import PartRunner, Passes, Pool, Progress, Results, Work, pool_of, run_on_ray
 from data_service.transforms.checking import NewColumns, columns_with, new_columns, preparation
 from data_service.transforms.job import Gathered, impure, lay_out, load_source
-from data_service.transforms.plan import PartitionRange, plan_parts
+from data_service.transforms.plan import PartitionRange, parts_of, plan_parts
 from data_service.transforms.predict_work import Predictor, Preparer
 from data_service.transforms.predictor_work import (
     Declare,
@@ -120,7 +121,8 @@ class _Program:
 
     def _declared(self, passes: Passes) -> tuple[tuple[DeclaredTensor, ...], tuple[DeclaredTensor, ...]]:
         reader = VersionReader(self._store, self._source)
-        one_part = plan_parts(reader, reader.schema, [self._source.manifest.splits[0].name], MIN_PART_BYTES)[:1]
+        first_split = self._source.manifest.splits[0].name
+        one_part = list(islice(parts_of(reader, reader.schema, [first_split], MIN_PART_BYTES), 1))
         pool = replace(pool_of(self._spec.workers), most=1)
         work = Declare(self._program)
         with closing(passes.over("CHECKING", work, one_part, foreign_code=True, pool=pool)) as results:

@@ -1,7 +1,8 @@
 """The manifest of a dataset version, as canonical JSON, and the types of the columns that it names.
 
 The manifest names every file with its size and SHA-256. It contains nothing that differs between two runs on the same
-rows (no time, no attempt, no machine), so equal inputs give equal digests.
+rows (no time, no attempt, no machine), so equal inputs give equal digests. Of a version with many files it names pages
+instead, which name the files (`shared.dataset_version.pages`); the digest of each page stands in the manifest.
 
 Columns have logical Arrow types, and Parquet stores some of them in another form. A tensor column is logically a
 `fixed_shape_tensor`. It is stored as FIXED_LEN_BYTE_ARRAY, row-major and little-endian, with value type and shape in
@@ -17,7 +18,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from dataclasses import field as dataclass_field
 from typing import Any
 
@@ -31,6 +32,8 @@ from shared.errors import DataLoss, InvalidArgument, shown
 # --- Manifest ---
 
 FORMAT = "millrace.dataset-version/2"
+# The format of a manifest whose files are in pages.
+PAGED_FORMAT = "millrace.dataset-version/3"
 REPORT = "report.json"
 QUARANTINE = "quarantine.jsonl"
 
@@ -104,11 +107,66 @@ class Attachment:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PageIndex:
+    """Consecutive pages of one level, in the order of row ids; each list has an entry for each page.
+
+    Pages of level 0 name files. A page of level n names pages of level n - 1.
+    """
+
+    level: int
+    # The number of the first page here among all pages of its level.
+    first_page: int
+    # The first row id of each page's files.
+    first_row_ids: list[int]
+    file_counts: list[int]
+    group_counts: list[int]
+    # The size of each page itself.
+    page_bytes: list[int]
+    sha256: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pages:
+    """The files of a version that has them in pages."""
+
+    index: PageIndex
+    # The number of all pages, of all levels.
+    page_count: int
+    # The size of the files of each split, in the order of the manifest's splits.
+    split_bytes: list[int]
+
+    @property
+    def file_count(self) -> int:
+        return sum(self.index.file_counts)
+
+
+class FilesInPages(Sequence[DataFile]):
+    """Takes the place of the files that a manifest has in pages. Any use is a mistake of the program, and raises.
+
+    `VersionReader.files` and `open_files` give the files of any version.
+    """
+
+    def __getitem__(self, place: Any) -> Any:
+        raise self._refusal()
+
+    def __len__(self) -> int:
+        raise self._refusal()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FilesInPages)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _refusal(self) -> TypeError:
+        return TypeError("the manifest has its files in pages; read them by open_files or VersionReader.files")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     columns: list[Column]
     splits: list[Split]
-    # In the order of row ids.
-    files: list[DataFile]
+    # In the order of row ids. `FilesInPages` if `pages` is set.
+    files: Sequence[DataFile]
     parents: list[Parent] = dataclass_field(default_factory=list)
     # The columns of the rows as ingested: those of the oldest ancestor in a chain of transforms.
     ingested: list[Column] = dataclass_field(default_factory=list)
@@ -118,6 +176,8 @@ class Manifest:
     quarantined_row_count: int = 0
     # Set only for a version of predictions.
     prediction: Prediction | None = None
+    # Set only for a version with many files.
+    pages: Pages | None = None
 
     def attachment(self, path: str) -> Attachment | None:
         return next((one for one in self.attachments if one.path == path), None)
@@ -129,15 +189,33 @@ class Manifest:
     @property
     def size_bytes(self) -> int:
         """The total size of all files."""
+        if self.pages is not None:
+            return sum(self.pages.split_bytes)
         return sum(file.size_bytes for file in self.files)
 
+    @property
+    def file_count(self) -> int:
+        return len(self.files) if self.pages is None else self.pages.file_count
+
+    def bytes_of_split(self, name: str) -> int:
+        """Return the size of the files of a split."""
+        if self.pages is None:
+            return sum(file.size_bytes for file in self.files if file.split == name)
+        return sum(size for split, size in zip(self.splits, self.pages.split_bytes, strict=True) if split.name == name)
+
     def to_json(self) -> bytes:
-        record = {**asdict(self), "format": FORMAT, "row_count": self.row_count, "size_bytes": self.size_bytes}
+        record = {**asdict(replace(self, files=[])), "row_count": self.row_count, "size_bytes": self.size_bytes}
         if self.prediction is None:
             del record["prediction"]  # keeps the digests of versions that were made before this field existed
-        for file in record["files"]:
-            if file["raw_bytes"] is None:
-                del file["raw_bytes"]  # likewise
+        if self.pages is None:
+            del record["pages"]  # likewise
+            record["files"] = [asdict(file) for file in self.files]
+            for file in record["files"]:
+                if file["raw_bytes"] is None:
+                    del file["raw_bytes"]  # likewise
+        else:
+            del record["files"]
+        record["format"] = FORMAT if self.pages is None else PAGED_FORMAT
         return json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
 
     @classmethod
@@ -150,19 +228,32 @@ class Manifest:
                 metadata={"expected_sha256": expected_sha256, "found_sha256": sha256_hex(data)},
             )
         record: Mapping[str, Any] = json.loads(data)
-        if record["format"] != FORMAT:
-            raise DataLoss(f"the manifest has the format {record['format']!r}; this program reads {FORMAT!r}")
+        if record["format"] not in (FORMAT, PAGED_FORMAT):
+            raise DataLoss(
+                f"the manifest has the format {record['format']!r}; this program reads {FORMAT!r} and {PAGED_FORMAT!r}"
+            )
+        pages = _pages_of(record["pages"]) if record["format"] == PAGED_FORMAT else None
         return cls(
             columns=[Column(**fields_of(Column, column)) for column in record["columns"]],
             splits=[Split(**fields_of(Split, split)) for split in record["splits"]],
-            files=[DataFile(**fields_of(DataFile, file)) for file in record["files"]],
+            files=(
+                FilesInPages()
+                if pages is not None
+                else [DataFile(**fields_of(DataFile, file)) for file in record["files"]]
+            ),
             parents=[Parent(**fields_of(Parent, parent)) for parent in record["parents"]],
             ingested=[Column(**fields_of(Column, column)) for column in record["ingested"]],
             transforms=record["transforms"],
             attachments=[Attachment(**fields_of(Attachment, attachment)) for attachment in record["attachments"]],
             quarantined_row_count=record["quarantined_row_count"],
             prediction=Prediction(**fields_of(Prediction, record["prediction"])) if "prediction" in record else None,
+            pages=pages,
         )
+
+
+def _pages_of(record: Mapping[str, Any]) -> Pages:
+    index = PageIndex(**fields_of(PageIndex, record["index"]))
+    return Pages(**{**fields_of(Pages, record), "index": index})
 
 
 def sha256_hex(data: bytes | memoryview) -> str:

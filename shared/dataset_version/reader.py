@@ -14,10 +14,10 @@ import itertools
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -31,6 +31,7 @@ from shared.dataset_version.manifest import (
     sha256_hex,
     to_logical,
 )
+from shared.dataset_version.pages import PageCache, Ranges, RangeStore, RowGroup, RowGroups, VersionFiles
 from shared.dataset_version.version import DatasetVersion, check_not_deleted
 from shared.dataset_version.writer import MAX_FILE_BYTES, MAX_UNEQUAL_GROUP_BYTES
 from shared.errors import DataLoss, invalid_field
@@ -41,29 +42,11 @@ from shared.storage import ObjectMissing, ObjectStore
 OF_ANOTHER_SIZE = "does not have the size that its manifest names"
 
 
-@dataclass(frozen=True)
-class RowGroup:
-    """The rows `first_row_id` to `first_row_id + row_count`. `file_index` is the index in the manifest's files."""
-
-    file_index: int
-    group_index: int
-    first_row_id: int
-    row_count: int
-
-
-class RangeStore(Protocol):
-    """The read access to a store that a reader needs, with the methods of `ObjectStore`."""
-
-    def get_ranges(self, key: str, ranges: Ranges) -> list[memoryview]: ...
-
-    def local_file(self, key: str) -> AbstractContextManager[pa.NativeFile | None]: ...
-
-
 class VersionReader:
     """Reader of the rows of one version. Thread-safe.
 
     For remote files, each read is one request per run of neighbouring columns and groups, all at the same time.
-    `footers` caches the most recently used footers; readers may share it.
+    `footers` and `pages` cache the most recently used footers and pages of the manifest; readers may share them.
     """
 
     def __init__(
@@ -72,6 +55,7 @@ class VersionReader:
         version: DatasetVersion,
         footers: Footers | None = None,
         *,
+        pages: PageCache | None = None,
         check_there: Callable[[DatasetVersion], None] | None = None,
     ) -> None:
         """Make a reader.
@@ -82,7 +66,7 @@ class VersionReader:
         self._store = store
         self._check_there = check_there or (lambda found: check_not_deleted(cast(ObjectStore, store), found))
         self.version = version
-        self._files = version.manifest.files
+        self.files = VersionFiles(store, version, pages, check_there=self._check_there)
         self._footers = Footers() if footers is None else footers
         self._schema: pa.Schema | None = None
         self._lock = threading.Lock()
@@ -94,26 +78,28 @@ class VersionReader:
         """The logical columns, `_row_id` last."""
         if self._schema is None:
             spellings = {column.name: column.arrow_type for column in self.version.columns}
-            none_of_it = pa.PythonFile(PiecesFile([], self._files[0].size_bytes), mode="r")
+            none_of_it = pa.PythonFile(PiecesFile([], self.files[0].size_bytes), mode="r")
             self._schema = logical_schema(_open(none_of_it, self.footer(0)).schema_arrow, spellings)
         return self._schema
 
-    def row_groups(self, split: str) -> list[RowGroup]:
-        """Return all groups of one split, in the order of row ids.
+    def row_groups(self, split: str) -> RowGroups:
+        """Return all groups of one split as arrays, in the order of row ids.
 
-        Raises `InvalidArgument` for an unknown split.
+        Raises `InvalidArgument` for an unknown split, and as `VersionFiles`.
         """
-        return list(self.row_groups_from(split, 0))
+        found = self.version.split(split)
+        return self.files.row_groups(found.first_row_id, found.first_row_id + found.row_count)
 
     def row_groups_from(self, split: str, offset: int) -> Iterator[RowGroup]:
         """Yield the groups of one split that hold its rows from `offset` on, in the order of row ids.
 
-        Groups are made lazily, so a caller that wants the first rows of a large version does not touch its other
-        groups. Raises as `row_groups`.
+        Groups are made and pages read lazily, so a caller that wants some rows of a large version does not touch its
+        other groups. Raises as `row_groups`.
         """
-        first_row_id = self.version.split(split).first_row_id + offset
-        files = ((index, file) for index, file in enumerate(self._files) if file.split == split)
-        return _groups_from(files, first_row_id)
+        found = self.version.split(split)
+        end_row_id = found.first_row_id + found.row_count
+        pages = self.files.row_groups_by_page(found.first_row_id + offset, end_row_id)
+        return itertools.chain.from_iterable(groups for _, groups in pages)
 
     def read(self, row_group: RowGroup, columns: Sequence[str] | None = None) -> pa.Table:
         """Read the named columns in that order (None: all but `_row_id`), each in one chunk of its logical type.
@@ -152,7 +138,7 @@ class VersionReader:
 
     def footer(self, file_index: int) -> pq.FileMetaData:
         """Return a file's parsed footer. Raises `DataLoss` if it is not what was written."""
-        file = self._files[file_index]
+        file = self.files[file_index]
         key = self.version.folder, file.path
         known = self._footers.get(key)
         if known is not None:
@@ -169,7 +155,7 @@ class VersionReader:
     def _read_of_file(self, groups: Sequence[RowGroup], columns: Sequence[str]) -> pa.Table:
         """Read the stored columns of these groups of one file."""
         file_index = groups[0].file_index
-        file = self._files[file_index]
+        file = self.files[file_index]
         indices = [group.group_index for group in groups]
         footer = self.footer(file_index)
         ranges = wanted_ranges({index: footer.row_group(index) for index in indices}, columns)
@@ -222,17 +208,6 @@ class VersionReader:
 
     def _key(self, file: DataFile) -> str:
         return f"{self.version.folder}/{file.path}"
-
-
-def _groups_from(files: Iterable[tuple[int, DataFile]], first_row_id: int) -> Iterator[RowGroup]:
-    for file_index, file in files:
-        if file.first_row_id + file.row_count <= first_row_id:
-            continue
-        first = file.first_row_id
-        for group_index, rows in enumerate(file.row_groups):
-            if first + rows > first_row_id:
-                yield RowGroup(file_index, group_index, first, rows)
-            first += rows
 
 
 def _open(source: pa.NativeFile, footer: pq.FileMetaData) -> pq.ParquetFile:
@@ -300,9 +275,6 @@ class Footers:
 MAX_GAP_BYTES = 512 * 1024
 # Arrow merges its reads across gaps of this size, and then needs the bytes of the gap.
 ARROW_HOLE_BYTES = 8 * 1024
-
-# (start, length) pairs, in bytes.
-Ranges = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -467,7 +439,7 @@ class GroupSizes:
             place = self._reader.schema.get_field_index(ROW_ID)
             total += ROW_ID_FIELD.type.bit_width // 8 * footer.num_rows
             total -= sum(footer.row_group(index).column(place).total_uncompressed_size for index in groups)
-            counted = self._reader.version.manifest.files[file_index].raw_bytes
+            counted = self._reader.files[file_index].raw_bytes
             hidden = max((MAX_FILE_BYTES if counted is None else counted) - total, 0)
             self._hidden[file_index] = hidden, hidden // len(groups)
         return self._hidden[file_index]

@@ -22,6 +22,7 @@ from data_service.parallel import P, Pool, Results, Work
 from data_service.transforms.job import run_transform
 from shared.dataset_version import SplitWriter, VersionReader, load_version
 from shared.dataset_version.manifest import DataFile, Manifest, Split, sha256_hex
+from shared.dataset_version.pages import manifest_with
 from shared.dataset_version.version import IMPORT_KIND
 from shared.jobs import AttemptContext, JobRecord, Jobs
 from shared.jobs.attempt import run_attempt
@@ -46,7 +47,8 @@ def commit_tables(store: ObjectStore, splits: Mapping[str, pa.Table], name: str 
             described.append(Split(name=split, first_row_id=first, row_count=table.num_rows))
             first += table.num_rows
     columns = columns_of(schema, names)
-    data = Manifest(columns=columns, splits=described, files=files, ingested=columns).to_json()
+    manifest = Manifest(columns=columns, splits=described, files=[], ingested=columns)
+    data = manifest_with(manifest, store, folder, files).to_json()
     store.put(f"{folder}/manifest.json", data)
     jobs = Jobs(store, IMPORT_KIND)
     create_job(jobs, name, {})

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from shared.dataset_version import SplitWriter
 from shared.dataset_version.manifest import Column, Manifest, Split, sha256_hex, shape_of, tensor_array, tensor_field
+from shared.dataset_version.pages import manifest_with
 from shared.dataset_version.version import IMPORT_KIND
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.transitions import begin_attempt, succeed
@@ -39,7 +40,8 @@ def commit_version(
             described.append(Split(name=split, first_row_id=first, row_count=len(labels)))
             first += len(labels)
     columns = columns_of(schema)
-    manifest = Manifest(columns=columns, splits=described, files=files, ingested=columns).to_json()
+    unpaged = Manifest(columns=columns, splits=described, files=[], ingested=columns)
+    manifest = manifest_with(unpaged, store, folder, files).to_json()
     store.put(f"{folder}/manifest.json", manifest)
     jobs = Jobs(store, IMPORT_KIND)
     now = time.time()

@@ -62,19 +62,19 @@ def sorting(drawn: NDArray[np.uint64]) -> Ints:
     return order.astype(np.int64, copy=False)
 
 
-def blocks_of(row_groups: Sequence[int], lanes: int) -> Ints:
+def blocks_of(row_groups: Sequence[int] | Ints, lanes: int) -> Ints:
     """Cut row groups, given as row counts, into blocks.
 
     Returns a (blocks, 2) array of first row and row count. A block never crosses a row group. Row groups stay whole if
     there are enough of them.
     """
-    if len(row_groups) >= lanes * BLOCKS_PER_LANE:
-        counts = np.asarray(row_groups, np.int64)
+    counts = np.asarray(row_groups, np.int64)
+    if len(counts) >= lanes * BLOCKS_PER_LANE:
         starts = np.cumsum(counts) - counts
         return np.stack([starts, counts], axis=1)[counts > 0]
-    longest = max(1, -(-sum(row_groups) // (lanes * BLOCKS_PER_LANE)))
+    longest = max(1, -(-int(counts.sum()) // (lanes * BLOCKS_PER_LANE)))
     blocks, first = [], 0
-    for rows in row_groups:
+    for rows in counts.tolist():
         pieces = -(-rows // longest)
         cuts = [first + rows * piece // pieces for piece in range(pieces + 1)]
         blocks += [(start, end - start) for start, end in itertools.pairwise(cuts) if end > start]

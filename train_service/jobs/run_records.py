@@ -173,7 +173,7 @@ class RunRecords:
             version = load_version(self._store, spec.dataset_version)
         except NotFound as error:
             raise _version_gone(name, spec, error) from None
-        groups = [group.row_count for group in VersionReader(self._store, version).row_groups(shard)]
+        groups = VersionReader(self._store, version).row_groups(shard).row_counts
         order = epoch_order(blocks_of(groups, spec.lanes), spec.lanes, spec.seed, epoch, spec.window_rows)
         return Coverage(
             training_job=name,

@@ -66,7 +66,7 @@ def version_facts(version: DatasetVersion, statistics: Sequence[Json], train_spl
         name=version.name,
         columns=columns,
         splits=splits,
-        size_bytes=sum(file.size_bytes for file in version.manifest.files),
+        size_bytes=version.manifest.size_bytes,
     )
 
 

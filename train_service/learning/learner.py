@@ -700,7 +700,7 @@ def validation_batches(
     same number of batches, because calls of a sharded model are collective: a rank that has no rows left yields rows
     that do not count.
     """
-    rows = sum(cache.row_groups)
+    rows = cache.row_count
     # Each rank takes a contiguous range, so that it reads whole row groups.
     first, end = (rows * part // ranks.world_size for part in (ranks.rank, ranks.rank + 1))
     max_rows = math.ceil(rows / ranks.world_size)

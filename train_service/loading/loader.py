@@ -90,7 +90,7 @@ class Loader:
         self._plan = plan
         self._prepare = preprocessing.for_device if for_device else preprocessing
         self._blocks = blocks_of(cache.row_groups, plan.lanes)
-        self._rows = sum(cache.row_groups)
+        self._rows = cache.row_count
         self.steps_per_epoch = steps_per_epoch(self._rows, plan.global_batch)
         self.total_steps = self.steps_per_epoch * plan.epochs
         self.lanes = plan.lanes

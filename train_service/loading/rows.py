@@ -70,9 +70,10 @@ class RowCache:
         # Row groups being read: the future of their share, and their index in it.
         self._coming: dict[int, tuple[Future[list[Rows]], int]] = {}
         self._readers: ThreadPoolExecutor | None = None
-        counts = [group.row_count for group in self._groups]
-        self._ends = np.cumsum(np.asarray(counts, np.int64))
-        self.row_groups = counts
+        self._ends = self._groups.ends
+        # The rows of each row group: (G,).
+        self.row_groups = self._groups.row_counts
+        self.row_count = self._groups.row_count
         self.row_bytes = bytes_of_row(reader.version, split, columns)
         self.bytes_read = 0
         # Called whenever rows are requested, as a sign of progress.
@@ -107,7 +108,7 @@ class RowCache:
         for begin, end in itertools.pairwise([*begins.tolist(), len(positions)]):
             self.touched()
             number = int(groups[begin])
-            first = int(positions[begin] - self._ends[number]) + self._groups[number].row_count
+            first = int(positions[begin] - self._ends[number] + self.row_groups[number])
             parts.append(self._group(number).slice(first, first + end - begin))
         # Even no rows have columns: take them from a cached row group if there is one.
         return Rows.joined(parts or [self._group(next(iter(self._held), 0)).slice(0, 0)], into)
@@ -119,11 +120,11 @@ class RowCache:
 
     def _capacity_for(self, numbers: Iterable[int]) -> list[int]:
         """Return the groups that are not being read, up to the first that would exceed `AHEAD_BYTES`."""
-        rows, chosen = sum(self.row_groups[number] for number in self._coming), []
+        rows, chosen = sum(int(self.row_groups[number]) for number in self._coming), []
         for number in numbers:
             if number in self._coming:
                 continue
-            rows += self.row_groups[number]
+            rows += int(self.row_groups[number])
             if rows * self.row_bytes > AHEAD_BYTES:
                 break
             chosen.append(number)
@@ -328,7 +329,7 @@ def bytes_of_row(version: DatasetVersion, split: str, columns: Sequence[str]) ->
     A column whose type has no fixed size counts with the bytes of the files.
     """
     types = schema_of_columns(version.columns)
-    files = [file for file in version.manifest.files if file.split == split]
-    stored = sum(file.size_bytes for file in files) // max(1, sum(file.row_count for file in files))
+    rows = sum(one.row_count for one in version.manifest.splits if one.name == split)
+    stored = version.manifest.bytes_of_split(split) // max(1, rows)
     sizes = [row_bytes(arrow_schema({name: types[name]})) for name in columns]
     return sum(size or 0 for size in sizes) + (stored if None in sizes else 0)

@@ -158,7 +158,7 @@ class _SplitRows:
         self._cache = RowCache(reader, split, self.columns, "", 0, CACHE_BYTES)
         self._cache.touched = advanced
         self._blocks = blocks_of(self._cache.row_groups, spec.lanes)
-        self.row_count = sum(self._cache.row_groups)
+        self.row_count = self._cache.row_count
         self._capacity: RowBuffers = {}
 
     @property

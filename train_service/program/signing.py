@@ -5,7 +5,7 @@ A rank runs its user's code, so it holds no key of an S3 store, where it uses si
 A local directory has no URLs to sign: each process of the user reads and writes all of it by path.
 
 A rank may read
-    the manifest and the files of the job's dataset version
+    the manifest, its pages and the files of the job's dataset version
     the bundle of its code
     everything below its job's checkpoints
 and write or overwrite
@@ -29,11 +29,13 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+import numpy as np
 import pyarrow as pa
 
 from shared.checkpoint.registry import data_folder_of
 from shared.code_bundle_registry import bundle_key
 from shared.dataset_version import DatasetVersion, Manifest, load_version
+from shared.dataset_version.pages import open_files
 from shared.dataset_version.version import MANIFEST, check_not_deleted
 from shared.errors import DataLoss, FailedPrecondition, InvalidArgument, MillraceError, not_found, shown
 from shared.settings import StoreSettings
@@ -99,10 +101,9 @@ class StoreSigner:
         self._bundle = bundle_key(spec.program.code_bundle)
         # Held by the first rank that requests the version; the others wait for its result.
         self._loading = threading.Lock()
-        # The version once it is read, its keys in order, and the index of each key.
+        # The version once it is read, and its keys.
         self._version: DatasetVersion | None = None
-        self._files: list[str] = []
-        self._places: dict[str, int] = {}
+        self._keys: _VersionKeys | None = None
         self._lock = threading.Lock()
         # Signed URLs for reading, each with its time of signing.
         self._signed: dict[str, tuple[str, float]] = {}
@@ -204,13 +205,9 @@ class StoreSigner:
         with self._loading:
             known = self._version
             if known is None:
-                known = self._version = load_version(self._store, self._spec.dataset_version)
-                files = [
-                    f"{known.folder}/{MANIFEST}",
-                    *(f"{known.folder}/{file.path}" for file in known.manifest.files),
-                ]
-                self._files = files
-                self._places = {key: place for place, key in enumerate(files)}
+                known = load_version(self._store, self._spec.dataset_version)
+                self._keys = _VersionKeys(self._store, known)
+                self._version = known
         if body.get("again"):
             check_not_deleted(self._store, known)
         return {"name": known.name, "folder": known.folder, "manifest_sha256": known.manifest_sha256}
@@ -220,9 +217,8 @@ class StoreSigner:
     def _to_read(self, rank: int, key: str) -> Sequence[str]:
         """Return the key, and keys that its reader needs next. Raises `FailedPrecondition` if it may not be read."""
         check_key(rank, key)
-        place = self._places.get(key)
-        if place is not None:
-            return self._files[place : place + FILES_AT_ONCE] if place else [key]
+        if self._keys is not None and (found := self._keys.from_key(key)):
+            return found
         if key == self._bundle or key.startswith(f"{self._data_folder}/"):
             return [key]
         raise _refused(rank, "read", key, "the job's dataset version, code bundle and checkpoints")
@@ -245,6 +241,32 @@ class StoreSigner:
                 return key
         own = f"{self._data_folder}/{self._coordinator.folder_name(due)}/r{rank:04d}/, of that report and later ones"
         raise _refused(rank, "write", key, f"its own logs, and what is below {own}")
+
+
+class _VersionKeys:
+    """The keys of a version: its manifest, the pages of that, and its files, in this order.
+
+    A large version has many files, so their paths are one array: (paths,), of bytes.
+    """
+
+    def __init__(self, store: ObjectStore, version: DatasetVersion) -> None:
+        files = open_files(store, version)
+        parts = [[MANIFEST, *files.page_paths()], *(page.paths() for page in files.pages())]
+        self._folder = version.folder
+        self._paths = np.concatenate([np.array([path.encode() for path in part], np.bytes_) for part in parts if part])
+        self._sorted = np.argsort(self._paths, kind="stable")
+
+    def from_key(self, key: str) -> list[str]:
+        """Return the key and those after it that a reader needs next, at most `FILES_AT_ONCE`; none if it is no key."""
+        path = key.removeprefix(f"{self._folder}/").encode()
+        if not key.startswith(f"{self._folder}/") or len(path) > self._paths.itemsize:
+            return []
+        found = int(np.searchsorted(self._paths, np.bytes_(path), sorter=self._sorted))
+        if found == len(self._paths) or self._paths[self._sorted[found]] != path:
+            return []
+        place = int(self._sorted[found])
+        following = self._paths[place : place + FILES_AT_ONCE] if place else self._paths[:1]
+        return [f"{self._folder}/{path.decode()}" for path in following.tolist()]
 
 
 def hide_memory() -> None:

@@ -615,7 +615,7 @@ def fit_target_scaling(labels: RowCache, outputs: int, ranks: Ranks) -> TargetSc
 
     Raises `InvalidArgument` that names the row of a label that is missing or, unless the job allows such, not finite.
     """
-    rows = sum(labels.row_groups)
+    rows = labels.row_count
     first, end = (rows * part // ranks.world_size for part in (ranks.rank, ranks.rank + 1))
     count, mean, squares = np.zeros(outputs), np.zeros(outputs), np.zeros(outputs)
     for begin in range(first, end, ROWS_PER_READ):

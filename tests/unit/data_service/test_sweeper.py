@@ -18,12 +18,14 @@ from data_service.domain.dataset import Retention
 from data_service.reading import verify
 from data_service.version_catalog import operation_ids, record_operation
 from shared.dataset_version import load_version
+from shared.dataset_version.pages import page_path
 from shared.dataset_version.version import IMPORT_KIND, mark_used
 from shared.errors import NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.transitions import begin_attempt, confirm_cancel, fail, request_cancel, request_delete
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore
+from tests.support.paged_versions import make_versions_paged
 from tests.support.quarantined_version import commit_with_quarantine
 from tests.support.versions import commit_version, striped_digits
 
@@ -121,6 +123,32 @@ def test_of_a_committed_attempt_stays_what_its_manifest_names_and_nothing_else(
         sweeping.sweeper.sweep()
         assert {info.key for info in store.list(folder)} == named
     assert not [one.damages for one in verify(store, load_version(store, VERSION)) if one.damages]
+
+
+def test_the_pages_of_a_manifest_stay_and_their_files_too(
+    store: ObjectStore, sweeping: Sweeping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_versions_paged(monkeypatch, file_bytes=1000)
+    folder = commit_with_quarantine(store, VERSION, b"{}\n")
+    named = {info.key for info in store.list(folder)}
+    assert f"{folder}/{page_path(0, 0)}" in named
+    store.put(f"{folder}/{page_path(7, 0)}", b"x")
+    sweeping.now += ORPHAN_GRACE_PERIOD_S + 60
+    sweeping.sweeper.sweep()
+    assert {info.key for info in store.list(folder)} == named
+
+
+def test_where_a_page_is_damaged_nothing_of_the_attempt_goes(
+    store: ObjectStore, sweeping: Sweeping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_versions_paged(monkeypatch, file_bytes=1000)
+    folder = commit_with_quarantine(store, VERSION, b"{}\n")
+    store.put(f"{folder}/{page_path(0, 0)}", b"x")
+    store.put(f"{folder}/begun/0-abc", b"")
+    before = {info.key for info in store.list(folder)}
+    sweeping.now += ORPHAN_GRACE_PERIOD_S + 60
+    sweeping.sweeper.sweep()
+    assert {info.key for info in store.list(folder)} == before
 
 
 @pytest.mark.parametrize("manifest", [b"{}", None], ids=["damaged", "gone"])

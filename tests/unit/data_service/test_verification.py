@@ -10,10 +10,12 @@ from data_service.deletion import Deletions
 from data_service.reading import Damage, Verified, verify
 from shared.dataset_version import DatasetVersion, VersionReader, load_version
 from shared.dataset_version.manifest import Attachment, sha256_hex
+from shared.dataset_version.pages import open_files, page_path
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import NotFound
 from shared.jobs import Jobs
 from shared.storage import ObjectStore
+from tests.support.paged_versions import make_versions_paged
 from tests.support.versions import commit_version, striped_digits
 
 VERSION = "datasets/d/versions/v1"
@@ -78,6 +80,47 @@ def test_a_file_that_is_gone_is_told_once_and_the_others_are_checked(
     damages, last = verified(store, version)
     assert damages == [Damage("train-00000.parquet", "is gone")]
     assert (last.files_checked, last.rows_checked) == (3, 100)
+
+
+@pytest.fixture
+def paged(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> DatasetVersion:
+    """Seven files of 256 rows and fewer, in pages of two; each page has two pages above level 0."""
+    make_versions_paged(monkeypatch, file_bytes=100_000)
+    commit_version(store, VERSION, {"train": striped_digits(1500), "test": striped_digits(100)})
+    return load_version(store, VERSION)
+
+
+def test_a_good_version_in_pages_is_read_to_its_last_byte(store: ObjectStore, paged: DatasetVersion) -> None:
+    assert paged.manifest.pages is not None
+    pages = list(open_files(store, paged).page_paths())
+    assert len(pages) == paged.manifest.pages.page_count > 4
+    damages, last = verified(store, paged)
+    assert damages == []
+    assert last.files_checked == last.files_total == 1 + len(pages) + paged.manifest.file_count
+    stored = [store.size(f"{paged.folder}/{path}") or 0 for path in ["manifest.json", *pages]]
+    assert last.bytes_checked == paged.manifest.size_bytes + sum(stored)
+    assert last.rows_checked == 1600
+
+
+def test_a_damaged_page_is_reported_and_the_files_of_the_others_are_checked(
+    store: ObjectStore, paged: DatasetVersion
+) -> None:
+    path = page_path(0, 1)
+    flip(store, f"{paged.folder}/{path}", 70)
+    damages, last = verified(store, paged)
+    assert [one.path for one in damages] == [path, path]
+    assert damages[0].description.startswith("its SHA-256 is ")
+    assert damages[1].description == "names files that cannot be checked"
+    assert last.rows_checked == 1600 - 512
+
+
+def test_a_page_that_is_gone_is_reported(store: ObjectStore, paged: DatasetVersion) -> None:
+    store.delete(f"{paged.folder}/{page_path(1, 0)}")
+    damages, _ = verified(store, paged)
+    assert damages == [
+        Damage(page_path(1, 0), "is gone"),
+        Damage(page_path(1, 0), "names files that cannot be checked"),
+    ]
 
 
 @pytest.mark.parametrize("messages", [1, 2, 3], ids=["its manifest", "a file", "the next file"])

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pyarrow as pa
 import pytest
 
 from data_service.transforms import plan
-from data_service.transforms.plan import plan_parts
+from data_service.transforms.plan import parts_of, plan_parts
 from shared.dataset_version import VersionReader, load_version
 from shared.storage import ObjectStore
+from tests.support.counting_store import CountingStore
+from tests.support.paged_versions import make_versions_paged
 from tests.support.transforming import SOURCE, commit_tables
 
 
@@ -31,6 +35,50 @@ def test_parts_follow_each_other_within_one_split_each(reader: VersionReader, mo
         first_row_id += part.row_count
         assert (part.split == "train") == (first_row_id <= 30_000)
     assert first_row_id == 35_000
+
+
+@pytest.mark.parametrize("output", [pa.int64(), pa.string()], ids=["equal widths", "unequal widths"])
+def test_a_version_in_pages_has_the_parts_of_one_that_has_none(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch, output: pa.DataType
+) -> None:
+    monkeypatch.setattr(plan, "MIN_PART_BYTES", 20_000)
+    monkeypatch.setattr("shared.dataset_version.writer.MAX_FILE_BYTES", 20_000)
+    n = np.arange(12_000)
+    words = [f"word {number % 7}" * (number % 11) for number in n.tolist()]
+    whole = pa.table({"n": n, "word": pa.array(words).cast(pa.string())})
+    tables = {"train": whole, "test": whole.slice(100, 3000)}
+    commit_tables(store, tables)
+    found: dict[tuple[str, ...], list[Any]] = {}
+    for page_files in (0, 1, 3):
+        if page_files:
+            make_versions_paged(monkeypatch, page_files=page_files, file_bytes=20_000)
+        name = f"datasets/d/versions/pages-of-{page_files}"
+        commit_tables(store, tables, name=name)
+        version = load_version(store, name)
+        assert (version.manifest.pages is None) == (page_files == 0)
+        schema = pa.schema([("out", output)])
+        for splits in ((), ("test",)):
+            parts = plan_parts(VersionReader(store, version), schema, splits)
+            found.setdefault(splits, []).append([(part.split, list(part.groups), part.row_count) for part in parts])
+    for plans in found.values():
+        assert plans[0] == plans[1] == plans[2]
+        assert len(plans[0]) > 1
+
+
+def test_the_first_part_needs_one_page_of_a_large_version(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "MIN_PART_BYTES", 50_000)
+    make_versions_paged(monkeypatch, children=100)
+    commit_tables(store, {"train": pa.table({"n": np.arange(100_000)})})
+    counting = CountingStore(store)
+    reader = VersionReader(counting, load_version(store, SOURCE))
+    schema = reader.select(None)
+    counting.forget()
+    parts = parts_of(reader, schema)
+    next(parts)
+    assert len(counting.requests) <= 1
+    assert sum(part.row_count for part in parts) < 100_000
+    assert reader.version.manifest.pages is not None
+    assert len(counting.requests) == reader.version.manifest.pages.page_count - 1, "the schema has read the first page"
 
 
 def test_wide_results_make_smaller_parts(reader: VersionReader) -> None:

@@ -56,6 +56,6 @@ def test_other_bytes_than_those_committed_are_refused() -> None:
 
 
 def test_a_format_of_the_future_is_refused() -> None:
-    data = MANIFEST.to_json().replace(b"dataset-version/2", b"dataset-version/3")
-    with pytest.raises(DataLoss, match="dataset-version/3"):
+    data = MANIFEST.to_json().replace(b"dataset-version/2", b"dataset-version/4")
+    with pytest.raises(DataLoss, match="dataset-version/4"):
         Manifest.from_json(data, sha256_hex(data))

@@ -21,6 +21,7 @@ from shared.errors import DataLoss, InvalidArgument
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.transitions import begin_attempt, succeed
 from shared.storage import ObjectStore
+from tests.support.paged_versions import make_versions_paged
 from tests.support.transforming import commit_tables
 from tests.support.versions import commit_version, striped_digits
 from tests.support.waiting import wait_until
@@ -48,6 +49,23 @@ def test_rows_come_in_the_order_asked_for(committed: Committed) -> None:
     assert rows.row_ids.tolist() == asked.tolist()
     assert np.array_equal(rows.tensors["image"], images[asked])
     assert np.array_equal(rows.labels, labels[asked])
+
+
+def test_rows_and_their_order_are_the_same_in_a_version_in_pages(
+    store: ObjectStore, committed: Committed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_versions_paged(monkeypatch, page_files=1, file_bytes=250_000)
+    commit_version(store, VERSION, {"train": striped_digits(700), "validation": striped_digits(90, 1)})
+    assert load_version(store, VERSION).manifest.pages is not None
+    paged, whole = cache_of(store), committed.cache()
+
+    assert paged.row_groups.tolist() == whole.row_groups.tolist()
+    assert paged.row_count == 700
+    asked = np.random.default_rng(0).permutation(700)
+    assert np.array_equal(paged.rows(asked).row_ids, asked)
+    assert np.array_equal(paged.rows(asked).labels, whole.rows(asked).labels)
+    # It determines the windows of the order.
+    assert paged.row_bytes == whole.row_bytes
 
 
 def test_no_rows_of_a_split_of_one_row_group_have_its_columns(store: ObjectStore) -> None:

@@ -14,15 +14,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from shared.code_bundle_registry import unpack_on_node
 from shared.code_packing import pack
+from shared.dataset_version import VersionReader
 from shared.dataset_version.version import load_version
 from shared.errors import FailedPrecondition, InvalidArgument, NotFound
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, object_store, open_store, opening, signed_store
 from shared.storage.signed_store import SignedStore
+from tests.support.paged_versions import make_versions_paged
 from tests.support.s3_fault_proxy import NONE, S3FaultProxy, failing, fault_proxy
 from tests.support.versions import commit_version, striped_digits
 from tests.support.waiting import wait_until
@@ -255,6 +258,25 @@ def test_a_rank_finds_and_reads_the_version_of_its_job(
     store.delete_folder(VERSION)
     with pytest.raises(NotFound, match="deleted"):
         versions[1].check_not_deleted(found)
+
+
+def test_a_rank_reads_the_pages_and_files_of_a_large_version_and_no_other(
+    attempt: Begun, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_versions_paged(monkeypatch, file_bytes=250_000)
+    commit_version(store, VERSION, {"train": striped_digits(700)})
+    run = attempt(dataset_version=VERSION)
+    rank, versions = run.stores[0], AskedVersions(run.stores[0], run.heartbeats[0])
+    found = versions.load(VERSION)
+    assert found.manifest.pages is not None
+    reader = VersionReader(rank, found, check_there=versions.check_not_deleted)
+    images, _ = striped_digits(700)
+    read = reader.read_many(reader.row_groups("train"), ["image"])
+    assert np.array_equal(read["image"].combine_chunks().to_numpy_ndarray(), images)
+    for path in ("train-99999.parquet", "pages/0-99999999.arrow", "report.json", "x" * 200):
+        store.put(f"{found.folder}/{path}", b"not of the version")
+        with pytest.raises(FailedPrecondition, match="rank 0 may not read"):
+            rank.get(f"{found.folder}/{path}")
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, target: object, name: str) -> list[Any]:

@@ -28,7 +28,7 @@ from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 from millrace.common.v1 import transform_pb2 as millrace_dot_common_dot_v1_dot_transform__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n millrace/data/v1/resources.proto\x12\x10millrace.data.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17google/rpc/status.proto\x1a\"millrace/common/v1/transform.proto\"\xbe\x01\n\x07\x44\x61taset\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03uid\x18\x02 \x01(\t\x12\x14\n\x0c\x64isplay_name\x18\x03 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x04 \x01(\t\x12/\n\x0b\x63reate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04\x65tag\x18\x06 \x01(\t\x12.\n\tretention\x18\x07 \x01(\x0b\x32\x1b.millrace.data.v1.Retention\"L\n\tRetention\x12\x13\n\x0bkeep_newest\x18\x01 \x01(\x05\x12*\n\x07max_age\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xf2\x05\n\x0e\x44\x61tasetVersion\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03uid\x18\x02 \x01(\t\x12\x35\n\x05state\x18\x03 \x01(\x0e\x32&.millrace.data.v1.DatasetVersion.State\x12\x11\n\toperation\x18\x04 \x01(\t\x12/\n\x0b\x63reate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x63ommit_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12)\n\x07\x63olumns\x18\x07 \x03(\x0b\x32\x18.millrace.data.v1.Column\x12\'\n\x06splits\x18\x08 \x03(\x0b\x32\x17.millrace.data.v1.Split\x12%\n\x05\x66iles\x18\t \x03(\x0b\x32\x16.millrace.data.v1.File\x12\x11\n\trow_count\x18\n \x01(\x03\x12\x12\n\nsize_bytes\x18\x0b \x01(\x03\x12\x17\n\x0fmanifest_sha256\x18\x0c \x01(\t\x12!\n\x05\x65rror\x18\r \x01(\x0b\x32\x12.google.rpc.Status\x12\x0c\n\x04\x65tag\x18\x0e \x01(\t\x12)\n\x07parents\x18\x0f \x03(\x0b\x32\x18.millrace.data.v1.Parent\x12\x30\n\ttransform\x18\x10 \x01(\x0b\x32\x1d.millrace.common.v1.Transform\x12\x1d\n\x15quarantined_row_count\x18\x11 \x01(\x03\x12\x30\n\nprediction\x18\x12 \x01(\x0b\x32\x1c.millrace.data.v1.Prediction\"\x7f\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x12\n\x0eSTATE_CREATING\x10\x01\x12\x10\n\x0cSTATE_ACTIVE\x10\x02\x12\x10\n\x0cSTATE_FAILED\x10\x03\x12\x13\n\x0fSTATE_CANCELLED\x10\x04\x12\x12\n\x0eSTATE_DELETING\x10\x05\"`\n\nPrediction\x12\x12\n\ncheckpoint\x18\x01 \x01(\t\x12\x19\n\x11\x63heckpoint_sha256\x18\x02 \x01(\t\x12\x12\n\ntrained_on\x18\x03 \x01(\t\x12\x0f\n\x07\x63olumns\x18\x04 \x03(\t\"2\n\x06Parent\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x17\n\x0fmanifest_sha256\x18\x02 \x01(\t\"N\n\x06\x43olumn\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\narrow_type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x05\x12\x13\n\x0bvalue_names\x18\x04 \x03(\t\">\n\x05Split\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x66irst_row_id\x18\x02 \x01(\x03\x12\x11\n\trow_count\x18\x03 \x01(\x03\"Z\n\x04\x46ile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\r\n\x05split\x18\x02 \x01(\t\x12\x11\n\trow_count\x18\x03 \x01(\x03\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\x12\x0e\n\x06sha256\x18\x05 \x01(\t\"\xfa\x02\n\x06Upload\x12\x0c\n\x04name\x18\x01 \x01(\t\x12-\n\x05state\x18\x02 \x01(\x0e\x32\x1e.millrace.data.v1.Upload.State\x12/\n\x0b\x63reate_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x65xpire_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x19\n\x11\x61\x63knowledged_size\x18\x05 \x01(\x03\x12\x12\n\nsize_bytes\x18\x06 \x01(\x03\x12\x0e\n\x06sha256\x18\x07 \x01(\t\x12\x38\n\x0fpresigned_parts\x18\x08 \x03(\x0b\x32\x1f.millrace.data.v1.PresignedPart\x12\x13\n\x0bhashed_size\x18\t \x01(\x03\"C\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0e\n\nSTATE_OPEN\x10\x01\x12\x13\n\x0fSTATE_COMMITTED\x10\x02\"@\n\rPresignedPart\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n millrace/data/v1/resources.proto\x12\x10millrace.data.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17google/rpc/status.proto\x1a\"millrace/common/v1/transform.proto\"\xbe\x01\n\x07\x44\x61taset\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03uid\x18\x02 \x01(\t\x12\x14\n\x0c\x64isplay_name\x18\x03 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x04 \x01(\t\x12/\n\x0b\x63reate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04\x65tag\x18\x06 \x01(\t\x12.\n\tretention\x18\x07 \x01(\x0b\x32\x1b.millrace.data.v1.Retention\"L\n\tRetention\x12\x13\n\x0bkeep_newest\x18\x01 \x01(\x05\x12*\n\x07max_age\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x86\x06\n\x0e\x44\x61tasetVersion\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03uid\x18\x02 \x01(\t\x12\x35\n\x05state\x18\x03 \x01(\x0e\x32&.millrace.data.v1.DatasetVersion.State\x12\x11\n\toperation\x18\x04 \x01(\t\x12/\n\x0b\x63reate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x63ommit_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12)\n\x07\x63olumns\x18\x07 \x03(\x0b\x32\x18.millrace.data.v1.Column\x12\'\n\x06splits\x18\x08 \x03(\x0b\x32\x17.millrace.data.v1.Split\x12%\n\x05\x66iles\x18\t \x03(\x0b\x32\x16.millrace.data.v1.File\x12\x11\n\trow_count\x18\n \x01(\x03\x12\x12\n\nsize_bytes\x18\x0b \x01(\x03\x12\x17\n\x0fmanifest_sha256\x18\x0c \x01(\t\x12!\n\x05\x65rror\x18\r \x01(\x0b\x32\x12.google.rpc.Status\x12\x0c\n\x04\x65tag\x18\x0e \x01(\t\x12)\n\x07parents\x18\x0f \x03(\x0b\x32\x18.millrace.data.v1.Parent\x12\x30\n\ttransform\x18\x10 \x01(\x0b\x32\x1d.millrace.common.v1.Transform\x12\x1d\n\x15quarantined_row_count\x18\x11 \x01(\x03\x12\x30\n\nprediction\x18\x12 \x01(\x0b\x32\x1c.millrace.data.v1.Prediction\x12\x12\n\nfile_count\x18\x13 \x01(\x03\"\x7f\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x12\n\x0eSTATE_CREATING\x10\x01\x12\x10\n\x0cSTATE_ACTIVE\x10\x02\x12\x10\n\x0cSTATE_FAILED\x10\x03\x12\x13\n\x0fSTATE_CANCELLED\x10\x04\x12\x12\n\x0eSTATE_DELETING\x10\x05\"`\n\nPrediction\x12\x12\n\ncheckpoint\x18\x01 \x01(\t\x12\x19\n\x11\x63heckpoint_sha256\x18\x02 \x01(\t\x12\x12\n\ntrained_on\x18\x03 \x01(\t\x12\x0f\n\x07\x63olumns\x18\x04 \x03(\t\"2\n\x06Parent\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x17\n\x0fmanifest_sha256\x18\x02 \x01(\t\"N\n\x06\x43olumn\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\narrow_type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x05\x12\x13\n\x0bvalue_names\x18\x04 \x03(\t\">\n\x05Split\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x66irst_row_id\x18\x02 \x01(\x03\x12\x11\n\trow_count\x18\x03 \x01(\x03\"Z\n\x04\x46ile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\r\n\x05split\x18\x02 \x01(\t\x12\x11\n\trow_count\x18\x03 \x01(\x03\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\x12\x0e\n\x06sha256\x18\x05 \x01(\t\"\xfa\x02\n\x06Upload\x12\x0c\n\x04name\x18\x01 \x01(\t\x12-\n\x05state\x18\x02 \x01(\x0e\x32\x1e.millrace.data.v1.Upload.State\x12/\n\x0b\x63reate_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x65xpire_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x19\n\x11\x61\x63knowledged_size\x18\x05 \x01(\x03\x12\x12\n\nsize_bytes\x18\x06 \x01(\x03\x12\x0e\n\x06sha256\x18\x07 \x01(\t\x12\x38\n\x0fpresigned_parts\x18\x08 \x03(\x0b\x32\x1f.millrace.data.v1.PresignedPart\x12\x13\n\x0bhashed_size\x18\t \x01(\x03\"C\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0e\n\nSTATE_OPEN\x10\x01\x12\x13\n\x0fSTATE_COMMITTED\x10\x02\"@\n\rPresignedPart\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,23 +40,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RETENTION']._serialized_start=373
   _globals['_RETENTION']._serialized_end=449
   _globals['_DATASETVERSION']._serialized_start=452
-  _globals['_DATASETVERSION']._serialized_end=1206
-  _globals['_DATASETVERSION_STATE']._serialized_start=1079
-  _globals['_DATASETVERSION_STATE']._serialized_end=1206
-  _globals['_PREDICTION']._serialized_start=1208
-  _globals['_PREDICTION']._serialized_end=1304
-  _globals['_PARENT']._serialized_start=1306
-  _globals['_PARENT']._serialized_end=1356
-  _globals['_COLUMN']._serialized_start=1358
-  _globals['_COLUMN']._serialized_end=1436
-  _globals['_SPLIT']._serialized_start=1438
-  _globals['_SPLIT']._serialized_end=1500
-  _globals['_FILE']._serialized_start=1502
-  _globals['_FILE']._serialized_end=1592
-  _globals['_UPLOAD']._serialized_start=1595
-  _globals['_UPLOAD']._serialized_end=1973
-  _globals['_UPLOAD_STATE']._serialized_start=1906
-  _globals['_UPLOAD_STATE']._serialized_end=1973
-  _globals['_PRESIGNEDPART']._serialized_start=1975
-  _globals['_PRESIGNEDPART']._serialized_end=2039
+  _globals['_DATASETVERSION']._serialized_end=1226
+  _globals['_DATASETVERSION_STATE']._serialized_start=1099
+  _globals['_DATASETVERSION_STATE']._serialized_end=1226
+  _globals['_PREDICTION']._serialized_start=1228
+  _globals['_PREDICTION']._serialized_end=1324
+  _globals['_PARENT']._serialized_start=1326
+  _globals['_PARENT']._serialized_end=1376
+  _globals['_COLUMN']._serialized_start=1378
+  _globals['_COLUMN']._serialized_end=1456
+  _globals['_SPLIT']._serialized_start=1458
+  _globals['_SPLIT']._serialized_end=1520
+  _globals['_FILE']._serialized_start=1522
+  _globals['_FILE']._serialized_end=1612
+  _globals['_UPLOAD']._serialized_start=1615
+  _globals['_UPLOAD']._serialized_end=1993
+  _globals['_UPLOAD_STATE']._serialized_start=1926
+  _globals['_UPLOAD_STATE']._serialized_end=1993
+  _globals['_PRESIGNEDPART']._serialized_start=1995
+  _globals['_PRESIGNEDPART']._serialized_end=2059
 # @@protoc_insertion_point(module_scope)

@@ -40,7 +40,7 @@ class Retention(_message.Message):
     def __init__(self, keep_newest: _Optional[int] = ..., max_age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class DatasetVersion(_message.Message):
-    __slots__ = ("name", "uid", "state", "operation", "create_time", "commit_time", "columns", "splits", "files", "row_count", "size_bytes", "manifest_sha256", "error", "etag", "parents", "transform", "quarantined_row_count", "prediction")
+    __slots__ = ("name", "uid", "state", "operation", "create_time", "commit_time", "columns", "splits", "files", "row_count", "size_bytes", "manifest_sha256", "error", "etag", "parents", "transform", "quarantined_row_count", "prediction", "file_count")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[DatasetVersion.State]
@@ -73,6 +73,7 @@ class DatasetVersion(_message.Message):
     TRANSFORM_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
     PREDICTION_FIELD_NUMBER: _ClassVar[int]
+    FILE_COUNT_FIELD_NUMBER: _ClassVar[int]
     name: str
     uid: str
     state: DatasetVersion.State
@@ -91,7 +92,8 @@ class DatasetVersion(_message.Message):
     transform: _transform_pb2.Transform
     quarantined_row_count: int
     prediction: Prediction
-    def __init__(self, name: _Optional[str] = ..., uid: _Optional[str] = ..., state: _Optional[_Union[DatasetVersion.State, str]] = ..., operation: _Optional[str] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., commit_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., columns: _Optional[_Iterable[_Union[Column, _Mapping]]] = ..., splits: _Optional[_Iterable[_Union[Split, _Mapping]]] = ..., files: _Optional[_Iterable[_Union[File, _Mapping]]] = ..., row_count: _Optional[int] = ..., size_bytes: _Optional[int] = ..., manifest_sha256: _Optional[str] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., etag: _Optional[str] = ..., parents: _Optional[_Iterable[_Union[Parent, _Mapping]]] = ..., transform: _Optional[_Union[_transform_pb2.Transform, _Mapping]] = ..., quarantined_row_count: _Optional[int] = ..., prediction: _Optional[_Union[Prediction, _Mapping]] = ...) -> None: ...
+    file_count: int
+    def __init__(self, name: _Optional[str] = ..., uid: _Optional[str] = ..., state: _Optional[_Union[DatasetVersion.State, str]] = ..., operation: _Optional[str] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., commit_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., columns: _Optional[_Iterable[_Union[Column, _Mapping]]] = ..., splits: _Optional[_Iterable[_Union[Split, _Mapping]]] = ..., files: _Optional[_Iterable[_Union[File, _Mapping]]] = ..., row_count: _Optional[int] = ..., size_bytes: _Optional[int] = ..., manifest_sha256: _Optional[str] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., etag: _Optional[str] = ..., parents: _Optional[_Iterable[_Union[Parent, _Mapping]]] = ..., transform: _Optional[_Union[_transform_pb2.Transform, _Mapping]] = ..., quarantined_row_count: _Optional[int] = ..., prediction: _Optional[_Union[Prediction, _Mapping]] = ..., file_count: _Optional[int] = ...) -> None: ...
 
 class Prediction(_message.Message):
     __slots__ = ("checkpoint", "checkpoint_sha256", "trained_on", "columns")
