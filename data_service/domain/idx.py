@@ -48,7 +48,11 @@ class IdxHeader:
     @property
     def size_bytes(self) -> int:
         """The size of the whole file with this header."""
-        return 4 + 4 * (1 + len(self.row_shape)) + self.row_count * self.row_bytes
+        return self.position(self.row_count)
+
+    def position(self, row: int) -> int:
+        """Returns the position of a row in the file."""
+        return 4 + 4 * (1 + len(self.row_shape)) + row * self.row_bytes
 
 
 def read_header(stream: BinaryIO) -> IdxHeader:
@@ -73,22 +77,25 @@ def read_header(stream: BinaryIO) -> IdxHeader:
     return header
 
 
-def read_rows(stream: BinaryIO, header: IdxHeader, rows_per_chunk: int) -> Iterator[np.ndarray[Any, Any]]:
-    """Yields the rows after the header as native (N, *row_shape) arrays, `rows_per_chunk` at a time.
+def read_rows(
+    stream: BinaryIO, header: IdxHeader, rows_per_chunk: int, rows: range | None = None
+) -> Iterator[np.ndarray[Any, Any]]:
+    """Yields the rows from the stream's position on as native (N, *row_shape) arrays, `rows_per_chunk` at a time.
 
-    Raises `IdxError` if the bytes end too early or continue after the last row.
+    They are all rows of the file, or `rows`. Raises `IdxError` if the bytes end too early or continue after the last
+    row of the file.
     """
-    done = 0
-    while done < header.row_count:
-        wanted = min(rows_per_chunk, header.row_count - done)
+    done, stop = (0, header.row_count) if rows is None else (rows.start, rows.stop)
+    while done < stop:
+        wanted = min(rows_per_chunk, stop - done)
         data = _read_exactly(stream, wanted * header.row_bytes)
         if len(data) < wanted * header.row_bytes:
             have = done + len(data) // header.row_bytes
             raise IdxError(f"its header claims {header.row_count} rows, but it ends after {have}")
-        rows = np.frombuffer(data, header.value_type).reshape(wanted, *header.row_shape)
-        yield rows.astype(header.value_type.newbyteorder("="), copy=False)
+        values = np.frombuffer(data, header.value_type).reshape(wanted, *header.row_shape)
+        yield values.astype(header.value_type.newbyteorder("="), copy=False)
         done += wanted
-    if _read_exactly(stream, 1):
+    if stop == header.row_count and _read_exactly(stream, 1):
         raise IdxError(f"it goes on after the {header.row_count} rows that its header claims")
 
 

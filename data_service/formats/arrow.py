@@ -6,8 +6,10 @@ Each message is checked before Arrow's reader allocates memory for its claims.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from copy import copy
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import BinaryIO
 
@@ -21,7 +23,8 @@ from data_service.storage.source_files import SourceFile
 from shared.dataset_version.manifest import row_bytes
 
 # --- Arrow IPC ---
-# Arrow IPC, as a stream or as a file: both are read from front to back, so an upload is read while it grows.
+# Arrow IPC, as a stream or as a file: both are read from front to back, so an upload is read while it grows. The footer
+# of a large file divides it into parts.
 
 
 class ArrowRows:
@@ -36,6 +39,7 @@ class ArrowRows:
     def __init__(self, file: SourceFile, types: Mapping[str, pa.DataType] = MappingProxyType({})) -> None:
         self._file = file
         self._types = types
+        self._part: _Part | None = None
         with self._reader() as (reader, _):
             self.schema = logical_schema_of(file, reader.schema, types)
         self.row_count: int | None = None
@@ -44,10 +48,27 @@ class ArrowRows:
         self._chunk_rows = interface.MAX_CHUNK_ROWS if width is None else max(interface.CHUNK_BYTES // max(width, 1), 1)
 
     def parts(self) -> Sequence[RowSource]:
-        return [self]
+        """Divides a large file into runs of record batches; a stream has no footer that names them.
+
+        An upload is verified first, as a whole.
+        """
+        if self._part is not None or self.size_bytes <= interface.PART_BYTES:
+            return [self]
+        self._file.wait_until_whole()
+        with closing(self._file.open()) as opened, blaming(self._file, "Arrow"):
+            try:
+                parts = _parts(opened, self._file.on_read)
+            except ArrowMessageError:
+                return [self]  # reading it finds the error
+        return [self._only(part) for part in parts] if len(parts) > 1 else [self]
+
+    def _only(self, part: _Part) -> ArrowRows:
+        rows = copy(self)
+        rows._part, rows.row_count, rows.size_bytes = part, part.row_count, part.size_bytes
+        return rows
 
     def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
-        columns = TypedColumns(self._file, self.schema)
+        columns = TypedColumns(self._file, self.schema, self._part.first_row if self._part else 0)
         with self._reader() as (reader, rest):
             if logical_schema_of(self._file, reader.schema, self._types) != self.schema:
                 raise self._file.corrupt("it changed while it was read")
@@ -74,10 +95,60 @@ class ArrowRows:
     def _reader(self) -> Iterator[tuple[pa.RecordBatchReader, Iterator[bytes]]]:
         with closing(self._file.open()) as opened, blaming(self._file, "Arrow"):
             try:
-                pieces = checked_messages(opened)
+                pieces = checked_messages(opened) if self._part is None else _messages_of(opened, self._part)
                 yield pa.ipc.open_stream(pa.PythonFile(PieceReader(pieces), mode="r")), pieces
             except ArrowMessageError as error:
                 raise self._file.corrupt(str(error)) from None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A run of record batches: `batch_count` messages from the file's byte `begin` on, without dictionaries."""
+
+    begin: int
+    batch_count: int
+    first_row: int
+    row_count: int
+    size_bytes: int
+
+
+def _parts(opened: BinaryIO, on_read: Callable[[], None]) -> list[_Part]:
+    """Divides a file by its footer; nothing if that is no complete list of its messages, or names dictionaries.
+
+    Raises `ArrowMessageError` for a damaged file.
+    """
+    blocks, messages_end = _blocks_of(opened)
+    begin, size_bytes, batch_count, first_row, row_count = 0, 0, 0, 0, 0
+    parts: list[_Part] = []
+    for position, metadata_bytes, body_bytes in blocks:
+        on_read()
+        if begin and position != begin + size_bytes:
+            return []
+        rows = _row_count_of(opened, position, metadata_bytes, body_bytes)
+        if batch_count and size_bytes + metadata_bytes + body_bytes > interface.PART_BYTES:
+            parts.append(_Part(begin, batch_count, first_row, row_count, size_bytes))
+            size_bytes, batch_count, first_row, row_count = 0, 0, first_row + row_count, 0
+        if not batch_count:
+            begin = position
+        size_bytes += metadata_bytes + body_bytes
+        batch_count, row_count = batch_count + 1, row_count + rows
+    if not blocks or blocks[0][0] != _position_after_schema(opened) or begin + size_bytes != messages_end:
+        return []
+    return [*parts, _Part(begin, batch_count, first_row, row_count, size_bytes)]
+
+
+def _messages_of(opened: BinaryIO, part: _Part) -> Iterator[bytes]:
+    """Yields a stream of the schema and the part's record batches, checked as `checked_messages` does."""
+    opened.seek(len(FILE_MAGIC) + 2)
+    for position, messages in ((None, 1), (part.begin, part.batch_count)):
+        if position is not None:
+            opened.seek(position)
+        for _ in range(messages):
+            message = _checked_message(opened, _exactly(opened, 8, "its next message"))
+            if message is None:
+                raise ArrowMessageError("it ends before the record batches that its footer names")
+            yield from message.pieces
+    yield from (END_MARKER[:4], END_MARKER[4:])
 
 
 def _needs_a_look(arrow_type: pa.DataType) -> bool:
@@ -99,6 +170,7 @@ def _needs_a_look(arrow_type: pa.DataType) -> bool:
 
 FILE_MAGIC = b"ARROW1"
 CONTINUATION = b"\xff\xff\xff\xff"
+END_MARKER = CONTINUATION + bytes(4)
 MAX_METADATA_BYTES = 16 * 1024 * 1024
 # The limit of one message, which has a whole record batch.
 MAX_BODY_BYTES = 1024 * 1024 * 1024
@@ -122,36 +194,47 @@ def checked_messages(stream: BinaryIO) -> Iterator[bytes]:
     if in_file:
         start = _exactly(stream, 8, "its first message")
     batches = 0
-    while True:
-        if start[:4] != CONTINUATION:
-            raise ArrowMessageError(
-                "it has no Arrow message where one must begin: it is no Arrow stream or file, or damaged"
-            )
-        (metadata_bytes,) = struct.unpack("<i", start[4:])
-        yield start[:4]
-        yield start[4:]
-        if metadata_bytes == 0:
-            break
-        if not 8 <= metadata_bytes <= MAX_METADATA_BYTES:
-            raise ArrowMessageError(f"a message has {metadata_bytes} bytes of metadata; {MAX_METADATA_BYTES} are read")
-        metadata = _exactly(stream, metadata_bytes, "a message's metadata")
-        kind, body_bytes, record_batch = _message(metadata)
-        if not 0 <= body_bytes <= MAX_BODY_BYTES:
-            raise ArrowMessageError(
-                f"a message has {body_bytes} bytes; write record batches of at most {MAX_BODY_BYTES} bytes"
-            )
-        body = _exactly(stream, body_bytes, "a message's body")
-        if record_batch is not None:
-            _check_decompressed(record_batch, body)
-        batches += kind == _RECORD_BATCH
-        yield metadata
-        if body_bytes:
-            yield body
+    while (message := _checked_message(stream, start)) is not None:
+        batches += message.kind == _RECORD_BATCH
+        yield from message.pieces
         start = _exactly(stream, 8, "its next message or its end marker; close its writer")
+    yield start[:4]
+    yield start[4:]
     if in_file:
         _check_footer(stream, batches)
     elif _some(stream, 1):
         raise ArrowMessageError("it goes on after its end marker")
+
+
+@dataclass(frozen=True)
+class _CheckedMessage:
+    """A message's type, and its bytes: prefix, length, metadata and body."""
+
+    kind: int
+    pieces: list[bytes]
+
+
+def _checked_message(stream: BinaryIO, start: bytes) -> _CheckedMessage | None:
+    """Reads the message that begins with the 8 bytes `start`; None for the end marker."""
+    if start[:4] != CONTINUATION:
+        raise ArrowMessageError(
+            "it has no Arrow message where one must begin: it is no Arrow stream or file, or damaged"
+        )
+    (metadata_bytes,) = struct.unpack("<i", start[4:])
+    if metadata_bytes == 0:
+        return None
+    if not 8 <= metadata_bytes <= MAX_METADATA_BYTES:
+        raise ArrowMessageError(f"a message has {metadata_bytes} bytes of metadata; {MAX_METADATA_BYTES} are read")
+    metadata = _exactly(stream, metadata_bytes, "a message's metadata")
+    kind, body_bytes, record_batch = _message(metadata)
+    if not 0 <= body_bytes <= MAX_BODY_BYTES:
+        raise ArrowMessageError(
+            f"a message has {body_bytes} bytes; write record batches of at most {MAX_BODY_BYTES} bytes"
+        )
+    body = _exactly(stream, body_bytes, "a message's body")
+    if record_batch is not None:
+        _check_decompressed(record_batch, body)
+    return _CheckedMessage(kind, [start[:4], start[4:], metadata, *([body] if body_bytes else [])])
 
 
 class PieceReader:
@@ -257,6 +340,9 @@ def _check_decompressed(record_batch: _Table, body: bytes) -> None:
             raise ArrowMessageError(f"a record batch decompresses to more than {MAX_BODY_BYTES} bytes")
 
 
+_BLOCK = "<qi4xq"
+
+
 def _check_footer(stream: BinaryIO, batches: int) -> None:
     rest = _some(stream, MAX_METADATA_BYTES + 1)
     if len(rest) > MAX_METADATA_BYTES:
@@ -267,9 +353,61 @@ def _check_footer(stream: BinaryIO, batches: int) -> None:
     if not 0 < footer_bytes <= len(rest) - 10:
         raise ArrowMessageError("its footer is damaged")
     footer = rest[-10 - footer_bytes : -10]
-    claimed = sum(1 for _ in _Table(footer, _unpack("<I", footer, 0)).structs(3, "<qi4xq"))
+    claimed = sum(1 for _ in _Table(footer, _unpack("<I", footer, 0)).structs(3, _BLOCK))
     if claimed != batches:
         raise ArrowMessageError(f"its footer names {claimed} record batches, but it has {batches}")
+
+
+def _blocks_of(opened: BinaryIO) -> tuple[list[tuple[int, ...]], int]:
+    """Returns the (position, metadata bytes, body bytes) of each record batch in the footer, and where messages end.
+
+    Nothing for a stream, and for a file with dictionaries, which batches far away may need.
+    """
+    if opened.read(len(FILE_MAGIC)) != FILE_MAGIC:
+        return [], 0
+    opened.seek(0, 2)
+    end = opened.tell() - 10
+    opened.seek(max(end, 0))
+    ending = _exactly(opened, 10, "its footer")
+    (footer_bytes,) = struct.unpack("<i", ending[:4])
+    if ending[4:] != FILE_MAGIC or not 0 < footer_bytes <= min(MAX_METADATA_BYTES, end):
+        raise ArrowMessageError("its footer is damaged")
+    opened.seek(end - footer_bytes)
+    footer = _exactly(opened, footer_bytes, "its footer")
+    table = _Table(footer, _unpack("<I", footer, 0))
+    messages_end = end - footer_bytes - len(END_MARKER)
+    opened.seek(max(messages_end, 0))
+    if _exactly(opened, len(END_MARKER), "its end marker") != END_MARKER:
+        raise ArrowMessageError("its footer is damaged")
+    if any(True for _ in table.structs(2, _BLOCK)):
+        return [], 0
+    return list(table.structs(3, _BLOCK)), messages_end
+
+
+def _row_count_of(opened: BinaryIO, position: int, metadata_bytes: int, body_bytes: int) -> int:
+    """Returns the rows of the record batch at this position, whose message must have these sizes."""
+    if position < 8 or not 16 <= metadata_bytes <= MAX_METADATA_BYTES:
+        raise ArrowMessageError("its footer is damaged")
+    opened.seek(position)
+    data = _exactly(opened, metadata_bytes, "a message's metadata")
+    kind, actual_body_bytes, record_batch = _message(data[8:])
+    if data[:4] != CONTINUATION or struct.unpack("<i", data[4:8])[0] != metadata_bytes - 8:
+        raise ArrowMessageError("its footer is damaged")
+    if kind != _RECORD_BATCH or record_batch is None or actual_body_bytes != body_bytes:
+        raise ArrowMessageError("its footer is damaged")
+    row_count = record_batch.number(0, "<q")
+    if row_count < 0:
+        raise ArrowMessageError("a message's metadata is damaged")
+    return row_count
+
+
+def _position_after_schema(opened: BinaryIO) -> int:
+    """Returns where the first record batch must begin."""
+    opened.seek(len(FILE_MAGIC) + 2)
+    message = _checked_message(opened, _exactly(opened, 8, "its first message"))
+    if message is None:
+        raise ArrowMessageError("it has no schema")
+    return len(FILE_MAGIC) + 2 + sum(map(len, message.pieces))
 
 
 def _unpack(layout: str, data: bytes, position: int) -> int:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from copy import copy
 from dataclasses import dataclass
 from typing import BinaryIO
 
 import pyarrow as pa
 
 from data_service.domain.uris import is_hidden
-from data_service.formats.interface import BadRowSink, RowSource, blaming, content, excerpt_of
+from data_service.formats import interface
+from data_service.formats.interface import BadRowSink, RowSource, blaming, content, excerpt_of, is_compressed
 from data_service.storage.source_files import SourceFile
 from shared.errors import InvalidArgument, shown
 from shared.transforms.steps.decoding import why_refused
@@ -53,11 +55,12 @@ class TarMember:
     """A regular file in a tar.
 
     `name` is its path, without `.` and empty parts; names that are no UTF-8 are refused. Its content is available until
-    the next member is requested.
+    the next member is requested. Its headers begin at byte `begin` of the archive.
     """
 
     name: str
     size_bytes: int
+    begin: int
     _stream: _Content
 
     def read(self) -> bytes:
@@ -68,17 +71,23 @@ class TarMember:
         return self._stream.read_all()
 
 
-def members(stream: BinaryIO) -> Iterator[TarMember]:
+def members(archive: BinaryIO, begin: int = 0, end: int | None = None) -> Iterator[TarMember]:
     """Yields every regular file, in order, up to the very end of the stream.
 
-    Raises `TarError`.
+    The stream begins at byte `begin` of the archive, with the headers of a member. With `end`, only the members whose
+    headers begin before this byte are read. Raises `TarError`.
     """
+    stream = _Counted(archive, begin)
     count = 0
     extended: dict[str, str] = {}
     while True:
+        if not extended:
+            begin = stream.position
+            if end is not None and begin >= end:
+                return
         header = _some(stream, BLOCK)
         if not header:
-            raise TarError("it ends without an end marker" if count or extended else "it is empty")
+            raise TarError("it ends without an end marker" if begin or count or extended else "it is empty")
         if len(header) < BLOCK:
             raise TarError("it ends within a header")
         if header == bytes(BLOCK):
@@ -96,7 +105,7 @@ def members(stream: BinaryIO) -> Iterator[TarMember]:
             raise TarError(f"member {shown(name)} has {size} bytes; at most {MAX_MEMBER_BYTES} are read")
         content = _Content(stream, name, size)
         if kind in _FILES and not name.endswith("/"):
-            yield TarMember(name, size, content)
+            yield TarMember(name, size, begin, content)
         content.skip()
         extended = {}
     while rest := stream.read(PIECE_BYTES):
@@ -104,8 +113,21 @@ def members(stream: BinaryIO) -> Iterator[TarMember]:
             raise TarError("it goes on after its end marker")
 
 
+class _Counted:
+    """A stream that counts its bytes from `position` on."""
+
+    def __init__(self, stream: BinaryIO, position: int) -> None:
+        self._stream = stream
+        self.position = position
+
+    def read(self, size: int) -> bytes:
+        data = self._stream.read(size)
+        self.position += len(data)
+        return data
+
+
 class _Content:
-    def __init__(self, stream: BinaryIO, name: str, size: int) -> None:
+    def __init__(self, stream: _Counted, name: str, size: int) -> None:
         self._stream, self._name, self._size = stream, name, size
         self._left = size + -size % BLOCK
 
@@ -164,7 +186,7 @@ def _number(field: bytes) -> int:
     return int(text, 8)
 
 
-def _extended(stream: BinaryIO, kind: bytes, size: int) -> dict[str, str]:
+def _extended(stream: _Counted, kind: bytes, size: int) -> dict[str, str]:
     """Reads an extended header: a member's name, its size, whether it is sparse."""
     most = MAX_NAME_BYTES if kind in (_LONG_NAME, _LONG_LINK) else MAX_PAX_BYTES
     if size > most:
@@ -238,7 +260,7 @@ def _check_kind(kind: bytes, name: str, extended: dict[str, str]) -> None:
         raise TarError(f"member {shown(name)} is {refused}; archive regular files")
 
 
-def _some(stream: BinaryIO, size: int) -> bytes:
+def _some(stream: _Counted, size: int) -> bytes:
     """Reads `size` bytes, or fewer at the end.
 
     Memory grows with the bytes read, not with the size that the archive claims.
@@ -260,6 +282,8 @@ MAX_IMAGE_BYTES = 256 * 1024 * 1024
 MAX_CLASSES = 100_000
 BATCH_BYTES = 4 * 1024 * 1024
 BATCH_ROWS = 256
+# The maximum images of one part of a source.
+PART_IMAGES = 2000
 
 SCHEMA = pa.schema(
     [
@@ -371,7 +395,7 @@ class ImageFolder:
 
     def __init__(self, files: Sequence[SourceFile], classes: ClassNames) -> None:
         """Raises `InvalidArgument` if no file is an image, or a name is no UTF-8."""
-        self._images = [file for file in files if is_image_name(file.relative)]
+        self._set_images([file for file in files if is_image_name(file.relative)])
         if not self._images:
             raise files[0].corrupt("its folder has no image in a folder of a class")
         for file in self._images:
@@ -379,15 +403,32 @@ class ImageFolder:
                 raise file.corrupt("its name is not UTF-8, as the column path has to be")
         self._classes = classes
         classes.add({file.relative.split("/")[0] for file in self._images if "/" in file.relative})
-        self.row_count: int | None = sum("/" in file.relative for file in self._images)
-        self.size_bytes = sum(file.size_bytes or 0 for file in self._images)
+
+    def _set_images(self, images: Sequence[SourceFile]) -> None:
+        self._images = images
+        self.row_count: int | None = sum("/" in file.relative for file in images)
+        self.size_bytes = sum(file.size_bytes or 0 for file in images)
 
     @property
     def class_names(self) -> list[str] | None:
         return self._classes.names
 
     def parts(self) -> Sequence[RowSource]:
-        return [self]
+        """Divides the images into batches."""
+        batches: list[list[SourceFile]] = [[]]
+        size_bytes = 0
+        for file in self._images:
+            if size_bytes >= interface.PART_BYTES or len(batches[-1]) >= PART_IMAGES:
+                batches.append([])
+                size_bytes = 0
+            batches[-1].append(file)
+            size_bytes += file.size_bytes or 0
+        return [self._only(images) for images in batches] if len(batches) > 1 else [self]
+
+    def _only(self, images: Sequence[SourceFile]) -> ImageFolder:
+        part = copy(self)
+        part._set_images(images)
+        return part
 
     def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
         batch = ImageBatch()
@@ -428,32 +469,45 @@ class ImageTar:
         """Raises `InvalidArgument` for a damaged archive, or one without an image."""
         self._file = file
         self._classes = classes
+        self._part: _TarPart | None = None
         found: set[str] = set()
-        with self._members() as all_members:
-            images = rows = 0
-            for member in all_members:
+        cutter = _TarCutter()
+        with self._opened() as stream:
+            can_be_divided = not is_compressed(stream)
+            for member in filter(_is_image, members(stream)):
                 parent, _ = _class_and_name(member)
-                images += 1
-                rows += bool(parent)
+                if can_be_divided:
+                    cutter.pass_member(member)
+                cutter.add(is_row=bool(parent))
                 if parent and parent not in found:
                     found.add(parent)
                     classes.add([parent])
-        if not images:
+        if not cutter.image_count:
             raise file.corrupt("it has no image in a folder of a class")
-        self.row_count: int | None = rows
-        self.size_bytes = file.size_bytes or 0
+        self._parts = cutter.parts()
+        self.row_count: int | None = sum(part.row_count for part in self._parts)
+        self.size_bytes = file.size_bytes or cutter.bytes_passed
 
     @property
     def class_names(self) -> list[str] | None:
         return self._classes.names
 
     def parts(self) -> Sequence[RowSource]:
-        return [self]
+        """Divides the archive between members, unless it is compressed."""
+        return [self._only(part) for part in self._parts] if len(self._parts) > 1 else [self]
+
+    def _only(self, part: _TarPart) -> ImageTar:
+        rows = copy(self)
+        rows._part, rows._parts = part, [part]
+        rows.row_count = part.row_count
+        rows.size_bytes = max((self.size_bytes if part.end is None else part.end) - part.begin, 0)
+        return rows
 
     def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
         batch = ImageBatch()
-        with self._members() as images:
-            for member in images:
+        begin, end = (self._part.begin, self._part.end) if self._part else (0, None)
+        with self._opened(begin) as stream:
+            for member in filter(_is_image, members(stream, begin, end)):
                 parent, name = _class_and_name(member)
                 data = member.read()
                 problem = problem_of(data) if parent else "it lies in no folder of a class"
@@ -467,13 +521,46 @@ class ImageTar:
             yield table
 
     @contextmanager
-    def _members(self) -> Iterator[Iterator[TarMember]]:
-        """Yields the members with an image suffix."""
-        with content(self._file) as stream, blaming(self._file, "tar"):
+    def _opened(self, begin: int = 0) -> Iterator[BinaryIO]:
+        with content(self._file, begin) as stream, blaming(self._file, "tar"):
             try:
-                yield (member for member in members(stream) if _is_image(member))
+                yield stream
             except TarError as error:
                 raise self._file.corrupt(str(error)) from None
+
+
+@dataclass(frozen=True)
+class _TarPart:
+    """The members whose headers begin in these bytes; with `end` None up to the end of the archive."""
+
+    begin: int
+    end: int | None
+    row_count: int
+
+
+class _TarCutter:
+    """Chooses the cuts of one archive while its members are read."""
+
+    def __init__(self) -> None:
+        self._parts: list[_TarPart] = []
+        self._begin = self._row_count = self._images = 0
+        self.image_count = self.bytes_passed = 0
+
+    def pass_member(self, member: TarMember) -> None:
+        """Cuts before this image if the part that ends there is large enough."""
+        self.bytes_passed = member.begin + member.size_bytes
+        if member.begin - self._begin >= interface.PART_BYTES or self._images >= PART_IMAGES:
+            self._parts.append(_TarPart(self._begin, member.begin, self._row_count))
+            self._begin, self._row_count, self._images = member.begin, 0, 0
+
+    def add(self, *, is_row: bool) -> None:
+        """Counts an image, which is a row if it lies in the folder of a class."""
+        self.image_count += 1
+        self._images += 1
+        self._row_count += is_row
+
+    def parts(self) -> list[_TarPart]:
+        return [*self._parts, _TarPart(self._begin, None, self._row_count)]
 
 
 def _class_and_name(member: TarMember) -> tuple[str, str]:

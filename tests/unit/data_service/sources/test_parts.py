@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,12 +18,15 @@ from ray import cloudpickle
 
 from data_service.domain.import_spec import CsvOptions
 from data_service.formats import RowSource, interface, open_sources
+from data_service.formats import images as images_module
 from data_service.formats.parquet import ParquetRows
 from data_service.storage.source_files import SourceFiles
 from data_service.uploads import reader
 from shared.errors import DataLoss, InvalidArgument
 from shared.storage import ObjectStore
 from tests.support.counting_store import CountingStore
+from tests.support.idx import digits, write_idx
+from tests.support.images import encoded, tar_of
 from tests.support.import_sources import Bad, Quarantine, found_file, opened, source_of, table_of
 from tests.support.upload_calls import committed
 from tests.support.upload_server import uploads_of
@@ -44,7 +49,8 @@ def parts_of(rows: RowSource, at_least: int = 2) -> list[RowSource]:
         if part.row_count is not None:
             assert table.num_rows <= part.row_count <= table.num_rows + sum(row.rows for row in bad)
     counts = [part.row_count for part in parts]
-    assert counts == [None] if rows.row_count is None else sum(counts) == rows.row_count
+    assert rows.row_count in (None, sum(count or 0 for count in counts))
+    assert None not in counts or len(parts) == 1
     return parts
 
 
@@ -134,6 +140,159 @@ def test_parts_of_an_upload_do_not_read_it_whole(store: ObjectStore, monkeypatch
     assert table_of(last)["n"].to_pylist() == numbers[-20_000:].tolist()
     chunks = {request for request in counting.requests if request.startswith("get") and "/chunks/" in request}
     assert 0 < len(chunks) < len(list(store.list(f"{name}/chunks"))) // 2
+
+
+def write_arrow(path: Path, table: pa.Table, rows: int = 170, **options: Any) -> None:
+    with pa.ipc.new_file(path, table.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+        writer.write_table(table, max_chunksize=rows)
+
+
+@pytest.mark.parametrize("compression", [None, "lz4"])
+def test_an_arrow_file_is_divided_into_runs_of_record_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str | None
+) -> None:
+    monkeypatch.setattr(interface, "PART_BYTES", 9000)
+    write_arrow(tmp_path / "t.arrow", TYPED, compression=compression)
+    (one,) = opened(tmp_path, source_of((tmp_path / "t.arrow").as_uri(), "arrow"), types={"n": "uint16"})
+    table, bad = read(one.rows)
+    parted, parted_bad = read(*parts_of(one.rows, at_least=3))
+    assert parted == table
+    assert sorted(parted_bad, key=lambda row: row.place) == sorted(bad, key=lambda row: row.place)
+    assert len(bad) == 28
+
+
+def test_arrow_that_cannot_be_divided_is_one_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interface, "PART_BYTES", 5000)
+    with pa.ipc.new_stream(tmp_path / "stream", TYPED.schema) as writer:
+        writer.write_table(TYPED, max_chunksize=170)
+    write_arrow(tmp_path / "dictionary", pa.table({"s": TYPED["s"].dictionary_encode(), "n": TYPED["n"]}))
+    for name in ("stream", "dictionary"):
+        (one,) = opened(tmp_path, source_of((tmp_path / name).as_uri(), "arrow"))
+        assert len(one.rows.parts()) == 1
+
+
+def test_a_damaged_arrow_file_fails_in_parts_as_it_does_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interface, "PART_BYTES", 5000)
+    path = tmp_path / "t.arrow"
+    write_arrow(path, TYPED.select(["n"]), rows=500)
+    data = path.read_bytes()
+    (one,) = opened(tmp_path, source_of(path.as_uri(), "arrow"))
+    for place in (*range(len(data) - 400, len(data), 7), 1000, len(data) // 2 // 8 * 8):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 0x55]) + data[place + 1 :])
+        whole, parted = outcome([one.rows]), outcome(one.rows.parts())
+        # A footer is of no use to the whole, which is read from front to back, so it may accept more.
+        assert whole == parted or parted == "refused", place
+
+
+def outcome(parts: Sequence[RowSource]) -> pa.Table | str:
+    try:
+        return read(*parts)[0]
+    except InvalidArgument:
+        return "refused"
+
+
+def test_an_uploaded_arrow_file_is_verified_before_it_is_divided(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interface, "PART_BYTES", 9000)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, TYPED.schema) as writer:
+        writer.write_table(TYPED, max_chunksize=170)
+    name = committed(uploads_of(store), sink.getvalue().to_pybytes(), chunk_bytes=2000)
+    (one,) = open_sources([source_of(name, "arrow")], SourceFiles([], None, store), {})
+    parts = parts_of(one.rows)
+    assert read(*parts) == read(one.rows)
+    third = sorted(info.key for info in store.list(f"{name}/chunks"))[2]
+    store.put(third, bytes(byte ^ 1 for byte in store.get(third)))
+    with pytest.raises(DataLoss):
+        read(*parts)
+    (again,) = open_sources([source_of(name, "arrow")], SourceFiles([], None, store), {})
+    with pytest.raises(DataLoss):
+        again.rows.parts()
+
+
+# --- Images ---
+
+
+def test_idx_is_divided_into_ranges_of_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interface, "PART_BYTES", 28 * 28 * 7)
+    images, labels = digits(30)
+    uris = {
+        "idx.images_uri": write_idx(tmp_path / "images", images),
+        "idx.labels_uri": write_idx(tmp_path / "labels", labels.astype("i4") * 100),
+    }
+    (one,) = opened(tmp_path, source_of(uris, "idx"), types={"label": "int8"})
+    table, bad = read(one.rows)
+    assert read(*parts_of(one.rows)) == (table, bad)
+    assert [part.row_count for part in one.rows.parts()] == [7, 7, 7, 7, 2]
+    assert bad
+
+    size = (tmp_path / "images").stat().st_size
+    for data in ((tmp_path / "images").read_bytes()[: size - 1], (tmp_path / "images").read_bytes() + b"x"):
+        (tmp_path / "images").write_bytes(data)
+        with pytest.raises(InvalidArgument) as whole:
+            read(one.rows)
+        with pytest.raises(InvalidArgument) as last:
+            read(one.rows.parts()[-1])
+        assert str(last.value) == str(whole.value)
+        read(one.rows.parts()[0])
+
+
+def test_compressed_idx_is_one_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interface, "PART_BYTES", 28 * 28 * 7)
+    images, labels = digits(30)
+    uris = {
+        "idx.images_uri": write_idx(tmp_path / "images", images),
+        "idx.labels_uri": write_idx(tmp_path / "labels.gz", labels),
+    }
+    (one,) = opened(tmp_path, source_of(uris, "idx"))
+    assert len(one.rows.parts()) == 1
+
+
+IMAGES = {
+    "ants/1.png": encoded(colour=1),
+    "ants/2.png": b"no image",
+    "bees/readme.txt": b"none",
+    "bees/3.png": encoded(colour=3),
+    f"bees/{'long' * 40}.png": encoded(colour=4),
+    "5.png": encoded(colour=5),
+    "wasps/6.png": encoded(colour=6),
+}
+
+
+@pytest.mark.parametrize(("limit", "value"), [("PART_BYTES", 1), ("PART_IMAGES", 2)])
+def test_a_folder_and_a_tar_of_images_are_divided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
+) -> None:
+    monkeypatch.setattr(interface if limit == "PART_BYTES" else images_module, limit, value)
+    for name, data in IMAGES.items():
+        (tmp_path / "all" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "all" / name).write_bytes(data)
+    (tmp_path / "all.tar").write_bytes(tar_of(IMAGES))
+    for source in (
+        source_of((tmp_path / "all").as_uri() + "/", "image_folder"),
+        source_of((tmp_path / "all.tar").as_uri(), "image_tar"),
+    ):
+        (one,) = opened(tmp_path, source, types={"label": "bool"})
+        table, bad = read(one.rows)
+        parted, parted_bad = read(*parts_of(one.rows, at_least=3))
+        assert parted == table
+        assert table.num_rows
+        assert sorted(parted_bad, key=lambda row: row.place) == sorted(bad, key=lambda row: row.place)
+
+
+def test_a_compressed_tar_is_one_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interface, "PART_BYTES", 1)
+    (tmp_path / "all.tgz").write_bytes(gzip.compress(tar_of(IMAGES)))
+    (one,) = opened(tmp_path, source_of((tmp_path / "all.tgz").as_uri(), "image_tar"))
+    assert len(one.rows.parts()) == 1
+
+
+def test_the_place_of_an_image_whose_label_does_not_fit_is_its_path(tmp_path: Path) -> None:
+    names = [f"{number:03}" for number in range(130)]
+    (tmp_path / "all.tar").write_bytes(tar_of({f"{name}/1.png": encoded() for name in names}))
+    (one,) = opened(tmp_path, source_of((tmp_path / "all.tar").as_uri(), "image_tar"), types={"label": "int8"})
+    assert [row.place for row in read(one.rows)[1]] == ["image 128/1.png", "image 129/1.png"]
 
 
 # --- Texts ---
