@@ -16,6 +16,7 @@ arrays; a `RowGroup` is made only for a group that is asked for.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import threading
 from bisect import bisect_right
@@ -101,6 +102,11 @@ class RowGroups(Sequence[RowGroup]):
             _concatenated(starts)[is_first],
             _concatenated([part.file_first_row_ids for part in parts])[is_first],
         )
+
+    def __repr__(self) -> str:  # the same for equal groups in each process, as that of their list is
+        arrays = (self.row_counts, self.file_indices, self.file_starts, self.file_first_row_ids)
+        digest = hashlib.sha256(b"".join(np.asarray(array, "<i8").tobytes() for array in arrays)).hexdigest()
+        return f"RowGroups({len(self)} groups, {self.row_count} rows, sha256 {digest})"
 
     def __reduce__(self) -> tuple[Any, ...]:  # without the cached ends
         return RowGroups, (self.row_counts, self.file_indices, self.file_starts, self.file_first_row_ids)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,13 @@ import pyarrow as pa
 import pytest
 
 from data_service import convert
+from data_service import servicer as servicers
 from data_service.attempt import columns_of, commit_version
 from data_service.convert import version_message
 from data_service.domain.import_spec import Base, ImportSpec
 from data_service.domain.layout import SplitRange
 from data_service.reading import Selection, read_stream
+from data_service.servicer import DataServicer
 from data_service.version_catalog import ActiveVersion, Versions
 from millrace.data.v1 import data_service_pb2
 from shared.dataset_version import SplitWriter, VersionReader, load_version
@@ -95,6 +99,32 @@ def test_rows_are_read_from_any_offset(store: ObjectStore) -> None:
         assert read_ids(store, offset=offset, limit=10) == list(range(23_000))[offset : offset + 10]
     assert read_ids(store, split="test", offset=100, limit=3) == [20_100, 20_101, 20_102]
     assert read_ids(store, offset=23_000) == []
+
+
+def test_the_event_loop_neither_reads_pages_nor_converts_reports(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit_tables(store, {"train": NUMBERS})
+    given: Any = None
+    servicer = DataServicer(given, given, Versions(store, Jobs(store, IMPORT_KIND), given), given, given, given)
+    threads: list[int] = []
+
+    def noted(name: str) -> None:
+        function = getattr(servicers, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            threads.append(threading.get_ident())
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(servicers, name, call)
+
+    noted("version_message")
+    noted("bound_answer")
+    whole = asyncio.run(servicer.GetVersion(data_service_pb2.GetVersionRequest(name=SOURCE), given))
+    shown = asyncio.run(servicer.PreviewVersion(data_service_pb2.PreviewVersionRequest(name=SOURCE), given))
+    assert shown.version == whole
+    assert len(threads) == 3
+    assert threading.get_ident() not in threads
 
 
 def test_a_version_is_shown_with_its_first_files_and_their_number(
