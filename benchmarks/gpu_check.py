@@ -44,7 +44,6 @@ from benchmarks.gpu_runs import Measured, Size, accelerated, spec_of
 from inference_service.domain.signature import RAW, Rows
 from inference_service.serve.served_model import ServedModel
 from shared.checkpoint import CheckpointRegistry, load_checkpoint
-from shared.checkpoint.format import WEIGHTS
 from shared.storage import ObjectStore
 from train_service.domain.spec import BFLOAT16, TrainingSpec
 from train_service.learning.device import COMPILE_CACHE, DeviceBatches
@@ -280,7 +279,7 @@ def check_serving(check: Check) -> str:
     rows = Rows(form=RAW, values={"image": images})
     answers, milliseconds = {}, {}
     for device in dict.fromkeys(("cpu", check.device.type)):
-        model = ServedModel(checkpoint.content, checkpoint.read(WEIGHTS), device=torch.device(device))
+        model = ServedModel(checkpoint, device=torch.device(device))
         model.warm_up(SERVED_ROWS)
         names = [one.name for one in model.signature.outputs]
         answers[device] = dict(zip(names, model.forward(rows).arrays, strict=True))

@@ -6,17 +6,20 @@ import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+from data_service import kept_parts
 from data_service.domain.layout import SplitRange
 from shared.dataset_version.manifest import (
     QUARANTINE,
@@ -32,9 +35,14 @@ from shared.dataset_version.manifest import (
     shape_of,
 )
 from shared.dataset_version.pages import manifest_with
-from shared.errors import MillraceError, ResourceExhausted
+from shared.errors import STORE_OUTAGES, Cancelled, MillraceError, ResourceExhausted
 from shared.jobs import AttemptContext
+from shared.jobs.attempt import TRANSIENT
+from shared.log import StaleAttempt
 from shared.storage import ObjectStore
+from shared.storage.object_store import STORE_FULL
+
+logger = logging.getLogger(__name__)
 
 # --- Attempt folder ---
 # The folders of an attempt at creating a version: its own folder in the store, and one on the local disk.
@@ -45,20 +53,29 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
-def attempt_folder(context: AttemptContext) -> Iterator[tuple[str, Path]]:
+def attempt_folder(context: AttemptContext, *, keeps_parts: bool = False) -> Iterator[tuple[str, Path]]:
     """Provides the attempt's folder in the store, and a local scratch folder that is deleted afterwards.
 
     First deletes the folders of lost attempts. If the body fails, deletes what it wrote, so that nothing of a failed
     attempt stays readable. Raises `ResourceExhausted` if the local disk is full.
+
+    With `keeps_parts` it first takes over the parts that lost attempts finished, and if it is lost itself, its folder
+    stays for the next attempt. If none follows, the sweeper deletes the folder once the job has ended.
     """
     folder = f"{context.folder}/data/a{context.attempt:05d}-{uuid.uuid4().hex[:8]}"
     try:
+        if keeps_parts:
+            _take_over_parts(context, folder)
         _sweep_lost_attempts(context)
         with scratch_folder() as scratch:
             yield folder, scratch
+        if keeps_parts:
+            # Later, because this attempt may still be lost before its commit.
+            context.afterwards(partial(_forget_parts, context.store, folder))
     except BaseException as error:
-        with suppress(MillraceError):
-            context.store.delete_folder(folder)
+        if not (keeps_parts and _may_be_taken_over(context, error)):
+            with suppress(MillraceError):
+                context.store.delete_folder(folder)
         if isinstance(error, OSError) and error.errno in FULL:
             raise ResourceExhausted(
                 "the disk of the node that makes the version is full; free some space in its temporary folder",
@@ -66,6 +83,30 @@ def attempt_folder(context: AttemptContext) -> Iterator[tuple[str, Path]]:
                 retry_after_s=FULL_RETRY_S,
             ) from error
         raise
+
+
+def _take_over_parts(context: AttemptContext, folder: str) -> None:
+    own, first = f"a{context.attempt:05d}", f"a{context.job.first_attempt:05d}"
+    lost = [name for name in context.store.folders(f"{context.folder}/data") if first <= name < own]
+    sources = [f"{context.folder}/data/{name}" for name in reversed(lost)]
+    if count := kept_parts.take_over(context.store, sources, folder, context.raise_if_stopped):
+        logger.info("%d finished parts of lost attempts are taken over", count)
+
+
+def _may_be_taken_over(context: AttemptContext, error: BaseException) -> bool:
+    """Returns whether another attempt of the job may follow that is to find this one's parts."""
+    if isinstance(error, MillraceError):
+        # A full store needs the space, if only to record how the attempt ended.
+        is_full = error.specific_reason == STORE_FULL
+        return isinstance(error, TRANSIENT) and not isinstance(error, Cancelled) and not is_full
+    return not isinstance(error, StaleAttempt) or context.is_superseded
+
+
+def _forget_parts(store: ObjectStore, folder: str) -> None:
+    try:
+        kept_parts.forget(store, folder)
+    except STORE_OUTAGES as error:
+        logger.warning("records of parts stay in %s until the sweeper deletes them: %s", folder, error.message)
 
 
 def _sweep_lost_attempts(context: AttemptContext) -> None:

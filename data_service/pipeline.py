@@ -13,8 +13,8 @@ def run(context: AttemptContext) -> dict[str, Any]:
     """Runs one attempt of a version job; the result names the manifest."""
     # Imported here: an import needs no module of a transform, and should not wait for it.
     if "transform" in context.job.spec:
+        from data_service.parallel import WAITING
         from data_service.transforms.job import run_transform
-        from data_service.transforms.parallel import WAITING
 
         context.afterwards(WAITING.replace)
         return run_transform(context)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
+from data_service.parallel import missing_capacity
 from data_service.settings import data_settings
-from data_service.transforms.parallel import missing_capacity
 from shared.dataset_version.version import IMPORT_KIND
 from shared.jobs.reconciler import JobKind, run_reconciler
 from shared.telemetry import configure_logging

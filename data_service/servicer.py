@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -34,12 +35,21 @@ from data_service.preview import Preview, preview
 from data_service.uploads.receiving import Chunk
 from data_service.uploads.record import Upload, UploadState
 from data_service.uploads.uploads import PresignedPut, UploadPart, Uploads
-from data_service.version_catalog import ActiveVersion, Versions, job_of_operation, operation_id, operation_ids
+from data_service.version_catalog import (
+    ActiveVersion,
+    Versions,
+    job_of_operation,
+    operation_id,
+    operation_ids,
+    pointer_of_operation,
+)
 from data_service.version_jobs import VersionJobs
 from millrace.data.v1 import data_service_pb2, data_service_pb2_grpc, quality_pb2, resources_pb2
 from shared.errors import not_found
 from shared.idempotency import body_digest
 from shared.jobs import JobRecord, Jobs, JobState
+from shared.jobs.registry import log_prefix
+from shared.log import ResourceLog
 from shared.storage import ObjectStore
 from shared.streaming import UPLOADS, Slot, Slots, in_threads
 
@@ -339,6 +349,8 @@ def _verified_message(state: reading.Verified) -> data_service_pb2.VerifyVersion
 
 # The states in which an attempt may wait for capacity.
 WAITING = (JobState.PENDING, JobState.RECOVERING)
+# How often a followed operation's progress is read, a little below the longest interval between two readings.
+REPORT_INTERVAL_S = 0.9
 
 
 class VersionOperations:
@@ -356,12 +368,20 @@ class VersionOperations:
         """
         return self.operation_of(job_of_operation(self._store, self._jobs, name), brief=brief)
 
-    def operation_of(self, job: JobRecord, *, brief: bool = False) -> operations_pb2.Operation:
+    def follow(self, name: str) -> FollowedOperation:
+        """Opens an operation for repeated reads; raises `NotFound`."""
+        return FollowedOperation(self._store, self._jobs, self, name)
+
+    def operation_of(
+        self, job: JobRecord, *, brief: bool = False, progress: Mapping[str, Any] | None = None
+    ) -> operations_pb2.Operation:
+        """Returns the operation of a job. `progress` is its attempt's report; None: it is read."""
         version = self._versions.listed(job) if brief else self._versions.version_of(job)
         if version is None:
             raise not_found(f"operations/{operation_id(job)}")
         waiting_for = self._jobs.waiting_for(job.name) if job.state in WAITING else ""
-        return operation_message(version, self._jobs.progress(job.name), waiting_for, brief=brief)
+        reported = self._jobs.progress(job.name) if progress is None else progress
+        return operation_message(version, reported, waiting_for, brief=brief)
 
     def list_ids(self) -> list[str]:
         return operation_ids(self._store)
@@ -373,3 +393,47 @@ class VersionOperations:
         """
         job = job_of_operation(self._store, self._jobs, name)
         self._jobs.cancel(job.name, job.name, uid=job.uid)
+
+
+class FollowedOperation:
+    """Reads one operation again and again, see `shared.watching.Follower`.
+
+    The log is read each time, the attempt's report and what the job waits for once in `REPORT_INTERVAL_S`.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        jobs: Jobs,
+        operations: VersionOperations,
+        name: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        pointer = pointer_of_operation(store, name)
+        self._name, self._version, self._uid = name, pointer["version"], pointer["uid"]
+        self._log = ResourceLog(store, log_prefix(self._version))
+        self._jobs = jobs
+        self._operations = operations
+        self._clock = clock
+        self._progress: dict[str, Any] = {}
+        self._operation = operations_pb2.Operation()
+        self._described_at = 0.0
+
+    @property
+    def number(self) -> int:
+        return self._log.newest_known.number if self._log.newest_known else 0
+
+    def read(self) -> operations_pb2.Operation:
+        """Returns the operation; raises `NotFound` once its version is deleted."""
+        before = self._log.newest_known
+        record = self._log.head()
+        job = JobRecord.from_state(record.state) if record else None
+        if job is None or job.uid != self._uid or job.state is JobState.DELETED:
+            raise not_found(self._name)
+        if record is not before or self._clock() - self._described_at >= REPORT_INTERVAL_S:
+            # A job that waits has no attempt that reports.
+            if record is not before or job.state not in WAITING:
+                self._progress = self._jobs.progress(job.name)
+            self._operation = self._operations.operation_of(job, progress=self._progress)
+            self._described_at = self._clock()
+        return self._operation

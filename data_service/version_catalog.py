@@ -217,14 +217,20 @@ def job_of_operation(store: ObjectStore, jobs: Jobs, name: str) -> JobRecord:
 
     Raises `NotFound`, even if the job's creator died before it created the job.
     """
-    try:
-        pointer = json.loads(store.get(_pointer_key(name.removeprefix("operations/"))))
-    except ObjectMissing:
-        raise not_found(name) from None
+    pointer = pointer_of_operation(store, name)
     job = jobs.find(pointer["version"])
     if job is None or job.uid != pointer["uid"]:
         raise not_found(name)
     return job
+
+
+def pointer_of_operation(store: ObjectStore, name: str) -> dict[str, str]:
+    """Returns the name of the `version` that an operation makes, and its job's `uid`; raises `NotFound`."""
+    try:
+        pointer: dict[str, str] = json.loads(store.get(_pointer_key(name.removeprefix("operations/"))))
+    except ObjectMissing:
+        raise not_found(name) from None
+    return pointer
 
 
 def operation_ids(store: ObjectStore) -> list[str]:

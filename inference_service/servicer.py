@@ -39,13 +39,12 @@ from inference_service.serve.models import Models
 from inference_service.serve.repository import ModelRepository, SummedStatistics, config_to_proto, index_to_proto
 from millrace.inference.v1 import deployment_service_pb2 as deployment_pb
 from millrace.inference.v1 import deployment_service_pb2_grpc as deployment_pb_grpc
-from shared.errors import Unimplemented, invalid_field
+from shared.errors import NotFound, Unimplemented, invalid_field
 from shared.grpc_server import message_bytes
+from shared.watching import Watches
 from shared.wire import MAX_MESSAGE_BYTES
 
 # --- Deployments ---
-
-POLL_INTERVAL_S = 0.5
 
 Context = aio.ServicerContext[Any, Any]
 
@@ -68,6 +67,7 @@ class DeploymentServicer(deployment_pb_grpc.DeploymentServiceServicer):
         self._rollouts = rollouts
         self._changed = changed
         self._replicas = replicas
+        self._watches = Watches(manager.follow)
 
     async def CreateDeployment(
         self, request: deployment_pb.CreateDeploymentRequest, context: Context
@@ -86,14 +86,19 @@ class DeploymentServicer(deployment_pb_grpc.DeploymentServiceServicer):
     async def WatchDeployment(
         self, request: deployment_pb.WatchDeploymentRequest, context: Context
     ) -> AsyncIterator[deployment_pb.Deployment]:
-        poll = await asyncio.to_thread(self._manager.follow, request.name)
-        last = None
-        while (now := await asyncio.to_thread(poll)) is not None:
-            message = self._as_message(now)
-            if message != last:
-                last = message
-                yield message
-            await asyncio.sleep(POLL_INTERVAL_S)
+        async with self._watches.watching(request.name) as watch:
+            now = first = await watch.fresh()
+            last = None
+            while now.uid == first.uid:
+                # The number of replicas changes without a record.
+                message = self._as_message(now)
+                if message != last:
+                    last = message
+                    yield message
+                try:
+                    now = await watch.next()
+                except NotFound:  # the deployment was deleted, which ends the stream
+                    return
 
     async def ListDeployments(
         self, request: deployment_pb.ListDeploymentsRequest, context: Context

@@ -293,15 +293,19 @@ class CodeEnvironments:
             f"the environments in {self.folder} were changed by other processes: remove the folder"
         )
 
-    def _evict_oldest(self, keep: str) -> None:
-        """Remove the environments that were not used for longest, until all fit into `max_bytes`."""
+    def _evict_oldest(self, keep: str, keep_bytes: int | None = None) -> None:
+        """Remove the environments that were not used for longest, until all fit into `max_bytes`.
+
+        `keep` stays. `keep_bytes` is its size while it is built.
+        """
         names = {one.name.partition(".")[0] for one in self.folder.iterdir()}
-        environments = [_Environment(self, name) for name in names if NAME.fullmatch(name)]
+        environments = [_Environment(self, name) for name in names if NAME.fullmatch(name) and name != keep]
         sizes = {one.name: one.size() for one in environments}
+        sizes[keep] = _Environment(self, keep).size() if keep_bytes is None else keep_bytes
         for environment in sorted(environments, key=lambda one: one.used_at()):
             if sum(sizes.values()) <= self.max_bytes:
                 return
-            if environment.name != keep and environment.remove_unused():
+            if environment.remove_unused():
                 sizes[environment.name] = 0
 
 
@@ -482,6 +486,9 @@ class _Environment:
             tick()
             looked = time.monotonic()
             used, files = _disk_use(self._packages, self._work)
+            if used <= self._of.max_bytes:
+                # At once, and not when it is complete: otherwise all would take up to twice the limit meanwhile.
+                self._of._evict_oldest(self.name, used)
             pause_s = max(BUILD_POLL_S, 10 * (time.monotonic() - looked))
             if used > self._of.max_bytes:
                 return f"it takes more than {self._of.max_bytes:,} bytes, the limit that {SIZE_VARIABLE} sets"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any, Protocol
 
 from google.longrunning import operations_pb2, operations_pb2_grpc
@@ -11,9 +12,11 @@ from grpc import aio
 
 from shared import names, paging
 from shared.errors import NotFound, Unimplemented, invalid_field
+from shared.watching import Follower, Watches
 
-POLL_S = 0.1
 LONGEST_WAIT_S = 60.0
+# A wait is answered so long before the caller's own deadline cuts the call off.
+ANSWER_S = 0.2
 
 Context = aio.ServicerContext[Any, Any]
 
@@ -23,6 +26,9 @@ class OperationSource(Protocol):
 
     def get(self, name: str, *, brief: bool = False) -> operations_pb2.Operation:
         """Return one operation. `brief` limits it to `PAGE_BYTES`, as in lists. Raises `NotFound`."""
+
+    def follow(self, name: str) -> Follower[operations_pb2.Operation]:
+        """Open one operation for repeated reads. Raises `NotFound`."""
 
     def list_ids(self) -> list[str]:
         """Return the ids of all operations of this service."""
@@ -39,6 +45,7 @@ class OperationsServicer(operations_pb2_grpc.OperationsServicer):  # type: ignor
 
     def __init__(self, source: OperationSource) -> None:
         self._source = source
+        self._watches = Watches(source.follow)
 
     async def GetOperation(self, request: Any, context: Context) -> operations_pb2.Operation:
         return await asyncio.to_thread(self._source.get, _checked(request.name))
@@ -56,14 +63,18 @@ class OperationsServicer(operations_pb2_grpc.OperationsServicer):  # type: ignor
         # ToTimedelta refuses some of the durations that a client may send.
         given = request.timeout.seconds + request.timeout.nanos / 1e9 if request.HasField("timeout") else LONGEST_WAIT_S
         remaining = context.time_remaining()
-        # Answer before the caller's own deadline cuts the call off.
-        remaining = LONGEST_WAIT_S if remaining is None else remaining - 2 * POLL_S
-        until = asyncio.get_running_loop().time() + min(given, remaining, LONGEST_WAIT_S - 1)
-        while True:
-            operation = await asyncio.to_thread(self._source.get, name)
-            if operation.done or asyncio.get_running_loop().time() >= until:
-                return operation
-            await asyncio.sleep(POLL_S)
+        remaining = LONGEST_WAIT_S if remaining is None else remaining - ANSWER_S
+        wait_s = min(given, remaining, LONGEST_WAIT_S - 1)
+        if wait_s <= 0:
+            return await asyncio.to_thread(self._source.get, name)
+        until = asyncio.get_running_loop().time() + wait_s
+        async with self._watches.watching(name) as watch:
+            operation = await watch.first()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(until):
+                    while not operation.done:
+                        operation = await watch.next()
+        return operation
 
     async def CancelOperation(self, request: Any, context: Context) -> empty_pb2.Empty:
         await asyncio.to_thread(self._source.cancel, _checked(request.name))

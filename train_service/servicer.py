@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from shared.grpc_errors import status_proto_from_record
 from shared.idempotency import body_digest
 from shared.jobs import JobRecord, JobState
 from shared.streaming import DOWNLOADS, IMPORTS, Slot, Slots, in_threads
+from shared.watching import Watches
 from train_service.converters.jobs import (
     bundle_to_proto,
     checkpoint_to_proto,
@@ -64,9 +65,11 @@ from train_service.domain.sweep import (
     renamed,
 )
 from train_service.jobs.checkpoint_import import CheckpointImports
+from train_service.jobs.followed_job import JobReading
 from train_service.jobs.own_code import BundleIntake
 from train_service.jobs.run_records import CheckpointReader, RunRecords
-from train_service.jobs.training_jobs import TrainingJobs
+from train_service.jobs.training_jobs import JobView, TrainingJobs
+from train_service.records.event_log import Event
 from train_service.sweeps.sweeps import Sweeps, SweepView, Trial
 
 # --- Servicer ---
@@ -343,7 +346,6 @@ class BundleServicerPart(train_service_pb2_grpc.TrainServiceServicer):
 
 # --- Training jobs ---
 
-WATCH_INTERVAL_S = 0.25
 FOLLOW_INTERVAL_S = 0.5
 
 
@@ -365,6 +367,7 @@ class TrainServicer(SweepServicerPart, BundleServicerPart, CheckpointServicerPar
         self._jobs = jobs
         self._records = records
         self._custom_allowed = custom_allowed
+        self._watches = Watches(jobs.follow)
 
     async def CreateTrainingJob(self, request: Any, context: Context) -> resources_pb2.TrainingJob:
         spec = spec_from_proto(request.spec, self._custom_allowed)
@@ -406,29 +409,44 @@ class TrainServicer(SweepServicerPart, BundleServicerPart, CheckpointServicerPar
     async def WatchTrainingJob(
         self, request: Any, context: Context
     ) -> AsyncIterator[train_service_pb2.WatchTrainingJobResponse]:
-        sequence = request.after_sequence
-        view = await asyncio.to_thread(self._jobs.get, request.name)
-        await asyncio.to_thread(self._jobs.check_sequence, request.name, sequence)
-        yield train_service_pb2.WatchTrainingJobResponse(job=job_to_proto(view))
-        views = [view]
-        # A suspended job does not end the stream. Sent again after its events, it marks that there are no more for now.
-        sent = None if view.record.state is JobState.SUSPENDED else (view.record, view.waiting_for)
-        while True:
-            # The records were read before the events. So what was written before a transition is sent before it, and
-            # once the job is final and no events are left, none will come.
-            while events := await asyncio.to_thread(self._jobs.events, request.name, sequence):
-                for event in events:
-                    yield train_service_pb2.WatchTrainingJobResponse(event=event_to_proto(event))
-                    sequence = event.sequence
-            for view in views:
-                if (view.record, view.waiting_for) != sent:
-                    yield train_service_pb2.WatchTrainingJobResponse(job=job_to_proto(view))
-                    sent = (view.record, view.waiting_for)
-            # A suspended job may be resumed, so the stream continues.
-            if view.record.state.final and view.record.state is not JobState.SUSPENDED:
-                return
-            await asyncio.sleep(WATCH_INTERVAL_S)
-            views = await asyncio.to_thread(self._jobs.since, request.name, view.record)
+        name, sequence = request.name, request.after_sequence
+        async with self._watches.watching(name) as watch:
+            reading = await watch.fresh()
+            view = await asyncio.to_thread(self._jobs.get, name)
+            while not reading.has(view.record):
+                reading = await watch.fresh()
+            if not 0 <= sequence <= reading.last_sequence:
+                await asyncio.to_thread(self._jobs.check_sequence, name, sequence)
+            yield train_service_pb2.WatchTrainingJobResponse(job=job_to_proto(view))
+            # A suspended job does not end the stream. Sent again after its events, it marks that there are no more for
+            # now.
+            sent = None if view.record.state is JobState.SUSPENDED else (view.record, view.waiting_for)
+            views = [view]
+            while True:
+                # The records were read before the events. So what was written before a transition is sent before it,
+                # and once the job is final and no events are left, none will come.
+                while events := await self._events(reading, name, sequence):
+                    for event in events:
+                        yield train_service_pb2.WatchTrainingJobResponse(event=event_to_proto(event))
+                        sequence = event.sequence
+                for view in views:
+                    if (view.record, view.waiting_for) != sent:
+                        yield train_service_pb2.WatchTrainingJobResponse(job=job_to_proto(view))
+                        sent = (view.record, view.waiting_for)
+                # A suspended job may be resumed, so the stream continues.
+                if view.record.state.final and view.record.state is not JobState.SUSPENDED:
+                    return
+                reading = await watch.next()
+                if reading.view.record.uid != view.record.uid:
+                    sequence = 0
+                behind = reading.states_after(view.record)[:-1]
+                views = [replace(reading.view, record=record, waiting_for="") for record in behind]
+                views.append(reading.view)
+
+    async def _events(self, reading: JobReading[JobView], name: str, sequence: int) -> Sequence[Event]:
+        """Return the next events that a reading includes. Those that it does not have are read, some at a time."""
+        events = reading.events_after(sequence)
+        return await asyncio.to_thread(self._jobs.events, name, sequence) if events is None else events
 
     async def ListCheckpoints(self, request: Any, context: Context) -> train_service_pb2.ListCheckpointsResponse:
         entries, token = await asyncio.to_thread(

@@ -22,17 +22,20 @@ from shared.value_texts import value_shown
 MAX_REASONS, MAX_EXAMPLES, MAX_EXCERPT = 100, 5, 500
 MAX_LINES = 100_000
 OTHER_REASONS = "other reasons"
+TOO_MANY_BAD_ROWS = "TOO_MANY_BAD_ROWS"
 
 
 @dataclass(frozen=True)
 class BadRowPolicy:
     """The policy for bad rows: they are left out, or end the job.
 
-    `max_rows` is the number that may be left out; 0 is no limit.
+    `max_rows` is the number that may be left out; 0 is no limit. `before` of them were left out by the earlier parts of
+    a parallel job.
     """
 
     quarantines: bool = False
     max_rows: int = 0
+    before: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,9 +83,11 @@ class BadRowLog:
         self._policy = policy
         self._file = path.open("w", encoding="utf-8", newline="\n")
         self._reasons: dict[str, _Reason] = {}
-        self._line_count = self._bad_count = 0
+        self._line_count = 0
         self.path = path
         self.row_count = 0
+        # Of these, the rows that a source cannot read.
+        self.bad_count = 0
 
     def __enter__(self) -> BadRowLog:
         return self
@@ -105,12 +110,12 @@ class BadRowLog:
                 metadata={"source": source, "place": place},
             )
         self.leave_out(source, place, reason, excerpt, rows)
-        self._bad_count += rows
+        self.bad_count += rows
         most = self._policy.max_rows
-        if most and self._bad_count > most:
+        if most and self._policy.before + self.bad_count > most:
             raise InvalidArgument(
                 f"more than {most:,} bad rows; the last in {source}, {place}: {reason}; mend the sources or allow more",
-                reason="TOO_MANY_BAD_ROWS",
+                reason=TOO_MANY_BAD_ROWS,
                 metadata={"source": source, "place": place, "max_rows": str(most)},
             )
 

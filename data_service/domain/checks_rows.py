@@ -126,12 +126,16 @@ class RowChecks:
     def keys(self, table: pa.Table, first_ordinal: int | Ordinals) -> UniqueKeys:
         """Returns the keys of the rows that pass all other checks, for a pass before `apply`."""
         ordinals = _ordinals(table, first_ordinal)
-        found = UniqueKeys({index: self.checks[index].quarantines for index in self._unique})
+        found = self.empty_keys()
         first_failed, _ = self._apply_local(table)
         for index in self._unique:
             array, rows = _passing(table, self.checks[index].column, self._goes_on(first_failed))
             found.add(index, array, ordinals[rows])
         return found
+
+    def empty_keys(self) -> UniqueKeys:
+        """Returns the keys of no rows."""
+        return UniqueKeys({index: self.checks[index].quarantines for index in self._unique})
 
     def _of_rows(self) -> Iterator[tuple[int, Check]]:
         return ((index, check) for index, check in enumerate(self.checks) if check.is_of_rows)

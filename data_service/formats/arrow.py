@@ -6,7 +6,7 @@ Each message is checked before Arrow's reader allocates memory for its claims.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from types import MappingProxyType
 from typing import BinaryIO
@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.types as kinds
 
 from data_service.formats import interface
-from data_service.formats.interface import BadRowSink, blaming, decoded_bytes, is_text
+from data_service.formats.interface import BadRowSink, RowSource, blaming, decoded_bytes, is_text
 from data_service.formats.typed_columns import TypedColumns, logical_schema_of
 from data_service.storage.source_files import SourceFile
 from shared.dataset_version.manifest import row_bytes
@@ -38,8 +38,13 @@ class ArrowRows:
         self._types = types
         with self._reader() as (reader, _):
             self.schema = logical_schema_of(file, reader.schema, types)
+        self.row_count: int | None = None
+        self.size_bytes = file.size_bytes or 0
         width = row_bytes(self.schema)
         self._chunk_rows = interface.MAX_CHUNK_ROWS if width is None else max(interface.CHUNK_BYTES // max(width, 1), 1)
+
+    def parts(self) -> Sequence[RowSource]:
+        return [self]
 
     def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
         columns = TypedColumns(self._file, self.schema)

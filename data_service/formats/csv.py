@@ -23,11 +23,12 @@ from data_service.formats.interface import (
     LineBlock,
     RowSource,
     TextError,
+    TextPlace,
     blaming,
-    content,
     excerpt_of,
     split_lines,
 )
+from data_service.formats.text_parts import PartCutter, TextPart, opened_text
 from data_service.formats.typed_columns import Overrides, check_names
 from data_service.storage.source_files import SourceFile
 from shared.dataset_version.manifest import MAX_COLUMNS
@@ -54,13 +55,11 @@ def open_csv(files: Sequence[SourceFile], options: CsvOptions | None, overrides:
     given = overrides.types_among(names)
     casts = {name: _cast(overrides, name, wanted) for name, wanted in given.items()}
     inferred = {name: InferredType() for name in names if name not in given}
-    if inferred:
-        for file in files:
-            _infer(file, dialect, names, inferred)
+    parts = [_scan(file, dialect, names, inferred) if inferred else _counted(file, dialect, names) for file in files]
     types = {name: given.get(name) or inferred[name].type for name in names}
     schema = pa.schema([pa.field(name, arrow_type) for name, arrow_type in types.items()])
     casts |= {name: cast_between(pa.string(), one.type) for name, one in inferred.items()}
-    return [_CsvRows(file, dialect, schema, casts) for file in files]
+    return [_CsvRows(file, dialect, schema, casts, found) for file, found in zip(files, parts, strict=True)]
 
 
 class _Dialect:
@@ -76,7 +75,7 @@ class _Dialect:
         if self._names:
             names = list(self._names)
         else:
-            with self.reader(file) as reader:
+            with self._opened(file) as reader:
                 found = reader.header()
             if found is None:
                 raise file.corrupt("it is empty: it has not even a line of names")
@@ -89,43 +88,82 @@ class _Dialect:
         return names
 
     @contextmanager
-    def records(self, file: SourceFile, names: Sequence[str]) -> Iterator[Iterator[Records]]:
-        with self.reader(file) as reader:
-            if not self._names:
+    def reader(self, file: SourceFile, part: TextPart | None = None) -> Iterator[CsvReader]:
+        """Opens the records after the names; of a part its own."""
+        with self._opened(file, part) as reader:
+            if not self._names and (part is None or part.is_first):
                 reader.header()
-            yield reader.records(len(names))
+            yield reader
 
     @contextmanager
-    def reader(self, file: SourceFile) -> Iterator[CsvReader]:
-        with content(file) as stream, blaming(file, "CSV"):
+    def _opened(self, file: SourceFile, part: TextPart | None = None) -> Iterator[CsvReader]:
+        with blaming(file, "CSV"), opened_text(file, self._encoding, part) as text:
             try:
-                yield CsvReader(interface.line_blocks(stream, self._encoding), self._delimiter, self._null_values)
+                yield CsvReader(
+                    text.blocks, self._delimiter, self._null_values, part, can_be_divided=text.can_be_divided
+                )
             except (CsvHeaderError, TextError) as error:
                 raise file.corrupt(str(error)) from None
 
 
-def _infer(file: SourceFile, dialect: _Dialect, names: Sequence[str], inferred: Mapping[str, InferredType]) -> None:
-    with dialect.records(file, names) as blocks:
-        for records in blocks:
+def _scan(
+    file: SourceFile, dialect: _Dialect, names: Sequence[str], inferred: Mapping[str, InferredType]
+) -> list[TextPart]:
+    """Reads the file once, adds its values to the inferred types, and divides it into parts."""
+    cutter = PartCutter()
+    with dialect.reader(file) as reader:
+        for records in reader.records(len(names)):
             # A row with undecodable bytes does not influence the types.
             texts, all_fit = _texts(records.columns)
+            cutter.add(len(records.lines) if all_fit is None else int(all_fit.sum()))
             for name, column in zip(names, texts, strict=True):
                 if name in inferred:
                     inferred[name].update(column if all_fit is None else column.filter(pa.array(all_fit)))
+            reader.pass_place(cutter)
+    return cutter.parts(file)
+
+
+def _counted(file: SourceFile, dialect: _Dialect, names: Sequence[str]) -> list[TextPart]:
+    """Divides a file whose types are given; nothing for one that is not worth another pass."""
+    if (file.size_bytes or 0) <= interface.PART_BYTES:
+        return []
+    cutter = PartCutter()
+    with dialect.reader(file) as reader:
+        for row_count in reader.row_counts(len(names)):
+            cutter.add(row_count)
+            reader.pass_place(cutter)
+    return cutter.parts(file)
 
 
 class _CsvRows:
     class_names: list[str] | None = None
 
     def __init__(
-        self, file: SourceFile, dialect: _Dialect, schema: pa.Schema, casts: Mapping[str, Cast | None]
+        self,
+        file: SourceFile,
+        dialect: _Dialect,
+        schema: pa.Schema,
+        casts: Mapping[str, Cast | None],
+        parts: Sequence[TextPart],
     ) -> None:
         self._file, self._dialect, self._casts = file, dialect, dict(casts)
+        self._parts = parts
+        self._part: TextPart | None = None
         self.schema = schema
+        self.row_count = sum(part.row_count for part in parts) if parts else None
+        self.size_bytes = sum(part.size_bytes for part in parts) if parts else file.size_bytes or 0
+
+    def parts(self) -> Sequence[RowSource]:
+        return [self._only(part) for part in self._parts] if len(self._parts) > 1 else [self]
+
+    def _only(self, part: TextPart) -> _CsvRows:
+        rows = _CsvRows(self._file, self._dialect, self.schema, self._casts, [part])
+        rows._part = part
+        return rows
 
     def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
-        with self._dialect.records(self._file, self.schema.names) as blocks:
-            for records in blocks:
+        with self._dialect.reader(self._file, self._part) as reader:
+            for records in reader.records(len(self.schema)):
                 table, misfits = self._converted(records)
                 for one in sorted([*records.bad, *misfits], key=lambda one: one.line):
                     bad.add(self._file.uri, one.place, one.reason, excerpt_of(one.excerpt), one.line_count)
@@ -235,6 +273,13 @@ class _Record(NamedTuple):
 
 
 @dataclass(frozen=True)
+class _CsvPlace(TextPlace):
+    """A place between two records, and what is known there of a quote that is open on later lines."""
+
+    open_quote: _OpenQuote | None = None
+
+
+@dataclass(frozen=True)
 class _OpenQuote:
     """The fate of a quoted field that is open at the beginning of a line, up to `last_line`.
 
@@ -261,10 +306,23 @@ class CsvReader:
     Empty lines are skipped. Null values count within quotes, too.
     """
 
-    def __init__(self, blocks: Iterator[LineBlock], delimiter: str, null_values: Sequence[str]) -> None:
+    def __init__(
+        self,
+        blocks: Iterator[LineBlock],
+        delimiter: str,
+        null_values: Sequence[str],
+        part: TextPart | None = None,
+        *,
+        can_be_divided: bool = False,
+    ) -> None:
+        """With a `part`, reads the records that begin in it; `blocks` begin with it."""
         self._blocks = blocks
+        self._can_be_divided = can_be_divided
+        self._end = None if part is None else part.end
         self._pushed_back: deque[LineBlock] = deque()
         self._open_quote: _OpenQuote | None = None
+        if part is not None and isinstance(part.begin, _CsvPlace):
+            self._open_quote = part.begin.open_quote
         self._delimiter = delimiter
         self._null_values = ["", *null_values]
         self._nulls = frozenset(value.encode() for value in self._null_values)
@@ -285,17 +343,41 @@ class CsvReader:
 
     def records(self, width: int) -> Iterator[Records]:
         """Yields all following records, which must have `width` fields each."""
-        while (block := self._take()) is not None:
+        while (block := self._next_own()) is not None:
             if block.too_long:
                 reason = f"a line has more than {interface.MAX_LINE_BYTES} bytes"
                 yield _nothing_but(BadRecord(block.first_line, reason, block.data), width)
-            elif b'"' in block.data or block.data.count(b"\r") != block.data.count(b"\r\n"):
-                yield self._quoted(block, width)
-            else:
+            elif _is_plain(block):
                 yield self._plain(block, width)
+            else:
+                yield self._quoted(block, width)
+
+    def row_counts(self, width: int) -> Iterator[int]:
+        """Yields how many records each block has, without their values."""
+        while (block := self._next_own()) is not None:
+            if block.too_long:
+                yield 0
+            elif _is_plain(block):
+                yield _filled_lines(block.data)
+            else:
+                found = list(self._rows(block))
+                yield sum(isinstance(one, _Record) and len(one.fields) == width for one in found)
+
+    def pass_place(self, cutter: PartCutter) -> None:
+        """Offers the place before the next record for a cut; call it only between two blocks of records."""
+        if self._can_be_divided and (block := self._take()) is not None:
+            self._pushed_back.appendleft(block)
+            cutter.pass_place(_CsvPlace(block.file_byte, block.first_line, block.first_byte, self._open_quote))
 
     def _take(self) -> LineBlock | None:
         return self._pushed_back.popleft() if self._pushed_back else next(self._blocks, None)
+
+    def _next_own(self) -> LineBlock | None:
+        """Takes the next block, unless it lies behind the part."""
+        block = self._take()
+        if block is not None and self._end is not None and block.file_byte >= self._end:
+            return None
+        return block
 
     def _plain(self, block: LineBlock, width: int) -> Records:
         """Parses a block in which each line is a record.
@@ -324,7 +406,7 @@ class CsvReader:
             _cut(data, self._delimiter, width, self._null_values),
             (block.first_line + kept).astype(np.int64),
             np.ones(len(kept), np.int64),
-            lambda row: whole[first[row] : first[row] + 1024].split(b"\n")[0],
+            lambda row: _beginning(whole[first[row] : first[row] + 1024].split(b"\n")[0]),
             bad,
         )
 
@@ -415,6 +497,20 @@ class CsvReader:
         return csv.reader(lines.texts(opened_by), delimiter=self._delimiter, strict=True)
 
 
+def _is_plain(block: LineBlock) -> bool:
+    """Returns whether each line of the block is a record: it has no quote, and its lines end with LF or CR LF."""
+    return b'"' not in block.data and block.data.count(b"\r") == block.data.count(b"\r\n")
+
+
+def _filled_lines(data: bytes) -> int:
+    """Returns the number of lines that are not empty; they end with LF or CR LF."""
+    ends = np.flatnonzero(np.frombuffer(data, np.uint8) == 10)
+    lengths = np.diff(ends, prepend=-1) - 1
+    carriages = np.frombuffer(data, np.uint8)[ends - 1] == 13
+    last = 0 if data.endswith(b"\n") else 1
+    return int((lengths > carriages).sum()) + last
+
+
 def _failed(lines: _Lines) -> _OpenQuote:
     """Returns the fate of a quote that is open before the line at which the reader failed: it fails there, too."""
     if lines.ended:
@@ -485,7 +581,9 @@ class _Lines:
         """Returns all unread lines."""
         rest = b"".join(self._lines[self._at :])
         ahead = self._blocks[self._block_index + 1 :]
-        return [LineBlock(rest, self.number, self.byte), *ahead] if rest else ahead
+        block = self._blocks[self._block_index]
+        file_byte = block.file_byte + self.byte - block.first_byte
+        return [LineBlock(rest, self.number, self.byte, file_byte=file_byte), *ahead] if rest else ahead
 
     def texts(self, opened_by: str) -> Iterator[str]:
         """Yields the lines for the csv module; `opened_by` precedes the first."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from data_service.domain.idx import IdxHeader, read_header, read_rows, rows_per_chunk
 from data_service.formats import interface
-from data_service.formats.interface import BadRowSink, blaming, content
+from data_service.formats.interface import BadRowSink, RowSource, blaming, content
 from data_service.storage.source_files import SourceFile
 from shared.dataset_version.manifest import tensor_array, tensor_field
 
@@ -26,12 +26,17 @@ class IdxPair:
     def __init__(self, images: SourceFile, labels: SourceFile) -> None:
         self._images, self._labels = images, labels
         self._header = self._checked_headers()
+        self.row_count: int | None = self._header.row_count
+        self.size_bytes = (images.size_bytes or 0) + (labels.size_bytes or 0)
         self.schema = pa.schema(
             [
                 tensor_field("image", pa.uint8(), self._header.row_shape),
                 pa.field("label", pa.int64(), nullable=False),
             ]
         )
+
+    def parts(self) -> Sequence[RowSource]:
+        return [self]
 
     def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:  # noqa: ARG002 - the interface's
         for images, labels in self._chunks():

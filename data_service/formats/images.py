@@ -13,7 +13,7 @@ from typing import BinaryIO
 import pyarrow as pa
 
 from data_service.domain.uris import is_hidden
-from data_service.formats.interface import BadRowSink, blaming, content, excerpt_of
+from data_service.formats.interface import BadRowSink, RowSource, blaming, content, excerpt_of
 from data_service.storage.source_files import SourceFile
 from shared.errors import InvalidArgument, shown
 from shared.transforms.steps.decoding import why_refused
@@ -379,10 +379,15 @@ class ImageFolder:
                 raise file.corrupt("its name is not UTF-8, as the column path has to be")
         self._classes = classes
         classes.add({file.relative.split("/")[0] for file in self._images if "/" in file.relative})
+        self.row_count: int | None = sum("/" in file.relative for file in self._images)
+        self.size_bytes = sum(file.size_bytes or 0 for file in self._images)
 
     @property
     def class_names(self) -> list[str] | None:
         return self._classes.names
+
+    def parts(self) -> Sequence[RowSource]:
+        return [self]
 
     def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
         batch = ImageBatch()
@@ -425,19 +430,25 @@ class ImageTar:
         self._classes = classes
         found: set[str] = set()
         with self._members() as all_members:
-            images = 0
+            images = rows = 0
             for member in all_members:
                 parent, _ = _class_and_name(member)
                 images += 1
+                rows += bool(parent)
                 if parent and parent not in found:
                     found.add(parent)
                     classes.add([parent])
         if not images:
             raise file.corrupt("it has no image in a folder of a class")
+        self.row_count: int | None = rows
+        self.size_bytes = file.size_bytes or 0
 
     @property
     def class_names(self) -> list[str] | None:
         return self._classes.names
+
+    def parts(self) -> Sequence[RowSource]:
+        return [self]
 
     def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
         batch = ImageBatch()

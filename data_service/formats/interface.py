@@ -10,7 +10,7 @@ import codecs
 import gzip
 import io
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol, cast
@@ -97,13 +97,21 @@ class _Gunzip:
 
 
 @contextmanager
-def content(file: SourceFile) -> Iterator[BinaryIO]:
-    """Opens the file's bytes, decompressed if they are gzip.
+def content(file: SourceFile, begin: int = 0) -> Iterator[BinaryIO]:
+    """Opens the file's bytes, decompressed if they are gzip; with `begin`, the stored bytes from that one on.
 
     Use only `read(size)` of the result.
     """
     with closing(file.open()) as opened:
-        yield cast(BinaryIO, _Watched(decompressed(opened), file.on_read))
+        if begin:
+            opened.seek(begin)
+        stream = opened if begin else decompressed(opened)
+        yield cast(BinaryIO, _Watched(stream, file.on_read))
+
+
+def is_compressed(stream: BinaryIO) -> bool:
+    """Returns whether the bytes of `content` are decompressed ones."""
+    return isinstance(cast(_Watched, stream).stream, _Gunzip)
 
 
 class _Watched:
@@ -113,12 +121,12 @@ class _Watched:
     """
 
     def __init__(self, stream: BinaryIO, on_read: Callable[[], None]) -> None:
-        self._stream = stream
+        self.stream = stream
         self._on_read = on_read
 
     def read(self, size: int) -> bytes:
         self._on_read()
-        return self._stream.read(size)
+        return self.stream.read(size)
 
 
 @contextmanager
@@ -190,6 +198,8 @@ def _text_lengths(texts: pa.Array) -> pa.Array:
 CHUNK_BYTES = 4 * 1024 * 1024
 # The maximum rows of a table whose rows have no fixed width.
 MAX_CHUNK_ROWS = 4096
+# The approximate bytes of one part of a source: decoded ones of a typed file, stored ones of others.
+PART_BYTES = 64 * 1024 * 1024
 # The maximum bytes that a few stored bytes may be decoded into at once.
 MAX_DECODED_BYTES = 256 * 1024 * 1024
 EXCERPT_CHARACTERS = 200
@@ -209,7 +219,10 @@ class BadRowSink(Protocol):
 
 
 class RowSource(Protocol):
-    """The rows of one file, or of a pair or folder of files that belong together."""
+    """The rows of one file, or of a pair or folder of files that belong together.
+
+    Can be sent to another process by cloudpickle, once all sources are open.
+    """
 
     @property
     def schema(self) -> pa.Schema:
@@ -218,6 +231,21 @@ class RowSource(Protocol):
     @property
     def class_names(self) -> list[str] | None:
         """The names of the labels 0, 1, … for images in folders; else None."""
+
+    @property
+    def row_count(self) -> int | None:
+        """The number of rows if every row is good; None if it is not known without reading them."""
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes to read, an estimate; 0 for an upload that still grows."""
+
+    def parts(self) -> Sequence[RowSource]:
+        """Returns consecutive sources that yield the same rows, good and bad, as this one; at least one.
+
+        Each has the same schema, and names the places of bad rows in the whole file. The parts depend on the content
+        alone. Call it only once all sources are open.
+        """
 
     def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
         """Yields all good rows in order, a bounded number at a time.
@@ -261,45 +289,70 @@ class TextError(ValueError):
 
 
 @dataclass(frozen=True)
+class TextPlace:
+    """The beginning of a line.
+
+    `file_byte` is its position in the file, from 0, `first_line` counts from 1, and `first_byte` is its position in the
+    text, which has neither a byte-order mark nor lines that are skipped.
+    """
+
+    file_byte: int = 0
+    first_line: int = 1
+    first_byte: int = 0
+
+
+@dataclass(frozen=True)
 class LineBlock:
     """A block of whole lines; a file's last line may lack its end.
 
     `first_line` counts from 1; `first_byte` is the block's position in the text, from 0. With `too_long` it has only
-    the beginning of one line that is skipped and that `first_byte` does not count.
+    the beginning of one line that is skipped and that `first_byte` does not count. `file_byte` is the block's position
+    in the file, if that is UTF-8.
     """
 
     data: bytes
     first_line: int
     first_byte: int
     too_long: bool = False
+    file_byte: int = 0
 
 
-def line_blocks(stream: BinaryIO, encoding: str) -> Iterator[LineBlock]:
-    """Yields the text in blocks.
+def line_blocks(stream: BinaryIO, encoding: str, begin: TextPlace = TextPlace()) -> Iterator[LineBlock]:
+    """Yields the text in blocks, from `begin` on, where the stream begins.
 
     Lines end with LF, CR LF or CR. A byte-order mark is removed. Undecodable characters become bytes that are no UTF-8,
     so that their rows can be reported. Raises `TextError`.
     """
-    line, byte = 1, 0
+    line, byte, file_byte = begin.first_line, begin.first_byte, begin.file_byte
     rest = b""
     skipping = False
     for piece in _with_end(_utf8_pieces(stream, encoding)):
         data = rest + (piece or b"")
+        if encoding == "utf-8" and file_byte == 0 and data.startswith(codecs.BOM_UTF8):
+            data = data.removeprefix(codecs.BOM_UTF8)
+            file_byte = len(codecs.BOM_UTF8)
         cut = len(data) if piece is None else _end_of_lines(data)
         lines, rest = data[:cut], data[cut:]
+        # Only the first line can be longer than what is read at once.
+        if not skipping and len(lines) > MAX_LINE_BYTES and _first_line_bytes(lines) > MAX_LINE_BYTES:
+            yield LineBlock(lines[:1024], line, byte, too_long=True, file_byte=file_byte)
+            skipping = True
         if skipping and lines:
             end = _end_of_first_line(lines)
             lines, skipping = lines[end:], False
             line += 1
+            file_byte += end
         if lines:
-            yield LineBlock(lines, line, byte)
+            yield LineBlock(lines, line, byte, file_byte=file_byte)
             line += count_lines(lines)
             byte += len(lines)
+            file_byte += len(lines)
+        if not skipping and len(rest) - rest.endswith(b"\r") > MAX_LINE_BYTES:
+            yield LineBlock(rest[:1024], line, byte, too_long=True, file_byte=file_byte)
+            skipping = True
         if skipping:
+            file_byte += len(rest) - len(rest[-1:])
             rest = rest[-1:]  # a CR may be the first half of a line end
-        elif len(rest) > MAX_LINE_BYTES:
-            yield LineBlock(rest[:1024], line, byte, too_long=True)
-            rest, skipping = rest[-1:], True
 
 
 def count_lines(data: bytes) -> int:
@@ -336,13 +389,18 @@ def _end_of_first_line(data: bytes) -> int:
     return end + (2 if data[end : end + 2] == b"\r\n" else 1)
 
 
+def _first_line_bytes(data: bytes) -> int:
+    """Returns the bytes of the first line, without its end."""
+    return len(data[: _end_of_first_line(data)].rstrip(b"\r\n"))
+
+
 def _utf8_pieces(stream: BinaryIO, encoding: str) -> Iterator[bytes]:
     if encoding == "utf-8":
         first = True
         while data := stream.read(BLOCK_BYTES):
             while first and len(data) < 3 and (more := stream.read(3 - len(data))):
                 data += more
-            yield data.removeprefix(codecs.BOM_UTF8) if first else data
+            yield data
             first = False
         return
     # Lone surrogates stand for undecodable bytes, and are no UTF-8.

@@ -22,12 +22,12 @@ from data_service.formats.interface import (
     LineBlock,
     RowSource,
     TextError,
+    TextPlace,
     blaming,
-    content,
     excerpt_of,
-    line_blocks,
     split_lines,
 )
+from data_service.formats.text_parts import OpenText, PartCutter, TextPart, opened_text
 from data_service.formats.typed_columns import Overrides, check_names
 from data_service.storage.source_files import SourceFile
 from shared.dataset_version.manifest import MAX_COLUMNS, is_tensor
@@ -72,11 +72,19 @@ def open_json_lines(files: Sequence[SourceFile], overrides: Overrides) -> list[R
     """
     inferred: dict[str, InferredColumn] = {}
     bad: tuple[SourceFile, _BadLine] | None = None
+    parts: list[list[TextPart]] = []
     for file in files:
-        with _lines(file) as blocks:
-            for lines in blocks:
-                _infer(file, [line.row for line in lines if isinstance(line, _Line)], inferred)
+        cutter = PartCutter()
+        with _opened(file) as text:
+            for block in text.blocks:
+                if text.can_be_divided:
+                    cutter.pass_place(TextPlace(block.file_byte, block.first_line, block.first_byte))
+                lines = list(_parsed(block))
+                rows = [line.row for line in lines if isinstance(line, _Line)]
+                cutter.add(len(rows))
+                _infer(file, rows, inferred)
                 bad = bad or next(((file, line) for line in lines if isinstance(line, _BadLine)), None)
+        parts.append(cutter.parts(file))
     if bad and not inferred:
         raise bad[0].corrupt(f"no line of it is a row; of line {bad[1].number}, {bad[1].reason}")
     check_names(files[0], list(inferred))
@@ -84,7 +92,7 @@ def open_json_lines(files: Sequence[SourceFile], overrides: Overrides) -> list[R
     types = {name: given.get(name) or one.type for name, one in inferred.items()}
     schema = pa.schema([pa.field(name, one, nullable=not is_tensor(one)) for name, one in types.items()])
     builds = {name: _build(overrides, name, inferred[name].type, types[name]) for name in types}
-    return [_JsonRows(file, schema, builds) for file in files]
+    return [_JsonRows(file, schema, builds, found) for file, found in zip(files, parts, strict=True)]
 
 
 def _infer(file: SourceFile, rows: Sequence[Mapping[str, Any]], inferred: dict[str, InferredColumn]) -> None:
@@ -97,13 +105,31 @@ def _infer(file: SourceFile, rows: Sequence[Mapping[str, Any]], inferred: dict[s
 class _JsonRows:
     class_names: list[str] | None = None
 
-    def __init__(self, file: SourceFile, schema: pa.Schema, builds: Mapping[str, Build]) -> None:
+    def __init__(
+        self, file: SourceFile, schema: pa.Schema, builds: Mapping[str, Build], parts: Sequence[TextPart]
+    ) -> None:
         self._file, self._builds = file, dict(builds)
+        self._parts = parts
+        self._part: TextPart | None = None
         self.schema = schema
+        self.row_count: int | None = sum(part.row_count for part in parts)
+        self.size_bytes = sum(part.size_bytes for part in parts)
+
+    def parts(self) -> Sequence[RowSource]:
+        return [self._only(part) for part in self._parts] if len(self._parts) > 1 else [self]
+
+    def _only(self, part: TextPart) -> _JsonRows:
+        rows = _JsonRows(self._file, self.schema, self._builds, [part])
+        rows._part = part
+        return rows
 
     def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
-        with _lines(self._file) as blocks:
-            for lines in blocks:
+        end = None if self._part is None else self._part.end
+        with _opened(self._file, self._part) as text:
+            for block in text.blocks:
+                if end is not None and block.file_byte >= end:
+                    break
+                lines = list(_parsed(block))
                 table, misfits = self._converted([line for line in lines if isinstance(line, _Line)])
                 unread = [line for line in lines if isinstance(line, _BadLine)]
                 for one in sorted([*unread, *misfits], key=lambda one: one.number):
@@ -129,10 +155,10 @@ class _JsonRows:
 
 
 @contextmanager
-def _lines(file: SourceFile) -> Iterator[Iterator[list[_Line | _BadLine]]]:
-    with content(file) as stream, blaming(file, "JSON Lines"):
+def _opened(file: SourceFile, part: TextPart | None = None) -> Iterator[OpenText]:
+    with blaming(file, "JSON Lines"), opened_text(file, "utf-8", part) as text:
         try:
-            yield (list(_parsed(block)) for block in line_blocks(stream, "utf-8"))
+            yield text
         except TextError as error:
             raise file.corrupt(str(error)) from None
 
@@ -193,7 +219,8 @@ def _scalars(data_type: pa.DataType, cast: Cast | None) -> Build:
         texts = [_text(value, data_type) for value in values]
         column, fits = cast_rows(pa.array(texts, pa.string()), cast or (lambda given: given))
         # Objects and lists are no text, and are null in `texts`.
-        whole = np.array([value is None or text is not None for value, text in zip(values, texts, strict=True)])
+        are_scalars = [value is None or text is not None for value, text in zip(values, texts, strict=True)]
+        whole = np.array(are_scalars, np.bool_)
         return column, whole if fits is None else fits & whole
 
     return build

@@ -168,6 +168,19 @@ class _PartitionedRows:
     def class_names(self) -> list[str] | None:
         return self._rows.class_names
 
+    @property
+    def row_count(self) -> int | None:
+        return self._rows.row_count if all(value.fits for value in self._values) else 0
+
+    @property
+    def size_bytes(self) -> int:
+        return self._rows.size_bytes
+
+    def parts(self) -> Sequence[RowSource]:
+        if not all(value.fits for value in self._values):
+            return [self]  # no row of it is good, and the tables' sizes are the places
+        return [_PartitionedRows(rows, self._file, self._values) for rows in self._rows.parts()]
+
     def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
         misfit = next((value for value in self._values if not value.fits), None)
         row = 0

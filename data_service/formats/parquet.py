@@ -9,7 +9,10 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from copy import copy
 from dataclasses import dataclass
+from hashlib import sha256
+from itertools import pairwise
 from types import MappingProxyType
 from typing import BinaryIO
 
@@ -18,7 +21,7 @@ import pyarrow.parquet as pq
 import pyarrow.types as kinds
 
 from data_service.formats import interface
-from data_service.formats.interface import BadRowSink, blaming, decoded_bytes, is_text
+from data_service.formats.interface import BadRowSink, RowSource, blaming, decoded_bytes, is_text
 from data_service.formats.typed_columns import MAX_ROW_BYTES, TypedColumns, logical_schema_of
 from data_service.storage.source_files import SourceFile
 from shared.dataset_version.manifest import MAX_COLUMNS, is_tensor, row_bytes
@@ -48,20 +51,41 @@ class ParquetRows:
     def __init__(self, file: SourceFile, types: Mapping[str, pa.DataType] = MappingProxyType({})) -> None:
         self._file = file
         self._types = types
+        self._part: _Part | None = None
         # The footer is at the end, so an upload must be complete.
         file.wait_until_whole()
         with self._opened() as opened:
-            footer = self._footer(opened)
+            footer = parse_footer(self._footer_bytes(opened))
             given = _parquet(opened).schema_arrow
             self._texts = [field.name for field in given if is_text(field.type)]
             self._extended_texts = [field.name for field in given if _is_extended_text(field.type)]
             self.schema = self._logical_schema(given)
+            self.size_bytes = _size(opened)
+        self.row_count: int | None = footer.row_count
         claimed_bytes = sum(group.total_bytes for group in footer.row_groups)
         fixed_bytes = row_bytes(pa.schema([field for field in self.schema if not is_text(field.type)])) or 0
         if fixed_bytes > MAX_ROW_BYTES:
             raise file.corrupt(f"a row takes {fixed_bytes} bytes; at most {MAX_ROW_BYTES} are read")
         width = max(fixed_bytes, claimed_bytes // max(footer.row_count, 1), 1)
         self._batch_rows = min(max(interface.CHUNK_BYTES // width, 1), MAX_BATCH_ROWS)
+
+    def parts(self) -> Sequence[RowSource]:
+        """Divides the file into runs of row groups.
+
+        An upload was verified when it was opened; the parts do not verify it again.
+        """
+        if self._part is not None:
+            return [self]
+        with self._opened() as opened:
+            parts = _parts(self._footer_bytes(opened))
+        return [self._only(part) for part in parts] if len(parts) > 1 else [self]
+
+    def _only(self, part: _Part) -> ParquetRows:
+        rows = copy(self)
+        rows._part = part
+        rows.row_count = part.footer.row_count
+        rows.size_bytes = sum(max(column.size_bytes, 0) for group in part.footer.row_groups for column in group.columns)
+        return rows
 
     def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
         with self._opened() as opened:
@@ -77,9 +101,10 @@ class ParquetRows:
             yield from _gathered(self._decoded(parquet, batch_rows, footer, bad), self._batch_rows // batch_rows)
 
     def _decoded(self, parquet: pq.ParquetFile, rows: int, footer: Footer, bad: BadRowSink) -> Iterator[pa.Table]:
-        columns = TypedColumns(self._file, self.schema)
+        columns = TypedColumns(self._file, self.schema, self._part.first_row if self._part else 0)
+        groups = self._part.groups if self._part else None
         row_count = 0
-        for batch in parquet.iter_batches(rows, use_threads=False):
+        for batch in parquet.iter_batches(rows, groups, use_threads=False):
             row_count += batch.num_rows
             size_bytes = decoded_bytes(batch)
             if size_bytes > interface.MAX_DECODED_BYTES:
@@ -106,7 +131,16 @@ class ParquetRows:
                 raise self._file.corrupt(str(error)) from None
 
     def _footer(self, opened: BinaryIO) -> Footer:
-        """Checks the footer's size, reads it, and parses it before Arrow does."""
+        """Returns the footer, of the part's row groups alone. It was parsed before Arrow sees it."""
+        data = self._footer_bytes(opened)
+        if self._part is None:
+            return parse_footer(data)
+        if sha256(data).digest() != self._part.footer_sha256:
+            raise self._file.corrupt("it changed while it was read")
+        return self._part.footer
+
+    def _footer_bytes(self, opened: BinaryIO) -> bytes:
+        """Checks the footer's size, and reads it."""
         size_bytes = _size(opened)
         if size_bytes < 12:
             raise self._file.corrupt("it is not a whole Parquet file: it has no footer")
@@ -121,9 +155,9 @@ class ParquetRows:
         if not is_parquet or footer_bytes > size_bytes - 12:
             raise self._file.corrupt("it is not a whole Parquet file: it does not end with a footer")
         opened.seek(size_bytes - 8 - footer_bytes)
-        footer = parse_footer(opened.read(footer_bytes))
+        data = bytes(opened.read(footer_bytes))
         opened.seek(0)
-        return footer
+        return data
 
     def _lists(self, schema: pq.ParquetSchema, index: int) -> _Lists | None:
         """Returns the list counter of a column; None for a column with one value a row."""
@@ -165,6 +199,42 @@ class ParquetRows:
         # A file without rows has no entry in `page_bytes`.
         whole = [name for name in self._texts if name in in_deltas] + self._extended_texts
         return {name: page_bytes[name] for name in whole if name in page_bytes}, list_bytes
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A run of row groups; `footer` has these alone, and `footer_sha256` is that of the file's whole footer."""
+
+    groups: range
+    first_row: int
+    footer: Footer
+    footer_sha256: bytes
+
+
+def _parts(footer_bytes: bytes) -> list[_Part]:
+    """Divides the row groups into runs of about `PART_BYTES` decoded bytes; a larger group is a part of its own.
+
+    A file whose footer contradicts itself is one part, so that reading it finds the error.
+    """
+    footer = parse_footer(footer_bytes)
+    groups = footer.row_groups
+    if any(group.row_count < 0 for group in groups) or sum(group.row_count for group in groups) != footer.row_count:
+        return []
+    cuts, size_bytes = [0], 0
+    for index, group in enumerate(groups):
+        decoded = max(group.total_bytes, sum(column.size_bytes for column in group.columns), 0)
+        if size_bytes and size_bytes + decoded > interface.PART_BYTES:
+            cuts.append(index)
+            size_bytes = 0
+        size_bytes += decoded
+    digest = sha256(footer_bytes).digest()
+    parts, first_row = [], 0
+    for begin, end in pairwise([*cuts, len(groups)]):
+        row_count = sum(group.row_count for group in groups[begin:end])
+        part_footer = Footer(row_count, footer.leaf_count, groups[begin:end])
+        parts.append(_Part(range(begin, end), first_row, part_footer, digest))
+        first_row += row_count
+    return parts
 
 
 def _gathered(tables: Iterator[pa.Table], most: int) -> Iterator[pa.Table]:
@@ -388,6 +458,7 @@ class ColumnChunk:
 @dataclass(frozen=True)
 class RowGroupFooter:
     total_bytes: int
+    row_count: int
     columns: list[ColumnChunk]
 
 
@@ -445,7 +516,8 @@ def _is_leaf(reader: CompactReader) -> bool:
 
 
 def _row_group(reader: CompactReader, max_chunks: int) -> RowGroupFooter:
-    total_bytes, columns = 0, []
+    total_bytes = row_count = 0
+    columns: list[ColumnChunk] = []
     for field, kind in reader.fields():
         if field == 1:
             for _ in reader.structs(kind):
@@ -456,9 +528,11 @@ def _row_group(reader: CompactReader, max_chunks: int) -> RowGroupFooter:
                     )
         elif field == 2:
             total_bytes = reader.whole_number(kind)
+        elif field == 3:
+            row_count = reader.whole_number(kind)
         else:
             reader.skip(kind)
-    return RowGroupFooter(total_bytes, columns)
+    return RowGroupFooter(total_bytes, row_count, columns)
 
 
 def _chunk(reader: CompactReader) -> ColumnChunk:

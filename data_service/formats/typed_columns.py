@@ -7,6 +7,7 @@ fit go to the sink.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -262,12 +263,15 @@ class _Misfit:
 
 
 class TypedColumns:
-    """Converts batches of one file to tables of `schema`, its logical columns."""
+    """Converts batches of one file to tables of `schema`, its logical columns.
 
-    def __init__(self, file: SourceFile, schema: pa.Schema) -> None:
+    The first batch begins at row `first_row` of the file, counted from 0.
+    """
+
+    def __init__(self, file: SourceFile, schema: pa.Schema, first_row: int = 0) -> None:
         self._file = file
         self._schema = schema
-        self._row = 0
+        self._row = first_row
 
     def table(self, batch: pa.RecordBatch, bad: BadRowSink) -> pa.Table:
         """Returns the good rows of the next batch.
@@ -296,8 +300,22 @@ class TypedColumns:
         good: NDArray[np.bool_] = np.logical_and.reduce([one.fits for one in misfits])
         for row in np.flatnonzero(~good).tolist():
             reason = next(one.reason for one in misfits if not one.fits[row])
-            bad.add(self._file.uri, f"row {self._row + row + 1}", reason, shown_row(batch, row))
+            bad.add(self._file.uri, _place_of(self._row + row), reason, shown_row(batch, row))
         return good
+
+
+_PLACE = re.compile("row ([0-9]+)")
+
+
+def _place_of(row: int) -> str:
+    """Returns how a bad row's place is named; rows are counted from 0, and named from 1."""
+    return f"row {row + 1}"
+
+
+def _row_at(place: str) -> int | None:
+    """Returns the row of such a place; None for others."""
+    found = _PLACE.fullmatch(place)
+    return None if found is None else int(found[1]) - 1
 
 
 def shown_row(rows: pa.RecordBatch | pa.Table, row: int) -> str:
@@ -462,17 +480,45 @@ class Overrides:
 
 
 class _CastRows:
-    def __init__(self, rows: RowSource, file: SourceFile, casts: Mapping[str, tuple[Cast, pa.DataType]]) -> None:
-        self._rows, self._file, self._casts = rows, file, dict(casts)
+    """Rows whose columns are cast. The first one is row `first_row` of the file, counted from 0.
+
+    The place of a bad row is its number among all rows of the file; that of an image is its path.
+    """
+
+    def __init__(
+        self,
+        rows: RowSource,
+        file: SourceFile,
+        casts: Mapping[str, tuple[Cast, pa.DataType]],
+        first_row: int = 0,
+    ) -> None:
+        self._rows, self._file, self._casts, self._first_row = rows, file, dict(casts), first_row
         self.schema = pa.schema([self._field(field) for field in rows.schema])
 
     @property
     def class_names(self) -> list[str] | None:
         return self._rows.class_names
 
+    @property
+    def row_count(self) -> int | None:
+        return self._rows.row_count
+
+    @property
+    def size_bytes(self) -> int:
+        return self._rows.size_bytes
+
+    def parts(self) -> Sequence[RowSource]:
+        parts, found = self._rows.parts(), []
+        first_row = self._first_row
+        for rows in parts:
+            found.append(_CastRows(rows, self._file, self._casts, first_row))
+            if rows.row_count is None and self.class_names is None:
+                return [self]  # it is not known which row the next part begins with
+            first_row += rows.row_count or 0
+        return found
+
     def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
-        # Bad rows are reported by their positions among all rows of the file, good or bad.
-        counter = _Counter(bad)
+        counter = _Counter(bad, self._first_row)
         for table in self._rows.tables(counter):
             yield self._cast(table, counter)
 
@@ -485,9 +531,10 @@ class _CastRows:
                     reasons[row] = misfit(f"column {field.name!r}", field.type)
                 good = good if fits is None else good & fits
             columns.append(column)
+        rows = counter.next_rows(table.num_rows)
         for row, reason in sorted(reasons.items()):
-            counter.add_counted(self._file.uri, row, reason, shown_row(table, row))
-        counter.rows += table.num_rows
+            place = _place_of(int(rows[row])) if self.class_names is None else f"image {table['path'][row]}"
+            counter.add(self._file.uri, place, reason, shown_row(table, row))
         cast = pa.Table.from_arrays(columns, schema=self.schema)
         return cast.filter(pa.array(good)) if reasons else cast
 
@@ -499,17 +546,31 @@ class _CastRows:
 
 
 class _Counter:
-    """Passes bad rows on, and counts rows to report the positions of later ones."""
+    """Passes bad rows on, and finds the rows of the file that tables of good rows have."""
 
-    def __init__(self, bad: BadRowSink) -> None:
+    def __init__(self, bad: BadRowSink, first_row: int) -> None:
         self._bad = bad
-        self.rows = 0
+        self._next_row = first_row
+        # The rows from `_next_row` on that the source left out, ascending.
+        self._left_out: list[int] = []
 
     def add(self, source: str, place: str, reason: str, excerpt: str, rows: int = 1) -> None:
+        row = _row_at(place)
+        if row is not None and row >= self._next_row:
+            self._left_out.append(row)
         self._bad.add(source, place, reason, excerpt, rows)
 
-    def add_counted(self, source: str, row: int, reason: str, excerpt: str) -> None:
-        self._bad.add(source, f"row {self.rows + row + 1}", reason, excerpt)
+    def next_rows(self, count: int) -> NDArray[np.int64]:
+        """Returns the numbers of the next table's rows."""
+        left_out = np.array(self._left_out, np.int64)
+        ordinals = np.arange(count, dtype=np.int64)
+        # The good row i comes after every left-out row that has at most i good rows before it.
+        good_before = left_out - self._next_row - np.arange(len(left_out))
+        rows: NDArray[np.int64] = self._next_row + ordinals + np.searchsorted(good_before, ordinals, side="right")
+        if count:
+            self._next_row = int(rows[-1]) + 1
+            self._left_out = [row for row in self._left_out if row >= self._next_row]
+        return rows
 
 
 def _cast_column(column: pa.ChunkedArray, cast: Cast, data_type: pa.DataType) -> tuple[pa.ChunkedArray, Fits]:

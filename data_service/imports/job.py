@@ -2,58 +2,69 @@
 
 from __future__ import annotations
 
+import pickle
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Container, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any
 
-import pyarrow as pa
+import numpy as np
 
+from data_service import parallel
 from data_service.attempt import attempt_folder, columns_of, commit_version
-from data_service.domain.bad_rows import BadRowLog, BadRowPolicy, build_report, excerpt
-from data_service.domain.checks import Check, fits, parse_checks
+from data_service.domain.bad_rows import TOO_MANY_BAD_ROWS, BadRowLog, BadRowPolicy, build_report
+from data_service.domain.checks import CHECK_FAILED, fits, parse_checks
 from data_service.domain.checks_gate import gate
-from data_service.domain.checks_rows import CheckCounts, KeepFirst, RowChecks
+from data_service.domain.checks_rows import CheckCounts, KeepFirst, Repeats, RowChecks, UniqueKeys
 from data_service.domain.import_spec import Base, ImportSpec
 from data_service.domain.layout import EmptySplit, LayoutError, Routing, SplitRange, lay_out, route
 from data_service.domain.statistics import SplitStatistics
 from data_service.formats import open_sources
-from data_service.imports.columns import BaseRows, CommonColumns, with_nan_as_null
+from data_service.imports.columns import BaseRows, CommonColumns
+from data_service.imports.plan import ImportPart, Placer, Tally, plan_parts
+from data_service.imports.work import ROW_BITS, CountPart, Guarded, PartFailed, PartRows, WritePart, Written
+from data_service.parallel import PartRunner, Passes, Results, run_on_ray
 from data_service.storage.source_files import SourceFiles, s3_of
 from data_service.version_catalog import confirm_follows
-from shared.dataset_version import DatasetVersion, SplitWriter, load_version
+from shared.dataset_version import DatasetVersion, load_version
 from shared.dataset_version.manifest import QUARANTINE, DataFile, Parent
 from shared.dataset_version.version import IMPORT_KIND, read_report
-from shared.errors import FailedPrecondition, InvalidArgument
+from shared.errors import FailedPrecondition, InvalidArgument, MillraceError
 from shared.jobs import AttemptContext, Jobs
 from shared.storage import ObjectStore
 
 # --- The job ---
-# One pass over the rows: splits are written one after the other, so each row's id is known when the row is read. Only
-# hold-outs need a counting pass first, because the rows that are held out depend on the counts. A few row groups at a
-# time are in memory; a file stays on the local disk until it is complete.
+# The import is divided into parts. A small import has one part for each split; this process reads them one after the
+# other, so each row's id is known when the row is read. The parts of a larger one are tasks of Ray that run at the same
+# time. Their row ids need the number of rows in the parts before, and these are known if the sources say how many rows
+# they have and all rows are good. So the parts are written with these numbers at once, and those that came to stand at
+# another place are written again. If a source does not say how many rows it has, a pass counts them first. So it does
+# for hold-outs, because the rows that are held out depend on the counts, and for checks of uniqueness, whose keys it
+# collects.
 
 
-def run_import(context: AttemptContext) -> dict[str, Any]:
+def run_import(context: AttemptContext, run_parts: PartRunner = run_on_ray) -> dict[str, Any]:
     """Runs an import and returns the manifest's name.
 
     The job's spec is `{"import": ImportSpec, "import_roots": [folders]}`.
     """
     spec = ImportSpec.from_record(context.job.spec["import"])
     with attempt_folder(context) as (folder, scratch):
-        return _Import(context, spec, folder, scratch).run()
+        return _Import(context, spec, folder, scratch, run_parts).run()
 
 
 class _Import:
-    def __init__(self, context: AttemptContext, spec: ImportSpec, folder: str, scratch: Path) -> None:
+    def __init__(
+        self, context: AttemptContext, spec: ImportSpec, folder: str, scratch: Path, run_parts: PartRunner
+    ) -> None:
         self._context = context
         self._spec = spec
         self._folder = folder
         self._scratch = scratch
+        self._passes = Passes(context, folder, run_parts, _NoProgress(context))
         self._base = _base(context.store, spec.base) if spec.base else None
         if spec.base:
             base = Jobs(context.store, IMPORT_KIND).get(spec.base.version, spec.base.version)
@@ -61,7 +72,7 @@ class _Import:
         appends = spec.base is not None and spec.base.mode == "append"
         self._kept = BaseRows(context.store, self._base) if self._base and appends else None
         roots = [PurePosixPath(root) for root in context.job.spec["import_roots"]]
-        self._sources = open_sources(
+        sources = open_sources(
             spec.sources,
             SourceFiles(
                 roots,
@@ -73,112 +84,226 @@ class _Import:
             {column_type.column: column_type.arrow_type for column_type in spec.column_types},
             spec.partitioning,
         )
-        self._columns = CommonColumns(self._kept, self._sources, nan_as_null=spec.nan_as_null)
-        self._checks = parse_checks(spec.checks)
-        fits(self._checks, self._columns.schema, has_parent=self._base is not None)
+        self._columns = CommonColumns(self._kept, sources, nan_as_null=spec.nan_as_null)
+        checks = parse_checks(spec.checks)
+        fits(checks, self._columns.schema, has_parent=self._base is not None)
+        self._rows = PartRows(
+            settings=context.store.settings,
+            base=self._kept.version if self._kept else None,
+            columns=self._columns,
+            checks=RowChecks(checks, self._columns.schema),
+            policy=BadRowPolicy(spec.bad_rows.action == "quarantine", spec.bad_rows.max_rows),
+            nan_as_null=spec.nan_as_null,
+        )
+        # The base's splits in their order, then the sources'.
+        self._imported = list(dict.fromkeys([*(self._kept.splits if self._kept else ()), *spec.imported_splits]))
+        self._plan = plan_parts(self._imported, self._kept, sources)
         self._progress = Progress(context)
-        self._problems = SplitProblems()
+        self._outcome = _Outcome(self._rows, scratch)
+        # Those of the splits with hold-outs, once their rows are counted.
+        self._routings: dict[str, Routing] = {}
+        self._first_row_ids: dict[str, int] = {}
 
     def run(self) -> dict[str, Any]:
-        planned = self._planned() if self._spec.hold_outs else None
-        routings: dict[str, Routing] = {}
-        files: list[DataFile] = []
-        statistics: dict[str, SplitStatistics] = {}
-        next_row_id = 0
-        screen = self._screen(QUARANTINE)
-        with screen.bad_rows, Behind() as behind:
-            for split in self._imported:
-                routing = planned[split] if planned else Routing([split], [])
-                first_row_ids = _first_row_ids(self._lay_out(planned)) if planned else {split: next_row_id}
-                written = SplitFiles(
-                    self._context.store,
-                    self._folder,
-                    self._scratch,
-                    self._columns.schema,
-                    routing,
-                    first_row_ids,
-                    behind,
-                )
-                self._write(split, screen, written, counted=sum(routing.counts) if planned else None)
-                files += written.close()
-                statistics |= written.statistics
-                routings[split] = Routing(routing.targets, list(written.row_counts.values()))
-                next_row_id += written.rows_added
-        return self._commit(self._lay_out(routings), files, statistics, screen)
+        counted, repeats = self._counted()
+        if self._spec.hold_outs:
+            assert counted is not None
+            self._routings = self._routed(counted)
+            self._first_row_ids = {one.name: one.first_row_id for one in self._lay_out(self._routings, counted)}
+        work = WritePart(self._rows, self._routings, self._folder, numbered=not self._plan.is_small, repeats=repeats)
+        tallies = self._write_in_tasks(work, counted) if self._in_tasks else self._write_here(work, counted)
+        routings = self._routings or {
+            split: Routing([split], [count]) for split, count in self._kept_by_split(tallies).items()
+        }
+        return self._commit(self._lay_out(routings, tallies))
 
     @property
-    def _imported(self) -> list[str]:
-        """Returns the base's splits in their order, then the sources'."""
-        return list(dict.fromkeys([*(self._kept.splits if self._kept else ()), *self._spec.imported_splits]))
+    def _in_tasks(self) -> bool:
+        return len(self._plan.parts) > 1 and not self._plan.is_small
 
-    def _planned(self) -> dict[str, Routing]:
-        """Reads all rows once to count them, and routes each split."""
-        screen = self._screen(f"counted-{QUARANTINE}")
-        with screen.bad_rows:
-            counts = {split: sum(len(table) for table in self._rows(split, screen)) for split in self._imported}
-        with self._problems.translating_errors():
-            return {split: route(split, counts[split], self._spec.hold_outs) for split in counts}
+    def _counted(self) -> tuple[list[Tally] | None, Repeats | None]:
+        """Counts the rows of each part in a pass of its own, if that is needed, and finds repeated values."""
+        if not self._in_tasks:
+            return (self._count_here() if self._spec.hold_outs else None), None
+        finds_keys = self._rows.checks.needs_keys
+        if not (finds_keys or self._spec.hold_outs or not self._plan.row_counts_are_known):
+            return None, None
+        work, keys = CountPart(self._rows, finds_keys), self._rows.checks.empty_keys()
+        tallies: dict[int, Tally] = {}
+        with closing(self._pass(work, self._placed(None), tallies)) as results:
+            for _, counted in results:
+                if counted.keys is not None:
+                    keys.merge(counted.keys)
+        ordered = [tallies[part.number] for part in self._plan.parts]
+        return self._without_repeats(ordered, keys) if finds_keys else (ordered, None)
 
-    def _lay_out(self, routings: Mapping[str, Routing]) -> list[SplitRange]:
+    def _count_here(self) -> list[Tally]:
+        work, finder, watch = CountPart(self._rows), KeepFirst(self._rows.checks), _Watch(self._context)
+        placer, tallies = self._placer(), []
+        for part in self._plan.parts:
+            counted = work.count(placer.place(part), self._context.store, self._scratch, finder, watch)
+            placer.advance(counted.tally)
+            tallies.append(counted.tally)
+        return tallies
+
+    def _without_repeats(self, tallies: Sequence[Tally], keys: UniqueKeys) -> tuple[list[Tally], Repeats]:
+        """Returns the tallies without the rows that a check of uniqueness leaves out, and the repeats by ordinal."""
+        first_ordinals = np.cumsum([0, *(tally.readable for tally in tallies)])
+        left_out = [Counter(tally.left_out) for tally in tallies]
+        kept = [tally.kept for tally in tallies]
+        repeats = {}
+        for index, ordinals in keys.repeats().ordinals.items():
+            parts = ordinals >> ROW_BITS
+            repeats[index] = first_ordinals[parts] + (ordinals & ((1 << ROW_BITS) - 1))
+            check = self._rows.checks.checks[index]
+            for number, rows in zip(*np.unique(parts, return_counts=True), strict=True) if check.quarantines else ():
+                kept[number] -= int(rows)
+                left_out[number][check.reason()] += int(rows)
+        without = [
+            replace(tally, kept=rows, left_out=dict(reasons))
+            for tally, rows, reasons in zip(tallies, kept, left_out, strict=True)
+        ]
+        return without, Repeats(repeats)
+
+    def _routed(self, tallies: Sequence[Tally]) -> dict[str, Routing]:
+        with self._problems(tallies).translating_errors():
+            counts = self._kept_by_split(tallies)
+            return {split: route(split, count, self._spec.hold_outs) for split, count in counts.items()}
+
+    def _lay_out(self, routings: Mapping[str, Routing], tallies: Sequence[Tally]) -> list[SplitRange]:
         order = [*self._imported, *(out.to_split for out in self._spec.hold_outs)]
-        with self._problems.translating_errors():
+        with self._problems(tallies).translating_errors():
             return lay_out(routings.values(), order)
 
-    def _write(self, split: str, screen: Screen, written: SplitFiles, counted: int | None) -> None:
-        with closing(ahead(self._rows(split, screen))) as tables:
-            for table in tables:
-                if counted is not None and written.rows_added + len(table) > counted:
-                    raise _changed(split, counted)
-                written.add(table)
-                self._progress.add(len(table), screen.bad_rows.row_count)
-        if counted is not None and written.rows_added < counted:
-            raise _changed(split, counted)
+    def _problems(self, tallies: Sequence[Tally]) -> SplitProblems:
+        left_out: dict[str, Counter[str]] = {split: Counter() for split in self._imported}
+        for part, tally in zip(self._plan.parts, tallies, strict=True):
+            left_out[part.split].update(tally.left_out)
+        return SplitProblems(left_out)
 
-    def _rows(self, split: str, screen: Screen) -> Iterator[pa.Table]:
-        """Yields the kept rows of the base, then of each source."""
-        with self._problems.counting(split, screen.bad_rows):
-            if self._kept:
-                yield from self._screened(self._kept.tables(split), screen, self._kept.version.name, None)
-            for source in self._sources:
-                if source.split == split:
-                    name = f"sources[{source.index}]"
-                    tables = source.rows.tables(screen)
-                    if self._spec.nan_as_null:
-                        tables = map(with_nan_as_null, tables)
-                    yield from self._screened(tables, screen, name, source.rows.class_names)
+    def _kept_by_split(self, tallies: Sequence[Tally]) -> dict[str, int]:
+        counts = dict.fromkeys(self._imported, 0)
+        for part, tally in zip(self._plan.parts, tallies, strict=True):
+            counts[part.split] += tally.kept
+        return counts
 
-    def _screened(
-        self, tables: Iterable[pa.Table], screen: Screen, source: str, class_names: Sequence[str] | None
-    ) -> Iterator[pa.Table]:
-        for table in tables:
-            self._context.raise_if_stopped()
-            kept = screen.kept(self._columns.fitted(table, class_names), source)
-            if len(kept):
-                yield kept
+    def _placer(self) -> Placer:
+        return Placer(self._routings, self._first_row_ids)
 
-    def _screen(self, quarantine: str) -> Screen:
-        policy = BadRowPolicy(self._spec.bad_rows.action == "quarantine", self._spec.bad_rows.max_rows)
-        return Screen(self._checks, self._columns.schema, policy, self._scratch / quarantine)
+    def _placed(self, tallies: Sequence[Tally] | None) -> list[ImportPart]:
+        """Returns the parts where they stand; without `tallies`, where they stand if all rows are good."""
+        placer, placed = self._placer(), []
+        for part in self._plan.parts:
+            placed.append(placer.place(part))
+            placer.advance(tallies[part.number] if tallies else Tally(part.row_count, part.row_count))
+        return placed
 
-    def _commit(
+    def _write_here(self, work: WritePart, counted: Sequence[Tally] | None) -> list[Tally]:
+        finder, watch = KeepFirst(self._rows.checks), _Watch(self._context, self._progress)
+        placer, tallies = self._placer(), []
+        for part in self._plan.parts:
+            written = work.write(placer.place(part), self._context.store, self._scratch, finder, watch)
+            if counted is not None:
+                self._refuse_change(part, written.tally, counted)
+            placer.advance(written.tally)
+            tallies.append(written.tally)
+            self._outcome.add(part, written)
+            watch.left_out_before = self._outcome.left_out
+        return tallies
+
+    def _write_in_tasks(self, work: WritePart, counted: Sequence[Tally] | None) -> list[Tally]:
+        tallies: dict[int, Tally] = {}
+        arrivals = _Arrivals(self._placer(), self._outcome, self._scratch)
+        with closing(self._pass(work, self._placed(counted), tallies)) as results:
+            for part, written in results:
+                if counted is not None:
+                    self._refuse_change(part, written.tally, counted)
+                arrivals.add(part, written)
+                self._progress.add(written.tally.kept, self._outcome.left_out)
+        ordered = [tallies[part.number] for part in self._plan.parts]
+        if arrivals.moved:
+            with closing(self._pass(work, arrivals.moved, tallies)) as results:
+                for part, written in results:
+                    self._refuse_change(part, written.tally, ordered)
+                    self._outcome.add(part, written)
+            # Most were written over. A moved part may have fewer files than before.
+            for path in arrivals.stale_files - {file.path for file in self._outcome.files}:
+                self._context.store.delete(f"{self._folder}/{path}")
+        return ordered
+
+    def _refuse_change(self, part: ImportPart, tally: Tally, counted: Sequence[Tally]) -> None:
+        """Raises `InvalidArgument` unless the part has the rows that were counted before."""
+        if tally != counted[part.number]:
+            raise _changed(part.split, self._kept_by_split(counted)[part.split])
+
+    def _pass(
+        self, work: CountPart | WritePart, parts: Sequence[ImportPart], tallies: dict[int, Tally]
+    ) -> Generator[tuple[ImportPart, Any], None, None]:
+        """Does the work on each part in a task; yields the part with its result, and keeps the tally.
+
+        `tallies` has those of the parts that are not in this pass. Raises the error of the first part that fails, in
+        row order: others may go on until the parts before are done.
+        """
+        first_failure = _FirstFailure(0 if work.is_lenient else self._spec.bad_rows.max_rows)
+        failed: dict[int, tuple[ImportPart, MillraceError]] = {}
+        with closing(self._results(work, parts)) as results:
+            for part, result in results:
+                if isinstance(result, PartFailed):
+                    failed[part.number] = part, result.error
+                else:
+                    tallies[part.number] = result.tally
+                    yield part, result
+                if first_failure.number(tallies, failed) is not None:
+                    break
+        number = first_failure.number(tallies, failed)
+        if number is not None:
+            raise self._failure(work, tallies, number, *failed.get(number, (None, None)))
+
+    def _failure(
         self,
-        ranges: Sequence[SplitRange],
-        files: Sequence[DataFile],
-        statistics: Mapping[str, SplitStatistics],
-        screen: Screen,
-    ) -> dict[str, Any]:
-        ordered = {one.name: statistics[one.name] for one in ranges}
+        work: CountPart | WritePart,
+        tallies: Mapping[int, Tally],
+        number: int,
+        part: ImportPart | None,
+        error: MillraceError | None,
+    ) -> MillraceError:
+        """Returns the error of a part, all of whose parts before are done.
+
+        It may name a row by what stands before the part, or be the last of too many bad rows: then the part is read
+        again from where it stands.
+        """
+        if error is not None and error.specific_reason not in PLACED_REASONS:
+            return error
+        placer = self._placer()
+        for before in self._plan.parts[:number]:
+            placer.place(before)
+            placer.advance(tallies[before.number])
+        placed = placer.place(self._plan.parts[number])
+        if error is not None and part is not None and part.place == placed.place:
+            return error
+        for _, result in self._results(work, [placed]):
+            if isinstance(result, PartFailed):
+                return result.error
+        return error or _changed(placed.split, tallies[number].kept)
+
+    def _results(self, work: CountPart | WritePart, parts: Sequence[ImportPart]) -> Results[ImportPart]:
+        return self._passes.over("", Guarded(work), parts, foreign_code=False)
+
+    def _commit(self, ranges: Sequence[SplitRange]) -> dict[str, Any]:
+        outcome, checks = self._outcome, self._rows.checks.checks
+        ordered = {one.name: outcome.statistics[one.name] for one in ranges}
         parent_report = read_report(self._context.store, self._base) if self._base else None
-        results = {**screen.counts.results(), **gate(self._checks, ordered, parent_report)}
+        results = {**outcome.checks.results(), **gate(checks, ordered, parent_report)}
+        bad_rows = outcome.bad_rows()
         result = commit_version(
             self._context.store,
             self._folder,
             columns=columns_of(self._columns.schema, self._columns.value_names),
             ranges=ranges,
-            files=files,
-            report=build_report(ordered, results, screen.bad_rows),
-            quarantine=screen.bad_rows.path,
-            quarantined_row_count=screen.bad_rows.row_count,
+            files=outcome.files,
+            report=build_report(ordered, results, bad_rows),
+            quarantine=bad_rows.path,
+            quarantined_row_count=bad_rows.row_count,
             parents=[Parent(version=self._base.name, manifest_sha256=self._base.manifest_sha256)] if self._base else [],
         )
         self._progress.report()
@@ -198,10 +323,6 @@ def _base(store: ObjectStore, base: Base) -> DatasetVersion:
     return version
 
 
-def _first_row_ids(ranges: Sequence[SplitRange]) -> dict[str, int]:
-    return {one.name: one.first_row_id for one in ranges}
-
-
 def _changed(split: str, counted: int) -> InvalidArgument:
     return InvalidArgument(
         f"sources: those of {split!r} had {counted} rows at first, and others when they were read again; import files "
@@ -212,160 +333,115 @@ def _changed(split: str, counted: int) -> InvalidArgument:
     )
 
 
-# --- Screening ---
-# Selects the rows of an import's sources to keep: those that the source can read and no quality check rejects.
+# --- Failures of parts ---
+
+# The reasons of errors that depend on the rows before a part.
+PLACED_REASONS = (CHECK_FAILED, TOO_MANY_BAD_ROWS)
 
 
-class Screen:
-    """One screening pass over all rows, in their order.
+class _FirstFailure:
+    """Finds the first part that fails in row order, once all parts before it are done.
 
-    It is also the sink of the sources' bad rows.
+    Together the parts may leave out more bad rows than the `max_bad_rows` that are allowed; 0 is no limit.
     """
 
-    def __init__(self, checks: Sequence[Check], schema: pa.Schema, policy: BadRowPolicy, quarantine: Path) -> None:
-        self._checks = RowChecks(checks, schema)
-        self._keep_first = KeepFirst(self._checks)
-        self._rows_seen = 0
-        self.counts = CheckCounts(checks)
-        self.bad_rows = BadRowLog(quarantine, policy)
-        self.add = self.bad_rows.add
+    def __init__(self, max_bad_rows: int) -> None:
+        self._max_bad_rows = max_bad_rows
+        self._next = self._bad_rows = 0
 
-    def kept(self, table: pa.Table, source: str) -> pa.Table:
-        """Returns the rows of the next table that are kept.
-
-        Raises `FailedPrecondition` for a row that violates a failing check.
-        """
-        if self._checks.are_none:
-            return table
-        first = self._rows_seen
-        self._rows_seen += table.num_rows
-        verdict = self._keep_first.apply(table, first)
-        self.counts.add(verdict)
-        self.counts.refuse(lambda ordinal: f"row {ordinal} of all sources")
-        for row, reason in verdict.quarantined():
-            self.bad_rows.leave_out(source, f"row {first + row} of all sources", reason, excerpt(table, row))
-        return table if verdict.keep.all() else table.filter(pa.array(verdict.keep))
+    def number(self, tallies: Mapping[int, Tally], failed: Container[int]) -> int | None:
+        while self._next in tallies or self._next in failed:
+            if self._next in failed:
+                return self._next
+            bad_rows = self._bad_rows + tallies[self._next].bad_rows
+            if self._max_bad_rows and bad_rows > self._max_bad_rows:
+                return self._next
+            self._bad_rows = bad_rows
+            self._next += 1
+        return None
 
 
-# --- Split files ---
-# Writes one imported split and its hold-outs at the same time, and computes their statistics.
+# --- Results of parts ---
 
 
-class SplitFiles:
-    """The files of one imported split and its hold-outs.
+class _Outcome:
+    """The results of the parts that stand where they belong, in any order.
 
-    `first_row_ids`, `statistics` and `row_counts` are keyed by the routing's targets. The thread of `behind` writes the
-    files.
+    Rows that were left out are kept on the disk, so that memory does not grow with them.
     """
 
-    def __init__(
-        self,
-        store: ObjectStore,
-        folder: str,
-        scratch: Path,
-        schema: pa.Schema,
-        routing: Routing,
-        first_row_ids: Mapping[str, int],
-        behind: Behind,
-    ) -> None:
-        self._behind = behind
-        self._routing = routing
-        self._first_row_ids = first_row_ids
-        self._writers = {
-            target: SplitWriter(store, folder, scratch, schema=schema, split=target, first_row_id=first_row_ids[target])
-            for target in routing.targets
-        }
-        self.statistics = {target: SplitStatistics(schema) for target in routing.targets}
-        self.row_counts = dict.fromkeys(routing.targets, 0)
+    def __init__(self, rows: PartRows, scratch: Path) -> None:
+        self.statistics: dict[str, SplitStatistics] = {}
+        self.files: list[DataFile] = []
+        self.checks = CheckCounts(rows.checks.checks)
+        # The number of rows that were left out.
+        self.left_out = 0
+        self._scratch = scratch
+        self._bad_rows: dict[int, Path] = {}
 
-    @property
-    def rows_added(self) -> int:
-        return sum(self.row_counts.values())
+    def add(self, part: ImportPart, written: Written) -> None:
+        self.files += written.files
+        self.checks.merge(written.checks)
+        for target, statistics in written.statistics.items():
+            if target in self.statistics:
+                self.statistics[target].merge(statistics)
+            else:
+                self.statistics[target] = statistics
+        if written.bad_rows.reasons:
+            path = self._scratch / f"bad-rows-{part.number}"
+            path.write_bytes(pickle.dumps(written.bad_rows))
+            self._bad_rows[part.number] = path
+            self.left_out += sum(written.tally.left_out.values())
 
-    def add(self, table: pa.Table) -> None:
-        """Adds the next rows of the imported split."""
-        begin = self.rows_added
-        for number, target in enumerate(self._routing.targets):
-            rows = self._routed(table, begin, number)
-            self._behind.do(self._writers[target].write, rows)
-            self.statistics[target].update(rows, self._first_row_ids[target] + self.row_counts[target])
-            self.row_counts[target] += rows.num_rows
-
-    def close(self) -> list[DataFile]:
-        """Writes and uploads the pending rows; returns the files."""
-        return [file for writer in self._writers.values() for file in self._behind.result(writer.close)]
-
-    def _routed(self, table: pa.Table, begin: int, target: int) -> pa.Table:
-        """Returns the rows of `table` that belong to target number `target`.
-
-        `table` starts at row `begin` of its split.
-        """
-        choice = self._routing.choice
-        return table if choice is None else table.filter(pa.array(choice[begin : begin + table.num_rows] == target))
+    def bad_rows(self) -> BadRowLog:
+        """Returns the rows left out of all parts, in row order."""
+        with BadRowLog(self._scratch / f"all-{QUARANTINE}", BadRowPolicy(quarantines=True)) as bad_rows:
+            for number in sorted(self._bad_rows):
+                bad_rows.merge(pickle.loads(self._bad_rows[number].read_bytes()))
+        return bad_rows
 
 
-# --- Threads ---
-# Reading, statistics and writing run at the same time, each on its own thread, a few tables apart.
-#
-# Arrow releases the GIL while it decodes, compresses and writes, so a second core helps.
+class _Arrivals:
+    """Adds the parts that were written where they belong to the outcome; `moved` are the others, placed anew.
 
-Item = TypeVar("Item")
-# The number of tables that are read ahead, and that wait to be written.
-DEPTH = 2
-_END = object()
-
-
-def ahead(items: Iterator[Item]) -> Generator[Item, None, None]:
-    """Computes the items on another thread, at most `DEPTH` ahead.
-
-    Errors of `items` are raised here. Closing this generator cancels the items that are not begun.
-    """
-    with ThreadPoolExecutor(1, thread_name_prefix="ahead") as pool:
-        following: deque[Future[Any]] = deque(pool.submit(next, items, _END) for _ in range(DEPTH))
-        try:
-            while (item := following.popleft().result()) is not _END:
-                following.append(pool.submit(next, items, _END))
-                yield cast(Item, item)
-        finally:
-            for one in following:
-                one.cancel()
-
-
-class Behind:
-    """Runs work on another thread, in order, with at most `DEPTH` pieces pending.
-
-    The error of a piece is raised by a later call, or at the latest when the body ends. The body's end waits for all
-    pieces.
+    That is known of a part once all parts before it are written. Until then its result waits on the disk.
+    `stale_files` are the paths of the moved parts' files.
     """
 
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="behind")
-        self._waiting: deque[Future[Any]] = deque()
+    def __init__(self, placer: Placer, outcome: _Outcome, scratch: Path) -> None:
+        self._placer = placer
+        self._outcome = outcome
+        self._scratch = scratch
+        self._next = 0
+        self._waiting: dict[int, ImportPart] = {}
+        self.moved: list[ImportPart] = []
+        self.stale_files: set[str] = set()
 
-    def __enter__(self) -> Behind:
-        return self
+    def add(self, part: ImportPart, written: Written) -> None:
+        if part.number != self._next:
+            self._waiting[part.number] = part
+            self._path(part.number).write_bytes(pickle.dumps(written))
+            return
+        self._judge(part, written)
+        while self._next in self._waiting:
+            path = self._path(self._next)
+            self._judge(self._waiting.pop(self._next), pickle.loads(path.read_bytes()))
+            path.unlink()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if error is None:
-                self._settle(0)
-        finally:
-            self._pool.shutdown(cancel_futures=True)
+    def _judge(self, part: ImportPart, written: Written) -> None:
+        placed = self._placer.place(part)
+        self._placer.advance(written.tally)
+        self._next += 1
+        # The places of rows that a check leaves out count from the import's first row.
+        same_names = part.place.ordinal == placed.place.ordinal or not written.tally.left_out
+        if part.place.first_row_ids == placed.place.first_row_ids and same_names:
+            self._outcome.add(part, written)
+        else:
+            self.moved.append(placed)
+            self.stale_files.update(file.path for file in written.files)
 
-    def do(self, work: Callable[..., object], *arguments: object) -> None:
-        self._settle(DEPTH - 1)
-        self._waiting.append(self._pool.submit(work, *arguments))
-
-    def result(self, work: Callable[[], Item]) -> Item:
-        """Waits for all pending work, then runs this and returns its result."""
-        self._settle(0)
-        return self._pool.submit(work).result()
-
-    def _settle(self, most: int) -> None:
-        while len(self._waiting) > most:
-            self._waiting.popleft().result()
+    def _path(self, number: int) -> Path:
+        return self._scratch / f"written-{number}"
 
 
 # --- Problems of splits ---
@@ -373,18 +449,10 @@ class Behind:
 
 
 class SplitProblems:
-    def __init__(self) -> None:
-        # By split: the rows left out in the last pass, counted by reason.
-        self._left_out: dict[str, Counter[str]] = {}
+    """`left_out` counts the rows that were left out, by split and reason."""
 
-    @contextmanager
-    def counting(self, split: str, bad_rows: BadRowLog) -> Iterator[None]:
-        """Counts the rows left out within the body for `split`."""
-        before = _counts(bad_rows)
-        try:
-            yield
-        finally:
-            self._left_out[split] = _counts(bad_rows) - before
+    def __init__(self, left_out: Mapping[str, Counter[str]]) -> None:
+        self._left_out = left_out
 
     @contextmanager
     def translating_errors(self) -> Iterator[None]:
@@ -401,10 +469,6 @@ class SplitProblems:
             raise _refused("sources", error) from None
         except LayoutError as error:
             raise _refused(f"hold_outs[{error.hold_out}].fraction", error) from None
-
-
-def _counts(bad_rows: BadRowLog) -> Counter[str]:
-    return Counter({str(one["reason"]): int(one["rowCount"]) for one in bad_rows.to_json()})
 
 
 def _refused(field: str, error: LayoutError) -> InvalidArgument:
@@ -447,3 +511,30 @@ class Progress:
     def report(self) -> None:
         self._context.report(rows_read=self._rows, rows_quarantined=self._quarantined)
         self._reported_at = time.monotonic()
+
+
+class _NoProgress(parallel.Progress):
+    """The progress of passes: an import reports the rows as they are kept, and not by pass."""
+
+    def begin(self, phase: str, rows: int) -> None: ...
+
+    def add(self, rows: int) -> None: ...
+
+    def report(self) -> None: ...
+
+
+class _Watch:
+    """Stops the work in the attempt's own process if the job is to stop, and reports its progress."""
+
+    def __init__(self, context: AttemptContext, progress: Progress | None = None) -> None:
+        self._context = context
+        self._progress = progress
+        # The rows that were left out of the parts before.
+        self.left_out_before = 0
+
+    def before_table(self) -> None:
+        self._context.raise_if_stopped()
+
+    def after_table(self, rows: int, left_out: int) -> None:
+        if self._progress:
+            self._progress.add(rows, self.left_out_before + left_out)

@@ -1,11 +1,14 @@
-"""Opens the files of an import: local ones below the allowed roots, objects on the store's S3 endpoint, and uploads."""
+"""Opens the files of an import: local ones below the allowed roots, objects on the store's S3 endpoint, and uploads.
+
+A found file can be sent to another process. It is opened there again, by the settings of the store.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 from urllib.parse import quote
@@ -28,7 +31,8 @@ from data_service.storage.local_files import LocalFiles
 from data_service.storage.s3_objects import S3Objects
 from data_service.uploads.reader import PinnedBlocks, open_upload, upload_size, verify
 from shared.errors import InvalidArgument, invalid_field
-from shared.storage import ObjectStore
+from shared.settings import StoreSettings
+from shared.storage import ObjectStore, open_store
 
 MAX_FILES = 100_000
 # Links to folders are followed, and may form cycles.
@@ -45,7 +49,7 @@ class SourceFile:
 
     `field` is the request's field that names it. `size_bytes` is None while it is an upload that still grows. `open`
     returns a new seekable file, at its first byte. `relative` is its path below the named folder. A reader that reads
-    the whole file before it yields rows must call `on_read` regularly.
+    the whole file before it yields rows must call `on_read` regularly; a copy in another process has no callbacks.
     """
 
     field: str
@@ -75,6 +79,9 @@ class SourceFile:
             with self.open() as opened:
                 verify(opened)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"on_read": _nothing}
+
 
 # (name, is a folder, size in bytes) of all entries directly in a folder, in any order.
 Lister = Callable[[str], list[tuple[str, bool, int]]]
@@ -99,9 +106,7 @@ class SourceFiles:
     ) -> None:
         self._spelled_roots = list(roots)
         self._local = LocalFiles(roots)
-        self._s3 = None if s3 is None else S3Objects(s3)
-        self._store = store
-        self._on_wait = on_wait
+        self._stores = _Stores(s3, store, on_wait)
         self._on_read = on_read
 
     def find(self, field: str, uri: str) -> SourceFile:
@@ -168,36 +173,116 @@ class SourceFiles:
     def _parsed(self, field: str, uri: str) -> FileSource | S3Source | UploadSource:
         try:
             source = parse_uri(uri)
-            check_allowed(source, self._spelled_roots, s3=self._s3 is not None)
+            check_allowed(source, self._spelled_roots, s3=self._stores.objects is not None)
         except UriRefused as refused:
             raise invalid_field(field, uri, str(refused)) from None
         return source
 
     def _file(self, field: str, uri: str, path: str, relative: str, size: int | None = None) -> SourceFile:
-        def opened() -> BinaryIO:
-            return self._local.open(field, uri, path)
-
+        open_file = _LocalFile(self._local, field, uri, path)
         if size is None:
-            with opened() as file:
+            with open_file() as file:
                 size = os.fstat(file.fileno()).st_size
-        return SourceFile(field, uri, size, opened, relative, on_read=self._on_read)
+        return SourceFile(field, uri, size, open_file, relative, on_read=self._on_read)
 
     def _bucket(self) -> S3Objects:
-        assert self._s3 is not None  # `check_allowed` refuses s3:// without an endpoint
-        return self._s3
+        objects = self._stores.objects
+        assert objects is not None  # `check_allowed` refuses s3:// without an endpoint
+        return objects
 
     def _object(self, field: str, uri: str, path: str, relative: str, size: int | None = None) -> SourceFile:
-        bucket = self._bucket()
         if size is None:
-            size = bucket.size(field, uri, path)
-        return SourceFile(field, uri, size, lambda: bucket.open(field, uri, path), relative, on_read=self._on_read)
+            size = self._bucket().size(field, uri, path)
+        return SourceFile(field, uri, size, _S3File(self._stores, field, uri, path), relative, on_read=self._on_read)
 
     def _upload(self, field: str, name: str) -> SourceFile:
-        store = self._store
+        store = self._stores.store
         if store is None:
             raise invalid_field(field, name, "no upload can be read here")
-        opened = partial(open_upload, store, name, on_wait=self._on_wait, field=field, pins=PinnedBlocks())
-        return SourceFile(field, name, upload_size(store, name), opened, is_upload=True, on_read=self._on_read)
+        open_file = _UploadFile(self._stores, field, name, PinnedBlocks())
+        return SourceFile(field, name, upload_size(store, name), open_file, is_upload=True, on_read=self._on_read)
+
+
+# --- Openers ---
+# Open one file each, in this process or in another one.
+
+
+class _Stores:
+    """The store, and the S3 endpoint of objects.
+
+    A copy in another process opens the store again, by its settings and when it is first needed; the endpoint is then
+    that of the store. Only without a store does the endpoint itself travel.
+    """
+
+    def __init__(self, s3: fs.FileSystem | None, store: ObjectStore | None, on_wait: Callable[[], None]) -> None:
+        self._settings = None if store is None else store.settings
+        self._opened: tuple[fs.FileSystem | None, ObjectStore | None] | None = (s3, store)
+        self.on_wait = on_wait
+
+    @property
+    def store(self) -> ObjectStore | None:
+        return self._both()[1]
+
+    @property
+    def objects(self) -> S3Objects | None:
+        s3 = self._both()[0]
+        return None if s3 is None else S3Objects(s3)
+
+    def _both(self) -> tuple[fs.FileSystem | None, ObjectStore | None]:
+        if self._opened is None:
+            assert self._settings is not None
+            store = _opened_once(self._settings)
+            self._opened = (s3_of(store), store)
+        return self._opened
+
+    def __getstate__(self) -> dict[str, Any]:
+        opened = self._opened if self._settings is None else None
+        return {"_settings": self._settings, "_opened": opened, "on_wait": _nothing}
+
+
+@dataclass(frozen=True)
+class _LocalFile:
+    files: LocalFiles
+    field: str
+    uri: str
+    path: str
+
+    def __call__(self) -> BinaryIO:
+        return self.files.open(self.field, self.uri, self.path)
+
+
+@dataclass(frozen=True)
+class _S3File:
+    stores: _Stores
+    field: str
+    uri: str
+    path: str
+
+    def __call__(self) -> BinaryIO:
+        objects = self.stores.objects
+        assert objects is not None
+        return objects.open(self.field, self.uri, self.path)
+
+
+@dataclass(frozen=True)
+class _UploadFile:
+    """`pins` travel, so that another process reads the bytes that were read and verified here."""
+
+    stores: _Stores
+    field: str
+    name: str
+    pins: PinnedBlocks
+
+    def __call__(self) -> BinaryIO:
+        store = self.stores.store
+        assert store is not None
+        return open_upload(store, self.name, on_wait=self.stores.on_wait, field=self.field, pins=self.pins)
+
+
+@cache
+def _opened_once(settings: StoreSettings) -> ObjectStore:
+    """Opens the store, once in a process."""
+    return open_store(settings)
 
 
 def s3_of(store: ObjectStore) -> fs.FileSystem | None:

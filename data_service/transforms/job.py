@@ -24,10 +24,12 @@ from data_service.domain.layout import SplitRange
 from data_service.domain.split_rules import RatioDivider, SplitRule, divider, split_order, taken_away
 from data_service.domain.statistics import SplitStatistics
 from data_service.domain.transform_spec import TransformSpec
+from data_service.kept_parts import KeptPass
+from data_service.parallel import PartRunner, Passes, Progress, Results, Work, run_on_ray
 from data_service.transforms.checking import output_schema, remaining
-from data_service.transforms.parallel import PartRunner, Passes, Progress, Results, Work, run_on_ray
 from data_service.transforms.plan import PartitionRange, plan_parts
 from data_service.transforms.work import (
+    RESULTS,
     CountPart,
     FindKeys,
     FitPart,
@@ -37,6 +39,7 @@ from data_service.transforms.work import (
     WritePart,
     Written,
     batch_rows,
+    files_of,
 )
 from millrace.common.v1 import transform_pb2
 from shared.dataset_version import VersionReader, load_version
@@ -66,7 +69,7 @@ def run_transform(context: AttemptContext, run_parts: PartRunner = run_on_ray) -
     """
     spec = TransformSpec.from_record(context.job.spec["transform"])
     source = load_source(context.store, spec.source, spec.source_sha256)
-    with attempt_folder(context) as (folder, scratch):
+    with attempt_folder(context, keeps_parts=True) as (folder, scratch):
         return _Transform(context, spec, source, folder, scratch, run_parts).run()
 
 
@@ -118,7 +121,7 @@ class _Transform:
         ranges, parts = lay_out(self._spec.rule, self._source.manifest.splits, parts, counts)
         outcome = Outcome(self._spec, self._source, self._pipeline, schema, ranges, self._scratch)
         work = WritePart(self._maker(schema, None), checks, repeats, self._folder)
-        with closing(self._pass("WRITING", work, parts)) as results:
+        with closing(self._pass("WRITING", work, parts, self._kept("write", repeats))) as results:
             for part, written in results:
                 # The counts may differ if a failing check rejected rows here. That failure is raised at the commit,
                 # after all parts.
@@ -133,6 +136,7 @@ class _Transform:
 
         Each pass fits the steps that depend on no unfitted step.
         """
+        passes = 0
         while self._pipeline.unfitted:
             parts = plan_parts(self._reader, output_schema(self._pipeline, self._given))
             if self._divider is None:
@@ -140,10 +144,11 @@ class _Transform:
             fitter, untaught = self._pipeline.fitter(self._given), self._pipeline.fitter(self._given)
             columns = self._columns_to_fit(fitter)
             work = FitPart(self._rows(self._reader.select(columns)), untaught, self._spec.fit_split, columns)
-            with closing(self._pass("FITTING", work, parts)) as results:
+            with closing(self._pass("FITTING", work, parts, self._kept(f"fit-{passes}"))) as results:
                 for _, taught in results:
                     fitter.merge(taught)
             self._pipeline = fitter.fitted()
+            passes += 1
 
     def _columns_to_fit(self, fitter: Fitter) -> list[str]:
         """Returns the source columns that the steps fitted in this pass need."""
@@ -155,7 +160,8 @@ class _Transform:
 
     def _repeats(self, parts: list[PartitionRange], schema: pa.Schema, checks: RowChecks) -> Repeats:
         keys: UniqueKeys | None = None
-        with closing(self._pass("FITTING", FindKeys(self._judging(schema, checks), checks), parts)) as results:
+        work = FindKeys(self._judging(schema, checks), checks)
+        with closing(self._pass("FITTING", work, parts, self._kept("keys"))) as results:
             for _, found in results:
                 if keys is None:
                     keys = found
@@ -182,7 +188,7 @@ class _Transform:
         counts: list[Counter[str]] = [Counter() for _ in parts]
         found = CheckCounts(checks.checks)
         work = CountPart(self._judging(schema, checks), checks, repeats)
-        with closing(self._pass("FITTING", work, parts)) as results:
+        with closing(self._pass("FITTING", work, parts, self._kept("count", repeats))) as results:
             for part, counted in results:
                 counts[part.number] = counted.rows
                 found.merge(counted.checks)
@@ -204,8 +210,21 @@ class _Transform:
         images = tuple(image_columns(self._pipeline.steps, self._given))
         return VersionRows(self._context.store.settings, self._source, self._divider, limit, images)
 
-    def _pass(self, phase: str, work: Work, parts: list[PartitionRange]) -> Results:
-        return self._passes.over(phase, work, parts, foreign_code=self._pipeline.has_custom)
+    def _pass(
+        self, phase: str, work: Work[PartitionRange], parts: list[PartitionRange], kept: KeptPass
+    ) -> Results[PartitionRange]:
+        return self._passes.over(phase, work, parts, foreign_code=self._pipeline.has_custom, kept=kept)
+
+    def _kept(self, name: str, repeats: Repeats | None = None) -> KeptPass:
+        """Describes a pass, so that later attempts take over the results that depend on the same."""
+        ordinals = {} if repeats is None else repeats.ordinals
+        depends_on = {
+            "job": [self._context.job.uid, self._context.job.spec],
+            "source": self._source.manifest_sha256,
+            "pipeline": self._pipeline.config,
+            "repeats": {check: sha256_hex(found.tobytes()) for check, found in sorted(ordinals.items())},
+        }
+        return KeptPass(name, depends_on, RESULTS, files_of)
 
 
 def _drawn(drawn: RatioDivider, part: PartitionRange) -> Counter[str]:

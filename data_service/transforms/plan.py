@@ -28,7 +28,7 @@ COMPRESSION = 3
 
 @dataclass(frozen=True)
 class PartitionRange:
-    """Consecutive row groups of one split.
+    """Consecutive row groups of one split, as one part of a pass.
 
     `number` counts from 0 in the order of row ids. `first_row_ids` are the first row ids of its results, by split;
     empty until they are known.
@@ -47,6 +47,10 @@ class PartitionRange:
     def row_count(self) -> int:
         last = self.groups[-1]
         return last.first_row_id + last.row_count - self.first_row_id
+
+    @property
+    def where(self) -> str:
+        return f"rows {self.first_row_id} to {self.first_row_id + self.row_count - 1} of split {self.split!r}"
 
 
 def plan_parts(

@@ -20,9 +20,9 @@ from data_service.attempt import attempt_folder, commit_version
 from data_service.domain.bad_rows import build_report
 from data_service.domain.checks_rows import RowChecks
 from data_service.domain.transform_spec import PredictSpec
+from data_service.parallel import PartRunner, Passes, Pool, Progress, Results, Work, pool_of, run_on_ray
 from data_service.transforms.checking import NewColumns, columns_with, new_columns, preparation
 from data_service.transforms.job import Gathered, impure, lay_out, load_source
-from data_service.transforms.parallel import PartRunner, Passes, Pool, Progress, Results, Work, pool_of, run_on_ray
 from data_service.transforms.plan import PartitionRange, parts_of, plan_parts
 from data_service.transforms.predict_work import Predictor, Preparer
 from data_service.transforms.predictor_work import (
@@ -222,5 +222,7 @@ class _Predict:
             columns=new.predictions.names,
         )
 
-    def _pass(self, phase: str, work: Work, parts: list[PartitionRange], pool: Pool | None) -> Results:
+    def _pass(
+        self, phase: str, work: Work[PartitionRange], parts: list[PartitionRange], pool: Pool | None
+    ) -> Results[PartitionRange]:
         return self._passes.over(phase, work, parts, foreign_code=self._model.runs_foreign_code, pool=pool)

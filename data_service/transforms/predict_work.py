@@ -18,7 +18,6 @@ from data_service.transforms.checking import CHAIN, Array, PredictionColumns, Pr
 from data_service.transforms.plan import PartitionRange
 from data_service.transforms.work import LeftOut, SplitRows, TransformedRows, VersionRows, ended_in_time
 from shared.checkpoint import load_checkpoint
-from shared.checkpoint.format import WEIGHTS
 from shared.checkpoint.missing_values import BadRow
 from shared.code_loading import load_code
 from shared.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
@@ -177,8 +176,6 @@ class Predictor:
         Raises `DataLoss` for a damaged checkpoint, and `FailedPrecondition` if the model does not load.
         """
         found = load_checkpoint(open_store(self.source.settings), self.checkpoint.folder, self.checkpoint.sha256)
-        # Before the import of torch, which takes seconds, so that a damaged file is reported at once.
-        weights = found.read(WEIGHTS)
         if found.content.model.is_own:
             # Only in this Ray worker: the service that created the job has checked that such code may run.
             load_code(open_store(self.source.settings), found.content.model.code_bundle)
@@ -186,7 +183,7 @@ class Predictor:
 
         device = _device(self.workers)
         logger.info("loading %s on %s", self.checkpoint.name, device)
-        return LoadedModel(found.content, weights, device)
+        return LoadedModel(found, device)
 
 
 def _fitting(run: LoadedModel, prepared: Array) -> Sequence[NDArray[np.generic]]:

@@ -25,6 +25,7 @@ from data_service.domain.bad_rows import BadRowLog, BadRowPart, BadRowPolicy, ex
 from data_service.domain.checks_rows import CheckCounts, Repeats, RowChecks, UniqueKeys
 from data_service.domain.split_rules import Divider
 from data_service.domain.statistics import SplitStatistics
+from data_service.kept_parts import ResultFormat
 from data_service.transforms.plan import PartitionRange
 from shared.dataset_version import RowGroup, SplitWriter, VersionReader
 from shared.dataset_version.manifest import DataFile, row_bytes
@@ -182,6 +183,37 @@ class Written:
     statistics: dict[str, SplitStatistics]
     checks: CheckCounts
     bad_rows: BadRowPart
+
+
+# How the results of these kinds of work are stored. A fitter is read back without its pipeline, to be merged into one
+# that has it.
+RESULTS = ResultFormat(
+    classes=frozenset(
+        (
+            "data_service.domain.bad_rows.*",
+            "data_service.domain.checks.*",
+            "data_service.domain.checks_rows.*",
+            "data_service.domain.statistics.*",
+            "data_service.transforms.work.Counted",
+            "data_service.transforms.work.Written",
+            "shared.dataset_version.manifest.DataFile",
+            "shared.transforms.exact.*",
+            "shared.transforms.pipeline.Fitter",
+            "shared.transforms.steps.encoding._CategoriesAccumulator",
+            "shared.transforms.steps.filling._CountsAccumulator",
+            "shared.transforms.steps.filling._MeanAccumulator",
+            "shared.transforms.steps.scaling._BoundsAccumulator",
+            "shared.transforms.steps.scaling._MomentsAccumulator",
+            "shared.transforms.steps.tokenizing._WordsAccumulator",
+        )
+    ),
+    left_out=(Pipeline, Step),
+)
+
+
+def files_of(result: object) -> list[str]:
+    """Returns the paths of a result's data files, relative to the attempt's folder."""
+    return [file.path for file in result.files] if isinstance(result, Written) else []
 
 
 @dataclass(frozen=True)

@@ -92,21 +92,17 @@ class Deployments:
                 return deployment.as_record()
             raise already_exists(deployment.name)
 
-        made = _deployment(deployment.name, self._log(deployment.name).update(decide))
+        made = _deployment(deployment.name, self.log(deployment.name).update(decide))
         assert made is not None
         return made
 
     def find(self, name: str) -> Deployment | None:
         """Returns the newest state in the log, even of a deleted deployment."""
-        return _deployment(name, self._log(name).head())
+        return _deployment(name, self.log(name).head())
 
-    def follow(self, name: str) -> Callable[[], Deployment | None]:
-        """Returns a function that reads the newest state.
-
-        Each call costs one read if nothing changed. Not safe for several threads.
-        """
-        log = self._log(name)
-        return lambda: _deployment(name, log.head())
+    def follow(self, name: str) -> FollowedDeployment:
+        """Opens the deployment of that name for repeated reads."""
+        return FollowedDeployment(name, self.log(name))
 
     def get(self, name: str) -> Deployment:
         """Returns the deployment; raises `NotFound`."""
@@ -131,7 +127,7 @@ class Deployments:
         return self._newest(name, lambda deployment: deployment.request_id == request_id)
 
     def _newest(self, name: str, fits: Callable[[Deployment], bool]) -> Deployment | None:
-        log = self._log(name)
+        log = self.log(name)
         record = log.head()
         while record is not None:
             deployment = _deployment(name, record)
@@ -182,7 +178,7 @@ class Deployments:
             after = decide(_deployment(name, record))
             return after.as_record() if after is not None else None
 
-        newest = _deployment(name, self._log(name).update(appended))
+        newest = _deployment(name, self.log(name).update(appended))
         assert newest is not None
         return newest
 
@@ -197,7 +193,7 @@ class Deployments:
             after = step(before) if before is not None and before.uid == uid else None
             return after.as_record() if after is not None else None
 
-        newest = _deployment(name, self._log(name).update(decide))
+        newest = _deployment(name, self.log(name).update(decide))
         return newest if newest is not None and newest.uid == uid else None
 
     def rollout_made_by(self, name: str, request_id: str) -> Deployment | None:
@@ -249,8 +245,31 @@ class Deployments:
         for name in {version.checkpoint for version in versions} - {version.checkpoint for version in others}:
             checkpoint_references.release(self._store, name, REFERENCE_KIND, deployment.uid)
 
-    def _log(self, name: str) -> ResourceLog:
+    def log(self, name: str) -> ResourceLog:
+        """Opens the log of the deployment of that name, for one thread."""
         return _Log(self._store, name)
+
+
+class FollowedDeployment:
+    """Reads one deployment again and again, see `shared.watching.Follower`. Not safe for several threads."""
+
+    def __init__(self, name: str, log: ResourceLog) -> None:
+        self._name = name
+        self._log = log
+
+    @property
+    def number(self) -> int:
+        return self._log.newest_known.number if self._log.newest_known else 0
+
+    def read(self) -> Deployment:
+        """Returns the deployment, which may be another one than before. Costs one request if nothing changed.
+
+        Raises `NotFound`.
+        """
+        found = _deployment(self._name, self._log.head())
+        if found is None or found.state is State.GONE:
+            raise not_found(self._name)
+        return found
 
 
 class _Log(ResourceLog):
@@ -367,18 +386,10 @@ class DeploymentManager:
         names.parse("name", name, "deployments/{m}")
         return self._deployments.get(name)
 
-    def follow(self, name: str) -> Callable[[], Deployment | None]:
-        """Returns a function that reads the newest state, None once it is deleted.
-
-        Raises `InvalidArgument` and `NotFound`.
-        """
-        first, newest = self.get(name), self._deployments.follow(name)
-
-        def poll() -> Deployment | None:
-            found = newest()
-            return found if found is not None and found.uid == first.uid and found.state is not State.GONE else None
-
-        return poll
+    def follow(self, name: str) -> FollowedDeployment:
+        """Opens the deployment of that name for repeated reads; raises `InvalidArgument`."""
+        names.parse("name", name, "deployments/{m}")
+        return self._deployments.follow(name)
 
     def page(self, size: int, token: str) -> tuple[list[Deployment], str]:
         """Returns one page of deployments; raises `InvalidArgument`."""
@@ -485,6 +496,13 @@ class DeploymentOperations:
             return rollout_operation_of(self._rolled_out(name))
         return operation_of(self._deployment(name))
 
+    def follow(self, name: str) -> FollowedOperation:
+        """Opens an operation for repeated reads; raises `NotFound`."""
+        if not name.startswith((f"{OPERATIONS}/{PREFIX}", f"{OPERATIONS}/{ROLLOUT_PREFIX}")):
+            raise not_found(name)
+        log = self._deployments.log(self._pointer(name)["deployment"])
+        return FollowedOperation(log, lambda: self.get(name))
+
     def list_ids(self) -> list[str]:
         return [folder for folder in self._store.folders(OPERATIONS) if folder.startswith((PREFIX, ROLLOUT_PREFIX))]
 
@@ -542,6 +560,31 @@ class DeploymentOperations:
         if deployment is None:  # its creation was refused after the pointer was written
             raise not_found(name)
         return deployment
+
+
+class FollowedOperation:
+    """Reads one operation again and again, see `shared.watching.Follower`.
+
+    `get` reads the operation. It is called again only when its deployment's log has a new record.
+    """
+
+    def __init__(self, log: ResourceLog, get: Callable[[], operations_pb2.Operation]) -> None:
+        self._log = log
+        self._get = get
+        self._seen: Record | None = None
+        self._operation = operations_pb2.Operation()
+
+    @property
+    def number(self) -> int:
+        return self._seen.number if self._seen else 0
+
+    def read(self) -> operations_pb2.Operation:
+        """Returns the operation; raises `NotFound`."""
+        record = self._log.head()
+        if record is None or record is not self._seen:
+            self._operation = self._get()
+            self._seen = record
+        return self._operation
 
 
 def operation_of(deployment: Deployment) -> operations_pb2.Operation:

@@ -27,7 +27,7 @@ from inference_service.serve.autoscaling import REFUSED, ROWS
 from inference_service.serve.sockets import ReplicaSocketServer, listen
 from shared.checkpoint import CheckpointContent, load_checkpoint
 from shared.checkpoint.files import node_copy
-from shared.checkpoint.format import PROGRAM_CHECKPOINT, WEIGHTS, load_program_checkpoint
+from shared.checkpoint.format import PROGRAM_CHECKPOINT, load_program_checkpoint
 from shared.code_loading import load_code
 from shared.errors import FailedPrecondition, Internal, MillraceError, Unavailable
 from shared.own_code import OwnCode, allowed_functions
@@ -217,13 +217,16 @@ def _trace(variables: Mapping[str, str]) -> None:
 
 
 def _load(spec: ReplicaSpec) -> tuple[Any, Loaded]:
-    # Before the import of torch, which takes seconds, so that a damaged checkpoint is reported at once.
+    # Before the import of torch, which takes seconds, so that a missing checkpoint is reported at once.
     try:
-        content, weights = _retry_on_outage(lambda: _read(spec))
+        checkpoint = _retry_on_outage(
+            lambda: load_checkpoint(open_store(spec.store), spec.folder, spec.manifest_sha256)
+        )
     except FailedPrecondition as error:
         if error.specific_reason != PROGRAM_CHECKPOINT:
             raise
         return _load_predictor(spec)
+    content = checkpoint.content
     if content.model.is_own:
         _load_own_code(spec, content)
     import torch
@@ -232,12 +235,10 @@ def _load(spec: ReplicaSpec) -> tuple[Any, Loaded]:
 
     torch.set_num_threads(spec.threads)
     # The functions are allowed by this node's environment, because its operator decides which code runs here.
-    model = ServedModel(
-        content,
-        weights,
-        allowed_functions(os.environ),
-        assigned_device(),
-        allow_non_finite=spec.allow_non_finite,
+    model = _retry_on_outage(
+        lambda: ServedModel(
+            checkpoint, allowed_functions(os.environ), assigned_device(), allow_non_finite=spec.allow_non_finite
+        )
     )
     batch_s = model.warm_up(spec.max_batch_size)
     return model, Loaded(model.signature, content.dataset_version, batch_s)
@@ -268,11 +269,6 @@ def _load_own_code(spec: ReplicaSpec, content: CheckpointContent) -> None:
         f"the model of {content.training_job} is made by code of {content.model.code_bundle}: "
     )
     _retry_on_outage(lambda: load_code(open_store(spec.store), content.model.code_bundle))
-
-
-def _read(spec: ReplicaSpec) -> tuple[CheckpointContent, bytes]:
-    checkpoint = load_checkpoint(open_store(spec.store), spec.folder, spec.manifest_sha256)
-    return checkpoint.content, checkpoint.read(WEIGHTS)
 
 
 def _retry_on_outage(read: Callable[[], T]) -> T:

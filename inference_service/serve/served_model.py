@@ -20,7 +20,7 @@ from inference_service.domain.batch_policy import bucket, buckets
 from inference_service.domain.signature import FREE, PREPARED, RAW, Outputs, Rows, Signature, TensorSpec
 from inference_service.domain.tensors import DATATYPES, Array
 from inference_service.serve.preprocessing import Preprocessing
-from shared.checkpoint import CheckpointContent
+from shared.checkpoint import Checkpoint
 from shared.checkpoint.missing_values import finite_rows
 from shared.errors import FailedPrecondition, InvalidArgument, MillraceError
 from shared.model_spec import REGRESSION, ModelSpec
@@ -46,23 +46,23 @@ class ServedModel:
 
     def __init__(
         self,
-        content: CheckpointContent,
-        weights: bytes,
+        checkpoint: Checkpoint,
         custom_allowed: Collection[str] = (),
         device: torch.device = CPU,
         *,
         allow_non_finite: bool = False,
     ) -> None:
-        """`weights` are the verified bytes of a safetensors file.
+        """Reads the checkpoint's weights.
 
         `custom_allowed` are the functions that custom steps may name. The model runs on `device`, the preprocessing
         always on the CPU, as in training. `allow_non_finite` is as in `Preprocessing`.
         """
+        content = checkpoint.content
         try:
             self.preprocessing = Preprocessing(content, custom_allowed, allow_non_finite=allow_non_finite)
         except (InvalidArgument, ValueError) as error:
             raise does_not_load(content, error) from error
-        run = LoadedModel(content, weights, device)
+        run = LoadedModel(checkpoint, device)
         self.module = run.module
         self._run = Layouts(run)
         self.signature = Signature(

@@ -29,7 +29,7 @@ from typing import Any
 
 from shared.checkpoint import reading
 from shared.checkpoint.reading import Readable, StoredFile, blocks_of, digests_of, read_pieces
-from shared.checkpoint.tensor_ranges import read_whole, whole_path
+from shared.checkpoint.tensor_ranges import StoredTensor, Wanted, read_index, read_rows, read_whole, whole_path
 from shared.dataset_version.manifest import Column
 from shared.durable import fields_of
 from shared.errors import DataLoss, FailedPrecondition
@@ -179,6 +179,20 @@ class Checkpoint:
             return bytes(read_whole(self._store, self.stored(path)))
         return b"".join(self._pieces(path))
 
+    def tensors(self, path: str) -> dict[str, StoredTensor]:
+        """Return where the tensors of `path` lie, by name, without reading them.
+
+        Raises `DataLoss` if a file is missing, damaged, or longer than the manifest says.
+        """
+        files = self.stored(path)
+        for file in files:
+            self._refuse_longer(file)
+        return read_index(self._store, files)[0]
+
+    def fill(self, wanted: Sequence[Wanted]) -> None:
+        """Read rows of `tensors` right into memory. Raises `DataLoss`: what was filled must then not be used."""
+        read_rows(self._store, wanted)
+
     def verify(self) -> None:
         """Read every file once, without keeping it. Raises `DataLoss`."""
         for path in self._files:
@@ -196,10 +210,13 @@ class Checkpoint:
         if path not in self._files:
             raise _lost(self._folder, path, "is not in the manifest")
         file = StoredFile.from_manifest(self._folder, self._files[path])
+        self._refuse_longer(file)
+        return read_pieces(self._store, file)
+
+    def _refuse_longer(self, file: StoredFile) -> None:
         found = self._store.size(file.key)
         if found is not None and found > file.size_bytes:
-            raise _lost(self._folder, path, "is longer than its manifest says")
-        return read_pieces(self._store, file)
+            raise _lost(self._folder, file.key.removeprefix(f"{self._folder}/"), "is longer than its manifest says")
 
 
 def write_checkpoint(

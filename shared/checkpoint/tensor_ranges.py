@@ -94,6 +94,7 @@ def read_index(store: Readable, files: Sequence[StoredFile]) -> tuple[dict[str, 
         for name, one in header.items():
             first, shape = shards.get(name, (0, one["shape"]))
             count = one["shape"][0] if one["shape"] else 1
+            _check_range(file, name, one, start)
             shapes.setdefault(name, (one["dtype"], tuple(shape)))
             pieces.setdefault(name, []).append(_Rows(file, start + one["data_offsets"][0], first, count))
     found = {
@@ -172,6 +173,14 @@ def _header(store: Readable, file: StoredFile) -> tuple[dict[str, Any], int]:
     except ValueError:
         raise DataLoss(f"{file.key} has no header of safetensors", metadata={"file": file.key}) from None
     return header, LENGTH_BYTES + length
+
+
+def _check_range(file: StoredFile, name: str, one: Mapping[str, Any], start: int) -> None:
+    """Raise `DataLoss` unless the file has as many bytes for a tensor as its type and shape need."""
+    begin, end = one["data_offsets"]
+    size_bytes = math.prod(one["shape"]) * ITEM_BYTES.get(one["dtype"], 0)
+    if one["dtype"] not in ITEM_BYTES or not 0 <= begin <= end <= file.size_bytes - start or end - begin != size_bytes:
+        raise DataLoss(f"{file.key}: the header's entry of {name!r} is wrong", metadata={"file": file.key})
 
 
 def _first(store: Readable, file: StoredFile, length: int) -> bytes:

@@ -104,12 +104,11 @@ class RowGroups(Sequence[RowGroup]):
         )
 
     def __repr__(self) -> str:  # the same for equal groups in each process, as that of their list is
-        arrays = (self.row_counts, self.file_indices, self.file_starts, self.file_first_row_ids)
-        digest = hashlib.sha256(b"".join(np.asarray(array, "<i8").tobytes() for array in arrays)).hexdigest()
+        digest = hashlib.sha256(b"".join(self._bytes())).hexdigest()
         return f"RowGroups({len(self)} groups, {self.row_count} rows, sha256 {digest})"
 
-    def __reduce__(self) -> tuple[Any, ...]:  # without the cached ends
-        return RowGroups, (self.row_counts, self.file_indices, self.file_starts, self.file_first_row_ids)
+    def __reduce__(self) -> tuple[Any, ...]:  # the same bytes for equal groups in each process
+        return _row_groups_of, self._bytes()
 
     @cached_property
     def ends(self) -> Ints:
@@ -157,6 +156,10 @@ class RowGroups(Sequence[RowGroup]):
 
     __hash__ = None  # type: ignore[assignment]
 
+    def _bytes(self) -> tuple[bytes, ...]:
+        arrays = (self.row_counts, self.file_indices, self.file_starts, self.file_first_row_ids)
+        return tuple(np.asarray(array, "<i8").tobytes() for array in arrays)
+
     def _sliced(self, begin: int, end: int, step: int) -> RowGroups:
         if step != 1:
             raise ValueError("row groups are sliced in their order; use a step of 1")
@@ -181,6 +184,10 @@ class RowGroups(Sequence[RowGroup]):
 
 
 NO_GROUPS = RowGroups(*(np.zeros(0, np.int64) for _ in range(4)))
+
+
+def _row_groups_of(*arrays: bytes) -> RowGroups:
+    return RowGroups(*(np.frombuffer(array, "<i8").astype(np.int64) for array in arrays))
 
 
 def _concatenated(arrays: Sequence[Ints]) -> Ints:

@@ -112,6 +112,11 @@ class AttemptContext:
         """Whether a client requested a pause, by a state of the last second."""
         return self._newest.state is JobState.SUSPENDING
 
+    @property
+    def is_superseded(self) -> bool:
+        """Whether a later attempt of the same job has taken over, by a state of the last second."""
+        return not self._gone and self._newest.attempt > self.attempt
+
     def afterwards(self, do: Callable[[], None]) -> None:
         """Call `do` once the log records the attempt's end, so that no client waits for it."""
         self._afterwards.append(do)

@@ -118,27 +118,6 @@ class Jobs:
             record = log.read(record.number - 1)
         return JobRecord.from_state(record.state) if record else None
 
-    def since(self, folder: str, name: str, seen: JobRecord) -> list[JobRecord]:
-        """Return the states of the job after `seen`, one of its earlier states, oldest first.
-
-        Each state costs one read. If the job was created anew since, all states of the new job are returned.
-
-        Raises `NotFound` that names `name` if it was deleted.
-        """
-        log = ResourceLog(self._store, log_prefix(folder))
-        record = log.head()
-        newest = JobRecord.from_state(record.state) if record else None
-        if record is None or newest is None or newest.state is JobState.DELETED:
-            raise not_found(name)
-        behind: list[JobRecord] = []
-        while record is not None:
-            job = JobRecord.from_state(record.state)
-            if job == seen or job.uid != newest.uid:
-                break
-            behind.append(job)
-            record = log.read(record.number - 1)
-        return behind[::-1]
-
     def made_by(self, request_id: str, name: str) -> JobRecord | None:
         """Return the job of that name if this request created it, else None.
 

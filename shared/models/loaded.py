@@ -17,10 +17,26 @@ from safetensors.torch import load as load_safetensors
 from torch import Tensor, nn
 
 from shared.checkpoint import CheckpointContent
+from shared.checkpoint.format import WEIGHTS, Checkpoint
+from shared.checkpoint.tensor_ranges import Wanted
 from shared.code_loading import entry_failed
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.model_spec import REGRESSION, ModelSpec, TargetScaling
 from shared.models.building import build_model, load_weights
+
+# The types of tensors by their names in files of safetensors.
+TORCH_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 # --- Loaded ---
 
@@ -30,14 +46,18 @@ Outputs = list[NDArray[np.generic]]
 class LoadedModel:
     """A model that is ready for inference. Not thread-safe.
 
-    Raises `FailedPrecondition` if the weights do not fit the model.
+    Raises `FailedPrecondition` if the weights do not fit the model, `DataLoss` if they are damaged, and `Unavailable`.
     """
 
-    def __init__(self, content: CheckpointContent, weights: bytes, device: torch.device | str = "cpu") -> None:
-        """`weights` are the verified bytes of a safetensors file."""
+    def __init__(self, checkpoint: Checkpoint, device: torch.device | str = "cpu") -> None:
+        """Build the checkpoint's model, and read its weights right into it.
+
+        So a process holds the model and a few ranges of the file, and never the file beside the model.
+        """
+        content = checkpoint.content
         try:
             self.module = build_model(content.model)
-            load_weights(self.module, load_safetensors(weights))
+            read_weights(self.module, checkpoint)
         except (InvalidArgument, RuntimeError, SafetensorError, ValueError) as error:
             raise does_not_load(content, error) from error
         self.module.eval()
@@ -76,6 +96,38 @@ class LoadedModel:
                 return [undo_scaling(self._target_scaling, given).cpu().numpy()]
             outputs = (given, given.softmax(dim=1), given.argmax(dim=1))
         return [output.cpu().numpy() for output in outputs]
+
+
+def read_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Read the checkpoint's weights and buffers right into a model that was built for them.
+
+    A tensor of another dtype, device or memory order is read beside the model and copied, and so is a file whose blocks
+    have no digests: a small one, or an earlier release's. Raises `RuntimeError`, before any weight is read, if names or
+    shapes differ.
+    """
+    if not all(file.blocks for file in checkpoint.stored(WEIGHTS)):
+        load_weights(model, load_safetensors(checkpoint.read(WEIGHTS)))
+        return
+    stored, own = checkpoint.tensors(WEIGHTS), model.state_dict()
+    weights: dict[str, Tensor] = {}
+    wanted: list[Wanted] = []
+    for name, tensor in stored.items():
+        there, dtype = own.get(name), TORCH_DTYPES[tensor.dtype]
+        if there is None or tensor.shape != tuple(there.shape):
+            weights[name] = torch.empty(tensor.shape, dtype=dtype, device="meta")
+            continue
+        if there.dtype != dtype or there.device.type != "cpu" or not there.is_contiguous():
+            there = torch.empty(tensor.shape, dtype=dtype)
+        weights[name] = there
+        wanted.append(Wanted(tensor, 0, memory_of(there)))
+    if not any(one.is_meta for one in weights.values()):
+        checkpoint.fill(wanted)
+    load_weights(model, weights)
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor in host memory."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _run_own_module(module: nn.Module, inputs: torch.Tensor, model: ModelSpec) -> torch.Tensor:

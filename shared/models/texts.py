@@ -166,6 +166,17 @@ def _config(transformers: Any, spec: ModelSpec, path: str) -> PretrainedConfig:
     return config
 
 
+def lacks_padding_id(spec: ModelSpec) -> bool:
+    """Return whether neither `spec` nor its type says which id pads, where a classifier finds a text's end by that id.
+
+    `spec` is one that `build_text_model` takes. It takes 0 then, which is right only for some tokenizers.
+    """
+    if spec.builder != SEQUENCE_CLASSIFICATION or spec.kwargs.get("pad_token_id") is not None:
+        return False
+    kind = import_library(spec.builder, "builder").CONFIG_MAPPING[spec.kwargs["model_type"]]
+    return getattr(kind(), "pad_token_id", None) is None
+
+
 def _arguments(known: set[str]) -> list[str]:
     return sorted(name for name in known - DECIDED if not name.startswith("_") and name != "model_type")
 

@@ -355,6 +355,21 @@ class ObjectStore:
         backend, parts = self._writing or self._backend, parts_for(0)
         _written(key, lambda: obstore.put(backend, key, pieces(), mode="overwrite", **parts))
 
+    def copy(self, source: str, target: str) -> None:
+        """Write the object `source` as `target` within the store, replacing an existing one. S3 copies up to 5 GiB.
+
+        In a local directory both are one file until one of them is written anew, where the disk has hard links. Raises
+        `ObjectMissing`.
+        """
+        if not isinstance(self._backend, LocalStore):
+            _written(target, lambda: obstore.copy(self._writing or self._backend, source, target))
+            return
+        try:
+            with _errors(source):
+                obstore.copy(self._backend, source, target)
+        except Unavailable:  # the disk has no hard links
+            self.upload_file(Path(str(self._backend.prefix)) / source, target)
+
     def _for_writing(self, size_bytes: int) -> LocalStore | S3Store:
         is_large = size_bytes > STREAMED_FROM_BYTES
         return self._writing if self._writing is not None and is_large else self._backend

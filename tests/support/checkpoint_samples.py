@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from shared.checkpoint import CheckpointContent, CheckpointEntry, write_checkpoint
+from shared.checkpoint import Checkpoint, CheckpointContent, CheckpointEntry, load_checkpoint, write_checkpoint
+from shared.checkpoint.format import WEIGHTS
 from shared.model_spec import ModelSpec
-from shared.storage import ObjectStore
+from shared.settings import StoreSettings
+from shared.storage import ObjectStore, open_store
 from tests.support.versions import SCHEMA, columns_of
 
 JOB = "trainingJobs/j"
@@ -56,3 +59,10 @@ def entry(step: int, *, attempt: int = 1, name: str = "", **metrics: float) -> C
 def write(store: ObjectStore, folder: str = "checkpoint") -> str:
     """Returns the manifest's digest."""
     return write_checkpoint(store, folder, content(), FILES)[0]
+
+
+def stored_checkpoint(folder: Path, content: CheckpointContent, weights: bytes) -> Checkpoint:
+    """Write a checkpoint with these weights to a store of its own in `folder`."""
+    store = open_store(StoreSettings(url=f"file://{folder}"))
+    manifest_sha256, _ = write_checkpoint(store, "checkpoint", content, {WEIGHTS: weights})
+    return load_checkpoint(store, "checkpoint", manifest_sha256)

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 from google.longrunning import operations_pb2
 
+from data_service.kept_parts import KEPT
 from millrace.common.v1 import transform_pb2
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1.resources_pb2 import DatasetVersion
@@ -205,6 +206,10 @@ class DataPlace:
         """How many Parquet files there are of a version that is being made."""
         return sum(info.key.endswith(".parquet") for info in self.store.list(f"{version}/data"))
 
+    def records_of(self, version: str) -> list[str]:
+        """The keys of the records of finished parts."""
+        return [info.key for info in self.store.list(f"{version}/data") if f"/{KEPT}/" in info.key]
+
     def get(self, version: str) -> DatasetVersion:
         request = pb.GetVersionRequest(name=version)
         found: DatasetVersion = retry_on_outage(lambda: self.client.data.GetVersion(request, timeout=60))
@@ -220,6 +225,8 @@ class DataPlace:
         assert states[-1] == "SUCCEEDED", states
         assert version.manifest_sha256 == digest
         assert self.get(version.name).state == DatasetVersion.STATE_ACTIVE
+        # The records of parts are deleted once the log names the version.
+        wait_until(lambda: not self.records_of(version.name), "records of parts to be deleted")
         there = sorted(info.key.rsplit("/", 1)[-1] for info in self.store.list(f"{version.name}/data"))
         named = ["manifest.json", "report.json", *(file.path for file in version.files)]
         assert there == sorted([*named, QUARANTINE] if version.quarantined_row_count else named)

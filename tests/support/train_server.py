@@ -57,15 +57,18 @@ async def train_stub(store: ObjectStore) -> AsyncIterator[Any]:
         yield train_service_pb2_grpc.TrainServiceStub(kit.channel)
 
 
-def with_client(store: ObjectStore, work: Callable[[TrainClient], T], **options: Any) -> T:
-    """What `work` returns, called in a thread with the SDK's client of a server on `store`."""
+def with_client(store: ObjectStore, work: Callable[[TrainClient], T], *, own_code: bool = True, **options: Any) -> T:
+    """What `work` returns, called in a thread with the SDK's client of a server on `store`.
+
+    `own_code`: whether the service takes that of its callers.
+    """
 
     def call(address: str) -> T:
         with connect(train=address, reconnect_for_s=0, **options) as millrace:
             return work(millrace.train)
 
     async def main() -> T:
-        async with asyncio.timeout(600), running(registered(store)) as kit:
+        async with asyncio.timeout(600), running(registered(store, own_code=own_code)) as kit:
             return await asyncio.to_thread(call, kit.address)
 
     return asyncio.run(main())

@@ -18,9 +18,8 @@ import pyarrow.compute as pc
 
 from data_service.attempt import columns_of
 from data_service.domain.transform_spec import TransformSpec
+from data_service.parallel import P, Pool, Results, Work
 from data_service.transforms.job import run_transform
-from data_service.transforms.parallel import Pool, Results, Work
-from data_service.transforms.plan import PartitionRange
 from shared.dataset_version import SplitWriter, VersionReader, load_version
 from shared.dataset_version.manifest import DataFile, Manifest, Split, sha256_hex
 from shared.dataset_version.pages import manifest_with
@@ -76,12 +75,12 @@ def create_transform(store: ObjectStore, steps: Sequence[dict[str, Any]] = (), *
 def run_here(
     context: AttemptContext,
     folder: str,  # noqa: ARG001
-    work: Work,
-    parts: Sequence[PartitionRange],
+    work: Work[P],
+    parts: Sequence[P],
     *,
     foreign_code: bool,  # noqa: ARG001
     pool: Pool | None = None,
-) -> Results:
+) -> Results[P]:
     """A `PartRunner` without Ray; parts come in an order that is not theirs, and everything travels by pickle. Of a
     pool each process has the work once, for all the parts that it is given."""
     stay = [pickle.loads(pickle.dumps(work)) for _ in range(pool.most or len(parts))] if pool else []

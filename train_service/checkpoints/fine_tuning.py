@@ -144,7 +144,8 @@ def load_initial(store: ObjectStore, name: str, model: nn.Module) -> tuple[Check
     """
     import safetensors.torch
 
-    from train_service.checkpoints.shard_restore import KINDS, read_into
+    from shared.models.loaded import TORCH_DTYPES
+    from train_service.checkpoints.shard_restore import read_into
     from train_service.learning.sharding import put_some_weights
 
     own = model.state_dict()
@@ -156,7 +157,7 @@ def load_initial(store: ObjectStore, name: str, model: nn.Module) -> tuple[Check
             {key: one.shape for key, one in own.items()}, {key: tensor.shape for key, tensor in tensors.items()}
         )
         sources = {key: source_name(key, tensors) for key in found.taken}
-        if all(KINDS[tensors[source].dtype] == own[key].dtype for key, source in sources.items()):
+        if all(TORCH_DTYPES[tensors[source].dtype] == own[key].dtype for key, source in sources.items()):
             # Each rank reads its own rows, right into the model.
             read_into(store, [(tensors[source], own[key]) for key, source in sources.items()])
             return entry, found

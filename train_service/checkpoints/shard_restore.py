@@ -18,15 +18,15 @@ from shared.checkpoint import Checkpoint, CheckpointContent, CheckpointEntry, lo
 from shared.checkpoint.format import OPTIMIZER, WEIGHTS
 from shared.checkpoint.reading import Readable
 from shared.checkpoint.tensor_ranges import StoredTensor, Wanted, read_index, read_rows
+from shared.models.loaded import TORCH_DTYPES, memory_of
 from shared.storage import ObjectStore
-from train_service.checkpoints.tensor_files import DTYPES, NEST, nested
+from train_service.checkpoints.tensor_files import NEST, nested
 from train_service.learning.sharding import local_rows
 
 logger = logging.getLogger(__name__)
 
 # Rows for a device, or for memory that is not in the order of the file, are read into as much host memory at a time.
 STAGED_BYTES = 64 * 2**20
-KINDS = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class NotByRows(Exception):
@@ -102,7 +102,7 @@ def _optimizer_plan(model: nn.Module, optimizer: torch.optim.Optimizer, saved: M
             if not isinstance(value, StoredTensor):
                 state[key] = value
                 continue
-            kind = KINDS[value.dtype]
+            kind = TORCH_DTYPES[value.dtype]
             if isinstance(parameter, DTensor) and value.shape == tuple(parameter.shape):
                 local = torch.empty_like(local_rows(parameter)[1], dtype=kind)
                 state[key] = DTensor.from_local(
@@ -133,7 +133,7 @@ def read_into(
         rows, own = local_rows(tensor)
         first = rows.start or 0
         if own.device.type == "cpu" and own.is_contiguous():
-            direct.append(Wanted(stored, first, _memory(own)))
+            direct.append(Wanted(stored, first, memory_of(own)))
         else:
             staged.append((Wanted(stored, first, memoryview(b"")), own, tensor))
     read_rows(store, direct, touched)
@@ -148,22 +148,17 @@ def read_into(
             batch, staged = [*batch, *staged], []
         copies = [torch.empty(own.shape, dtype=own.dtype) for _, own, _ in batch]
         parts = zip(batch, copies, strict=True)
-        read_rows(store, [Wanted(one.tensor, one.first, _memory(copy)) for (one, _, _), copy in parts], touched)
+        read_rows(store, [Wanted(one.tensor, one.first, memory_of(copy)) for (one, _, _), copy in parts], touched)
         for (_, own, _), copy in zip(batch, copies, strict=True):
             with torch.no_grad():
                 own.copy_(copy)
 
 
-def _memory(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor in host memory."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
-
-
 def _read_all(store: Readable, value: Any) -> Any:
     """Return a nested value with its tensors read. The schedule and the scaler have small ones."""
     if isinstance(value, StoredTensor):
-        tensor = torch.empty(value.shape, dtype=KINDS[value.dtype])
-        read_rows(store, [Wanted(value, 0, _memory(tensor))])
+        tensor = torch.empty(value.shape, dtype=TORCH_DTYPES[value.dtype])
+        read_rows(store, [Wanted(value, 0, memory_of(tensor))])
         return tensor
     if isinstance(value, dict):
         return {key: _read_all(store, one) for key, one in value.items()}
@@ -173,5 +168,5 @@ def _read_all(store: Readable, value: Any) -> Any:
 
 
 def _check_same(name: str, stored: StoredTensor, tensor: Tensor) -> None:
-    if stored.shape != tuple(tensor.shape) or KINDS[stored.dtype] != tensor.dtype:
+    if stored.shape != tuple(tensor.shape) or TORCH_DTYPES[stored.dtype] != tensor.dtype:
         raise NotByRows(f"{name} is {stored.dtype} {stored.shape} and not {tensor.dtype} {tuple(tensor.shape)}")

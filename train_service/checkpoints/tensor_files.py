@@ -16,20 +16,11 @@ from typing import Any
 import safetensors.torch
 import torch
 
+from shared.models.loaded import TORCH_DTYPES
+
 ALIGNMENT = 8
 # The names of dtypes in safetensors.
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 # The metadata key in the header that holds the form of a nested state.
 NEST = "nest"
 

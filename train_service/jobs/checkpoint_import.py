@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import logging
-import os
 import shutil
-import stat
 import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any
 
 from shared import names
 from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegistry
@@ -51,8 +48,9 @@ from train_service.domain.spec import TrainingSpec
 from train_service.jobs.deletion import Deletions
 from train_service.jobs.own_code import Limits, ask_in_child, unpack_bundle
 from train_service.jobs.training_jobs import COLLECTION, JobView, TrainingJobs
+from train_service.jobs.weights_answer import REPORT, take_report, take_weights
 from train_service.loading.preprocessing import Preprocessing, check_prepared, class_names, ingested_columns
-from train_service.loading.texts import with_vocabulary
+from train_service.loading.texts import check_padding, with_vocabulary
 from train_service.records.event_log import TRAIN_KIND
 
 logger = logging.getLogger(__name__)
@@ -62,7 +60,6 @@ MAX_CHUNK_BYTES = 1024 * 1024
 MAX_BYTES = 64 * 1024**3
 MAX_FILES = 1_000
 MAX_PATH = 240
-MAX_REPORT_BYTES = 16 * 1024**2
 # The runner of the job's only attempt. No reconciler manages the job.
 RUNNER = "import"
 IMPORTED = "imported"
@@ -162,12 +159,6 @@ class CheckpointImports:
             await _spool_files(request.files, parts, folder / "files")
             return await asyncio.to_thread(self._finish, request, home, folder)
 
-    @contextmanager
-    def _spooling(self) -> Iterator[Path]:
-        where = tempfile.TemporaryDirectory(prefix="millrace-import-", dir=self._spool, ignore_cleanup_errors=True)
-        with where as made:
-            yield Path(made)
-
     def sources(self, name: str) -> dict[str, Any]:
         """Return `files` and `report` of an imported job. Raises `InvalidArgument` and `NotFound`."""
         names.parse("name", name, f"{COLLECTION}/{{j}}")
@@ -225,6 +216,7 @@ class CheckpointImports:
             if version is not None:
                 spec = with_vocabulary(spec, version)
             self._training.check_outputs(spec, prepared)
+            check_padding(spec)
         if version is None:
             home = _Home(columns, [], request.class_names)
         else:
@@ -285,7 +277,7 @@ class CheckpointImports:
                 "names": dict(request.names),
                 "model": replace(model, task=request.spec.task).as_config(),
                 "allow_non_finite": request.spec.allow_non_finite,
-                "report": str(work / "report.json"),
+                "report": str(work / REPORT),
                 "output": str(work / WEIGHTS),
             }
         }
@@ -304,23 +296,24 @@ class CheckpointImports:
             # float16 weights are written as float32, which takes twice the bytes.
             file_bytes=4 * GIB + 2 * size_bytes,
         )
-        with self._packages(Path(question["folder"]) if model.is_own else None) as packages:
+        with (
+            self._packages(Path(question["folder"]) if model.is_own else None) as packages,
+            self._training.own_models.import_place(limits.wall_s) if model.is_own else nullcontext(),
+        ):
             answer = ask_in_child({**question, "packages": str(packages or "")}, work, limits)
         if problem := answer["problem"]:
             if model.is_own and answer.get("field"):
                 raise invalid_field("spec.model.entry", model.entry, problem)
             raise invalid_field("header.files", request.files[0].path, problem)
         try:
-            with open_plain(work / "report.json") as file:
-                report: dict[str, Any] = json.loads(file.read(MAX_REPORT_BYTES))
-            if os.path.lexists(work / WEIGHTS):
-                with open_plain(work / WEIGHTS):
-                    (work / WEIGHTS).rename(folder / WEIGHTS)
-            _problem(report, allow_non_finite=request.spec.allow_non_finite)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            report = take_report(work)
+            if _problem(report, allow_non_finite=request.spec.allow_non_finite) is None:
+                take_weights(work, report, folder / WEIGHTS)
+        except ValueError as error:
             if not model.is_own:
-                raise Internal(f"the child that reads weights wrote no report: {error!r}") from error
-            remedy = "its code has written the report of its check itself; leave that to the check"
+                raise Internal(f"the child that reads weights left no answer: {error}") from error
+            logger.warning("the code of %s changed the answer of its check: %s", model.entry, error)
+            remedy = "its code has written the answer of its check itself; leave that to the check"
             raise invalid_field("spec.model.entry", model.entry, remedy) from None
         return report
 
@@ -470,24 +463,6 @@ async def _spool_files(
 def _write(file: Any, digest: Any, data: memoryview) -> None:
     digest.update(data)
     file.write(data)
-
-
-@contextmanager
-def open_plain(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that a caller's code may have made. Never follows a link and never waits for a pipe.
-
-    Raises `ValueError` unless it is a plain file with this one name.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise ValueError(f"{path.name}: {error.strerror}") from None
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
-        os.close(descriptor)
-        raise ValueError(f"{path.name} is no plain file")
-    with os.fdopen(descriptor, "rb") as file:
-        yield file
 
 
 def _problem(report: Mapping[str, Any], *, allow_non_finite: bool) -> InvalidArgument | None:

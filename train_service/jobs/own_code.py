@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,10 @@ class OwnModelCheck:
         """Where the packages come from that a bundle requires and this image lacks."""
         return self._programs.environments
 
+    def import_place(self, wait_s: float) -> AbstractContextManager[None]:
+        """Provide the place of the child that reads weights for such a model, as `EntryCheck.import_place` does."""
+        return self._programs.entries.import_place(wait_s)
+
     def checked(self, spec: TrainingSpec) -> TrainingSpec:
         """Return `spec` completed by version and model.
 
@@ -193,8 +197,10 @@ class OwnModelCheck:
 
 # --- Entries ---
 
-# Each child may take as much as `Limits` allows.
+# Each child may take as much as `Limits` allows. All but one may read weights for a model of a bundle, which takes long
+# for large files.
 MAX_CHILDREN = 2
+MAX_IMPORTING = MAX_CHILDREN - 1
 CHECK_WAIT_S = 60.0
 MAX_REMEMBERED = 1_000
 
@@ -219,6 +225,7 @@ class EntryCheck:
         self._namespaces = namespaces
         self._environments = environments or CodeEnvironments()
         self._children = threading.BoundedSemaphore(MAX_CHILDREN)
+        self._importing = threading.BoundedSemaphore(MAX_IMPORTING)
         # A build may take minutes, in which the other programs are checked.
         self._builds = threading.BoundedSemaphore(1)
         # The found facts, by bundle, entry and question. Installed packages do not change while the service runs, and a
@@ -264,6 +271,19 @@ class EntryCheck:
         return self._good[sha256, entry, asked]
 
     @contextmanager
+    def import_place(self, wait_s: float) -> Iterator[None]:
+        """Hold a place for a child that imports a bundle's module and reads weights.
+
+        Raises `ResourceExhausted` if none is free for `wait_s`.
+        """
+        importing = f"{MAX_IMPORTING} other import for a model of a code bundle is being read"
+        with (
+            _one_of(self._importing, importing, wait_s),
+            _one_of(self._children, f"{MAX_CHILDREN} other programs are being checked", wait_s),
+        ):
+            yield
+
+    @contextmanager
     def _environment(self, requirements: Sequence[str]) -> Iterator[Path | None]:
         """Provide the environment. It is built before the check takes the place of another program's."""
         if self._environments.is_ready(requirements):
@@ -297,9 +317,9 @@ class EntryCheck:
 
 
 @contextmanager
-def _one_of(places: threading.BoundedSemaphore, taken: str) -> Iterator[None]:
-    """Hold one of the places. Raises `ResourceExhausted` if none is free for `CHECK_WAIT_S`."""
-    if not places.acquire(timeout=CHECK_WAIT_S):
+def _one_of(places: threading.BoundedSemaphore, taken: str, wait_s: float | None = None) -> Iterator[None]:
+    """Hold one of the places. Raises `ResourceExhausted` if none is free for `wait_s`, by default `CHECK_WAIT_S`."""
+    if not places.acquire(timeout=CHECK_WAIT_S if wait_s is None else wait_s):
         raise ResourceExhausted(f"{taken}; try again later", reason="TOO_MANY_PROGRAMS")
     try:
         yield

@@ -38,6 +38,7 @@ from train_service.domain.spec import RUN_DEVICE, TrainingSpec, spec_of_job, wit
 from train_service.domain.suggesting import Suggestion
 from train_service.jobs.cluster_memory import ClusterMemory, check_ever_fits
 from train_service.jobs.deletion import Deletions, using_inputs
+from train_service.jobs.followed_job import FollowedJob
 from train_service.jobs.model_check import check_model, check_outputs
 from train_service.jobs.own_code import OwnModelCheck, ProgramCheck
 from train_service.jobs.suggestions import suggest_spec
@@ -95,7 +96,7 @@ class TrainingJobs:
         self.own_models = OwnModelCheck(store, self._programs)
         self._deletions = deletions or Deletions(store)
         self._jobs = Jobs(store, TRAIN_KIND)
-        self.index = JobIndex(store, TRAIN_KIND, COLLECTION, lambda job: _shown(self._view(job)))
+        self.index = JobIndex(store, TRAIN_KIND, COLLECTION, lambda job: _shown(self.view(job)))
         # The first call imports torch, and first imports must not race. Neither may the code that silences torch's
         # warnings.
         self._checking = threading.Lock()
@@ -108,7 +109,7 @@ class TrainingJobs:
         names.check_id("training_job_id", job_id)
         request_id = names.check_request_id("request_id", request_id)
         if not validate_only and (first := self._first_answer(request_id, digest)):
-            return self._view(first)
+            return self.view(first)
         spec = self.checked(spec)
         job = _new_job(job_id, spec, request_id=request_id, digest=digest)
         if validate_only:
@@ -120,7 +121,7 @@ class TrainingJobs:
             first = self._jobs.made_by(request_id, claim.name) if claim.repeated else None
             if first is None:
                 self.check_ever_fits(spec)
-            return self._view(first or self.make(job, spec))
+            return self.view(first or self.make(job, spec))
 
     def begin_external_attempt(self, job_id: str, spec: TrainingSpec, runner: str, device: str) -> JobRecord:
         """Begin an attempt that the caller must run.
@@ -184,17 +185,12 @@ class TrainingJobs:
 
     def get(self, name: str) -> JobView:
         names.parse("name", name, PATTERN)
-        return self._view(self._jobs.get(name, name))
+        return self.view(self._jobs.get(name, name))
 
-    def since(self, name: str, seen: JobRecord) -> list[JobView]:
-        """Return the job's states after `seen`, oldest first.
-
-        If there is none, the list has `seen` alone. The last view shows the job as it is now. All views have the
-        present progress and checkpoints. Raises `NotFound`.
-        """
-        behind = self._jobs.since(name, name, seen)
-        newest = self._view(behind[-1] if behind else seen)
-        return [*(replace(newest, record=record, waiting_for="") for record in behind[:-1]), newest]
+    def follow(self, name: str) -> FollowedJob[JobView]:
+        """Open a job for repeated reads. Raises `InvalidArgument`."""
+        names.parse("name", name, PATTERN)
+        return FollowedJob(self._store, name, self.view, self._jobs.waiting_for)
 
     def exists(self, name: str) -> bool:
         return self._jobs.find(name) is not None
@@ -212,7 +208,7 @@ class TrainingJobs:
         # The index is being built: read the logs.
         ids, token = paging.page(self._store.folders(COLLECTION), page_size, page_token)
         found = [self._jobs.find(f"{COLLECTION}/{one}") for one in ids]
-        return [self._view(job) for job in found if job], token
+        return [self.view(job) for job in found if job], token
 
     def cluster_use(self) -> tuple[ClusterUse, dict[str, str], float]:
         """Return who uses the Ray cluster.
@@ -232,7 +228,7 @@ class TrainingJobs:
 
     def cancel(self, name: str, etag: str) -> JobView:
         names.parse("name", name, PATTERN)
-        return self._view(self._jobs.cancel(name, name, etag))
+        return self.view(self._jobs.cancel(name, name, etag))
 
     def delete(self, name: str, etag: str) -> JobView:
         """Start a deletion and return the DELETING job.
@@ -240,20 +236,20 @@ class TrainingJobs:
         The deletion finishes in the background. Raises the errors that the RPC's comment lists.
         """
         names.parse("name", name, PATTERN)
-        view = self._view(self._deletions.begin(name, etag))
+        view = self.view(self._deletions.begin(name, etag))
         self._deletions.finish_soon(name)
         return view
 
     def suspend(self, name: str, etag: str) -> JobView:
         names.parse("name", name, PATTERN)
-        return self._view(self._jobs.suspend(name, name, etag))
+        return self.view(self._jobs.suspend(name, name, etag))
 
     def resume(self, name: str, etag: str) -> JobView:
         """Resume a job. Raises `FailedPrecondition` if the job is over and its dataset version has been deleted."""
         names.parse("name", name, PATTERN)
         job = self._jobs.get(name, name)
         if not job.state.final:
-            return self._view(self._jobs.resume(name, name, etag))
+            return self.view(self._jobs.resume(name, name, etag))
         spec = self._still_read(job)
         if spec.program is not None or spec.model.is_own:
             self._programs.own_code.require_own_code()
@@ -269,7 +265,7 @@ class TrainingJobs:
                 reason="VERSION_GONE",
                 metadata={"resource": name, "dataset_version": spec.dataset_version},
             ) from None
-        return self._view(self._jobs.resume(name, name, etag))
+        return self.view(self._jobs.resume(name, name, etag))
 
     def checkpoints(self, name: str, page_size: int, page_token: str) -> tuple[list[CheckpointEntry], str]:
         names.parse("parent", name, PATTERN)
@@ -385,7 +381,8 @@ class TrainingJobs:
         name = claimed_before(self._store, TRAIN_KIND, request_id, digest)
         return self._jobs.made_by(request_id, name) if name else None
 
-    def _view(self, record: JobRecord) -> JobView:
+    def view(self, record: JobRecord) -> JobView:
+        """Return a job as clients see it."""
         ranking = spec_of_job(record.spec["training"], record.choices).checkpoints.ranking
         registry = CheckpointRegistry(self._store, record.name)
         try:

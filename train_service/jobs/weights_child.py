@@ -252,19 +252,19 @@ def _of_shards(index: Path, weights: Mapping[str, Path], key: str, report: Repor
     found: dict[str, Source] = {}
     for shard in dict.fromkeys(wanted.values()):
         if shard not in weights:
-            raise Unreadable(f"{index.name} names {_short(shard)}, which was not sent")
+            raise Unreadable(f"{index.name} names {short(shard)}, which was not sent")
         for name, source in _of_file(shard, weights[shard], key, report).items():
             if name in found:
-                raise Unreadable(f"{_short(name)} is in two of the files; it is not clear which one counts")
+                raise Unreadable(f"{short(name)} is in two of the files; it is not clear which one counts")
             found[name] = source
     lost = [name for name in wanted if name not in found]
     if lost:
-        raise Unreadable(f"{index.name} names {_short(lost[0])} and says that it is in {wanted[lost[0]]}: it is not")
+        raise Unreadable(f"{index.name} names {short(lost[0])} and says that it is in {wanted[lost[0]]}: it is not")
     return found
 
 
 def _of_safetensors(name: str, path: Path) -> dict[str, Source]:
-    _check_header(name, path)
+    read_header(name, path)
     try:
         handle: Any = safetensors.safe_open(str(path), framework="pt")
         found = {}
@@ -277,10 +277,10 @@ def _of_safetensors(name: str, path: Path) -> dict[str, Source]:
         raise Unreadable(f"{name} is damaged: {first_line(error)}; write it again") from None
 
 
-def _check_header(name: str, path: Path) -> None:
-    """Check the header of a safetensors file.
+def read_header(name: str, path: Path) -> dict[str, Any]:
+    """Return the header of a safetensors file. Raises `Unreadable`.
 
-    The check finds faults that the library reports less plainly or accepts, such as repeated names.
+    It finds faults that the library reports less plainly or accepts, such as repeated names.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -293,7 +293,7 @@ def _check_header(name: str, path: Path) -> None:
             )
         encoded = file.read(length)
     try:
-        header = json.loads(encoded, object_pairs_hook=_unique(name))
+        header: dict[str, Any] = json.loads(encoded, object_pairs_hook=_unique(name))
         ends = [int(one["data_offsets"][1]) for key, one in header.items() if key != "__metadata__"]
     except Unreadable:
         raise
@@ -302,6 +302,7 @@ def _check_header(name: str, path: Path) -> None:
     end = LENGTH_BYTES + length + max(ends, default=0)
     if end > size:
         raise Unreadable(f"{name} is cut off: it has {size:,} of {end:,} bytes; send the whole file")
+    return header
 
 
 def _unique(name: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
@@ -310,7 +311,7 @@ def _unique(name: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
         if len(whole) < len(pairs):
             seen: set[str] = set()
             twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise Unreadable(f"{name} names {_short(twice)} twice; it is not clear which one counts")
+            raise Unreadable(f"{name} names {short(twice)} twice; it is not clear which one counts")
         return whole
 
     return hook
@@ -334,9 +335,9 @@ def _of_torch(name: str, path: Path, key: str, report: Report) -> dict[str, Sour
     found = {}
     for one, value in state.items():
         if not isinstance(one, str) or not isinstance(value, torch.Tensor):
-            report.others.append(_short(str(one)))
+            report.others.append(short(str(one)))
         elif value.layout != torch.strided or value.is_quantized or value.is_meta or value.dtype not in DTYPES:
-            raise Unreadable(f"{name}: {_short(one)} is {value.dtype}, {value.layout}: send plain dense tensors")
+            raise Unreadable(f"{name}: {short(one)} is {value.dtype}, {value.layout}: send plain dense tensors")
         else:
             found[one] = Source(tuple(value.shape), value.dtype, value.detach)
     return found
@@ -352,7 +353,7 @@ def _state_dict(name: str, loaded: Any, key: str) -> tuple[Mapping[Any, Any], st
         for part in key.split("."):
             if not isinstance(loaded, Mapping) or part not in loaded:
                 there = ", ".join(map(str, list(loaded)[:MAX_SHOWN])) if isinstance(loaded, Mapping) else "no names"
-                raise Unreadable(f"names.key: {key!r}: {name} has no {part!r} there; it has {_short(there)}")
+                raise Unreadable(f"names.key: {key!r}: {name} has no {part!r} there; it has {short(there)}")
             loaded = loaded[part]
     if not isinstance(loaded, Mapping):
         kind = type(loaded).__name__
@@ -362,7 +363,7 @@ def _state_dict(name: str, loaded: Any, key: str) -> tuple[Mapping[Any, Any], st
     usual = [one for one in USUAL_KEYS if isinstance(loaded.get(one), Mapping)]
     if len(usual) == 1:
         return loaded[usual[0]], usual[0]
-    there = _short(", ".join(map(str, list(loaded)[:MAX_SHOWN])))
+    there = short(", ".join(map(str, list(loaded)[:MAX_SHOWN])))
     raise Unreadable(f"{name} holds no tensors at its top, but {there}; name the state dict among them in names.key")
 
 
@@ -405,7 +406,7 @@ def _dtype_of(name: str, key: str, code: str) -> torch.dtype:
     for dtype, known in DTYPES.items():
         if known == code:
             return dtype
-    raise Unreadable(f"{name}: {_short(key)} is {code}, of which there are no models; convert it")
+    raise Unreadable(f"{name}: {short(key)} is {code}, of which there are no models; convert it")
 
 
 def _describe(dtype: torch.dtype, shape: tuple[int, ...] | torch.Size) -> str:
@@ -418,9 +419,11 @@ def _plain(dtype: torch.dtype) -> str:
 
 def _bounded(one: Any) -> Any:
     if isinstance(one, str):
-        return _short(one)
-    return {key: _short(value) if isinstance(value, str) else value for key, value in one.items()}
+        return short(one)
+    return {key: short(value) if isinstance(value, str) else value for key, value in one.items()}
 
 
-def _short(text: str) -> str:
+def short(text: str) -> str:
+    """Return a name as reports and errors have it: shortened, and without halves of surrogate pairs."""
+    text = text.encode(errors="replace").decode()
     return text if len(text) <= MAX_NAME else text[:MAX_NAME] + "…"

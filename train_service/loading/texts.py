@@ -8,6 +8,7 @@ from dataclasses import replace
 from shared.dataset_version import DatasetVersion
 from shared.errors import invalid_field
 from shared.models.building import TRANSFORMERS
+from shared.models.texts import lacks_padding_id
 from shared.transforms import Pipeline
 from shared.transforms.steps.columns import Concat
 from shared.transforms.steps.step import Step
@@ -51,6 +52,13 @@ def with_vocabulary(spec: TrainingSpec, version: DatasetVersion) -> TrainingSpec
         path = f"spec.model.kwargs.{SIZE}"
         raise invalid_field(path, kwargs[SIZE], f"the tokenizer has ids up to {size - 1:,}; use {size:,} or more")
     return replace(spec, model=replace(spec.model, kwargs=kwargs))
+
+
+def check_padding(spec: TrainingSpec) -> None:
+    """Raise `InvalidArgument` for trained weights that would find the end of a text by an id that is only assumed."""
+    if lacks_padding_id(spec.model):
+        remedy = "name the id that its tokenizer pads with: the model takes the last token before it for a text's end"
+        raise invalid_field(f"spec.model.kwargs.{PAD}", None, remedy)
 
 
 def _of_version(version: DatasetVersion) -> Iterator[Step]:

@@ -362,7 +362,9 @@ def asha_facts(scheduler: Any) -> dict[str, Any]:
 
 def without_gpus(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options of `ray.remote` without those that need a node with GPUs."""
-    kept = {name: value for name, value in options.items() if name not in ("num_gpus", "accelerator_type")}
+    # Ray Data asks for 0 GPUs of its own accord.
+    needy = ("accelerator_type",) if options.get("num_gpus") == 0 else ("accelerator_type", "num_gpus")
+    kept = {name: value for name, value in options.items() if name not in needy}
     if resources := kept.pop("resources", None):
         others = {name: amount for name, amount in resources.items() if not name.startswith(ACCELERATOR)}
         kept.update({"resources": others} if others else {})

@@ -25,6 +25,7 @@ from shared.errors import DataLoss, FailedPrecondition
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.integration.inference_service.checkpoints import MODEL, Written, make_module, write
+from tests.support.checkpoint_samples import stored_checkpoint
 from tests.support.versions import columns_of
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (5, 28, 28), dtype=np.uint8)
@@ -56,7 +57,7 @@ def describe(one: ModelReplica) -> Loaded:
 def test_the_tensor_that_enters_the_model_is_bit_for_bit_that_of_the_transform(store: ObjectStore) -> None:
     written = write(store)
     checkpoint = load_checkpoint(store, written.entry.folder, written.entry.manifest_sha256)
-    model = ServedModel(checkpoint.content, checkpoint.read(WEIGHTS))
+    model = ServedModel(checkpoint)
     entered: list[torch.Tensor] = []
     model.module.register_forward_pre_hook(lambda _module, inputs: entered.append(inputs[0].clone()))
     model.forward(RAW_ROWS)
@@ -79,7 +80,9 @@ def test_a_loaded_replica_knows_its_signature_its_data_and_the_time_of_each_batc
     assert [array.dtype.name for array in (logits, probabilities, label)] == ["float32", "float32", "int64"]
 
 
-def test_encoded_images_are_decoded_by_the_model_and_a_bad_one_harms_no_other(store: ObjectStore) -> None:
+def test_encoded_images_are_decoded_by_the_model_and_a_bad_one_harms_no_other(
+    store: ObjectStore, tmp_path: Path
+) -> None:
     steps: list[dict[str, Any]] = [
         {"decodeImage": {"mode": "MODE_GRAY"}},
         {"resize": {"height": 28, "width": 28}},
@@ -91,7 +94,7 @@ def test_encoded_images_are_decoded_by_the_model_and_a_bad_one_harms_no_other(st
         transforms=[{"steps": [{"column": "photo", **step} for step in steps]}],
         input_column="photo",
     )
-    model = ServedModel(of_photos, save(make_module().state_dict()))
+    model = ServedModel(stored_checkpoint(tmp_path / "photos", of_photos, save(make_module().state_dict())))
     assert sorted(model.warm_up(2)) == [1, 2]
     file = io.BytesIO()
     Image.fromarray(IMAGES[0]).save(file, "PNG")
@@ -137,11 +140,11 @@ def test_weights_that_are_no_weights_or_of_another_model_do_not_load(
             describe(replica(file_store, write(store, name, weights=weights)))
 
 
-def test_a_builder_that_is_unknown_does_not_load(store: ObjectStore) -> None:
+def test_a_builder_that_is_unknown_does_not_load(store: ObjectStore, tmp_path: Path) -> None:
     written = write(store)
     strange = replace(written.content, model=replace(MODEL, builder="torchvision.resnet17"))
     with pytest.raises(FailedPrecondition, match="resnet17"):
-        ServedModel(strange, save(make_module().state_dict()))
+        ServedModel(stored_checkpoint(tmp_path / "strange", strange, save(make_module().state_dict())))
 
 
 def test_a_replica_answers_over_its_socket_until_serve_stops_it(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from shared.checkpoint import CheckpointContent
 from shared.errors import FailedPrecondition
 from shared.model_spec import REGRESSION, ModelSpec
 from shared.models import build_model
-from tests.support.checkpoint_samples import content
+from tests.support.checkpoint_samples import content, stored_checkpoint
 from tests.support.versions import columns_of
 
 MLP = ModelSpec(builder="mlp", in_channels=3, num_classes=2, kwargs={"hidden": [4]})
@@ -34,14 +35,14 @@ def said(model: ModelSpec) -> CheckpointContent:
     return content(model=model, ingested=COLUMNS, transforms=[{"steps": STEPS}], input_column="x")
 
 
-def served(model: ModelSpec) -> tuple[ServedModel, torch.nn.Module]:
+def served(folder: Path, model: ModelSpec) -> tuple[ServedModel, torch.nn.Module]:
     torch.manual_seed(3)
     module = build_model(model).eval()
-    return ServedModel(said(model), save(module.state_dict())), module
+    return ServedModel(stored_checkpoint(folder, said(model), save(module.state_dict()))), module
 
 
-def test_a_classifier_of_a_table_answers_from_its_columns() -> None:
-    model, module = served(MLP)
+def test_a_classifier_of_a_table_answers_from_its_columns(tmp_path: Path) -> None:
+    model, module = served(tmp_path, MLP)
 
     outputs = model.forward(RAW_ROWS)
 
@@ -55,8 +56,8 @@ def test_a_classifier_of_a_table_answers_from_its_columns() -> None:
 
 
 @pytest.mark.parametrize("outputs", [1, 2])
-def test_a_regression_answers_with_its_numbers_alone(outputs: int) -> None:
-    model, module = served(replace(MLP, num_classes=outputs, task=REGRESSION))
+def test_a_regression_answers_with_its_numbers_alone(outputs: int, tmp_path: Path) -> None:
+    model, module = served(tmp_path, replace(MLP, num_classes=outputs, task=REGRESSION))
 
     answers = [model.forward(rows) for rows in (RAW_ROWS, Rows(PREPARED, {"x": VECTORS}))]
 
@@ -76,8 +77,8 @@ def test_the_checkpoint_says_what_its_outputs_mean() -> None:
     assert CheckpointContent.from_manifest(manifest).model.task == "CLASSIFICATION"
 
 
-def test_a_model_of_a_package_that_is_not_installed_does_not_load() -> None:
+def test_a_model_of_a_package_that_is_not_installed_does_not_load(tmp_path: Path) -> None:
     with pytest.raises(FailedPrecondition, match=r"does not load: model\.builder: 'theirs'") as refused:
-        ServedModel(said(replace(MLP, builder="theirs")), b"")
+        ServedModel(stored_checkpoint(tmp_path, said(replace(MLP, builder="theirs")), b""))
 
     assert refused.value.specific_reason == "MODEL_DOES_NOT_LOAD"

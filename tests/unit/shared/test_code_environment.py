@@ -193,6 +193,32 @@ def test_the_oldest_unused_environments_make_room(
     assert in_use.exists()
 
 
+def test_unused_environments_make_room_while_another_is_built(
+    built: tuple[str, Path], wheels: Path, environments: CodeEnvironments, tmp_path: Path
+) -> None:
+    """The program ends only when the unused environment is gone, which it would else outlive."""
+    _, in_use = built
+    with environments.opened([write_wheel(wheels, "large", "1", {"large.bin": os.urandom(2**20)})]) as unused:
+        assert unused is not None
+    program = tmp_path / "uv"
+    program.write_text(
+        f"""#!{sys.executable}
+import os, pathlib, sys, time
+pathlib.Path(sys.argv[sys.argv.index("--target") + 1], "next.bin").write_bytes(os.urandom(2**20))
+while os.path.exists({str(unused)!r}):
+    time.sleep(0.02)
+"""
+    )
+    program.chmod(0o755)
+    line = write_wheel(wheels, "next_pack", "1", {"next.bin": ""})
+    limited = replace(environments, uv=str(program), max_bytes=3 * 2**19, timeout_s=120)
+    with limited.opened([line]) as packages:
+        assert packages is not None
+        assert (packages / "next.bin").stat().st_size == 2**20
+    assert not unused.exists()
+    assert in_use.exists()
+
+
 def failure(environments: CodeEnvironments, *requirements: str) -> str:
     with pytest.raises(FailedPrecondition) as caught, environments.opened(requirements):
         pass

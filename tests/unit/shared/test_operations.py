@@ -33,12 +33,28 @@ class Source:
         operation.response.value = self.brief if brief else self.whole
         return operation
 
+    def follow(self, name: str) -> Followed:
+        return Followed(self, name)
+
     def list_ids(self) -> list[str]:
         return list(self.left)
 
     def cancel(self, name: str) -> None:
         self.get(name)
         self.cancelled.append(name)
+
+
+class Followed:
+    """An operation of a `Source`, without a change but its end."""
+
+    number = 1
+
+    def __init__(self, source: Source, name: str) -> None:
+        self._source = source
+        self._name = name
+
+    def read(self) -> operations_pb2.Operation:
+        return self._source.get(self._name)
 
 
 class Context:

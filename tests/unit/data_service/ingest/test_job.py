@@ -273,14 +273,14 @@ def test_a_source_that_changes_under_the_import_fails_it(
     sources = [parquet(tmp_path, "a", "train", n=np.arange(100))]
     hold_out = HoldOut(from_split="train", to_split="validation", fraction=0.1, seed=1)
     jobs = begun(store, tmp_path, ImportSpec(sources=sources, hold_outs=[hold_out]))
-    plan = import_job._Import._planned
+    count = import_job._Import._counted
 
-    def change_after_planning(self: import_job._Import) -> object:
-        planned = plan(self)
+    def change_after_counting(self: import_job._Import) -> object:
+        counted = count(self)
         parquet(tmp_path, "a", "train", n=np.arange(rows_then))
-        return planned
+        return counted
 
-    monkeypatch.setattr(import_job._Import, "_planned", change_after_planning)
+    monkeypatch.setattr(import_job._Import, "_counted", change_after_counting)
     run_attempt(pipeline.run, store, IMPORT_KIND, NAME, 1)
     error = jobs.get(NAME, NAME).error
     assert error is not None

@@ -14,9 +14,8 @@ import pytest
 
 from data_service.domain.import_spec import BadRows
 from data_service.domain.transform_spec import Workers
+from data_service.parallel import P, Results, Work
 from data_service.transforms.checking import chained
-from data_service.transforms.parallel import Results, Work
-from data_service.transforms.plan import PartitionRange
 from inference_service.deploy.rollout_driver import holdout_rows
 from inference_service.serve.served_model import ServedModel
 from shared.checkpoint import CheckpointEntry, load_checkpoint
@@ -65,7 +64,7 @@ def tables(store: ObjectStore) -> dict[str, pa.Table]:
 def served(store: ObjectStore, entry: CheckpointEntry, split: str, rows: int) -> list[Any]:
     """What a deployment of the checkpoint answers for the source's rows."""
     checkpoint = load_checkpoint(store, entry.folder, entry.manifest_sha256)
-    model = ServedModel(checkpoint.content, checkpoint.read(WEIGHTS))
+    model = ServedModel(checkpoint)
     return list(model.forward(holdout_rows(store, SOURCE, split, rows, model.signature)).arrays)
 
 
@@ -156,8 +155,8 @@ def test_a_worker_loads_the_model_once_for_all_of_its_parts(
             super().__init__(*arguments)
 
     def one_worker(
-        _context: AttemptContext, _folder: str, work: Work, parts: Sequence[PartitionRange], **_: object
-    ) -> Results:
+        _context: AttemptContext, _folder: str, work: Work[P], parts: Sequence[P], **_: object
+    ) -> Results[P]:
         kept = pickle.loads(pickle.dumps(work))
         for part in parts:
             parts_done.append(part)

@@ -511,7 +511,7 @@ def test_sources_can_be_read_again(tmp_path: Path) -> None:
 
 
 def test_given_types_for_all_columns_spare_the_first_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(csv_rows, "_infer", lambda *_: pytest.fail("read for nothing"))
+    monkeypatch.setattr(csv_rows, "_scan", lambda *_: pytest.fail("read for nothing"))
     table, _ = read(tmp_path, "a\n1\n", types={"a": "int8"})
     assert table["a"].to_pylist() == [1]
 

@@ -263,3 +263,10 @@ def test_a_line_that_is_no_json_is_told_once_and_where_it_goes_wrong(tmp_path: P
 def test_a_file_without_any_row_tells_its_first_bad_line(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="no line of it is a row; of line 2, it is no JSON object"):
         read(tmp_path, "\n[1]\nnope\n")
+
+
+def test_a_block_without_a_good_line_has_only_bad_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interface, "BLOCK_BYTES", 10)
+    table, bad = read(tmp_path, b'{"a": 1}\n[1, 2, 3, 4]\n{"a": 3}\n', types={"a": "int8"})
+    assert table["a"].to_pylist() == [1, 3]
+    assert bad.places == ["line 2"]

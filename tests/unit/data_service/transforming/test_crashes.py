@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from data_service.transforms.parallel import Begun, crash_error
+from data_service.parallel import Begun, crash_error
 from data_service.transforms.plan import PartitionRange
 from shared.dataset_version import RowGroup
 from shared.errors import FailedPrecondition, Unavailable
@@ -37,4 +37,4 @@ def test_a_part_that_was_begun_twice_is_to_blame(store: ObjectStore) -> None:
 def test_without_foreign_code_the_cluster_is_to_blame_and_another_attempt_may_do() -> None:
     error = crash_error({1: 2}, PARTS, foreign_code=False)
     assert isinstance(error, Unavailable)
-    assert error.metadata["rows"] == "100 to 199"
+    assert error.metadata["parts"] == "rows 100 to 199 of split 'train'"

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError, WorkerCrashedError
 
-from data_service.transforms import parallel
-from data_service.transforms.parallel import Begun, IdleWorkers, PartsTask, Pool, _lost, grouped, pool_fits
+from data_service import parallel
+from data_service.parallel import Begun, IdleWorkers, PartsTask, Pool, _lost, grouped, pool_fits
 from data_service.transforms.plan import PartitionRange
 from shared.dataset_version import RowGroup
 from shared.errors import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import ray
 
-from data_service.transforms import parallel
-from data_service.transforms.parallel import WARM_WORKERS, IdleWorkers, start
+from data_service import parallel
+from data_service.parallel import WARM_WORKERS, IdleWorkers, start
 
 
 @pytest.fixture

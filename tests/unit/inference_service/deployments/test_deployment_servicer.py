@@ -11,7 +11,6 @@ import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
 from grpc import aio
 
-from inference_service import servicer as deployment_servicer
 from inference_service.deploy.capacity import Cluster
 from inference_service.deploy.deployments import DeploymentManager, DeploymentOperations, Deployments
 from inference_service.deploy.rollout_manager import RolloutManager
@@ -76,15 +75,11 @@ def test_who_watches_is_told_each_state_and_the_end(
     served: Callable[[Scenario], None],
     deployments: Deployments,
     ready: Deployment,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(deployment_servicer, "POLL_INTERVAL_S", 0.01)
-
     async def scenario(stub: Any) -> None:
         watch = stub.WatchDeployment(pb.WatchDeploymentRequest(name=NAME))
         first = await watch.read()
         assert (first.state, first.HasField("rollout")) == (pb.Deployment.STATE_READY, False)
-        await asyncio.sleep(0.1)  # it looks again and again, and has nothing to tell
         await stub.Rollout(rollout("c2"))
         assert (await watch.read()).rollout.state == rollout_pb2.Rollout.STATE_LOADING
         load(deployments, deployments.get(NAME))

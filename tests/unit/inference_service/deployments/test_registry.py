@@ -313,7 +313,7 @@ def test_a_log_that_cannot_be_read_is_data_loss_and_hides_no_other(
     assert manager.page(10, "") == ([good], "")
     for refused in (
         lambda: manager.get(bad.name),
-        lambda: manager.follow(bad.name),
+        lambda: manager.follow(bad.name).read(),
         lambda: manager.delete(bad.name, ""),
         lambda: manager.create(creation("b")),
         lambda: deployments.transition(bad.name, bad.uid, lambda _: None),

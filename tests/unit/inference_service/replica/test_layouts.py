@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from shared.model_spec import ModelSpec
 from shared.models import build_model
 from shared.models.loaded import LoadedModel
 from tests.integration.inference_service.checkpoints import content, make_module
+from tests.support.checkpoint_samples import stored_checkpoint
 
 IMAGE = (1, 28, 28)
 # Of the logits, beside the largest one: kernels of another layout add in another order.
@@ -27,8 +29,8 @@ Seconds = Callable[[Run, NDArray[Any]], float]
 
 
 @pytest.fixture
-def model() -> LoadedModel:
-    return LoadedModel(content(0.9), save(make_module().state_dict()))
+def model(tmp_path: Path) -> LoadedModel:
+    return LoadedModel(stored_checkpoint(tmp_path, content(0.9), save(make_module().state_dict())))
 
 
 def taking(model: LoadedModel, usual_s: float, others_s: dict[int, float]) -> Seconds:
@@ -70,8 +72,9 @@ def test_weights_that_do_not_move_are_there_only_once(model: LoadedModel) -> Non
     assert moved == {name for name, one in model.module.named_parameters() if one.dim() == 4}
 
 
-def test_a_model_without_convolutions_has_no_second_layout() -> None:
+def test_a_model_without_convolutions_has_no_second_layout(tmp_path: Path) -> None:
     of_table = ModelSpec(builder="mlp", in_channels=3, num_classes=2)
-    run = Layouts(LoadedModel(replace(content(0.9), model=of_table), save(build_model(of_table).state_dict())))
+    weights = save(build_model(of_table).state_dict())
+    run = Layouts(LoadedModel(stored_checkpoint(tmp_path, replace(content(0.9), model=of_table), weights)))
     run.choose((3,), [1, 2], lambda *_: pytest.fail("it was tried"))
     assert run.channels_last == frozenset()

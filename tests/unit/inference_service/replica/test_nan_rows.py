@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from shared.checkpoint import CheckpointContent, missing_values
 from shared.dataset_version.manifest import tensor_field
 from shared.model_spec import ModelSpec
 from shared.models import build_model
-from tests.support.checkpoint_samples import content
+from tests.support.checkpoint_samples import content, stored_checkpoint
 from tests.support.versions import columns_of
 
 NAN, INF = np.nan, np.inf
@@ -112,8 +113,8 @@ def test_an_infinity_that_a_step_clips_is_answered() -> None:
     assert [*refused] == [2]
 
 
-def test_what_no_step_fills_is_refused_with_every_row_and_the_others_are_answered() -> None:
-    served = served_model(people())
+def test_what_no_step_fills_is_refused_with_every_row_and_the_others_are_answered(tmp_path: Path) -> None:
+    served = served_model(tmp_path, people())
     given = rows([22.0, INF, 3.0, 4.0, 5.0], [1.0, 1.0, NAN, -INF, 5.0])
 
     outputs = served.forward(given)
@@ -146,8 +147,10 @@ def test_the_prepared_input_is_looked_through_as_well_and_never_written_to() -> 
     assert prepared.tolist() == [[1, 2, 3], [0, 0, 0], [0, 0, 0]]
 
 
-def test_where_it_is_allowed_such_rows_are_answered_and_counted_and_a_nan_that_means_null_is_filled() -> None:
-    served = served_model(people(), allow_non_finite=True)
+def test_where_it_is_allowed_such_rows_are_answered_and_counted_and_a_nan_that_means_null_is_filled(
+    tmp_path: Path,
+) -> None:
+    served = served_model(tmp_path, people(), allow_non_finite=True)
 
     outputs = served.forward(rows([22.0, NAN, 3.0], [1.0, 1.0, NAN]))
 
@@ -155,13 +158,13 @@ def test_where_it_is_allowed_such_rows_are_answered_and_counted_and_a_nan_that_m
     assert list(outputs.non_finite) == [2]
     assert np.isfinite(outputs.arrays[0][:2]).all()
     assert list(outputs.slice(1, 3).non_finite) == [1]
-    old = served_model(people(None), allow_non_finite=True).forward(rows([22.0, NAN]))
+    old = served_model(tmp_path, people(None), allow_non_finite=True).forward(rows([22.0, NAN]))
     assert list(old.non_finite) == [1]
 
 
-def test_answers_that_are_no_numbers_are_counted_also_of_rows_that_are() -> None:
+def test_answers_that_are_no_numbers_are_counted_also_of_rows_that_are(tmp_path: Path) -> None:
     weights = {name: value * NAN for name, value in build_model(MODEL).state_dict().items()}
-    outputs = ServedModel(people(), save(weights)).forward(rows([22.0, INF]))
+    outputs = ServedModel(stored_checkpoint(tmp_path, people(), save(weights))).forward(rows([22.0, INF]))
     assert [*outputs.refused] == [1]
     assert list(outputs.non_finite) == [0]
 
@@ -187,5 +190,7 @@ def test_pixels_are_not_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused == {1: f"tensor 'image': nan is not finite, and no step fills it{REMEDY}"}
 
 
-def served_model(said: CheckpointContent, *, allow_non_finite: bool = False) -> ServedModel:
-    return ServedModel(said, save(build_model(MODEL).state_dict()), allow_non_finite=allow_non_finite)
+def served_model(folder: Path, said: CheckpointContent, *, allow_non_finite: bool = False) -> ServedModel:
+    return ServedModel(
+        stored_checkpoint(folder, said, save(build_model(MODEL).state_dict())), allow_non_finite=allow_non_finite
+    )

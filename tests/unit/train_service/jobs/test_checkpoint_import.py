@@ -24,7 +24,6 @@ from inference_service.serve.served_model import ServedModel
 from millrace.train.v1 import checkpoint_import_pb2, resources_pb2
 from millrace_client import errors
 from shared.checkpoint import load_checkpoint, resolve
-from shared.checkpoint.format import WEIGHTS
 from shared.errors import ResourceExhausted
 from shared.model_spec import ModelSpec
 from shared.models import build_model
@@ -69,7 +68,7 @@ def loaded(store: ObjectStore, name: str) -> LoadedModel:
     entry = resolve(store, "name", name)
     checkpoint = load_checkpoint(store, entry.folder, entry.manifest_sha256)
     checkpoint.verify()
-    return LoadedModel(checkpoint.content, checkpoint.read(WEIGHTS))
+    return LoadedModel(checkpoint)
 
 
 def nothing_is_left(store: ObjectStore) -> bool:
@@ -117,7 +116,7 @@ def test_an_imported_checkpoint_is_served_from_raw_pixels_as_its_source_answers(
     name = imported(store, saved(tmp_path, source.state_dict()), spec).checkpoint.name
     entry = resolve(store, "name", name)
     checkpoint = load_checkpoint(store, entry.folder, entry.manifest_sha256)
-    served = ServedModel(checkpoint.content, checkpoint.read(WEIGHTS))
+    served = ServedModel(checkpoint)
     (raw,) = served.signature.raw
     assert (raw.name, raw.datatype, raw.shape) == ("image", "UINT8", (-1, 32, 32, 3))
     pixels_BHWC = np.random.default_rng(1).integers(0, 256, (4, 32, 32, 3), np.uint8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,13 +16,14 @@ import torch
 import millrace_client as mc
 from inference_service.domain.signature import RAW, Rows
 from inference_service.serve.served_model import ServedModel
+from millrace_client import errors
 from shared.checkpoint import load_checkpoint, resolve
-from shared.checkpoint.format import WEIGHTS
 from shared.code_bundle_registry import CodeBundles
 from shared.code_loading import load_code
-from shared.errors import FailedPrecondition
+from shared.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from shared.model_spec import ModelSpec
 from shared.models.loaded import LoadedModel
+from shared.own_code import OwnCode
 from shared.storage import ObjectStore
 from tests.support.code_folders import store_bundle, write_files
 from tests.support.own_models import NET, code_of_this_process, spec_of
@@ -33,8 +33,11 @@ from tests.unit.train_service.learners import CLASSES, WIDTH, commit_table
 from tests.unit.train_service.learners import SPEC as TABLE
 from tests.unit.train_service.worker.test_loop import entries, events, new_job, run_of
 from train_service.domain.spec import OwnModelFacts, settled
-from train_service.jobs import entry_child
-from train_service.jobs.checkpoint_import import open_plain
+from train_service.jobs import checkpoint_import, entry_child
+from train_service.jobs.checkpoint_import import CheckpointImportRequest, CheckpointImports, SentFile
+from train_service.jobs.deletion import Deletions
+from train_service.jobs.own_code import ProgramCheck
+from train_service.jobs.training_jobs import TrainingJobs
 from train_service.records.event_log import EventKind
 
 MODEL = "trainingJobs/imp/checkpoints/imported"
@@ -92,9 +95,9 @@ def test_an_own_models_state_dict_answers_with_the_logits_of_its_source_and_is_s
     with torch.inference_mode():
         expected = model(torch.from_numpy(rows)).numpy()
     with loaded(store, bundle):
-        logits = LoadedModel(checkpoint.content, checkpoint.read(WEIGHTS))(rows)[0]
+        logits = LoadedModel(checkpoint)(rows)[0]
         assert logits.tobytes() == expected.tobytes()
-        served = ServedModel(checkpoint.content, checkpoint.read(WEIGHTS))
+        served = ServedModel(checkpoint)
         assert [one.name for one in served.signature.raw] == ["x"]
         assert served.forward(Rows(RAW, {"x": rows})).arrays[0].tobytes() == expected.tobytes()
 
@@ -201,23 +204,60 @@ def test_weights_are_read_with_the_packages_that_the_models_bundle_requires(
     assert imported(store, tmp_path / "a.pt", spec_for(bundle)).report.fits
 
 
-@pytest.mark.parametrize("kind", ["pipe", "link", "second name", "folder"])
-def test_what_a_model_left_in_place_of_its_report_is_neither_followed_nor_waited_for(tmp_path: Path, kind: str) -> None:
-    path, other = tmp_path / "report.json", tmp_path / "other"
-    other.write_text("{}")
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "link":
-        path.symlink_to(other)
-    elif kind == "second name":
-        path.hardlink_to(other)
-    else:
-        path.mkdir()
-    with pytest.raises(ValueError, match=r"report\.json"), open_plain(path):
+def test_a_service_that_runs_no_code_refuses_the_import_of_a_model_whose_bundle_it_has(
+    store: ObjectStore, bundle: str, tmp_path: Path
+) -> None:
+    torch.save(source().state_dict(), tmp_path / "a.pt")
+    with pytest.raises(errors.FailedPrecondition, match="MILLRACE_OWN_CODE") as refused:
+        with_client(
+            store, lambda train: train.import_checkpoint("imp", tmp_path / "a.pt", spec_for(bundle)), own_code=False
+        )
+    assert refused.value.reason == "OWN_CODE_OFF"
+    assert not [info.key for info in store.list("trainingJobs")]
+
+
+# Its code runs in the child and takes the place of what writes the weights.
+FORGED = """
+from train_service.jobs import weights_child
+
+weights_child._write = lambda path, *_: path.write_bytes(b"no weights")
+"""
+
+
+def test_weights_that_a_models_code_wrote_itself_become_no_checkpoint(store: ObjectStore, tmp_path: Path) -> None:
+    bundle = store_bundle(store, {"net.py": NET + FORGED}).name
+    torch.save(source().state_dict(), tmp_path / "a.pt")
+    with pytest.raises(errors.InvalidArgument, match=r"spec\.model\.entry: .*leave that to the check"):
+        imported(store, tmp_path / "a.pt", spec_for(bundle))
+    assert not [info.key for info in store.list("trainingJobs")]
+
+
+def test_the_child_of_an_import_for_an_own_model_holds_a_place(
+    store: ObjectStore, bundle: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = TrainingJobs(store, programs=ProgramCheck(store, OwnCode(is_trusted=True)))
+    taken: list[str] = []
+
+    def ask(*_: Any) -> dict[str, str]:
+        with pytest.raises(ResourceExhausted) as refused, jobs.own_models.import_place(0):
+            pass
+        taken.append(refused.value.message)
+        return {"problem": "nothing is read here"}
+
+    monkeypatch.setattr(checkpoint_import, "ask_in_child", ask)
+    request = CheckpointImportRequest(
+        job_id="imp",
+        spec=spec_of(bundle, TABLE, "net:Net", kwargs=ARGUMENTS),
+        input_column=None,
+        class_names=(),
+        names={},
+        files=[SentFile("a.pt", 1, "")],
+        request_id="",
+        digest="",
+        validate_only=False,
+    )
+    with pytest.raises(InvalidArgument, match="nothing is read here"):
+        CheckpointImports(store, jobs, Deletions(store))._read(request, tmp_path)
+    assert taken == ["1 other import for a model of a code bundle is being read; try again later"]
+    with jobs.own_models.import_place(0):
         pass
-
-
-def test_a_plain_report_is_read(tmp_path: Path) -> None:
-    (tmp_path / "report.json").write_bytes(b"{}")
-    with open_plain(tmp_path / "report.json") as file:
-        assert file.read() == b"{}"

@@ -22,6 +22,7 @@ from tests.support.train_server import registered, train_stub
 from tests.support.training_records import JOB, begin, finish, make_job
 from tests.unit.train_service.checkpoints.test_coverage import VERSION
 from train_service.attempt.outcomes import report_lost
+from train_service.jobs.followed_job import FollowedJob, JobReading
 from train_service.jobs.training_jobs import JobView, TrainingJobs
 from train_service.records.event_log import EventKind, EventLog
 
@@ -101,40 +102,43 @@ async def test_what_is_written_before_a_transition_is_sent_before_it(store: Obje
         assert [told(one) async for one in stream] == ["warning", "SUCCEEDED"]
 
 
-async def test_each_transition_between_two_looks_is_sent_in_its_order(
+async def test_each_transition_between_two_readings_is_sent_in_its_order(
     store: ObjectStore, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    polls: list[str] = []
-    since = TrainingJobs.since
+    readings: list[JobReading[JobView]] = []
+    read = FollowedJob.read
 
-    def after_all(training: TrainingJobs, name: str, seen: JobRecord) -> list[JobView]:
-        if not polls:
+    def after_all(followed: FollowedJob[JobView]) -> JobReading[JobView]:
+        if len(readings) == 1:
             suspend(store, jobs)
             jobs.resume(JOB, JOB)
             begin(jobs)
             jobs.cancel(JOB, JOB)
             jobs.transition(JOB, lambda job: confirm_cancel(job, time.time()))
-        polls.append(name)
-        return since(training, name, seen)
+        readings.append(read(followed))
+        return readings[-1]
 
-    monkeypatch.setattr(TrainingJobs, "since", after_all)
+    monkeypatch.setattr(FollowedJob, "read", after_all)
     async with train_stub(store) as stub:
         stream = stub.WatchTrainingJob(pb.WatchTrainingJobRequest(name=JOB), timeout=60)
         states = ["SUSPENDING", "SUSPENDED", "RECOVERING", "RUNNING", "CANCELLING", "CANCELLED"]
         assert [told(one) async for one in stream] == ["RUNNING", "warning", "attempt_ended", *states]
 
 
-def test_a_job_that_was_made_anew_is_sent_without_the_states_of_the_one_before(jobs: Jobs) -> None:
+def test_a_job_that_was_made_anew_is_sent_without_the_states_of_the_one_before(store: ObjectStore, jobs: Jobs) -> None:
     seen = jobs.get(JOB, JOB)
+    followed = TrainingJobs(store).follow(JOB)
+    assert followed.read().states == (seen,)
     finish(jobs)
     jobs.transition(JOB, lambda job: request_delete(job, time.time()))
     jobs.transition(JOB, lambda job: confirm_delete(job, time.time()))
     with pytest.raises(NotFound, match=JOB):
-        jobs.since(JOB, JOB, seen)
+        followed.read()
     jobs.create(JOB, JobRecord(uid="another", name=JOB, spec=seen.spec, create_time=0, update_time=0))
     begin(jobs)
-    assert [one.state.name for one in jobs.since(JOB, JOB, seen)] == ["PENDING", "RUNNING"]
-    assert jobs.since(JOB, JOB, jobs.get(JOB, JOB)) == []
+    reading = followed.read()
+    assert [one.state.name for one in reading.states_after(seen)] == ["RUNNING"]
+    assert reading.states_after(jobs.get(JOB, JOB)) == ()
 
 
 async def test_a_job_that_is_suspended_already_is_sent_again_behind_its_events(store: ObjectStore, jobs: Jobs) -> None:

@@ -73,4 +73,5 @@ def test_of_a_tasks_options_only_what_needs_a_gpu_goes() -> None:
     options = {"num_gpus": 1, "num_cpus": 2, "accelerator_type": "A100"}
     assert without_gpus({**options, "resources": {"accelerator_type:T4": 0.1}}) == {"num_cpus": 2}
     assert without_gpus({"resources": {"disk": 1, "accelerator_type:T4": 0.1}}) == {"resources": {"disk": 1}}
+    assert without_gpus({"num_gpus": 0, "num_cpus": 1}) == {"num_gpus": 0, "num_cpus": 1}, "Ray Data's own"
     assert without_gpus({}) == {}

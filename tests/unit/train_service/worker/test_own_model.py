@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from shared.checkpoint import CheckpointRegistry, load_checkpoint, resolve
-from shared.checkpoint.format import FORMAT_OWN_MODEL, MANIFEST, WEIGHTS
+from shared.checkpoint.format import FORMAT_OWN_MODEL, MANIFEST
 from shared.errors import FailedPrecondition, Internal, MillraceError
 from shared.models import build_model
 from shared.models.loaded import LoadedModel
@@ -112,7 +112,7 @@ def test_a_checkpoint_names_the_code_and_only_a_process_that_loaded_it_builds_th
     assert (entry.code_bundle, entry.model_entry) == (spec.model.code_bundle, "net:Noisy")
     assert checkpoint.content.model == spec.model
     assert FORMAT_OWN_MODEL.encode() in store.get(f"{entry.folder}/{MANIFEST}")
-    model = LoadedModel(checkpoint.content, checkpoint.read(WEIGHTS))
+    model = LoadedModel(checkpoint)
     rows = vectors(5).astype(np.float32)
     logits, probabilities, _ = model(rows)
     assert np.array_equal(logits, model.module(torch.from_numpy(rows)).detach().numpy())

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shared.checkpoint import CheckpointContent, load_checkpoint
-from shared.checkpoint.format import FORMAT, WEIGHTS
+from shared.checkpoint.format import FORMAT
 from shared.errors import InvalidArgument
 from shared.model_spec import NONE, STANDARD, ModelSpec, TargetScaling
 from shared.models.loaded import LoadedModel
@@ -77,7 +77,7 @@ def loaded(store: ObjectStore, name: str = JOB) -> LoadedModel:
     found = entries(store, name)
     entry = found[max(found)]
     checkpoint = load_checkpoint(store, entry.folder, entry.manifest_sha256)
-    return LoadedModel(checkpoint.content, checkpoint.read(WEIGHTS))
+    return LoadedModel(checkpoint)
 
 
 def run(store: ObjectStore, spec: TrainingSpec = SPEC, name: str = JOB) -> None:

@@ -22,7 +22,6 @@ from inference_service.serve.served_model import ServedModel
 from millrace_client import steps
 from millrace_client.train import TrainClient
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry, load_checkpoint, resolve
-from shared.checkpoint.format import WEIGHTS
 from shared.dataset_version import load_version
 from shared.errors import InvalidArgument
 from shared.model_spec import ModelSpec
@@ -41,6 +40,7 @@ from train_service.learning.learner import Learner
 from train_service.learning.ranks import Ranks
 from train_service.loading.loader import Batches
 from train_service.loading.preprocessing import fitted
+from train_service.loading.texts import check_padding
 
 LENGTH = 16
 TRAIN_ROWS = 96
@@ -142,7 +142,7 @@ def test_it_learns_is_resumed_bit_for_bit_and_is_served_on_texts(store: ObjectSt
     assert whole[24].metrics["validation_accuracy"] > 0.9
 
     checkpoint = load_checkpoint(store, whole[24].folder, whole[24].manifest_sha256)
-    served = ServedModel(checkpoint.content, checkpoint.read(WEIGHTS))
+    served = ServedModel(checkpoint)
     assert [(one.name, str(one)) for one in served.signature.raw] == [("text", "BYTES [-1]")]
     asked = [b"good film", b"bad film film", b"\xff", b"", b"bad" + 10_000_000 * b" film"]
     answered = served.forward(Rows(RAW, {"text": np.asarray(asked, object)}))
@@ -157,7 +157,7 @@ def test_training_and_serving_prepare_the_same_bits(store: ObjectStore, version:
     run_of(store, "trainingJobs/j", spec=spec).run()
     entry = entries(store, "trainingJobs/j")[4]
     checkpoint = load_checkpoint(store, entry.folder, entry.manifest_sha256)
-    served = ServedModel(checkpoint.content, checkpoint.read(WEIGHTS))
+    served = ServedModel(checkpoint)
     written = texts(TRAIN_ROWS, 1)["text"].to_pylist()
     loader = Batches(store, load_version(store, version), spec).loader(0, 1)
 
@@ -190,7 +190,7 @@ def test_adapters_start_from_a_checkpoint_and_leave_its_weights_as_they_are(stor
     assert after[f"{query}.lora_B.default.weight"].abs().sum() > 0
     assert f"{query}.base_layer.weight" in after
     checkpoint = load_checkpoint(store, *folder_of(store, "trainingJobs/tuned", 4))
-    served = ServedModel(checkpoint.content, checkpoint.read(WEIGHTS))
+    served = ServedModel(checkpoint)
     answered = served.forward(Rows(RAW, {"text": np.asarray([b"good film", b"bad film"], object)}))
     assert answered.arrays[0].shape == (2, 2)
 
@@ -227,6 +227,30 @@ def test_an_import_has_the_vocabulary_and_the_order_of_its_versions_tokenizer(
         with_client(store, lambda train: bring_in(train, ["input_ids", "attention_mask"], vocab_size=5))
 
 
+def test_an_import_of_a_decoder_without_a_tokenizer_names_the_id_that_pads(store: ObjectStore, tmp_path: Path) -> None:
+    """The library finds the last token of a text by it. Encoders find it by the mask."""
+    (tmp_path / "weights.pt").write_bytes(b"no weights")
+
+    def bring_in(train: TrainClient, kwargs: dict[str, Any]) -> None:
+        spec = mc.import_spec(
+            model=SEQUENCE_CLASSIFICATION,
+            in_channels=2 * LENGTH,
+            num_classes=2,
+            model_kwargs={"vocab_size": 300, **kwargs},
+            input_shape=[2 * LENGTH],
+        )
+        train.import_checkpoint("base", tmp_path / "weights.pt", spec, validate_only=True)
+
+    decoder = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "bos_token_id": 1, "eos_token_id": 2}
+    with pytest.raises(mc.errors.InvalidArgument, match="name the id that its tokenizer pads with") as refused:
+        with_client(store, lambda train: bring_in(train, decoder))
+    assert [one.field for one in refused.value.field_violations] == ["spec.model.kwargs.pad_token_id"]
+    version_free = spec_of("", model=replace(MODEL, kwargs={**decoder, "vocab_size": 300, "pad_token_id": 3}))
+    check_padding(version_free)
+    check_padding(replace(version_free, model=MODEL))
+    check_padding(replace(version_free, model=replace(version_free.model, builder=CAUSAL_LM, kwargs=decoder)))
+
+
 # The service reads the folder in a child, which imports the library again.
 @pytest.mark.long
 @pytest.mark.timeout(900)
@@ -255,7 +279,7 @@ def test_a_hugging_face_folder_answers_as_the_library_does_and_can_be_tuned(
 
     entry = resolve(store, "checkpoint", name)
     checkpoint = load_checkpoint(store, entry.folder, entry.manifest_sha256)
-    served = ServedModel(checkpoint.content, checkpoint.read(WEIGHTS))
+    served = ServedModel(checkpoint)
     rows = Rows(RAW, {"text": np.asarray([b"good film", b"bad"], object)})
     prepared = torch.from_numpy(served.preprocessing.prepare(rows)[0])
     with torch.inference_mode():
@@ -348,7 +372,7 @@ def test_a_language_model_learns_is_resumed_bit_for_bit_and_scores_texts(store: 
     assert perplexities[-1] < perplexities[0] / 4
 
     checkpoint = load_checkpoint(store, whole[24].folder, whole[24].manifest_sha256)
-    served = ServedModel(checkpoint.content, checkpoint.read(WEIGHTS))
+    served = ServedModel(checkpoint)
     answered = served.forward(Rows(RAW, {"text": np.asarray([b"good film film", b"film good bad"], object)}))
     likely, unlikely = ([one for one in row.tolist() if one != NO_TOKEN] for row in answered.arrays[0])
     assert np.mean(likely) < np.mean(unlikely)

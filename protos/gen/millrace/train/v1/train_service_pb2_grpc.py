@@ -318,9 +318,10 @@ class TrainServiceServicer:
         of the formats, is cut off, has names twice, holds code, or takes more than the limits to be read;
         WEIGHTS_DO_NOT_FIT: tensors are missing, unexpected or of another shape; NON_FINITE_WEIGHTS: NaN or infinities),
         NOT_FOUND (the version, or the bundle), FAILED_PRECONDITION (the version is not ACTIVE; an earlier call of this
-        `request_id` was killed; OWN_CODE_OFF: this service runs no code of its callers), ALREADY_EXISTS (the id is taken, or `request_id` was used with another header), RESOURCE_EXHAUSTED (too
-        many imports at once, the files are over the limit, or the service's disk is full) and DEADLINE_EXCEEDED
-        (SENDER_STALLED: nothing was sent for 60 s while others wait).
+        `request_id` was killed; OWN_CODE_OFF: this service runs no code of its callers), ALREADY_EXISTS (the id is taken,
+        or `request_id` was used with another header), RESOURCE_EXHAUSTED (too many imports at once, the files are over the
+        limit, or the service's disk is full; TOO_MANY_PROGRAMS: too many imports for models of the callers' own code) and
+        DEADLINE_EXCEEDED (SENDER_STALLED: nothing was sent for 60 s while others wait).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

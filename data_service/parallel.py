@@ -1,4 +1,4 @@
-"""Runs one function on all parts of a version with Ray Data.
+"""Runs one function on all parts of a version, or of an import's sources, with Ray Data.
 
 This file has the task for a group of parts, the pool of workers, the search for the part that killed a worker, and the
 progress of passes.
@@ -12,10 +12,10 @@ import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from uuid import uuid4
 
 import pyarrow as pa
@@ -23,7 +23,7 @@ import ray
 
 from data_service.attempt import FULL
 from data_service.domain.transform_spec import PredictSpec, Workers
-from data_service.transforms.plan import PartitionRange
+from data_service.kept_parts import KeptPass, KeptWork, kept_results
 from shared.errors import (
     STORE_OUTAGES,
     FailedPrecondition,
@@ -45,8 +45,39 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+# --- Parts ---
+
+
+class Part(Protocol):
+    """A piece of a job's input that one task works on; must be picklable.
+
+    What the parts are depends on the input alone, never on the cluster or on faults. Where results are kept, a part's
+    `repr` says all that distinguishes it, as that of a dataclass of plain values does.
+    """
+
+    @property
+    def number(self) -> int:
+        """Counts from 0, in row order."""
+
+    @property
+    def row_count(self) -> int:
+        """The rows of the part, or an estimate, or 0 if unknown; only progress depends on it."""
+
+    @property
+    def where(self) -> str:
+        """How errors name the part, such as "rows 0 to 99 of split 'train'"."""
+
+
+P = TypeVar("P", bound=Part)
+
+# The work on one part. It and its results must be picklable.
+Work = Callable[[P], Any]
+# Pairs of a part and its work's result.
+Results = Generator[tuple[P, Any], None, None]
+
+
 # --- Passes ---
-# Passes over the parts of a version, with progress: the building blocks of transforms and predictions.
+# Passes over the parts, with progress: the building blocks of the jobs that make versions.
 
 
 @dataclass(frozen=True)
@@ -59,19 +90,38 @@ class Passes:
     progress: Progress
 
     def over(
-        self, phase: str, work: Work, parts: Sequence[PartitionRange], *, foreign_code: bool, pool: Pool | None = None
-    ) -> Results:
+        self,
+        phase: str,
+        work: Work[P],
+        parts: Sequence[P],
+        *,
+        foreign_code: bool,
+        pool: Pool | None = None,
+        kept: KeptPass | None = None,
+    ) -> Results[P]:
         """Yields each part with its result.
 
-        A caller that leaves early must close the generator first, because tasks may still write.
+        With `kept`, results that earlier attempts kept come first, and only the other parts are worked on. A caller
+        that leaves early must close the generator first, because tasks may still write.
         """
         self.progress.begin(phase, sum(part.row_count for part in parts))
-        with closing(
-            self.run_parts(self.context, self.folder, work, parts, foreign_code=foreign_code, pool=pool)
-        ) as results:
-            for part, result in results:
-                self.progress.add(part.row_count)
-                yield part, result
+        left = {part.number: part for part in parts}
+        if kept is not None:
+            with closing(kept_results(self.context.store, self.folder, kept, parts)) as taken_over:
+                for part, result in taken_over:
+                    self.context.raise_if_stopped()
+                    del left[part.number]
+                    self.progress.add(part.row_count)
+                    yield part, result
+            work = KeptWork(work, kept, self.folder, self.context.store.settings)
+        if left:
+            running = self.run_parts(
+                self.context, self.folder, work, list(left.values()), foreign_code=foreign_code, pool=pool
+            )
+            with closing(running) as results:
+                for part, result in results:
+                    self.progress.add(part.row_count)
+                    yield part, result
         self.progress.report()
 
 
@@ -94,9 +144,6 @@ SINGLE_A_CPU = 2
 # The tasks that are submitted to Ray per CPU: one running and one queued.
 SUBMITTED_A_CPU = 2
 
-# Pairs of a part and its work's result.
-Results = Generator[tuple[PartitionRange, Any], None, None]
-
 
 @dataclass(frozen=True)
 class Pool:
@@ -116,12 +163,12 @@ class PartRunner(Protocol):
         self,
         context: AttemptContext,
         folder: str,
-        work: Work,
-        parts: Sequence[PartitionRange],
+        work: Work[P],
+        parts: Sequence[P],
         *,
         foreign_code: bool,
         pool: Pool | None = None,
-    ) -> Results:
+    ) -> Results[P]:
         """Yields every part with its result, in the order of completion.
 
         Raises the work's errors and those of `raise_if_stopped`. After an error, or once it is closed, no part is being
@@ -135,12 +182,12 @@ class PartRunner(Protocol):
 def run_on_ray(
     context: AttemptContext,
     folder: str,
-    work: Work,
-    parts: Sequence[PartitionRange],
+    work: Work[P],
+    parts: Sequence[P],
     *,
     foreign_code: bool,
     pool: Pool | None = None,
-) -> Results:
+) -> Results[P]:
     """Runs the parts on this process's Ray cluster; a `PartRunner`."""
     # Code that may crash its worker gets one task per part, so that a crash repeats no other part. A pool's worker
     # keeps its state, so grouping would save nothing there.
@@ -151,7 +198,8 @@ def run_on_ray(
     from shared.dataset_stream import DatasetStream, RayFailed  # ray.data: slow to import, and only the job needs it
 
     by_number = {part.number: part for part in parts}
-    begun = Begun(f"{folder}/begun")
+    # Markers cost two requests a part. Only the end of foreign code depends on the part that it was at.
+    begun = Begun(f"{folder}/begun") if alone else None
     task = PartsTask(work, context.store.settings, begun)
     # Ray Data itself schedules the workers of a pool.
     dataset, submitted = _dataset(task, groups, pool), SUBMITTED_A_CPU if pool is None else 1
@@ -168,11 +216,13 @@ def run_on_ray(
             # and its error record for one that has already arrived.
             raise Unavailable(f"Ray lost the results of {len(left)} parts", reason="WORKER_LOST")
     except RayFailed as failure:
-        raise _lost(failure.__cause__, begun.tries(context.store), by_number, foreign_code, pool) from failure.__cause__
+        tries = begun.tries(context.store) if begun else {}
+        raise _lost(failure.__cause__, tries, by_number, foreign_code, pool) from failure.__cause__
     finally:
         stream.close()
-        with suppress(*STORE_OUTAGES):  # the rest is deleted with the attempt's folder
-            begun.forget(context.store)
+        if begun:
+            with suppress(*STORE_OUTAGES):  # the rest is deleted with the attempt's folder
+                begun.forget(context.store)
 
 
 def _cpus() -> int:
@@ -181,7 +231,7 @@ def _cpus() -> int:
     return int(ray.cluster_resources().get("CPU", 0))  # type: ignore[no-untyped-call]
 
 
-def grouped(parts: Sequence[PartitionRange], cpus: int) -> list[list[PartitionRange]]:
+def grouped(parts: Sequence[P], cpus: int) -> list[list[P]]:
     """Groups consecutive parts into tasks.
 
     One task per part would be slow, because Ray's worker spends time between tasks. Groups are smaller when there are
@@ -194,7 +244,7 @@ def grouped(parts: Sequence[PartitionRange], cpus: int) -> list[list[PartitionRa
     return [*groups, *([part] for part in parts[together:])]
 
 
-def _dataset(task: PartsTask, groups: Sequence[Sequence[PartitionRange]], pool: Pool | None) -> Dataset:
+def _dataset(task: PartsTask, groups: Sequence[Sequence[Part]], pool: Pool | None) -> Dataset:
     import ray.data
 
     from shared.dataset_stream import quiet_context
@@ -237,7 +287,7 @@ def pool_fits(pool: Pool, node: Mapping[str, float]) -> int:
 def _lost(
     cause: BaseException | None,
     tries: Mapping[int, int],
-    parts: Mapping[int, PartitionRange],
+    parts: Mapping[int, Part],
     foreign_code: bool,
     pool: Pool | None = None,
 ) -> MillraceError:
@@ -263,14 +313,10 @@ def _lost(
 # The code in Ray's workers: processes a group of parts in order, and returns a record for each.
 
 
-# The work on one part. It and its results must be picklable.
-Work = Callable[[PartitionRange], Any]
-
-
 class PartsTask:
     """The function that Ray's worker calls for each group of parts."""
 
-    def __init__(self, work: Work, settings: StoreSettings, begun: Begun) -> None:
+    def __init__(self, work: Work[Any], settings: StoreSettings, begun: Begun | None) -> None:
         self._work = work
         self._settings = settings
         self._begun = begun
@@ -287,9 +333,9 @@ class PartsTask:
             if record["error"]:
                 return
 
-    def _record(self, store: ObjectStore, part: PartitionRange) -> dict[str, Any]:
+    def _record(self, store: ObjectStore, part: Part) -> dict[str, Any]:
         try:
-            with _one_thread(), self._begun.working_on(store, part):
+            with _one_thread(), self._begun.working_on(store, part) if self._begun else nullcontext():
                 return {"part": part.number, "result": pickle.dumps(self._work(part)), "error": b""}
         except Exception as error:
             return {"part": part.number, "result": b"", "error": pickle.dumps(_public_error(error, part).as_record())}
@@ -309,7 +355,7 @@ def _one_thread() -> Iterator[None]:
         pa.set_cpu_count(before)
 
 
-def _public_error(error: Exception, part: PartitionRange) -> MillraceError:
+def _public_error(error: Exception, part: Part) -> MillraceError:
     """Returns the error of a part for the attempt.
 
     The internals of an unexpected error are hidden.
@@ -317,12 +363,12 @@ def _public_error(error: Exception, part: PartitionRange) -> MillraceError:
     if isinstance(error, MillraceError):
         return error
     if isinstance(error, MemoryError):
-        return ResourceExhausted(f"a worker of Ray has too little memory for the rows of part {part.number}")
+        return ResourceExhausted(f"a worker of Ray has too little memory for {part.where}")
     if isinstance(error, OSError) and error.errno in FULL:
         return ResourceExhausted(
             "the disk of a node of Ray is full; free some space in its temporary folder", reason="SCRATCH_FULL"
         )
-    return hidden(error, logger, f"part {part.number} failed")
+    return hidden(error, logger, f"{part.where}: the work failed")
 
 
 class PoolWorker:
@@ -346,15 +392,15 @@ class PoolWorker:
 class Begun:
     """Markers in the store for the parts in progress.
 
-    The marker of a part remains if its worker dies.
+    The marker of a part remains if its worker dies. It names the worker's process.
     """
 
     folder: str
 
     @contextmanager
-    def working_on(self, store: ObjectStore, part: PartitionRange) -> Iterator[None]:
+    def working_on(self, store: ObjectStore, part: Part) -> Iterator[None]:
         key = f"{self.folder}/{part.number}-{uuid4().hex}"
-        store.put(key, b"")
+        store.put(key, str(os.getpid()).encode())
         try:
             yield
         finally:
@@ -368,7 +414,7 @@ class Begun:
         store.delete_folder(self.folder)
 
 
-def crash_error(tries: Mapping[int, int], parts: Mapping[int, PartitionRange], *, foreign_code: bool) -> MillraceError:
+def crash_error(tries: Mapping[int, int], parts: Mapping[int, Part], *, foreign_code: bool) -> MillraceError:
     """Returns the error for work whose worker died too often.
 
     `tries` and `parts` are keyed by the parts' numbers. With `foreign_code`, which may do anything, the work is to
@@ -376,9 +422,8 @@ def crash_error(tries: Mapping[int, int], parts: Mapping[int, PartitionRange], *
     process.
     """
     killers = [parts[number] for number, count in tries.items() if count > 1] or [parts[number] for number in tries]
-    rows = ", ".join(f"{part.first_row_id} to {part.first_row_id + part.row_count - 1}" for part in killers)
-    where = f"rows {rows} of split {killers[0].split!r}" if killers else "some rows"
-    metadata = {"rows": rows}
+    where = "; ".join(part.where for part in killers) or f"one of {len(parts)} parts"
+    metadata = {"parts": where}
     if foreign_code:
         return FailedPrecondition(
             f"the worker died, and died again, on {where}: a custom function crashes or hangs on one of them, or "

@@ -1,0 +1,330 @@
+"""An import of several parts, whose order of completion changes nothing: rows, ids, digests and errors are as if one
+process had read the parts one after the other."""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data_service.domain.import_spec import BadRows, Base, ColumnType, HoldOut, ImportSpec, Source
+from data_service.imports import job as import_job
+from data_service.imports import plan
+from data_service.imports.plan import ImportPart
+from data_service.imports.work import Guarded, WritePart
+from data_service.parallel import P, Pool, Results, Work
+from shared.dataset_version import VersionReader, load_version
+from shared.dataset_version.manifest import QUARANTINE
+from shared.dataset_version.version import IMPORT_KIND, read_attachment, read_report
+from shared.errors import Unavailable
+from shared.jobs import AttemptContext, JobRecord, Jobs, JobState
+from shared.jobs.attempt import run_attempt
+from shared.jobs.transitions import begin_attempt
+from shared.storage import ObjectStore
+from tests.support.transforming import run_here
+
+DATASET = "datasets/d/versions"
+ROWS = 40
+FILES = 7
+
+
+@pytest.fixture(autouse=True)
+def _each_file_is_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "SMALL_BYTES", 0)
+    monkeypatch.setattr(plan, "MAX_PART_BYTES", 1)
+
+
+class Parts:
+    """A `PartRunner` that works on the parts in another order, and remembers them by pass."""
+
+    def __init__(self, order: Callable[[Sequence[Any]], Iterable[Any]] = reversed) -> None:
+        self._order = order
+        self.passes: list[tuple[str, list[int]]] = []
+
+    def __call__(
+        self,
+        context: AttemptContext,
+        folder: str,
+        work: Work[P],
+        parts: Sequence[P],
+        *,
+        foreign_code: bool,
+        pool: Pool | None = None,
+    ) -> Results[P]:
+        assert isinstance(work, Guarded)
+        self.passes.append((type(work.work).__name__, [part.number for part in parts]))
+        ordered = list(reversed(list(self._order(parts))))  # `run_here` reverses them once more
+        yield from run_here(context, folder, work, ordered, foreign_code=foreign_code, pool=pool)
+
+
+def as_given(parts: Sequence[Any]) -> Sequence[Any]:
+    return parts
+
+
+def inside_out(parts: Sequence[Any]) -> Sequence[Any]:
+    return [*parts[1::2], *reversed(parts[::2])]
+
+
+def parquet(folder: Path, name: str, split: str, **columns: object) -> Source:
+    pq.write_table(pa.table(columns), folder / name)
+    return Source(split=split, format="parquet", uris={"parquet.uri": (folder / name).as_uri()})
+
+
+def run(store: ObjectStore, folder: Path, version: str, spec: ImportSpec, run_parts: Parts) -> JobRecord:
+    """The job after its first attempt."""
+    jobs, name, now = Jobs(store, IMPORT_KIND), f"{DATASET}/{version}", time.time()
+    recorded = {"import": spec.as_record(), "import_roots": [str(folder)], "request_id": ""}
+    jobs.create(name, JobRecord(uid=uuid.uuid4().hex, name=name, spec=recorded, create_time=now, update_time=now))
+    jobs.transition(name, lambda job: begin_attempt(job, time.time()), attempt=1)
+    run_attempt(functools.partial(import_job.run_import, run_parts=run_parts), store, IMPORT_KIND, name, 1)
+    return jobs.get(name, name)
+
+
+def run_in_one_process(store: ObjectStore, folder: Path, version: str, spec: ImportSpec) -> JobRecord:
+    """The job, whose parts the attempt itself has read one after the other."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(import_job._Import, "_in_tasks", False)
+        runner = Parts()
+        job = run(store, folder, version, spec, runner)
+    assert runner.passes == []
+    return job
+
+
+def numbers(store: ObjectStore, name: str) -> dict[str, list[tuple[int, int]]]:
+    """The column `n` with its row ids, by split."""
+    reader = VersionReader(store, load_version(store, name))
+    found = {}
+    for split in reader.version.manifest.splits:
+        tables = [reader.read(group, ["n", "_row_id"]) for group in reader.row_groups(split.name)]
+        columns = pa.concat_tables(tables).to_pydict()
+        found[split.name] = list(zip(columns["n"], columns["_row_id"], strict=True))
+    return found
+
+
+def texts(file: int, bad: Iterable[int] = (), repeats: Iterable[int] = ()) -> list[str]:
+    """Numbers of a file as texts; those of `bad` rows are none, and `repeats` are those of the file before."""
+    return [f"x{row}" if row in set(bad) else str(ROWS * (file - (row in set(repeats))) + row) for row in range(ROWS)]
+
+
+def sources(folder: Path, bad: Any = None, repeats: Any = None, last_split: str = "test") -> list[Source]:
+    """Files of both splits by turns; `bad` and `repeats` name rows by the number of the file."""
+    return [
+        parquet(
+            folder,
+            f"{number}.parquet",
+            "train" if number % 3 else last_split,
+            n=texts(number, (bad or {}).get(number, ()), (repeats or {}).get(number, ())),
+        )
+        for number in range(FILES)
+    ]
+
+
+INT64 = [ColumnType(column="n", arrow_type="int64")]
+QUARANTINE_ALL = BadRows(action="quarantine")
+BAD = {1: [3], 2: [0, 39], 4: [7], 6: [1, 2]}
+REPEATS = {1: [3], 2: [5, 6], 3: [0], 5: [11]}
+UNIQUE = {"column": "n", "unique": {}, "action": "ACTION_QUARANTINE"}
+BELOW = {"column": "n", "range": {"max": 250}, "action": "ACTION_QUARANTINE"}
+HELD_OUT = [HoldOut(from_split="train", to_split="validation", fraction=0.2, seed=3)]
+
+
+def spec_of(given: list[Source], **changes: Any) -> ImportSpec:
+    return ImportSpec(
+        **{"sources": given, "hold_outs": [], "column_types": INT64, "bad_rows": QUARANTINE_ALL, **changes}
+    )
+
+
+SPECS: dict[str, Callable[[Path], ImportSpec]] = {
+    "all good": lambda folder: spec_of(sources(folder)),
+    "bad rows": lambda folder: spec_of(sources(folder, BAD)),
+    "checks": lambda folder: spec_of(sources(folder), checks=[BELOW]),
+    "bad rows, checks": lambda folder: spec_of(sources(folder, BAD), checks=[BELOW]),
+    "unique": lambda folder: spec_of(sources(folder, None, REPEATS), checks=[UNIQUE]),
+    "unique of good rows": lambda folder: spec_of(sources(folder, BAD, REPEATS), checks=[UNIQUE, BELOW]),
+    "hold-outs": lambda folder: spec_of(sources(folder), hold_outs=HELD_OUT),
+    "hold-outs of all": lambda folder: spec_of(sources(folder, BAD, REPEATS), hold_outs=HELD_OUT, checks=[UNIQUE]),
+}
+
+
+@pytest.mark.parametrize("order", [reversed, inside_out], ids=["reversed", "inside out"])
+@pytest.mark.parametrize("name", SPECS)
+def test_parts_in_any_order_make_the_version_that_one_process_makes(
+    store: ObjectStore, tmp_path: Path, name: str, order: Callable[[Sequence[Any]], Iterable[Any]]
+) -> None:
+    spec = SPECS[name](tmp_path)
+    expected = run_in_one_process(store, tmp_path, "v1", spec)
+    found = run(store, tmp_path, "v2", spec, Parts(order))
+    assert (expected.state, expected.error) == (JobState.SUCCEEDED, None)
+    assert (found.state, found.error) == (JobState.SUCCEEDED, None)
+    versions = [load_version(store, job.name) for job in (expected, found)]
+    assert numbers(store, found.name) == numbers(store, expected.name)
+    assert read_report(store, versions[1]) == read_report(store, versions[0])
+    quarantined = [read_attachment(store, version, QUARANTINE) for version in versions]
+    assert quarantined[0] == quarantined[1]
+    assert versions[1].manifest_sha256 == versions[0].manifest_sha256
+    ids = [row_id for rows in numbers(store, found.name).values() for _, row_id in rows]
+    assert ids == list(range(len(ids)))
+    named = {f"{versions[1].folder}/{file.path}" for file in versions[1].manifest.files}
+    assert {info.key for info in store.list(versions[1].folder) if info.key.endswith(".parquet")} == named
+
+
+@pytest.mark.parametrize(
+    ("name", "passes"),
+    [
+        ("all good", [("WritePart", [0, 1, 2, 3, 4, 5, 6])]),
+        # Part 3 is the first after a bad row; nothing stands at another place before it.
+        ("bad rows", [("WritePart", [0, 1, 2, 3, 4, 5, 6]), ("WritePart", [3, 4, 5, 6])]),
+        ("hold-outs", [("CountPart", [0, 1, 2, 3, 4, 5, 6]), ("WritePart", [0, 1, 2, 3, 4, 5, 6])]),
+        ("unique", [("CountPart", [0, 1, 2, 3, 4, 5, 6]), ("WritePart", [0, 1, 2, 3, 4, 5, 6])]),
+    ],
+)
+def test_only_parts_that_came_to_stand_elsewhere_are_written_again(
+    store: ObjectStore, tmp_path: Path, name: str, passes: list[tuple[str, list[int]]]
+) -> None:
+    runner = Parts()
+    spec = SPECS[name](tmp_path)
+    assert run(store, tmp_path, "v1", spec, runner).state is JobState.SUCCEEDED
+    assert runner.passes == passes
+
+
+def test_parts_whose_sources_do_not_say_how_many_rows_they_have_are_counted_first(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ImportPart, "expected_rows", None)
+    runner = Parts()
+    job = run(store, tmp_path, "v1", SPECS["bad rows"](tmp_path), runner)
+    assert [name for name, _ in runner.passes] == ["CountPart", "WritePart"]
+    expected = run_in_one_process(store, tmp_path, "v2", SPECS["bad rows"](tmp_path))
+    assert numbers(store, job.name) == numbers(store, expected.name)
+
+
+def failing(check: dict[str, Any]) -> dict[str, Any]:
+    return {**check, "action": "ACTION_FAIL"}
+
+
+REFUSED: dict[str, Callable[[Path], ImportSpec]] = {
+    "bad rows": lambda folder: spec_of(sources(folder, BAD), bad_rows=BadRows()),
+    "too many bad rows": lambda folder: spec_of(
+        sources(folder, BAD), bad_rows=BadRows(action="quarantine", max_rows=3)
+    ),
+    "too many in one part": lambda folder: spec_of(
+        sources(folder, {**BAD, 5: range(20)}), bad_rows=BadRows(action="quarantine", max_rows=6)
+    ),
+    "a check": lambda folder: spec_of(sources(folder), checks=[failing({**BELOW, "range": {"max": 100}})]),
+    "a check after bad rows": lambda folder: spec_of(sources(folder, BAD), checks=[failing(BELOW)]),
+    "unique": lambda folder: spec_of(sources(folder, BAD, REPEATS), checks=[failing(UNIQUE)]),
+    "a check with hold-outs": lambda folder: spec_of(
+        sources(folder, BAD), hold_outs=HELD_OUT, checks=[failing({**BELOW, "range": {"max": 100}})]
+    ),
+    "too many with hold-outs": lambda folder: spec_of(
+        sources(folder, BAD), hold_outs=HELD_OUT, bad_rows=BadRows(action="quarantine", max_rows=4)
+    ),
+    "too many beside unique": lambda folder: spec_of(
+        sources(folder, BAD, REPEATS), checks=[UNIQUE], bad_rows=BadRows(action="quarantine", max_rows=2)
+    ),
+    "no row is left": lambda folder: spec_of(
+        sources(folder), checks=[{"column": "n", "range": {"min": 90, "max": 100}, "action": "ACTION_QUARANTINE"}]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_first_part_that_fails_is_the_one_that_is_reported(store: ObjectStore, tmp_path: Path, name: str) -> None:
+    spec = REFUSED[name](tmp_path)
+    expected = run_in_one_process(store, tmp_path, "v1", spec)
+    found = run(store, tmp_path, "v2", spec, Parts())
+    assert expected.state is JobState.FAILED
+    assert (found.state, found.error) == (JobState.FAILED, expected.error)
+    assert [info.key for info in store.list(f"{found.name}/data")] == []
+
+
+@pytest.mark.parametrize("name", ["bad rows", "hold-outs"])
+def test_a_source_that_changes_between_two_passes_fails_the_import(
+    store: ObjectStore, tmp_path: Path, name: str
+) -> None:
+    class Changing(Parts):
+        def __call__(self, *arguments: Any, **options: Any) -> Any:
+            if self.passes:
+                parquet(tmp_path, "5.parquet", "train", n=["1", "2"])
+            return super().__call__(*arguments, **options)
+
+    job = run(store, tmp_path, "v1", SPECS[name](tmp_path), Changing())
+    assert job.error is not None
+    assert (job.error["kind"], job.error["reason"]) == ("InvalidArgument", "SOURCE_CHANGED")
+
+
+def test_an_outage_in_one_part_ends_the_attempt_and_not_the_job(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = WritePart.__call__
+
+    def write_or_fail(self: WritePart, part: ImportPart) -> Any:
+        if part.number == 4:
+            raise Unavailable("the store does not answer")
+        return write(self, part)
+
+    monkeypatch.setattr(WritePart, "__call__", write_or_fail)
+    job = run(store, tmp_path, "v1", SPECS["all good"](tmp_path), Parts(as_given))
+    assert job.state is JobState.RECOVERING
+    assert job.error is not None
+    assert job.error["message"] == "the store does not answer"
+
+
+def test_rows_of_a_base_are_parts_too(store: ObjectStore, tmp_path: Path) -> None:
+    # A version has one successor, so each import appends to a base of its own.
+    first, same = (run_in_one_process(store, tmp_path, name, SPECS["bad rows"](tmp_path)) for name in ("v1", "w1"))
+    spec = spec_of(sources(tmp_path, last_split="more"), base=Base(version=first.name, mode="append"))
+    expected = run_in_one_process(store, tmp_path, "v2", spec)
+    runner = Parts()
+    found = run(store, tmp_path, "w2", replace(spec, base=Base(version=same.name, mode="append")), runner)
+    assert found.error is None
+    assert len(runner.passes[0][1]) > FILES
+    assert numbers(store, found.name) == numbers(store, expected.name)
+    files = [[file.sha256 for file in load_version(store, job.name).manifest.files] for job in (expected, found)]
+    assert files[0] == files[1]
+    before, after = numbers(store, first.name), numbers(store, found.name)
+    assert list(after) == ["test", "train", "more"]
+    assert [n for n, _ in after["train"][: len(before["train"])]] == [n for n, _ in before["train"]]
+
+
+def test_small_files_share_a_part_and_a_small_import_has_one_for_each_split(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = SPECS["all good"](tmp_path)
+    size = (tmp_path / "1.parquet").stat().st_size
+    monkeypatch.setattr(plan, "MAX_PART_BYTES", 2 * size + 100)
+    runner = Parts(as_given)
+    run(store, tmp_path, "v1", spec, runner)
+    assert runner.passes == [("WritePart", [0, 1, 2, 3])]
+    monkeypatch.setattr(plan, "SMALL_BYTES", 100 * size)
+    runner = Parts(as_given)
+    run(store, tmp_path, "v2", spec, runner)
+    assert runner.passes == []
+    version = load_version(store, f"{DATASET}/v2")
+    assert [file.path for file in version.manifest.files] == ["test-00000.parquet", "train-00000.parquet"]
+    assert numbers(store, version.name) == numbers(store, f"{DATASET}/v1")
+
+
+def test_the_report_lists_bad_rows_of_all_parts_in_the_order_of_the_rows(store: ObjectStore, tmp_path: Path) -> None:
+    job = run(store, tmp_path, "v1", SPECS["bad rows"](tmp_path), Parts())
+    version = load_version(store, job.name)
+    data = read_attachment(store, version, QUARANTINE)
+    assert data is not None
+    places = [(Path(line["source"]).name, line["place"]) for line in map(json.loads, data.splitlines())]
+    assert places == [
+        ("6.parquet", "row 2"),
+        ("6.parquet", "row 3"),
+        ("1.parquet", "row 4"),
+        ("2.parquet", "row 1"),
+        ("2.parquet", "row 40"),
+        ("4.parquet", "row 8"),
+    ]

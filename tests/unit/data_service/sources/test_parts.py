@@ -1,0 +1,256 @@
+"""A source divided into parts yields what the whole yields: the same rows, and bad rows with the same places."""
+
+from __future__ import annotations
+
+import gzip
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ray import cloudpickle
+
+from data_service.domain.import_spec import CsvOptions
+from data_service.formats import RowSource, interface, open_sources
+from data_service.formats.parquet import ParquetRows
+from data_service.storage.source_files import SourceFiles
+from data_service.uploads import reader
+from shared.errors import DataLoss, InvalidArgument
+from shared.storage import ObjectStore
+from tests.support.counting_store import CountingStore
+from tests.support.import_sources import Bad, Quarantine, found_file, opened, source_of, table_of
+from tests.support.upload_calls import committed
+from tests.support.upload_server import uploads_of
+
+
+def read(*parts: RowSource) -> tuple[pa.Table, list[Bad]]:
+    bad = Quarantine()
+    return pa.concat_tables([table_of(part, bad) for part in parts]).combine_chunks(), bad.rows
+
+
+def parts_of(rows: RowSource, at_least: int = 2) -> list[RowSource]:
+    """The parts, each as it is in another process, after a look at what they say of themselves."""
+    parts = [cloudpickle.loads(cloudpickle.dumps(part)) for part in rows.parts()]  # type: ignore[no-untyped-call]
+    assert len(parts) >= at_least
+    for part in parts:
+        assert part.schema == rows.schema
+        assert part.class_names == rows.class_names
+        assert len(part.parts()) == 1
+        table, bad = read(part)
+        if part.row_count is not None:
+            assert table.num_rows <= part.row_count <= table.num_rows + sum(row.rows for row in bad)
+    counts = [part.row_count for part in parts]
+    assert counts == [None] if rows.row_count is None else sum(counts) == rows.row_count
+    return parts
+
+
+# --- Typed files ---
+
+TYPED = pa.table(
+    {
+        "n": np.arange(3000) * 22,
+        "s": [f"text {i % 7}" for i in range(3000)],
+        "t": pa.FixedSizeListArray.from_arrays(pa.array([None if i % 900 == 1 else float(i) for i in range(6000)]), 2),
+    }
+)
+
+
+def test_parquet_is_divided_into_runs_of_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interface, "PART_BYTES", 20_000)
+    pq.write_table(TYPED, tmp_path / "t.parquet", row_group_size=170)
+    rows = ParquetRows(found_file(tmp_path / "t.parquet"))
+    parts = parts_of(rows, at_least=3)
+    table, bad = read(rows)
+    assert read(*parts) == (table, bad)
+    assert len(bad) == 7
+    assert len(parts) < 18  # some have several row groups
+    assert sum(part.size_bytes for part in parts) <= rows.size_bytes
+
+
+def test_a_row_group_that_is_larger_is_one_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interface, "PART_BYTES", 1)
+    pq.write_table(TYPED, tmp_path / "t.parquet", row_group_size=1000)
+    parts = parts_of(ParquetRows(found_file(tmp_path / "t.parquet")))
+    assert [part.row_count for part in parts] == [1000, 1000, 1000]
+
+
+def test_a_small_or_empty_parquet_file_is_one_part(tmp_path: Path) -> None:
+    for table in (TYPED, TYPED.slice(0, 0)):
+        pq.write_table(table, tmp_path / "t.parquet", row_group_size=170)
+        rows = ParquetRows(found_file(tmp_path / "t.parquet"))
+        assert len(rows.parts()) == 1
+        assert rows.row_count == table.num_rows
+
+
+def test_a_part_of_a_file_that_was_written_anew_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interface, "PART_BYTES", 20_000)
+    pq.write_table(TYPED, tmp_path / "t.parquet", row_group_size=170)
+    last = ParquetRows(found_file(tmp_path / "t.parquet")).parts()[-1]
+    pq.write_table(TYPED.slice(0, 2999), tmp_path / "t.parquet", row_group_size=170)
+    with pytest.raises(InvalidArgument, match="it changed while it was read"):
+        table_of(last)
+
+
+def test_a_cast_counts_the_rows_that_the_file_left_out(tmp_path: Path) -> None:
+    values = pa.FixedSizeListArray.from_arrays(pa.array([None, 1, 2, 3, 4, 5, None, 7]), 2)
+    pq.write_table(pa.table({"n": [1, 300, 3, 300], "t": values}), tmp_path / "t.parquet")
+    (one,) = opened(tmp_path, source_of((tmp_path / "t.parquet").as_uri(), "parquet"), types={"n": "int8"})
+    table, bad = read(one.rows)
+    assert table["n"].to_pylist() == [3]
+    assert [row.place for row in bad] == ["row 1", "row 4", "row 2"]
+
+
+def test_casts_and_partitions_are_those_of_each_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interface, "PART_BYTES", 20_000)
+    (tmp_path / "day=3").mkdir()
+    pq.write_table(TYPED, tmp_path / "day=3" / "t.parquet", row_group_size=170)
+    (one,) = opened(tmp_path, source_of(f"{tmp_path.as_uri()}/", "parquet"), types={"n": "uint16", "day": "int16"})
+    table, bad = read(one.rows)
+    assert table.num_rows == 2972
+    parted, parted_bad = read(*parts_of(one.rows, at_least=3))
+    assert parted == table
+    # A file's own bad rows come first in each table, and tables end elsewhere in parts.
+    assert sorted(parted_bad, key=lambda row: row.place) == sorted(bad, key=lambda row: row.place)
+    assert len({row.place for row in bad}) == len(bad)
+
+
+def test_parts_of_an_upload_do_not_read_it_whole(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interface, "PART_BYTES", 200_000)
+    monkeypatch.setattr(reader, "BUFFER_BYTES", 1000)
+    sink = pa.BufferOutputStream()
+    numbers = np.random.default_rng(0).integers(0, 2**60, 100_000)
+    pq.write_table(pa.table({"n": numbers}), sink, row_group_size=10_000, use_dictionary=False)
+    uploads = uploads_of(store)
+    name = committed(uploads, sink.getvalue().to_pybytes(), chunk_bytes=20_000)
+    counting = CountingStore(store)
+    (one,) = open_sources([source_of(name, "parquet")], SourceFiles([], None, counting), {})
+    assert read(*parts_of(one.rows)) == read(one.rows)
+    last = one.rows.parts()[-1]
+    counting.forget()
+    assert table_of(last)["n"].to_pylist() == numbers[-20_000:].tolist()
+    chunks = {request for request in counting.requests if request.startswith("get") and "/chunks/" in request}
+    assert 0 < len(chunks) < len(list(store.list(f"{name}/chunks"))) // 2
+
+
+# --- Texts ---
+
+CSV_LINES = [b'"', b'""', b'"""', b'x,"', b'",y', b'x",",', b'"x"', b"x,y", b"", b'y"z', b'"",', b"1,\xff", b"2,3"]
+JSON_LINES = [b'{"a": 1}', b'{"a": "x", "b": [1, 2]}', b"", b"[]", b"{", b'{"b": [3, 4.5]}', b'{"a": 1234567890123456}']
+
+
+def texts(lines: list[bytes]) -> st.SearchStrategy[bytes]:
+    """Lines with ends of each kind, and perhaps a byte-order mark before and a line without an end after them."""
+    ended = st.tuples(st.sampled_from(lines), st.sampled_from([b"\n", b"\r\n", b"\r"])).map(b"".join)
+    return st.tuples(
+        st.sampled_from([b"", b"\xef\xbb\xbf"]),
+        st.lists(ended, max_size=30).map(b"".join),
+        st.sampled_from([b"", lines[0], lines[3]]),
+    ).map(b"".join)
+
+
+def shortened(row: Bad) -> Bad:
+    """Without the rest of a long line: with such small limits it depends on the block how much of it was read."""
+    return replace(row, excerpt=row.excerpt[:8]) if "too long" in row.reason or "more than" in row.reason else row
+
+
+def same_in_parts(folder: Path, data: bytes, kind: str, types: dict[str, str], csv: CsvOptions | None = None) -> int:
+    """Compares the parts with the whole; returns their number."""
+    (folder / "rows").write_bytes(data)
+    try:
+        (one,) = opened(folder, source_of((folder / "rows").as_uri(), kind, csv=csv), types=types)
+    except InvalidArgument:  # no line is a row
+        return 0
+    (table, bad), (parts_table, parts_bad) = read(one.rows), read(*one.rows.parts())
+    assert parts_table == table
+    assert list(map(shortened, parts_bad)) == list(map(shortened, bad))
+    return len(parts_of(one.rows, at_least=1))
+
+
+SIZES = {"PART_BYTES": st.integers(1, 60), "MAX_LINE_BYTES": st.integers(12, 60), "BLOCK_BYTES": st.integers(3, 12)}
+
+
+@settings(max_examples=60)
+@given(data=texts(CSV_LINES), sizes=st.fixed_dictionaries(SIZES), given_type=st.sampled_from(["", "a", "ab"]))
+def test_parts_of_csv_are_cut_between_records(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes, sizes: dict[str, int], given_type: str
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in sizes.items():
+            patch.setattr(interface, name, value)
+        types = dict.fromkeys(given_type, "int8")
+        same_in_parts(tmp_path_factory.mktemp("csv"), data, "csv", types, CsvOptions(column_names=("a", "b")))
+
+
+@settings(max_examples=60)
+@given(data=texts(JSON_LINES), sizes=st.fixed_dictionaries(SIZES), given_type=st.sampled_from(["", "a"]))
+def test_parts_of_json_lines_are_cut_between_lines(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes, sizes: dict[str, int], given_type: str
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in sizes.items():
+            patch.setattr(interface, name, value)
+        types = dict.fromkeys(given_type, "int8")
+        same_in_parts(tmp_path_factory.mktemp("json"), data, "json_lines", types)
+
+
+ROWS = [b'%d,"some, text\nof two lines"\n' % n if n % 50 == 0 else b"%d,plain text\n" % n for n in range(999)]
+
+
+@pytest.mark.parametrize("types", [{}, {"n": "int8", "s": "string"}], ids=["inferred", "given"])
+def test_a_csv_file_with_a_header_is_divided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, types: dict[str, str]
+) -> None:
+    monkeypatch.setattr(interface, "PART_BYTES", 2000)
+    monkeypatch.setattr(interface, "BLOCK_BYTES", 500)
+    assert same_in_parts(tmp_path, b"n,s\n" + b"".join(ROWS) + b'5,"never closed\n6,x\n7,y', "csv", types) > 5
+
+
+@pytest.mark.parametrize("kind", ["csv", "json_lines"])
+def test_a_compressed_text_is_one_part_of_a_known_number_of_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(interface, "PART_BYTES", 100)
+    line = {"csv": b"1,2\n", "json_lines": b'{"a": 1}\n'}[kind]
+    (tmp_path / "rows").write_bytes(gzip.compress(line * 999))
+    (one,) = opened(tmp_path, source_of((tmp_path / "rows").as_uri(), kind))
+    assert len(one.rows.parts()) == 1
+    assert one.rows.row_count == {"csv": 998, "json_lines": 999}[kind]
+
+
+def test_csv_in_another_encoding_is_one_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interface, "PART_BYTES", 100)
+    data = ("a,b\n" + "1,é\n" * 99).encode("utf-16")
+    assert same_in_parts(tmp_path, data, "csv", {}, CsvOptions(encoding="utf-16")) == 1
+
+
+def test_a_part_that_no_longer_begins_a_line_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interface, "PART_BYTES", 100)
+    monkeypatch.setattr(interface, "BLOCK_BYTES", 50)
+    (tmp_path / "rows").write_bytes(b"n\n" + b"123\n" * 99)
+    (one,) = opened(tmp_path, source_of((tmp_path / "rows").as_uri(), "csv"))
+    last = one.rows.parts()[-1]
+    (tmp_path / "rows").write_bytes(b"n\n" + b"1234567\n" * 99)
+    with pytest.raises(InvalidArgument, match="it changed while it was read"):
+        table_of(last)
+
+
+@pytest.mark.parametrize("kind", ["csv", "json_lines"])
+def test_parts_of_a_text_that_was_uploaded_are_verified(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(interface, "PART_BYTES", 1000)
+    monkeypatch.setattr(interface, "BLOCK_BYTES", 500)
+    data = {"csv": b"n\n" + b"123\n" * 999, "json_lines": b'{"n": 123}\n' * 999}[kind]
+    name = committed(uploads_of(store), data, chunk_bytes=700)
+    (one,) = open_sources([source_of(name, kind)], SourceFiles([], None, store), {})
+    parts = parts_of(one.rows, at_least=3)
+    assert read(*parts) == read(one.rows)
+    assert one.rows.size_bytes > 2000
+    third = sorted(info.key for info in store.list(f"{name}/chunks"))[2]
+    store.put(third, store.get(third).replace(b"123", b"124"))
+    with pytest.raises(DataLoss, match="not those that were committed"):
+        read(*parts)

@@ -1,0 +1,106 @@
+"""The requests of one who waits for an operation: two a second at most, whatever the operation does."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from google.rpc import code_pb2
+
+from data_service.datasets import Datasets
+from data_service.servicer import FollowedOperation, VersionOperations
+from data_service.version_catalog import Versions, operation_id, record_operation
+from millrace.data.v1 import data_service_pb2
+from shared.dataset_version.version import IMPORT_KIND
+from shared.errors import NotFound
+from shared.jobs import JobRecord, Jobs
+from shared.jobs.registry import progress_key
+from shared.jobs.transitions import (
+    begin_attempt,
+    confirm_cancel,
+    confirm_delete,
+    lose_attempt,
+    request_cancel,
+    request_delete,
+)
+from shared.storage import ObjectStore
+from tests.support.counting_store import CountingStore
+
+VERSION = "datasets/d/versions/v1"
+JOB = JobRecord(uid="u", name=VERSION, spec={"import": {}}, create_time=1.0, update_time=1.0)
+
+
+@pytest.fixture
+def jobs(store: ObjectStore) -> Jobs:
+    record_operation(store, JOB)
+    jobs = Jobs(store, IMPORT_KIND)
+    jobs.create(VERSION, JOB)
+    return jobs
+
+
+class Followed:
+    """An operation that is followed on a store that counts, by a clock that the test sets."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.counted = CountingStore(store)
+        self.now = 0.0
+        jobs = Jobs(self.counted, IMPORT_KIND)
+        operations = VersionOperations(self.counted, jobs, Versions(self.counted, jobs, Datasets(self.counted)))
+        name = f"operations/{operation_id(JOB)}"
+        self._followed = FollowedOperation(self.counted, jobs, operations, name, lambda: self.now)
+        self.operation = self._followed.read()
+
+    def requests_after(self, seconds: float) -> int:
+        """Read again so much later, and return the number of requests."""
+        self.now += seconds
+        self.counted.forget()
+        self.operation = self._followed.read()
+        return len(self.counted.requests)
+
+
+def begin(jobs: Jobs) -> None:
+    attempt = jobs.get(VERSION, VERSION).attempt + 1
+    jobs.transition(VERSION, lambda job: begin_attempt(job, time.time()), attempt=attempt)
+
+
+def test_an_operation_costs_at_most_two_requests_a_second_in_each_state(store: ObjectStore, jobs: Jobs) -> None:
+    followed = Followed(store)
+
+    def requests() -> list[int]:
+        return [followed.requests_after(seconds) for seconds in (1.0, 0.1, 0.1, 1.0, 1.0)]
+
+    assert requests() == [2, 1, 1, 2, 2]
+    begin(jobs)
+    followed.requests_after(0.1)
+    assert requests() == [2, 1, 1, 2, 2]
+    jobs.transition(VERSION, lambda job: lose_attempt(job, NotFound("gone"), time.time()), attempt=1)
+    followed.requests_after(0.1)
+    assert requests() == [2, 1, 1, 2, 2]
+
+
+def test_what_it_waits_for_its_progress_and_its_end_are_seen(store: ObjectStore, jobs: Jobs) -> None:
+    def metadata() -> data_service_pb2.ImportVersionMetadata:
+        read = data_service_pb2.ImportVersionMetadata()
+        followed.operation.metadata.Unpack(read)
+        return read
+
+    followed = Followed(store)
+    begin(jobs)
+    followed.requests_after(0.1)
+    assert (metadata().attempt, metadata().rows_read) == (1, 0)
+    store.put(progress_key(VERSION), b'{"rows_read": 7}')
+    followed.requests_after(1.0)
+    assert metadata().rows_read == 7
+    jobs.transition(VERSION, lambda job: confirm_cancel(request_cancel(job, time.time()), time.time()))
+    followed.requests_after(0.1)
+    assert followed.operation.done
+    assert followed.operation.error.code == code_pb2.CANCELLED
+
+
+def test_the_end_of_the_version_is_the_end_of_its_operation(store: ObjectStore, jobs: Jobs) -> None:
+    followed = Followed(store)
+    jobs.transition(VERSION, lambda job: confirm_cancel(request_cancel(job, time.time()), time.time()))
+    jobs.transition(VERSION, lambda job: request_delete(job, time.time()))
+    jobs.transition(VERSION, lambda job: confirm_delete(job, time.time()))
+    with pytest.raises(NotFound, match=operation_id(JOB)):
+        followed.requests_after(0.1)
