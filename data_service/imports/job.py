@@ -25,12 +25,23 @@ from data_service.domain.statistics import SplitStatistics
 from data_service.formats import open_sources
 from data_service.imports.columns import BaseRows, CommonColumns
 from data_service.imports.plan import ImportPart, Placer, Tally, plan_parts
-from data_service.imports.work import ROW_BITS, CountPart, Guarded, PartFailed, PartRows, WritePart, Written
-from data_service.parallel import PartRunner, Passes, Results, run_on_ray
+from data_service.imports.work import (
+    RESULTS,
+    ROW_BITS,
+    CountPart,
+    GuardedRunner,
+    PartFailed,
+    PartRows,
+    WritePart,
+    Written,
+    files_of,
+)
+from data_service.kept_parts import KeptPass, withdraw
+from data_service.parallel import PartRunner, Passes, run_on_ray
 from data_service.storage.source_files import SourceFiles, s3_of
 from data_service.version_catalog import confirm_follows
 from shared.dataset_version import DatasetVersion, load_version
-from shared.dataset_version.manifest import QUARANTINE, DataFile, Parent
+from shared.dataset_version.manifest import QUARANTINE, DataFile, Parent, sha256_hex
 from shared.dataset_version.version import IMPORT_KIND, read_report
 from shared.errors import FailedPrecondition, InvalidArgument, MillraceError
 from shared.jobs import AttemptContext, Jobs
@@ -51,26 +62,22 @@ def run_import(context: AttemptContext, run_parts: PartRunner = run_on_ray) -> d
 
     The job's spec is `{"import": ImportSpec, "import_roots": [folders]}`.
     """
-    spec = ImportSpec.from_record(context.job.spec["import"])
-    with attempt_folder(context) as (folder, scratch):
-        return _Import(context, spec, folder, scratch, run_parts).run()
+    opened = _Opened(context, ImportSpec.from_record(context.job.spec["import"]))
+    with attempt_folder(context, keeps_parts=opened.in_tasks) as (folder, scratch):
+        return _Import(context, opened, folder, scratch, run_parts).run()
 
 
-class _Import:
-    def __init__(
-        self, context: AttemptContext, spec: ImportSpec, folder: str, scratch: Path, run_parts: PartRunner
-    ) -> None:
-        self._context = context
-        self._spec = spec
-        self._folder = folder
-        self._scratch = scratch
-        self._passes = Passes(context, folder, run_parts, _NoProgress(context))
-        self._base = _base(context.store, spec.base) if spec.base else None
+class _Opened:
+    """The open sources of an import, divided into parts."""
+
+    def __init__(self, context: AttemptContext, spec: ImportSpec) -> None:
+        self.spec = spec
+        self.base = _base(context.store, spec.base) if spec.base else None
         if spec.base:
             base = Jobs(context.store, IMPORT_KIND).get(spec.base.version, spec.base.version)
             confirm_follows(context.store, base, context.job)
         appends = spec.base is not None and spec.base.mode == "append"
-        self._kept = BaseRows(context.store, self._base) if self._base and appends else None
+        kept = BaseRows(context.store, self.base) if self.base and appends else None
         roots = [PurePosixPath(root) for root in context.job.spec["import_roots"]]
         sources = open_sources(
             spec.sources,
@@ -84,20 +91,39 @@ class _Import:
             {column_type.column: column_type.arrow_type for column_type in spec.column_types},
             spec.partitioning,
         )
-        self._columns = CommonColumns(self._kept, sources, nan_as_null=spec.nan_as_null)
+        columns = CommonColumns(kept, sources, nan_as_null=spec.nan_as_null)
         checks = parse_checks(spec.checks)
-        fits(checks, self._columns.schema, has_parent=self._base is not None)
-        self._rows = PartRows(
+        fits(checks, columns.schema, has_parent=self.base is not None)
+        self.rows = PartRows(
             settings=context.store.settings,
-            base=self._kept.version if self._kept else None,
-            columns=self._columns,
-            checks=RowChecks(checks, self._columns.schema),
+            base=kept.version if kept else None,
+            columns=columns,
+            checks=RowChecks(checks, columns.schema),
             policy=BadRowPolicy(spec.bad_rows.action == "quarantine", spec.bad_rows.max_rows),
             nan_as_null=spec.nan_as_null,
         )
         # The base's splits in their order, then the sources'.
-        self._imported = list(dict.fromkeys([*(self._kept.splits if self._kept else ()), *spec.imported_splits]))
-        self._plan = plan_parts(self._imported, self._kept, sources)
+        self.splits = list(dict.fromkeys([*(kept.splits if kept else ()), *spec.imported_splits]))
+        self.plan = plan_parts(self.splits, kept, sources)
+
+    @property
+    def in_tasks(self) -> bool:
+        return len(self.plan.parts) > 1 and not self.plan.is_small
+
+
+class _Import:
+    def __init__(
+        self, context: AttemptContext, opened: _Opened, folder: str, scratch: Path, run_parts: PartRunner
+    ) -> None:
+        self._context = context
+        self._opened = opened
+        self._spec = opened.spec
+        self._imported = opened.splits
+        self._rows = opened.rows
+        self._plan = opened.plan
+        self._folder = folder
+        self._scratch = scratch
+        self._passes = Passes(context, folder, GuardedRunner(run_parts), _NoProgress(context))
         self._progress = Progress(context)
         self._outcome = _Outcome(self._rows, scratch)
         # Those of the splits with hold-outs, once their rows are counted.
@@ -111,26 +137,22 @@ class _Import:
             self._routings = self._routed(counted)
             self._first_row_ids = {one.name: one.first_row_id for one in self._lay_out(self._routings, counted)}
         work = WritePart(self._rows, self._routings, self._folder, numbered=not self._plan.is_small, repeats=repeats)
-        tallies = self._write_in_tasks(work, counted) if self._in_tasks else self._write_here(work, counted)
+        tallies = self._write_in_tasks(work, counted) if self._opened.in_tasks else self._write_here(work, counted)
         routings = self._routings or {
             split: Routing([split], [count]) for split, count in self._kept_by_split(tallies).items()
         }
         return self._commit(self._lay_out(routings, tallies))
 
-    @property
-    def _in_tasks(self) -> bool:
-        return len(self._plan.parts) > 1 and not self._plan.is_small
-
     def _counted(self) -> tuple[list[Tally] | None, Repeats | None]:
         """Counts the rows of each part in a pass of its own, if that is needed, and finds repeated values."""
-        if not self._in_tasks:
+        if not self._opened.in_tasks:
             return (self._count_here() if self._spec.hold_outs else None), None
         finds_keys = self._rows.checks.needs_keys
         if not (finds_keys or self._spec.hold_outs or not self._plan.row_counts_are_known):
             return None, None
         work, keys = CountPart(self._rows, finds_keys), self._rows.checks.empty_keys()
         tallies: dict[int, Tally] = {}
-        with closing(self._pass(work, self._placed(None), tallies)) as results:
+        with closing(self._pass(work, self._placed(None), tallies, self._kept("count"))) as results:
             for _, counted in results:
                 if counted.keys is not None:
                     keys.merge(counted.keys)
@@ -214,7 +236,8 @@ class _Import:
     def _write_in_tasks(self, work: WritePart, counted: Sequence[Tally] | None) -> list[Tally]:
         tallies: dict[int, Tally] = {}
         arrivals = _Arrivals(self._placer(), self._outcome, self._scratch)
-        with closing(self._pass(work, self._placed(counted), tallies)) as results:
+        kept = self._kept("write", work.repeats)
+        with closing(self._pass(work, self._placed(counted), tallies, kept)) as results:
             for part, written in results:
                 if counted is not None:
                     self._refuse_change(part, written.tally, counted)
@@ -222,6 +245,8 @@ class _Import:
                 self._progress.add(written.tally.kept, self._outcome.left_out)
         ordered = [tallies[part.number] for part in self._plan.parts]
         if arrivals.moved:
+            # Their files are written over, so no later attempt may take the records of the first ones for true.
+            withdraw(self._context.store, self._folder, kept, arrivals.moved)
             with closing(self._pass(work, arrivals.moved, tallies)) as results:
                 for part, written in results:
                     self._refuse_change(part, written.tally, ordered)
@@ -237,7 +262,11 @@ class _Import:
             raise _changed(part.split, self._kept_by_split(counted)[part.split])
 
     def _pass(
-        self, work: CountPart | WritePart, parts: Sequence[ImportPart], tallies: dict[int, Tally]
+        self,
+        work: CountPart | WritePart,
+        parts: Sequence[ImportPart],
+        tallies: dict[int, Tally],
+        kept: KeptPass | None = None,
     ) -> Generator[tuple[ImportPart, Any], None, None]:
         """Does the work on each part in a task; yields the part with its result, and keeps the tally.
 
@@ -246,7 +275,7 @@ class _Import:
         """
         first_failure = _FirstFailure(0 if work.is_lenient else self._spec.bad_rows.max_rows)
         failed: dict[int, tuple[ImportPart, MillraceError]] = {}
-        with closing(self._results(work, parts)) as results:
+        with closing(self._passes.over("", work, parts, foreign_code=False, kept=kept)) as results:
             for part, result in results:
                 if isinstance(result, PartFailed):
                     failed[part.number] = part, result.error
@@ -281,30 +310,42 @@ class _Import:
         placed = placer.place(self._plan.parts[number])
         if error is not None and part is not None and part.place == placed.place:
             return error
-        for _, result in self._results(work, [placed]):
-            if isinstance(result, PartFailed):
-                return result.error
+        with closing(self._passes.over("", work, [placed], foreign_code=False)) as results:
+            for _, result in results:
+                if isinstance(result, PartFailed):
+                    return result.error
         return error or _changed(placed.split, tallies[number].kept)
 
-    def _results(self, work: CountPart | WritePart, parts: Sequence[ImportPart]) -> Results[ImportPart]:
-        return self._passes.over("", Guarded(work), parts, foreign_code=False)
+    def _kept(self, name: str, repeats: Repeats | None = None) -> KeptPass:
+        """Describes a pass, so that later attempts take over the results that depend on the same."""
+        base, columns = self._opened.base, self._rows.columns
+        ordinals = {} if repeats is None else repeats.ordinals
+        depends_on = {
+            "job": [self._context.job.uid, self._context.job.spec],
+            "base": base.manifest_sha256 if base else "",
+            "columns": [str(columns.schema), dict(columns.value_names)],
+            "routings": {split: [routing.seeds, routing.limits] for split, routing in self._routings.items()},
+            "repeats": {check: sha256_hex(found.tobytes()) for check, found in sorted(ordinals.items())},
+        }
+        return KeptPass(name, depends_on, RESULTS, files_of)
 
     def _commit(self, ranges: Sequence[SplitRange]) -> dict[str, Any]:
         outcome, checks = self._outcome, self._rows.checks.checks
         ordered = {one.name: outcome.statistics[one.name] for one in ranges}
-        parent_report = read_report(self._context.store, self._base) if self._base else None
+        base, columns = self._opened.base, self._rows.columns
+        parent_report = read_report(self._context.store, base) if base else None
         results = {**outcome.checks.results(), **gate(checks, ordered, parent_report)}
         bad_rows = outcome.bad_rows()
         result = commit_version(
             self._context.store,
             self._folder,
-            columns=columns_of(self._columns.schema, self._columns.value_names),
+            columns=columns_of(columns.schema, columns.value_names),
             ranges=ranges,
             files=outcome.files,
             report=build_report(ordered, results, bad_rows),
             quarantine=bad_rows.path,
             quarantined_row_count=bad_rows.row_count,
-            parents=[Parent(version=self._base.name, manifest_sha256=self._base.manifest_sha256)] if self._base else [],
+            parents=[Parent(version=base.name, manifest_sha256=base.manifest_sha256)] if base else [],
         )
         self._progress.report()
         return result

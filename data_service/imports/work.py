@@ -21,9 +21,12 @@ from data_service.domain.layout import Routing
 from data_service.domain.statistics import SplitStatistics
 from data_service.imports.columns import BaseRows, CommonColumns, with_nan_as_null
 from data_service.imports.plan import BaseRun, ImportPart, Run, Tally
+from data_service.kept_parts import ResultFormat
+from data_service.parallel import P, PartRunner, Pool, Results, Work
 from shared.dataset_version import DatasetVersion, SplitWriter
 from shared.dataset_version.manifest import QUARANTINE, DataFile
 from shared.errors import DataLoss, FailedPrecondition, InvalidArgument, MillraceError, NotFound
+from shared.jobs import AttemptContext
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 
@@ -251,6 +254,28 @@ class WritePart:
         return Written(screen.tally(), written, files.statistics, screen.counts, screen.bad_rows.part())
 
 
+# How these results are stored, for the attempt that follows a lost one.
+RESULTS = ResultFormat(
+    classes=frozenset(
+        (
+            "data_service.domain.bad_rows.*",
+            "data_service.domain.checks.*",
+            "data_service.domain.checks_rows.*",
+            "data_service.domain.statistics.*",
+            "data_service.imports.plan.Tally",
+            "data_service.imports.work.Counted",
+            "data_service.imports.work.Written",
+            "shared.dataset_version.manifest.DataFile",
+        )
+    )
+)
+
+
+def files_of(result: object) -> list[str]:
+    """Returns the paths of a result's data files, relative to the attempt's folder."""
+    return [file.path for file in result.files] if isinstance(result, Written) else []
+
+
 class _PartFiles:
     """The files of one part: of its imported split, and of that split's hold-outs.
 
@@ -309,13 +334,32 @@ class PartFailed:
 class Guarded:
     """Does `work`, and returns a lasting error as `PartFailed`."""
 
-    work: Callable[[ImportPart], Any]
+    work: Work[Any]
 
-    def __call__(self, part: ImportPart) -> Any:
+    def __call__(self, part: Any) -> Any:
         try:
             return self.work(part)
         except LASTING as error:
             return PartFailed(error)
+
+
+@dataclass(frozen=True)
+class GuardedRunner:
+    """A `PartRunner` whose work is `Guarded`."""
+
+    run_parts: PartRunner
+
+    def __call__(
+        self,
+        context: AttemptContext,
+        folder: str,
+        work: Work[P],
+        parts: Sequence[P],
+        *,
+        foreign_code: bool,
+        pool: Pool | None = None,
+    ) -> Results[P]:
+        return self.run_parts(context, folder, Guarded(work), parts, foreign_code=foreign_code, pool=pool)
 
 
 # --- Threads ---

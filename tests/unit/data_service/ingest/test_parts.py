@@ -61,7 +61,8 @@ class Parts:
         pool: Pool | None = None,
     ) -> Results[P]:
         assert isinstance(work, Guarded)
-        self.passes.append((type(work.work).__name__, [part.number for part in parts]))
+        inner = getattr(work.work, "_work", work.work)  # where results are kept, that is around the work
+        self.passes.append((type(inner).__name__, [part.number for part in parts]))
         ordered = list(reversed(list(self._order(parts))))  # `run_here` reverses them once more
         yield from run_here(context, folder, work, ordered, foreign_code=foreign_code, pool=pool)
 
@@ -92,7 +93,7 @@ def run(store: ObjectStore, folder: Path, version: str, spec: ImportSpec, run_pa
 def run_in_one_process(store: ObjectStore, folder: Path, version: str, spec: ImportSpec) -> JobRecord:
     """The job, whose parts the attempt itself has read one after the other."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(import_job._Import, "_in_tasks", False)
+        patch.setattr(import_job._Opened, "in_tasks", False)
         runner = Parts()
         job = run(store, folder, version, spec, runner)
     assert runner.passes == []
@@ -277,6 +278,73 @@ def test_an_outage_in_one_part_ends_the_attempt_and_not_the_job(
     assert job.state is JobState.RECOVERING
     assert job.error is not None
     assert job.error["message"] == "the store does not answer"
+
+
+class Losing(Parts):
+    """Loses the attempt in one of its passes, after two parts of it."""
+
+    def __init__(self, lost_in: int) -> None:
+        super().__init__()
+        self._lost_in = lost_in
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        for done, (part, result) in enumerate(super().__call__(*arguments, **options)):
+            if len(self.passes) == self._lost_in and done == 2:
+                raise Unavailable("the node is gone")
+            yield part, result
+
+
+def run_again(store: ObjectStore, name: str, run_parts: Parts) -> JobRecord:
+    """The job after its second attempt."""
+    jobs = Jobs(store, IMPORT_KIND)
+    jobs.transition(name, lambda job: begin_attempt(job, time.time()), attempt=2)
+    run_attempt(functools.partial(import_job.run_import, run_parts=run_parts), store, IMPORT_KIND, name, 2)
+    return jobs.get(name, name)
+
+
+ALL = [0, 1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("name", "lost_in", "passes"),
+    [
+        # Parts come in reverse order, and the third of a pass is done as the attempt is lost.
+        ("all good", 1, [("WritePart", [0, 1, 2, 3])]),
+        ("bad rows", 1, [("WritePart", [0, 1, 2, 3]), ("WritePart", [3, 4, 5, 6])]),
+        # Files of parts that are written again replace the first ones, so these parts begin anew.
+        ("bad rows", 2, [("WritePart", [3, 4, 5, 6]), ("WritePart", [3, 4, 5, 6])]),
+        ("hold-outs of all", 1, [("CountPart", [0, 1, 2, 3]), ("WritePart", ALL)]),
+        ("hold-outs of all", 2, [("WritePart", [0, 1, 2, 3])]),
+    ],
+)
+def test_an_attempt_goes_on_with_the_parts_that_a_lost_one_has_finished(
+    store: ObjectStore, tmp_path: Path, name: str, lost_in: int, passes: list[tuple[str, list[int]]]
+) -> None:
+    spec = SPECS[name](tmp_path)
+    expected = run_in_one_process(store, tmp_path, "v1", spec)
+    lost = run(store, tmp_path, "v2", spec, Losing(lost_in))
+    assert lost.state is JobState.RECOVERING
+    runner = Parts()
+    found = run_again(store, lost.name, runner)
+    assert (found.state, found.error) == (JobState.SUCCEEDED, None)
+    assert runner.passes == passes
+    versions = [load_version(store, job.name) for job in (expected, found)]
+    assert numbers(store, found.name) == numbers(store, expected.name)
+    assert versions[1].manifest_sha256 == versions[0].manifest_sha256
+    named = {f"{versions[1].folder}/{file.path}" for file in versions[1].manifest.files}
+    assert {info.key for info in store.list(f"{found.name}/data") if info.key.endswith(".parquet")} == named
+    assert not [info.key for info in store.list(f"{found.name}/data") if "/kept/" in info.key]
+
+
+def test_a_part_whose_file_changed_is_not_taken_over(store: ObjectStore, tmp_path: Path) -> None:
+    lost = run(store, tmp_path, "v1", SPECS["all good"](tmp_path), Losing(1))
+    parquet(tmp_path, "4.parquet", "train", n=texts(4)[::2])  # part 5
+    runner = Parts()
+    found = run_again(store, lost.name, runner)
+    assert found.state is JobState.SUCCEEDED
+    # Fewer rows in part 5 move part 6, too.
+    assert runner.passes == [("WritePart", [0, 1, 2, 3, 5, 6])]
+    assert len(numbers(store, found.name)["train"]) == 4 * ROWS - ROWS // 2
 
 
 def test_rows_of_a_base_are_parts_too(store: ObjectStore, tmp_path: Path) -> None:
