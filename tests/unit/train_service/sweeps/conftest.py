@@ -56,8 +56,8 @@ class Place:
         jobs = self.jobs if name == NAME else Jobs(self.store, TRAIN_KIND)
         return jobs.transition(name, lambda job: replace(job, state=state))
 
-    def measure(self, number: int, *accuracies: float, steps_of_epoch: int = 1, **made_by: str) -> None:
-        """As an attempt at the trial does, with a checkpoint for each epoch. `made_by` are fields of each entry."""
+    def measure(self, number: int, *accuracies: float, steps_of_epoch: int = 1, **fields: Any) -> None:
+        """As an attempt at the trial does, with a checkpoint for each epoch. `fields` are of each entry."""
         trials = self.trials()
         job, name = trials.make(number), trials.name(number)
         attempt = job.attempt + 1
@@ -75,8 +75,7 @@ class Place:
                 attempt=attempt,
                 size_bytes=1,
                 create_time=float(epoch),
-                metrics={"validation_accuracy": accuracy},
-                **made_by,
+                **{"metrics": {"validation_accuracy": accuracy}, **fields},
             )
             self.store.put(f"{entry.folder}/x", b"x")
             registry.commit(entry)
