@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,27 @@ def environ(store: ObjectStore) -> dict[str, str]:
 
 def ran(store: ObjectStore, arguments: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(arguments, env=environ(store), capture_output=True, text=True, check=False, timeout=200)
+
+
+@pytest.fixture
+def refusal(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[[list[str]], tuple[int, str]]:
+    """Runs a plain command in this process: its exit code, and what it writes to standard error.
+
+    A process of its own imports torch first, which takes longer than all that a refused command does.
+    """
+    monkeypatch.setattr(torchrun_main, "configure_logging", lambda *_: None)  # that of this process stays
+    for name, value in store_environ(store.settings).items():
+        monkeypatch.setenv(name, value)
+
+    def run(arguments: list[str]) -> tuple[int, str]:
+        assert arguments[: len(PLAIN)] == PLAIN
+        capsys.readouterr()
+        code = torchrun_main.main(arguments[len(PLAIN) + 1 :])
+        return code, capsys.readouterr().err
+
+    return run
 
 
 def rank_of_two(ranks: Ranks, settings: StoreSettings) -> None:
@@ -147,26 +169,32 @@ def test_a_killed_run_is_left_alone_by_reconcilers_and_resumed_by_the_same_comma
     ],
 )
 def test_what_cannot_run_is_refused_and_leaves_nothing(
-    store: ObjectStore, tmp_path: Path, change: dict[str, object], remedy: str
+    store: ObjectStore,
+    refusal: Callable[[list[str]], tuple[int, str]],
+    tmp_path: Path,
+    change: dict[str, object],
+    remedy: str,
 ) -> None:
     before = sorted(info.key for info in store.list())
 
-    refused = ran(store, command(PLAIN, tmp_path, replace(SPEC, **change)))  # type: ignore[arg-type]
+    code, message = refusal(command(PLAIN, tmp_path, replace(SPEC, **change)))  # type: ignore[arg-type]
 
-    assert refused.returncode == 2
-    assert remedy in refused.stderr
+    assert code == 2
+    assert remedy in message
     assert sorted(info.key for info in store.list()) == before
 
 
-def test_a_job_of_the_service_or_of_another_spec_is_not_taken_up(store: ObjectStore, tmp_path: Path) -> None:
+def test_a_job_of_the_service_or_of_another_spec_is_not_taken_up(
+    store: ObjectStore, refusal: Callable[[list[str]], tuple[int, str]], tmp_path: Path
+) -> None:
     TrainingJobs(store).create("debug", spec_from_proto(spec_to_proto(SPEC), ()), "", "", validate_only=False)
 
-    of_the_service = ran(store, command(PLAIN, tmp_path, SPEC))
-    of_another_spec = ran(store, command(PLAIN, tmp_path, replace(SPEC, seed=1)))
+    code, of_the_service = refusal(command(PLAIN, tmp_path, SPEC))
+    other_code, of_another_spec = refusal(command(PLAIN, tmp_path, replace(SPEC, seed=1)))
 
-    assert (of_the_service.returncode, of_another_spec.returncode) == (2, 2)
-    assert "has a reconciler" in of_the_service.stderr
-    assert "another spec" in of_another_spec.stderr
+    assert (code, other_code) == (2, 2)
+    assert "has a reconciler" in of_the_service
+    assert "another spec" in of_another_spec
     assert Jobs(store, TRAIN_KIND).get(JOB, JOB).state is JobState.PENDING
 
 
