@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -100,11 +101,15 @@ class ImportPart:
 
     def __repr__(self) -> str:
         """The same in each process for the same rows at the same place, and another for others."""
-        runs = hashlib.sha256(_pickled(self.runs)).hexdigest()
-        return f"ImportPart({self.number}, {self.split!r}, runs {runs}, {self.place})"
+        return f"ImportPart({self.number}, {self.split!r}, runs {self._runs_sha256}, {self.place})"
+
+    @cached_property
+    def _runs_sha256(self) -> str:
+        return hashlib.sha256(_pickled(self.runs)).hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (_pickled((self.number, self.split, self.runs, self.place)),)
+        # The digest travels, too: what is read back does not always give the same bytes when it is pickled again.
+        return _unpickled, (_pickled((self.number, self.split, self.runs, self.place)), self._runs_sha256)
 
 
 def _pickled(value: object) -> bytes:
@@ -113,8 +118,10 @@ def _pickled(value: object) -> bytes:
     return pickled
 
 
-def _unpickled(pickled: bytes) -> ImportPart:
-    return ImportPart(*cloudpickle.loads(pickled))
+def _unpickled(pickled: bytes, runs_sha256: str) -> ImportPart:
+    part = ImportPart(*cloudpickle.loads(pickled))
+    part.__dict__["_runs_sha256"] = runs_sha256
+    return part
 
 
 @dataclass(frozen=True)
