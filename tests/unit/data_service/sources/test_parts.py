@@ -18,10 +18,7 @@ from ray import cloudpickle
 
 from data_service.domain.import_spec import CsvOptions
 from data_service.formats import RowSource, interface, open_sources
-from data_service.formats import csv as csv_rows
 from data_service.formats import images as images_module
-from data_service.formats.csv import BadRecord, CsvReader
-from data_service.formats.interface import LineBlock
 from data_service.formats.parquet import ParquetRows
 from data_service.storage.source_files import SourceFiles
 from data_service.uploads import reader
@@ -357,29 +354,6 @@ def test_parts_of_json_lines_are_cut_between_lines(
             patch.setattr(interface, name, value)
         types = dict.fromkeys(given_type, "int8")
         same_in_parts(tmp_path_factory.mktemp("json"), data, "json_lines", types)
-
-
-@settings(max_examples=100)
-@given(
-    lines=st.lists(st.sampled_from([*CSV_LINES, b'"a\nb",c', b'"x""y",', b'"",""', b'a,"b"', b'a,""""']), max_size=12),
-    end=st.sampled_from([b"\n", b"\r\n"]),
-)
-def test_records_are_counted_as_the_reader_finds_them(lines: list[bytes], end: bytes) -> None:
-    def reader() -> CsvReader:
-        return CsvReader(iter([LineBlock(end.join(lines) + end, 1, 0)]), ",", [])
-
-    found = [one for records in reader().records(2) for one in [*records.lines.tolist(), *records.bad]]
-    regular = not any(isinstance(one, BadRecord) and "fields where" not in one.reason for one in found)
-    counted = csv_rows._record_count(end.join(lines) + end, ",")
-    if counted is not None:
-        assert regular
-        assert counted == len(found)
-
-
-def test_quotes_where_they_should_be_are_counted_by_their_parity() -> None:
-    assert csv_rows._record_count(b'"a\nb",c\r\n\n1,""\n"x""y","z"', ",") == 3
-    assert csv_rows._record_count(b'5" pipe,c\n', ",") is None
-    assert csv_rows._record_count(b'"open,c\n', ",") is None
 
 
 ROWS = [b'%d,"some, text\nof two lines"\n' % n if n % 50 == 0 else b"%d,plain text\n" % n for n in range(999)]
