@@ -17,12 +17,14 @@ from data_service.servicer import DataServicer, VersionOperations
 from data_service.settings import DataSettings, data_settings
 from data_service.uploads.uploads import Uploads
 from data_service.version_catalog import Versions
+from data_service.version_index import open_version_index
 from data_service.version_jobs import VersionJobs
 from millrace.data.v1 import data_service_pb2, data_service_pb2_grpc
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import MillraceError
 from shared.grpc_server import BearerToken, bearer_token, serve
 from shared.jobs import Jobs
+from shared.jobs.index import KEEP_INTERVAL_S
 from shared.jobs.supervisor import WakeSignal, supervise, sweep_periodically
 from shared.operations import OperationsServicer
 from shared.own_code import OwnCode, own_code
@@ -40,9 +42,10 @@ RECONCILER = "data_service.reconciler"
 
 async def run(settings: DataSettings, store: ObjectStore, token: BearerToken | None, callers_code: OwnCode) -> None:
     jobs = Jobs(store, IMPORT_KIND)
-    datasets = Datasets(store)
+    index = open_version_index(store)
+    datasets = Datasets(store, index)
     uploads = Uploads(store, datasets, presigner(settings.service.store))
-    versions = Versions(store, jobs, datasets)
+    versions = Versions(store, jobs, datasets, index)
     wake = WakeSignal()
     version_jobs = VersionJobs(
         store,
@@ -56,7 +59,9 @@ async def run(settings: DataSettings, store: ObjectStore, token: BearerToken | N
     )
     operations = VersionOperations(store, jobs, versions)
     deletions = Deletions(store, jobs)
-    sweeper = Sweeper(store, datasets, deletions, sweep_uploads=uploads.sweep, delete_uploads=uploads.abort_all)
+    sweeper = Sweeper(
+        store, datasets, deletions, sweep_uploads=uploads.sweep, delete_uploads=uploads.abort_all, index=index
+    )
 
     def register(server: aio.Server) -> Sequence[str]:
         servicer = DataServicer(datasets, uploads, versions, version_jobs, operations, deletions)
@@ -70,6 +75,7 @@ async def run(settings: DataSettings, store: ObjectStore, token: BearerToken | N
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(sweep_periodically(sweeper.sweep, settings.sweep_interval_s, stop))
+        tasks.create_task(sweep_periodically(index.keep, KEEP_INTERVAL_S, stop))
         if settings.service.ray_address:
             tasks.create_task(supervise(RECONCILER, stop, wake))
         else:

@@ -30,7 +30,7 @@ from data_service.domain.transform_spec import (
     Workers,
 )
 from data_service.reading import Selection
-from data_service.version_catalog import ActiveVersion, DamagedVersion, Version, operation_id
+from data_service.version_catalog import ActiveVersion, DamagedVersion, IndexedVersion, Version, operation_id
 from millrace.data.v1 import data_service_pb2, resources_pb2
 from shared import paging
 from shared.dataset_version import VersionReader
@@ -297,6 +297,8 @@ def version_message(version: Version, *, brief: bool = False) -> resources_pb2.D
     `brief` is the short form of lists: without its files, value names and transform. If the columns exceed one message,
     it has only the first ones.
     """
+    if isinstance(version, IndexedVersion):
+        return resources_pb2.DatasetVersion.FromString(version.message)
     job = version.job
     message = resources_pb2.DatasetVersion(
         name=job.name,

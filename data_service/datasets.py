@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableSequence, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,8 @@ from shared import names, paging
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import Conflict, FailedPrecondition, already_exists, not_found
 from shared.idempotency import claimed
-from shared.jobs import Jobs
+from shared.jobs import JobRecord, Jobs
+from shared.jobs.index import JobIndex
 from shared.log import ResourceLog
 from shared.storage import ObjectStore
 
@@ -26,8 +27,11 @@ SHOWN_VERSIONS = 5
 
 
 class Datasets:
-    def __init__(self, store: ObjectStore) -> None:
+    """Datasets. Without an `index` of versions, and until it has all of them, `version_names` reads each one's log."""
+
+    def __init__(self, store: ObjectStore, index: JobIndex | None = None) -> None:
         self._store = store
+        self._index = index
 
     def create(
         self,
@@ -70,7 +74,7 @@ class Datasets:
 
     def find(self, name: str) -> Dataset | None:
         """Returns a dataset; None if it never existed or was deleted."""
-        found = self._newest(name)
+        found = self.newest(name)
         return None if found is None or found.deleted else found
 
     def list(self, page_size: int, page_token: str) -> tuple[list[Dataset], str]:
@@ -129,11 +133,6 @@ class Datasets:
         if dataset is None or dataset.uid != uid:
             raise not_found(name, "it was deleted meanwhile")
 
-    def deleted_uid(self, name: str) -> str | None:
-        """Returns the uid of the deleted dataset that had the name last; None if it exists or never did."""
-        found = self._newest(name)
-        return found.uid if found is not None and found.deleted else None
-
     def unearth(self, name: str, uid: str) -> None:
         """Reverts the deletion of the dataset with that uid, because it has a version."""
 
@@ -144,9 +143,25 @@ class Datasets:
 
     def version_names(self, name: str) -> Sequence[str]:
         """Returns the names of all existing versions, in any state."""
+        if (versions := self.indexed_versions(name)) is not None:
+            return [version.name for version in versions]
         jobs = Jobs(self._store, IMPORT_KIND)
         there = [f"{name}/versions/{folder}" for folder in self._store.folders(f"{name}/versions")]
         return [one for one in there if jobs.find(one)]
+
+    def indexed_versions(self, name: str) -> Sequence[JobRecord] | None:
+        """Returns the jobs of all existing versions by the index; None without an index that has them all."""
+        within = f"{name}/versions/"
+        found: MutableSequence[JobRecord] = []
+        more = True
+        while more:
+            after = found[-1].name if found else within
+            page = self._index.page(after, paging.MAX_SIZE, within) if self._index else None
+            if page is None:
+                return None
+            jobs, more = page
+            found += [job.record for job in jobs]
+        return found
 
     def _append(self, dataset: Dataset) -> Dataset:
         log = ResourceLog(self._store, f"{dataset.name}/log")
@@ -174,7 +189,8 @@ class Datasets:
         assert record is not None
         return Dataset.from_state(record.state)
 
-    def _newest(self, name: str) -> Dataset | None:
+    def newest(self, name: str) -> Dataset | None:
+        """Returns a dataset as `find` does, but also a deleted one."""
         record = ResourceLog(self._store, f"{name}/log").head()
         return Dataset.from_state(record.state) if record else None
 

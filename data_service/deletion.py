@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from data_service.datasets import SERVICE, Datasets
@@ -18,6 +18,7 @@ from shared.dataset_version.pages import open_files
 from shared.dataset_version.version import IMPORT_KIND, NAME_PATTERN, committed_version, live_references, markers
 from shared.errors import DataLoss, FailedPrecondition, NotFound, ResourceExhausted, Unavailable, not_found
 from shared.jobs import JobRecord, Jobs, JobState
+from shared.jobs.index import IndexedJob, JobIndex
 from shared.jobs.registry import condemned, remove_objects, undone, while_deleting
 from shared.jobs.transitions import check_etag, confirm_delete, request_delete
 from shared.storage import ObjectStore
@@ -130,6 +131,8 @@ ORPHAN_GRACE_PERIOD_S = 3600.0
 TIDY_REMEMBERED = OPERATIONS_REMEMBERED = 100_000
 # A pass ends after the dataset with which it has seen this many versions; the next pass continues after it.
 VERSIONS_A_PASS = 1000
+# How many versions of all that ever were a pass reads in turns.
+VERSIONS_IN_TURNS = 200
 CLAIMS_A_PASS = 10_000
 OPERATIONS_A_PASS = 1000
 
@@ -138,7 +141,8 @@ class Sweeper:
     """Removes unreferenced objects.
 
     `sweep_uploads` is called with the time, `delete_uploads` with the name and the uid of a deleted dataset. `clock`
-    returns seconds since the epoch.
+    returns seconds since the epoch. Without an `index`, and until it has all versions, each version that ever was is
+    swept; with it, those that are not settled, and the others in turns.
     """
 
     def __init__(
@@ -150,7 +154,9 @@ class Sweeper:
         sweep_uploads: Callable[[float], object],
         delete_uploads: Callable[[str, str], object],
         clock: Callable[[], float] = time.time,
+        index: JobIndex | None = None,
     ) -> None:
+        self._index = index
         self._store = store
         self._datasets = datasets
         self._deletions = deletions
@@ -167,6 +173,8 @@ class Sweeper:
         # Committed folders that have only objects that their manifests name, and will get no others: they are checked
         # once.
         self._tidy: set[str] = set()
+        # The version after which the last pass over those that are not settled stopped.
+        self._after_version = ""
 
     def sweep(self) -> None:
         """Runs one pass.
@@ -179,6 +187,13 @@ class Sweeper:
         self._run_isolated(
             "torn objects", lambda: self._store.delete_unfinished("datasets", self._clock() - ORPHAN_GRACE_PERIOD_S)
         )
+        unsettled = self._index.unsettled() if self._index else None
+        if self._index is not None and unsettled is not None:
+            self._sweep_unsettled(self._index, unsettled)
+            for dataset in self._store.folders("datasets"):
+                name = f"datasets/{dataset}"
+                self._run_isolated(name, partial(self._sweep_dataset, name, None))
+            return
         seen = 0
         for dataset in sorted(self._store.folders("datasets")):
             if dataset <= self._after:
@@ -194,7 +209,35 @@ class Sweeper:
                 return
         self._after = ""
 
-    def _run_isolated(self, what: str, step: Callable[[], object]) -> None:
+    def _sweep_unsettled(self, index: JobIndex, unsettled: Iterable[IndexedJob]) -> None:
+        """Sweeps versions that are not settled, at most `VERSIONS_A_PASS`, and some of all that ever were in turns."""
+        swept: set[str] = set()
+        settled: list[IndexedJob] = []
+        for version in unsettled:
+            name = version.record.name
+            if name <= self._after_version:
+                continue
+            if len(swept) == VERSIONS_A_PASS:
+                break
+            swept.add(name)
+            self._after_version = name
+            if self._run_isolated(name, partial(self._sweep_version, name)) and self._is_settled(version.record):
+                settled.append(version)
+        else:
+            self._after_version = ""
+        index.settle(settled)
+        for name in index.check(VERSIONS_IN_TURNS):
+            if name not in swept:
+                self._run_isolated(name, partial(self._sweep_version, name))
+
+    def _is_settled(self, job: JobRecord) -> bool:
+        """Returns whether a sweep that has succeeded leaves nothing to do about a version, unless it changes."""
+        is_over = job.state.final and job.state is not JobState.DELETING
+        is_tidy = not _is_active(job) or job.result["manifest"].rsplit("/", 1)[0] in self._tidy
+        return is_over and is_tidy and self._clock() - job.update_time > ORPHAN_GRACE_PERIOD_S
+
+    def _run_isolated(self, what: str, step: Callable[[], object]) -> bool:
+        """Runs a step. Returns whether it succeeded."""
         try:
             step()
         except Unavailable:
@@ -203,6 +246,9 @@ class Sweeper:
             logger.info("%s stays: %s", what, error.message)
         except Exception:
             logger.exception("%s cannot be swept; the others go on", what)
+        else:
+            return True
+        return False
 
     def _sweep_claims(self) -> None:
         old = [
@@ -231,13 +277,20 @@ class Sweeper:
         if len(waiting) <= OPERATIONS_A_PASS:
             self._after_operation = ""
 
-    def _sweep_dataset(self, name: str, versions: Sequence[str]) -> None:
-        jobs = [job for job in map(self._jobs.newest, versions) if job and job.state is not JobState.DELETED]
-        if (uid := self._datasets.deleted_uid(name)) is not None:
-            self._sweep_deleted_dataset(name, uid, jobs)
+    def _sweep_dataset(self, name: str, versions: Sequence[str] | None) -> None:
+        """Sweeps a dataset. `versions` are the names of all that ever were; None: the index has them."""
+        dataset = self._datasets.newest(name)
+        if dataset is None or (not dataset.deleted and dataset.retention.keeps_all):
             return
-        dataset = self._datasets.find(name)
-        if dataset is None or dataset.retention.keeps_all:
+        indexed = self._datasets.indexed_versions(name) if versions is None else None
+        if versions is None and indexed is None:
+            return  # the index is being built anew: the next pass reads the logs
+        found = indexed if indexed is not None else map(self._jobs.newest, versions or ())
+        jobs = [job for job in found if job and job.state is not JobState.DELETED]
+        if self._datasets.newest(name) != dataset:
+            return  # the versions may be of another dataset that has the name now
+        if dataset.deleted:
+            self._sweep_deleted_dataset(name, dataset.uid, jobs)
             return
         active = {job.name: job for job in jobs if _is_active(job)}
         committed = [Committed(job.name, job.update_time) for job in active.values()]

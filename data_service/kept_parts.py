@@ -194,12 +194,6 @@ def kept_results(
             yield part, result
 
 
-def withdraw(store: ObjectStore, folder: str, kept: KeptPass, parts: Sequence[Part]) -> None:
-    """Deletes the records of parts whose data files are about to be written over."""
-    for _ in _at_once(store.delete, [_record_key(folder, kept, part) for part in parts]):
-        pass
-
-
 def _record_key(folder: str, kept: KeptPass, part: Part) -> str:
     return f"{folder}/{KEPT}/{kept.name}/{part.number:07d}"
 

@@ -31,11 +31,12 @@ from data_service.convert import (
 )
 from data_service.datasets import Datasets
 from data_service.deletion import Deletions
-from data_service.preview import preview
+from data_service.preview import Preview, preview
 from data_service.uploads.receiving import Chunk
 from data_service.uploads.record import Upload, UploadState
 from data_service.uploads.uploads import PresignedPut, UploadPart, Uploads
 from data_service.version_catalog import (
+    ActiveVersion,
     Versions,
     job_of_operation,
     operation_id,
@@ -271,7 +272,8 @@ class DataServicer(UploadServicerPart):
     async def GetVersion(
         self, request: data_service_pb2.GetVersionRequest, context: Context
     ) -> resources_pb2.DatasetVersion:
-        return version_message(await asyncio.to_thread(self._versions.get, request.name))
+        version = await asyncio.to_thread(self._versions.get, request.name)
+        return await asyncio.to_thread(version_message, version)
 
     async def ListVersions(
         self, request: data_service_pb2.ListVersionsRequest, context: Context
@@ -290,14 +292,17 @@ class DataServicer(UploadServicerPart):
     ) -> data_service_pb2.PreviewVersionResponse:
         version = await asyncio.to_thread(self._versions.active, request.name)
         shown = await asyncio.to_thread(preview, version.reader, request.rows_per_split)
-        report = await asyncio.to_thread(self._versions.report, version)
+        return await asyncio.to_thread(self._preview_answer, version, shown)
+
+    def _preview_answer(self, version: ActiveVersion, shown: Preview) -> data_service_pb2.PreviewVersionResponse:
+        """Returns the answer. Not for the event loop: the report of 5,000 columns takes seconds to convert."""
         answer = data_service_pb2.PreviewVersionResponse(
             version=version_message(version),
             arrow_ipc=shown.arrow_ipc,
             contact_sheet_png=shown.contact_sheet_png,
-            report=json_format.ParseDict(report, quality_pb2.QualityReport()),
+            report=json_format.ParseDict(self._versions.report(version), quality_pb2.QualityReport()),
         )
-        await asyncio.to_thread(bound_answer, answer)
+        bound_answer(answer)
         return answer
 
     async def ReadVersion(

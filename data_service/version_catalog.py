@@ -14,6 +14,7 @@ finds the job, and a later confirmation finds the other's claim and fails.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import threading
@@ -34,11 +35,14 @@ from shared.dataset_version.version import IMPORT_KIND, NAME_PATTERN, check_not_
 from shared.errors import STORE_OUTAGES, Conflict, DataLoss, MillraceError, NotFound, not_found
 from shared.idempotency import OUTCOME_UNKNOWN
 from shared.jobs import JobRecord, Jobs, JobState
+from shared.jobs.index import IndexedJob, JobIndex
 from shared.log import Record, ResourceLog, State
 from shared.storage import ObjectMissing, ObjectStore
 
 # --- Versions ---
 
+# What the index has of an ACTIVE version besides its record: the message that a list shows.
+SHOWN = "message"
 KEPT_READERS = 64
 # The limit of all parsed footers together. It is enough for 600 MiB of rows with a hundred columns of doubles.
 FOOTER_BYTES = 256 * 1024 * 1024
@@ -66,9 +70,19 @@ class DamagedVersion(Version):
     error: DataLoss
 
 
+@dataclass(frozen=True)
+class IndexedVersion(Version):
+    """An ACTIVE version as the index has it: the serialized message that a list shows."""
+
+    message: bytes
+
+
 class Versions:
-    def __init__(self, store: ObjectStore, jobs: Jobs, datasets: Datasets) -> None:
+    """Reads versions. Without an `index`, and until it has all versions, a list reads the log of each one."""
+
+    def __init__(self, store: ObjectStore, jobs: Jobs, datasets: Datasets, index: JobIndex | None = None) -> None:
         self.store = store
+        self._index = index
         self._jobs = jobs
         self._datasets = datasets
         self._readers = _Readers(store)
@@ -84,6 +98,13 @@ class Versions:
     def list(self, parent: str, page_size: int, page_token: str) -> tuple[list[Version], str]:
         """Returns one page in the order of names, and the token of the next."""
         self._datasets.get(parent, "parent")
+        size, after = paging.checked_size(page_size), paging.key_of(page_token)
+        within = f"{parent}/versions/"
+        if self._index and (page := self._index.page(f"{within}{after}", size, within)) is not None:
+            indexed, more = page
+            shown = [self._indexed(job) for job in indexed]
+            last = indexed[-1].record.name.rpartition("/")[2] if more else ""
+            return [version for version in shown if version], paging.token_of(last) if more else ""
         found, next_token = paging.page(self.store.folders(f"{parent}/versions"), page_size, page_token)
         jobs = [self._jobs.find(f"{parent}/versions/{one}") for one in found]
         versions = [self.listed(job) for job in jobs if job]
@@ -113,6 +134,10 @@ class Versions:
             return DamagedVersion(job, error)
         except NotFound:
             return None
+
+    def _indexed(self, job: IndexedJob) -> Version | None:
+        message = job.shown.get(SHOWN)
+        return IndexedVersion(job.record, base64.b64decode(message)) if message else self.listed(job.record)
 
     def report(self, version: ActiveVersion) -> dict[str, Any]:
         """Returns the QualityReport as JSON.

@@ -119,27 +119,34 @@ def size_now(
     own: Mapping[str, Resources] | None = None,
     more_than: int = 0,
     most: int | None = None,
+    claims: Callable[[], Sequence[Claim]] = lambda: (),
 ) -> Size:
     """Return the most workers on `device` that fit, 0 if even the minimum does not fit.
 
     `concurrent_ingests` returns for how many other jobs Ray Data prepares rows. It is called only if more than
     `more_than` workers would fit without them. `own` holds the resources of the caller's workers by node id, which
-    those would free. No more than `most` workers fit, by default as many as the job asks for.
+    those would free. No more than `most` workers fit, by default as many as the job asks for. `claims` returns what
+    jobs in the queue keep for themselves of what is free. It is called where `concurrent_ingests` is.
     """
     nodes = usable_nodes()
     bundle = bundle_of(spec, device)
-    free = [_with_own(node, (own or {}).get(node.node_id, {})) for node in nodes]
     most = spec.num_workers if most is None else most
 
-    def fits(ingests: int) -> int:
+    def fits(ingests: int, claimed: Sequence[Claim] = ()) -> int:
+        left = left_by(claimed, [node.free for node in nodes], [node.total for node in nodes])
+        free = [_with_own(one, (own or {}).get(node.node_id, {})) for node, one in zip(nodes, left, strict=True)]
         left = besides_ingest(free, ingests)
         return workers_that_fit(left, bundle, spec.placement.strategy, spec.effective_min_workers, most)
 
     # If the job has workers, its tasks may be running now.
     begun, begins = (_ingests(spec), 0) if own else (0, _ingests(spec))
-    workers = fits(begins + _not_running(begun))
+    ingests = begins + _not_running(begun)
+    workers = fits(ingests)
     if workers > more_than and (others := concurrent_ingests()):
-        workers = fits(begins + _not_running(begun + others))
+        ingests = begins + _not_running(begun + others)
+        workers = fits(ingests)
+    if workers > more_than and (claimed := claims()):
+        workers = fits(ingests, claimed)
     return Size(workers, bundle)
 
 
@@ -267,8 +274,8 @@ def _takes_workers(node: Mapping[str, Any]) -> bool:
     return (node.get("Labels") or {}).get(ROLE_LABEL) != "service"
 
 
-def _with_own(node: Node, own: Resources) -> Resources:
-    return {**node.free, **{name: node.free.get(name, 0.0) + amount for name, amount in own.items()}}
+def _with_own(free: Resources, own: Resources) -> Resources:
+    return {**free, **{name: free.get(name, 0.0) + amount for name, amount in own.items()}}
 
 
 # --- The queue ---
@@ -303,22 +310,38 @@ class Queue:
         self._waiting: dict[str, Claim] = {}
         # By the job's uid: what an attempt will take if it begins, and since when.
         self._next: dict[str, tuple[Claim, float]] = {}
+        self._has_polled = False
 
-    def poll(self) -> None:
-        """Forget the jobs that waited, and the attempts that hold their resources by now, or have ended."""
+    def poll(self) -> list[Claim] | None:
+        """Forget the jobs that waited, and the attempts that hold their resources by now, or have ended.
+
+        Returns the claims of the jobs that waited, the first one first; None at the first poll.
+        """
+        waited = [*self._waiting.values()] if self._has_polled else None
+        self._has_polled = True
         self._waiting = {}
         self._kept_now = None
         now = self._clock()
         # An attempt may turn out to have begun at a later poll, if the store did not answer.
         self._next = {uid: one for uid, one in self._next.items() if now - one[1] < UNPLACED_S}
         if not self._begun:
-            return
+            return waited
         holding = self._holding()
         self._begun = {
             actor: (claim, since)
             for actor, (claim, since) in self._begun.items()
             if actor not in holding and now - since < UNPLACED_S and self._is_alive(actor)
         }
+        return waited
+
+    def first_before(self, uid: str, bundle: Resources) -> str:
+        """Return the name of the first job that is before the job with that uid and wants some of the same resources.
+
+        Jobs that wait are before those that have just begun. Empty if there is none.
+        """
+        claims = [claim for waiting, claim in self._waiting.items() if waiting != uid]
+        claims += [claim for claim, _ in self._begun.values()]
+        return next((claim.job for claim in claims if claim.bundle.keys() & bundle.keys()), "")
 
     def nodes(self, uid: str, nodes: Sequence[Node]) -> list[Node]:
         """Return the nodes with what is left for the job with that uid, the next one in the queue."""
@@ -327,8 +350,8 @@ class Queue:
         left = left_by(claims, [node.free for node in nodes], [node.total for node in nodes])
         return [replace(node, free=free) for node, free in zip(nodes, left, strict=True)]
 
-    def waits(self, uid: str, spec: TrainingSpec, device: str, nodes: Sequence[Node]) -> None:
-        """Keep the place of a job that waits for its fewest workers.
+    def waits(self, uid: str, spec: TrainingSpec, device: str, nodes: Sequence[Node], job: str = "") -> None:
+        """Keep the place of a job that waits for its fewest workers. `job` is its name.
 
         It keeps none if these nodes could not hold them once all other jobs have ended.
         """
@@ -342,7 +365,7 @@ class Queue:
             left = sum(node.get(name, 0.0) for node in total) - self._kept_now.get(name, 0.0)
             if left < fewest * need - GRAIN:
                 return
-        self._waiting[uid] = Claim(bundle=bundle, workers=fewest, strategy=strategy)
+        self._waiting[uid] = Claim(bundle=bundle, workers=fewest, strategy=strategy, job=job)
 
     def may_begin(self, uid: str, spec: TrainingSpec, device: str, left: Sequence[Node]) -> None:
         """Note what the job takes if it begins now: it fits into what is `left`."""
@@ -360,7 +383,7 @@ class Queue:
     def begun(self, job: JobRecord) -> None:
         """Count the attempt until it holds its resources."""
         if found := self._next.pop(job.uid, None):
-            self._begun[job.actor] = (found[0], self._clock())
+            self._begun[job.actor] = (replace(found[0], job=job.name), self._clock())
 
 
 def kept_by_deployments() -> Resources:

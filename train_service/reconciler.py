@@ -40,6 +40,7 @@ from train_service.placement import (
     totals,
     usable_nodes,
 )
+from train_service.queue_record import QueueRecord
 from train_service.records.event_log import TRAIN_KIND, EventKind, EventLog
 from train_service.sweeps.sweeps import SWEEP_KIND, end_trials
 
@@ -99,17 +100,19 @@ def missing_capacity(reservation: IngestReservation, gate: OwnCodeGate, queue: Q
         missing = lacking(spec, run, nodes=nodes)
         return f"{missing}; it goes on on CPUs once they were gone for {FALLBACK_AFTER_S:g} s"
     ingests = partial(reservation.concurrent_ingests, job.name)
+    # The jobs that wait and were checked before this one are before it.
+    before = queue.first_before(job.uid, bundle_of(spec, device))
     if missing := lacking(spec, device, ingests, nodes):
-        queue.waits(job.uid, spec, device, nodes)
-        return missing + _why_gpus(spec, job, device)
+        queue.waits(job.uid, spec, device, nodes, job.name)
+        return missing + _why_gpus(spec, job, device) + (f"; {before} {BEFORE}" if before else "")
     left = queue.nodes(job.uid, nodes)
     if lacking(spec, device, ingests, left):
-        queue.waits(job.uid, spec, device, nodes)
+        queue.waits(job.uid, spec, device, nodes, job.name)
         workers = described_workers(spec.effective_min_workers, bundle_of(spec, device), spec.placement.strategy)
-        return f"{workers}{BEFORE}"
+        return f"{workers}: {before} {BEFORE} and takes what is free"
     ended_now = job.state is JobState.RECOVERING and time.time() - job.update_time < SETTLED_TIMEOUT_S
     if ended_now and is_settling(spec, device):
-        queue.waits(job.uid, spec, device, nodes)
+        queue.waits(job.uid, spec, device, nodes, job.name)
         return "the workers of the last attempt to end"
     if spec.ingest == RAY_DATA:
         reservation.begins(job.name)  # counts for the jobs that are checked after it
@@ -161,11 +164,13 @@ def training(store: ObjectStore, prepare: str = "", own_code: OwnCode | None = N
     Attempts at programs begin only if `own_code` trusts callers' code; None does not.
     """
     gate = OwnCodeGate(store, own_code or OwnCode())
-    reservation, watch, queue = IngestReservation(store), ClusterWatch(), Queue()
+    reservation, watch, queue, record = IngestReservation(store), ClusterWatch(), Queue(), QueueRecord(store)
 
     def polls(store: ObjectStore) -> None:
         reservation.poll()
-        queue.poll()
+        waited = queue.poll()
+        if waited is not None:
+            record.write(waited)
         watch(store)
 
     return JobKind(

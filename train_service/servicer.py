@@ -346,7 +346,8 @@ class BundleServicerPart(train_service_pb2_grpc.TrainServiceServicer):
 
 # --- Training jobs ---
 
-FOLLOW_INTERVAL_S = 0.5
+# A follower of logs makes two requests each time.
+FOLLOW_INTERVAL_S = 1.0
 
 
 class TrainServicer(SweepServicerPart, BundleServicerPart, CheckpointServicerPart):

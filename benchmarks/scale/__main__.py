@@ -4,8 +4,8 @@ Prints one JSON line. For each operation and size it has processor seconds, requ
 unit, and `NAME_ratio`: the cost of a unit at 1,000 times over that at 10 times. The cost is processor time plus the
 time that a store with 15 ms a request and 1 GB/s would have taken. An operation that must cost the same at every size
 has one unit. The docstring of each case says what is simulated (`benchmarks.scale.data_cases`,
-`benchmarks.scale.train_cases`, `benchmarks.scale.job_cases`), as does that of `benchmarks.scale.simulated_store`. Not
-covered yet: reconciling with Ray, and watching.
+`benchmarks.scale.train_cases`, `benchmarks.scale.job_cases`, `benchmarks.scale.version_cases`), as does that of
+`benchmarks.scale.simulated_store`. Not covered yet: reconciling with Ray.
 
 Each size of a case runs in its own process with limits of memory and time. A process that exceeds a limit, or fails, is
 reported in `missed` with the reason; its completed operations count, and the other ratios are left out.
@@ -38,7 +38,7 @@ Case = Callable[[Costs, int], None]
 
 def cases() -> dict[str, Case]:
     """Returns the cases; they are imported only in the children."""
-    from benchmarks.scale import data_cases, job_cases, train_cases
+    from benchmarks.scale import data_cases, job_cases, train_cases, version_cases
 
     return {
         "import_files": data_cases.import_files,
@@ -49,6 +49,8 @@ def cases() -> dict[str, Case]:
         "coverage": train_cases.coverage,
         "checkpoints": train_cases.checkpoints,
         "jobs": job_cases.jobs,
+        "versions": version_cases.versions,
+        "watch": version_cases.watch,
         "deployments": train_cases.deployments,
     }
 
@@ -62,6 +64,8 @@ NAMES = (
     "coverage",
     "checkpoints",
     "jobs",
+    "versions",
+    "watch",
     "deployments",
 )
 

@@ -83,7 +83,9 @@ class Routing:
             return [count]
         counts = np.zeros(len(self.targets), np.int64)
         for begin, rows in _chunks(first, count):
-            counts += np.bincount(self.choice(begin, rows), minlength=len(self.targets))
+            choice = self.choice(begin, rows)
+            assert choice is not None  # as there are seeds
+            counts += np.bincount(choice, minlength=len(self.targets))
         return [int(rows) for rows in counts]
 
 

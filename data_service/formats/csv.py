@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -217,7 +218,7 @@ def _shown(names: Sequence[str]) -> str:
 # --- CSV records ---
 # Comma-separated values, RFC 4180, as columns of bytes; each record knows its lines.
 #
-# Arrow splits blocks without a quote, in which every line is a record; Python's csv module splits the others.
+# Arrow splits blocks in which every quote stands where it should; Python's csv module splits the others.
 #
 # An unclosed quote spoils only the line in which it opens: that line is bad, and the next record begins with the line
 # after it. Reading stays linear in the file's size, however many such quotes it has: if a quote failed, every line
@@ -347,18 +348,21 @@ class CsvReader:
             if block.too_long:
                 reason = f"a line has more than {interface.MAX_LINE_BYTES} bytes"
                 yield _nothing_but(BadRecord(block.first_line, reason, block.data), width)
-            elif _is_plain(block):
-                yield self._plain(block, width)
+            elif (ends := _record_ends(block.data, self._delimiter)) is not None:
+                yield self._regular(block, ends, width)
             else:
-                yield self._quoted(block, width)
+                yield self._irregular(block, width)
 
     def row_counts(self, width: int) -> Iterator[int]:
-        """Yields how many records each block has, without their values."""
+        """Yields how many records each block has, as `records` does, but without their values.
+
+        Where all quotes stand as they should, the records are found by the parity of the quotes before a line's end.
+        """
         while (block := self._next_own()) is not None:
             if block.too_long:
                 yield 0
-            elif _is_plain(block):
-                yield _filled_lines(block.data)
+            elif (ends := _record_ends(block.data, self._delimiter)) is not None:
+                yield int(_are_filled(block.data, ends).sum())
             else:
                 found = list(self._rows(block))
                 yield sum(isinstance(one, _Record) and len(one.fields) == width for one in found)
@@ -379,38 +383,56 @@ class CsvReader:
             return None
         return block
 
-    def _plain(self, block: LineBlock, width: int) -> Records:
-        """Parses a block in which each line is a record.
+    def _regular(self, block: LineBlock, ends: NDArray[np.int64], width: int) -> Records:
+        """Parses a block whose records end before the positions `ends`.
 
-        Lines are checked by counting delimiters before they are split.
+        Records are checked by counting delimiters before they are split.
         """
-        data = block.data if block.data.endswith(b"\n") else block.data + b"\n"
+        data, first_line = block.data, block.first_line
         codes = np.frombuffer(data, np.uint8)
-        ends = np.flatnonzero(codes == 10) + 1
         starts = np.concatenate([[0], ends[:-1]])
-        delimiters = np.searchsorted(ends, np.flatnonzero(codes == ord(self._delimiter)), side="right")
-        fields = np.bincount(delimiters, minlength=len(ends)) + 1
-        content = ends - starts - 1
-        carriage = (content > 0) & (codes[np.maximum(ends - 2, 0)] == 13)
-        empty = content - carriage == 0
-        good = ~empty & (fields == width)
+        delimiters = np.flatnonzero(codes == ord(self._delimiter))
+        if b'"' in data:
+            delimiters = delimiters[_are_outside(codes, delimiters)]
+            lines = np.flatnonzero(codes == 10) + 1
+            first_lines = np.searchsorted(lines, starts, side="right")
+            line_counts = np.searchsorted(lines, ends - 1, side="right") - first_lines + 1
+        else:
+            first_lines, line_counts = np.arange(len(ends)), np.ones(len(ends), np.int64)
+        fields = np.bincount(np.searchsorted(ends, delimiters, side="right"), minlength=len(ends)) + 1
+        filled = _are_filled(data, ends)
+        good = filled & (fields == width)
         bad = [
-            _ragged(block.first_line + index, int(fields[index]), width, data[starts[index] : ends[index] - 1])
-            for index in np.flatnonzero(~empty & ~good).tolist()
+            _ragged(
+                first_line + int(first_lines[index]),
+                int(fields[index]),
+                width,
+                data[starts[index] : ends[index]].split(b"\n")[0],
+                int(line_counts[index]),
+            )
+            for index in np.flatnonzero(filled & ~good).tolist()
         ]
         kept = np.flatnonzero(good)
+        chosen = data
         if len(kept) < len(ends):
-            data = b"".join(data[starts[index] : ends[index]] for index in kept.tolist())
-        whole, first = block.data, starts[kept]
+            chosen = b"".join(data[starts[index] : ends[index]] for index in kept.tolist())
         return Records(
-            _cut(data, self._delimiter, width, self._null_values),
-            (block.first_line + kept).astype(np.int64),
-            np.ones(len(kept), np.int64),
-            lambda row: _beginning(whole[first[row] : first[row] + 1024].split(b"\n")[0]),
+            _split(chosen, self._delimiter, width, self._null_values),
+            (first_line + first_lines[kept]).astype(np.int64),
+            line_counts[kept].astype(np.int64),
+            lambda row: self._shown(data[starts[kept[row]] : ends[kept[row]]]),
             bad,
         )
 
-    def _quoted(self, block: LineBlock, width: int) -> Records:
+    def _shown(self, record: bytes) -> bytes:
+        """Returns the fields of a record, without their quotes."""
+        if b'"' not in record:
+            return _beginning(record)
+        text = io.StringIO(record.decode("utf-8", "surrogateescape"), newline="")
+        fields = next(csv.reader(text, delimiter=self._delimiter))
+        return self._joined([field.encode("utf-8", "surrogateescape") for field in fields])
+
+    def _irregular(self, block: LineBlock, width: int) -> Records:
         lines, line_counts, rows, bad = [], [], [], []
         for found in self._rows(block):
             if isinstance(found, BadRecord):
@@ -497,18 +519,52 @@ class CsvReader:
         return csv.reader(lines.texts(opened_by), delimiter=self._delimiter, strict=True)
 
 
-def _is_plain(block: LineBlock) -> bool:
-    """Returns whether each line of the block is a record: it has no quote, and its lines end with LF or CR LF."""
-    return b'"' not in block.data and block.data.count(b"\r") == block.data.count(b"\r\n")
+def _record_ends(data: bytes, delimiter: str) -> NDArray[np.int64] | None:
+    """Returns the positions after the records of a block; the last one may lack its line end.
+
+    None unless lines end with LF or CR LF, each quote begins or ends a field or is doubled within one, and no field is
+    open at the end of the block.
+    """
+    if data.count(b"\r") != data.count(b"\r\n"):
+        return None
+    codes = np.frombuffer(data, np.uint8)
+    ends = np.flatnonzero(codes == 10)
+    if b'"' in data:
+        if len(data) > interface.MAX_LINE_BYTES or not _are_regular(codes, np.flatnonzero(codes == 34), delimiter):
+            return None
+        ends = ends[_are_outside(codes, ends)]
+    ends = ends + 1
+    return ends if data.endswith(b"\n") else np.append(ends, len(data))
 
 
-def _filled_lines(data: bytes) -> int:
-    """Returns the number of lines that are not empty; they end with LF or CR LF."""
-    ends = np.flatnonzero(np.frombuffer(data, np.uint8) == 10)
-    lengths = np.diff(ends, prepend=-1) - 1
-    carriages = np.frombuffer(data, np.uint8)[ends - 1] == 13
-    last = 0 if data.endswith(b"\n") else 1
-    return int((lengths > carriages).sum()) + last
+def _are_filled(data: bytes, ends: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Returns which of the records that end there are not just an empty line."""
+    codes = np.frombuffer(data, np.uint8)
+    lengths = np.diff(ends, prepend=0)
+    line_ends = (codes[ends - 1] == 10).astype(np.int64)
+    line_ends += (lengths > 1) & (line_ends == 1) & (codes[ends - 2] == 13)
+    filled: NDArray[np.bool_] = lengths > line_ends
+    return filled
+
+
+def _are_outside(codes: NDArray[np.uint8], positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Returns which positions lie outside of quoted fields."""
+    outside: NDArray[np.bool_] = np.searchsorted(np.flatnonzero(codes == 34), positions) % 2 == 0
+    return outside
+
+
+def _are_regular(codes: NDArray[np.uint8], quotes: NDArray[np.intp], delimiter: str) -> bool:
+    """Returns whether quotes 0, 2, … begin fields or follow a quote, and quotes 1, 3, … end fields or precede one."""
+    if len(quotes) % 2:
+        return False
+    is_edge = np.zeros(256, np.bool_)
+    is_edge[[ord(delimiter), 10, 13]] = True
+    begins = (quotes == 0) | is_edge[codes[quotes - 1]]
+    ends = (quotes == len(codes) - 1) | is_edge[codes[np.minimum(quotes + 1, len(codes) - 1)]]
+    doubled = quotes[2::2] == quotes[1:-1:2] + 1
+    begins[2::2] |= doubled
+    ends[1:-1:2] |= doubled
+    return bool(begins[::2].all() and ends[1::2].all())
 
 
 def _failed(lines: _Lines) -> _OpenQuote:
@@ -623,14 +679,16 @@ class _Lines:
         return True
 
 
-def _cut(data: bytes, delimiter: str, width: int, null_values: Sequence[str]) -> list[pa.Array]:
+def _split(data: bytes, delimiter: str, width: int, null_values: Sequence[str]) -> list[pa.Array]:
     names = [str(index) for index in range(width)]
     if not data:
         return [pa.array([], pa.binary())] * width
     table = pyarrow.csv.read_csv(
         pa.BufferReader(data),
         pyarrow.csv.ReadOptions(use_threads=False, column_names=names, block_size=len(data) + 1),
-        pyarrow.csv.ParseOptions(delimiter=delimiter, quote_char=False),
+        pyarrow.csv.ParseOptions(
+            delimiter=delimiter, quote_char='"' if b'"' in data else False, newlines_in_values=b'"' in data
+        ),
         pyarrow.csv.ConvertOptions(
             column_types=dict.fromkeys(names, pa.binary()), null_values=null_values, strings_can_be_null=True
         ),

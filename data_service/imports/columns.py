@@ -14,7 +14,8 @@ import pyarrow.types as kinds
 from numpy.typing import NDArray
 
 from data_service.formats import OpenSource
-from shared.dataset_version import DatasetVersion, RowGroup, VersionReader
+from shared.dataset_version import DatasetVersion, RowGroup, RowGroups, VersionReader
+from shared.dataset_version.pages import Ints
 from shared.errors import InvalidArgument, first_line, shown
 from shared.storage import ObjectStore
 
@@ -201,10 +202,18 @@ class BaseRows:
         self.schema: pa.Schema = self._reader.select(None)
         self.splits = [split.name for split in version.manifest.splits]
 
-    def groups(self, split: str) -> Iterator[RowGroup]:
-        """Yields the split's row groups in the order of row ids; nothing for an unknown split."""
-        if split in self.splits:
-            yield from self._reader.row_groups_from(split, 0)
+    def groups(self, split: str) -> Iterator[tuple[RowGroups, Ints]]:
+        """Yields the split's row groups in the order of row ids, page by page, with the stored bytes of each group.
+
+        There are none for an unknown split.
+        """
+        if split not in self.splits:
+            return
+        found = self.version.split(split)
+        end_row_id = found.first_row_id + found.row_count
+        for page, groups in self._reader.files.row_groups_by_page(found.first_row_id, end_row_id):
+            files = np.repeat(groups.file_indices - page.first_file, np.diff(groups.file_starts, append=len(groups)))
+            yield groups, page.size_bytes[files] * groups.row_counts // np.maximum(page.row_counts[files], 1)
 
     def tables(self, groups: Iterable[RowGroup]) -> Iterator[pa.Table]:
         """Yields the rows of the groups."""

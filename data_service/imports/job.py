@@ -36,7 +36,7 @@ from data_service.imports.work import (
     Written,
     files_of,
 )
-from data_service.kept_parts import KeptPass, withdraw
+from data_service.kept_parts import KeptPass
 from data_service.parallel import PartRunner, Passes, run_on_ray
 from data_service.storage.source_files import SourceFiles, s3_of
 from data_service.version_catalog import confirm_follows
@@ -245,13 +245,12 @@ class _Import:
                 self._progress.add(written.tally.kept, self._outcome.left_out)
         ordered = [tallies[part.number] for part in self._plan.parts]
         if arrivals.moved:
-            # Their files are written over, so no later attempt may take the records of the first ones for true.
-            withdraw(self._context.store, self._folder, kept, arrivals.moved)
-            with closing(self._pass(work, arrivals.moved, tallies)) as results:
+            kept = self._kept("write-again", work.repeats)
+            with closing(self._pass(work, arrivals.moved, tallies, kept)) as results:
                 for part, written in results:
                     self._refuse_change(part, written.tally, ordered)
                     self._outcome.add(part, written)
-            # Most were written over. A moved part may have fewer files than before.
+            # Only now: until then another attempt may need to know how many rows these parts have.
             for path in arrivals.stale_files - {file.path for file in self._outcome.files}:
                 self._context.store.delete(f"{self._folder}/{path}")
         return ordered

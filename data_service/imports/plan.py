@@ -9,15 +9,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 from ray import cloudpickle
 
 from data_service.domain.layout import Routing
 from data_service.formats import OpenSource
 from data_service.formats.interface import RowSource
 from data_service.imports.columns import BaseRows
-from shared.dataset_version import RowGroup
+from shared.dataset_version import RowGroups
 
 # --- Plan ---
 
@@ -31,12 +33,12 @@ MAX_PART_BYTES = 32 * 1024 * 1024
 class BaseRun:
     """Consecutive row groups of the version that the import appends to."""
 
-    groups: tuple[RowGroup, ...]
+    groups: RowGroups
     size_bytes: int
 
     @property
     def row_count(self) -> int:
-        return sum(group.row_count for group in self.groups)
+        return self.groups.row_count
 
 
 @dataclass(frozen=True)
@@ -99,11 +101,15 @@ class ImportPart:
 
     def __repr__(self) -> str:
         """The same in each process for the same rows at the same place, and another for others."""
-        runs = hashlib.sha256(_pickled(self.runs)).hexdigest()
-        return f"ImportPart({self.number}, {self.split!r}, runs {runs}, {self.place})"
+        return f"ImportPart({self.number}, {self.split!r}, runs {self._runs_sha256}, {self.place})"
+
+    @cached_property
+    def _runs_sha256(self) -> str:
+        return hashlib.sha256(_pickled(self.runs)).hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (_pickled((self.number, self.split, self.runs, self.place)),)
+        # The digest travels, too: what is read back does not always give the same bytes when it is pickled again.
+        return _unpickled, (_pickled((self.number, self.split, self.runs, self.place)), self._runs_sha256)
 
 
 def _pickled(value: object) -> bytes:
@@ -112,8 +118,10 @@ def _pickled(value: object) -> bytes:
     return pickled
 
 
-def _unpickled(pickled: bytes) -> ImportPart:
-    return ImportPart(*cloudpickle.loads(pickled))
+def _unpickled(pickled: bytes, runs_sha256: str) -> ImportPart:
+    part = ImportPart(*cloudpickle.loads(pickled))
+    part.__dict__["_runs_sha256"] = runs_sha256
+    return part
 
 
 @dataclass(frozen=True)
@@ -146,18 +154,17 @@ def plan_parts(splits: Sequence[str], kept: BaseRows | None, sources: Sequence[O
 
 
 def _base_runs(split: str, kept: BaseRows) -> Iterator[BaseRun]:
-    files = kept.version.manifest.files
-    groups: list[RowGroup] = []
-    size_bytes = 0
-    for group in kept.groups(split):
-        file = files[group.file_index]
-        groups.append(group)
-        size_bytes += file.size_bytes * group.row_count // max(file.row_count, 1)
-        if size_bytes >= MAX_PART_BYTES:
-            yield BaseRun(tuple(groups), size_bytes)
-            groups, size_bytes = [], 0
-    if groups:
-        yield BaseRun(tuple(groups), size_bytes)
+    """Yields runs of row groups, each up to the group with which it reaches `MAX_PART_BYTES`."""
+    left, left_bytes = RowGroups.joined([]), np.zeros(0, np.int64)
+    for page, page_bytes in kept.groups(split):
+        groups, group_bytes = RowGroups.joined([left, page]), np.concatenate([left_bytes, page_bytes])
+        ends, begin, before = np.cumsum(group_bytes), 0, 0
+        while (end := int(np.searchsorted(ends, before + MAX_PART_BYTES)) + 1) <= len(groups):
+            yield BaseRun(groups[begin:end], int(ends[end - 1]) - before)
+            begin, before = end, int(ends[end - 1])
+        left, left_bytes = groups[begin:], group_bytes[begin:]
+    if len(left):
+        yield BaseRun(left, int(left_bytes.sum()))
 
 
 def _packed(runs: Iterable[Run]) -> Iterator[tuple[Run, ...]]:

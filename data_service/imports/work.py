@@ -226,7 +226,8 @@ class WritePart:
     """Writes the rows of a part as files of its own below `folder`, and computes their statistics.
 
     `routings` has those of the splits with hold-outs. `repeats` are needed for checks of uniqueness in tasks.
-    `numbered` puts the part's number into the names of its files.
+    `numbered` puts the part's number and its first row id into the names of its files: a part that is written once
+    more, at another place, has other files.
     """
 
     rows: PartRows
@@ -295,7 +296,7 @@ class _PartFiles:
                 schema=schema,
                 split=target,
                 first_row_id=part.place.first_row_ids[target],
-                name=f"{target}-p{part.number:05d}" if work.numbered else "",
+                name=f"{target}-p{part.number:05d}-{part.place.first_row_ids[target]}" if work.numbered else "",
             )
             for target in self._routing.targets
         }

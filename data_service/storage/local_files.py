@@ -34,14 +34,14 @@ class LocalFiles:
             raise invalid_field(field, uri, "name a regular file")
         return os.fdopen(descriptor, "rb")
 
-    def lister(self, field: str, uri: str) -> Callable[[str], list[tuple[str, bool, int]]]:
-        """Returns a function that lists one folder as (name, is a folder, size in bytes).
+    def lister(self, field: str, uri: str) -> Callable[[str], list[tuple[str, bool, int, int]]]:
+        """Returns a function that lists one folder as (name, is a folder, size in bytes, time of modification in ns).
 
         Links count as their targets, as in torchvision's ImageFolder; broken links, pipes, sockets and devices are left
         out.
         """
 
-        def entries(path: str) -> list[tuple[str, bool, int]]:
+        def entries(path: str) -> list[tuple[str, bool, int, int]]:
             descriptor = self._descriptor(field, uri, path, os.O_DIRECTORY)
             try:
                 with os.scandir(descriptor) as scanned:
@@ -80,7 +80,7 @@ def _open_below(root: Path, names: Sequence[str], flags: int) -> int:
         os.close(at)
 
 
-def _entry(folder: int, entry: os.DirEntry[str]) -> tuple[str, bool, int] | None:
+def _entry(folder: int, entry: os.DirEntry[str]) -> tuple[str, bool, int, int] | None:
     name = os.fsdecode(entry.name)
     try:
         found = os.stat(name, dir_fd=folder)
@@ -88,7 +88,7 @@ def _entry(folder: int, entry: os.DirEntry[str]) -> tuple[str, bool, int] | None
         return None  # a broken link, or a file that was just deleted
     if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
         return None
-    return name, stat.S_ISDIR(found.st_mode), found.st_size
+    return name, stat.S_ISDIR(found.st_mode), found.st_size, found.st_mtime_ns
 
 
 def _cause(error: Exception) -> str:

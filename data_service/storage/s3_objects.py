@@ -15,8 +15,8 @@ class S3Objects:
     def __init__(self, filesystem: fs.FileSystem) -> None:
         self._filesystem = filesystem
 
-    def size(self, field: str, uri: str, path: str) -> int:
-        """Returns the size in bytes.
+    def size_and_time(self, field: str, uri: str, path: str) -> tuple[int, int]:
+        """Returns the size in bytes, and when it was modified in nanoseconds since the epoch.
 
         Raises `NotFound`, `Unavailable`, and `InvalidArgument` if access is denied.
         """
@@ -26,7 +26,7 @@ class S3Objects:
             raise _unanswered(field, uri, error) from None
         if info.type != fs.FileType.File:
             raise source_not_found(field, uri)
-        return int(info.size)
+        return int(info.size), info.mtime_ns or 0
 
     def open(self, field: str, uri: str, path: str) -> BinaryIO:
         try:
@@ -37,15 +37,21 @@ class S3Objects:
             raise _unanswered(field, uri, error) from None
         return opened
 
-    def lister(self, field: str, uri: str) -> Callable[[str], list[tuple[str, bool, int]]]:
-        """Returns a function that lists one folder as (name, is a folder, size in bytes); [] if it does not exist."""
+    def lister(self, field: str, uri: str) -> Callable[[str], list[tuple[str, bool, int, int]]]:
+        """Returns a function that lists one folder as (name, is a folder, size in bytes, time of modification in ns).
 
-        def entries(path: str) -> list[tuple[str, bool, int]]:
+        The list is empty if the folder does not exist.
+        """
+
+        def entries(path: str) -> list[tuple[str, bool, int, int]]:
             try:
                 infos = self._filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
             except OSError as error:
                 raise _unanswered(field, uri, error) from None
-            return [(info.base_name, info.type == fs.FileType.Directory, max(info.size or 0, 0)) for info in infos]
+            return [
+                (info.base_name, info.type == fs.FileType.Directory, max(info.size or 0, 0), info.mtime_ns or 0)
+                for info in infos
+            ]
 
         return entries
 

@@ -48,8 +48,10 @@ class SourceFile:
     """A file of an import.
 
     `field` is the request's field that names it. `size_bytes` is None while it is an upload that still grows. `open`
-    returns a new seekable file, at its first byte. `relative` is its path below the named folder. A reader that reads
-    the whole file before it yields rows must call `on_read` regularly; a copy in another process has no callbacks.
+    returns a new seekable file, at its first byte. `relative` is its path below the named folder. `modified_ns` is when
+    it was last written, in nanoseconds since the epoch; 0 for an upload, whose bytes stay as they are. A reader that
+    reads the whole file before it yields rows must call `on_read` regularly; a copy in another process has no
+    callbacks.
     """
 
     field: str
@@ -58,6 +60,7 @@ class SourceFile:
     open: Callable[[], BinaryIO]
     relative: str = ""
     is_upload: bool = False
+    modified_ns: int = 0
     on_read: Callable[[], None] = _nothing
 
     def corrupt(self, why: str) -> InvalidArgument:
@@ -83,8 +86,8 @@ class SourceFile:
         return self.__dict__ | {"on_read": _nothing}
 
 
-# (name, is a folder, size in bytes) of all entries directly in a folder, in any order.
-Lister = Callable[[str], list[tuple[str, bool, int]]]
+# (name, is a folder, size in bytes, when it was modified in ns) of all entries directly in a folder, in any order.
+Lister = Callable[[str], list[tuple[str, bool, int, int]]]
 
 
 class SourceFiles:
@@ -134,20 +137,26 @@ class SourceFiles:
         if isinstance(source, S3Source):
             base = f"{source.bucket}/{source.key}".rstrip("/")
             found = self._walk(field, uri, self._bucket().lister(field, uri), base, source.glob, most)
-            files = [self._object(field, f"s3://{quote(path)}", path, relative, size) for path, relative, size in found]
+            files = [
+                self._object(field, f"s3://{quote(path)}", path, relative, size_and_time)
+                for path, relative, size_and_time in found
+            ]
         else:
             base = str(source.path)
             found = self._walk(field, uri, self._local.lister(field, uri), base, source.glob, most)
-            files = [self._file(field, _file_uri(path), path, relative, size) for path, relative, size in found]
+            files = [
+                self._file(field, _file_uri(path), path, relative, size_and_time)
+                for path, relative, size_and_time in found
+            ]
         if not files:
             raise source_not_found(field, uri, "name files that exist")
         return files
 
     def _walk(
         self, field: str, uri: str, entries: Lister, base: str, glob: Glob, most: int
-    ) -> list[tuple[str, str, int]]:
-        """Returns (path, path relative to `base`, size) of the matching files, sorted."""
-        found: list[tuple[str, str, int]] = []
+    ) -> list[tuple[str, str, tuple[int, int]]]:
+        """Returns (path, path relative to `base`, size and time of modification) of the matching files, sorted."""
+        found: list[tuple[str, str, tuple[int, int]]] = []
         waiting = [("", 0)]
         folders = 0
         while waiting:
@@ -157,7 +166,7 @@ class SourceFiles:
                 raise invalid_field(field, uri, f"more than {MAX_FOLDERS} folders lie below it; import them in parts")
             if depth > MAX_DEPTH:
                 raise invalid_field(field, uri, f"{folder!r} lies more than {MAX_DEPTH} folders deep; move it")
-            for name, is_folder, size in entries(f"{base.rstrip('/')}/{folder}".rstrip("/") or "/"):
+            for name, is_folder, size, modified_ns in entries(f"{base.rstrip('/')}/{folder}".rstrip("/") or "/"):
                 relative = f"{folder}/{name}" if folder else name
                 if is_hidden(name):
                     continue
@@ -165,7 +174,7 @@ class SourceFiles:
                     if glob.depth is None or depth + 1 < glob.depth:
                         waiting.append((relative, depth + 1))
                 elif glob.matches(relative):
-                    found.append((f"{base.rstrip('/')}/{relative}", relative, size))
+                    found.append((f"{base.rstrip('/')}/{relative}", relative, (size, modified_ns)))
                     if len(found) > most:
                         raise invalid_field(field, uri, f"it names more than {most} files; import them in parts")
         return sorted(found, key=lambda one: os.fsencode(one[1]))
@@ -178,22 +187,28 @@ class SourceFiles:
             raise invalid_field(field, uri, str(refused)) from None
         return source
 
-    def _file(self, field: str, uri: str, path: str, relative: str, size: int | None = None) -> SourceFile:
+    def _file(
+        self, field: str, uri: str, path: str, relative: str, size_and_time: tuple[int, int] | None = None
+    ) -> SourceFile:
         open_file = _LocalFile(self._local, field, uri, path)
-        if size is None:
+        if size_and_time is None:
             with open_file() as file:
-                size = os.fstat(file.fileno()).st_size
-        return SourceFile(field, uri, size, open_file, relative, on_read=self._on_read)
+                found = os.fstat(file.fileno())
+            size_and_time = found.st_size, found.st_mtime_ns
+        size, modified_ns = size_and_time
+        return SourceFile(field, uri, size, open_file, relative, on_read=self._on_read, modified_ns=modified_ns)
 
     def _bucket(self) -> S3Objects:
         objects = self._stores.objects
         assert objects is not None  # `check_allowed` refuses s3:// without an endpoint
         return objects
 
-    def _object(self, field: str, uri: str, path: str, relative: str, size: int | None = None) -> SourceFile:
-        if size is None:
-            size = self._bucket().size(field, uri, path)
-        return SourceFile(field, uri, size, _S3File(self._stores, field, uri, path), relative, on_read=self._on_read)
+    def _object(
+        self, field: str, uri: str, path: str, relative: str, size_and_time: tuple[int, int] | None = None
+    ) -> SourceFile:
+        size, modified_ns = size_and_time or self._bucket().size_and_time(field, uri, path)
+        open_object = _S3File(self._stores, field, uri, path)
+        return SourceFile(field, uri, size, open_object, relative, on_read=self._on_read, modified_ns=modified_ns)
 
     def _upload(self, field: str, name: str) -> SourceFile:
         store = self._stores.store

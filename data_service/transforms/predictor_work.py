@@ -98,7 +98,10 @@ def check_inputs(inputs: Sequence[DeclaredTensor], source: Manifest, source_name
 def _input_problem(declared_tensor: DeclaredTensor, schema: Schema) -> str | None:
     takes = f"the predictor takes {declared_tensor.datatype} of shape {list(declared_tensor.shape)}"
     if declared_tensor.name not in schema:
-        return f"column {declared_tensor.name!r} is missing: {takes}; rename a column, or name another version"
+        remedy = "rename a column, or name another version"
+        if len(declared_tensor.shape) == 1 and declared_tensor.datatype != BYTES:
+            remedy = f"make it of several columns by the step concat, {remedy}"
+        return f"column {declared_tensor.name!r} is missing: {takes}; {remedy}"
     given = schema[declared_tensor.name]
     if _fits_shape(given, declared_tensor) and _converts(given, declared_tensor):
         return None

@@ -16,6 +16,7 @@ arrays; a `RowGroup` is made only for a group that is asked for.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import threading
 from bisect import bisect_right
@@ -102,8 +103,12 @@ class RowGroups(Sequence[RowGroup]):
             _concatenated([part.file_first_row_ids for part in parts])[is_first],
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:  # without the cached ends
-        return RowGroups, (self.row_counts, self.file_indices, self.file_starts, self.file_first_row_ids)
+    def __repr__(self) -> str:  # the same for equal groups in each process, as that of their list is
+        digest = hashlib.sha256(b"".join(self._bytes())).hexdigest()
+        return f"RowGroups({len(self)} groups, {self.row_count} rows, sha256 {digest})"
+
+    def __reduce__(self) -> tuple[Any, ...]:  # the same bytes for equal groups in each process
+        return _row_groups_of, self._bytes()
 
     @cached_property
     def ends(self) -> Ints:
@@ -151,6 +156,10 @@ class RowGroups(Sequence[RowGroup]):
 
     __hash__ = None  # type: ignore[assignment]
 
+    def _bytes(self) -> tuple[bytes, ...]:
+        arrays = (self.row_counts, self.file_indices, self.file_starts, self.file_first_row_ids)
+        return tuple(np.asarray(array, "<i8").tobytes() for array in arrays)
+
     def _sliced(self, begin: int, end: int, step: int) -> RowGroups:
         if step != 1:
             raise ValueError("row groups are sliced in their order; use a step of 1")
@@ -175,6 +184,10 @@ class RowGroups(Sequence[RowGroup]):
 
 
 NO_GROUPS = RowGroups(*(np.zeros(0, np.int64) for _ in range(4)))
+
+
+def _row_groups_of(*arrays: bytes) -> RowGroups:
+    return RowGroups(*(np.frombuffer(array, "<i8").astype(np.int64) for array in arrays))
 
 
 def _concatenated(arrays: Sequence[Ints]) -> Ints:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from shared.storage import ObjectStore
 
 # The kinds of jobs that have an index. Notes of other kinds would never be removed.
-INDEXED_KINDS = frozenset({"train", "sweep"})
+INDEXED_KINDS = frozenset({"train", "sweep", "import"})
 # The number in a note of a change that is written already, and is not in the log: a report, or what a job waits for.
 NO_RECORD = 0
 KEY = re.compile(r"(?P<name>.+)\.(?P<number>\d+)\.[0-9a-f]+")

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from shared.errors import STORE_OUTAGES
 from shared.jobs.changes import NO_RECORD, Change, Changes, folder_of_index
@@ -64,11 +64,40 @@ class IndexedJob:
     is_settled: bool = False
 
 
-class JobIndex:
-    """The index of the jobs `{collection}/{id}` of one kind.
+class JobNames(Protocol):
+    """The names of the jobs of one kind in the store, also of deleted ones."""
 
-    `describe` returns what a list shows of a job besides its record, as JSON. Any thread may call `page`, `merge`,
-    `unsettled` and `settle`; `keep` belongs to one thread, and so does `check`.
+    def all(self) -> Sequence[str]:
+        """Return all names, sorted."""
+
+    def after(self, name: str, most: int) -> Sequence[str]:
+        """Return the next names behind `name`, at most `most`, in the order of keys; see `ObjectStore.folders_after`.
+
+        A name that is no job's, such as that of the collection, is before all.
+        """
+
+
+class CollectionNames:
+    """The names `{collection}/{id}`."""
+
+    def __init__(self, store: ObjectStore, collection: str) -> None:
+        self._store = store
+        self._collection = collection
+
+    def all(self) -> Sequence[str]:
+        return [f"{self._collection}/{folder}" for folder in self._store.folders(self._collection)]
+
+    def after(self, name: str, most: int) -> Sequence[str]:
+        ids = self._store.folders_after(self._collection, name.rpartition("/")[2], most)
+        return [f"{self._collection}/{one}" for one in ids]
+
+
+class JobIndex:
+    """The index of the jobs of one kind.
+
+    They are `{collection}/{id}`, unless `names` has others below the collection. `describe` returns, as JSON, what a
+    list shows of a job besides its record. Any thread may call `page`, `merge`, `unsettled` and `settle`. `keep`
+    belongs to one thread, and so does `check`.
     """
 
     def __init__(
@@ -78,9 +107,11 @@ class JobIndex:
         collection: str,
         describe: Callable[[JobRecord], dict[str, Any]] = lambda _: {},
         clock: Callable[[], float] = time.monotonic,
+        *,
+        names: JobNames | None = None,
     ) -> None:
         self._store = store
-        self._collection = collection
+        self._names = names or CollectionNames(store, collection)
         self._describe = describe
         self._clock = clock
         self._jobs = Jobs(store, kind)
@@ -100,10 +131,10 @@ class JobIndex:
 
     # --- Reading ---
 
-    def page(self, after: str, size: int) -> tuple[list[IndexedJob], bool] | None:
+    def page(self, after: str, size: int, within: str = "") -> tuple[list[IndexedJob], bool] | None:
         """Return the first `size` jobs whose names are beyond `after`, and whether there are more.
 
-        Returns None while the index does not have all jobs yet.
+        Only jobs whose names begin with `within`. Returns None while the index does not have all jobs yet.
         """
         # In this order: a note that a merge removes meanwhile is of an entry in the root that is read next.
         changes = self._changes.read()
@@ -115,7 +146,8 @@ class JobIndex:
                 may_merge = False  # some notes may have to stay
             else:
                 try:
-                    return self._page(root, {change.name for change in changes}, after, size)
+                    notes = {change.name for change in changes if change.name.startswith(within)}
+                    return self._page(root, notes, after, size, within)
                 except LeafMissing:
                     self._mend(root)
             changes = self._changes.read()
@@ -123,7 +155,9 @@ class JobIndex:
         self._is_built = False  # an operator may have deleted the index, to have it built anew
         return None
 
-    def _page(self, root: Root, notes: Collection[str], after: str, size: int) -> tuple[list[IndexedJob], bool]:
+    def _page(
+        self, root: Root, notes: Collection[str], after: str, size: int, within: str
+    ) -> tuple[list[IndexedJob], bool]:
         found: list[IndexedJob] = []
         begin = after
         leaves: list[tuple[Leaf | None, str]] = [*leaves_after(root, after)]
@@ -135,9 +169,12 @@ class JobIndex:
                 entries.pop(name, None)
                 if entry is not None:
                     entries[name] = entry
-            found += [_job_of(entry) for name, entry in sorted(entries.items()) if name > after]
+            some = sorted((name, entry) for name, entry in entries.items() if name > after and name.startswith(within))
+            found += [_job_of(entry) for _, entry in some]
             if len(found) > size:
                 return found[:size], True
+            if end > within and not end.startswith(within):
+                break  # the leaves behind have only later names
             begin = end
         return found, False
 
@@ -181,7 +218,7 @@ class JobIndex:
         """Read the jobs that were there before the index, unless it has them all already."""
         if self._tree.root().is_complete:
             return
-        names = [f"{self._collection}/{folder}" for folder in self._store.folders(self._collection)]
+        names = self._names.all()
         while not (root := self._tree.root()).is_complete:
             some = [name for name in names if name > root.built_to][:JOBS_A_COMMIT]
             if some:
@@ -251,8 +288,7 @@ class JobIndex:
     # --- Steps ---
 
     def _check_after(self, name: str, most: int) -> list[str]:
-        ids = self._store.folders_after(self._collection, name.rpartition("/")[2], most)
-        names = [f"{self._collection}/{one}" for one in ids]
+        names = list(self._names.after(name, most))
         self._update_all(names)
         return names
 

@@ -261,6 +261,10 @@ class Jobs:
         """Remove the record of `note_leaving`: the attempt ended for another reason."""
         self._store.delete(f"{folder}/{LEAVING}")
 
+    def open_log(self, folder: str) -> ResourceLog:
+        """Open a job's log for a reader, which reads it again and again: one request where nothing is new."""
+        return ResourceLog(self._store, log_prefix(folder))
+
     def _log(self, folder: str) -> ResourceLog:
         """Open the job's log for a writer, who notes each change for the index (`shared.jobs.index`)."""
         return ResourceLog(self._store, log_prefix(folder), announce=partial(self._changes.note, folder))

@@ -32,7 +32,7 @@ def gate(tmp_path_factory: pytest.TempPathFactory) -> Gate:
 def data_head(gate: Gate) -> Iterator[RayHead]:
     """Its workers inherit where the gate is."""
     assert gate
-    with ray_head(num_cpus=4, environ=NONE_WARM) as head:
+    with ray_head(num_cpus=4, environ=NONE_WARM, dashboard=False) as head:
         yield head
 
 

@@ -37,13 +37,18 @@ class Sweeping(train_service_pb2_grpc.TrainServiceServicer):
     """Answers every wish, remembers each; a sweep is over at the third look."""
 
     def __init__(
-        self, final: Any = Sweep.STATE_SUCCEEDED, best: str = "trainingJobs/s-001", deleted: int | None = None
+        self,
+        final: Any = Sweep.STATE_SUCCEEDED,
+        best: str = "trainingJobs/s-001",
+        deleted: int | None = None,
+        error: str = "",
     ) -> None:
         self.requests: list[Any] = []
         self._final = final
         self._best = best
         # The number of a trial that was deleted by hand.
         self._deleted = deleted
+        self._error = error
         self._polls = 0
 
     def CreateSweep(self, request: Any, context: grpc.ServicerContext) -> Sweep:
@@ -57,6 +62,8 @@ class Sweeping(train_service_pb2_grpc.TrainServiceServicer):
         sweep = answer(request.name, self._final if self._polls > 2 else Sweep.STATE_RUNNING, self._best)
         if self._deleted is not None:
             sweep.trials[self._deleted].deleted = True
+        if self._error:
+            sweep.error.message = self._error
         return sweep
 
     def ListSweeps(self, request: Any, context: grpc.ServicerContext) -> pb.ListSweepsResponse:

@@ -87,7 +87,7 @@ def run_here(
     for number, part in enumerate(reversed(parts)):
         context.raise_if_stopped()
         doing = stay[number % len(stay)] if stay else pickle.loads(pickle.dumps(work))
-        yield part, pickle.loads(pickle.dumps(doing(part)))
+        yield part, pickle.loads(pickle.dumps(doing(pickle.loads(pickle.dumps(part)))))
 
 
 def transform_here(store: ObjectStore, steps: Sequence[dict[str, Any]] = (), **spec: Any) -> JobRecord:

@@ -36,6 +36,7 @@ from train_service.domain.spec import CPU, GPU, RUN_DEVICE, TrainingSpec
 from train_service.domain.watchdog import Phase, culprits, hung, limit_s, line_in_bundle, unresponsive_ranks
 from train_service.placement import Size, count_concurrent_ingests, size_now
 from train_service.program.coordinator import ReportCoordinator
+from train_service.queue_record import QueueRecord
 from train_service.records.event_log import GO_ON, PREEMPT, RESIZE
 from train_service.records.logs import STACKS_CHUNK
 from train_service.store_retry import retry_on_outage
@@ -319,7 +320,9 @@ class Supervision:
                 return size
         if self._workers >= self._spec.num_workers:
             return None
-        size = size_now(self._spec, own.device, concurrent_ingests, held, own.workers)
+        # What a job in the queue waits for is not room to grow.
+        claims = QueueRecord(self._context.store).read
+        size = size_now(self._spec, own.device, concurrent_ingests, held, own.workers, None, claims)
         return size if size.workers > own.workers and self._is_faster(size.workers) else None
 
     def _keep_warm(self, ranks: list[RankHeartbeat]) -> None:

@@ -12,16 +12,20 @@ from dataclasses import dataclass
 
 from train_service.domain.capacity import STRICT_PACK, STRICT_SPREAD, Resources
 
-BEFORE = ": jobs before it in the queue take what is free"
+BEFORE = "is before it in the queue"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """Workers that take resources which a cluster still reports as free. `bundle` is what each of them requests."""
+    """Workers that take resources which a cluster still reports as free.
+
+    `bundle` is what each of them requests, and `job` the name of their job.
+    """
 
     bundle: Resources
     workers: int
     strategy: str
+    job: str = ""
 
 
 def left_by(claims: Sequence[Claim], free: Sequence[Resources], totals: Sequence[Resources]) -> list[Resources]:

@@ -81,12 +81,14 @@ class FollowedJob(Generic[V]):
         describe: Callable[[JobRecord], V],
         waiting_for: Callable[[str], str],
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
         self._name = name
         self._describe = describe
         self._waiting_for = waiting_for
         self._clock = clock
+        self._wall_clock = wall_clock
         self._log = ResourceLog(store, log_prefix(name))
         self._reading: JobReading[V] | None = None
         self._side_read_at = 0.0
@@ -153,7 +155,7 @@ class FollowedJob(Generic[V]):
         found: list[Event] = []
         for event in EventLog(self._store, self._name).after(there.last_sequence):
             found.append(event)
-            is_recent = event.kind is EventKind.PROGRESS and time.time() - event.time < REPORT_INTERVAL_S
+            is_recent = event.kind is EventKind.PROGRESS and self._wall_clock() - event.time < REPORT_INTERVAL_S
             if is_recent and not to_the_end:
                 break
         if not found:

@@ -229,6 +229,8 @@ class ReportCoordinator:
         self._reported_stop = GO_ON
         self._warned_paths: set[str] = set()
         self._progress_at = 0.0
+        # The newest report, if it came too soon after one whose progress was recorded.
+        self._unrecorded: tuple[int, ReportPart] | None = None
         # Guards the state that other threads read.
         self._lock = threading.Lock()
         # All ranks have reported, and wait for the attempt.
@@ -308,6 +310,8 @@ class ReportCoordinator:
 
     def finish(self) -> None:
         """Mark the newest checkpoint as final, once all ranks have returned. Warn if there is none."""
+        if self._unrecorded is not None:
+            self._record_progress(*self._unrecorded)
         if self._newest is not None:
             name = self._newest.name
             retry_on_outage(lambda: self._registry.finish(name, self._attempt), "the final checkpoint")
@@ -611,8 +615,13 @@ class ReportCoordinator:
     def _report_progress(self, number: int, part: ReportPart) -> None:
         now = time.monotonic()
         if now - self._progress_at < REPORT_INTERVAL_S:
+            self._unrecorded = number, part
             return
         self._progress_at = now
+        self._record_progress(number, part)
+
+    def _record_progress(self, number: int, part: ReportPart) -> None:
+        self._unrecorded = None
         others = dict(part.metrics)
         main: dict[str, Any] = {name: others.pop(name) for name in ("loss", "accuracy") if name in others}
         self._report_event(EventKind.PROGRESS, {"step": number, "epoch": part.epoch, **main, "metrics": others})

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, TextIO
 
-from shared.errors import STORE_OUTAGES, NotFound
-from shared.jobs import JobRecord, Jobs
+from shared.errors import STORE_OUTAGES, NotFound, not_found
+from shared.jobs import JobRecord, Jobs, JobState
 from shared.storage import ObjectInfo, ObjectStore
 
 # --- Logs ---
@@ -278,7 +278,7 @@ class LogReader:
         With `follow` the stacks of a rank, which are its last chunk, are kept back until `over`.
         """
         self._store = store
-        self._jobs = jobs
+        self._log = jobs.open_log(job)
         self._job = job
         self._attempt = attempt
         self._rank = rank
@@ -288,11 +288,14 @@ class LogReader:
         self._closed: set[str] = set()
 
     def over(self) -> bool:
-        """Return whether the attempt has ended.
+        """Return whether the attempt has ended. Costs one request while nothing changes. Raises `NotFound`.
 
         Call it before `read`: the `read` after the first True returns the last lines.
         """
-        job = self._jobs.get(self._job, self._job)
+        record = self._log.head()
+        job = JobRecord.from_state(record.state) if record else None
+        if job is None or job.state is JobState.DELETED:
+            raise not_found(self._job)
         if not self._attempt and _has_attempt(job):
             self._attempt = job.attempt
         over = job.state.final or (self._attempt > 0 and job.attempt != self._attempt)

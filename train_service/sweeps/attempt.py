@@ -175,9 +175,19 @@ def _end(context: AttemptContext, trials: Trials) -> None:
 
 
 def _result(trials: Trials) -> dict[str, Any]:
-    """Return the best trial and its checkpoint. Raises `FailedPrecondition` if no trial ended well."""
+    """Return the best trial and its checkpoint.
+
+    Raises `FailedPrecondition` if no trial ended well, or none has a checkpoint with the sweep's metric.
+    """
     read = retry_on_outage(trials.read, "the trials")
     best = best_of(trials.spec, read)
+    if any(trial.ended_well for trial in read) and (best is None or best.best is None):
+        raise FailedPrecondition(
+            f"no checkpoint of the {len(read)} trials has the metric {trials.spec.ranking.metric!r}: name one that is "
+            "measured in validation or at the end of an epoch, e.g. validation_loss",
+            reason="METRIC_NOT_MEASURED",
+            metadata={"metric": trials.spec.ranking.metric},
+        )
     if best is None or best.best is None or not any(trial.ended_well for trial in read):
         failed = next((trial.job for trial in read if trial.job and trial.job.error), None)
         why = f"; {failed.name}: {failed.error['message']}" if failed and failed.error else ""

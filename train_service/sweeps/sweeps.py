@@ -501,7 +501,7 @@ class Trials:
             job=job,
             deleted=deleted,
             stopped_early=stopped and job is not None and job.state in (JobState.CANCELLING, JobState.CANCELLED),
-            epochs_done=0 if newest is None else newest.step if newest.code_bundle else newest.epoch,
+            epochs_done=0 if newest is None else newest.step if newest.is_of_program else newest.epoch,
             last=max(best_first, key=lambda one: one.step, default=None),
             best=best_first[0] if best_first else None,
         )

@@ -42,12 +42,19 @@ class Curves:
             self.validation.append((event.validated.step, event.validated.loss, event.validated.accuracy))
 
 
+def has_accuracy(spec: resources_pb2.TrainingSpec, now: resources_pb2.Progress | train_service_pb2.Validated) -> bool:
+    """Return whether the accuracy was measured. A regression has none, nor has own code that reports none."""
+    if spec.task == resources_pb2.TrainingSpec.TASK_REGRESSION:
+        return False
+    return now.accuracy > 0 or not (spec.model.entry or spec.HasField("program"))
+
+
 class TrainingView:
     """Shows updates of a job. Use it in a `with` statement."""
 
     def __init__(self, spec: resources_pb2.TrainingSpec) -> None:
         self._epochs = spec.epochs
-        self._of_numbers = spec.task == resources_pb2.TrainingSpec.TASK_REGRESSION
+        self._spec = spec
         self._progress = Progress(
             TextColumn("  "),
             SpinnerColumn(),
@@ -131,10 +138,10 @@ class TrainingView:
             self._line(f"attempt {number} begins on {workers}")
 
     def _measured(self, now: resources_pb2.Progress | train_service_pb2.Validated, accuracy: str) -> dict[str, str]:
-        """Return the metrics besides the loss as texts, by name. A regression has no accuracy."""
-        if self._of_numbers:
-            return {escape(name): f"{value:.4g}" for name, value in sorted(now.metrics.items())}
-        return {"accuracy": accuracy}
+        """Return the metrics besides the loss as texts, by name. Where there is an accuracy it stands for all."""
+        if has_accuracy(self._spec, now):
+            return {"accuracy": accuracy}
+        return {escape(name): f"{value:.4g}" for name, value in sorted(now.metrics.items())}
 
     def _on_progress(self, now: resources_pb2.Progress) -> None:
         measured = self._measured(now, f"{now.accuracy:.1%}").items()

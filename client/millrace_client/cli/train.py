@@ -28,7 +28,7 @@ from millrace_client.cli.command import (
     state_text,
     verbatim,
 )
-from millrace_client.cli.progress import watch_job
+from millrace_client.cli.progress import has_accuracy, watch_job
 from millrace_client.cli.step_options import OrderedCommand
 from millrace_client.cli.train_records import coverage, download, export, import_, logs, metrics, report
 from millrace_client.cli.train_run import run
@@ -116,10 +116,6 @@ def _print_state(now: Job | Sweep, as_json: bool) -> None:
 # --- Create, watch, list ---
 
 Job = resources_pb2.TrainingJob
-
-
-# A regression has no share of correct answers.
-REGRESSION = resources_pb2.TrainingSpec.TASK_REGRESSION
 
 
 @click.group()
@@ -231,7 +227,7 @@ def list_(as_json: bool, **values: Any) -> None:
                 job.name,
                 state_text(Job.State.Name(job.state)),
                 _step_text(now),
-                f"{now.accuracy:.1%}" if now.total_steps and job.spec.task != REGRESSION else "",
+                f"{now.accuracy:.1%}" if now.total_steps and has_accuracy(job.spec, now) else "",
                 job.spec.dataset_version,
                 job.best_checkpoint.rpartition("/")[2],
             )

@@ -24,6 +24,7 @@ from millrace_client.cli.command import (
     new_table,
     print_json,
     state_text,
+    verbatim,
     was_given,
 )
 from millrace_client.cli.step_options import OrderedCommand
@@ -99,6 +100,8 @@ def sweeps(sweep: str | None, as_json: bool, **values: Any) -> None:
                 print_json(found)
             else:
                 _show(found)
+                if found.error.message:
+                    console().print(verbatim(found.error.message), soft_wrap=True)
             return
         listed = list(millrace.train.list_sweeps())
     if as_json:

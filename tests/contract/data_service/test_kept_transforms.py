@@ -76,7 +76,7 @@ class Cluster:
             if len(self.done) == self.most:
                 raise self.end
             doing: Any = pickle.loads(pickle.dumps(work))
-            result = pickle.loads(pickle.dumps(doing(part)))
+            result = pickle.loads(pickle.dumps(doing(pickle.loads(pickle.dumps(part)))))
             self.done.append((type(doing._work).__name__, part.number))
             yield part, result
 

@@ -1,4 +1,4 @@
-"""A model of a user's own code on two real Ray Train workers: killed, and resumed to the very same weights."""
+"""Models of a user's own code on two real Ray Train workers: trained, killed, and resumed to the very same weights."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import millrace_client as mc
+from millrace.train.v1 import resources_pb2 as res
 from shared.checkpoint import load_checkpoint, resolve
 from shared.checkpoint.format import OPTIMIZER, WEIGHTS
 from tests.support.code_folders import write_files
@@ -46,24 +47,57 @@ def build(config):
 """
 
 
+def digits_of_own_model(bundle: str) -> res.TrainingSpec:
+    """The model above on two workers; what follows from the version and the code is left out."""
+    return mc.training_spec(
+        VERSION,
+        model=mc.own_model(bundle, "net:build", config={"width": 6}),
+        transform=[mc.to_float()],
+        epochs=4,
+        global_batch_size=30,
+        num_workers=2,
+        checkpoint_every_steps=7,
+        seed=3,
+    )
+
+
+def weights(stack: TrainStack, job: str, bundle: str) -> bytes:
+    """Of the run's last step."""
+    entry = resolve(stack.store, "checkpoint", f"{job}/checkpoints/final")
+    assert (entry.code_bundle, entry.step) == (bundle, 80)
+    return load_checkpoint(stack.store, entry.folder, entry.manifest_sha256).read(WEIGHTS)
+
+
+def assert_learnt(stack: TrainStack, job: str, bundle: str) -> None:
+    last = stack.client.checkpoints(job)[-1]
+    assert last.code_bundle == bundle
+    assert last.metrics["validation_accuracy"] > 0.8
+    assert 0 < last.metrics["validation_certainty"] <= 1
+
+
+def test_a_model_of_a_users_own_trains_on_two_workers(file_stack: TrainStack, tmp_path: Path) -> None:
+    with mc.connect(train=file_stack.service.address) as millrace:
+        bundle = millrace.train.push_code(write_files(tmp_path / "code", {"net.py": NET})).name
+        created = millrace.train.create_training_job(f"j{uuid.uuid4().hex[:12]}", digits_of_own_model(bundle))
+    assert (created.spec.model.in_channels, created.spec.model.num_classes) == (1, 10)
+
+    job = file_stack.client.finished(created.name)
+
+    assert (job.state, job.failures) == (State.STATE_SUCCEEDED, 0), job.error
+    assert weights(file_stack, job.name, bundle)
+    assert_learnt(file_stack, job.name, bundle)
+
+
+# Three attempts of two workers each. In `make test` a rank of test_programs.py is killed, and
+# tests/unit/train_service/worker and learning/test_own_step.py resume bit for bit.
+@pytest.mark.long
 def test_a_model_of_a_users_own_outlives_the_kill_of_a_rank_bit_for_bit(
     file_stack: TrainStack, train_ray: RayHead, tmp_path: Path
 ) -> None:
     stack = file_stack
     with mc.connect(train=stack.service.address) as millrace:
-        bundle = millrace.train.push_code(write_files(tmp_path / "code", {"net.py": NET}))
-        spec = mc.training_spec(
-            VERSION,
-            model=mc.own_model(bundle, "net:build", config={"width": 6}),
-            transform=[mc.to_float()],
-            epochs=4,
-            global_batch_size=30,
-            num_workers=2,
-            checkpoint_every_steps=7,
-            seed=3,
-        )
-        struck = millrace.train.create_training_job(f"j{uuid.uuid4().hex[:12]}", spec)
-        assert (struck.spec.model.in_channels, struck.spec.model.num_classes) == (1, 10)
+        bundle = millrace.train.push_code(write_files(tmp_path / "code", {"net.py": NET})).name
+        struck = millrace.train.create_training_job(f"j{uuid.uuid4().hex[:12]}", digits_of_own_model(bundle))
         watch = stack.client.watch(struck.name, timeout_s=600)
         watch.until("checkpoint_committed", lambda event: event.checkpoint_committed.step >= 7)
         os.kill(max(train_ray.processes("ray::RayTrainWorker")), signal.SIGKILL)
@@ -76,17 +110,8 @@ def test_a_model_of_a_users_own_outlives_the_kill_of_a_rank_bit_for_bit(
     assert (struck.state, struck.failures) == (State.STATE_SUCCEEDED, 1), struck.error
     assert (whole.state, whole.failures) == (State.STATE_SUCCEEDED, 0), whole.error
     assert whole.spec == struck.spec
-
-    def weights(job: str) -> bytes:
-        entry = resolve(stack.store, "checkpoint", f"{job}/checkpoints/final")
-        assert (entry.code_bundle, entry.step) == (bundle.name, 80)
-        return load_checkpoint(stack.store, entry.folder, entry.manifest_sha256).read(WEIGHTS)
-
-    assert weights(struck.name) == weights(whole.name)
-    last = stack.client.checkpoints(struck.name)[-1]
-    assert last.code_bundle == bundle.name
-    assert last.metrics["validation_accuracy"] > 0.8
-    assert 0 < last.metrics["validation_certainty"] <= 1
+    assert weights(stack, struck.name, bundle) == weights(stack, whole.name, bundle)
+    assert_learnt(stack, struck.name, bundle)
 
 
 STEP = """

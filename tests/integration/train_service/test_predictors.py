@@ -19,6 +19,7 @@ from tests.support.code_folders import write_files
 from tests.support.ray_head import RayHead
 from tests.support.service_process import running_service
 from tests.support.training import State, TrainStack
+from tests.support.wheels import write_wheel
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -106,3 +107,67 @@ def test_a_programs_checkpoint_is_served_by_the_predictor_of_its_bundle(
             millrace.deployments.create_deployment("none", first.name, predictor="serve:Missing").wait()
         for name in ("deployments/totals", "deployments/none"):
             millrace.deployments.delete_deployment(name)
+
+
+# Trained and served with a package that only the bundle's lock names.
+BROUGHT_LOOP = """
+import os
+import tempfile
+
+import brought
+import ray.train
+
+
+def loop(config):
+    with tempfile.TemporaryDirectory() as folder:
+        with open(os.path.join(folder, "factor.txt"), "w") as file:
+            file.write(str(brought.FACTOR))
+        ray.train.report({"loss": 0.5}, checkpoint=ray.train.Checkpoint.from_directory(folder))
+"""
+BROUGHT_PREDICTOR = """
+import os
+
+import brought
+
+
+class Predictor:
+    inputs = {"numbers": ("FP32", [2])}
+    outputs = {"scaled": ("FP32", [2])}
+
+    def __init__(self, checkpoint_dir):
+        with open(os.path.join(checkpoint_dir, "factor.txt")) as file:
+            assert int(file.read()) == brought.FACTOR
+
+    def predict(self, inputs):
+        return {"scaled": inputs["numbers"] * brought.FACTOR}
+"""
+
+
+@pytest.mark.long
+def test_a_predictor_is_served_with_a_package_that_only_its_bundle_brings(
+    file_stack: TrainStack, train_ray: RayHead, environments: dict[str, str], tmp_path: Path
+) -> None:
+    stack, factor = file_stack, 2 + uuid.uuid4().int % 1000
+    # Another version each time, so that no environment of an earlier test has it.
+    wheels = Path(environments["UV_FIND_LINKS"])
+    lock = write_wheel(wheels, "brought", f"2.{factor}", {"brought.py": f"FACTOR = {factor}\n"})
+    files = {"train.py": BROUGHT_LOOP, "serve.py": BROUGHT_PREDICTOR, "requirements.lock": f"{lock}\n"}
+    with mc.connect(train=stack.service.address) as millrace:
+        bundle = millrace.train.push_code(write_files(tmp_path / "code", files))
+        spec = mc.program_spec(bundle, "train:loop", num_workers=1, max_failures=0)
+        job = millrace.train.create_training_job(f"j{uuid.uuid4().hex[:12]}", spec)
+    watch = stack.client.watch(job.name, timeout_s=600)
+    watch.rest()
+    assert watch.jobs[-1].state == State.STATE_SUCCEEDED, watch.jobs[-1]
+
+    environ = {**environment(stack.store.settings, train_ray.address), "MILLRACE_OWN_CODE": "trusted"}
+    numbers = np.arange(6, dtype=np.float32).reshape(3, 2)
+    with (
+        running_service("inference_service", environ, tmp_path / "inference.log") as service,
+        mc.connect(train=stack.service.address, inference=service.address) as millrace,
+    ):
+        made = millrace.deployments.create_deployment("scaled", job.name, predictor="serve:Predictor").wait()
+        assert made.lineage.code_bundle == bundle.name
+        answer = millrace.inference.infer("scaled", {"numbers": numbers})
+        assert np.array_equal(answer.outputs["scaled"], numbers * factor)
+        millrace.deployments.delete_deployment("deployments/scaled")

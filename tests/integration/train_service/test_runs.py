@@ -146,7 +146,7 @@ def test_a_finished_job_is_no_longer_live_and_cancelling_it_changes_nothing(fini
 @pytest.mark.timeout(600)
 def test_a_label_that_the_model_has_no_class_for_fails_the_job_at_once_by_its_name(file_stack: TrainStack) -> None:
     commit_digits(file_stack.store, "datasets/digits/versions/labels", first_label=7)
-    spec = digits_spec(dataset_version="datasets/digits/versions/labels", epochs=1)
+    spec = digits_spec(dataset_version="datasets/digits/versions/labels", epochs=1, num_workers=1)
 
     job = file_stack.client.finished(file_stack.client.create(spec).name)
 

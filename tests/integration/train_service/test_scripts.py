@@ -172,6 +172,8 @@ def own_settings(stack: TrainStack, folder: Path, *, fails: bool) -> tuple[res.T
         return watch.jobs[-1], watch.of("warning"), "".join(one.text for one in millrace.train.stream_logs(job.name))
 
 
+# In `make test`: the script above, and tests/unit/train_service/program/test_overrides.py for each setting.
+@pytest.mark.long
 def test_a_scripts_own_settings_count_where_the_caller_left_them_open(file_stack: TrainStack, tmp_path: Path) -> None:
     job, warnings, logs = own_settings(file_stack, tmp_path, fails=False)
 

@@ -131,6 +131,11 @@ def test_a_trial_that_was_deleted_is_shown_as_such() -> None:
     assert row == ["s-002", "deleted", "0.5", "0/3"]
 
 
+def test_the_error_of_a_failed_sweep_is_shown_below_its_trials() -> None:
+    told = "no checkpoint of the 3 trials has the metric 'f2' [bold]"
+    assert told in run(Sweeping(error=told), "sweeps", "s").stdout
+
+
 def test_sweeps_are_listed() -> None:
     line = next(line for line in run(Sweeping(), "sweeps").stdout.splitlines() if "sweeps/s" in line)
     assert line.split()[:4] == ["sweeps/s", "running", "3", RATE]

@@ -11,14 +11,17 @@ import grpc
 import pytest
 from click.testing import CliRunner, Result
 
+from millrace.train.v1 import code_bundle_pb2, resources_pb2, train_service_pb2_grpc
 from millrace.train.v1 import train_service_pb2 as pb
-from millrace.train.v1 import train_service_pb2_grpc
 from millrace_client import connect
 from millrace_client.cli import millrace
+from millrace_client.cli.progress import has_accuracy
 from millrace_client.report.pages import HEIGHT, WIDTH, attempts_of, curve
 from tests.support.grpc_answers import serving
 from tests.support.recorded_servicer import NASTY, REGRESSION, STEPS, Job, ProgramRun, RecordedRun
 from tests.unit.client.test_show import Page
+
+Spec = resources_pb2.TrainingSpec
 
 
 def run(servicer: RecordedRun, *arguments: str) -> Result:
@@ -183,6 +186,21 @@ def test_of_a_run_that_learns_numbers_its_metrics_are_shown_and_no_accuracy(monk
 def test_the_list_has_no_accuracy_of_a_run_that_learns_numbers() -> None:
     assert "0.0%" in run(RecordedRun(), "list").stdout
     assert "0.0%" not in run(RecordedRun(task=REGRESSION), "list").stdout
+
+
+@pytest.mark.parametrize(
+    ("spec", "accuracy", "is_shown"),
+    [
+        (Spec(), 0.0, True),
+        (Spec(model=resources_pb2.Model(entry="net:Net")), 0.25, True),
+        (Spec(model=resources_pb2.Model(entry="gan:GAN")), 0.0, False),
+        (Spec(program=code_bundle_pb2.Program(entry="train:loop")), 0.0, False),
+        (Spec(program=code_bundle_pb2.Program(entry="train:loop")), 0.25, True),
+        (Spec(task=REGRESSION), 0.25, False),
+    ],
+)
+def test_an_accuracy_that_own_code_does_not_report_is_not_shown(spec: Spec, accuracy: float, is_shown: bool) -> None:
+    assert has_accuracy(spec, resources_pb2.Progress(step=7, accuracy=accuracy)) is is_shown
 
 
 @pytest.fixture(scope="module")

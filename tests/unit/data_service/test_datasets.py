@@ -92,7 +92,8 @@ def test_a_deleted_dataset_is_gone_with_its_uploads(datasets: Datasets) -> None:
     with pytest.raises(NotFound):
         delete(datasets)
     assert datasets.list(0, "") == ([], "")
-    assert datasets.deleted_uid(NAME)
+    assert (last := datasets.newest(NAME))
+    assert last.deleted
 
 
 def test_a_dataset_of_which_an_upload_is_read_stays(store: ObjectStore, datasets: Datasets) -> None:
@@ -107,7 +108,8 @@ def test_a_dataset_of_which_an_upload_is_read_stays(store: ObjectStore, datasets
 
     unmark(store, upload, IMPORT_KIND, "reader")
     datasets.delete(NAME, "", check_uploads=uploads.check_unused, delete_uploads=uploads.abort_all)
-    assert datasets.deleted_uid(NAME)
+    assert (last := datasets.newest(NAME))
+    assert last.deleted
     with pytest.raises(NotFound):
         uploads.get(upload)
 
@@ -122,7 +124,8 @@ def test_an_upload_that_is_read_only_now_goes_later_than_its_dataset(store: Obje
         mark_used(store, upload, IMPORT_KIND, "reader", "datasets/other/versions/v1")
 
     datasets.delete(NAME, "", check_uploads=then_somebody_reads, delete_uploads=uploads.abort_all)
-    assert datasets.deleted_uid(NAME)
+    assert (last := datasets.newest(NAME))
+    assert last.deleted
     assert uploads.get(upload).record.name == upload
 
 

@@ -271,7 +271,7 @@ class Calls:
         Calls(inspect.unwrap(import_module("data_service.domain.checks").parse_checks), []),
         Calls(Check.reason, None),
     ],
-    ids=repr,
+    ids=["mkdir", "eval", "getattr", "import", "class", "restore", "restore a pickle", "function", "method"],
 )
 def test_a_record_calls_no_function(hostile: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

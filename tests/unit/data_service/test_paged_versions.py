@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +13,18 @@ import pyarrow as pa
 import pytest
 
 from data_service import convert
+from data_service import servicer as servicers
 from data_service.attempt import columns_of, commit_version
 from data_service.convert import version_message
 from data_service.domain.import_spec import Base, ImportSpec
 from data_service.domain.layout import SplitRange
+from data_service.imports import plan
+from data_service.imports.columns import BaseRows
 from data_service.reading import Selection, read_stream
+from data_service.servicer import DataServicer
 from data_service.version_catalog import ActiveVersion, Versions
 from millrace.data.v1 import data_service_pb2
-from shared.dataset_version import SplitWriter, VersionReader, load_version
+from shared.dataset_version import RowGroup, SplitWriter, VersionReader, load_version, pages
 from shared.dataset_version.pages import open_files
 from shared.dataset_version.version import IMPORT_KIND
 from shared.jobs import Jobs
@@ -78,6 +85,38 @@ def test_a_version_is_appended_to(store: ObjectStore, tmp_path: Path) -> None:
     assert again.manifest_sha256 == first.manifest_sha256
 
 
+def test_the_rows_of_a_base_are_divided_as_those_of_one_without_pages(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "MAX_PART_BYTES", 50_000)
+    texts = pa.table({"text": [f"{number:0{number % 60}d}" for number in range(12_000)]})
+    tables = {"train": texts, "test": texts.slice(0, 700)}
+    commit_tables(store, tables)
+    monkeypatch.setattr(pages, "MAX_INLINE_FILES", 256)
+    commit_tables(store, tables, name="datasets/d/versions/whole")
+    paged, whole = load_version(store, SOURCE), load_version(store, "datasets/d/versions/whole")
+    assert paged.manifest.pages is not None
+    for split in tables:
+        # Each run ends with the group with which it reaches the size.
+        expected: list[tuple[list[RowGroup], int]] = [([], 0)]
+        for group in VersionReader(store, whole).row_groups(split):
+            file = whole.manifest.files[group.file_index]
+            groups, size_bytes = expected.pop()
+            expected.append(([*groups, group], size_bytes + file.size_bytes * group.row_count // file.row_count))
+            if expected[-1][1] >= 50_000:
+                expected.append(([], 0))
+        expected = [run for run in expected if run[0]]
+        for version in (paged, whole):
+            runs = list(plan._base_runs(split, BaseRows(store, version)))
+            assert [(list(run.groups), run.size_bytes) for run in runs] == expected
+        if split == "train":
+            assert len(expected) > 2
+        for run in runs:
+            sent = pickle.loads(pickle.dumps(run))
+            assert (sent, pickle.dumps(sent)) == (run, pickle.dumps(run))
+    assert list(plan._base_runs("other", BaseRows(store, paged))) == []
+
+
 def test_a_version_is_transformed(store: ObjectStore) -> None:
     commit_tables(store, {"train": NUMBERS, "test": NUMBERS.slice(0, 3000)})
     job = transform_here(store, [{"column": "n", "standardize": {}}])
@@ -95,6 +134,32 @@ def test_rows_are_read_from_any_offset(store: ObjectStore) -> None:
         assert read_ids(store, offset=offset, limit=10) == list(range(23_000))[offset : offset + 10]
     assert read_ids(store, split="test", offset=100, limit=3) == [20_100, 20_101, 20_102]
     assert read_ids(store, offset=23_000) == []
+
+
+def test_the_event_loop_neither_reads_pages_nor_converts_reports(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit_tables(store, {"train": NUMBERS})
+    given: Any = None
+    servicer = DataServicer(given, given, Versions(store, Jobs(store, IMPORT_KIND), given), given, given, given)
+    threads: list[int] = []
+
+    def noted(name: str) -> None:
+        function = getattr(servicers, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            threads.append(threading.get_ident())
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(servicers, name, call)
+
+    noted("version_message")
+    noted("bound_answer")
+    whole = asyncio.run(servicer.GetVersion(data_service_pb2.GetVersionRequest(name=SOURCE), given))
+    shown = asyncio.run(servicer.PreviewVersion(data_service_pb2.PreviewVersionRequest(name=SOURCE), given))
+    assert shown.version == whole
+    assert len(threads) == 3
+    assert threading.get_ident() not in threads
 
 
 def test_a_version_is_shown_with_its_first_files_and_their_number(

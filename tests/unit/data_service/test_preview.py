@@ -55,7 +55,7 @@ def test_ten_rows_of_a_version_of_many_groups_meet_only_their_own(
         made.append(first_row_id)
         return RowGroup(file_index, group_index, first_row_id, row_count)
 
-    monkeypatch.setattr("shared.dataset_version.reader.RowGroup", counted)
+    monkeypatch.setattr("shared.dataset_version.pages.RowGroup", counted)
 
     assert rows_in(preview(reader, 10).arrow_ipc)["text"] == 2 * [f"row {row}" for row in range(10)]
     assert made == [0, 20_000]

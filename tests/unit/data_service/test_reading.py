@@ -84,7 +84,7 @@ def counted_groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         made.append(first_row_id)
         return RowGroup(file_index, group_index, first_row_id, row_count)
 
-    monkeypatch.setattr("shared.dataset_version.reader.RowGroup", counted)
+    monkeypatch.setattr("shared.dataset_version.pages.RowGroup", counted)
     return made
 
 

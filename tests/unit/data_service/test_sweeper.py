@@ -372,12 +372,14 @@ def test_a_deleted_dataset_waits_for_a_version_that_is_being_cancelled(sweeping:
     running(sweeping.jobs, VERSION)
     sweeping.jobs.cancel(VERSION, VERSION)
     sweeping.sweeper.sweep()
-    assert sweeping.datasets.deleted_uid(DATASET)
+    assert (last := sweeping.datasets.newest(DATASET))
+    assert last.deleted
     assert sweeping.deleted_uploads == []
 
     sweeping.jobs.transition(VERSION, lambda job: confirm_cancel(job, 2.0), attempt=1)
     sweeping.sweeper.sweep()
-    assert sweeping.datasets.deleted_uid(DATASET)
+    assert (last := sweeping.datasets.newest(DATASET))
+    assert last.deleted
     assert sweeping.jobs.find(VERSION) is None
     assert sweeping.deleted_uploads == [DATASET]
 

@@ -18,7 +18,6 @@ from shared.model_spec import ModelSpec
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from shared.transforms import TensorSpec
-from tests.support.transforming import commit_tables
 from train_service.domain.order import rank_positions
 from train_service.domain.spec import FSDP, REGRESSION, LossSpec, OptimizerSpec, Placement, TrainingSpec
 from train_service.learning.learner import Learner
@@ -109,6 +108,8 @@ def expected_gradients() -> list[Tensor]:
 
 def commit_table(store: ObjectStore) -> None:
     """700 rows `train` and 523 rows `validation`: x (6), label, y."""
+    # Imports Ray, which ranks that import this module do not need.
+    from tests.support.transforming import commit_tables
 
     def table(rows: int, seed: int) -> pa.Table:
         x = pa.FixedShapeTensorArray.from_numpy_ndarray(vectors(rows, seed).astype(np.float32))

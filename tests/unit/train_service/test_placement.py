@@ -16,6 +16,7 @@ from shared.storage import ObjectStore
 from tests.unit.train_service.domain.test_spec import GOOD
 from train_service import placement, reconciler
 from train_service.domain.capacity import ClusterUse
+from train_service.domain.queueing import Claim
 from train_service.domain.spec import CPU, GPU, RAY_DATA, THREADS, Placement, Program, TrainingSpec
 from train_service.placement import IngestReservation, Node, Queue, Size, count_concurrent_ingests, lacking, size_now
 from train_service.records.event_log import TRAIN_KIND, EventKind, EventLog
@@ -306,3 +307,17 @@ def test_the_local_mode_is_on_the_cpu_and_asks_for_no_node(store: ObjectStore, m
 
     assert missing_capacity(store, a_job(workers(0))) == ""
     assert reconciler.choose(a_job(workers(0))) == {"device": CPU, "attempt_device": CPU}
+
+
+def test_an_attempt_does_not_grow_into_what_a_job_in_the_queue_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster(monkeypatch, node("n", {"CPU": 2.0}, {"CPU": 4.0}))
+    own = {"n": {"CPU": 1.0}}
+    first = Claim(bundle={"CPU": 1.0}, workers=1, strategy="PACK", job=B)
+
+    def workers_beside(*claims: Claim) -> int:
+        return size_now(workers(4, fewest=1), CPU, own=own, more_than=1, claims=lambda: claims).workers
+
+    assert workers_beside() == 3
+    assert workers_beside(first) == 2
+    assert workers_beside(replace(first, workers=3)) == 1
+    assert workers_beside(replace(first, bundle={"GPU": 1.0})) == 3

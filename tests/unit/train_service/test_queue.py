@@ -25,6 +25,7 @@ from train_service.domain.capacity import STRICT_PACK, STRICT_SPREAD, ClusterUse
 from train_service.domain.queueing import Claim, left_by
 from train_service.domain.spec import GPU, MAX_WORKERS, RAY_DATA, Placement, TrainingSpec, max_workers
 from train_service.placement import UNPLACED_S, Node, Queue
+from train_service.queue_record import QueueRecord
 from train_service.records.event_log import TRAIN_KIND
 
 
@@ -183,7 +184,25 @@ def test_of_many_jobs_for_one_gpu_the_first_begins_and_the_next_one_when_it_is_f
     cluster.free["GPU"] = 1.0  # the second GPU
     looking.reconcile()
     assert running(store) == ["j0", "j1"]
-    assert "jobs before it in the queue" in Jobs(store, TRAIN_KIND).waiting_for("trainingJobs/j2")
+    after = {number: Jobs(store, TRAIN_KIND).waiting_for(f"trainingJobs/j{number}") for number in (2, 3, 9)}
+    assert after[2].endswith(": trainingJobs/j1 is before it in the queue and takes what is free")
+    assert after[3].endswith(": trainingJobs/j2 is before it in the queue and takes what is free")
+    assert after[9].endswith(": trainingJobs/j2 is before it in the queue and takes what is free")
+
+
+def test_what_waiting_jobs_keep_is_recorded_for_attempts_that_could_grow(store: ObjectStore, cluster: Cluster) -> None:
+    for number in range(3):
+        create(store, f"j{number}", gpu_job())
+    cluster.free["GPU"] = 0.0
+    looking = reconciling(store)
+    looking.reconcile()
+    assert "j0 is before" not in Jobs(store, TRAIN_KIND).waiting_for("trainingJobs/j0")
+    for job_id in ("j1", "j2"):
+        waiting_for = Jobs(store, TRAIN_KIND).waiting_for(f"trainingJobs/{job_id}")
+        assert "0 GPU free" in waiting_for
+        assert waiting_for.endswith("; trainingJobs/j0 is before it in the queue")
+    looking.reconcile()
+    assert [claim.job for claim in QueueRecord(store).read()] == [f"trainingJobs/j{number}" for number in range(3)]
 
 
 @pytest.mark.parametrize("ends", ["dies", "is-not-placed"])

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,12 +70,33 @@ def ran(store: ObjectStore, arguments: list[str]) -> subprocess.CompletedProcess
     return subprocess.run(arguments, env=environ(store), capture_output=True, text=True, check=False, timeout=200)
 
 
+@pytest.fixture
+def ran_here(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[[list[str]], tuple[int, str]]:
+    """Runs a plain command in this process: its exit code, and all that it prints.
+
+    For commands that train nothing: a process of its own imports torch first, which takes longer than all the rest.
+    """
+    monkeypatch.setattr(torchrun_main, "configure_logging", lambda *_: None)  # that of this process stays
+    for name, value in store_environ(store.settings).items():
+        monkeypatch.setenv(name, value)
+
+    def run(arguments: list[str]) -> tuple[int, str]:
+        assert arguments[: len(PLAIN)] == PLAIN
+        capsys.readouterr()
+        code = torchrun_main.main(arguments[len(PLAIN) + 1 :])
+        return code, "".join(capsys.readouterr())
+
+    return run
+
+
 def rank_of_two(ranks: Ranks, settings: StoreSettings) -> None:
     Run(config_of(open_store(settings), OTHER), ranks).run()
 
 
 def test_under_torchrun_a_run_ends_as_the_one_of_two_workers_and_is_an_ordinary_job(
-    store: ObjectStore, file_store: StoreSettings, tmp_path: Path
+    store: ObjectStore, file_store: StoreSettings, ran_here: Callable[[list[str]], tuple[int, str]], tmp_path: Path
 ) -> None:
     new_job(store, OTHER)
     (tmp_path / "ranks").mkdir()
@@ -82,7 +104,7 @@ def test_under_torchrun_a_run_ends_as_the_one_of_two_workers_and_is_an_ordinary_
     arguments = command(TORCHRUN, tmp_path, replace(SPEC, num_workers=2))
 
     first = ran(store, arguments)
-    again = ran(store, command(PLAIN, tmp_path, replace(SPEC, num_workers=2)))
+    code, again = ran_here(command(PLAIN, tmp_path, replace(SPEC, num_workers=2)))
 
     assert first.returncode == 0, first.stderr
     assert "attempt 1 on 2 ranks, from the beginning" in first.stdout
@@ -97,8 +119,8 @@ def test_under_torchrun_a_run_ends_as_the_one_of_two_workers_and_is_an_ordinary_
     assert (told.record.state, told.record.attempt) == (JobState.SUCCEEDED, 1)
     assert resolve(store, "name", JOB).name == told.record.result["best_checkpoint"]
     # Once it is done there is nothing left to do.
-    assert again.returncode == 0, again.stderr
-    assert "debug is SUCCEEDED" in again.stdout
+    assert code == 0, again
+    assert "debug is SUCCEEDED" in again
     assert len(events(store, JOB, EventKind.ATTEMPT_STARTED)) == 1
 
 
@@ -147,26 +169,32 @@ def test_a_killed_run_is_left_alone_by_reconcilers_and_resumed_by_the_same_comma
     ],
 )
 def test_what_cannot_run_is_refused_and_leaves_nothing(
-    store: ObjectStore, tmp_path: Path, change: dict[str, object], remedy: str
+    store: ObjectStore,
+    ran_here: Callable[[list[str]], tuple[int, str]],
+    tmp_path: Path,
+    change: dict[str, object],
+    remedy: str,
 ) -> None:
     before = sorted(info.key for info in store.list())
 
-    refused = ran(store, command(PLAIN, tmp_path, replace(SPEC, **change)))  # type: ignore[arg-type]
+    code, message = ran_here(command(PLAIN, tmp_path, replace(SPEC, **change)))  # type: ignore[arg-type]
 
-    assert refused.returncode == 2
-    assert remedy in refused.stderr
+    assert code == 2
+    assert remedy in message
     assert sorted(info.key for info in store.list()) == before
 
 
-def test_a_job_of_the_service_or_of_another_spec_is_not_taken_up(store: ObjectStore, tmp_path: Path) -> None:
+def test_a_job_of_the_service_or_of_another_spec_is_not_taken_up(
+    store: ObjectStore, ran_here: Callable[[list[str]], tuple[int, str]], tmp_path: Path
+) -> None:
     TrainingJobs(store).create("debug", spec_from_proto(spec_to_proto(SPEC), ()), "", "", validate_only=False)
 
-    of_the_service = ran(store, command(PLAIN, tmp_path, SPEC))
-    of_another_spec = ran(store, command(PLAIN, tmp_path, replace(SPEC, seed=1)))
+    code, of_the_service = ran_here(command(PLAIN, tmp_path, SPEC))
+    other_code, of_another_spec = ran_here(command(PLAIN, tmp_path, replace(SPEC, seed=1)))
 
-    assert (of_the_service.returncode, of_another_spec.returncode) == (2, 2)
-    assert "has a reconciler" in of_the_service.stderr
-    assert "another spec" in of_another_spec.stderr
+    assert (code, other_code) == (2, 2)
+    assert "has a reconciler" in of_the_service
+    assert "another spec" in of_another_spec
     assert Jobs(store, TRAIN_KIND).get(JOB, JOB).state is JobState.PENDING
 
 

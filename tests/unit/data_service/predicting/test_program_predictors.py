@@ -184,7 +184,10 @@ def test_what_a_predictor_raises_names_its_line_and_the_rows(store: ObjectStore,
 @pytest.mark.parametrize(
     ("inputs", "expected"),
     [
-        ({"y": ("FP32", (2,))}, "column 'y' is missing: the predictor takes FP32 of shape [2]"),
+        (
+            {"y": ("FP32", (2,))},
+            "column 'y' is missing: the predictor takes FP32 of shape [2]; make it of several columns",
+        ),
         ({"x": ("FP32", (3,))}, "column 'x' is float64 of shape (2)"),
         ({"x": ("INT64", (2,))}, "column 'x' is float64 of shape (2): the predictor takes INT64"),
         ({"n": ("INT32", ())}, "column 'n' is int64: the predictor takes INT32"),

@@ -550,3 +550,34 @@ def test_a_record_of_a_million_fields_takes_little_more_memory_than_its_fields(t
     assert table.num_rows == 1
     assert bad.rows[0].reason == "it has 1000002 fields where 2 are named"
     assert peak_bytes < 40_000_000
+
+
+SPLIT_LINES = [*QUOTED_LINES, '"a\nb",c', '"x""y",', '"",""', 'a,"b"', 'a,""""', "NA,1", '"NA",2', "x", 'a,"b",c', "\r"]
+
+
+@settings(max_examples=100)
+@given(
+    lines=st.lists(st.sampled_from(SPLIT_LINES), max_size=12), end=st.sampled_from(["\n", "\r\n"]), last=st.booleans()
+)
+def test_arrow_splits_regular_quotes_as_python_does(lines: list[str], end: str, last: bool) -> None:
+    data = (end.join(lines) + (end if last else "")).encode()
+    ends = csv_rows._record_ends(data, ",") if data else None
+    if ends is None:
+        return
+    reader, block = CsvReader(iter([]), ",", ["NA"]), interface.LineBlock(data, 7, 0)
+    arrow, python = reader._regular(block, ends, 2), reader._irregular(block, 2)
+    assert arrow.columns == python.columns
+    assert arrow.lines.tolist() == python.lines.tolist()
+    assert arrow.line_counts.tolist() == python.line_counts.tolist()
+    assert arrow.bad == python.bad
+    assert [arrow.excerpt(row) for row in range(len(arrow.lines))] == [
+        python.excerpt(row) for row in range(len(python.lines))
+    ]
+
+
+def test_only_quotes_where_they_should_be_are_regular() -> None:
+    ends = csv_rows._record_ends(b'"a\nb",c\r\n\n1,""\n"x""y","z"', ",")
+    assert ends is not None
+    assert ends.tolist() == [9, 10, 15, 25]
+    for irregular in (b'5" pipe,c\n', b'"open,c\n', b'"x"y,c\n', b"a\rb,c\n"):
+        assert csv_rows._record_ends(irregular, ",") is None

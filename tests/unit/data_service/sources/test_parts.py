@@ -341,7 +341,7 @@ def test_parts_of_csv_are_cut_between_records(
         for name, value in sizes.items():
             patch.setattr(interface, name, value)
         types = dict.fromkeys(given_type, "int8")
-        same_in_parts(tmp_path_factory.mktemp("csv"), data, "csv", types, CsvOptions(column_names=("a", "b")))
+        same_in_parts(tmp_path_factory.mktemp("csv"), data, "csv", types, CsvOptions(column_names=["a", "b"]))
 
 
 @settings(max_examples=60)

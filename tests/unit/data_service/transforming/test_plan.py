@@ -43,10 +43,10 @@ def test_a_version_in_pages_has_the_parts_of_one_that_has_none(
 ) -> None:
     monkeypatch.setattr(plan, "MIN_PART_BYTES", 20_000)
     monkeypatch.setattr("shared.dataset_version.writer.MAX_FILE_BYTES", 20_000)
-    n = np.arange(12_000)
+    n = np.arange(5_000)
     words = [f"word {number % 7}" * (number % 11) for number in n.tolist()]
     whole = pa.table({"n": n, "word": pa.array(words).cast(pa.string())})
-    tables = {"train": whole, "test": whole.slice(100, 3000)}
+    tables = {"train": whole, "test": whole.slice(100, 1500)}
     commit_tables(store, tables)
     found: dict[tuple[str, ...], list[Any]] = {}
     for page_files in (0, 1, 3):

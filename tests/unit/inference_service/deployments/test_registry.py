@@ -7,6 +7,7 @@ import json
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -311,14 +312,15 @@ def test_a_log_that_cannot_be_read_is_data_loss_and_hides_no_other(
 
     assert (found, [*unreadable]) == ([good], [bad.name])
     assert manager.page(10, "") == ([good], "")
-    for refused in (
+    calls: list[Callable[[], object]] = [
         lambda: manager.get(bad.name),
         lambda: manager.follow(bad.name).read(),
         lambda: manager.delete(bad.name, ""),
         lambda: manager.create(creation("b")),
         lambda: deployments.transition(bad.name, bad.uid, lambda _: None),
         lambda: deployments.history(bad.name, bad.uid),
-    ):
+    ]
+    for refused in calls:
         with pytest.raises(DataLoss, match=f"the log of {bad.name} cannot be read") as lost:
             refused()
         assert lost.value.metadata == {"resource": bad.name}

@@ -31,7 +31,7 @@ from tests.support.table_model import TABLE, Zeros, request, still_serves
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
-SECONDS = float(os.environ.get("MILLRACE_FUZZ_SECONDS") or 8)
+SECONDS = float(os.environ.get("MILLRACE_FUZZ_SECONDS") or 4)
 SEED = os.environ.get("MILLRACE_FUZZ_SEED") or "0"
 # So many at least, however slow the machine is.
 MIN = 300

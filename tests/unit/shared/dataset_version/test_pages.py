@@ -290,3 +290,4 @@ def test_row_groups_are_a_sequence_of_row_groups() -> None:
         middle = len(part) // 2
         assert list(part[middle:]) == wanted[begin:end][middle:]
     assert pickle.loads(pickle.dumps(whole[3:7])) == wanted[3:7]
+    assert repr(pickle.loads(pickle.dumps(whole[3:7]))) == repr(whole[3:7]) != repr(whole[3:8])

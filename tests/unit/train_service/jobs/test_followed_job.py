@@ -31,9 +31,11 @@ class Followed:
     def __init__(self, store: ObjectStore) -> None:
         self.counted = CountingStore(store)
         self.now = 0.0
+        # The time at which all events count as written just now, however slow the machine is.
+        began = time.time()
         jobs = TrainingJobs(self.counted)
         waiting_for = Jobs(self.counted, "train").waiting_for
-        self._followed = FollowedJob(self.counted, JOB, lambda job: jobs.view(job), waiting_for, lambda: self.now)
+        self._followed = FollowedJob(self.counted, JOB, jobs.view, waiting_for, lambda: self.now, lambda: began)
         self.reading: JobReading[JobView] = self._followed.read()
 
     def requests_after(self, seconds: float) -> int:

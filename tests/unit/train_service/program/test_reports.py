@@ -19,6 +19,7 @@ from shared.model_spec import ModelSpec
 from shared.storage import ObjectStore
 from tests.support.waiting import wait_until
 from train_service.domain.spec import REPLAY, CheckpointPolicy, Program, TrainingSpec
+from train_service.program import coordinator
 from train_service.program.coordinator import NOT_BY_ALL, ReportCoordinator
 from train_service.program.process import NodeCopies
 from train_service.program.report_sender import ASYNC, Begin, ProgramStopped, RankReports
@@ -265,6 +266,23 @@ def test_a_wish_to_cancel_acts_at_any_report(attempt: Begun) -> None:
     for call in calls:
         with pytest.raises(ProgramStopped):
             call.result(30)
+
+
+def test_the_last_report_is_in_the_progress_of_a_run_that_has_ended(
+    attempt: Begun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "REPORT_INTERVAL_S", 3600.0)
+    run = attempt(world_size=1)
+    for number in range(1, 4):
+        run.report({"model.pt": b"x"}, loss=1 / number)
+
+    def recorded() -> list[tuple[int, float]]:
+        return [(payload["step"], payload["loss"]) for kind, payload in run.events if kind is EventKind.PROGRESS]
+
+    assert recorded() == [(1, 1.0)]
+    run.coordinator.finish()
+    run.coordinator.finish()
+    assert recorded() == [(1, 1.0), (3, 1 / 3)]
 
 
 def test_asynchronous_reports_are_committed_in_order_from_copies(attempt: Begun) -> None:

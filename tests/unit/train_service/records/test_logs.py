@@ -13,6 +13,7 @@ import pytest
 from shared.errors import InvalidArgument, NotFound
 from shared.jobs import Jobs
 from shared.storage import ObjectInfo, ObjectStore
+from tests.support.counting_store import CountingStore
 from tests.support.flaky_store import FlakyStore
 from tests.support.training_records import JOB, begin, finish, lose, make_job
 from tests.support.waiting import wait_until
@@ -199,6 +200,19 @@ def test_a_follower_is_told_that_the_attempt_is_over(jobs: Jobs, records: RunRec
     assert not second.over()
     finish(jobs)
     assert second.over()
+
+
+def test_a_follower_makes_two_requests_where_nothing_is_new(store: ObjectStore, jobs: Jobs) -> None:
+    ship(store, 1, 0, "begun")
+    counted = CountingStore(store)
+    reader = LogReader(counted, Jobs(counted, jobs.kind), JOB, 0, None, follow=True)
+    assert not reader.over()
+    assert rest(reader) == "begun\n"
+    counted.forget()
+
+    assert not reader.over()
+    assert reader.read() == []
+    assert len(counted.requests) == 2
 
 
 def test_one_can_wait_for_the_first_attempt(store: ObjectStore) -> None:

@@ -56,8 +56,8 @@ class Place:
         jobs = self.jobs if name == NAME else Jobs(self.store, TRAIN_KIND)
         return jobs.transition(name, lambda job: replace(job, state=state))
 
-    def measure(self, number: int, *accuracies: float) -> None:
-        """As an attempt at the trial does, with a checkpoint for each epoch."""
+    def measure(self, number: int, *accuracies: float, steps_of_epoch: int = 1, **fields: Any) -> None:
+        """As an attempt at the trial does, with a checkpoint for each epoch. `fields` are of each entry."""
         trials = self.trials()
         job, name = trials.make(number), trials.name(number)
         attempt = job.attempt + 1
@@ -65,16 +65,17 @@ class Place:
         registry = CheckpointRegistry(self.store, name)
         registry.fence(attempt, trials.spec.ranking)
         for epoch, accuracy in enumerate(accuracies, 1):
+            step = epoch * steps_of_epoch
             entry = CheckpointEntry(
-                name=f"{name}/checkpoints/step-{epoch:08d}",
-                folder=f"{registry.data_folder}/step-{epoch:08d}-a{attempt}-x",
+                name=f"{name}/checkpoints/step-{step:08d}",
+                folder=f"{registry.data_folder}/step-{step:08d}-a{attempt}-x",
                 manifest_sha256="0" * 64,
-                step=epoch,
+                step=step,
                 epoch=epoch,
                 attempt=attempt,
                 size_bytes=1,
                 create_time=float(epoch),
-                metrics={"validation_accuracy": accuracy},
+                **{"metrics": {"validation_accuracy": accuracy}, **fields},
             )
             self.store.put(f"{entry.folder}/x", b"x")
             registry.commit(entry)

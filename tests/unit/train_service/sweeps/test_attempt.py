@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shared.errors import Cancelled, Unavailable
+from shared.errors import Cancelled, FailedPrecondition, Unavailable
 from shared.jobs import AttemptContext, Jobs, JobState
 from shared.storage import ObjectStore
 from tests.support.waiting import wait_until
@@ -70,6 +70,25 @@ def test_the_ends_of_the_trials_are_waited_for_through_an_outage(place: Place, m
     assert trials.is_over(0)
     assert store.refused == 2
     ending.join()
+
+
+@pytest.mark.parametrize(
+    ("state", "metrics", "reason", "told"),
+    [
+        (JobState.SUCCEEDED, {"loss": 0.5}, "METRIC_NOT_MEASURED", "has the metric 'validation_accuracy'"),
+        (JobState.FAILED, {"validation_accuracy": 0.5}, "ALL_TRIALS_FAILED", "none of the 2 trials ended well"),
+    ],
+)
+def test_a_sweep_without_a_best_trial_says_why(
+    place: Place, state: JobState, metrics: dict[str, float], reason: str, told: str
+) -> None:
+    place.create()
+    for number in range(2):
+        place.measure(number, 0.5, metrics=metrics)
+        place.put_in(state, place.trials().name(number))
+    with pytest.raises(FailedPrecondition, match=told) as refused:
+        attempt._result(place.trials())
+    assert refused.value.specific_reason == reason
 
 
 def test_a_module_that_is_kept_out_is_there_again_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

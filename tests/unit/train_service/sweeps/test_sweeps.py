@@ -257,6 +257,13 @@ def test_the_best_trial_is_told_by_what_its_checkpoints_measured(place: Place) -
     assert TrainingJobs(place.store).get("trainingJobs/s-000").record.spec["trial"]["parameters"] == {RATE: 0.1}
 
 
+def test_a_trial_counts_epochs_of_an_own_model_and_reports_of_a_program(place: Place) -> None:
+    place.create()
+    place.measure(0, 0.5, 0.9, steps_of_epoch=50, code_bundle="codeBundles/a", model_entry="net:Net")
+    place.measure(1, 0.5, 0.9, steps_of_epoch=50, code_bundle="codeBundles/a")
+    assert [one.epochs_done for one in sweep_to_proto(place.sweeps.get(NAME)).trials] == [2, 100]
+
+
 def test_the_best_by_a_loss_is_the_lowest(place: Place) -> None:
     policy = replace(BASE.checkpoints, best_metric="validation_accuracy", maximize=False)
     place.create(replace(SPEC, base=replace(BASE, checkpoints=policy)))

@@ -23,7 +23,8 @@ from shared.storage import ObjectStore
 from tests.support.versions import commit_version, striped_digits
 from tests.support.waiting import wait_until
 from tests.unit.train_service.conftest import VERSION
-from tests.unit.train_service.learners import NUMBERS, commit_table
+from tests.unit.train_service.learners import CLASSES, NUMBERS, WIDTH, commit_table
+from tests.unit.train_service.learners import VERSION as TABLE
 from train_service.checkpoints.coverage import orphans
 from train_service.domain.spec import FLOAT16, REGRESSION, EarlyStopping, OptimizerSpec, TrainingSpec
 from train_service.jobs.run_records import RunRecords
@@ -140,7 +141,20 @@ def test_steps_that_the_loss_scaler_skips_are_counted_and_their_rows_are_not_con
     # So large that the gradients of the first steps overflow.
     scaler = partial(torch.amp.GradScaler, init_scale=2.0**40, backoff_factor=2.0**-10)
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)
-    spec = replace(SPEC, precision=FLOAT16, checkpoint_every_steps=1)
+    # A table: in float16 a CPU takes long for layers of images.
+    commit_table(store)
+    model = ModelSpec(builder="mlp", in_channels=WIDTH, num_classes=CLASSES, kwargs={"dropout": 0.2})
+    rows, batch_rows = 700, 140
+    spec = replace(
+        SPEC,
+        dataset_version=TABLE,
+        input_column="x",
+        transform={},
+        model=model,
+        precision=FLOAT16,
+        global_batch_size=batch_rows,
+        checkpoint_every_steps=1,
+    )
     new_job(store, "trainingJobs/whole", spec)
     run_of(store, "trainingJobs/whole", spec=spec).run()
     whole = entries(store, "trainingJobs/whole")
@@ -161,7 +175,8 @@ def test_steps_that_the_loss_scaler_skips_are_counted_and_their_rows_are_not_con
     def counted(name: str) -> list[tuple[int, int, int, int, int]]:
         found = [RunRecords(store).coverage(name, epoch, "") for epoch in range(2)]
         assert all(
-            one.counts.seen_once + one.counts.missing + one.counts.repeated + one.counts.skipped == 100 for one in found
+            one.counts.seen_once + one.counts.missing + one.counts.repeated + one.counts.skipped == rows
+            for one in found
         )
         return [
             (one.counts.seen_once, one.counts.missing, one.counts.repeated, one.counts.skipped, one.skipped_steps)
@@ -169,7 +184,7 @@ def test_steps_that_the_loss_scaler_skips_are_counted_and_their_rows_are_not_con
         ]
 
     of_epochs = [sum(1 for step in skipped if (step - 1) // 5 == epoch) for epoch in range(2)]
-    expected = [(100 - 20 * steps, 0, 0, 20 * steps, steps) for steps in of_epochs]
+    expected = [(rows - batch_rows * steps, 0, 0, batch_rows * steps, steps) for steps in of_epochs]
     assert counted("trainingJobs/whole") == expected
     progress = events(store, "trainingJobs/whole", EventKind.PROGRESS)
     assert progress[-1].payload["skipped_steps"] == len(skipped)
