@@ -58,7 +58,7 @@ _HOMES = {
     "Addresses": "addresses",
     "Millrace": "connection",
     "MillraceError": "errors",
-    "Operation": "operations",
+    "Operation": "calls",
     "append_to": "specs",
     "arrow_source": "specs",
     "asha": "specs",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import millrace_client
+
 HEAVY = ("ray", "torch", "torchvision", "obstore", "minio", "sklearn")
 # What both sides share: the packing of code, and the names of headers.
 SHARED = {"shared", "shared.code_packing", "shared.code_requirements", "shared.errors", "shared.wire"}
@@ -30,6 +32,10 @@ def test_no_module_of_the_client_imports_ray_torch_or_a_service() -> None:
     assert loaded.isdisjoint(HEAVY)
     assert {name for name in modules if name.partition(".")[0] == "shared"} == SHARED
     assert loaded.isdisjoint({"data_service", "train_service", "inference_service"})
+
+
+def test_every_name_that_the_package_offers_exists() -> None:
+    assert all(getattr(millrace_client, name) for name in millrace_client.__all__)
 
 
 def test_connecting_needs_neither_pyarrow_nor_matplotlib() -> None:
