@@ -17,11 +17,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from millrace_client.addresses import Addresses
-    from millrace_client.calls import Operation
+    from millrace_client.calls import Addresses, Operation
     from millrace_client.connection import Millrace, connect
-    from millrace_client.deployments import autoscaling, keep_all, keep_latest, keep_named
     from millrace_client.errors import MillraceError
+    from millrace_client.inference import autoscaling, keep_all, keep_latest, keep_named
     from millrace_client.specs import (
         append_to,
         arrow_source,
@@ -55,14 +54,14 @@ if TYPE_CHECKING:
     from millrace_client.steps import normalize, to_float
 
 _HOMES = {
-    "Addresses": "addresses",
+    "Addresses": "calls",
     "Millrace": "connection",
     "MillraceError": "errors",
     "Operation": "calls",
     "append_to": "specs",
     "arrow_source": "specs",
     "asha": "specs",
-    "autoscaling": "deployments",
+    "autoscaling": "inference",
     "choice": "specs",
     "column_split": "specs",
     "connect": "connection",
@@ -76,9 +75,9 @@ _HOMES = {
     "import_spec": "specs",
     "integers": "specs",
     "json_lines_source": "specs",
-    "keep_all": "deployments",
-    "keep_latest": "deployments",
-    "keep_named": "deployments",
+    "keep_all": "inference",
+    "keep_latest": "inference",
+    "keep_named": "inference",
     "log_uniform": "specs",
     "name_map": "specs",
     "normalize": "steps",

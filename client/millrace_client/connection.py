@@ -10,11 +10,18 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from millrace.train.v1 import resources_pb2
-from millrace_client.addresses import SERVICES, Addresses, Headers, authorization, resolve
-from millrace_client.calls import DEFAULT_TIMEOUT_S, Caller, open_channel
+from millrace_client.calls import (
+    DEFAULT_TIMEOUT_S,
+    SERVICES,
+    Addresses,
+    Caller,
+    Headers,
+    authorization,
+    open_channel,
+    resolve,
+)
 from millrace_client.data import DataClient
-from millrace_client.deployments import DeploymentClient
-from millrace_client.inference import InferenceClient
+from millrace_client.inference import DeploymentClient, InferenceClient
 from millrace_client.train import Suggestion, TrainClient
 
 # --- Connection ---
@@ -85,7 +92,7 @@ def connect(
 ) -> Millrace:
     """Make a client for the services at these addresses, each host:port. Nothing is sent yet.
 
-    Missing addresses are found as `millrace_client.addresses` describes. `timeout_s` is the default deadline of a call.
+    Missing addresses are found as `millrace_client.calls` describes. `timeout_s` is the default deadline of a call.
 
     `token` is sent with every call. Unset: the token in the file that MILLRACE_TOKEN_FILE names, if it is set; "":
     none. It travels in clear text, because channels have no TLS yet. Raises `Unauthenticated` for a token that cannot

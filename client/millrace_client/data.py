@@ -119,8 +119,8 @@ class UploadCalls(DataCalls):
         part_size_bytes: int = 0,
         on_progress: OnProgress | None = None,
     ) -> resources_pb2.Upload:
-        """Send a file directly to S3; see `millrace_client.presigned_upload.upload_presigned`."""
-        from millrace_client.presigned_upload import upload_presigned
+        """Send a file directly to S3; see `millrace_client.uploads.upload_presigned`."""
+        from millrace_client.uploads import upload_presigned
 
         return upload_presigned(
             self._caller,

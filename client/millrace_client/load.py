@@ -29,7 +29,7 @@ import numpy.typing as npt
 from inference import grpc_service_pb2 as pb
 from millrace_client.calls import channel_options
 from millrace_client.inference import infer_request
-from millrace_client.rows.typed import BadInput, Tensor, dtype_of, typed
+from millrace_client.rows import BadInput, Tensor, dtype_of, typed
 from shared.wire import REQUEST_ID, STATUS
 
 # --- Sending ---
@@ -339,8 +339,8 @@ def _arrays(path: Path, inputs: Sequence[Tensor]) -> Rows:
 def _columns(path: Path, inputs: Sequence[Tensor]) -> Rows:
     import pyarrow.parquet as pq
 
-    from millrace_client.rows.columns import Place, values_of_column
-    from millrace_client.rows.request_builder import INT96_UNIT
+    from millrace_client.request_builder import INT96_UNIT
+    from millrace_client.rows import Place, values_of_column
 
     with pq.ParquetFile(path, coerce_int96_timestamp_unit=INT96_UNIT) as file:
         given = [tensor for tensor in inputs if tensor.name in file.schema_arrow.names]

@@ -1,16 +1,20 @@
-"""The train service: training jobs, their events, checkpoints, metrics and logs; sweeps; and suggested specifications.
+"""The train service: training jobs, their events, checkpoints, metrics and logs; sweeps; suggested specifications;
+code.
 
 A specification comes from nothing but a version: asked for, prepared where steps must learn first, and asked for again.
+`push` sends a bundle of code, which the service checks and stores.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from millrace.data.v1 import resources_pb2 as data_pb2
 from millrace.train.v1 import (
@@ -25,9 +29,12 @@ from millrace.train.v1 import train_service_pb2 as pb
 from millrace_client.calls import Caller, Operation, every_page, new_request_id
 from millrace_client.errors import NotFound, OutOfRange, Unavailable
 from millrace_client.specs import ratio_split
+from shared.code_packing import NotABundle, pack
 
 if TYPE_CHECKING:
     from millrace_client.data import DataClient
+
+__all__ = ["NotABundle", "bundle_name", "push"]
 
 
 # --- TrainClient ---
@@ -330,7 +337,6 @@ class TrainClient:
         The same content gives the same bundle on every machine. A folder's `.millraceignore` lists what stays out.
         Raises `ValueError`, naming the path, if it cannot be packed.
         """
-        from millrace_client.code_bundles import push
 
         return push(self._caller, self._stub, source)
 
@@ -506,3 +512,39 @@ def _is_there(data: DataClient, version: str) -> bool:
     except NotFound:
         return False
     return True
+
+
+# --- Bundles of code ---
+
+CHUNK_BYTES = 1024 * 1024
+# A bundle has at most 64 MiB, which the service checks and writes to the store.
+PUSHED_TIMEOUT_S = 300.0
+
+
+def push(caller: Caller, stub: Any, source: str | os.PathLike[str]) -> code_bundle_pb2.CodeBundle:
+    """Pack and store a folder, a wheel or one Python file. A bundle that is already stored is returned.
+
+    Raises `NotABundle`, a `ValueError` that names the path, if it cannot be packed.
+    """
+    with tempfile.TemporaryFile() as file:
+        facts = pack(Path(source), file)
+
+        def requests() -> Iterator[pb.CreateCodeBundleRequest]:
+            header = pb.CreateCodeBundleRequest.Header(sha256=facts.sha256, size_bytes=facts.size_bytes)
+            yield pb.CreateCodeBundleRequest(header=header)
+            yield from _chunks(file)
+
+        # The same bytes make no second bundle, so the call may be repeated.
+        return caller.send(stub.CreateCodeBundle, requests, code_bundle_pb2.CodeBundle, timeout_s=PUSHED_TIMEOUT_S)
+
+
+def bundle_name(source: str | os.PathLike[str]) -> str:
+    """Return the name, `codeBundles/{sha256}`, that pushing the source would give. Raises `NotABundle`."""
+    with tempfile.TemporaryFile() as file:
+        return f"codeBundles/{pack(Path(source), file).sha256}"
+
+
+def _chunks(file: BinaryIO) -> Iterator[pb.CreateCodeBundleRequest]:
+    file.seek(0)
+    while data := file.read(CHUNK_BYTES):
+        yield pb.CreateCodeBundleRequest(chunk=data)

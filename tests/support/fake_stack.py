@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from millrace_client.stack.plan import PlannedProcess, StackPlan
+from millrace_client.stack.supervisor import PlannedProcess, StackPlan
 from tests.support.ports import free_ports
 
 NAMES = ("ray", "data", "train", "inference")

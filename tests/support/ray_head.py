@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from millrace_client.stack.plan import RAY_HEAD_ENVIRONMENT
+from millrace_client.stack.supervisor import RAY_HEAD_ENVIRONMENT
 from tests.support.ports import free_ports
 
 HOST = "127.0.0.1"

@@ -19,12 +19,12 @@ COMMANDS = {
     "data": ("data", "Import, list and show datasets."),
     "code": ("code", "Push, list, show and delete bundles of your own code."),
     "train": ("train", "Create, watch and end training jobs; coverage, metrics, logs."),
-    "deploy": ("rollout", "Serve a checkpoint."),
+    "deploy": ("deployments", "Serve a checkpoint."),
     "deployments": ("deployments", "List, show and delete deployments; share their traffic out."),
-    "rollout": ("rollout", "Move a deployment to another checkpoint, step by step."),
-    "rollback": ("rollout", "Give a deployment's traffic back to the version before."),
+    "rollout": ("deployments", "Move a deployment to another checkpoint, step by step."),
+    "rollback": ("deployments", "Give a deployment's traffic back to the version before."),
     "predict": ("predict", "Ask a served model about images, CSV or Parquet."),
-    "bench": ("bench", "Load a served model, and measure it."),
+    "bench": ("predict", "Load a served model, and measure it."),
 }
 
 EPILOG = """\b

@@ -28,13 +28,14 @@ from millrace_client.cli.command import (
     size_text,
     state_text,
 )
-from millrace_client.cli.data_transform import predict, transform
 from millrace_client.cli.versions import (
     AS_LONG_AS_IT_TAKES_S,
     check_options,
     checks_of,
+    predict,
     print_preview,
     print_version,
+    transform,
     waiting,
 )
 from millrace_client.uploads import UploadInterrupted
@@ -432,7 +433,7 @@ def show(version: str, rows: int, html: Path | None, contact_sheet: Path | None,
     with connected(values) as millrace:
         preview = millrace.data.preview_version(version, rows_per_split=rows)
     if as_json:
-        from millrace_client.report.profile import rows_of
+        from millrace_client.report import rows_of
 
         print_json({"version": preview.version, "rows": rows_of(preview), "report": preview.report})
     else:

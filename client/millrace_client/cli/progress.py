@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from millrace.train.v1 import resources_pb2, train_service_pb2
 from millrace_client.cli.command import CommandFailed, console, duration_text, print_json, state_text
 from millrace_client.connection import Millrace
-from millrace_client.report.profile import cause_text
+from millrace_client.report import cause_text
 from millrace_client.train import Update
 
 # --- Progress ---

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from millrace.train.v1.train_service_pb2 import ClusterUse
-from millrace_client.addresses import SERVICES, millrace_home
+from millrace_client.calls import SERVICES, millrace_home
 from millrace_client.cli.command import (
     UNAVAILABLE,
     PlainCommand,
@@ -28,9 +28,8 @@ from millrace_client.cli.command import (
 from millrace_client.connection import Millrace
 from millrace_client.errors import MillraceError, Unauthenticated
 from millrace_client.stack import supervisor as stack_supervisor
-from millrace_client.stack.plan import StackOptions, answers, make_plan
 from millrace_client.stack.record import Record
-from millrace_client.stack.supervisor import Supervisor, hold_home, say_with_time
+from millrace_client.stack.supervisor import StackOptions, Supervisor, answers, hold_home, make_plan, say_with_time
 
 PARTS = ("ray", *SERVICES)
 # The service's reconciler writes the cluster's use at least each minute.

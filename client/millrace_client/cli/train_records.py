@@ -26,8 +26,15 @@ from millrace_client.cli.command import (
     size_text,
     verbatim,
 )
-from millrace_client.cli.step_options import OF_TRAINING, OrderedCommand, kwargs_of, step_options, steps_of
-from millrace_client.cli.train_specs import TRANSFORM, own_entry
+from millrace_client.cli.spec_options import (
+    OF_TRAINING,
+    TRANSFORM,
+    OrderedCommand,
+    kwargs_of,
+    own_entry,
+    step_options,
+    steps_of,
+)
 from millrace_client.connection import Millrace
 from millrace_client.errors import OutOfRange
 from millrace_client.specs import import_spec

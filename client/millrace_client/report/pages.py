@@ -20,9 +20,9 @@ from millrace.train.v1 import resources_pb2
 from millrace.train.v1 import train_service_pb2 as pb
 from millrace_client.cli.command import duration_text, size_text
 from millrace_client.errors import FailedPrecondition
-from millrace_client.report.profile import HEIGHT as BARS_HEIGHT
-from millrace_client.report.profile import WIDTH as BARS_WIDTH
-from millrace_client.report.profile import box_bars, cause_text, number_text, profile_of
+from millrace_client.report import HEIGHT as BARS_HEIGHT
+from millrace_client.report import WIDTH as BARS_WIDTH
+from millrace_client.report import box_bars, cause_text, number_text, profile_of
 from millrace_client.train import TrainClient
 
 # --- Page of a version ---

@@ -13,8 +13,15 @@ import sys
 import threading
 from pathlib import Path
 
-from millrace_client.stack.plan import StackOptions, make_plan
-from millrace_client.stack.supervisor import AlreadyRunning, StartFailed, Supervisor, hold_home, say_with_time
+from millrace_client.stack.supervisor import (
+    AlreadyRunning,
+    StackOptions,
+    StartFailed,
+    Supervisor,
+    hold_home,
+    make_plan,
+    say_with_time,
+)
 
 KEEP = "keep"
 

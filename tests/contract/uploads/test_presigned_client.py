@@ -16,11 +16,10 @@ from data_service.uploads.uploads import MIN_PART_BYTES
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1 import data_service_pb2_grpc as pb_grpc
 from millrace.data.v1 import resources_pb2
-from millrace_client import presigned_upload
+from millrace_client import uploads
 from millrace_client.calls import Caller, open_channel
 from millrace_client.errors import FailedPrecondition, MillraceError, NotFound, Unavailable
-from millrace_client.presigned_upload import upload_presigned
-from millrace_client.uploads import resume_upload
+from millrace_client.uploads import resume_upload, upload_presigned
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.support.ports import free_ports
@@ -109,7 +108,7 @@ def test_urls_that_are_no_longer_good_are_asked_for_anew(service: Service, path:
 def test_where_the_store_cannot_be_reached_the_upload_stays_open_for_the_other_way(
     service: Service, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(presigned_upload, "OUTAGE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(uploads, "OUTAGE_TIMEOUT_S", 0.2)
     (nobody,) = free_ports(1)
 
     def lead_astray(upload: resources_pb2.Upload) -> None:
@@ -174,7 +173,7 @@ def test_a_part_that_the_store_refuses_is_not_tried_for_ever(
 def test_a_part_that_broke_off_late_is_sent_once_more_however_long_it_takes(
     service: Service, scripted: type[Scripted], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(presigned_upload, "OUTAGE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(uploads, "OUTAGE_TIMEOUT_S", 0.3)
     scripted.answers, scripted.takes_s = [None, 429, 200], 1.0
     with pytest.raises(MillraceError):  # what this server was given is in no store
         service.upload(path)
@@ -185,12 +184,12 @@ def test_a_failure_ends_what_goes_on_beside_it_at_once(
     service: Service, scripted: type[Scripted], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def slow_digest(self: Any, size_bytes: int) -> str:
-        part = presigned_upload._Part(self._file, 0, size_bytes, self._over)
+        part = uploads._Part(self._file, 0, size_bytes, self._over)
         while part.read(16):
             time.sleep(0.01)
         return ""
 
-    monkeypatch.setattr(presigned_upload._Sending, "_sha256", slow_digest)  # for three hours
+    monkeypatch.setattr(uploads._SendingParts, "_sha256", slow_digest)  # for three hours
     scripted.answers = [400]
     began = time.monotonic()
     with pytest.raises(FailedPrecondition):

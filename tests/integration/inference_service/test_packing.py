@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from millrace.inference.v1 import deployment_service_pb2 as pb
-from millrace_client.deployments import autoscaling
+from millrace_client.inference import autoscaling
 from shared.settings import StoreSettings
 from tests.integration.inference_service.client import eventually
 from tests.integration.inference_service.conftest import CPUS, Stack, running_stack

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from millrace.inference.v1 import deployment_service_pb2 as pb
-from millrace_client.deployments import autoscaling
+from millrace_client.inference import autoscaling
 from tests.integration.inference_service.client import Client, eventually, infer_request
 from tests.integration.inference_service.conftest import Stack
 from tests.support.asking import Load

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace_client.addresses import resolve
+from millrace_client.calls import resolve
 from millrace_client.stack.record import Process, Record, write_record
 
 

@@ -16,11 +16,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from millrace.train.v1 import train_service_pb2_grpc
 from millrace_client import connect, errors
-from millrace_client.addresses import authorization
-from millrace_client.calls import Caller, open_channel
+from millrace_client.calls import Caller, authorization, open_channel
 from millrace_client.cli import millrace
 from millrace_client.connection import Millrace
-from millrace_client.stack.plan import StackOptions, make_plan
+from millrace_client.stack.supervisor import StackOptions, make_plan
 from millrace_client.uploads import ChunkStream
 from shared.grpc_server import BearerToken
 from tests.support.fake_servicers import Refusing

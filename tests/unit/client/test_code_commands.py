@@ -10,7 +10,7 @@ import pytest
 
 import millrace_client as mc
 from millrace.train.v1 import code_bundle_pb2
-from millrace_client.cli import train_run
+from millrace_client.cli import code
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.support.code_folders import LOOP, write_files
@@ -165,8 +165,8 @@ def test_an_interrupted_watch_asks_whether_to_cancel_the_job(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train_run, "watch_job", interrupted)
-    monkeypatch.setattr(train_run, "can_ask", lambda: person)
+    monkeypatch.setattr(code, "watch_job", interrupted)
+    monkeypatch.setattr(code, "can_ask", lambda: person)
     result = commanded(store, "train", "run", f"{folder}:train:loop", "--job", "mine", "--watch", answer=answer)
     assert result.exit_code == 130, result.output
     assert text in " ".join(result.output.split())

@@ -12,7 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 from millrace.inference.v1 import deployment_service_pb2 as pb
 from millrace.inference.v1 import deployment_service_pb2_grpc as pb_grpc
 from millrace_client.cli import millrace
-from millrace_client.deployments import autoscaling, keep_all, keep_latest
+from millrace_client.inference import autoscaling, keep_all, keep_latest
 from tests.support.deploying_servicer import Deploying
 from tests.support.grpc_answers import serving
 

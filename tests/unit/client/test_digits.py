@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from millrace_client import demo
-from millrace_client.demo import FILES, NoDigits, find_digits, write_idx
+from millrace_client.cli import demo
+from millrace_client.cli.demo import FILES, NoDigits, find_digits, write_idx
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from millrace_client.load import (
     requests_of,
     rows_of_file,
 )
-from millrace_client.rows.typed import BadInput
+from millrace_client.rows import BadInput
 from tests.support.grpc_answers import abort, error_info, serving, status
 from tests.support.waiting import wait_until
 

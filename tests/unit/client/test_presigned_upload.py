@@ -8,7 +8,7 @@ import pytest
 
 from millrace.data.v1 import resources_pb2
 from millrace_client.errors import FailedPrecondition
-from millrace_client.presigned_upload import _Sending
+from millrace_client.uploads import _SendingParts
 from tests.support.ports import free_ports
 
 NAME = "datasets/d/uploads/u"
@@ -29,7 +29,7 @@ def test_an_upload_that_was_committed_meanwhile_takes_no_more_parts(tmp_path: Pa
     committed = resources_pb2.Upload(name=NAME, state=resources_pb2.Upload.STATE_COMMITTED)
     answers = iter([started(f"http://127.0.0.1:{nobody}/", 8), committed])
     with (tmp_path / "rows.bin").open("rb", buffering=0) as file:
-        sending = _Sending(file.fileno(), lambda: next(answers))
+        sending = _SendingParts(file.fileno(), lambda: next(answers))
         with pytest.raises(FailedPrecondition, match="committed meanwhile") as raised:
             sending.run(None)
     assert raised.value.reason == "UPLOAD_NOT_OPEN"
@@ -44,7 +44,7 @@ def test_parts_that_are_cut_otherwise_are_not_mixed_with_those_that_were_sent(
     url = f"http://127.0.0.1:{nobody}/"
     answers = iter([started(url, 8, 4)] + [started(url, *others)] * 10)
     with (tmp_path / "rows.bin").open("rb", buffering=0) as file:
-        sending = _Sending(file.fileno(), lambda: next(answers))
+        sending = _SendingParts(file.fileno(), lambda: next(answers))
         with pytest.raises(FailedPrecondition, match=NAME) as raised:
             sending.run(None)
     assert raised.value.reason == "PARTS_CHANGED"

@@ -12,8 +12,8 @@ from data_service.preview import preview
 from millrace.data.v1 import data_service_pb2, resources_pb2
 from millrace_client.cli.command import print_json
 from millrace_client.cli.versions import print_preview
+from millrace_client.report import profile_of, rows_of
 from millrace_client.report.pages import page
-from millrace_client.report.profile import profile_of, rows_of
 from shared.dataset_version import VersionReader, load_version
 from shared.settings import StoreSettings
 from shared.storage import open_store

@@ -15,7 +15,7 @@ from inference_service.deploy.deployments import Deployments
 from inference_service.domain.deployment import Kept, VersionPolicy
 from millrace.inference.v1 import deployment_service_pb2_grpc
 from millrace_client.cli import millrace
-from millrace_client.deployments import keep_latest
+from millrace_client.inference import keep_latest
 from shared.settings import StoreSettings
 from shared.storage import open_store
 from tests.support.deployment_server import commanded, weighed

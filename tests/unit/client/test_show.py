@@ -16,8 +16,7 @@ from click.testing import CliRunner, Result
 from millrace.common.v1 import transform_pb2
 from millrace.data.v1 import data_service_pb2_grpc, quality_pb2, resources_pb2
 from millrace_client.cli import millrace
-from millrace_client.report.pages import page
-from millrace_client.report.profile import (
+from millrace_client.report import (
     HEIGHT,
     WIDTH,
     block_bars,
@@ -27,6 +26,7 @@ from millrace_client.report.profile import (
     share_text,
     step_text,
 )
+from millrace_client.report.pages import page
 from tests.support.fake_servicers import OnePreview
 from tests.support.grpc_answers import serving
 from tests.support.previews import NASTY, preview

@@ -20,7 +20,7 @@ from inference_service.servicer import DeploymentServicer
 from millrace.inference.v1 import deployment_service_pb2 as pb
 from millrace.inference.v1 import deployment_service_pb2_grpc as pb_grpc
 from millrace.inference.v1 import rollout_pb2
-from millrace_client.deployments import autoscaling
+from millrace_client.inference import autoscaling
 from shared.errors import DataLoss
 from shared.storage import ObjectStore
 from tests.support.grpc_kit import running, told

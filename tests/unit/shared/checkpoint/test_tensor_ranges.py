@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace_client.checkpoint_shards import join_shards
+from millrace_client.checkpoint_transfer import join_shards
 from shared.checkpoint import reading
 from shared.checkpoint.reading import StoredFile, digests_of
 from shared.checkpoint.tensor_ranges import (

@@ -24,17 +24,20 @@ import pyarrow.parquet as pq
 import pyarrow.types as kinds
 
 from millrace_client.data import DataClient
-from millrace_client.rows.columns import (
+from millrace_client.rows import (
     NULL_VALUES,
+    Array,
+    BadInput,
     ColumnTypes,
     Place,
+    Tensor,
+    dtype_of,
     inputs_of_table,
     is_binary,
     is_picture,
     pixels_of,
     takes_pixels,
 )
-from millrace_client.rows.typed import Array, BadInput, Tensor, dtype_of
 from shared.wire import MAX_MESSAGE_BYTES
 
 # --- Asking ---
