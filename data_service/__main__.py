@@ -27,13 +27,11 @@ from shared.jobs import Jobs
 from shared.jobs.index import KEEP_INTERVAL_S
 from shared.jobs.supervisor import WakeSignal, supervise, sweep_periodically
 from shared.operations import OperationsServicer
-from shared.own_code import OwnCode, own_code
-from shared.settings import SettingsError
+from shared.settings import OwnCode, SettingsError, own_code
 from shared.storage import ObjectStore, open_store, probe
 from shared.storage.opening import StoreRefused, ensure_bucket
 from shared.storage.presigning import presigner
-from shared.telemetry import configure_logging
-from shared.tracing import configure_tracing, tracing
+from shared.telemetry import configure_logging, configure_tracing, tracing
 
 logger = logging.getLogger("data_service")
 

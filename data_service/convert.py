@@ -32,13 +32,13 @@ from data_service.domain.transform_spec import (
 from data_service.reading import Selection
 from data_service.version_catalog import ActiveVersion, DamagedVersion, IndexedVersion, Version, operation_id
 from millrace.data.v1 import data_service_pb2, resources_pb2
-from shared import paging
+from shared import names
 from shared.dataset_version import VersionReader
 from shared.dataset_version.manifest import DataFile, Manifest
 from shared.errors import Cancelled
 from shared.grpc_errors import status_proto, status_proto_from_record
 from shared.jobs import JobRecord, JobState
-from shared.paging import PAGE_BYTES
+from shared.names import PAGE_BYTES
 
 # --- Times ---
 # Converts seconds since the epoch to `google.protobuf.Timestamp`.
@@ -325,7 +325,7 @@ def version_message(version: Version, *, brief: bool = False) -> resources_pb2.D
                 sha256=file.sha256,
             )
     if brief:
-        keep_first(message.columns, message.ByteSize() - paging.PAGE_BYTES)
+        keep_first(message.columns, message.ByteSize() - names.PAGE_BYTES)
     return message
 
 
@@ -336,8 +336,8 @@ def listed_message(versions: Sequence[Version], next_page_token: str) -> data_se
     for version in versions:
         message = version_message(version, brief=True)
         size_bytes += message.ByteSize()
-        if answer.versions and size_bytes > paging.PAGE_BYTES:
-            answer.next_page_token = paging.token_of(answer.versions[-1].name.rsplit("/", 1)[-1])
+        if answer.versions and size_bytes > names.PAGE_BYTES:
+            answer.next_page_token = names.token_of(answer.versions[-1].name.rsplit("/", 1)[-1])
             break
         answer.versions.append(message)
     return answer

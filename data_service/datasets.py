@@ -9,13 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from data_service.domain.dataset import Dataset, Retention, changed, check_fields, check_mask, check_retention
-from shared import names, paging
+from shared import names
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import Conflict, FailedPrecondition, already_exists, not_found
-from shared.idempotency import claimed
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.index import JobIndex
-from shared.log import ResourceLog
+from shared.log import ResourceLog, claimed
 from shared.storage import ObjectStore
 
 # The service that these request ids belong to.
@@ -79,7 +78,7 @@ class Datasets:
 
     def list(self, page_size: int, page_token: str) -> tuple[list[Dataset], str]:
         """Returns one page in the order of names, and the token of the next."""
-        found, next_token = paging.page(self._store.folders("datasets"), page_size, page_token)
+        found, next_token = names.page(self._store.folders("datasets"), page_size, page_token)
         datasets = [self.find(f"datasets/{one}") for one in found]
         return [dataset for dataset in datasets if dataset], next_token
 
@@ -156,7 +155,7 @@ class Datasets:
         more = True
         while more:
             after = found[-1].name if found else within
-            page = self._index.page(after, paging.MAX_SIZE, within) if self._index else None
+            page = self._index.page(after, names.MAX_SIZE, within) if self._index else None
             if page is None:
                 return None
             jobs, more = page

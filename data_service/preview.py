@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw, ImageOps
 
 from shared.dataset_version import VersionReader
 from shared.errors import invalid_field
-from shared.transforms.steps.decoding import FORMATS
+from shared.transforms.steps.images import FORMATS
 from shared.value_texts import value_shown
 
 # --- Preview ---

@@ -46,10 +46,9 @@ from data_service.version_catalog import (
 from data_service.version_jobs import VersionJobs
 from millrace.data.v1 import data_service_pb2, data_service_pb2_grpc, quality_pb2, resources_pb2
 from shared.errors import not_found
-from shared.idempotency import body_digest
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.registry import log_prefix
-from shared.log import ResourceLog
+from shared.log import ResourceLog, body_digest
 from shared.storage import ObjectStore
 from shared.streaming import UPLOADS, Slot, Slots, in_threads
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from shared.own_code import allowed_functions
-from shared.settings import ServiceSettings, SettingsError, service_settings, standby_attempt
+from shared.settings import ServiceSettings, SettingsError, allowed_functions, service_settings, standby_attempt
 
 DEFAULT_LISTEN = "127.0.0.1:50051"
 DEFAULT_SWEEP_INTERVAL_S = 300.0

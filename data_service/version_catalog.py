@@ -26,17 +26,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from data_service.datasets import Datasets
-from shared import names, paging
+from shared import names
 from shared.dataset_version import VersionReader
 from shared.dataset_version.manifest import QUARANTINE, Attachment
 from shared.dataset_version.pages import PageCache
 from shared.dataset_version.reader import Footers
 from shared.dataset_version.version import IMPORT_KIND, NAME_PATTERN, check_not_deleted, committed_version, read_report
 from shared.errors import STORE_OUTAGES, Conflict, DataLoss, MillraceError, NotFound, not_found
-from shared.idempotency import OUTCOME_UNKNOWN
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.index import IndexedJob, JobIndex
-from shared.log import Record, ResourceLog, State
+from shared.log import OUTCOME_UNKNOWN, Record, ResourceLog, State
 from shared.storage import ObjectMissing, ObjectStore
 
 # --- Versions ---
@@ -98,14 +97,14 @@ class Versions:
     def list(self, parent: str, page_size: int, page_token: str) -> tuple[list[Version], str]:
         """Returns one page in the order of names, and the token of the next."""
         self._datasets.get(parent, "parent")
-        size, after = paging.checked_size(page_size), paging.key_of(page_token)
+        size, after = names.checked_size(page_size), names.key_of(page_token)
         within = f"{parent}/versions/"
         if self._index and (page := self._index.page(f"{within}{after}", size, within)) is not None:
             indexed, more = page
             shown = [self._indexed(job) for job in indexed]
             last = indexed[-1].record.name.rpartition("/")[2] if more else ""
-            return [version for version in shown if version], paging.token_of(last) if more else ""
-        found, next_token = paging.page(self.store.folders(f"{parent}/versions"), page_size, page_token)
+            return [version for version in shown if version], names.token_of(last) if more else ""
+        found, next_token = names.page(self.store.folders(f"{parent}/versions"), page_size, page_token)
         jobs = [self._jobs.find(f"{parent}/versions/{one}") for one in found]
         versions = [self.listed(job) for job in jobs if job]
         return [version for version in versions if version], next_token

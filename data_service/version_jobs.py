@@ -36,9 +36,9 @@ from shared.errors import (
     invalid_field,
     invalid_fields,
 )
-from shared.idempotency import OUTCOME_UNKNOWN, claimed, claimed_before, uid_of
 from shared.jobs import JobRecord, Jobs
-from shared.own_code import OwnCode
+from shared.log import OUTCOME_UNKNOWN, claimed, claimed_before, uid_of
+from shared.settings import OwnCode
 from shared.storage import ObjectStore
 
 # --- Jobs ---

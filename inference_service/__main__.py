@@ -44,12 +44,10 @@ from millrace.inference.v1 import deployment_service_pb2, deployment_service_pb2
 from shared.errors import MillraceError
 from shared.grpc_server import BearerToken, Health, LoadShedder, bearer_token, serve
 from shared.operations import OperationsServicer
-from shared.own_code import own_code
-from shared.settings import SettingsError
+from shared.settings import SettingsError, own_code
 from shared.storage import ObjectStore, open_store
 from shared.storage.opening import StoreRefused
-from shared.telemetry import configure_logging, flush_logs
-from shared.tracing import configure_tracing, tracing
+from shared.telemetry import configure_logging, configure_tracing, flush_logs, tracing
 
 logger = logging.getLogger("inference_service")
 

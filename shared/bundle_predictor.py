@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.checkpoint.format import ProgramContent
-from shared.code_loading import entry_failed, find_entry
+from shared.code_bundle_registry import entry_failed, find_entry
 from shared.errors import FailedPrecondition, MillraceError
 
 Array = NDArray[Any]

@@ -25,28 +25,45 @@ For the processes that run the code, which need only an object with `get(key) ->
 `sys.dont_write_bytecode = True`, because `unpack_on_node` removes `__pycache__`, which could contain other code.
 
 This module needs neither Ray nor torch.
+
+`load_code` unpacks a bundle, makes it importable in this process, and `find_entry` finds its entry. Only processes that
+may run users' code use them: workers and replicas. A service never calls `load_code`, and without that call no code of
+a bundle can be found.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib
 import io
 import json
 import logging
 import os
 import re
 import shutil
+import sys
+import threading
 import time
+import traceback
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
-from shared import paging
-from shared.code_packing import MAX_BUNDLE_BYTES, BundleFacts, NotABundle, check, digest_of_folder, unpack
+from shared import names
+from shared.code_environment import use_environment
+from shared.code_packing import (
+    MAX_BUNDLE_BYTES,
+    BundleFacts,
+    NotABundle,
+    check,
+    digest_of_folder,
+    requirements_of_folder,
+    unpack,
+)
 from shared.errors import (
     DataLoss,
     FailedPrecondition,
@@ -54,13 +71,16 @@ from shared.errors import (
     MillraceError,
     ResourceExhausted,
     Unavailable,
+    first_line,
     invalid_field,
     not_found,
 )
-from shared.idempotency import OUTCOME_UNKNOWN
 from shared.jobs import JobState
+from shared.log import OUTCOME_UNKNOWN
 from shared.reference_markers import keep_marker, let_go, live_references, markers, put_marker, unmark
 from shared.storage import ObjectExists, ObjectMissing, ObjectStore
+
+# --- Registry ---
 
 logger = logging.getLogger(__name__)
 
@@ -136,14 +156,14 @@ class CodeBundles:
 
         A page ends early if its bundles declare very many requirements.
         """
-        digests, token = paging.page(self._store.folders(COLLECTION), page_size, page_token)
+        digests, token = names.page(self._store.folders(COLLECTION), page_size, page_token)
         records: list[BundleRecord] = []
         reported_bytes = 0
         for digest in filter(SHA256.fullmatch, digests):
             if record := _find(self._store, digest):
                 reported_bytes += sum(len(text.encode()) for text in (*record.requirements, *record.modules))
-                if records and reported_bytes > paging.PAGE_BYTES:
-                    return records, paging.token_of(records[-1].sha256)
+                if records and reported_bytes > names.PAGE_BYTES:
+                    return records, names.token_of(records[-1].sha256)
                 records.append(record)
         return records, token
 
@@ -445,3 +465,120 @@ def _too_large(text: str) -> ResourceExhausted:
         reason="BUNDLE_TOO_LARGE",
         metadata={"max_size_bytes": str(MAX_BUNDLE_BYTES)},
     )
+
+
+# --- Loading ---
+
+# The folder of each loaded bundle, by name (`codeBundles/{sha256}`). A process loads at most one bundle, because
+# modules of two could have the same names.
+_loaded: dict[str, Path] = {}
+_lock = threading.Lock()
+
+
+def node_folder() -> Path:
+    """Return the folder for unpacked bundles on this node, shared by all processes of this user."""
+    return Path(f"/tmp/millrace-{os.getuid()}/code")
+
+
+def load_code(
+    store: Readable, code_bundle: str, root: Path | None = None, tick: Callable[[], None] = lambda: None
+) -> Path:
+    """Make the modules of `codeBundles/{sha256}` importable in this process, and the packages that they require.
+
+    Returns the folder that holds them, below `root` (default: `node_folder()`). `tick` is called while packages are
+    installed. Raises `FailedPrecondition` if this process has loaded another bundle, and what `unpack_on_node` and
+    `use_environment` raise.
+    """
+    sha256 = digest_of("code_bundle", code_bundle)
+    with _lock:
+        others = [name for name in _loaded if name != code_bundle]
+        if others:
+            raise FailedPrecondition(
+                f"this process has loaded {others[0]} and cannot load {code_bundle} besides: their modules could have "
+                "the same names; use another process",
+                reason="CODE_MISMATCH",
+                metadata={"resource": code_bundle, "loaded": others[0]},
+            )
+        root = root or node_folder()
+        root.parent.mkdir(mode=0o700, exist_ok=True)
+        folder = unpack_on_node(store, sha256, root)
+        use_environment(requirements_of_folder(folder), os.environ, tick)
+        # Compiled files would change the folder, whose content is compared with the digest.
+        sys.dont_write_bytecode = True
+        if str(folder) not in sys.path:
+            # At the end of the path, so that no module of the bundle replaces an installed one.
+            sys.path.append(str(folder))
+        _loaded[code_bundle] = folder
+        return folder
+
+
+def adopt_code(code_bundle: str, folder: Path) -> None:
+    """Register a bundle that is already unpacked in `folder` and on `sys.path`.
+
+    Used by the child process that checks code before a job is created.
+    """
+    with _lock:
+        _loaded[code_bundle] = folder
+
+
+def find_entry(code_bundle: str, entry: str) -> Any:
+    """Import and return the object that `module:name` means in a loaded bundle.
+
+    Raises `FailedPrecondition`: CODE_NOT_LOADED in a process that does not run users' code, MODULE_SHADOWED if an
+    installed module has the name, and ENTRY_FAILED, with the line of the bundle, for a module that cannot be imported
+    or has no such object.
+    """
+    folder = _loaded.get(code_bundle)
+    if folder is None:
+        raise FailedPrecondition(
+            f"{entry} is code of {code_bundle}, which this process has not loaded; only workers and replicas run "
+            "such code",
+            reason="CODE_NOT_LOADED",
+            metadata={"resource": code_bundle},
+        )
+    module_name, _, name = entry.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # the module's import can raise anything
+        raise entry_failed(code_bundle, entry, error) from error
+    if not str(getattr(module, "__file__", None) or "").startswith(f"{folder}{os.sep}"):
+        raise FailedPrecondition(
+            f"{module_name} is {getattr(module, '__file__', 'built in')}, and not of {code_bundle}: a module of that "
+            "name is installed; rename the bundle's",
+            reason="MODULE_SHADOWED",
+            metadata={"resource": code_bundle},
+        )
+    found: Any = module
+    for part in name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError as error:
+            raise entry_failed(code_bundle, entry, error) from error
+    return found
+
+
+def entry_failed(code_bundle: str, entry: str, error: BaseException) -> MillraceError:
+    """Make the error for an exception in a bundle's code.
+
+    It names the exception and the innermost line of the bundle.
+    """
+    where = line_in_code(error)
+    at = f" at {where}" if where else ""
+    return FailedPrecondition(
+        f"{entry} of {code_bundle} failed{at}: {type(error).__name__}: {first_line(error)}",
+        reason="ENTRY_FAILED",
+        metadata={"resource": code_bundle, "entry": entry, "line": where},
+    )
+
+
+def line_in_code(error: BaseException) -> str:
+    """Return the innermost line of a loaded bundle in the traceback, e.g. `train.py:12`.
+
+    Empty if there is none.
+    """
+    where = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        for folder in _loaded.values():
+            if frame.filename.startswith(f"{folder}{os.sep}"):
+                where = f"{frame.filename.removeprefix(f'{folder}{os.sep}')}:{frame.lineno}"
+    return where

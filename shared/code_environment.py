@@ -46,7 +46,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO
 
-from shared.code_requirements import HASH, PYTHON, unmet
+from shared.code_packing import HASH, PYTHON, unmet
 from shared.errors import FailedPrecondition, Unavailable, invalid_fields
 from shared.settings import SettingsError
 

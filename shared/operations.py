@@ -10,7 +10,7 @@ from google.longrunning import operations_pb2, operations_pb2_grpc
 from google.protobuf import empty_pb2
 from grpc import aio
 
-from shared import names, paging
+from shared import names
 from shared.errors import NotFound, Unimplemented, invalid_field
 from shared.watching import Follower, Watches
 
@@ -85,7 +85,7 @@ class OperationsServicer(operations_pb2_grpc.OperationsServicer):  # type: ignor
 
     def _list(self, page_size: int, page_token: str) -> operations_pb2.ListOperationsResponse:
         """Return one page, which ends early if its operations exceed one message."""
-        ids, next_page_token = paging.page(self._source.list_ids(), page_size, page_token)
+        ids, next_page_token = names.page(self._source.list_ids(), page_size, page_token)
         answer = operations_pb2.ListOperationsResponse(next_page_token=next_page_token)
         size_bytes, last = 0, ""
         for one in ids:
@@ -93,8 +93,8 @@ class OperationsServicer(operations_pb2_grpc.OperationsServicer):  # type: ignor
             if operation is None:
                 continue
             size_bytes += operation.ByteSize()
-            if answer.operations and size_bytes > paging.PAGE_BYTES:
-                answer.next_page_token = paging.token_of(last)
+            if answer.operations and size_bytes > names.PAGE_BYTES:
+                answer.next_page_token = names.token_of(last)
                 break
             answer.operations.append(operation)
             last = one

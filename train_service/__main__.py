@@ -18,12 +18,18 @@ from shared.errors import MillraceError
 from shared.grpc_server import BearerToken, bearer_token, serve
 from shared.jobs.index import KEEP_INTERVAL_S
 from shared.jobs.supervisor import supervise, sweep_periodically
-from shared.own_code import OwnCode, allowed_functions, own_code
-from shared.settings import ServiceSettings, SettingsError, largest_cluster, service_settings
+from shared.settings import (
+    OwnCode,
+    ServiceSettings,
+    SettingsError,
+    allowed_functions,
+    largest_cluster,
+    own_code,
+    service_settings,
+)
 from shared.storage import ObjectStore, open_store, probe
 from shared.storage.opening import StoreRefused, ensure_bucket
-from shared.telemetry import configure_logging
-from shared.tracing import configure_tracing, tracing
+from shared.telemetry import configure_logging, configure_tracing, tracing
 from train_service.jobs.checkpoint_import import CheckpointImports
 from train_service.jobs.deletion import SWEEP_INTERVAL_S, Deletions, Sweeper
 from train_service.jobs.own_code import BundleIntake, ProgramCheck

@@ -11,8 +11,7 @@ from typing import Any
 from shared.jobs import JobRecord, JobState
 from shared.jobs.reconciler import JobKind, run_reconciler
 from shared.log import StaleAttempt
-from shared.own_code import TRUSTED, VARIABLE, OwnCode, own_code
-from shared.settings import service_settings, standby_attempt
+from shared.settings import TRUSTED, VARIABLE, OwnCode, own_code, service_settings, standby_attempt
 from shared.storage import ObjectStore, open_store
 from shared.telemetry import configure_logging
 from train_service.attempt.outcomes import report_lost

@@ -26,8 +26,8 @@ from millrace.train.v1 import (
 )
 from shared.errors import InvalidArgument, invalid_field
 from shared.grpc_errors import status_proto_from_record
-from shared.idempotency import body_digest
 from shared.jobs import JobRecord, JobState
+from shared.log import body_digest
 from shared.streaming import DOWNLOADS, IMPORTS, Slot, Slots, in_threads
 from shared.watching import Watches
 from train_service.converters.jobs import (

@@ -14,8 +14,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from millrace.train.v1 import resources_pb2
 from shared.errors import invalid_field
-from shared.own_code import allowed_functions
-from shared.settings import StoreSettings, store_settings
+from shared.settings import StoreSettings, allowed_functions, store_settings
 from shared.storage import open_store
 from train_service.converters.specs import spec_from_proto
 from train_service.loading.loader import Batches, Loader

@@ -37,8 +37,7 @@ from shared.errors import FailedPrecondition, MillraceError, Unavailable
 from shared.jobs import AttemptContext, JobRecord, Jobs, JobState
 from shared.jobs.attempt import run_attempt
 from shared.names import check_id
-from shared.own_code import OwnCode, allowed_functions
-from shared.settings import SettingsError, StoreSettings, store_settings
+from shared.settings import OwnCode, SettingsError, StoreSettings, allowed_functions, store_settings
 from shared.storage import ObjectStore, open_store
 from shared.telemetry import configure_logging, flush_logs
 from train_service.attempt.outcomes import end_attempt, program_result, report_device, result_of, run_and_report_error

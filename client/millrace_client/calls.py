@@ -37,7 +37,7 @@ from millrace_client.errors import (
     from_status,
 )
 from millrace_client.stack.record import read_record
-from shared.wire import AUTHORIZATION, MAX_MESSAGE_BYTES, MAX_TOKEN_CHARACTERS, REQUEST_ID, STATUS, TOKEN_FILE_VARIABLE
+from shared.names import AUTHORIZATION, MAX_MESSAGE_BYTES, MAX_TOKEN_CHARACTERS, REQUEST_ID, STATUS, TOKEN_FILE_VARIABLE
 
 # --- Addresses ---
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
-from shared.wire import STATUS
+from shared.names import STATUS
 
 
 @dataclass(frozen=True)

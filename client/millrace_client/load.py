@@ -30,7 +30,7 @@ from inference import grpc_service_pb2 as pb
 from millrace_client.calls import channel_options
 from millrace_client.inference import infer_request
 from millrace_client.rows import BadInput, Tensor, dtype_of, typed
-from shared.wire import REQUEST_ID, STATUS
+from shared.names import REQUEST_ID, STATUS
 
 # --- Sending ---
 

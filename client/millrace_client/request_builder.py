@@ -38,7 +38,7 @@ from millrace_client.rows import (
     pixels_of,
     takes_pixels,
 )
-from shared.wire import MAX_MESSAGE_BYTES
+from shared.names import MAX_MESSAGE_BYTES
 
 # --- Asking ---
 

@@ -48,7 +48,7 @@ from millrace_client.errors import (
     Unavailable,
     from_rpc_error,
 )
-from shared.wire import MAX_MESSAGE_BYTES
+from shared.names import MAX_MESSAGE_BYTES
 
 if TYPE_CHECKING:
     import pyarrow as pa

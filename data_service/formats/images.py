@@ -18,7 +18,7 @@ from data_service.formats import interface
 from data_service.formats.interface import BadRowSink, RowSource, blaming, content, excerpt_of, is_compressed
 from data_service.storage.source_files import SourceFile
 from shared.errors import InvalidArgument, shown
-from shared.transforms.steps.decoding import why_refused
+from shared.transforms.steps.images import why_refused
 
 # --- Tar members ---
 # Reads tar archives from front to back: every member's name and content, without writing any file.

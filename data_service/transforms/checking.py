@@ -26,15 +26,14 @@ from shared.dataset_version import DatasetVersion, Manifest
 from shared.dataset_version.manifest import Column, tensor_array, tensor_field
 from shared.errors import FailedPrecondition, InvalidArgument, invalid_field, invalid_fields
 from shared.model_spec import REGRESSION
-from shared.own_code import OwnCode, check_functions
+from shared.settings import OwnCode, check_functions
 from shared.storage import ObjectStore
 from shared.transforms import TensorType
-from shared.transforms.batch import ColumnType, Schema, arrow_schema, schema_of_columns
+from shared.transforms.batch import ColumnType, Schema, Step, arrow_schema, schema_of_columns
 from shared.transforms.pipeline import Pipeline
 from shared.transforms.steps.custom import functions_in_children
-from shared.transforms.steps.decoding import image_columns
-from shared.transforms.steps.encoding import OneHotEncode
-from shared.transforms.steps.step import Step
+from shared.transforms.steps.fitted import OneHotEncode
+from shared.transforms.steps.images import image_columns
 
 # --- Transforms ---
 # Checks a transform against its source, before any row is read.

@@ -50,7 +50,7 @@ from shared.jobs import AttemptContext
 from shared.storage import ObjectMissing, ObjectStore
 from shared.transforms.batch import arrow_type_of, schema_of
 from shared.transforms.pipeline import Fitter, Pipeline
-from shared.transforms.steps.decoding import image_columns
+from shared.transforms.steps.images import image_columns
 
 # --- The job ---
 # The job makes passes over the source, spread over the cluster. First the steps are fitted, in as many passes as they

@@ -19,7 +19,7 @@ from data_service.transforms.plan import PartitionRange
 from data_service.transforms.work import LeftOut, SplitRows, TransformedRows, VersionRows, ended_in_time
 from shared.checkpoint import load_checkpoint
 from shared.checkpoint.missing_values import BadRow
-from shared.code_loading import load_code
+from shared.code_bundle_registry import load_code
 from shared.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from shared.storage import open_store
 from shared.transforms import Batch, RowError, batch_of

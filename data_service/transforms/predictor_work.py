@@ -23,9 +23,8 @@ from data_service.transforms.plan import PartitionRange
 from data_service.transforms.predict_work import set_threads, where
 from data_service.transforms.work import LeftOut, SplitRows, TransformedRows, VersionRows, bad_row
 from shared.bundle_predictor import FREE, Array, BundlePredictor, DeclaredTensor
-from shared.checkpoint.files import node_copy
-from shared.checkpoint.format import load_program_checkpoint
-from shared.code_loading import load_code
+from shared.checkpoint.format import load_program_checkpoint, node_copy
+from shared.code_bundle_registry import load_code
 from shared.dataset_version import Manifest
 from shared.dataset_version.manifest import name_problem, tensor_array, tensor_field
 from shared.errors import FailedPrecondition, InvalidArgument, invalid_field, invalid_fields

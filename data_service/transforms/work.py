@@ -35,10 +35,9 @@ from shared.dataset_version.writer import DEFAULT_GROUP_ROWS
 from shared.errors import InvalidArgument
 from shared.settings import StoreSettings
 from shared.storage import open_store
-from shared.transforms.batch import Batch, RowError, Schema, batch_of, table_of
+from shared.transforms.batch import Batch, RowError, Schema, Step, batch_of, table_of
 from shared.transforms.pipeline import BatchContext, Fitter, Pipeline, Sliced, needed_columns, sliced
-from shared.transforms.steps.decoding import DecodeImage, side_by_side
-from shared.transforms.steps.step import Step
+from shared.transforms.steps.images import DecodeImage, side_by_side
 
 # --- Work on a part ---
 # The work on one part of a version: within one Ray task, or within the process in a test.
@@ -197,13 +196,13 @@ RESULTS = ResultFormat(
             "data_service.transforms.work.Counted",
             "data_service.transforms.work.Written",
             "shared.dataset_version.manifest.DataFile",
-            "shared.transforms.exact.*",
+            "shared.transforms.steps.fitted.*",
             "shared.transforms.pipeline.Fitter",
-            "shared.transforms.steps.encoding._CategoriesAccumulator",
-            "shared.transforms.steps.filling._CountsAccumulator",
-            "shared.transforms.steps.filling._MeanAccumulator",
-            "shared.transforms.steps.scaling._BoundsAccumulator",
-            "shared.transforms.steps.scaling._MomentsAccumulator",
+            "shared.transforms.steps.fitted._CategoriesAccumulator",
+            "shared.transforms.steps.fitted._CountsAccumulator",
+            "shared.transforms.steps.fitted._MeanAccumulator",
+            "shared.transforms.steps.fitted._BoundsAccumulator",
+            "shared.transforms.steps.fitted._MomentsAccumulator",
             "shared.transforms.steps.tokenizing._WordsAccumulator",
         )
     ),

@@ -17,9 +17,8 @@ from data_service.uploads.chunks import chain_of
 from shared import names
 from shared.durable import Durable, as_state, fields_of
 from shared.errors import STORE_OUTAGES, MillraceError, Unavailable, not_found
-from shared.idempotency import OUTCOME_UNKNOWN
 from shared.jobs import Jobs, JobState
-from shared.log import Record, ResourceLog, State
+from shared.log import OUTCOME_UNKNOWN, Record, ResourceLog, State
 from shared.storage import ObjectExists, ObjectMissing, ObjectStore
 
 # --- Record ---

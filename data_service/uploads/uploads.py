@@ -45,7 +45,7 @@ from shared.errors import (
     invalid_field,
     not_found,
 )
-from shared.idempotency import claimed
+from shared.log import claimed
 from shared.storage import ObjectMissing, ObjectStore
 from shared.storage.presigning import VALID_FOR, Presigner
 

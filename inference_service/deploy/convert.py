@@ -49,7 +49,7 @@ from shared import names
 from shared.durable import known_of
 from shared.errors import check_count, invalid_field
 from shared.grpc_errors import status_proto_from_record
-from shared.idempotency import body_digest
+from shared.log import body_digest
 
 # --- Deployments ---
 

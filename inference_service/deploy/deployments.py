@@ -28,7 +28,7 @@ from inference_service.domain.deployment import (
     with_deletion,
 )
 from inference_service.domain.rollout_transitions import with_traffic_back
-from shared import names, paging
+from shared import names
 from shared.checkpoint import CheckpointEntry, resolve_any
 from shared.checkpoint import references as checkpoint_references
 from shared.checkpoint.references import release, using
@@ -45,9 +45,8 @@ from shared.errors import (
     not_found,
 )
 from shared.grpc_errors import status_proto
-from shared.idempotency import claimed
-from shared.log import Record, ResourceLog
-from shared.own_code import OwnCode
+from shared.log import Record, ResourceLog, claimed
+from shared.settings import OwnCode
 from shared.storage import ObjectMissing, ObjectStore
 
 logger = logging.getLogger(__name__)
@@ -141,7 +140,7 @@ class Deployments:
 
         Deleted and unreadable deployments are left out, so a page may be short.
         """
-        ids, next_token = paging.page(self._store.folders(DEPLOYMENTS), size, token)
+        ids, next_token = names.page(self._store.folders(DEPLOYMENTS), size, token)
         found, unreadable = self._read(ids)
         for error in unreadable.values():
             logger.error("left out of a list: %s", error.message)

@@ -32,8 +32,8 @@ from shared import names
 from shared.checkpoint import CheckpointEntry, resolve_any
 from shared.checkpoint.references import release, using
 from shared.errors import Conflict, MillraceError
-from shared.idempotency import claimed
-from shared.own_code import OwnCode
+from shared.log import claimed
+from shared.settings import OwnCode
 from shared.storage import ObjectStore
 
 logger = logging.getLogger(__name__)

@@ -47,9 +47,9 @@ from inference_service.domain.signature import DEFAULT_PRIORITY, PRIORITY_LEVELS
 from inference_service.domain.statistics import Statistics
 from inference_service.domain.tensors import Array
 from shared.errors import DeadlineExceeded, MillraceError, ResourceExhausted
-from shared.grpc_server.load_shedder import Decaying
-from shared.tracing import QueueSpan as WaitingSpan
-from shared.tracing import tracing
+from shared.grpc_server.interceptor import Decaying
+from shared.telemetry import QueueSpan as WaitingSpan
+from shared.telemetry import tracing
 
 # --- Batcher ---
 # The batcher of one model version: gathers rows of many requests into one call of the model.

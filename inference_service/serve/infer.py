@@ -53,9 +53,8 @@ from shared.errors import DeadlineExceeded, MillraceError, ResourceExhausted, in
 from shared.grpc_errors import status_code
 from shared.grpc_server import message_bytes
 from shared.grpc_server.interceptor import is_deadline
-from shared.telemetry import hidden, identify, log_outcome
-from shared.tracing import tracing
-from shared.wire import MAX_MESSAGE_BYTES
+from shared.names import MAX_MESSAGE_BYTES
+from shared.telemetry import hidden, identify, log_outcome, tracing
 
 logger = logging.getLogger(__name__)
 

@@ -22,12 +22,12 @@ from inference_service.domain.tensors import Array, datatype_of
 from shared.checkpoint import CheckpointContent
 from shared.checkpoint.missing_values import NanReading, float_columns, may_be_non_finite, nan_reading
 from shared.errors import FailedPrecondition, InvalidArgument, MillraceError, ResourceExhausted
-from shared.own_code import check_functions
+from shared.settings import check_functions
 from shared.telemetry import hidden
 from shared.transforms import Batch, Column, Pipeline, RowError, ScalarType, TensorType
 from shared.transforms.batch import ColumnType
 from shared.transforms.steps.custom import DEFAULT_TIMEOUT_S, Custom
-from shared.transforms.steps.decoding import PIXELS_AT_ONCE, DecodeImage, claimed_pixels, image_columns
+from shared.transforms.steps.images import PIXELS_AT_ONCE, DecodeImage, claimed_pixels, image_columns
 
 logger = logging.getLogger(__name__)
 

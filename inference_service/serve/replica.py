@@ -26,15 +26,12 @@ from inference_service.domain.signature import Outputs, Rows, Signature
 from inference_service.serve.autoscaling import REFUSED, ROWS
 from inference_service.serve.sockets import ReplicaSocketServer, listen
 from shared.checkpoint import CheckpointContent, load_checkpoint
-from shared.checkpoint.files import node_copy
-from shared.checkpoint.format import PROGRAM_CHECKPOINT, load_program_checkpoint
-from shared.code_loading import load_code
+from shared.checkpoint.format import PROGRAM_CHECKPOINT, load_program_checkpoint, node_copy
+from shared.code_bundle_registry import load_code
 from shared.errors import FailedPrecondition, Internal, MillraceError, Unavailable
-from shared.own_code import OwnCode, allowed_functions
-from shared.settings import StoreSettings
+from shared.settings import OwnCode, StoreSettings, allowed_functions
 from shared.storage import open_store
-from shared.telemetry import configure_logging, current_frames
-from shared.tracing import configure_tracing, tracing
+from shared.telemetry import configure_logging, configure_tracing, current_frames, tracing
 
 if TYPE_CHECKING:
     from inference_service.serve.served_model import ServedModel

@@ -19,12 +19,10 @@ from numpy.typing import NDArray
 
 from shared.checkpoint.format import CheckpointContent
 from shared.transforms import Batch, Pipeline, ScalarType, Schema, TensorType
-from shared.transforms.batch import ColumnType
+from shared.transforms.batch import ColumnType, Step
 from shared.transforms.steps.columns import Drop, Rename, Select
 from shared.transforms.steps.custom import Custom
-from shared.transforms.steps.encoding import OneHotEncode
-from shared.transforms.steps.filling import FillNulls
-from shared.transforms.steps.step import Step
+from shared.transforms.steps.fitted import FillNulls, OneHotEncode
 
 Array = NDArray[Any]
 # Steps that define a value for null.

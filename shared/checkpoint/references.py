@@ -13,12 +13,10 @@ from contextlib import contextmanager
 
 from shared import names
 from shared.checkpoint.format import not_a_model
-from shared.checkpoint.pages import PAGES, RegistryView
-from shared.checkpoint.registry import CheckpointEntry, CheckpointRegistry
+from shared.checkpoint.registry import PAGES, CheckpointEntry, CheckpointRegistry, RegistryView
 from shared.errors import FailedPrecondition, MillraceError, NotFound, not_found
-from shared.idempotency import OUTCOME_UNKNOWN
 from shared.jobs.transitions import JobState
-from shared.log import ResourceLog
+from shared.log import OUTCOME_UNKNOWN, ResourceLog
 from shared.reference_markers import ReferenceMarker, keep_marker, let_go, live_references, markers, put_marker, unmark
 from shared.storage import ObjectStore
 

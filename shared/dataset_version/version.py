@@ -16,8 +16,8 @@ from typing import Any
 from shared import names
 from shared.dataset_version.manifest import REPORT, Column, Manifest, Split, sha256_hex
 from shared.errors import DataLoss, FailedPrecondition, MillraceError, NotFound, invalid_field, not_found
-from shared.idempotency import OUTCOME_UNKNOWN
 from shared.jobs import JobRecord, Jobs, JobState
+from shared.log import OUTCOME_UNKNOWN
 from shared.reference_markers import ReferenceMarker, keep_marker, let_go, live_references, markers, put_marker, unmark
 from shared.storage import ObjectMissing, ObjectStore
 

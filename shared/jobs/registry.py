@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any
 
 from shared.errors import FailedPrecondition, already_exists, not_found
-from shared.idempotency import uid_of
 from shared.jobs.changes import Changes
 from shared.jobs.transitions import (
     JobRecord,
@@ -33,7 +32,7 @@ from shared.jobs.transitions import (
     request_suspend,
     undo_delete,
 )
-from shared.log import ResourceLog
+from shared.log import ResourceLog, uid_of
 from shared.storage import ObjectMissing, ObjectStore
 
 # --- Jobs ---

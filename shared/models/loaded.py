@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from shared.checkpoint import CheckpointContent
 from shared.checkpoint.format import WEIGHTS, Checkpoint
-from shared.checkpoint.tensor_ranges import Wanted
-from shared.code_loading import entry_failed
+from shared.checkpoint.reading import Wanted
+from shared.code_bundle_registry import entry_failed
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.model_spec import REGRESSION, ModelSpec, TargetScaling
-from shared.models.building import build_model, load_weights
+from shared.models import build_model, load_weights
 
 # The types of tensors by their names in files of safetensors.
 TORCH_DTYPES = {

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from shared.errors import InvalidArgument, first_line, invalid_field
 from shared.model_spec import ModelSpec
-from shared.models.building import TRANSFORMERS
+from shared.models import TRANSFORMERS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

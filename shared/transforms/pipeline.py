@@ -19,24 +19,33 @@ from numpy.typing import NDArray
 from millrace.common.v1 import transform_pb2
 from shared.dataset_version.manifest import MAX_COLUMNS, ROW_ID, name_problem
 from shared.errors import InvalidArgument
-from shared.transforms.batch import Batch, RowError, RowKeys, RowProblem, Schema, StepError, step_error, take_rows
+from shared.transforms.batch import (
+    Batch,
+    FitAccumulator,
+    Names,
+    RowError,
+    RowKeys,
+    RowProblem,
+    Schema,
+    Step,
+    StepError,
+    step_error,
+    take_rows,
+)
 from shared.transforms.steps.columns import Cast, Concat, Drop, Normalize, Rename, Select, ToFloat
 from shared.transforms.steps.custom import Custom
-from shared.transforms.steps.decoding import DecodeImage
-from shared.transforms.steps.encoding import OneHotEncode, OrdinalEncode
-from shared.transforms.steps.filling import FillNulls
 from shared.transforms.steps.filtering import Filter
+from shared.transforms.steps.fitted import Bucketize, FillNulls, MinMaxScale, OneHotEncode, OrdinalEncode, Standardize
 from shared.transforms.steps.images import (
     CenterCrop,
     ColorJitter,
+    DecodeImage,
     Grayscale,
     RandomCrop,
     RandomFlip,
     RandomRotation,
     Resize,
 )
-from shared.transforms.steps.scaling import Bucketize, MinMaxScale, Standardize
-from shared.transforms.steps.step import FitAccumulator, Names, Step
 from shared.transforms.steps.tokenizing import Tokenize
 
 # --- Pipeline ---

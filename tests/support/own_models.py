@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from shared import code_loading
+from shared import code_bundle_registry
 from shared.model_spec import ModelSpec
 from shared.storage import ObjectStore
 from tests.support.code_folders import store_bundle
@@ -39,13 +39,18 @@ def build(config):
 @contextmanager
 def code_of_this_process() -> Iterator[None]:
     """What is loaded of bundles meanwhile is forgotten afterwards, with the modules."""
-    loaded, path, modules, writes = code_loading._loaded, list(sys.path), set(sys.modules), sys.dont_write_bytecode
-    code_loading._loaded = {}
+    loaded, path, modules, writes = (
+        code_bundle_registry._loaded,
+        list(sys.path),
+        set(sys.modules),
+        sys.dont_write_bytecode,
+    )
+    code_bundle_registry._loaded = {}
     try:
         yield
     finally:
-        folders = tuple(f"{folder}/" for folder in code_loading._loaded.values())
-        code_loading._loaded = loaded
+        folders = tuple(f"{folder}/" for folder in code_bundle_registry._loaded.values())
+        code_bundle_registry._loaded = loaded
         sys.path[:], sys.dont_write_bytecode = path, writes
         for name in set(sys.modules) - modules:
             if folders and str(getattr(sys.modules[name], "__file__", None)).startswith(folders):

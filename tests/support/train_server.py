@@ -17,7 +17,7 @@ from millrace_client.cli import millrace
 from millrace_client.train import TrainClient
 from shared.code_bundle_registry import CodeBundles
 from shared.code_environment import code_environments
-from shared.own_code import OwnCode
+from shared.settings import OwnCode
 from shared.storage import ObjectStore
 from tests.support.grpc_kit import running
 from train_service.jobs.checkpoint_import import CheckpointImports

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shared.transforms.steps.decoding import DecodeImage
+from shared.transforms.steps.images import DecodeImage
 
 
 def watched_decodes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:

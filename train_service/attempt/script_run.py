@@ -40,7 +40,7 @@ import ray
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry
 from shared.code_bundle_registry import unpack_on_node
 from shared.code_environment import environments_of_node
-from shared.code_requirements import requirements_of_folder
+from shared.code_packing import requirements_of_folder
 from shared.errors import (
     AlreadyExists,
     Cancelled,

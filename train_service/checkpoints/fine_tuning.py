@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from shared import names
 from shared.checkpoint import CheckpointEntry, load_checkpoint, resolve
 from shared.checkpoint.format import WEIGHTS
+from shared.checkpoint.reading import read_index
 from shared.checkpoint.references import NAME_PATTERN
-from shared.checkpoint.tensor_ranges import read_index
 from shared.errors import DataLoss, FailedPrecondition, NotFound, invalid_field
 from shared.model_spec import NONE, TargetScaling
 from shared.storage import ObjectMissing, ObjectStore

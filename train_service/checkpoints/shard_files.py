@@ -4,7 +4,7 @@ A snapshot in memory would be as large as three quarters of what a rank holds. S
 the folder for temporary files, and goes to the store from there while training goes on. A process that is killed leaves
 no such file.
 
-    {folder}/model-00001-of-00004.safetensors        see `shared.checkpoint.tensor_ranges`
+    {folder}/model-00001-of-00004.safetensors        see `shared.checkpoint.reading`
     {folder}/optimizer-00001-of-00004.safetensors
     {folder}/written/00001.json                      paths and digests of both; rank 0 removes it at the end
 """
@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from shared.checkpoint.format import OPTIMIZER, WEIGHTS
-from shared.checkpoint.reading import digests_of
-from shared.checkpoint.tensor_ranges import SHARDS, encode_header, shard_path
+from shared.checkpoint.reading import SHARDS, digests_of, encode_header, shard_path
 from shared.errors import Internal, ResourceExhausted
 from shared.storage import ObjectMissing, ObjectStore
 from train_service.checkpoints.tensor_files import DTYPES, NEST, places_of, take_apart

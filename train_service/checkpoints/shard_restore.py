@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from shared.checkpoint import Checkpoint, CheckpointContent, CheckpointEntry, load_checkpoint
 from shared.checkpoint.format import OPTIMIZER, WEIGHTS
-from shared.checkpoint.reading import Readable
-from shared.checkpoint.tensor_ranges import StoredTensor, Wanted, read_index, read_rows
+from shared.checkpoint.reading import Readable, StoredTensor, Wanted, read_index, read_rows
 from shared.models.loaded import TORCH_DTYPES, memory_of
 from shared.storage import ObjectStore
 from train_service.checkpoints.tensor_files import NEST, nested

@@ -23,8 +23,8 @@ from shared.code_bundle_registry import BundleRecord
 from shared.dataset_version.manifest import Column, tensor_field
 from shared.errors import invalid_field
 from shared.grpc_errors import status_proto_from_record
-from shared.idempotency import body_digest
 from shared.jobs import JobRecord, JobState
+from shared.log import body_digest
 from shared.transforms.batch import arrow_type_of
 from train_service.converters.specs import spec_from_proto, spec_to_proto
 from train_service.domain.capacity import ClusterUse

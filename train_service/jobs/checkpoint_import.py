@@ -25,7 +25,7 @@ from shared import names
 from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegistry
 from shared.checkpoint.format import WEIGHTS, write_weights
 from shared.code_bundle_registry import digest_of, using_bundle
-from shared.code_requirements import requirements_of_folder
+from shared.code_packing import requirements_of_folder
 from shared.dataset_version import DatasetVersion, load_version
 from shared.dataset_version.manifest import Column
 from shared.errors import (
@@ -39,9 +39,9 @@ from shared.errors import (
     invalid_field,
     not_found,
 )
-from shared.idempotency import claimed, claimed_before, uid_of
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.transitions import begin_attempt, fail, succeed
+from shared.log import claimed, claimed_before, uid_of
 from shared.storage import ObjectStore
 from train_service.domain import spec_rules
 from train_service.domain.spec import TrainingSpec

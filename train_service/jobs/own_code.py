@@ -31,7 +31,7 @@ from shared.code_bundle_registry import SHA256, BundleRecord, CodeBundles, Reada
 from shared.code_environment import CodeEnvironments, add_packages
 from shared.code_packing import MAX_BUNDLE_BYTES, unpack
 from shared.errors import InvalidArgument, ResourceExhausted, invalid_field
-from shared.own_code import OwnCode
+from shared.settings import OwnCode
 from shared.storage import ObjectStore
 from train_service.checkpoints.fine_tuning import FIELD as INITIAL_FIELD
 from train_service.checkpoints.fine_tuning import check_name, weight_shapes

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shared.code_loading import adopt_code, line_in_code
+from shared.code_bundle_registry import adopt_code, line_in_code
 from shared.errors import InvalidArgument, MillraceError, first_line, invalid_field
-from shared.models import build_model
-from shared.models.building import own_method
+from shared.models import build_model, own_method
 from train_service.checkpoints.fine_tuning import fit
 from train_service.checkpoints.tensor_files import take_apart
 from train_service.domain.spec import FSDP, OWN, REGRESSION, OwnModelFacts, TrainingSpec, settled

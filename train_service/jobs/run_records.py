@@ -16,8 +16,7 @@ from typing import Any
 
 from shared import names
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry, load_checkpoint
-from shared.checkpoint.files import CheckpointFile, files_of, read_file
-from shared.checkpoint.format import load_program_checkpoint
+from shared.checkpoint.format import CheckpointFile, files_of, load_program_checkpoint, read_file
 from shared.checkpoint.references import FINAL, keep, release, resolve_any
 from shared.dataset_version import VersionReader, load_version
 from shared.dataset_version.manifest import Split

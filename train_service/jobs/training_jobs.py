@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from shared import names, paging
+from shared import names
+from shared import names as paging
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry, resolve
 from shared.checkpoint.ranking import latest
 from shared.durable import as_state
@@ -24,10 +25,10 @@ from shared.errors import (
     ResourceExhausted,
     already_exists,
 )
-from shared.idempotency import claimed, claimed_before, uid_of
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.index import IndexedJob, JobIndex
 from shared.jobs.transitions import take_up
+from shared.log import claimed, claimed_before, uid_of
 from shared.storage import ObjectStore
 from shared.transforms import TensorSpec
 from train_service.attempt.outcomes import report_lost

@@ -22,7 +22,7 @@ from typing import Any
 import safetensors
 import torch
 
-from shared.code_loading import adopt_code
+from shared.code_bundle_registry import adopt_code
 from shared.errors import MillraceError, first_line
 from shared.model_spec import ModelSpec
 from shared.models import build_model

@@ -30,9 +30,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shared.transforms import RowKeys
+from shared.transforms.batch import Step
 from shared.transforms.steps.columns import Normalize, ToFloat
 from shared.transforms.steps.images import CenterCrop, ColorJitter, ImageStep, RandomCrop, RandomFlip
-from shared.transforms.steps.step import Step
 from train_service.domain.spec import DETERMINISTIC, REGRESSION, TF32, TrainingSpec
 from train_service.loading.loader import Batch
 from train_service.loading.rows import Array

@@ -44,10 +44,9 @@ from torch import Tensor, nn
 
 from shared.errors import FailedPrecondition, InvalidArgument, first_line, invalid_field
 from shared.model_spec import TargetScaling
-from shared.models import build_model
-from shared.models.building import own_method
+from shared.models import build_model, own_method
 from shared.models.loaded import scale_target, undo_scaling
-from shared.own_code import TRAINING_STEPS, load_installed
+from shared.settings import TRAINING_STEPS, load_installed
 from shared.transforms import TensorSpec
 from train_service.domain.order import loss_scale, noise_seed, parts_of_step
 from train_service.domain.spec import BFLOAT16, FLOAT16, FSDP, REGRESSION, TrainingSpec, learning_rate, should_stop

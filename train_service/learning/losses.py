@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shared.errors import InvalidArgument, first_line, invalid_field
-from shared.models.building import own_method
-from shared.own_code import LOSSES, load_installed
+from shared.models import own_method
+from shared.settings import LOSSES, load_installed
 from train_service.domain.spec import NEXT_TOKEN, OWN, LossSpec
 
 FIELD = "spec.loss"

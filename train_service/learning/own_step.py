@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from shared.errors import FailedPrecondition, InvalidArgument
-from shared.models.building import own_method
+from shared.models import own_method
 from shared.transforms import TensorSpec
 from train_service.domain.order import loss_scale
 from train_service.domain.spec import FSDP, OWN, REGRESSION, TrainingSpec, learning_rate

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from shared.errors import InvalidArgument
-from shared.models.building import own_method
+from shared.models import own_method
 
 # Methods that a user's class may define but that this loop would not call.
 NOT_CALLED = (

@@ -22,13 +22,11 @@ from shared.models import input_dimensions
 from shared.storage import ObjectStore
 from shared.transforms import Pipeline, RowError, RowKeys, ScalarType, Schema, TensorSpec, TensorType, schema_of_columns
 from shared.transforms.batch import Column as BatchColumn
-from shared.transforms.batch import ColumnType
+from shared.transforms.batch import ColumnType, Step
 from shared.transforms.pipeline import BatchContext, needed_columns, sliced
 from shared.transforms.steps.columns import Concat, Normalize, ToFloat
 from shared.transforms.steps.custom import Custom, functions_in_children
-from shared.transforms.steps.decoding import image_columns, side_by_side
-from shared.transforms.steps.images import CenterCrop, ColorJitter, RandomCrop, RandomFlip
-from shared.transforms.steps.step import Step
+from shared.transforms.steps.images import CenterCrop, ColorJitter, RandomCrop, RandomFlip, image_columns, side_by_side
 from train_service.domain import spec_rules
 from train_service.domain.order import steps_per_epoch, window_rows
 from train_service.domain.spec import BY_DEVICE, REGRESSION, TrainingSpec

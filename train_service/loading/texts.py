@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from shared.dataset_version import DatasetVersion
 from shared.errors import invalid_field
-from shared.models.building import TRANSFORMERS
+from shared.models import TRANSFORMERS
 from shared.models.texts import lacks_padding_id
 from shared.transforms import Pipeline
+from shared.transforms.batch import Step
 from shared.transforms.steps.columns import Concat
-from shared.transforms.steps.step import Step
 from shared.transforms.steps.tokenizing import Tokenize
 from train_service.domain.spec import CAUSAL_LM, TrainingSpec
 

@@ -1,7 +1,7 @@
 """A program's access to the store: the attempt signs URLs that its ranks may use, and refuses the rest.
 
 A rank runs its user's code, so it holds no key of an S3 store, where it uses signed URLs instead
-(`shared.storage.signed_store`).
+(`shared.storage.presigning`).
 A local directory has no URLs to sign: each process of the user reads and writes all of it by path.
 
 A rank may read
@@ -40,8 +40,7 @@ from shared.dataset_version.version import MANIFEST, check_not_deleted
 from shared.errors import DataLoss, FailedPrecondition, InvalidArgument, MillraceError, not_found, shown
 from shared.settings import StoreSettings
 from shared.storage import ObjectMissing, ObjectStore, key_problem, open_store
-from shared.storage.presigning import VALID_FOR, MultipartUploads, Presigner
-from shared.storage.signed_store import SIGNED_TIMEOUT_S, SignedStore
+from shared.storage.presigning import SIGNED_TIMEOUT_S, VALID_FOR, MultipartUploads, Presigner, SignedStore
 from train_service.domain.spec import TrainingSpec
 from train_service.program.coordinator import FOLDER_NAME, Reply, ReportCoordinator
 from train_service.program.report_sender import Line, checked

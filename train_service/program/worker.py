@@ -28,7 +28,7 @@ from ray import cloudpickle
 
 from shared.checkpoint.registry import data_folder_of
 from shared.code_environment import use_environment
-from shared.code_requirements import requirements_of_folder
+from shared.code_packing import requirements_of_folder
 from shared.errors import FailedPrecondition, Internal, MillraceError, first_line
 from shared.log import StaleAttempt
 from shared.telemetry import configure_logging, identity

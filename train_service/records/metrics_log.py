@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shared import paging
+from shared import names as paging
 from shared.errors import STORE_OUTAGES, Unavailable, invalid_field
 from shared.storage import ObjectMissing, ObjectStore
 from train_service.store_retry import store_call

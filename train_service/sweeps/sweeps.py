@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shared import names, paging
+from shared import names
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry
 from shared.checkpoint.references import references_of_job
 from shared.errors import (
@@ -35,11 +35,11 @@ from shared.errors import (
     already_exists,
     invalid_field,
 )
-from shared.idempotency import claimed, claimed_before, uid_of
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.index import JobIndex
 from shared.jobs.registry import condemned, remove_objects, undone, while_deleting
 from shared.jobs.transitions import confirm_delete, request_delete
+from shared.log import claimed, claimed_before, uid_of
 from shared.storage import ObjectStore
 from train_service.domain import sweep
 from train_service.domain.spec import TrainingSpec, settled_base
@@ -136,13 +136,13 @@ class Sweeps:
 
     def page(self, page_size: int, page_token: str) -> tuple[list[SweepView], str]:
         """Return a page of sweeps without their trials. Reading trials means reading many logs."""
-        size, after = paging.checked_size(page_size), paging.key_of(page_token)
+        size, after = names.checked_size(page_size), names.key_of(page_token)
         if (page := self.index.page(f"{COLLECTION}/{after}", size)) is not None:
             jobs, more = page
             last = jobs[-1].record.name.rpartition("/")[2] if more else ""
-            return [_alone(job.record) for job in jobs], paging.token_of(last) if more else ""
+            return [_alone(job.record) for job in jobs], names.token_of(last) if more else ""
         # The index is being built: read the logs.
-        ids, token = paging.page(self._store.folders(COLLECTION), page_size, page_token)
+        ids, token = names.page(self._store.folders(COLLECTION), page_size, page_token)
         found = [self._jobs.find(f"{COLLECTION}/{one}") for one in ids]
         return [_alone(record) for record in found if record], token
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shared.code_loading import line_in_code
+from shared.code_bundle_registry import line_in_code
 from shared.errors import Internal, MillraceError, first_line
 from shared.log import StaleAttempt
 from train_service.domain.watchdog import WAITING_FRAMES, Phase, RankState

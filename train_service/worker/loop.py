@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shared.code_loading import load_code, node_folder
+from shared.code_bundle_registry import load_code, node_folder
 from shared.dataset_version import load_version
 from shared.dataset_version.version import ingested_nan_counts
 from shared.errors import DataLoss, FailedPrecondition, Internal, MillraceError

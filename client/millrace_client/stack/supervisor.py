@@ -47,7 +47,7 @@ from millrace_client.stack.record import (
     wait_gone,
     write_record,
 )
-from shared.wire import TOKEN_FILE_VARIABLE
+from shared.names import TOKEN_FILE_VARIABLE
 
 # --- Plan ---
 

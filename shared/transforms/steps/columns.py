@@ -27,17 +27,22 @@ from shared.transforms.batch import (
     Array,
     Batch,
     Column,
+    ColumnStep,
     ColumnType,
+    Names,
     RaggedImages,
     RowProblem,
     ScalarType,
     Schema,
+    Step,
     StepError,
     StepKeys,
     TensorType,
     arrow_type_of,
+    first_failing_row,
+    known,
+    scalar,
 )
-from shared.transforms.steps.step import ColumnStep, Names, Step, first_failing_row, known, scalar
 from shared.value_texts import halves_of_texts, times_of_day, value_shown, zone_hint, zone_problem
 
 # --- Select, drop and rename ---

@@ -29,9 +29,20 @@ import pyarrow as pa
 from millrace.common.v1 import transform_pb2
 from shared.dataset_version.manifest import is_tensor, logical_field, refuse_beyond_milliseconds
 from shared.errors import InvalidArgument, ResourceExhausted, first_line, shown
-from shared.transforms.batch import Batch, Schema, StepError, StepKeys, arrow_schema, batch_of, schema_of, table_of
+from shared.transforms.batch import (
+    Batch,
+    Names,
+    Schema,
+    Step,
+    StepError,
+    StepKeys,
+    arrow_schema,
+    batch_of,
+    known,
+    schema_of,
+    table_of,
+)
 from shared.transforms.steps.columns import named
-from shared.transforms.steps.step import Names, Step, known
 
 # --- Columns, found in a child process ---
 

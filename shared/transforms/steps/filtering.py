@@ -30,8 +30,19 @@ from numpy.typing import NDArray
 
 from millrace.common.v1 import transform_pb2
 from shared.errors import first_line, shown
-from shared.transforms.batch import Batch, RowProblem, ScalarType, Schema, StepError, StepKeys, row_count, take_rows
-from shared.transforms.steps.step import Names, Step, first_failing_row
+from shared.transforms.batch import (
+    Batch,
+    Names,
+    RowProblem,
+    ScalarType,
+    Schema,
+    Step,
+    StepError,
+    StepKeys,
+    first_failing_row,
+    row_count,
+    take_rows,
+)
 
 # --- The step ---
 

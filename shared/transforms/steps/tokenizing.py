@@ -31,14 +31,19 @@ from shared.transforms.batch import (
     Batch,
     Column,
     ColumnType,
+    FitAccumulator,
+    Names,
     RowProblem,
     Schema,
+    Step,
     StepError,
     StepKeys,
     TensorType,
+    first_failing_row,
+    known,
+    scalar,
 )
-from shared.transforms.exact import ValueCounts
-from shared.transforms.steps.step import FitAccumulator, Names, Step, first_failing_row, known, scalar
+from shared.transforms.steps.fitted import ValueCounts
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

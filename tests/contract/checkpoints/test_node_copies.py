@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from shared.checkpoint import CheckpointEntry
-from shared.checkpoint import files as copies
-from shared.checkpoint.files import node_copy
+from shared.checkpoint import format as copies
+from shared.checkpoint.format import node_copy
 from shared.errors import DataLoss, Unavailable
 from shared.storage import ObjectStore
 from tests.support.checkpoint_exports import PROGRAM_FILES, commit_model, commit_program
@@ -49,7 +49,7 @@ def copied_elsewhere(store: ObjectStore, entry: CheckpointEntry, root: Path) -> 
     """The copy that a process of its own gets."""
     script = (
         "import sys, pathlib; from shared.settings import StoreSettings; from shared.storage import open_store\n"
-        "from shared.checkpoint.files import node_copy\n"
+        "from shared.checkpoint.format import node_copy\n"
         "import json; store = open_store(StoreSettings(**json.loads(sys.argv[1])))\n"
         "print(node_copy(store, sys.argv[2], sys.argv[3], pathlib.Path(sys.argv[4])))"
     )

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from shared.checkpoint import CheckpointEntry, CheckpointRegistry, pages, registry
+from shared.checkpoint import CheckpointEntry, CheckpointRegistry, registry
 from shared.errors import Unavailable
 from shared.log import HINT
 from shared.storage import ObjectStore
@@ -28,7 +28,7 @@ def named(step: int, attempt: int = 1) -> CheckpointEntry:
 def committed(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> list[CheckpointEntry]:
     monkeypatch.setattr(registry, "PAGE_ENTRIES", 3)
     monkeypatch.setattr(registry, "KEPT_ENTRIES", 2)
-    monkeypatch.setattr(pages, "FAN_OUT", 3)
+    monkeypatch.setattr(registry, "FAN_OUT", 3)
     opened = CheckpointRegistry(store, JOB)
     for step in range(1, ENTRIES + 1):
         opened.commit(named(step))

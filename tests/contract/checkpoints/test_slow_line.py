@@ -13,8 +13,7 @@ from datetime import timedelta
 import pytest
 
 from shared.checkpoint import load_checkpoint, write_checkpoint
-from shared.checkpoint.files import files_of, read_file
-from shared.checkpoint.format import WEIGHTS
+from shared.checkpoint.format import WEIGHTS, files_of, read_file
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, object_store, open_store, opening
 from tests.support.checkpoint_samples import content

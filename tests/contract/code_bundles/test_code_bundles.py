@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from shared import code_bundle_registry, paging
+from shared import code_bundle_registry, names
 from shared.code_bundle_registry import CodeBundles, release_bundle, unpack_on_node, using_bundle
 from shared.errors import (
     DataLoss,
@@ -81,7 +81,7 @@ def test_bundles_are_listed_by_pages_in_the_order_of_their_names(
         if not token:
             break
     assert found == made
-    monkeypatch.setattr(paging, "PAGE_BYTES", 1)
+    monkeypatch.setattr(names, "PAGE_BYTES", 1)
     page, token = bundles.page(0, "")
     assert [record.name for record in page] == made[:1]
     assert [record.name for record in bundles.page(0, token)[0]] == made[1:2]

@@ -19,7 +19,7 @@ from millrace_client.calls import RETRIES
 from shared.errors import ResourceExhausted, Unavailable
 from shared.grpc_server import LoadShedder, message_bytes
 from shared.grpc_server.interceptor import request_id_of
-from shared.wire import MAX_MESSAGE_BYTES
+from shared.names import MAX_MESSAGE_BYTES
 from tests.support.garbage import uncollected
 from tests.support.grpc_kit import (
     ECHO,

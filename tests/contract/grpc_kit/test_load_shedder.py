@@ -12,8 +12,8 @@ import pytest
 
 from millrace.data.v1 import data_service_pb2, resources_pb2
 from shared.errors import ResourceExhausted
-from shared.grpc_server import load_shedder as load_shedder_module
-from shared.grpc_server.load_shedder import ALL_FROM_S, BUSY_FROM_S, FULLY_BUSY_S, SOME_FROM_S, LoadShedder
+from shared.grpc_server import interceptor as load_shedder_module
+from shared.grpc_server.interceptor import ALL_FROM_S, BUSY_FROM_S, FULLY_BUSY_S, SOME_FROM_S, LoadShedder
 from tests.support.grpc_kit import GET_DATASET, Kit, echo, kit_server, told, with_kit
 from tests.support.inference_server import until
 

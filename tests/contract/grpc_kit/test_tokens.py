@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from millrace.data.v1 import data_service_pb2, resources_pb2
 from shared.grpc_server import BearerToken, LoadShedder
-from shared.grpc_server.load_shedder import METHOD
+from shared.grpc_server.interceptor import METHOD
 from tests.support.grpc_kit import (
     ECHO,
     GET_DATASET,

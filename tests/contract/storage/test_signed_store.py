@@ -15,10 +15,9 @@ import pytest
 
 from shared.errors import DataLoss, FailedPrecondition, ResourceExhausted, Unavailable
 from shared.settings import StoreSettings
-from shared.storage import ObjectMissing, ObjectStore, open_store, presigning, signed_store
+from shared.storage import ObjectMissing, ObjectStore, open_store, presigning
 from shared.storage.object_store import unresponsive_store
-from shared.storage.presigning import MultipartUploads, Presigner
-from shared.storage.signed_store import SignedStore
+from shared.storage.presigning import MultipartUploads, Presigner, SignedStore
 from tests.support.peak_memory import growth_here
 from tests.support.s3_fault_proxy import (
     NONE,
@@ -93,8 +92,8 @@ def signed(signer: Signer) -> Iterator[SignedStore]:
 
 @pytest.fixture(autouse=True)
 def short_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signed_store, "RETRY_FOR_S", 2.0)
-    monkeypatch.setattr(signed_store, "RETRY_PART_FOR_S", 4.0)
+    monkeypatch.setattr(presigning, "RETRY_FOR_S", 2.0)
+    monkeypatch.setattr(presigning, "RETRY_PART_FOR_S", 4.0)
 
 
 def of_pieces(data: bytes, size: int = 3 * MIB) -> Callable[[], Iterator[bytes]]:
@@ -274,8 +273,8 @@ def test_a_store_without_room_says_so(s3_store: StoreSettings) -> None:
 def test_a_store_that_is_silent_for_a_while_is_waited_for(
     s3_store: StoreSettings, plain: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(signed_store, "SILENCE_TIMEOUT", timedelta(seconds=0.3))
-    monkeypatch.setattr(signed_store, "WRITTEN_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(presigning, "SILENCE_TIMEOUT", timedelta(seconds=0.3))
+    monkeypatch.setattr(presigning, "WRITTEN_TIMEOUT_S", 0.3)
     plain.put("key", b"value")
     with fault_proxy(s3_store) as proxy:
         store = SignedStore(Signer(proxy.settings(s3_store)))
@@ -299,8 +298,8 @@ def test_a_read_that_falls_silent_goes_on(
     s3_store: StoreSettings, plain: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Silence is noticed as late as requests are repeated, as with the limits of a service."""
-    monkeypatch.setattr(signed_store, "SILENCE_TIMEOUT", timedelta(seconds=5))
-    monkeypatch.setattr(signed_store, "RETRY_FOR_S", 5.0)
+    monkeypatch.setattr(presigning, "SILENCE_TIMEOUT", timedelta(seconds=5))
+    monkeypatch.setattr(presigning, "RETRY_FOR_S", 5.0)
     data = os.urandom(4 * MIB)
     plain.put("key", data)
     with fault_proxy(s3_store) as proxy:

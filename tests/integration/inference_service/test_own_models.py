@@ -16,7 +16,7 @@ from safetensors.torch import save
 from inference_service.domain.signature import RAW, Rows
 from inference_service.serve.replica import ModelReplica, ReplicaSpec
 from shared.checkpoint import CheckpointRegistry
-from shared.code_loading import load_code
+from shared.code_bundle_registry import load_code
 from shared.errors import FailedPrecondition
 from shared.model_spec import ModelSpec
 from shared.models import build_model

@@ -9,7 +9,7 @@ import millrace_client
 
 HEAVY = ("ray", "torch", "torchvision", "obstore", "minio", "sklearn")
 # What both sides share: the packing of code, and the names of headers.
-SHARED = {"shared", "shared.code_packing", "shared.code_requirements", "shared.errors", "shared.wire"}
+SHARED = {"shared", "shared.code_packing", "shared.errors", "shared.names"}
 LATER = ("grpc", "numpy", "pyarrow", "matplotlib", "rich")
 
 IMPORT_ALL = """

@@ -19,7 +19,7 @@ from inference import grpc_service_pb2 as pb
 from millrace_client.inference import infer_request
 from millrace_client.request_builder import Request, Row, cut_by_bytes, open_table
 from millrace_client.rows import NULL_VALUES, BadInput, Place, inputs_of_table, pixels_of, typed, values_of_column
-from shared.wire import MAX_MESSAGE_BYTES
+from shared.names import MAX_MESSAGE_BYTES
 from tests.support.broken_images import tiff_with_a_text_for_its_offsets
 
 PLACE = Place("f")

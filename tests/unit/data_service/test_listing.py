@@ -15,7 +15,7 @@ from data_service.datasets import Datasets
 from data_service.servicer import DataServicer, VersionOperations
 from data_service.version_catalog import ActiveVersion, Versions, operation_id, record_operation
 from millrace.data.v1 import data_service_pb2, resources_pb2
-from shared import paging
+from shared import names as paging
 from shared.dataset_version import DatasetVersion
 from shared.dataset_version.manifest import Column, DataFile, Manifest, Split
 from shared.dataset_version.version import IMPORT_KIND

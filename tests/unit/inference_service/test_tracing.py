@@ -13,7 +13,7 @@ import pytest
 from inference_service.domain.signature import Outputs, Rows
 from inference_service.serve.ray_serve import ServeModel
 from inference_service.serve.sockets import LocalReplicas, ReplicaLost
-from shared import tracing
+from shared import telemetry
 from shared.otlp_tracing import OtlpTracing
 from shared.telemetry import JsonFormatter
 from tests.support.grpc_kit import everything, told
@@ -32,7 +32,7 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpReceiver]:
         for name, value in one.environ.items():
             monkeypatch.setenv(name, value)
         made = OtlpTracing("test")
-        monkeypatch.setattr(tracing, "_tracing", made)
+        monkeypatch.setattr(telemetry, "_tracing", made)
         yield one
         made.close()
 

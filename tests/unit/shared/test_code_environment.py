@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from shared import code_environment
+from shared.code_bundle_registry import find_entry, load_code
 from shared.code_environment import (
     CodeEnvironments,
     add_packages,
@@ -28,7 +29,6 @@ from shared.code_environment import (
     to_install,
     use_environment,
 )
-from shared.code_loading import find_entry, load_code
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.settings import SettingsError
 from shared.storage import ObjectStore

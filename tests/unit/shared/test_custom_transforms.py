@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared.own_code import CUSTOM_TRANSFORMS_VARIABLE, allowed_functions
-from shared.settings import SettingsError
+from shared.settings import CUSTOM_TRANSFORMS_VARIABLE, SettingsError, allowed_functions
 
 
 def test_functions_are_allowed_only_where_they_are_named() -> None:

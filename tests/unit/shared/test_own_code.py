@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shared.errors import FailedPrecondition
-from shared.own_code import OwnCode, own_code
-from shared.settings import SettingsError
+from shared.settings import OwnCode, SettingsError, own_code
 
 LOOPBACK = "127.0.0.1:50052"
 

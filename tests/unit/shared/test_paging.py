@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import InvalidArgument
-from shared.paging import DEFAULT_SIZE, MAX_SIZE, page
+from shared.names import DEFAULT_SIZE, MAX_SIZE, page
 
 KEYS = st.sets(st.text(min_size=1, max_size=8), max_size=60)
 

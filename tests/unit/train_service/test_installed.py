@@ -16,7 +16,7 @@ import torch
 from shared.errors import InvalidArgument
 from shared.model_spec import ModelSpec
 from shared.models import build_model
-from shared.own_code import LOSSES, MODELS, TRAINING_STEPS, installed_names
+from shared.settings import LOSSES, MODELS, TRAINING_STEPS, installed_names
 from tests.support.example import install_example
 from tests.unit.train_service.learners import CLASSES, INPUT, NUMBERS, ROWS, SPEC, WIDTH, batch, learner, trained
 from train_service.domain.spec import LossSpec, TrainingSpec
@@ -127,7 +127,7 @@ def test_what_no_package_has_or_what_does_not_work_is_refused_by_its_field(
 
 def test_a_package_reaches_another_process_by_its_path(site: Path) -> None:
     """As the environment of a Ray cluster does it."""
-    code = "from shared.own_code import MODELS, installed_names; print(*installed_names(MODELS))"
+    code = "from shared.settings import MODELS, installed_names; print(*installed_names(MODELS))"
     environment = {**os.environ, "PYTHONPATH": f"{site}:{os.environ.get('PYTHONPATH', '')}"}
     told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
 

@@ -11,7 +11,7 @@ import pytest
 from shared.errors import Unavailable
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.transitions import begin_attempt, lose_attempt
-from shared.own_code import OwnCode
+from shared.settings import OwnCode
 from shared.storage import ObjectStore
 from tests.unit.train_service.domain.test_spec import GOOD
 from train_service import placement, reconciler

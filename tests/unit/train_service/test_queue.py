@@ -15,8 +15,7 @@ from shared.jobs import reconciler as shared_reconciler
 from shared.jobs.attempt import AttemptContext
 from shared.jobs.reconciler import Reconciler
 from shared.jobs.transitions import request_cancel
-from shared.own_code import OwnCode
-from shared.settings import ServiceSettings
+from shared.settings import OwnCode, ServiceSettings
 from shared.storage import ObjectStore
 from tests.unit.train_service.domain.test_spec import GOOD
 from train_service import placement, reconciler

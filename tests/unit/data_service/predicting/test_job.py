@@ -20,7 +20,7 @@ from inference_service.deploy.rollout_driver import holdout_rows
 from inference_service.serve.served_model import ServedModel
 from shared.checkpoint import CheckpointEntry, load_checkpoint
 from shared.checkpoint.format import WEIGHTS
-from shared.code_loading import load_code
+from shared.code_bundle_registry import load_code
 from shared.dataset_version import load_version
 from shared.dataset_version.manifest import QUARANTINE, Prediction
 from shared.dataset_version.version import read_attachment
@@ -30,7 +30,7 @@ from shared.models.loaded import LoadedModel
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from shared.transforms import schema_of_columns
-from shared.transforms.steps import decoding
+from shared.transforms.steps import images as decoding
 from tests.support.code_folders import store_bundle
 from tests.support.own_models import code_of_this_process
 from tests.support.predicting import (

@@ -21,15 +21,14 @@ from data_service.version_jobs import VersionJobs
 from inference_service.domain.signature import RAW, Rows
 from inference_service.serve.served_predictor import ServedPredictor
 from shared.bundle_predictor import DeclaredTensor
-from shared.checkpoint.files import node_copy
-from shared.checkpoint.format import load_program_checkpoint
-from shared.code_loading import load_code
+from shared.checkpoint.format import load_program_checkpoint, node_copy
+from shared.code_bundle_registry import load_code
 from shared.dataset_version import load_version
 from shared.dataset_version.manifest import Prediction, tensor_array
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.jobs import JobRecord, Jobs, JobState
-from shared.own_code import OwnCode
+from shared.settings import OwnCode
 from shared.storage import ObjectStore
 from tests.support.code_folders import LOOP, store_bundle
 from tests.support.own_models import code_of_this_process

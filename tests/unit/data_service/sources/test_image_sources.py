@@ -12,7 +12,7 @@ from PIL import Image
 from data_service.formats import images as image_rules
 from data_service.formats import interface
 from shared.errors import InvalidArgument, NotFound
-from shared.transforms.steps.decoding import ImageRefused, decoded
+from shared.transforms.steps.images import ImageRefused, decoded
 from tests.support.damage import truncations
 from tests.support.images import encoded, tar_of
 from tests.support.import_sources import opened, source_of, table_of, whole

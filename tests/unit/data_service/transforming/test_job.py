@@ -33,7 +33,7 @@ from shared.dataset_version.manifest import tensor_array
 from shared.jobs import JobRecord, JobState
 from shared.storage import ObjectStore
 from shared.transforms.pipeline import Pipeline
-from shared.transforms.steps import decoding
+from shared.transforms.steps import images as decoding
 from tests.support.transforming import FICKLE_FOLDER, SOURCE, commit_tables, rows_of, transform_here
 from tests.support.watched_decodes import watched_decodes
 

@@ -13,7 +13,7 @@ from inference_service.deploy.rollout_manager import RolloutManager
 from inference_service.domain.deployment import Creation, State
 from shared.checkpoint.references import references_of_job
 from shared.errors import FailedPrecondition, InvalidArgument
-from shared.own_code import OwnCode
+from shared.settings import OwnCode
 from shared.storage import ObjectStore
 from tests.support.checkpoint_exports import BUNDLE, commit_program
 from tests.unit.inference_service.wishes import JOB, NAME, creation, load, request

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shared.checkpoint import CheckpointEntry, CheckpointRegistry, Ranking, pages, registry, resolve
+from shared.checkpoint import CheckpointEntry, CheckpointRegistry, Ranking, registry, resolve
 from shared.checkpoint.registry import best, latest
 from shared.errors import DataLoss, NotFound
 from shared.log import ResourceLog
@@ -32,7 +32,7 @@ def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three entries on a page, three references on those above, two entries in the log: a tree of several levels."""
     monkeypatch.setattr(registry, "PAGE_ENTRIES", 3)
     monkeypatch.setattr(registry, "KEPT_ENTRIES", 2)
-    monkeypatch.setattr(pages, "FAN_OUT", 3)
+    monkeypatch.setattr(registry, "FAN_OUT", 3)
 
 
 def test_an_append_writes_its_own_entry_and_a_bounded_page(store: ObjectStore) -> None:
@@ -47,7 +47,7 @@ def test_an_append_writes_its_own_entry_and_a_bounded_page(store: ObjectStore) -
         assert len(counting.requests) <= 8
 
     entry_bytes = len(json.dumps(named(1, validation_accuracy=0.5).as_state()))
-    max_entries = registry.KEPT_ENTRIES + 2 * pages.PAGE_ENTRIES
+    max_entries = registry.KEPT_ENTRIES + 2 * registry.PAGE_ENTRIES
     assert max(written) <= 2 * max_entries * entry_bytes
     assert sum(written[200:300]) <= 1.5 * sum(written[100:200])
 
@@ -56,7 +56,7 @@ def test_the_newest_the_best_and_a_page_take_a_bounded_number_of_requests(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "PAGE_ENTRIES", 8)
-    monkeypatch.setattr(pages, "FAN_OUT", 8)
+    monkeypatch.setattr(registry, "FAN_OUT", 8)
     opened = CheckpointRegistry(store, JOB)
     opened.fence(1)
     asks: list[Callable[[CheckpointRegistry], object]] = [
@@ -224,15 +224,15 @@ def test_a_registry_whose_pages_are_lost_can_be_cleared_and_used_again(store: Ob
 def test_without_a_final_checkpoint_no_page_is_read(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in range(1, 31):
         CheckpointRegistry(store, JOB).commit(named(step))
-    loaded: list[pages.PageRef] = []
-    load = pages.PageTree._load
+    loaded: list[registry.PageRef] = []
+    load = registry.PageTree._load
 
-    def counting(self: pages.PageTree, ref: pages.PageRef) -> dict[str, object]:
+    def counting(self: registry.PageTree, ref: registry.PageRef) -> dict[str, object]:
         loaded.append(ref)
         return load(self, ref)
 
-    monkeypatch.setattr(pages.PageTree, "_load", counting)
-    assert CheckpointRegistry(store, JOB).poll(pages.RegistryView.final) is None
+    monkeypatch.setattr(registry.PageTree, "_load", counting)
+    assert CheckpointRegistry(store, JOB).poll(registry.RegistryView.final) is None
     assert loaded == []
 
 
@@ -241,14 +241,14 @@ def test_who_reads_while_pages_are_replaced_reads_again(store: ObjectStore, monk
     for step in range(1, 31):
         CheckpointRegistry(store, JOB).commit(named(step))
     reader = CheckpointRegistry(store, JOB)
-    load = pages.PageTree._load
+    load = registry.PageTree._load
 
-    def replaced_just_before(self: pages.PageTree, ref: pages.PageRef) -> dict[str, object]:
+    def replaced_just_before(self: registry.PageTree, ref: registry.PageRef) -> dict[str, object]:
         monkeypatch.undo()
         CheckpointRegistry(open_store(store.settings), JOB).finish(named(2).name, 1)
         return load(self, ref)
 
-    monkeypatch.setattr(pages.PageTree, "_load", replaced_just_before)
+    monkeypatch.setattr(registry.PageTree, "_load", replaced_just_before)
     found = reader.find(named(2).name)
 
     assert found is not None

@@ -14,11 +14,12 @@ import pytest
 
 from millrace_client.checkpoint_transfer import join_shards
 from shared.checkpoint import reading
-from shared.checkpoint.reading import StoredFile, digests_of
-from shared.checkpoint.tensor_ranges import (
+from shared.checkpoint.reading import (
     SHARDS,
+    StoredFile,
     StoredTensor,
     Wanted,
+    digests_of,
     encode_header,
     read_index,
     read_rows,

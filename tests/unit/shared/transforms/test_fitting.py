@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from shared.errors import InvalidArgument
 from shared.transforms import Batch, Pipeline, RowError, ScalarType, TensorType
-from shared.transforms import exact as value_counts_module
-from shared.transforms.exact import ExactMoments
-from shared.transforms.steps import filling
+from shared.transforms.steps import fitted as filling
+from shared.transforms.steps import fitted as value_counts_module
+from shared.transforms.steps.fitted import ExactMoments
 from tests.unit.shared.transforms.samples import bits, cut, fitted, people, pipeline, schema_of_batch
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)

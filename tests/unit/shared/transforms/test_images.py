@@ -17,8 +17,8 @@ from PIL import Image
 
 from shared.errors import InvalidArgument
 from shared.transforms import RaggedImages, RowError, ScalarType, TensorType
-from shared.transforms.steps import decoding
-from shared.transforms.steps.decoding import ImageRefused, decoded, side_by_side, why_refused
+from shared.transforms.steps import images as decoding
+from shared.transforms.steps.images import ImageRefused, decoded, side_by_side, why_refused
 from tests.unit.shared.transforms.samples import encoded, pipeline, pixels
 
 COLOUR = pixels(1, (13, 17, 3))[0]

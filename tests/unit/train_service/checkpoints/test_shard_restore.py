@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shared.checkpoint.tensor_ranges import StoredTensor
+from shared.checkpoint.reading import StoredTensor
 from train_service.checkpoints.shard_restore import _optimizer_plan
 
 

@@ -13,7 +13,7 @@ import pytest
 from shared.code_bundle_registry import BundleRecord, CodeBundles
 from shared.code_packing import MAX_BUNDLE_BYTES
 from shared.errors import FailedPrecondition, InvalidArgument, MillraceError, ResourceExhausted
-from shared.own_code import OwnCode
+from shared.settings import OwnCode
 from shared.storage import ObjectStore
 from tests.support.code_folders import LOOP, packed_bytes
 from train_service.jobs.own_code import MAX_CHUNK_BYTES, BundleIntake, Header

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from shared import paging
+from shared import names
 from shared.errors import InvalidArgument
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.changes import Changes
@@ -67,7 +67,7 @@ def test_a_token_goes_on_after_the_last_job_that_was_sent_though_it_is_gone(stor
     training = TrainingJobs(store)
     training.index.keep()
 
-    views, token = training.page(10, paging.token_of("k2x"))
+    views, token = training.page(10, names.token_of("k2x"))
     assert [view.record.name for view in views] == ["trainingJobs/k3", "trainingJobs/k4"]
     assert token == ""
     with pytest.raises(InvalidArgument, match="page_token"):

@@ -15,7 +15,7 @@ import pytest
 
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.jobs import Jobs, JobState
-from shared.own_code import OwnCode
+from shared.settings import OwnCode
 from shared.storage import ObjectStore
 from tests.support.code_folders import write_files
 from tests.support.own_models import NET, code_of_this_process, own, spec_of

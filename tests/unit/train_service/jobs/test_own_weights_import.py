@@ -18,12 +18,11 @@ from inference_service.domain.signature import RAW, Rows
 from inference_service.serve.served_model import ServedModel
 from millrace_client import errors
 from shared.checkpoint import load_checkpoint, resolve
-from shared.code_bundle_registry import CodeBundles
-from shared.code_loading import load_code
+from shared.code_bundle_registry import CodeBundles, load_code
 from shared.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from shared.model_spec import ModelSpec
 from shared.models.loaded import LoadedModel
-from shared.own_code import OwnCode
+from shared.settings import OwnCode
 from shared.storage import ObjectStore
 from tests.support.code_folders import store_bundle, write_files
 from tests.support.own_models import NET, code_of_this_process, spec_of

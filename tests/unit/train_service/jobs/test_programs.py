@@ -17,7 +17,7 @@ from shared.code_environment import CodeEnvironments, code_environments
 from shared.errors import FailedPrecondition, InvalidArgument, NotFound
 from shared.jobs import Jobs
 from shared.jobs.transitions import confirm_cancel
-from shared.own_code import OwnCode
+from shared.settings import OwnCode
 from shared.storage import ObjectStore
 from tests.support.code_folders import LOOP, store_bundle
 from tests.support.training import VERSION, commit_digits

@@ -19,8 +19,8 @@ from shared.errors import (
     OutOfRange,
     ResourceExhausted,
 )
-from shared.idempotency import claimed
 from shared.jobs import JobRecord, Jobs, JobState
+from shared.log import claimed
 from shared.model_spec import ModelSpec
 from shared.reference_markers import REFERENCE_APPEARS_TIMEOUT_S
 from shared.storage import ObjectStore, open_store

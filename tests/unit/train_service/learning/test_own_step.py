@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shared.checkpoint import CheckpointRegistry
-from shared.code_loading import load_code
+from shared.code_bundle_registry import load_code
 from shared.dataset_version import load_version
 from shared.errors import FailedPrecondition
 from shared.settings import StoreSettings

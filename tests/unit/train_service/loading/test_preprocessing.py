@@ -12,7 +12,7 @@ import pytest
 from shared.errors import InvalidArgument
 from shared.model_spec import ModelSpec
 from shared.transforms import RowKeys
-from shared.transforms.steps import decoding
+from shared.transforms.steps import images as decoding
 from tests.support.versions import columns_of
 from tests.support.watched_decodes import watched_decodes
 from tests.unit.shared.transforms.samples import encoded

@@ -23,8 +23,8 @@ from shared.dataset_version import VersionReader
 from shared.dataset_version.version import load_version
 from shared.errors import FailedPrecondition, InvalidArgument, NotFound
 from shared.settings import StoreSettings
-from shared.storage import ObjectStore, object_store, open_store, opening, signed_store
-from shared.storage.signed_store import SignedStore
+from shared.storage import ObjectStore, object_store, open_store, opening, presigning
+from shared.storage.presigning import SignedStore
 from tests.support.paged_versions import make_versions_paged
 from tests.support.s3_fault_proxy import NONE, S3FaultProxy, failing, fault_proxy
 from tests.support.versions import commit_version, striped_digits
@@ -112,8 +112,8 @@ def test_a_folder_that_is_gone_after_report_loses_nothing(attempt: Begun, mode: 
 @pytest.fixture
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of everything that waits for a store, so that a test sees it wait several times."""
-    monkeypatch.setattr(signed_store, "RETRY_FOR_S", 0.5)
-    monkeypatch.setattr(signed_store, "RETRY_PART_FOR_S", 0.5)
+    monkeypatch.setattr(presigning, "RETRY_FOR_S", 0.5)
+    monkeypatch.setattr(presigning, "RETRY_PART_FOR_S", 0.5)
     monkeypatch.setattr(object_store, "RETRY_TIMEOUT_S", 0.5)
     monkeypatch.setattr(opening, "RETRY_FOR", timedelta(seconds=0.5))
     monkeypatch.setattr(store_retry, "RETRY_DELAY_S", 0.1)

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from shared.errors import InvalidArgument, NotFound
-from shared.paging import token_of
+from shared.names import token_of
 from shared.storage import ObjectMissing, ObjectStore
 from tests.support.flaky_store import FlakyStore
 from tests.support.training_records import JOB, make_job

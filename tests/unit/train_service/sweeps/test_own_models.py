@@ -8,7 +8,7 @@ import pytest
 
 from shared.code_bundle_registry import CodeBundles
 from shared.errors import FailedPrecondition, InvalidArgument
-from shared.own_code import OwnCode
+from shared.settings import OwnCode
 from shared.storage import ObjectStore
 from tests.support.own_models import code_of_this_process, own
 from tests.unit.train_service.learners import CLASSES, WIDTH, commit_table

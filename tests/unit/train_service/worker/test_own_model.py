@@ -136,7 +136,7 @@ def test_what_its_code_raises_is_told_with_the_rank_and_the_line(store: ObjectSt
 
 
 def on_two_ranks(ranks: Ranks, settings: StoreSettings, spec: TrainingSpec) -> dict[str, Any]:
-    from shared.code_loading import load_code
+    from shared.code_bundle_registry import load_code
 
     load_code(open_store(settings), spec.model.code_bundle)
     sharded = replace(spec, placement=Placement(parallel=FSDP))
