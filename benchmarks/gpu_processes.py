@@ -18,7 +18,7 @@ from benchmarks.gpu_runs import Size, accelerated, spec_of
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry, load_checkpoint
 from shared.checkpoint.format import OPTIMIZER, WEIGHTS
 from shared.storage import ObjectStore
-from train_service.converters.specs import spec_to_proto
+from train_service.convert_specs import spec_to_proto
 from train_service.domain.spec import BFLOAT16, TF32, TrainingSpec
 from train_service.jobs.run_records import RunRecords
 from train_service.records.event_log import Event, EventKind, EventLog

@@ -25,6 +25,7 @@ from shared.storage import ObjectStore
 from train_service.domain.capacity import (
     GRAIN,
     INGEST_CPUS,
+    Claim,
     ClusterUse,
     RayActor,
     RayGroup,
@@ -33,11 +34,11 @@ from train_service.domain.capacity import (
     bundle_of,
     device_of_attempt,
     device_of_run,
+    left_by,
     use_of,
     what_is_missing,
     workers_that_fit,
 )
-from train_service.domain.queueing import Claim, left_by
 from train_service.domain.spec import CPU, GPU, RAY_DATA, TrainingSpec
 from train_service.records.event_log import TRAIN_KIND
 

@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 from shared.durable import fields_of
 from shared.storage import ObjectMissing, ObjectStore
-from train_service.domain.queueing import Claim
+from train_service.domain.capacity import Claim
 
 KEY = "clusters/queue.json"
 # Claims are written again after this time although nothing changed. This shows that the reconciler still runs.

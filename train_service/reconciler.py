@@ -15,8 +15,7 @@ from shared.settings import TRUSTED, VARIABLE, OwnCode, own_code, service_settin
 from shared.storage import ObjectStore, open_store
 from shared.telemetry import configure_logging
 from train_service.attempt.outcomes import report_lost
-from train_service.domain.capacity import bundle_of, described_workers
-from train_service.domain.queueing import BEFORE
+from train_service.domain.capacity import BEFORE, bundle_of, described_workers
 from train_service.domain.spec import (
     CPU,
     GPU,
@@ -28,7 +27,7 @@ from train_service.domain.spec import (
     spec_of_job,
     with_devices,
 )
-from train_service.jobs.cluster_memory import ClusterMemory
+from train_service.jobs.training_jobs import ClusterMemory
 from train_service.placement import (
     IngestReservation,
     Queue,

@@ -30,7 +30,7 @@ from shared.jobs import JobRecord, JobState
 from shared.log import body_digest
 from shared.streaming import DOWNLOADS, IMPORTS, Slot, Slots, in_threads
 from shared.watching import Watches
-from train_service.converters.jobs import (
+from train_service.convert import (
     bundle_to_proto,
     checkpoint_to_proto,
     coverage_to_proto,
@@ -50,7 +50,7 @@ from train_service.converters.jobs import (
     timestamp,
     use_to_proto,
 )
-from train_service.converters.specs import maximizes, spec_from_proto, spec_to_proto, whole
+from train_service.convert_specs import maximizes, spec_from_proto, spec_to_proto, whole
 from train_service.domain.spec import TrainingSpec
 from train_service.domain.sweep import (
     CHOICE,

@@ -16,7 +16,7 @@ from millrace.train.v1 import resources_pb2
 from shared.errors import invalid_field
 from shared.settings import StoreSettings, allowed_functions, store_settings
 from shared.storage import open_store
-from train_service.converters.specs import spec_from_proto
+from train_service.convert_specs import spec_from_proto
 from train_service.loading.loader import Batches, Loader
 from train_service.loading.preprocessing import fitted
 

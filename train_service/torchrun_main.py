@@ -41,7 +41,7 @@ from shared.settings import OwnCode, SettingsError, StoreSettings, allowed_funct
 from shared.storage import ObjectStore, open_store
 from shared.telemetry import configure_logging, flush_logs
 from train_service.attempt.outcomes import end_attempt, program_result, report_device, result_of, run_and_report_error
-from train_service.converters.specs import spec_from_proto
+from train_service.convert_specs import spec_from_proto
 from train_service.domain.spec import CPU, GPU, RUN_DEVICE, THREADS, TrainingSpec
 from train_service.jobs.own_code import ProgramCheck
 from train_service.jobs.training_jobs import COLLECTION, TrainingJobs

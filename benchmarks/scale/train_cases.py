@@ -12,9 +12,8 @@ from benchmarks.scale.simulated_store import SimulatedStore
 from inference_service.deploy.deployments import Deployments
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry
 from tests.support.inference_server import deployment
-from train_service.domain.coverage import count_rows
+from train_service.domain.coverage import count_given, count_rows
 from train_service.domain.order import Ints, blocks_of, default_lanes, epoch_order, rank_positions
-from train_service.domain.shard_positions import count_given
 
 RANKS = 1000
 ROWS_A_GROUP = 4096

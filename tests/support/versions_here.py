@@ -21,8 +21,8 @@ from shared.jobs.attempt import Entry, run_attempt
 from shared.jobs.transitions import begin_attempt
 from shared.storage import ObjectStore
 from tests.support.transforming import run_here
-from train_service.converters.jobs import given_from_proto, suggestion_to_proto
-from train_service.jobs.suggestions import suggest_spec
+from train_service.convert import given_from_proto, suggestion_to_proto
+from train_service.jobs.training_jobs import suggest_spec
 
 
 def import_here(store: ObjectStore, name: str, folder: Path, sources: Iterable[data_service_pb2.ImportSource]) -> None:

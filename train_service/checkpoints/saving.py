@@ -19,17 +19,18 @@ from shared.errors import STORE_OUTAGES, DataLoss, Internal
 from shared.model_spec import STANDARD
 from shared.storage import ObjectStore
 from train_service.checkpoints.coverage import ConsumedRows, CoverageChain, gather, orphans
-from train_service.checkpoints.fine_tuning import kept_scaling, load_initial
-from train_service.checkpoints.shard_restore import NotByRows, restore_shards
 from train_service.checkpoints.snapshots import (
     BackgroundWriter,
     CheckpointWriter,
     ShardWriter,
     as_message,
+    kept_scaling,
+    load_initial,
     new_folder,
     newest_good,
     restore,
 )
+from train_service.checkpoints.tensor_files import NotByRows, restore_shards
 from train_service.domain.spec import TrainingSpec
 from train_service.learning.learner import BaseLearner
 from train_service.learning.ranks import Ranks

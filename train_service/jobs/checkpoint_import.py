@@ -49,8 +49,14 @@ from train_service.jobs.deletion import Deletions
 from train_service.jobs.own_code import Limits, ask_in_child, unpack_bundle
 from train_service.jobs.training_jobs import COLLECTION, JobView, TrainingJobs
 from train_service.jobs.weights_answer import REPORT, take_report, take_weights
-from train_service.loading.preprocessing import Preprocessing, check_prepared, class_names, ingested_columns
-from train_service.loading.texts import check_padding, with_vocabulary
+from train_service.loading.preprocessing import (
+    Preprocessing,
+    check_padding,
+    check_prepared,
+    class_names,
+    ingested_columns,
+    with_vocabulary,
+)
 from train_service.records.event_log import TRAIN_KIND
 
 logger = logging.getLogger(__name__)

@@ -35,10 +35,17 @@ from shared.jobs import JobRecord, Jobs
 from shared.reference_markers import REFERENCE_APPEARS_TIMEOUT_S
 from shared.storage import ObjectStore
 from train_service.checkpoints.coverage import read_part, row_ids_of, skipped_of
-from train_service.domain.coverage import CoverageCounts, count_rows
-from train_service.domain.drawn_indices import PREFIX, count_drawn, last_pass
+from train_service.domain.coverage import (
+    PREFIX,
+    CoverageCounts,
+    count_drawn,
+    count_given,
+    count_rows,
+    is_epoch_done,
+    last_epoch,
+    last_pass,
+)
 from train_service.domain.order import Ints, blocks_of, epoch_order, steps_per_epoch
-from train_service.domain.shard_positions import count_given, is_epoch_done, last_epoch
 from train_service.domain.spec import TrainingSpec, spec_of_job
 from train_service.records.event_log import TRAIN_KIND
 from train_service.records.logs import LogReader, find_logs

@@ -1,20 +1,37 @@
-"""Training jobs in the store: creating, reading, cancelling and watching them."""
+"""Training jobs in the store: creating, reading, cancelling and watching them, and suggesting their specifications.
+
+A suggestion follows from a version's schema and statistics by the domain's rules.
+
+The reconciler records recent clusters and the present cluster's use for the service's process, which has no connection
+to Ray. `clusters/train.json` holds each distinct set of nodes with the time when it was last seen. A node that is
+absent for a while is part of an earlier set: a job that fits that set is accepted, and waits.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
 import logging
+import math
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.types as kinds
+from google.protobuf import json_format
+
+from millrace.common.v1 import transform_pb2
 from shared import names
-from shared import names as paging
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry, resolve
 from shared.checkpoint.ranking import latest
+from shared.dataset_version import DatasetVersion, load_version
+from shared.dataset_version.manifest import Column
+from shared.dataset_version.version import read_report
 from shared.durable import as_state
 from shared.errors import (
     AlreadyExists,
@@ -24,27 +41,42 @@ from shared.errors import (
     OutOfRange,
     ResourceExhausted,
     already_exists,
+    invalid_field,
 )
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.index import IndexedJob, JobIndex
 from shared.jobs.transitions import take_up
 from shared.log import claimed, claimed_before, uid_of
-from shared.storage import ObjectStore
-from shared.transforms import TensorSpec
+from shared.settings import CLUSTER_MAX_VARIABLE
+from shared.storage import ObjectMissing, ObjectStore
+from shared.transforms import Pipeline, ScalarType, TensorSpec, TensorType, schema_of_columns
+from shared.transforms.batch import ColumnType
+from shared.transforms.steps.custom import functions_in_children
 from train_service.attempt.outcomes import report_lost
-from train_service.checkpoints.fine_tuning import FIELD, check_fits, check_name, check_scaling
-from train_service.domain.capacity import ClusterUse, kind_of
+from train_service.checkpoints.snapshots import FIELD, check_fits, check_name, check_scaling
+from train_service.domain import suggesting as known
+from train_service.domain.capacity import (
+    ClusterUse,
+    Resources,
+    beyond,
+    first_bundle,
+    kind_of,
+    lasts,
+    never_fits,
+    resources_text,
+)
 from train_service.domain.order import MIN_LANES, default_lanes
 from train_service.domain.spec import RUN_DEVICE, TrainingSpec, spec_of_job, with_devices
-from train_service.domain.suggesting import Suggestion
-from train_service.jobs.cluster_memory import ClusterMemory, check_ever_fits
+from train_service.domain.suggesting import MAX_VALUES, ColumnFacts, Suggestion, VersionFacts, suggest
 from train_service.jobs.deletion import Deletions, using_inputs
 from train_service.jobs.followed_job import FollowedJob
 from train_service.jobs.model_check import check_model, check_outputs
 from train_service.jobs.own_code import OwnModelCheck, ProgramCheck
-from train_service.jobs.suggestions import suggest_spec
+from train_service.loading.preprocessing import FIELD as TRANSFORM_FIELD
 from train_service.loading.preprocessing import fitted, fitted_program, steps_of_run
 from train_service.records.event_log import TRAIN_KIND, Event, EventLog
+
+# --- Jobs ---
 
 logger = logging.getLogger(__name__)
 
@@ -201,13 +233,13 @@ class TrainingJobs:
 
         The index has the reports of attempts at work as of some seconds ago, and everything else as it is now.
         """
-        size, after = paging.checked_size(page_size), paging.key_of(page_token)
+        size, after = names.checked_size(page_size), names.key_of(page_token)
         if (page := self.index.page(f"{COLLECTION}/{after}", size)) is not None:
             jobs, more = page
             last = jobs[-1].record.name.rpartition("/")[2] if more else ""
-            return [_view_of(job) for job in jobs], paging.token_of(last) if more else ""
+            return [_view_of(job) for job in jobs], names.token_of(last) if more else ""
         # The index is being built: read the logs.
-        ids, token = paging.page(self._store.folders(COLLECTION), page_size, page_token)
+        ids, token = names.page(self._store.folders(COLLECTION), page_size, page_token)
         found = [self._jobs.find(f"{COLLECTION}/{one}") for one in ids]
         return [self.view(job) for job in found if job], token
 
@@ -271,9 +303,9 @@ class TrainingJobs:
     def checkpoints(self, name: str, page_size: int, page_token: str) -> tuple[list[CheckpointEntry], str]:
         names.parse("parent", name, PATTERN)
         self._jobs.get(name, name)
-        size, after = paging.checked_size(page_size), paging.key_of(page_token)
+        size, after = names.checked_size(page_size), names.key_of(page_token)
         chosen, more = CheckpointRegistry(self._store, name).poll(lambda view: view.page(after, size))
-        return chosen, paging.token_of(chosen[-1].name) if more else ""
+        return chosen, names.token_of(chosen[-1].name) if more else ""
 
     def events(self, name: str, after_sequence: int) -> list[Event]:
         """Return the next written events, at most `EVENTS_AT_ONCE`."""
@@ -450,3 +482,250 @@ def _new_job(job_id: str, spec: TrainingSpec, *, request_id: str = "", digest: s
         max_preemptions=spec.max_preemptions,
         runner=runner,
     )
+
+
+# --- Recent clusters ---
+
+KEY = "clusters/train.json"
+USE_KEY = "clusters/use.json"
+# The use is written again after this time although nothing changed. This shows that the reconciler still runs.
+USE_REFRESHED_S = 60.0
+GIB = 2.0**30
+REMEMBERED_S = 24 * 3600.0
+# How often an unchanged set of nodes is written again.
+REFRESHED_S = 600.0
+AS_LATE_S = 3600.0
+MAX_REMEMBERED = 100
+
+
+class ClusterMemory:
+    """The store's records of clusters. `clock` returns seconds since the epoch."""
+
+    def __init__(self, store: ObjectStore, clock: Callable[[], float] = time.time) -> None:
+        self._store = store
+        self._clock = clock
+        self._last: tuple[list[dict[str, float]], float] = ([], 0.0)
+        self._last_use: tuple[ClusterUse | None, float] = (None, 0.0)
+
+    def note(self, nodes: Sequence[Resources]) -> None:
+        """Record the totals of all present nodes. Cheap while nothing changes."""
+        now = self._clock()
+        seen = sorted((_lasting(node) for node in nodes), key=str)
+        last, at = self._last
+        if not seen or (seen == last and now - at < REFRESHED_S):
+            return
+        lasting = [one for one in self._read() if now - one["seen"] < REMEMBERED_S and one["nodes"] != seen]
+        kept = [*_largest(lasting), {"nodes": seen, "seen": now}][-MAX_REMEMBERED:]
+        self._store.put(KEY, json.dumps({"clusters": kept}).encode())
+        self._last = (seen, now)
+
+    def note_use(self, use: ClusterUse) -> None:
+        """Record who uses the cluster now. Cheap while nothing changes."""
+        now = self._clock()
+        last, at = self._last_use
+        if use == last and now - at < USE_REFRESHED_S:
+            return
+        self._store.put(USE_KEY, json.dumps({"time": now, **asdict(use)}).encode())
+        self._last_use = (use, now)
+
+    def use(self) -> tuple[ClusterUse, float]:
+        """Return the cluster's use and its time.
+
+        The time is in seconds since the epoch, or 0 if the use was never seen.
+        """
+        try:
+            state = json.loads(self._store.get(USE_KEY))
+            return ClusterUse.from_state(state), float(state["time"])
+        except ObjectMissing:
+            return ClusterUse(), 0.0
+
+    def clusters(self) -> list[list[Resources]]:
+        """Return the last day's sets of nodes. The newest is the last."""
+        now = self._clock()
+        return [one["nodes"] for one in self._read() if now - one["seen"] < REMEMBERED_S]
+
+    def _read(self) -> list[dict[str, Any]]:
+        try:
+            found = json.loads(self._store.get(KEY))["clusters"]
+            return [{"nodes": list(one["nodes"]), "seen": float(one["seen"])} for one in found]
+        except ObjectMissing:
+            return []
+        except (ValueError, KeyError, TypeError):
+            logger.exception("%s cannot be read; the reconciler writes it anew", KEY)
+            return []
+
+
+def check_ever_fits(spec: TrainingSpec, memory: ClusterMemory, most: Mapping[str, float] | None) -> None:
+    """Raise `FailedPrecondition` for workers that never fit.
+
+    The error names the fields that request too much for the fewest workers. With `most`, the operator's bound, a
+    request may not exceed it. Otherwise a cluster of the last day must be able to hold the workers.
+    """
+    if most is None:
+        clusters = memory.clusters()
+        fields, has = never_fits(spec, clusters)
+        known = f"the cluster has {has} in all"
+        remedy = f"ask for less; of a cluster that grows, its operator sets {CLUSTER_MAX_VARIABLE}"
+        bundle = first_bundle(spec, clusters[-1] if clusters else [])
+    else:
+        fields, known = beyond(spec, most), f"the cluster never has more than {resources_text(most)}"
+        remedy, bundle = "ask for less", first_bundle(spec, [])
+    if fields:
+        number = spec.effective_min_workers
+        wanted = f"{number} worker{'' if number == 1 else 's'} of {resources_text(bundle)} can never be placed"
+        raise FailedPrecondition(
+            f"{', '.join(fields)}: {wanted}: {known}; {remedy}",
+            reason="NEVER_SCHEDULABLE",
+            fields=[(field, f"{known}; {remedy}") for field in fields],
+        )
+
+
+def _largest(clusters: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the clusters without parts of others.
+
+    A cluster is dropped if it is part of a larger one that was seen as late or nearly as late. A job that fits a part
+    of a cluster fits all of it.
+    """
+    sizes = [_counted(cluster["nodes"]) for cluster in clusters]
+    return [
+        one
+        for one, size in zip(clusters, sizes, strict=True)
+        if not any(
+            size < larger and one["seen"] <= other["seen"] + AS_LATE_S
+            for other, larger in zip(clusters, sizes, strict=True)
+        )
+    ]
+
+
+def _counted(nodes: Sequence[Resources]) -> Counter[str]:
+    return Counter(json.dumps(node, sort_keys=True) for node in nodes)
+
+
+def _lasting(node: Resources) -> dict[str, float]:
+    """Return the lasting resources of a node.
+
+    Memory is in whole GiB, because it differs a little at each start of a node.
+    """
+    kept = {name: amount for name, amount in node.items() if lasts(name)}
+    return {name: math.ceil(amount / GIB) * GIB if name == "memory" else amount for name, amount in kept.items()}
+
+
+# --- Suggestions ---
+
+Json = Mapping[str, Any]
+# (check of an Arrow type, kind)
+KINDS = (
+    (kinds.is_boolean, known.BOOLEAN),
+    (kinds.is_integer, known.INTEGER),
+    (kinds.is_floating, known.NUMBER),
+    (kinds.is_string, known.TEXT),
+    (kinds.is_binary, known.BYTES),
+    (kinds.is_temporal, known.TIME),
+)
+
+
+def suggest_spec(store: ObjectStore, name: str, given: Json, custom_allowed: Collection[str] = ()) -> Suggestion:
+    """Return a suggestion for the version `name`.
+
+    `given` is the JSON form of a partial specification. Raises the errors that the RPC's comment lists.
+    """
+    version = load_version(store, name)
+    wanted = given.get("train_split") or "train"
+    facts = version_facts(version, read_report(store, version).get("columns", []), wanted)
+
+    def shape_made(column: str) -> tuple[int, ...]:
+        return _shape_made(version, given, column, custom_allowed)
+
+    return suggest(facts, given, shape_made)
+
+
+def version_facts(version: DatasetVersion, statistics: Sequence[Json], train_split: str) -> VersionFacts:
+    """Return the facts of a version. `statistics` are those of its quality report."""
+    by_column: dict[str, list[Json]] = {}
+    for one in statistics:
+        by_column.setdefault(one["column"], []).append(one)
+    schema = schema_of_columns(version.columns)
+    columns = [
+        _facts(column, schema[column.name], by_column.get(column.name, ()), train_split) for column in version.columns
+    ]
+    splits = {split.name: split.row_count for split in version.manifest.splits}
+    return VersionFacts(
+        name=version.name,
+        columns=columns,
+        splits=splits,
+        size_bytes=version.manifest.size_bytes,
+    )
+
+
+def _facts(column: Column, column_type: ColumnType, statistics: Sequence[Json], train_split: str) -> ColumnFacts:
+    """Return the facts of a column over all splits.
+
+    Mean and deviation are those of the training split, or of the first split if there are none.
+    """
+    numbers = [one["numbers"] for one in statistics if "numbers" in one]
+    of_train = next((one for one in statistics if one["split"] == train_split), statistics[0] if statistics else {})
+    values = _values(statistics)
+    return ColumnFacts(
+        name=column.name,
+        kind=known.TENSOR if isinstance(column_type, TensorType) else _kind(column_type.arrow_type),
+        dtype=column_type.dtype if isinstance(column_type, TensorType) else "",
+        shape=tuple(column.shape),
+        value_names=tuple(column.value_names),
+        known=bool(statistics),
+        rows=sum(int(one["rowCount"]) for one in statistics),
+        nulls=sum(int(one["nullCount"]) for one in statistics),
+        nans=sum(int(one["nanCount"]) for one in statistics),
+        # JSON spells infinities as strings.
+        infinite=any(isinstance(number.get(bound), str) for number in numbers for bound in ("min", "max")),
+        distinct=max((int(one["distinctCount"]) for one in statistics), default=0) if values is None else len(values),
+        values=values,
+        least=min((float(one["min"]) for one in numbers), default=None),
+        most=max((float(one["max"]) for one in numbers), default=None),
+        mean=_finite(of_train.get("numbers", {}).get("mean")),
+        deviation=_finite(of_train.get("numbers", {}).get("deviation")),
+    )
+
+
+def _values(statistics: Sequence[Json]) -> tuple[Any, ...] | None:
+    """Return all distinct values over all splits.
+
+    The result is None if a split's statistics lack some of its values.
+    """
+    found: set[Any] = set()
+    for one in statistics:
+        values = one.get("values", ())
+        if not one["distinctIsExact"] or len(values) < int(one["distinctCount"]):
+            return None
+        found |= {_scalar(each["value"]) for each in values}
+    return tuple(sorted(found)) if statistics and 0 < len(found) <= MAX_VALUES else None
+
+
+def _scalar(value: Json) -> Any:
+    (kind,) = value
+    return int(value[kind]) if kind == "integer" else float(value[kind]) if kind == "number" else value[kind]
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _kind(arrow_type: pa.DataType) -> str:
+    return next((kind for check, kind in KINDS if check(arrow_type)), known.OTHER)
+
+
+def _shape_made(version: DatasetVersion, given: Json, column: str, custom_allowed: Collection[str]) -> tuple[int, ...]:
+    """Return the shape of a transformed row.
+
+    The given transform is applied to `column`. Raises `InvalidArgument` unless it is a tensor of a fixed shape.
+    """
+    message = json_format.ParseDict(given.get("transform", {}), transform_pb2.Transform())
+    pipeline = Pipeline.from_proto(message, column, TRANSFORM_FIELD, custom_allowed)
+    with functions_in_children():
+        made = pipeline.output(schema_of_columns(version.columns)).get(column)
+    lengths = tuple(one for one in made.shape if one is not None) if isinstance(made, TensorType) else ()
+    if not isinstance(made, TensorType) or not lengths or len(lengths) < len(made.shape):
+        shown = "nothing" if made is None else str(made.arrow_type) if isinstance(made, ScalarType) else str(made)
+        raise invalid_field(
+            TRANSFORM_FIELD, shown, f"column {column!r} must become a tensor of a fixed shape; add steps"
+        )
+    return lengths

@@ -55,13 +55,13 @@ from train_service.learning.losses import Loss, build_loss, total_of
 from train_service.learning.metrics import MAX_SUMS_OF_A_STEP, Metrics
 from train_service.learning.optimizers import build_optimizer, build_scheduler
 from train_service.learning.ranks import Ranks, gradients_kept_local, settle_buckets, thrown_away
-from train_service.learning.shard_init import start_sharded
 from train_service.learning.sharding import (
     local_rows,
     put_optimizer_state,
     put_weights,
     sharded,
     sharded_optimizer_state,
+    start_sharded,
     units_of,
     whole_optimizer_state,
     whole_weights,

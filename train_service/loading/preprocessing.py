@@ -1,12 +1,12 @@
 """The preprocessing of a training job: the columns that it reads, and the model's input made of them.
 
 It also fits a specification to its dataset version: checks that it fits, and fills in defaults that depend on the
-version.
+version. A text model gets its vocabulary, its padding and the order of its two columns from the tokenizer of its input.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,8 @@ from shared.dataset_version import DatasetVersion, load_version
 from shared.dataset_version.manifest import Column
 from shared.dataset_version.version import read_report
 from shared.errors import InvalidArgument, NotFound, invalid_field
-from shared.models import input_dimensions
+from shared.models import TRANSFORMERS, input_dimensions
+from shared.models.texts import lacks_padding_id
 from shared.storage import ObjectStore
 from shared.transforms import Pipeline, RowError, RowKeys, ScalarType, Schema, TensorSpec, TensorType, schema_of_columns
 from shared.transforms.batch import Column as BatchColumn
@@ -27,12 +28,12 @@ from shared.transforms.pipeline import BatchContext, needed_columns, sliced
 from shared.transforms.steps.columns import Concat, Normalize, ToFloat
 from shared.transforms.steps.custom import Custom, functions_in_children
 from shared.transforms.steps.images import CenterCrop, ColorJitter, RandomCrop, RandomFlip, image_columns, side_by_side
+from shared.transforms.steps.tokenizing import Tokenize
 from train_service.domain import spec_rules
 from train_service.domain.order import steps_per_epoch, window_rows
-from train_service.domain.spec import BY_DEVICE, REGRESSION, TrainingSpec
+from train_service.domain.spec import BY_DEVICE, CAUSAL_LM, REGRESSION, TrainingSpec
 from train_service.domain.spec_rules import check_rows
 from train_service.loading.rows import Array, Rows, bytes_of_row
-from train_service.loading.texts import with_vocabulary
 
 # --- Preprocessing ---
 
@@ -535,3 +536,57 @@ def _check_numbers(spec: TrainingSpec, column_type: ColumnType) -> None:
             f"is {column_type}; name {wanted}, one for each of the {outputs} outputs that spec.model.num_classes says"
         )
         raise invalid_field("spec.label_column", spec.label_column, remedy)
+
+
+# --- Text models ---
+
+SIZE, PAD = "vocab_size", "pad_token_id"
+
+
+def with_vocabulary(spec: TrainingSpec, version: DatasetVersion) -> TrainingSpec:
+    """Set `vocab_size` and `pad_token_id` of a text model where the specification leaves them out.
+
+    They are those of the tokenizer that makes the input, in the job's transform or in one of the version's. Tokens that
+    the version brings without a tokenizer are not checked. Raises `InvalidArgument` for a vocabulary that is too small,
+    and for columns in another order than ids, mask.
+    """
+    if not spec.model.builder.startswith(TRANSFORMERS):
+        return spec
+    own = Pipeline.from_config(spec.transform, spec.input_column, FIELD).steps
+    joins = [(place, step) for place, step in enumerate(own) if isinstance(step, Concat)]
+    joined = next(((place, step) for place, step in reversed(joins) if step.into == spec.input_column), None)
+    if joined is None:
+        return spec
+    place, concat = joined
+    found = [step for step in (*_of_version(version), *own) if isinstance(step, Tokenize)]
+    tokenize = next((step for step in reversed(found) if step.ids_column in concat.columns), None)
+    if tokenize is None:
+        return spec
+    columns = (tokenize.ids_column, tokenize.mask_column)
+    if tuple(concat.columns) != columns:
+        path = f"{FIELD}.steps[{place}].concat.columns"
+        raise invalid_field(path, ",".join(concat.columns), f"the model takes ids and mask; use {','.join(columns)}")
+    # An import needs no label column.
+    if spec.model.builder == CAUSAL_LM and spec.label_column not in ("", tokenize.ids_column):
+        remedy = f"a causal language model predicts the tokens of its input; use {tokenize.ids_column}"
+        raise invalid_field("spec.label_column", spec.label_column, remedy)
+    size, pad = tokenize.vocabulary
+    kwargs = {SIZE: size, PAD: pad, **spec.model.kwargs}
+    if isinstance(kwargs[SIZE], int) and kwargs[SIZE] < size:
+        path = f"spec.model.kwargs.{SIZE}"
+        raise invalid_field(path, kwargs[SIZE], f"the tokenizer has ids up to {size - 1:,}; use {size:,} or more")
+    return replace(spec, model=replace(spec.model, kwargs=kwargs))
+
+
+def check_padding(spec: TrainingSpec) -> None:
+    """Raise `InvalidArgument` for trained weights that would find the end of a text by an id that is only assumed."""
+    if lacks_padding_id(spec.model):
+        remedy = "name the id that its tokenizer pads with: the model takes the last token before it for a text's end"
+        raise invalid_field(f"spec.model.kwargs.{PAD}", None, remedy)
+
+
+def _of_version(version: DatasetVersion) -> Iterator[Step]:
+    for transform in version.manifest.transforms:
+        for step in transform.get("steps", ()):
+            if "tokenize" in step:
+                yield from Pipeline.from_config({"steps": [step]}, field=f"{version.name}.transforms").steps

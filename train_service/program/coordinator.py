@@ -37,8 +37,7 @@ from shared.errors import DataLoss, Internal, InvalidArgument, MillraceError, er
 from shared.log import StaleAttempt
 from shared.storage import ObjectStore
 from train_service.checkpoints.snapshots import retain
-from train_service.domain.drawn_indices import check_drawn, merge_drawn
-from train_service.domain.shard_positions import check_shards, merge_reports, shard_identity
+from train_service.domain.coverage import check_drawn, check_shards, merge_drawn, merge_reports, shard_identity
 from train_service.domain.spec import KEEP, REPLAY, Program, TrainingSpec
 from train_service.records.event_log import CANCEL, GO_ON, REPORT_INTERVAL_S, STALE, EventKind
 from train_service.records.metrics_log import MetricsLog

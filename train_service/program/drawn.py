@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset
 
-from train_service.domain.drawn_indices import (
+from train_service.domain.coverage import (
     MAX_LOADERS,
     MAX_PASSES,
     MAX_PASSES_A_REPORT,

@@ -25,8 +25,7 @@ from shared.dataset_version import DatasetVersion, VersionReader
 from shared.dataset_version.reader import Footers
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.storage import ObjectStore
-from train_service.domain.order import EpochOrder, Ints, blocks_of, epoch_order
-from train_service.domain.shard_positions import (
+from train_service.domain.coverage import (
     MAX_EPOCHS,
     Pass,
     Place,
@@ -36,6 +35,7 @@ from train_service.domain.shard_positions import (
     place_to_resume,
     shard_identity,
 )
+from train_service.domain.order import EpochOrder, Ints, blocks_of, epoch_order
 from train_service.domain.spec import CONTINUE, KEEP, TrainingSpec
 from train_service.loading.loader import CACHE_BYTES, FOOTER_BYTES
 from train_service.loading.rows import RowBuffers, RowCache, Rows

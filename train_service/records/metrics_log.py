@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shared import names as paging
+from shared import names
 from shared.errors import STORE_OUTAGES, Unavailable, invalid_field
 from shared.storage import ObjectMissing, ObjectStore
 from train_service.store_retry import store_call
@@ -224,13 +224,13 @@ def metrics_page(
     """Return the points after `after_step` in the order of steps, and the token of the next page."""
     if after_step < 0:
         raise invalid_field("after_step", after_step, "use 0 or more")
-    size = paging.checked_size(page_size, DEFAULT_POINTS, MAX_POINTS)
-    last_sent = paging.key_of(page_token)
+    size = names.checked_size(page_size, DEFAULT_POINTS, MAX_POINTS)
+    last_sent = names.key_of(page_token)
     if last_sent and not (last_sent.isdecimal() and len(last_sent) <= MAX_DIGITS):
         raise invalid_field("page_token", page_token, "send a next_page_token as it came, or none")
     points = _points(store, job, max(after_step, int(last_sent or 0)), size + 1)
     taken = points[:size]
-    return taken, paging.token_of(str(taken[-1].step)) if len(points) > size else ""
+    return taken, names.token_of(str(taken[-1].step)) if len(points) > size else ""
 
 
 def _points(store: ObjectStore, job: str, after_step: int, wanted: int) -> list[MetricPoint]:

@@ -18,7 +18,7 @@ from millrace.train.v1 import train_service_pb2 as pb
 from tests.support.refusals import refused
 from tests.support.training import State, TrainStack, digits_spec
 from tests.support.waiting import wait_until
-from train_service.jobs.cluster_memory import ClusterMemory
+from train_service.jobs.training_jobs import ClusterMemory
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from train_service.domain import watchdog
 from train_service.domain.watchdog import Phase
 from train_service.worker.heartbeat import HeartbeatSender
 from train_service.worker.heartbeat import HeartbeatServer
-from train_service.attempt.supervision import Supervision
+from train_service.attempt.trainer import Supervision
 from tests.unit.train_service.worker.test_loop import SPEC
 from dataclasses import replace
 

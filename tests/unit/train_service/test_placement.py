@@ -15,8 +15,7 @@ from shared.settings import OwnCode
 from shared.storage import ObjectStore
 from tests.unit.train_service.domain.test_spec import GOOD
 from train_service import placement, reconciler
-from train_service.domain.capacity import ClusterUse
-from train_service.domain.queueing import Claim
+from train_service.domain.capacity import Claim, ClusterUse
 from train_service.domain.spec import CPU, GPU, RAY_DATA, THREADS, Placement, Program, TrainingSpec
 from train_service.placement import IngestReservation, Node, Queue, Size, count_concurrent_ingests, lacking, size_now
 from train_service.records.event_log import TRAIN_KIND, EventKind, EventLog

@@ -20,8 +20,15 @@ from shared.storage import ObjectStore
 from tests.unit.train_service.domain.test_spec import GOOD
 from train_service import placement, reconciler
 from train_service.attempt import trainer
-from train_service.domain.capacity import STRICT_PACK, STRICT_SPREAD, ClusterUse, Holder, workers_that_fit
-from train_service.domain.queueing import Claim, left_by
+from train_service.domain.capacity import (
+    STRICT_PACK,
+    STRICT_SPREAD,
+    Claim,
+    ClusterUse,
+    Holder,
+    left_by,
+    workers_that_fit,
+)
 from train_service.domain.spec import GPU, MAX_WORKERS, RAY_DATA, Placement, TrainingSpec, max_workers
 from train_service.placement import UNPLACED_S, Node, Queue
 from train_service.queue_record import QueueRecord

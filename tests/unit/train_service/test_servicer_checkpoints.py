@@ -21,7 +21,7 @@ from tests.support.train_server import train_stub
 from tests.support.training_records import JOB, begin, make_job
 from tests.support.waiting import wait_until
 from train_service import servicer
-from train_service.converters.jobs import MAX_CHUNK_BYTES
+from train_service.convert import MAX_CHUNK_BYTES
 from train_service.jobs.run_records import CheckpointReader
 from train_service.records.event_log import TRAIN_KIND
 

@@ -32,7 +32,7 @@ from tests.unit.train_service.learners import SPEC as TABLE
 from tests.unit.train_service.learners import commit_table
 from tests.unit.train_service.worker.test_loop import SPEC, STEPS, config_of, entries, events, new_job, run_of, saved
 from train_service import torchrun_main
-from train_service.converters.specs import spec_from_proto, spec_to_proto
+from train_service.convert_specs import spec_from_proto, spec_to_proto
 from train_service.domain.order import default_lanes
 from train_service.domain.spec import CPU, GPU, Placement, TrainingSpec
 from train_service.jobs.run_records import RunRecords

@@ -41,7 +41,7 @@ from train_service.attempt.outcomes import (
     result_of,
     run_and_report_error,
 )
-from train_service.converters.jobs import event_to_proto
+from train_service.convert import event_to_proto
 from train_service.records.event_log import LOOKED_BACK, RESIZE, TRAIN_KIND, EventKind, EventLog
 from train_service.worker.heartbeat import HeartbeatSender
 from train_service.worker.loop import Run, Stopped

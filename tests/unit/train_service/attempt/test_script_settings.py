@@ -15,7 +15,7 @@ from tests.unit.train_service.worker.test_loop import lose_and_begin, new_job
 from train_service.attempt import script_run
 from train_service.attempt.script_run import ScriptRun
 from train_service.attempt.trainer import began_before
-from train_service.converters.specs import FIELDS_OF_SCRIPTS
+from train_service.convert_specs import FIELDS_OF_SCRIPTS
 from train_service.domain.spec import ATTEMPT_DEVICE, CPU, GPU, RUN_DEVICE, Program, TrainingSpec, spec_of_job
 from train_service.placement import Node
 from train_service.program.fit_calls import Asked, Fit, FitCall

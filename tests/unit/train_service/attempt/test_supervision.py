@@ -21,9 +21,9 @@ from shared.storage import ObjectStore
 from tests.support.waiting import wait_until
 from tests.unit.train_service.worker.test_loop import SPEC, events, new_job
 from train_service import placement
-from train_service.attempt import supervision
+from train_service.attempt import trainer
 from train_service.attempt.outcomes import FAILURE
-from train_service.attempt.supervision import Supervision
+from train_service.attempt.trainer import Supervision
 from train_service.domain.spec import Program
 from train_service.domain.watchdog import Phase
 from train_service.placement import Node, Size
@@ -39,14 +39,14 @@ from dataclasses import replace
 from shared.jobs import AttemptContext, Jobs
 from shared.settings import StoreSettings
 from shared.storage import open_store
-from train_service.attempt import supervision
+from train_service.attempt import trainer
 from train_service.placement import Size
 from train_service.worker.heartbeat import HeartbeatSender
 from train_service.worker.heartbeat import HeartbeatServer
-from train_service.attempt.supervision import Supervision
+from train_service.attempt.trainer import Supervision
 from tests.unit.train_service.worker.test_loop import SPEC
 
-supervision.GONE_TIMEOUT_S = supervision.FIT_ENDS_TIMEOUT_S = 1.0
+trainer.GONE_TIMEOUT_S = trainer.FIT_ENDS_TIMEOUT_S = 1.0
 Supervision._check_drains = lambda self, ranks: None  # there is no Ray to ask
 store = open_store(StoreSettings(url=sys.argv[1]))
 jobs = Jobs(store, "train")
@@ -70,7 +70,7 @@ def context(store: ObjectStore) -> AttemptContext:
 def going(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The nodes that will be taken away; the attempt's own process is on `own`."""
     leaving: set[str] = set()
-    monkeypatch.setattr(supervision, "draining_nodes", lambda: leaving)
+    monkeypatch.setattr(trainer, "draining_nodes", lambda: leaving)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "own"))
     return leaving
 
@@ -94,8 +94,8 @@ def test_an_attempt_does_not_outlast_its_ranks_for_ever(store: ObjectStore, file
 def test_a_node_that_goes_before_workers_have_made_way_for_another_size_counts_as_taken_away(
     context: AttemptContext, heartbeats: HeartbeatServer, going: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervision, "CAPACITY_STABLE_S", 0.0)
-    monkeypatch.setattr(supervision, "size_now", lambda *_: Size(2, {"CPU": 1.0}))
+    monkeypatch.setattr(trainer, "CAPACITY_STABLE_S", 0.0)
+    monkeypatch.setattr(trainer, "size_now", lambda *_: Size(2, {"CPU": 1.0}))
     monkeypatch.setattr(Supervision, "_pays", lambda _: True)
     looking = Supervision(context, replace(SPEC, num_workers=2), heartbeats, Size(1, {"CPU": 1.0}))
     with HeartbeatSender(0, heartbeats.address, "n0") as heartbeat:
@@ -127,9 +127,9 @@ def test_a_run_moves_from_cpus_to_gpus_only_where_they_are_its_own_that_are_back
     jobs = Jobs(store, TRAIN_KIND)
     jobs.transition(JOB, lambda job: replace(job, choices={"device": of_run, "attempt_device": "CPU"}))
     context = AttemptContext(store, jobs, JOB, jobs.get(JOB, JOB))
-    monkeypatch.setattr(supervision, "CAPACITY_STABLE_S", 0.0)
+    monkeypatch.setattr(trainer, "CAPACITY_STABLE_S", 0.0)
     monkeypatch.setattr(
-        supervision,
+        trainer,
         "size_now",
         lambda _, device, *__: Size(2, {"CPU": 1.0, **({"GPU": 1.0} if device == "GPU" else {})}),
     )
@@ -155,8 +155,8 @@ def test_it_grows_only_to_so_many_workers_that_the_slowest_computes_less(
     grows: bool,
 ) -> None:
     assert not going
-    monkeypatch.setattr(supervision, "CAPACITY_STABLE_S", 0.0)
-    monkeypatch.setattr(supervision, "size_now", lambda *_: Size(capacity, {"CPU": 1.0}))
+    monkeypatch.setattr(trainer, "CAPACITY_STABLE_S", 0.0)
+    monkeypatch.setattr(trainer, "size_now", lambda *_: Size(capacity, {"CPU": 1.0}))
     monkeypatch.setattr(Supervision, "_pays", lambda _: True)
     spec = replace(SPEC, num_workers=4, min_workers=2, lanes=4)
     looking = Supervision(context, spec, heartbeats, Size(2, {"CPU": 1.0}))
@@ -195,7 +195,7 @@ def test_a_drain_that_cannot_be_noted_is_noted_at_a_later_look_and_holds_up_none
         note()
 
     monkeypatch.setattr(context, "note_leaving", absent_twice)
-    monkeypatch.setattr(supervision, "STORE_OUTAGE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(trainer, "STORE_OUTAGE_TIMEOUT_S", 0.0)
     looking = Supervision(context, SPEC, heartbeats, Size(1, {"CPU": 1.0}))
     going.add("own")
     for expected in (1, 2, 3, 3):
@@ -223,7 +223,7 @@ def test_other_jobs_are_read_only_where_there_is_room_for_more_than_the_attempt_
         read.append(name)
         return 0
 
-    monkeypatch.setattr(supervision, "count_concurrent_ingests", none_beside)
+    monkeypatch.setattr(trainer, "count_concurrent_ingests", none_beside)
     monkeypatch.setattr(placement, "usable_nodes", lambda: [Node("n0", {"CPU": free}, {"CPU": 3.0})])
     monkeypatch.setattr(Supervision, "_pays", lambda _: True)
     spec = replace(SPEC, num_workers=3, min_workers=1)
@@ -240,8 +240,8 @@ def test_a_function_without_an_optimizer_hangs_after_its_own_limit_once_it_has_r
     context: AttemptContext, heartbeats: HeartbeatServer, monkeypatch: pytest.MonkeyPatch, reported: int, hangs: bool
 ) -> None:
     """It steps no optimizer, and its rank says of itself that it starts."""
-    monkeypatch.setattr(supervision, "STACKS_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(supervision, "end_hard", lambda _: {})
+    monkeypatch.setattr(trainer, "STACKS_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(trainer, "end_hard", lambda _: {})
     monkeypatch.setattr(Supervision, "_give_up", lambda looking, cause: setattr(looking, "cause", cause))
     spec = replace(SPEC, num_workers=1, program=Program(code_bundle="codeBundles/x", entry="a:b", hang_after_s=60.0))
     coordinator = SimpleNamespace(reported=reported, is_committing=False)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shared.errors import ResourceExhausted
-from train_service.checkpoints.shard_files import spool_shards
+from train_service.checkpoints.tensor_files import spool_shards
 
 WEIGHTS = {"weight": torch.zeros(1000)}
 STATE = {"optimizer": {"momentum": torch.ones(1000)}}

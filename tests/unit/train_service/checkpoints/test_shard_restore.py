@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shared.checkpoint.reading import StoredTensor
-from train_service.checkpoints.shard_restore import _optimizer_plan
+from train_service.checkpoints.tensor_files import _optimizer_plan
 
 
 @pytest.mark.parametrize(

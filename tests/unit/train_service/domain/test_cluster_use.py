@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 
 from shared.storage import ObjectStore
 from train_service.domain.capacity import ClusterUse, Holder, RayActor, RayGroup, kind_of, use_of
-from train_service.jobs.cluster_memory import USE_KEY, USE_REFRESHED_S, ClusterMemory
+from train_service.jobs.training_jobs import USE_KEY, USE_REFRESHED_S, ClusterMemory
 
 TRAIN, IMPORT = f"train-{'a' * 32}", f"import-{'b' * 32}"
 

@@ -12,8 +12,7 @@ from shared.storage import ObjectStore
 from tests.support.versions import commit_version, striped_digits
 from tests.unit.train_service.conftest import VERSION
 from tests.unit.train_service.jobs.test_training_jobs import SPEC
-from train_service.jobs.cluster_memory import REFRESHED_S, REMEMBERED_S, ClusterMemory
-from train_service.jobs.training_jobs import TrainingJobs
+from train_service.jobs.training_jobs import REFRESHED_S, REMEMBERED_S, ClusterMemory, TrainingJobs
 
 NODE = {"CPU": 2.0, "memory": 8.3 * 2**30, "node:127.0.0.1": 1.0, "object_store_memory": 4e9}
 LARGE = replace(SPEC, num_workers=4)

@@ -22,8 +22,8 @@ from shared.storage import ObjectStore
 from tests.support.code_folders import LOOP, store_bundle
 from tests.support.training import VERSION, commit_digits
 from tests.support.wheels import OFFLINE, write_wheel
-from train_service.converters.jobs import job_to_proto
-from train_service.converters.specs import spec_from_proto, spec_to_proto
+from train_service.convert import job_to_proto
+from train_service.convert_specs import spec_from_proto, spec_to_proto
 from train_service.domain.spec import TrainingSpec
 from train_service.jobs.deletion import Deletions
 from train_service.jobs.own_code import BUNDLE_FIELD, ProgramCheck

@@ -17,7 +17,7 @@ from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.support.transforming import commit_tables, rows_of
 from tests.support.versions_here import import_here, prepare_here, suggest_here
-from train_service.converters.specs import spec_from_proto
+from train_service.convert_specs import spec_from_proto
 from train_service.loading.preprocessing import fitted
 
 VERSION, PREPARED = "datasets/d/versions/v1", "datasets/d/versions/v2"

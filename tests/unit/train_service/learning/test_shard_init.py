@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.train_service.sharded_models import MODELS
-from train_service.learning import shard_init
-from train_service.learning.shard_init import record
+from train_service.learning import sharding
+from train_service.learning.sharding import record
 
 
 class ManyInitializers(nn.Module):
@@ -58,7 +58,7 @@ def test_one_tensor_is_there_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         return model
 
     most = 0
-    run = shard_init.Recorded._run
+    run = sharding.Recorded._run
 
     def watched(self: Any, operation: Any, memory: dict[int, Any]) -> None:
         nonlocal most
@@ -66,7 +66,7 @@ def test_one_tensor_is_there_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         most = max(most, sum(storage.nbytes() for storage in memory.values()))
 
     recorded = record(build)
-    monkeypatch.setattr(shard_init.Recorded, "_run", watched)
+    monkeypatch.setattr(sharding.Recorded, "_run", watched)
     assert len(list(recorded.values())) == 8
     assert most <= 2 * 50 * 50 * 4
 

@@ -12,7 +12,7 @@ from millrace.train.v1 import code_bundle_pb2, resources_pb2
 from shared.errors import InvalidArgument
 from shared.model_spec import ModelSpec
 from train_service.attempt.script_process import other_settings
-from train_service.converters.specs import spec_from_proto, spec_to_proto
+from train_service.convert_specs import spec_from_proto, spec_to_proto
 from train_service.domain.spec import CPU, GPU, CheckpointPolicy, Placement, TrainingSpec, spec_of_job
 from train_service.program.fit_calls import Asked, overridden, settled
 

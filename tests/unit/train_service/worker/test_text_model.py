@@ -32,15 +32,14 @@ from tests.support.train_server import with_client
 from tests.support.transforming import commit_tables, transform_here
 from tests.unit.train_service.in_ranks import in_ranks
 from tests.unit.train_service.worker.test_loop import entries, lose_and_begin, new_job, run_of, saved
-from train_service.checkpoints.fine_tuning import check_fits
-from train_service.converters.specs import spec_from_proto
+from train_service.checkpoints.snapshots import check_fits
+from train_service.convert_specs import spec_from_proto
 from train_service.domain.spec import DDP, FSDP, LossSpec, OptimizerSpec, Placement, TrainingSpec
 from train_service.jobs.model_check import check_model
 from train_service.learning.learner import Learner
 from train_service.learning.ranks import Ranks
 from train_service.loading.loader import Batches
-from train_service.loading.preprocessing import fitted
-from train_service.loading.texts import check_padding
+from train_service.loading.preprocessing import check_padding, fitted
 
 LENGTH = 16
 TRAIN_ROWS = 96

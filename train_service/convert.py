@@ -1,7 +1,7 @@
 """Conversion between protobuf messages and the service's values.
 
 This module converts jobs, checkpoints, events, the records of a run, bundles of code, suggestions, and checkpoints that
-are downloaded or imported.
+are downloaded or imported. `convert_specs` converts specifications.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shared.grpc_errors import status_proto_from_record
 from shared.jobs import JobRecord, JobState
 from shared.log import body_digest
 from shared.transforms.batch import arrow_type_of
-from train_service.converters.specs import spec_from_proto, spec_to_proto
+from train_service.convert_specs import spec_from_proto, spec_to_proto
 from train_service.domain.capacity import ClusterUse
 from train_service.domain.spec import attempt_device, spec_of_job
 from train_service.domain.suggesting import Preparation, Suggestion

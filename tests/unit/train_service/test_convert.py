@@ -19,12 +19,12 @@ from shared.checkpoint import CheckpointEntry
 from shared.errors import InvalidArgument, Unavailable
 from shared.jobs import JobRecord, JobState
 from shared.storage import ObjectStore
-from train_service.converters.jobs import (
+from train_service.convert import (
     checkpoint_to_proto,
     event_to_proto,
     job_to_proto,
 )
-from train_service.converters.specs import spec_from_proto, spec_to_proto
+from train_service.convert_specs import spec_from_proto, spec_to_proto
 from train_service.domain.spec import TrainingSpec
 from train_service.domain.spec_rules import check
 from train_service.jobs.training_jobs import JobView

@@ -1,1 +1,0 @@
-"""Conversion between protobuf messages and the service's own values."""
