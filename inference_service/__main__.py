@@ -19,11 +19,9 @@ from google.longrunning import operations_pb2, operations_pb2_grpc
 from grpc import aio
 
 from inference import grpc_service_pb2, grpc_service_pb2_grpc
-from inference_service.deploy.capacity import Cluster
-from inference_service.deploy.deployments import DeploymentManager, DeploymentOperations, Deployments
+from inference_service.deploy.deployments import Cluster, DeploymentManager, DeploymentOperations, Deployments
 from inference_service.deploy.reconciler import Reconciler
-from inference_service.deploy.rollout_driver import Rollouts
-from inference_service.deploy.rollout_manager import RolloutManager
+from inference_service.deploy.rollout_driver import RolloutManager, Rollouts
 from inference_service.domain.deployment import Deployment
 from inference_service.frontend import (
     LoadReporter,

@@ -44,7 +44,6 @@ from shared.storage.opening import ensure_bucket
 logger = logging.getLogger(__name__)
 
 
-# --- Ray ---
 # The connection of this process to Ray: waits for Ray, joins it, and ends the process when Ray is lost.
 #
 # Why not reconnect: Ray's client library holds the old cluster in threads and globals of C++ and Python, and aborts the

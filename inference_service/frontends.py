@@ -35,7 +35,6 @@ from shared.settings import SettingsError
 logger = logging.getLogger(__name__)
 
 
-# --- Frontends ---
 # Several frontend processes on one port: a parent starts each, and restarts it when it dies or hangs.
 
 

@@ -18,10 +18,11 @@ from grpc import aio
 
 from inference import grpc_service_pb2 as pb
 from inference import grpc_service_pb2_grpc as pb_grpc
-from inference_service.deploy.convert import (
+from inference_service.convert import (
     change_from_proto,
     creation_from_proto,
     deployment_to_proto,
+    model_metadata_to_proto,
     rollout_change_from_proto,
 )
 from inference_service.deploy.deployments import (
@@ -31,9 +32,8 @@ from inference_service.deploy.deployments import (
     operation_of,
     rollout_operation_of,
 )
-from inference_service.deploy.rollout_manager import RolloutManager
+from inference_service.deploy.rollout_driver import RolloutManager
 from inference_service.domain.deployment import Deployment, ModelVersion
-from inference_service.serve.convert import metadata_to_proto
 from inference_service.serve.infer import Inference
 from inference_service.serve.models import Models
 from inference_service.serve.repository import ModelRepository, SummedStatistics, config_to_proto, index_to_proto
@@ -186,7 +186,7 @@ class OpenInferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
         deployment, _, signature = self._models.signature(request.name, request.version)
-        return metadata_to_proto(deployment, signature)
+        return model_metadata_to_proto(deployment, signature)
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
         # gRPC cancels a call when its deadline passes; for a call without one, our server does.

@@ -12,8 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from inference_service.deploy.capacity import Cluster
-from inference_service.deploy.deployments import Deployments
+from inference_service.deploy.deployments import Cluster, Deployments
 from inference_service.domain.batch_policy import BatchTimes, Limits
 from inference_service.domain.deployment import (
     LIVE,

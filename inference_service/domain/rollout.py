@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from inference_service.domain.signature import TensorSpec
-from inference_service.domain.tensors import Array
+from inference_service.domain.signature import Array, TensorSpec
 from shared.durable import Durable, fields_of
 from shared.errors import MillraceError, invalid_fields
 from shared.names import SPLIT, SPLIT_REMEDY

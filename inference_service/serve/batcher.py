@@ -43,9 +43,8 @@ from inference_service.domain.batch_policy import (
     starts_s,
     too_late,
 )
-from inference_service.domain.signature import DEFAULT_PRIORITY, PRIORITY_LEVELS, Outputs, Rows
+from inference_service.domain.signature import DEFAULT_PRIORITY, PRIORITY_LEVELS, Array, Outputs, Rows
 from inference_service.domain.statistics import Statistics
-from inference_service.domain.tensors import Array
 from shared.errors import DeadlineExceeded, MillraceError, ResourceExhausted
 from shared.grpc_server.interceptor import Decaying
 from shared.telemetry import QueueSpan as WaitingSpan

@@ -17,27 +17,7 @@ from functools import partial
 from typing import Any
 
 from inference import grpc_service_pb2 as pb
-from inference_service.domain.deployment import Deployment, ModelVersion, Shadow, application_name, headers_of
-from inference_service.domain.signature import (
-    DEFAULT_PRIORITY,
-    LABEL,
-    LABEL_NAME,
-    PRIORITY_LEVELS,
-    RequestedOutput,
-    RequestOptions,
-    Rows,
-    TensorSpec,
-    check_answer_fits,
-    check_classifiable,
-    count_rows,
-    outputs_wanted,
-    request_options_of,
-    rows_of,
-)
-from inference_service.domain.statistics import LATE, OK, Statistics
-from inference_service.domain.tensors import WireTensor
-from inference_service.serve.batcher import Batcher
-from inference_service.serve.convert import (
+from inference_service.convert import (
     answer_to_proto,
     check_tensor_counts,
     decode_typed,
@@ -48,6 +28,26 @@ from inference_service.serve.convert import (
     streamed_answer,
     streamed_error,
 )
+from inference_service.domain.deployment import Deployment, ModelVersion, Shadow, application_name, headers_of
+from inference_service.domain.signature import (
+    DEFAULT_PRIORITY,
+    LABEL,
+    LABEL_NAME,
+    PRIORITY_LEVELS,
+    RequestedOutput,
+    RequestOptions,
+    Rows,
+    TensorSpec,
+    WireTensor,
+    check_answer_fits,
+    check_classifiable,
+    count_rows,
+    outputs_wanted,
+    request_options_of,
+    rows_of,
+)
+from inference_service.domain.statistics import LATE, OK, Statistics
+from inference_service.serve.batcher import Batcher
 from inference_service.serve.models import Answer, Models, find_version, signature_of
 from shared.errors import DeadlineExceeded, MillraceError, ResourceExhausted, invalid_field
 from shared.grpc_errors import status_code

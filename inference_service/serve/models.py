@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from inference_service.domain.deployment import Deployment, ModelVersion, State, application_name, routed
-from inference_service.domain.signature import PRIORITY_LEVELS, Rows, Signature, TensorSpec
+from inference_service.domain.signature import PRIORITY_LEVELS, Array, Rows, Signature, TensorSpec
 from inference_service.domain.statistics import Statistics
-from inference_service.domain.tensors import Array
 from inference_service.serve.batcher import Batcher
 from shared.errors import FailedPrecondition, NotFound, Unavailable, invalid_field, not_found
 

@@ -17,8 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.types as kinds
 
-from inference_service.domain.signature import FREE, PREPARED, Rows, TensorSpec
-from inference_service.domain.tensors import Array, datatype_of
+from inference_service.domain.signature import FREE, PREPARED, Array, Rows, TensorSpec, datatype_of
 from shared.checkpoint import CheckpointContent
 from shared.checkpoint.missing_values import NanReading, float_columns, may_be_non_finite, nan_reading
 from shared.errors import FailedPrecondition, InvalidArgument, MillraceError, ResourceExhausted

@@ -34,16 +34,13 @@ from shared.storage import open_store
 from shared.telemetry import configure_logging, configure_tracing, current_frames, tracing
 
 if TYPE_CHECKING:
-    from inference_service.serve.served_model import ServedModel
-    from inference_service.serve.served_predictor import ServedPredictor
+    from inference_service.serve.served_model import ServedModel, ServedPredictor
 
 
 # --- Replica ---
 
 logger = logging.getLogger(__name__)
 
-
-# --- Replica ---
 
 T = TypeVar("T")
 
@@ -242,7 +239,7 @@ def _load(spec: ReplicaSpec) -> tuple[Any, Loaded]:
 
 
 def _load_predictor(spec: ReplicaSpec) -> tuple[Any, Loaded]:
-    from inference_service.serve.served_predictor import ServedPredictor
+    from inference_service.serve.served_model import ServedPredictor
 
     own_code, store = OwnCode(is_trusted=spec.own_code), open_store(spec.store)
     content = _retry_on_outage(lambda: load_program_checkpoint(store, spec.folder, spec.manifest_sha256))

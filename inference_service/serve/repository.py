@@ -9,6 +9,7 @@ from typing import Any
 
 from inference import grpc_service_pb2 as pb
 from inference import model_config_pb2 as config_pb
+from inference_service.convert import PLATFORM
 from inference_service.deploy.deployments import Deployments
 from inference_service.domain.deployment import (
     Deployment,
@@ -23,7 +24,6 @@ from inference_service.domain.rollout_transitions import check_can_begin
 from inference_service.domain.signature import DEFAULT_PRIORITY, PRIORITY_LEVELS, Signature, TensorSpec
 from inference_service.domain.statistics import OK, Histogram, Statistics
 from inference_service.frontends import Peers
-from inference_service.serve.convert import PLATFORM
 from inference_service.serve.models import Listed, Models
 from shared.errors import NotFound, not_found
 from shared.names import ID, check_id

@@ -9,9 +9,8 @@ from typing import Any
 from click.testing import CliRunner, Result
 from grpc import aio
 
-from inference_service.deploy.capacity import Cluster
-from inference_service.deploy.deployments import DeploymentManager, DeploymentOperations, Deployments
-from inference_service.deploy.rollout_manager import RolloutManager
+from inference_service.deploy.deployments import Cluster, DeploymentManager, DeploymentOperations, Deployments
+from inference_service.deploy.rollout_driver import RolloutManager
 from inference_service.domain.deployment import Deployment
 from inference_service.servicer import DeploymentServicer
 from millrace.inference.v1 import deployment_service_pb2_grpc as pb_grpc

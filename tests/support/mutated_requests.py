@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from inference import grpc_service_pb2 as oip
-from inference_service.domain.tensors import DATATYPES
+from inference_service.domain.signature import DATATYPES
 from tests.support.hostile_messages import hostile
 
 DIMENSIONS = (-1, 0, 1, 2, 3, 2**31, 2**63 - 1)

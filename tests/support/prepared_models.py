@@ -15,8 +15,7 @@ from PIL import Image
 
 from inference import grpc_service_pb2 as oip
 from inference_service.domain.deployment import Deployment
-from inference_service.domain.signature import NULLS, Outputs, Rows, Signature, TensorSpec
-from inference_service.domain.tensors import DATATYPES, encode_raw
+from inference_service.domain.signature import DATATYPES, NULLS, Outputs, Rows, Signature, TensorSpec, encode_raw
 from inference_service.serve.preprocessing import Preprocessing
 from tests.support.checkpoint_samples import content
 from tests.support.hostile_messages import NAMES, NUMBERS

@@ -20,8 +20,18 @@ import pyarrow.csv as csv
 import pytest
 from PIL import Image
 
-from inference_service.domain.signature import NULLS, Rows, Signature, TensorSpec, rows_of
-from inference_service.domain.tensors import Array, WireTensor, encode_raw, encode_typed, has_typed_form
+from inference_service.domain.signature import (
+    NULLS,
+    Array,
+    Rows,
+    Signature,
+    TensorSpec,
+    WireTensor,
+    encode_raw,
+    encode_typed,
+    has_typed_form,
+    rows_of,
+)
 from inference_service.serve.preprocessing import Preprocessing as ServedPreprocessing
 from millrace.common.v1 import transform_pb2
 from shared.checkpoint import CheckpointContent

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from inference_service.deploy.capacity import Cluster
-from inference_service.deploy.deployments import DeploymentManager, DeploymentOperations, Deployments
-from inference_service.deploy.rollout_manager import RolloutManager
+from inference_service.deploy.deployments import Cluster, DeploymentManager, DeploymentOperations, Deployments
+from inference_service.deploy.rollout_driver import RolloutManager
 from inference_service.domain.deployment import Deployment
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry
 from shared.settings import StoreSettings

@@ -6,9 +6,8 @@ import asyncio
 
 from inference_service.domain.batch_policy import BatchTimes, Limits
 from inference_service.domain.deployment import Deployment, application_name
-from inference_service.domain.signature import Outputs, Rows, Signature, TensorSpec
+from inference_service.domain.signature import Outputs, Rows, Signature, TensorSpec, WireTensor
 from inference_service.domain.statistics import Statistics
-from inference_service.domain.tensors import WireTensor
 from inference_service.serve.batcher import Batcher
 from inference_service.serve.models import Models
 from tests.support.inference_server import deployment

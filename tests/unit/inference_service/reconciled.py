@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from inference_service.deploy.capacity import Cluster
-from inference_service.deploy.deployments import Deployments
+from inference_service.deploy.deployments import Cluster, Deployments
 from inference_service.deploy.reconciler import Reconciler
 from inference_service.domain.deployment import Deployment, Scale, application_name
 from inference_service.frontends import Peers

@@ -19,7 +19,7 @@ from data_service.transforms.predictor_work import check_inputs, output_columns
 from data_service.version_catalog import Versions
 from data_service.version_jobs import VersionJobs
 from inference_service.domain.signature import RAW, Rows
-from inference_service.serve.served_predictor import ServedPredictor
+from inference_service.serve.served_model import ServedPredictor
 from shared.bundle_predictor import DeclaredTensor
 from shared.checkpoint.format import load_program_checkpoint, node_copy
 from shared.code_bundle_registry import load_code

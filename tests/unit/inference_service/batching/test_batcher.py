@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from inference_service.domain.batch_policy import BatchTimes
-from inference_service.domain.signature import Outputs, Rows
-from inference_service.domain.tensors import Array
+from inference_service.domain.signature import Array, Outputs, Rows
 from shared.errors import DataLoss, Internal, InvalidArgument
 from tests.support.garbage import uncollected
 from tests.unit.inference_service.batched import (

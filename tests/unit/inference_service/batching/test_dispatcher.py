@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from inference_service.domain.signature import RequestedOutput
-from inference_service.domain.tensors import WireTensor
+from inference_service.domain.signature import RequestedOutput, WireTensor
 from inference_service.serve.infer import Dispatcher, InFlightBytes
 from inference_service.serve.models import Models
 from shared.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted

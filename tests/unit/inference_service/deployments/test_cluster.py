@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from inference_service.deploy.capacity import REMEMBERED_S, Cluster
+from inference_service.deploy.deployments import REMEMBERED_S, Cluster
 from inference_service.domain.deployment import Autoscaling
 from shared.errors import FailedPrecondition
 from tests.unit.inference_service.domain.test_scaling import spec

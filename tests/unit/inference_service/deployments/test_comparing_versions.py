@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from inference_service.deploy.deployments import DeploymentManager, Deployments
-from inference_service.deploy.rollout_manager import RolloutManager
+from inference_service.deploy.rollout_driver import RolloutManager
 from inference_service.domain.deployment import Deployment
 from inference_service.domain.rollout import (
     Compared,

@@ -11,9 +11,8 @@ import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
 from grpc import aio
 
-from inference_service.deploy.capacity import Cluster
-from inference_service.deploy.deployments import DeploymentManager, DeploymentOperations, Deployments
-from inference_service.deploy.rollout_manager import RolloutManager
+from inference_service.deploy.deployments import Cluster, DeploymentManager, DeploymentOperations, Deployments
+from inference_service.deploy.rollout_driver import RolloutManager
 from inference_service.domain.deployment import Deployment
 from inference_service.domain.rollout_transitions import with_traffic_back
 from inference_service.servicer import DeploymentServicer

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from inference_service.deploy.capacity import Cluster
-from inference_service.deploy.deployments import DeploymentManager, DeploymentOperations, Deployments
-from inference_service.deploy.rollout_manager import RolloutManager
+from inference_service.deploy.deployments import Cluster, DeploymentManager, DeploymentOperations, Deployments
+from inference_service.deploy.rollout_driver import RolloutManager
 from inference_service.domain.deployment import Creation, State
 from shared.checkpoint.references import references_of_job
 from shared.errors import FailedPrecondition, InvalidArgument

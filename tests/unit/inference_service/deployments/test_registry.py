@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from inference_service.deploy.capacity import Cluster
-from inference_service.deploy.deployments import DeploymentManager, DeploymentOperations, Deployments
+from inference_service.deploy.deployments import Cluster, DeploymentManager, DeploymentOperations, Deployments
 from inference_service.domain.deployment import (
     Deployment,
     State,

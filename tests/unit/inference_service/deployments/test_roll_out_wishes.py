@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from inference_service.deploy.capacity import Cluster
-from inference_service.deploy.deployments import DeploymentOperations, Deployments
-from inference_service.deploy.rollout_manager import RolloutManager
+from inference_service.deploy.deployments import Cluster, DeploymentOperations, Deployments
+from inference_service.deploy.rollout_driver import RolloutManager
 from inference_service.domain.deployment import Deployment, TrafficChange, VersionPolicy
 from inference_service.domain.rollout_transitions import with_next_step
 from shared.checkpoint import CheckpointRegistry

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_service.domain.tensors import bfloat16_to_float32, float32_to_bfloat16
+from inference_service.domain.signature import bfloat16_to_float32, float32_to_bfloat16
 
 
 def test_every_bfloat16_survives_the_way_through_float32() -> None:

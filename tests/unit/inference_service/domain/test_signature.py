@@ -6,8 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from inference_service.domain.signature import Signature, TensorSpec, check_answer_fits, outputs_wanted, rows_of
-from inference_service.domain.tensors import WireTensor
+from inference_service.domain.signature import (
+    Signature,
+    TensorSpec,
+    WireTensor,
+    check_answer_fits,
+    outputs_wanted,
+    rows_of,
+)
 from shared.errors import InvalidArgument
 from tests.support.cpu_time import cpu_at_most
 

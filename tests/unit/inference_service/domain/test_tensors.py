@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from inference_service.domain.tensors import (
+from inference_service.domain.signature import (
     DATATYPES,
     Array,
     WireTensor,

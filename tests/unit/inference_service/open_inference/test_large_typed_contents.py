@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from inference import grpc_service_pb2 as oip
-from inference_service.domain.tensors import DATATYPES, decode
-from inference_service.serve import convert, infer
-from inference_service.serve.convert import FEW_ELEMENTS, decode_typed, inputs_from_proto, many_elements
+from inference_service import convert
+from inference_service.convert import FEW_ELEMENTS, decode_typed, inputs_from_proto, many_elements
+from inference_service.domain.signature import DATATYPES, decode
+from inference_service.serve import infer
 from inference_service.serve.infer import InFlightBytes
 from shared.errors import InvalidArgument
 from tests.support.grpc_kit import told

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from inference_service.deploy.capacity import Cluster
-from inference_service.deploy.deployments import DeploymentManager, DeploymentOperations, Deployments
+from inference_service.deploy.deployments import Cluster, DeploymentManager, DeploymentOperations, Deployments
 from inference_service.deploy.reconciler import Reconciler
-from inference_service.deploy.rollout_manager import RolloutManager
+from inference_service.deploy.rollout_driver import RolloutManager
 from inference_service.domain.deployment import Autoscaling, Scale, State, application_name
 from inference_service.frontend import PeerReports
 from inference_service.frontends import Peers, PeerState

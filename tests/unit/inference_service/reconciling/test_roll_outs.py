@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from inference_service.deploy.deployments import DeploymentOperations, Deployments
-from inference_service.deploy.rollout_manager import RolloutManager
+from inference_service.deploy.rollout_driver import RolloutManager
 from inference_service.domain.deployment import State, TrafficChange, VersionPolicy, application_name
 from inference_service.domain.rollout import (
     RolloutLimits,

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from inference_service.domain.deployment import Spec, check_spec
-from inference_service.domain.signature import FREE, NULLS, RAW, Rows, TensorSpec
-from inference_service.domain.tensors import DATATYPES
-from inference_service.serve.served_predictor import ServedPredictor
+from inference_service.domain.signature import DATATYPES, FREE, NULLS, RAW, Rows, TensorSpec
+from inference_service.serve.served_model import ServedPredictor
 from shared import bundle_predictor
 from shared.checkpoint.format import ProgramContent
 from shared.durable import as_state
