@@ -198,8 +198,8 @@ def own_code(environ: Mapping[str, str], listen: str, *, has_token: bool) -> Own
         raise SettingsError(f"{VARIABLE}={text!r}: use {OFF} or {TRUSTED}")
     if text == TRUSTED and not has_token and not _is_loopback(listen):
         raise SettingsError(
-            f"{VARIABLE}={TRUSTED}: whoever reaches {listen} could run code on the cluster; demand a token with "
-            f"MILLRACE_TOKEN_FILE, listen on 127.0.0.1, or set {VARIABLE}={OFF}"
+            f"{VARIABLE}={TRUSTED}: every client that reaches {listen} could run code on the cluster; demand a token "
+            f"with MILLRACE_TOKEN_FILE, listen on 127.0.0.1, or set {VARIABLE}={OFF}"
         )
     return OwnCode(is_trusted=text == TRUSTED)
 

@@ -630,7 +630,7 @@ class _SendingParts:
                 f"{self.name} was committed meanwhile and takes no more parts",
                 reason="UPLOAD_NOT_OPEN",
                 metadata={"resource": self.name},
-                remedy=f"get_upload({self.name!r}) tells its size and SHA-256: import it, or start another upload",
+                remedy=f"get_upload({self.name!r}) returns its size and SHA-256: import it, or start another upload",
             )
         if _layout(renewed) != _layout(self._upload):
             # For example after an upgrade of the service. The parts sent already would overlap the new ones.

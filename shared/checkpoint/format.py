@@ -658,7 +658,7 @@ def _is_current(lock: int, place: Path) -> bool:
 
 
 def _state(place: Path) -> tuple[int, int] | None:
-    """Return what tells a copy from the one that replaces it, or None if there is none."""
+    """Return what distinguishes a copy from the one that replaces it, or None if there is none."""
     try:
         found = place.stat()
     except FileNotFoundError:

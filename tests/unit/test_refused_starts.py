@@ -44,7 +44,7 @@ def test_own_code_is_not_trusted_where_strangers_call(
     text = refusal(service, capsys)
 
     assert text.startswith(
-        f"{service}_service: MILLRACE_OWN_CODE=trusted: whoever reaches 0.0.0.0:50099 could run code"
+        f"{service}_service: MILLRACE_OWN_CODE=trusted: every client that reaches 0.0.0.0:50099 could run code"
     )
     assert "MILLRACE_TOKEN_FILE" in text
     assert not (tmp_path / "store").exists(), "it has touched nothing yet"

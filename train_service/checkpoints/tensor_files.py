@@ -309,7 +309,7 @@ def upload_shards(store: ObjectStore, folder: str, spooled: Sequence[SpooledFile
 
 
 def tell_written(store: ObjectStore, folder: str, rank: int, named: Sequence[Mapping[str, Any]]) -> None:
-    """Tell rank 0 that this rank's shards are durable."""
+    """Report to rank 0 that this rank's shards are durable."""
     store.put(_note(folder, rank), json.dumps({"files": named}).encode())
 
 

@@ -1,6 +1,6 @@
 """Resources: a run's demand, a cluster's capacity, and the queue of jobs for it.
 
-The module tells whether a cluster can provide a run's resources, how many workers fit now, who holds the rest, and
+The module computes whether a cluster can provide a run's resources, how many workers fit now, who holds the rest, and
 which jobs begin.
 
 All functions work on plain values: the nodes' totals, the nodes' free resources, and Ray's lists of actors and groups.

@@ -132,8 +132,8 @@ def test_a_trial_that_was_deleted_is_shown_as_such() -> None:
 
 
 def test_the_error_of_a_failed_sweep_is_shown_below_its_trials() -> None:
-    told = "no checkpoint of the 3 trials has the metric 'f2' [bold]"
-    assert told in run(Sweeping(error=told), "sweeps", "s").stdout
+    error = "no checkpoint of the 3 trials has the metric 'f2' [bold]"
+    assert error in run(Sweeping(error=error), "sweeps", "s").stdout
 
 
 def test_sweeps_are_listed() -> None:

@@ -73,20 +73,20 @@ def test_the_ends_of_the_trials_are_waited_for_through_an_outage(place: Place, m
 
 
 @pytest.mark.parametrize(
-    ("state", "metrics", "reason", "told"),
+    ("state", "metrics", "reason", "message"),
     [
         (JobState.SUCCEEDED, {"loss": 0.5}, "METRIC_NOT_MEASURED", "has the metric 'validation_accuracy'"),
         (JobState.FAILED, {"validation_accuracy": 0.5}, "ALL_TRIALS_FAILED", "none of the 2 trials ended well"),
     ],
 )
 def test_a_sweep_without_a_best_trial_says_why(
-    place: Place, state: JobState, metrics: dict[str, float], reason: str, told: str
+    place: Place, state: JobState, metrics: dict[str, float], reason: str, message: str
 ) -> None:
     place.create()
     for number in range(2):
         place.measure(number, 0.5, metrics=metrics)
         place.put_in(state, place.trials().name(number))
-    with pytest.raises(FailedPrecondition, match=told) as refused:
+    with pytest.raises(FailedPrecondition, match=message) as refused:
         attempt._result(place.trials())
     assert refused.value.specific_reason == reason
 
