@@ -245,6 +245,8 @@ class _Import:
                 self._progress.add(written.tally.kept, self._outcome.left_out)
         ordered = [tallies[part.number] for part in self._plan.parts]
         if arrivals.moved:
+            for part in arrivals.moved:
+                del tallies[part.number]
             kept = self._kept("write-again", work.repeats)
             with closing(self._pass(work, arrivals.moved, tallies, kept)) as results:
                 for part, written in results:
@@ -269,8 +271,8 @@ class _Import:
     ) -> Generator[tuple[ImportPart, Any], None, None]:
         """Does the work on each part in a task; yields the part with its result, and keeps the tally.
 
-        `tallies` has those of the parts that are not in this pass. Raises the error of the first part that fails, in
-        row order: others may go on until the parts before are done.
+        `tallies` has those of the parts that are not in this pass, and of no other. Raises the error of the first part
+        that fails, in row order: others may go on until the parts before are done.
         """
         first_failure = _FirstFailure(0 if work.is_lenient else self._spec.bad_rows.max_rows)
         failed: dict[int, tuple[ImportPart, MillraceError]] = {}

@@ -264,6 +264,30 @@ def test_a_source_that_changes_between_two_passes_fails_the_import(
     assert (job.error["kind"], job.error["reason"]) == ("InvalidArgument", "SOURCE_CHANGED")
 
 
+@pytest.mark.parametrize("is_damaged", [False, True], ids=["deleted", "damaged"])
+def test_a_part_that_fails_when_it_is_written_again_fails_the_import(
+    store: ObjectStore, tmp_path: Path, is_damaged: bool
+) -> None:
+    class Breaking(Parts):
+        def __call__(self, *arguments: Any, **options: Any) -> Any:
+            if self.passes:
+                file = tmp_path / "4.parquet"  # part 5
+                if is_damaged:
+                    file.write_bytes(bytes(file.stat().st_size))
+                else:
+                    file.unlink()
+            return super().__call__(*arguments, **options)
+
+    for version, order in (("v1", reversed), ("v2", as_given)):
+        runner = Breaking(order)
+        job = run(store, tmp_path, version, SPECS["bad rows"](tmp_path), runner)
+        assert [numbers for _, numbers in runner.passes] == [ALL, [3, 4, 5, 6]]
+        assert job.state is JobState.FAILED
+        assert job.error is not None
+        assert "4.parquet" in job.error["message"]
+        assert [info.key for info in store.list(f"{job.name}/data")] == []
+
+
 def test_an_outage_in_one_part_ends_the_attempt_and_not_the_job(
     store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
