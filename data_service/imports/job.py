@@ -52,9 +52,10 @@ from shared.storage import ObjectStore
 # other, so each row's id is known when the row is read. The parts of a larger one are tasks of Ray that run at the same
 # time. Their row ids need the number of rows in the parts before, and these are known if the sources say how many rows
 # they have and all rows are good. So the parts are written with these numbers at once, and those that came to stand at
-# another place are written again. If a source does not say how many rows it has, a pass counts them first. So it does
-# for hold-outs, because the rows that are held out depend on the counts, and for checks of uniqueness, whose keys it
-# collects.
+# another place are written again. If a source does not say how many rows it has, a pass first counts those of its
+# parts.
+# For hold-outs the pass counts all parts, because the rows that are held out depend on the counts, and so it does for
+# checks of uniqueness, whose keys it collects.
 
 
 def run_import(context: AttemptContext, run_parts: PartRunner = run_on_ray) -> dict[str, Any]:
@@ -129,6 +130,8 @@ class _Import:
         # Those of the splits with hold-outs, once their rows are counted.
         self._routings: dict[str, Routing] = {}
         self._first_row_ids: dict[str, int] = {}
+        # The parts whose rows were counted, by number; the tallies of others are expectations.
+        self._counted_parts: set[int] = set()
 
     def run(self) -> dict[str, Any]:
         counted, repeats = self._counted()
@@ -144,20 +147,39 @@ class _Import:
         return self._commit(self._lay_out(routings, tallies))
 
     def _counted(self) -> tuple[list[Tally] | None, Repeats | None]:
-        """Counts the rows of each part in a pass of its own, if that is needed, and finds repeated values."""
+        """Counts rows in a pass of its own, if that is needed, and finds repeated values."""
         if not self._opened.in_tasks:
             return (self._count_here() if self._spec.hold_outs else None), None
         finds_keys = self._rows.checks.needs_keys
-        if not (finds_keys or self._spec.hold_outs or not self._plan.row_counts_are_known):
-            return None, None
-        work, keys = CountPart(self._rows, finds_keys), self._rows.checks.empty_keys()
+        if not (finds_keys or self._spec.hold_outs):
+            return self._expected(self._plan.uncounted), None
+        work, keys = CountPart(self._rows, finds_keys, is_lenient=finds_keys), self._rows.checks.empty_keys()
         tallies: dict[int, Tally] = {}
         with closing(self._pass(work, self._placed(None), tallies, self._kept("count"))) as results:
             for _, counted in results:
                 if counted.keys is not None:
                     keys.merge(counted.keys)
+        self._counted_parts = set(tallies)
         ordered = [tallies[part.number] for part in self._plan.parts]
         return self._without_repeats(ordered, keys) if finds_keys else (ordered, None)
+
+    def _expected(self, uncounted: Sequence[ImportPart]) -> list[Tally] | None:
+        """Counts the rows of some parts; returns the tallies of all parts as if the rows of the others are all good.
+
+        A part that cannot be counted ends the pass: the parts before may fail, too, so the next pass finds the failure
+        to report.
+        """
+        if not uncounted:
+            return None
+        tallies = {part.number: Tally(part.row_count, part.row_count) for part in self._plan.parts}
+        work = CountPart(self._rows, is_lenient=True)
+        with closing(self._passes.over("", work, uncounted, foreign_code=False, kept=self._kept("count"))) as results:
+            for part, counted in results:
+                if isinstance(counted, PartFailed):
+                    break
+                tallies[part.number] = counted.tally
+                self._counted_parts.add(part.number)
+        return list(tallies.values())
 
     def _count_here(self) -> list[Tally]:
         work, finder, watch = CountPart(self._rows), KeepFirst(self._rows.checks), _Watch(self._context)
@@ -239,7 +261,7 @@ class _Import:
         kept = self._kept("write", work.repeats)
         with closing(self._pass(work, self._placed(counted), tallies, kept)) as results:
             for part, written in results:
-                if counted is not None:
+                if counted is not None and part.number in self._counted_parts:
                     self._refuse_change(part, written.tally, counted)
                 arrivals.add(part, written)
                 self._progress.add(written.tally.kept, self._outcome.left_out)

@@ -65,10 +65,16 @@ class PartRows:
     policy: BadRowPolicy
     nan_as_null: bool
 
-    def screen(self, part: ImportPart, quarantine: Path, keys: UniqueKeys | None = None) -> Screen:
-        """Returns the screen of a pass that only collects `keys`, if given: it raises for no row."""
+    def screen(
+        self, part: ImportPart, quarantine: Path, keys: UniqueKeys | None = None, *, is_lenient: bool = False
+    ) -> Screen:
+        """Returns the screen of a pass, which collects `keys` if they are given.
+
+        A lenient screen raises for no row.
+        """
         policy = BadRowPolicy(self.policy.quarantines, self.policy.max_rows, part.place.bad_rows)
-        return Screen(self.checks, part, BadRowPolicy(quarantines=True) if keys else policy, quarantine, keys)
+        lenient = BadRowPolicy(quarantines=True)
+        return Screen(self.checks, part, lenient if is_lenient else policy, quarantine, keys, is_lenient=is_lenient)
 
     def kept(
         self, part: ImportPart, screen: Screen, finder: Finder | None, store: ObjectStore, watch: Watch
@@ -114,16 +120,24 @@ ROW_BITS = 40
 class Screen:
     """One screening pass over the rows of a part, in their order.
 
-    It is also the sink of the sources' bad rows. With `keys` it collects the keys for checks of uniqueness, and rows
-    that violate a failing check are not reported.
+    It is also the sink of the sources' bad rows. With `keys` it collects the keys for checks of uniqueness. If it is
+    lenient, rows that violate a failing check are not reported.
     """
 
     def __init__(
-        self, checks: RowChecks, part: ImportPart, policy: BadRowPolicy, quarantine: Path, keys: UniqueKeys | None
+        self,
+        checks: RowChecks,
+        part: ImportPart,
+        policy: BadRowPolicy,
+        quarantine: Path,
+        keys: UniqueKeys | None,
+        *,
+        is_lenient: bool,
     ) -> None:
         self._checks = checks
         self._part = part
         self._keys = None if keys is None else _KeyCollector(keys)
+        self._is_lenient = is_lenient
         self._readable = self._kept = 0
         self.counts = CheckCounts(checks.checks)
         self.bad_rows = BadRowLog(quarantine, policy)
@@ -146,7 +160,7 @@ class Screen:
         return Tally(self._readable, self._kept, self.bad_rows.bad_count, left_out)
 
     def _checked(self, table: pa.Table, source: str, first: int, finder: Finder | None) -> pa.Table:
-        if self._keys is not None:
+        if self._is_lenient:
             verdict = self._checks.apply(table, (self._part.number << ROW_BITS) + first, self._keys)
             return table.filter(pa.array(verdict.keep))
         ordinal = self._part.place.ordinal + first
@@ -182,15 +196,14 @@ class Counted:
 
 @dataclass(frozen=True)
 class CountPart:
-    """Counts the rows of a part; `finds_keys` says that it collects the keys for checks of uniqueness."""
+    """Counts the rows of a part; `finds_keys` says that it collects the keys for checks of uniqueness.
+
+    `is_lenient` leaves it to a later pass to raise for single rows.
+    """
 
     rows: PartRows
     finds_keys: bool = False
-
-    @property
-    def is_lenient(self) -> bool:
-        """Whether it leaves it to a later pass to raise for single rows."""
-        return self.finds_keys
+    is_lenient: bool = False
 
     def __call__(self, part: ImportPart) -> Counted:
         with scratch_folder() as scratch:
@@ -200,7 +213,7 @@ class CountPart:
         self, part: ImportPart, store: ObjectStore, scratch: Path, finder: Finder | None, watch: Watch
     ) -> Counted:
         keys = self.rows.checks.empty_keys() if self.finds_keys else None
-        screen = self.rows.screen(part, scratch / f"counted-{QUARANTINE}", keys)
+        screen = self.rows.screen(part, scratch / f"counted-{QUARANTINE}", keys, is_lenient=self.is_lenient)
         with screen.bad_rows:
             for _ in self.rows.kept(part, screen, finder, store, watch):
                 pass

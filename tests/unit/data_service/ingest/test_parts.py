@@ -36,6 +36,7 @@ from tests.support.transforming import run_here
 DATASET = "datasets/d/versions"
 ROWS = 40
 FILES = 7
+ALL = [0, 1, 2, 3, 4, 5, 6]
 
 
 @pytest.fixture(autouse=True)
@@ -209,6 +210,48 @@ def test_parts_whose_sources_do_not_say_how_many_rows_they_have_are_counted_firs
     assert numbers(store, job.name) == numbers(store, expected.name)
 
 
+@pytest.fixture
+def _two_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sources of the parts 1 and 4 do not say how many rows they have."""
+    known = ImportPart.expected_rows.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        ImportPart, "expected_rows", property(lambda part: None if part.number in (1, 4) else known(part))
+    )
+
+
+@pytest.mark.usefixtures("_two_unknown")
+@pytest.mark.parametrize(
+    ("bad", "again"), [({}, None), ({2: [0, 39], 3: [1]}, None), ({1: [3], 2: [0]}, [4, 5, 6]), (BAD, [3, 4, 5, 6])]
+)
+def test_only_parts_of_unknown_row_counts_are_counted_first(
+    store: ObjectStore, tmp_path: Path, bad: dict[int, list[int]], again: list[int] | None
+) -> None:
+    spec = spec_of(sources(tmp_path, bad))
+    runner = Parts()
+    found = run(store, tmp_path, "v1", spec, runner)
+    assert found.error is None
+    passes = [("CountPart", [1, 4]), ("WritePart", ALL)]
+    assert runner.passes == passes + ([("WritePart", again)] if again else [])
+    expected = run_in_one_process(store, tmp_path, "v2", spec)
+    manifests = [load_version(store, job.name).manifest_sha256 for job in (expected, found)]
+    assert manifests[0] == manifests[1]
+
+
+@pytest.mark.usefixtures("_two_unknown")
+def test_a_part_that_cannot_be_counted_fails_where_it_is_written(store: ObjectStore, tmp_path: Path) -> None:
+    class Deleting(Parts):
+        def __call__(self, *arguments: Any, **options: Any) -> Any:
+            (tmp_path / "2.parquet").unlink(missing_ok=True)  # part 4
+            return super().__call__(*arguments, **options)
+
+    runner = Deleting()
+    job = run(store, tmp_path, "v1", spec_of(sources(tmp_path)), runner)
+    assert runner.passes == [("CountPart", [1, 4]), ("WritePart", ALL)]
+    assert job.state is JobState.FAILED
+    assert job.error is not None
+    assert "2.parquet" in job.error["message"]
+
+
 def failing(check: dict[str, Any]) -> dict[str, Any]:
     return {**check, "action": "ACTION_FAIL"}
 
@@ -247,6 +290,18 @@ def test_the_first_part_that_fails_is_the_one_that_is_reported(store: ObjectStor
     assert expected.state is JobState.FAILED
     assert (found.state, found.error) == (JobState.FAILED, expected.error)
     assert [info.key for info in store.list(f"{found.name}/data")] == []
+
+
+@pytest.mark.usefixtures("_two_unknown")
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_first_failure_is_reported_if_some_row_counts_are_unknown(
+    store: ObjectStore, tmp_path: Path, name: str
+) -> None:
+    spec = REFUSED[name](tmp_path)
+    expected = run_in_one_process(store, tmp_path, "v1", spec)
+    found = run(store, tmp_path, "v2", spec, Parts())
+    assert expected.state is JobState.FAILED
+    assert (found.state, found.error) == (JobState.FAILED, expected.error)
 
 
 @pytest.mark.parametrize("name", ["bad rows", "hold-outs"])
@@ -325,9 +380,6 @@ def run_again(store: ObjectStore, name: str, run_parts: Parts) -> JobRecord:
     jobs.transition(name, lambda job: begin_attempt(job, time.time()), attempt=2)
     run_attempt(functools.partial(import_job.run_import, run_parts=run_parts), store, IMPORT_KIND, name, 2)
     return jobs.get(name, name)
-
-
-ALL = [0, 1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize(
