@@ -322,17 +322,21 @@ class _Import:
         """Returns the error of a part, all of whose parts before are done.
 
         It may name a row by what stands before the part, or be the last of too many bad rows: then the part is read
-        again from where it stands.
+        again from where it stands. So is a part that fails for another reason if more bad rows stand before it than it
+        counted: its own may be too many before it comes to that failure.
         """
-        if error is not None and error.specific_reason not in PLACED_REASONS:
+        has_place = error is None or error.specific_reason in PLACED_REASONS
+        if error is not None and not has_place and not self._spec.bad_rows.max_rows:
             return error
         placer = self._placer()
         for before in self._plan.parts[:number]:
             placer.place(before)
             placer.advance(tallies[before.number])
         placed = placer.place(self._plan.parts[number])
-        if error is not None and part is not None and part.place == placed.place:
-            return error
+        if error is not None and part is not None:
+            has_more_before = part.place.bad_rows < placed.place.bad_rows
+            if part.place == placed.place or not (has_place or has_more_before):
+                return error
         with closing(self._passes.over("", work, [placed], foreign_code=False)) as results:
             for _, result in results:
                 if isinstance(result, PartFailed):

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_service.domain.import_spec import BadRows, Base, ColumnType, HoldOut, ImportSpec, Source
+from data_service.formats.parquet import MAX_BATCH_ROWS
 from data_service.imports import job as import_job
 from data_service.imports import plan
 from data_service.imports.plan import ImportPart
@@ -80,6 +81,18 @@ def inside_out(parts: Sequence[Any]) -> Sequence[Any]:
 def parquet(folder: Path, name: str, split: str, **columns: object) -> Source:
     pq.write_table(pa.table(columns), folder / name)
     return Source(split=split, format="parquet", uris={"parquet.uri": (folder / name).as_uri()})
+
+
+def damaged(folder: Path, name: str) -> Source:
+    """A file whose rows 1 and 2 are bad, and whose second row group cannot be read."""
+    texts = [f"x{row}" if row in (1, 2) else str(280 + row) for row in range(2 * MAX_BATCH_ROWS)]
+    pq.write_table(pa.table({"n": texts}), folder / name, row_group_size=MAX_BATCH_ROWS, use_dictionary=False)
+    column = pq.read_metadata(folder / name).row_group(1).column(0)
+    data = bytearray((folder / name).read_bytes())
+    end, half = column.data_page_offset + column.total_compressed_size, column.total_compressed_size // 2
+    data[end - half : end] = b"\xff" * half
+    (folder / name).write_bytes(data)
+    return Source(split="train", format="parquet", uris={"parquet.uri": (folder / name).as_uri()})
 
 
 def run(store: ObjectStore, folder: Path, version: str, spec: ImportSpec, run_parts: Parts) -> JobRecord:
@@ -275,6 +288,12 @@ REFUSED: dict[str, Callable[[Path], ImportSpec]] = {
     ),
     "too many beside unique": lambda folder: spec_of(
         sources(folder, BAD, REPEATS), checks=[UNIQUE], bad_rows=BadRows(action="quarantine", max_rows=2)
+    ),
+    "too many bad rows before damage": lambda folder: spec_of(
+        [*sources(folder, BAD), damaged(folder, "damaged.parquet")], bad_rows=BadRows(action="quarantine", max_rows=7)
+    ),
+    "damage before too many bad rows": lambda folder: spec_of(
+        [*sources(folder, BAD), damaged(folder, "damaged.parquet")], bad_rows=BadRows(action="quarantine", max_rows=9)
     ),
     "no row is left": lambda folder: spec_of(
         sources(folder), checks=[{"column": "n", "range": {"min": 90, "max": 100}, "action": "ACTION_QUARANTINE"}]
