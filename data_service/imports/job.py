@@ -18,7 +18,7 @@ from data_service.attempt import attempt_folder, columns_of, commit_version
 from data_service.domain.bad_rows import TOO_MANY_BAD_ROWS, BadRowLog, BadRowPolicy, build_report
 from data_service.domain.checks import CHECK_FAILED, fits, parse_checks
 from data_service.domain.checks_gate import gate
-from data_service.domain.checks_rows import CheckCounts, KeepFirst, Repeats, RowChecks, UniqueKeys
+from data_service.domain.checks_rows import CheckCounts, KeepFirst, Ordinals, Repeats, RowChecks
 from data_service.domain.import_spec import Base, ImportSpec
 from data_service.domain.layout import EmptySplit, LayoutError, Routing, SplitRange, lay_out, route
 from data_service.domain.statistics import SplitStatistics
@@ -150,18 +150,52 @@ class _Import:
         """Counts rows in a pass of its own, if that is needed, and finds repeated values."""
         if not self._opened.in_tasks:
             return (self._count_here() if self._spec.hold_outs else None), None
-        finds_keys = self._rows.checks.needs_keys
-        if not (finds_keys or self._spec.hold_outs):
+        if self._rows.checks.needs_keys:
+            return self._counted_with_keys()
+        if not self._spec.hold_outs:
             return self._expected(self._plan.uncounted), None
-        work, keys = CountPart(self._rows, finds_keys, is_lenient=finds_keys), self._rows.checks.empty_keys()
         tallies: dict[int, Tally] = {}
-        with closing(self._pass(work, self._placed(None), tallies, self._kept("count"))) as results:
-            for _, counted in results:
-                if counted.keys is not None:
-                    keys.merge(counted.keys)
+        with closing(self._pass(CountPart(self._rows), self._placed(None), tallies, self._kept("count"))) as results:
+            for _ in results:
+                pass
         self._counted_parts = set(tallies)
-        ordered = [tallies[part.number] for part in self._plan.parts]
-        return self._without_repeats(ordered, keys) if finds_keys else (ordered, None)
+        return [tallies[part.number] for part in self._plan.parts], None
+
+    def _counted_with_keys(self) -> tuple[list[Tally], Repeats]:
+        """Counts the rows of each part without repeated values.
+
+        Raises the error of the first part that fails or has a repeat that a check does not allow. Which rows are
+        repeats is known only after the parts before, so the pass raises for no row, and that part is read again.
+        """
+        work, keys = CountPart(self._rows, finds_keys=True, is_lenient=True), self._rows.checks.empty_keys()
+        tallies: dict[int, Tally] = {}
+        failed: dict[int, MillraceError | None] = {}
+        first_failure = _FirstFailure(self._spec.bad_rows.max_rows)
+        running = self._passes.over("", work, self._placed(None), foreign_code=False, kept=self._kept("count"))
+        with closing(running) as results:
+            for part, counted in results:
+                if isinstance(counted, PartFailed):
+                    failed[part.number] = counted.error
+                else:
+                    tallies[part.number] = counted.tally
+                    keys.merge(counted.keys)
+                    if counted.fails:
+                        failed[part.number] = None
+                if first_failure.number(tallies, failed) is not None:
+                    break
+        found = keys.repeats().ordinals
+        failing = [number for number in (first_failure.number(tallies, failed),) if number is not None]
+        for index, ordinals in found.items():
+            if len(ordinals) and not self._rows.checks.checks[index].quarantines:
+                failing.append(int(ordinals[0] >> ROW_BITS))
+        if failing:
+            number = min(failing)
+            before = [tallies[part.number] for part in self._plan.parts[:number]]
+            strict = CountPart(self._rows, repeats=_among_all_rows(found, before))
+            placed = self._placed_after(before)
+            raise self._error_of(strict, placed) or failed.get(number) or _changed(placed.split, tallies[number].kept)
+        self._counted_parts = set(tallies)
+        return self._without_repeats([tallies[part.number] for part in self._plan.parts], found)
 
     def _expected(self, uncounted: Sequence[ImportPart]) -> list[Tally] | None:
         """Counts the rows of some parts; returns the tallies of all parts as if the rows of the others are all good.
@@ -190,15 +224,15 @@ class _Import:
             tallies.append(counted.tally)
         return tallies
 
-    def _without_repeats(self, tallies: Sequence[Tally], keys: UniqueKeys) -> tuple[list[Tally], Repeats]:
-        """Returns the tallies without the rows that a check of uniqueness leaves out, and the repeats by ordinal."""
-        first_ordinals = np.cumsum([0, *(tally.readable for tally in tallies)])
+    def _without_repeats(self, tallies: Sequence[Tally], found: Mapping[int, Ordinals]) -> tuple[list[Tally], Repeats]:
+        """Returns the tallies without the rows that a check of uniqueness leaves out, and the repeats by ordinal.
+
+        In `found` the repeats are by the part and the row in it.
+        """
         left_out = [Counter(tally.left_out) for tally in tallies]
         kept = [tally.kept for tally in tallies]
-        repeats = {}
-        for index, ordinals in keys.repeats().ordinals.items():
+        for index, ordinals in found.items():
             parts = ordinals >> ROW_BITS
-            repeats[index] = first_ordinals[parts] + (ordinals & ((1 << ROW_BITS) - 1))
             check = self._rows.checks.checks[index]
             for number, rows in zip(*np.unique(parts, return_counts=True), strict=True) if check.quarantines else ():
                 kept[number] -= int(rows)
@@ -207,7 +241,7 @@ class _Import:
             replace(tally, kept=rows, left_out=dict(reasons))
             for tally, rows, reasons in zip(tallies, kept, left_out, strict=True)
         ]
-        return without, Repeats(repeats)
+        return without, _among_all_rows(found, tallies)
 
     def _routed(self, tallies: Sequence[Tally]) -> dict[str, Routing]:
         with self._problems(tallies).translating_errors():
@@ -296,7 +330,7 @@ class _Import:
         `tallies` has those of the parts that are not in this pass, and of no other. Raises the error of the first part
         that fails, in row order: others may go on until the parts before are done.
         """
-        first_failure = _FirstFailure(0 if work.is_lenient else self._spec.bad_rows.max_rows)
+        first_failure = _FirstFailure(self._spec.bad_rows.max_rows)
         failed: dict[int, tuple[ImportPart, MillraceError]] = {}
         with closing(self._passes.over("", work, parts, foreign_code=False, kept=kept)) as results:
             for part, result in results:
@@ -328,20 +362,25 @@ class _Import:
         has_place = error is None or error.specific_reason in PLACED_REASONS
         if error is not None and not has_place and not self._spec.bad_rows.max_rows:
             return error
-        placer = self._placer()
-        for before in self._plan.parts[:number]:
-            placer.place(before)
-            placer.advance(tallies[before.number])
-        placed = placer.place(self._plan.parts[number])
+        placed = self._placed_after([tallies[before.number] for before in self._plan.parts[:number]])
         if error is not None and part is not None:
             has_more_before = part.place.bad_rows < placed.place.bad_rows
             if part.place == placed.place or not (has_place or has_more_before):
                 return error
-        with closing(self._passes.over("", work, [placed], foreign_code=False)) as results:
-            for _, result in results:
-                if isinstance(result, PartFailed):
-                    return result.error
-        return error or _changed(placed.split, tallies[number].kept)
+        return self._error_of(work, placed) or error or _changed(placed.split, tallies[number].kept)
+
+    def _placed_after(self, before: Sequence[Tally]) -> ImportPart:
+        """Returns the part that follows the parts with these tallies, placed."""
+        placer = self._placer()
+        for part, tally in zip(self._plan.parts, before, strict=False):
+            placer.place(part)
+            placer.advance(tally)
+        return placer.place(self._plan.parts[len(before)])
+
+    def _error_of(self, work: CountPart | WritePart, part: ImportPart) -> MillraceError | None:
+        """Does the work on one part; returns its error, if it fails."""
+        with closing(self._passes.over("", work, [part], foreign_code=False)) as results:
+            return next((result.error for _, result in results if isinstance(result, PartFailed)), None)
 
     def _kept(self, name: str, repeats: Repeats | None = None) -> KeptPass:
         """Describes a pass, so that later attempts take over the results that depend on the same."""
@@ -389,6 +428,19 @@ def _base(store: ObjectStore, base: Base) -> DatasetVersion:
             fields=[("base.version", "it is another version now")],
         )
     return version
+
+
+def _among_all_rows(found: Mapping[int, Ordinals], tallies: Sequence[Tally]) -> Repeats:
+    """Returns the repeats by their ordinals among all rows.
+
+    `tallies` are those of the first parts. The repeats of later parts are left out, except for the part that follows.
+    """
+    first_ordinals = np.cumsum([0, *(tally.readable for tally in tallies)])
+    repeats = {}
+    for index, ordinals in found.items():
+        known = ordinals[(ordinals >> ROW_BITS) < len(first_ordinals)]
+        repeats[index] = first_ordinals[known >> ROW_BITS] + (known & ((1 << ROW_BITS) - 1))
+    return Repeats(repeats)
 
 
 def _changed(split: str, counted: int) -> InvalidArgument:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -121,7 +121,7 @@ class Screen:
     """One screening pass over the rows of a part, in their order.
 
     It is also the sink of the sources' bad rows. With `keys` it collects the keys for checks of uniqueness. If it is
-    lenient, rows that violate a failing check are not reported.
+    lenient, it raises for no row that violates a failing check; `has_violations` says that there was one.
     """
 
     def __init__(
@@ -139,6 +139,7 @@ class Screen:
         self._keys = None if keys is None else _KeyCollector(keys)
         self._is_lenient = is_lenient
         self._readable = self._kept = 0
+        self.has_violations = False
         self.counts = CheckCounts(checks.checks)
         self.bad_rows = BadRowLog(quarantine, policy)
         self.add = self.bad_rows.add
@@ -162,6 +163,10 @@ class Screen:
     def _checked(self, table: pa.Table, source: str, first: int, finder: Finder | None) -> pa.Table:
         if self._is_lenient:
             verdict = self._checks.apply(table, (self._part.number << ROW_BITS) + first, self._keys)
+            self.has_violations |= verdict.failure is not None
+            # Of these rows only their number is needed.
+            for reason, rows in Counter(reason for _, reason in verdict.quarantined()).items():
+                self.bad_rows.leave_out(source, "", reason, "", rows)
             return table.filter(pa.array(verdict.keep))
         ordinal = self._part.place.ordinal + first
         verdict = self._checks.apply(table, ordinal, finder)
@@ -188,26 +193,32 @@ class _KeyCollector:
 
 @dataclass(frozen=True)
 class Counted:
-    """The rows of a part; with `keys`, the repeats are still among the kept ones."""
+    """The rows of a part; with `keys`, the repeats are still among the kept ones.
+
+    `fails` says of a lenient count that a pass that is not lenient raises for a row.
+    """
 
     tally: Tally
     keys: UniqueKeys | None = None
+    fails: bool = False
 
 
 @dataclass(frozen=True)
 class CountPart:
     """Counts the rows of a part; `finds_keys` says that it collects the keys for checks of uniqueness.
 
-    `is_lenient` leaves it to a later pass to raise for single rows.
+    `is_lenient` leaves it to a later pass to raise for single rows. A count that is not lenient needs `repeats` for
+    checks of uniqueness.
     """
 
     rows: PartRows
     finds_keys: bool = False
     is_lenient: bool = False
+    repeats: Repeats | None = None
 
     def __call__(self, part: ImportPart) -> Counted:
         with scratch_folder() as scratch:
-            return self.count(part, open_store(self.rows.settings), scratch, None, NoWatch())
+            return self.count(part, open_store(self.rows.settings), scratch, self.repeats, NoWatch())
 
     def count(
         self, part: ImportPart, store: ObjectStore, scratch: Path, finder: Finder | None, watch: Watch
@@ -217,7 +228,9 @@ class CountPart:
         with screen.bad_rows:
             for _ in self.rows.kept(part, screen, finder, store, watch):
                 pass
-            return Counted(screen.tally(), keys)
+            tally = screen.tally()
+            has_bad_rows = tally.bad_rows > 0 and not self.rows.policy.quarantines
+            return Counted(tally, keys, screen.has_violations or has_bad_rows)
 
 
 # --- Writing ---
@@ -248,7 +261,6 @@ class WritePart:
     folder: str
     numbered: bool
     repeats: Repeats | None = None
-    is_lenient = False
 
     def __call__(self, part: ImportPart) -> Written:
         with scratch_folder() as scratch:

@@ -150,6 +150,9 @@ BAD = {1: [3], 2: [0, 39], 4: [7], 6: [1, 2]}
 REPEATS = {1: [3], 2: [5, 6], 3: [0], 5: [11]}
 UNIQUE = {"column": "n", "unique": {}, "action": "ACTION_QUARANTINE"}
 BELOW = {"column": "n", "range": {"max": 250}, "action": "ACTION_QUARANTINE"}
+# Leaves out the rows of the files 1, 2, 4 and 5, which are those of the split `train`.
+OF_TEST = [{"integer": str(ROWS * file + row)} for file in (0, 3, 6) for row in range(ROWS)]
+NO_TRAIN = {"column": "n", "oneOf": {"values": OF_TEST}, "action": "ACTION_QUARANTINE"}
 HELD_OUT = [HoldOut(from_split="train", to_split="validation", fraction=0.2, seed=3)]
 
 
@@ -294,6 +297,34 @@ REFUSED: dict[str, Callable[[Path], ImportSpec]] = {
     ),
     "damage before too many bad rows": lambda folder: spec_of(
         [*sources(folder, BAD), damaged(folder, "damaged.parquet")], bad_rows=BadRows(action="quarantine", max_rows=9)
+    ),
+    "a check before damage beside unique": lambda folder: spec_of(
+        [*sources(folder), damaged(folder, "damaged.parquet")],
+        hold_outs=HELD_OUT,
+        checks=[failing({**BELOW, "range": {"max": 290}}), UNIQUE],
+    ),
+    "a check before a split without rows": lambda folder: spec_of(
+        sources(folder), hold_outs=HELD_OUT, checks=[NO_TRAIN, failing(BELOW), UNIQUE]
+    ),
+    "bad rows before a split without rows": lambda folder: spec_of(
+        sources(folder, {3: [5]}), hold_outs=HELD_OUT, bad_rows=BadRows(), checks=[NO_TRAIN, UNIQUE]
+    ),
+    "too many before a split without rows": lambda folder: spec_of(
+        sources(folder, {0: [5], 6: [0, 1, 2]}),
+        hold_outs=HELD_OUT,
+        bad_rows=BadRows(action="quarantine", max_rows=3),
+        checks=[NO_TRAIN, UNIQUE],
+    ),
+    "unique before a split without rows": lambda folder: spec_of(
+        [*sources(folder), parquet(folder, "last.parquet", "test", n=texts(3))],
+        hold_outs=HELD_OUT,
+        checks=[NO_TRAIN, failing(UNIQUE)],
+    ),
+    "unique before bad rows": lambda folder: spec_of(
+        sources(folder, {5: [1]}, {2: [5]}), hold_outs=HELD_OUT, bad_rows=BadRows(), checks=[failing(UNIQUE)]
+    ),
+    "a split without rows beside unique": lambda folder: spec_of(
+        sources(folder), hold_outs=HELD_OUT, checks=[NO_TRAIN, UNIQUE]
     ),
     "no row is left": lambda folder: spec_of(
         sources(folder), checks=[{"column": "n", "range": {"min": 90, "max": 100}, "action": "ACTION_QUARANTINE"}]
