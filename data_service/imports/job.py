@@ -15,7 +15,7 @@ import numpy as np
 
 from data_service import parallel
 from data_service.attempt import attempt_folder, columns_of, commit_version
-from data_service.domain.bad_rows import TOO_MANY_BAD_ROWS, BadRowLog, BadRowPolicy, build_report
+from data_service.domain.bad_rows import TOO_MANY_BAD_ROWS, BadRowLog, BadRowParts, BadRowPolicy, build_report
 from data_service.domain.checks import CHECK_FAILED, fits, parse_checks
 from data_service.domain.checks_gate import gate
 from data_service.domain.checks_rows import CheckCounts, KeepFirst, Ordinals, Repeats, RowChecks
@@ -485,10 +485,7 @@ class _FirstFailure:
 
 
 class _Outcome:
-    """The results of the parts that stand where they belong, in any order.
-
-    Rows that were left out are kept on the disk, so that memory does not grow with them.
-    """
+    """The results of the parts that stand where they belong, in any order."""
 
     def __init__(self, rows: PartRows, scratch: Path) -> None:
         self.statistics: dict[str, SplitStatistics] = {}
@@ -497,7 +494,7 @@ class _Outcome:
         # The number of rows that were left out.
         self.left_out = 0
         self._scratch = scratch
-        self._bad_rows: dict[int, Path] = {}
+        self._bad_rows = BadRowParts(scratch)
 
     def add(self, part: ImportPart, written: Written) -> None:
         self.files += written.files
@@ -507,18 +504,12 @@ class _Outcome:
                 self.statistics[target].merge(statistics)
             else:
                 self.statistics[target] = statistics
-        if written.bad_rows.reasons:
-            path = self._scratch / f"bad-rows-{part.number}"
-            path.write_bytes(pickle.dumps(written.bad_rows))
-            self._bad_rows[part.number] = path
-            self.left_out += sum(written.tally.left_out.values())
+        self._bad_rows.add(part.number, written.bad_rows)
+        self.left_out += sum(written.tally.left_out.values())
 
     def bad_rows(self) -> BadRowLog:
         """Returns the rows left out of all parts, in row order."""
-        with BadRowLog(self._scratch / f"all-{QUARANTINE}", BadRowPolicy(quarantines=True)) as bad_rows:
-            for number in sorted(self._bad_rows):
-                bad_rows.merge(pickle.loads(self._bad_rows[number].read_bytes()))
-        return bad_rows
+        return self._bad_rows.merged(self._scratch / f"all-{QUARANTINE}")
 
 
 class _Arrivals:

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from data_service.domain import bad_rows
 from data_service.domain.import_spec import BadRows, Base, ColumnType, HoldOut, ImportSpec, Source
 from data_service.formats.parquet import MAX_BATCH_ROWS
 from data_service.imports import job as import_job
@@ -517,6 +518,28 @@ def test_small_files_share_a_part_and_a_small_import_has_one_for_each_split(
     version = load_version(store, f"{DATASET}/v2")
     assert [file.path for file in version.manifest.files] == ["test-00000.parquet", "train-00000.parquet"]
     assert numbers(store, version.name) == numbers(store, f"{DATASET}/v1")
+
+
+@pytest.mark.parametrize("order", [reversed, inside_out, as_given])
+def test_lines_of_rows_that_will_not_be_listed_are_not_kept(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: Callable[[Sequence[Any]], Iterable[Any]]
+) -> None:
+    monkeypatch.setattr(bad_rows, "MAX_LINES", 3)
+    spec = SPECS["bad rows"](tmp_path)
+    expected = run_in_one_process(store, tmp_path, "v1", spec)
+    merge, lines = bad_rows.BadRowLog.merge, []
+
+    def merge_and_remember(self: bad_rows.BadRowLog, part: bad_rows.BadRowPart) -> None:
+        lines.append(len(part.lines))
+        merge(self, part)
+
+    monkeypatch.setattr(bad_rows.BadRowLog, "merge", merge_and_remember)
+    found = run(store, tmp_path, "v2", spec, Parts(order))
+    # The first two parts with bad rows have three of them.
+    assert lines == [2, 1, 0, 0]
+    versions = [load_version(store, job.name) for job in (expected, found)]
+    assert read_report(store, versions[1]) == read_report(store, versions[0])
+    assert versions[1].manifest_sha256 == versions[0].manifest_sha256
 
 
 def test_the_report_lists_bad_rows_of_all_parts_in_the_order_of_the_rows(store: ObjectStore, tmp_path: Path) -> None:
