@@ -20,7 +20,7 @@ import json
 import logging
 import pickle
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -189,7 +189,7 @@ def kept_results(
             logger.warning("part %d is done again, as its record cannot be used: %s", part.number, error)
             return part, None, False
 
-    for part, result, is_usable in _at_once(read, [part for part in parts if _record_key(folder, kept, part) in there]):
+    for part, result, is_usable in at_once(read, [part for part in parts if _record_key(folder, kept, part) in there]):
         if is_usable:
             yield part, result
 
@@ -234,14 +234,14 @@ def take_over(store: ObjectStore, earlier: Iterable[str], folder: str, raise_if_
                 return ""
             return path
 
-        taken.update(path for path in _at_once(copy, sorted(sizes.keys() - taken)) if path)
+        taken.update(path for path in at_once(copy, sorted(sizes.keys() - taken)) if path)
     return len(taken)
 
 
 def forget(store: ObjectStore, folder: str) -> None:
     """Deletes the records of an attempt that was committed."""
     keys = [info.key for info in store.list(f"{folder}/{KEPT}")]
-    for _ in _at_once(store.delete, keys):
+    for _ in at_once(store.delete, keys):
         pass
 
 
@@ -249,7 +249,7 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 
-def _at_once(do: Callable[[A], B], arguments: Collection[A]) -> Iterator[B]:
+def at_once(do: Callable[[A], B], arguments: Collection[A]) -> Generator[B, None, None]:
     """Yields the results of `do` in order, a bounded number of them ahead of the caller."""
     if not arguments:
         return

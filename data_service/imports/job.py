@@ -36,7 +36,7 @@ from data_service.imports.work import (
     Written,
     files_of,
 )
-from data_service.kept_parts import KeptPass
+from data_service.kept_parts import KeptPass, at_once
 from data_service.parallel import PartRunner, Passes, run_on_ray
 from data_service.storage.source_files import SourceFiles, s3_of
 from data_service.version_catalog import confirm_follows
@@ -309,8 +309,10 @@ class _Import:
                     self._refuse_change(part, written.tally, ordered)
                     self._outcome.add(part, written)
             # Only now: until then another attempt may need to know how many rows these parts have.
-            for path in arrivals.stale_files - {file.path for file in self._outcome.files}:
-                self._context.store.delete(f"{self._folder}/{path}")
+            stale = sorted(arrivals.stale_files - {file.path for file in self._outcome.files})
+            with closing(at_once(self._context.store.delete, [f"{self._folder}/{path}" for path in stale])) as deleted:
+                for _ in deleted:
+                    self._context.raise_if_stopped()
         return ordered
 
     def _refuse_change(self, part: ImportPart, tally: Tally, counted: Sequence[Tally]) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from data_service import kept_parts
 from data_service.domain import bad_rows
 from data_service.domain.import_spec import BadRows, Base, ColumnType, HoldOut, ImportSpec, Source
 from data_service.formats.parquet import MAX_BATCH_ROWS
@@ -28,7 +30,7 @@ from data_service.parallel import P, Pool, Results, Work
 from shared.dataset_version import VersionReader, load_version
 from shared.dataset_version.manifest import QUARANTINE
 from shared.dataset_version.version import IMPORT_KIND, read_attachment, read_report
-from shared.errors import Unavailable
+from shared.errors import Cancelled, Unavailable
 from shared.jobs import AttemptContext, JobRecord, Jobs, JobState
 from shared.jobs.attempt import run_attempt
 from shared.jobs.transitions import begin_attempt
@@ -214,6 +216,51 @@ def test_only_parts_that_came_to_stand_elsewhere_are_written_again(
     spec = SPECS[name](tmp_path)
     assert run(store, tmp_path, "v1", spec, runner).state is JobState.SUCCEEDED
     assert runner.passes == passes
+
+
+def test_files_of_moved_parts_are_deleted_several_at_once(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete, two_are_deleted = ObjectStore.delete, threading.Barrier(2)
+
+    def delete_with_another(self: ObjectStore, key: str) -> None:
+        if key.endswith(".parquet"):
+            two_are_deleted.wait(60)
+        delete(self, key)
+
+    monkeypatch.setattr(ObjectStore, "delete", delete_with_another)
+    job = run(store, tmp_path, "v1", SPECS["bad rows"](tmp_path), Parts())
+    assert (job.state, job.error) == (JobState.SUCCEEDED, None)
+    named = {file.path for file in load_version(store, job.name).manifest.files}
+    stored = {info.key.rsplit("/", 1)[-1] for info in store.list(job.name)}
+    assert {name for name in stored if name.endswith(".parquet")} == named
+
+
+def test_a_job_that_is_to_stop_deletes_no_more_files_of_moved_parts(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete, raise_if_stopped = ObjectStore.delete, AttemptContext.raise_if_stopped
+    deleted: list[str] = []
+    deleted_until_stop: list[int] = []
+
+    def delete_and_remember(self: ObjectStore, key: str) -> None:
+        if key.endswith(".parquet"):
+            deleted.append(key)
+        delete(self, key)
+
+    def stop_after_first_file(self: AttemptContext, *, fresh: bool = False) -> None:
+        if deleted:
+            deleted_until_stop.append(len(deleted))
+            raise Cancelled("the job is to stop")
+        raise_if_stopped(self, fresh=fresh)
+
+    monkeypatch.setattr(kept_parts, "REQUESTS", 1)
+    monkeypatch.setattr(ObjectStore, "delete", delete_and_remember)
+    monkeypatch.setattr(AttemptContext, "raise_if_stopped", stop_after_first_file)
+    job = run(store, tmp_path, "v1", SPECS["bad rows"](tmp_path), Parts())
+    assert job.state is not JobState.SUCCEEDED
+    # The files of four parts have moved. One more may be in progress.
+    assert deleted_until_stop[0] <= 2
 
 
 def test_parts_whose_sources_do_not_say_how_many_rows_they_have_are_counted_first(
