@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from shared.dataset_version.manifest import (
     shape_of,
 )
 from shared.dataset_version.pages import manifest_with
-from shared.errors import STORE_OUTAGES, Cancelled, MillraceError, ResourceExhausted
+from shared.errors import STORE_OUTAGES, Cancelled, Internal, MillraceError, ResourceExhausted
 from shared.jobs import AttemptContext
 from shared.jobs.attempt import TRANSIENT
 from shared.log import StaleAttempt
@@ -155,8 +155,10 @@ def commit_version(
     """Writes report, quarantined rows, pages of the files and manifest below `folder`.
 
     Returns the job's result, which names the manifest; only that result creates the version. `report` is a
-    QualityReport as JSON, `quarantine` a local file of JSON lines.
+    QualityReport as JSON, `quarantine` a local file of JSON lines. Raises `Internal`, and writes nothing, unless the
+    files have each row id of `ranges` once.
     """
+    _refuse_gaps(ranges, files)
     attachments = [_attach(store, folder, REPORT, json.dumps(report, sort_keys=True, separators=(",", ":")).encode())]
     if quarantine is not None and quarantine.stat().st_size:
         attachments.append(_attach_file(store, folder, QUARANTINE, quarantine))
@@ -176,6 +178,29 @@ def commit_version(
     key = f"{folder}/manifest.json"
     store.put(key, data)
     return {"manifest": key, "manifest_sha256": sha256_hex(data)}
+
+
+def _refuse_gaps(ranges: Iterable[SplitRange], files: Iterable[DataFile]) -> None:
+    next_row_ids = {one.name: one.first_row_id for one in ranges}
+    for file in sorted(files, key=lambda file: (file.first_row_id, file.row_count)):
+        expected = next_row_ids.get(file.split)
+        if expected is None:
+            raise _incomplete(file.split, f"{file.path} is of a split that the version lacks")
+        if file.first_row_id != expected:
+            raise _incomplete(file.split, f"{file.path} begins at row {file.first_row_id}, and not at {expected}")
+        next_row_ids[file.split] = expected + file.row_count
+    for one in ranges:
+        end = one.first_row_id + one.row_count
+        if next_row_ids[one.name] != end:
+            raise _incomplete(one.name, f"they end at row {next_row_ids[one.name]}, and the split at {end}")
+
+
+def _incomplete(split: str, what: str) -> Internal:
+    return Internal(
+        f"the files of split {split!r} do not have each of its rows once: {what}; this is a fault of the service",
+        reason="FILES_INCOMPLETE",
+        metadata={"split": split},
+    )
 
 
 def _attach(store: ObjectStore, folder: str, path: str, data: bytes) -> Attachment:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import pickle
+from bisect import insort
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,6 +24,8 @@ from shared.value_texts import value_shown
 
 MAX_REASONS, MAX_EXAMPLES, MAX_EXCERPT = 100, 5, 500
 MAX_LINES = 100_000
+# The bytes of the lines of one part: a large version has many parts, and each may have bad rows.
+MAX_PART_BYTES = 8 * 1024 * 1024
 OTHER_REASONS = "other reasons"
 TOO_MANY_BAD_ROWS = "TOO_MANY_BAD_ROWS"
 
@@ -67,23 +72,30 @@ class BadRowPart:
 
     reasons: dict[str, _Reason]
     lines: list[str]
-    # Includes the lines beyond `MAX_LINES`, which `lines` lacks.
+    # Includes the lines beyond `MAX_LINES` and `MAX_PART_BYTES`, which `lines` lacks.
     line_count: int
+
+    @property
+    def fills_log(self) -> bool:
+        """Whether a log lists no rows of later parts."""
+        return len(self.lines) < self.line_count
 
 
 class BadRowLog:
     """Takes bad rows in the order of their sources.
 
-    Writes the first `MAX_LINES` of them as JSON lines to `path`. It keeps the first `MAX_REASONS` reasons; all others
-    are counted together as `other reasons`. The result depends on the rows and their order alone. Long texts are
-    truncated, since names of files, archive members and columns have no limit.
+    Writes the first `MAX_LINES` of them as JSON lines to `path`, and none after a part that lacks lines. It keeps the
+    first `MAX_REASONS` reasons; all others are counted together as `other reasons`. The result depends on the rows,
+    their order and the parts alone. Long texts are truncated, since names of files, archive members and columns have no
+    limit.
     """
 
     def __init__(self, path: Path, policy: BadRowPolicy) -> None:
         self._policy = policy
         self._file = path.open("w", encoding="utf-8", newline="\n")
         self._reasons: dict[str, _Reason] = {}
-        self._line_count = 0
+        self._line_count = self._written = 0
+        self._is_full = False
         self.path = path
         self.row_count = 0
         # Of these, the rows that a source cannot read.
@@ -123,7 +135,8 @@ class BadRowLog:
         """Adds rows that a check has quarantined, which the policy does not limit."""
         example, reason = Example(_cut(source), _cut(place), _cut(excerpt)), _cut(reason)
         self._count(reason, rows, [example])
-        self._write([json.dumps({**example.to_json(), "reason": reason, "rows": rows}, ensure_ascii=False)], 1)
+        self._write([json.dumps({**example.to_json(), "reason": reason, "rows": rows}, ensure_ascii=False)])
+        self._line_count += 1
 
     def part(self) -> BadRowPart:
         """Returns the contents, to be merged into another log.
@@ -131,15 +144,23 @@ class BadRowLog:
         Nothing may be added afterwards.
         """
         self.close()
+        kept: list[str] = []
+        left_bytes = MAX_PART_BYTES
         with self.path.open(encoding="utf-8", newline="\n") as lines:
-            kept = [line.rstrip("\n") for line in lines]
-        return BadRowPart(self._reasons, kept[:MAX_LINES], self._line_count)
+            for line in islice(lines, self._written):
+                left_bytes -= len(line.encode())
+                if left_bytes < 0:
+                    break
+                kept.append(line.rstrip("\n"))
+        return BadRowPart(self._reasons, kept, self._line_count)
 
     def merge(self, part: BadRowPart) -> None:
         """Adds the next part in row order; the policy was applied to its rows already."""
         for reason, found in part.reasons.items():
             self._count(reason, found.row_count, found.examples)
-        self._write(part.lines, part.line_count)
+        self._write(part.lines)
+        self._line_count += part.line_count
+        self._is_full |= part.fills_log
 
     def close(self) -> None:
         """Closes the file; its last line reports missing lines, if any.
@@ -148,9 +169,9 @@ class BadRowLog:
         """
         if self._file.closed:
             return
-        missing = self._line_count - MAX_LINES
+        missing = self._line_count - self._written
         if missing > 0:
-            note = {"truncated": True, "note": f"the first {MAX_LINES:,} are listed; {missing:,} more are not"}
+            note = {"truncated": True, "note": f"the first {self._written:,} are listed; {missing:,} more are not"}
             self._file.write(json.dumps(note) + "\n")
         self._file.close()
 
@@ -172,11 +193,58 @@ class BadRowLog:
             reason = OTHER_REASONS
         self._reasons.setdefault(reason, _Reason()).add(rows, examples)
 
-    def _write(self, lines: Sequence[str], line_count: int) -> None:
-        """Writes lines; `line_count` includes those that `lines` no longer has."""
-        for line in lines[: max(0, MAX_LINES - self._line_count)]:
+    def _write(self, lines: Sequence[str]) -> None:
+        for line in () if self._is_full else lines[: MAX_LINES - self._written]:
             self._file.write(line + "\n")
-        self._line_count += line_count
+            self._written += 1
+
+
+class BadRowParts:
+    """The rows left out of all parts, on the local disk, so that memory does not grow with them.
+
+    Lines that surely are not listed are not kept, so that the disk does not fill with them either.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._numbers: set[int] = set()
+        # The parts whose lines may be listed, in row order, with the lines that they take of `MAX_LINES`.
+        self._listed: list[tuple[int, int]] = []
+        self._lines = 0
+
+    def add(self, number: int, part: BadRowPart) -> None:
+        """Adds a part by its number in row order; in any order."""
+        if not part.reasons:
+            return
+        self._numbers.add(number)
+        if self._lines >= MAX_LINES and number > self._listed[-1][0]:
+            self._keep(number, replace(part, lines=[]))
+            return
+        self._keep(number, part)
+        lines = MAX_LINES if part.fills_log else part.line_count
+        insort(self._listed, (number, lines))
+        self._lines += lines
+        while self._lines - self._listed[-1][1] >= MAX_LINES:
+            last, lines = self._listed.pop()
+            self._lines -= lines
+            self._keep(last, replace(self._kept(last), lines=[]))
+
+    def merged(self, path: Path) -> BadRowLog:
+        """Returns the rows of all parts, in row order; the log's lines are in the file `path`."""
+        with BadRowLog(path, BadRowPolicy(quarantines=True)) as bad_rows:
+            for number in sorted(self._numbers):
+                bad_rows.merge(self._kept(number))
+        return bad_rows
+
+    def _keep(self, number: int, part: BadRowPart) -> None:
+        self._path(number).write_bytes(pickle.dumps(part))
+
+    def _kept(self, number: int) -> BadRowPart:
+        part: BadRowPart = pickle.loads(self._path(number).read_bytes())
+        return part
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"bad-rows-{number}"
 
 
 def excerpt(table: pa.Table, row: int) -> str:

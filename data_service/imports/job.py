@@ -15,10 +15,10 @@ import numpy as np
 
 from data_service import parallel
 from data_service.attempt import attempt_folder, columns_of, commit_version
-from data_service.domain.bad_rows import TOO_MANY_BAD_ROWS, BadRowLog, BadRowPolicy, build_report
+from data_service.domain.bad_rows import TOO_MANY_BAD_ROWS, BadRowLog, BadRowParts, BadRowPolicy, build_report
 from data_service.domain.checks import CHECK_FAILED, fits, parse_checks
 from data_service.domain.checks_gate import gate
-from data_service.domain.checks_rows import CheckCounts, KeepFirst, Repeats, RowChecks, UniqueKeys
+from data_service.domain.checks_rows import CheckCounts, KeepFirst, Ordinals, Repeats, RowChecks
 from data_service.domain.import_spec import Base, ImportSpec
 from data_service.domain.layout import EmptySplit, LayoutError, Routing, SplitRange, lay_out, route
 from data_service.domain.statistics import SplitStatistics
@@ -52,9 +52,10 @@ from shared.storage import ObjectStore
 # other, so each row's id is known when the row is read. The parts of a larger one are tasks of Ray that run at the same
 # time. Their row ids need the number of rows in the parts before, and these are known if the sources say how many rows
 # they have and all rows are good. So the parts are written with these numbers at once, and those that came to stand at
-# another place are written again. If a source does not say how many rows it has, a pass counts them first. So it does
-# for hold-outs, because the rows that are held out depend on the counts, and for checks of uniqueness, whose keys it
-# collects.
+# another place are written again. If a source does not say how many rows it has, a pass first counts those of its
+# parts.
+# For hold-outs the pass counts all parts, because the rows that are held out depend on the counts, and so it does for
+# checks of uniqueness, whose keys it collects.
 
 
 def run_import(context: AttemptContext, run_parts: PartRunner = run_on_ray) -> dict[str, Any]:
@@ -129,6 +130,8 @@ class _Import:
         # Those of the splits with hold-outs, once their rows are counted.
         self._routings: dict[str, Routing] = {}
         self._first_row_ids: dict[str, int] = {}
+        # The parts whose rows were counted, by number; the tallies of others are expectations.
+        self._counted_parts: set[int] = set()
 
     def run(self) -> dict[str, Any]:
         counted, repeats = self._counted()
@@ -144,20 +147,73 @@ class _Import:
         return self._commit(self._lay_out(routings, tallies))
 
     def _counted(self) -> tuple[list[Tally] | None, Repeats | None]:
-        """Counts the rows of each part in a pass of its own, if that is needed, and finds repeated values."""
+        """Counts rows in a pass of its own, if that is needed, and finds repeated values."""
         if not self._opened.in_tasks:
             return (self._count_here() if self._spec.hold_outs else None), None
-        finds_keys = self._rows.checks.needs_keys
-        if not (finds_keys or self._spec.hold_outs or not self._plan.row_counts_are_known):
-            return None, None
-        work, keys = CountPart(self._rows, finds_keys), self._rows.checks.empty_keys()
+        if self._rows.checks.needs_keys:
+            return self._counted_with_keys()
+        if not self._spec.hold_outs:
+            return self._expected(self._plan.uncounted), None
         tallies: dict[int, Tally] = {}
-        with closing(self._pass(work, self._placed(None), tallies, self._kept("count"))) as results:
-            for _, counted in results:
-                if counted.keys is not None:
+        with closing(self._pass(CountPart(self._rows), self._placed(None), tallies, self._kept("count"))) as results:
+            for _ in results:
+                pass
+        self._counted_parts = set(tallies)
+        return [tallies[part.number] for part in self._plan.parts], None
+
+    def _counted_with_keys(self) -> tuple[list[Tally], Repeats]:
+        """Counts the rows of each part without repeated values.
+
+        Raises the error of the first part that fails or has a repeat that a check does not allow. Which rows are
+        repeats is known only after the parts before, so the pass raises for no row, and that part is read again.
+        """
+        work, keys = CountPart(self._rows, finds_keys=True, is_lenient=True), self._rows.checks.empty_keys()
+        tallies: dict[int, Tally] = {}
+        failed: dict[int, MillraceError | None] = {}
+        first_failure = _FirstFailure(self._spec.bad_rows.max_rows)
+        running = self._passes.over("", work, self._placed(None), foreign_code=False, kept=self._kept("count"))
+        with closing(running) as results:
+            for part, counted in results:
+                if isinstance(counted, PartFailed):
+                    failed[part.number] = counted.error
+                else:
+                    tallies[part.number] = counted.tally
                     keys.merge(counted.keys)
-        ordered = [tallies[part.number] for part in self._plan.parts]
-        return self._without_repeats(ordered, keys) if finds_keys else (ordered, None)
+                    if counted.fails:
+                        failed[part.number] = None
+                if first_failure.number(tallies, failed) is not None:
+                    break
+        found = keys.repeats().ordinals
+        failing = [number for number in (first_failure.number(tallies, failed),) if number is not None]
+        for index, ordinals in found.items():
+            if len(ordinals) and not self._rows.checks.checks[index].quarantines:
+                failing.append(int(ordinals[0] >> ROW_BITS))
+        if failing:
+            number = min(failing)
+            before = [tallies[part.number] for part in self._plan.parts[:number]]
+            strict = CountPart(self._rows, repeats=_among_all_rows(found, before))
+            placed = self._placed_after(before)
+            raise self._error_of(strict, placed) or failed.get(number) or _changed(placed.split, tallies[number].kept)
+        self._counted_parts = set(tallies)
+        return self._without_repeats([tallies[part.number] for part in self._plan.parts], found)
+
+    def _expected(self, uncounted: Sequence[ImportPart]) -> list[Tally] | None:
+        """Counts the rows of some parts; returns the tallies of all parts as if the rows of the others are all good.
+
+        A part that cannot be counted ends the pass: the parts before may fail, too, so the next pass finds the failure
+        to report.
+        """
+        if not uncounted:
+            return None
+        tallies = {part.number: Tally(part.row_count, part.row_count) for part in self._plan.parts}
+        work = CountPart(self._rows, is_lenient=True)
+        with closing(self._passes.over("", work, uncounted, foreign_code=False, kept=self._kept("count"))) as results:
+            for part, counted in results:
+                if isinstance(counted, PartFailed):
+                    break
+                tallies[part.number] = counted.tally
+                self._counted_parts.add(part.number)
+        return list(tallies.values())
 
     def _count_here(self) -> list[Tally]:
         work, finder, watch = CountPart(self._rows), KeepFirst(self._rows.checks), _Watch(self._context)
@@ -168,15 +224,15 @@ class _Import:
             tallies.append(counted.tally)
         return tallies
 
-    def _without_repeats(self, tallies: Sequence[Tally], keys: UniqueKeys) -> tuple[list[Tally], Repeats]:
-        """Returns the tallies without the rows that a check of uniqueness leaves out, and the repeats by ordinal."""
-        first_ordinals = np.cumsum([0, *(tally.readable for tally in tallies)])
+    def _without_repeats(self, tallies: Sequence[Tally], found: Mapping[int, Ordinals]) -> tuple[list[Tally], Repeats]:
+        """Returns the tallies without the rows that a check of uniqueness leaves out, and the repeats by ordinal.
+
+        In `found` the repeats are by the part and the row in it.
+        """
         left_out = [Counter(tally.left_out) for tally in tallies]
         kept = [tally.kept for tally in tallies]
-        repeats = {}
-        for index, ordinals in keys.repeats().ordinals.items():
+        for index, ordinals in found.items():
             parts = ordinals >> ROW_BITS
-            repeats[index] = first_ordinals[parts] + (ordinals & ((1 << ROW_BITS) - 1))
             check = self._rows.checks.checks[index]
             for number, rows in zip(*np.unique(parts, return_counts=True), strict=True) if check.quarantines else ():
                 kept[number] -= int(rows)
@@ -185,7 +241,7 @@ class _Import:
             replace(tally, kept=rows, left_out=dict(reasons))
             for tally, rows, reasons in zip(tallies, kept, left_out, strict=True)
         ]
-        return without, Repeats(repeats)
+        return without, _among_all_rows(found, tallies)
 
     def _routed(self, tallies: Sequence[Tally]) -> dict[str, Routing]:
         with self._problems(tallies).translating_errors():
@@ -239,12 +295,14 @@ class _Import:
         kept = self._kept("write", work.repeats)
         with closing(self._pass(work, self._placed(counted), tallies, kept)) as results:
             for part, written in results:
-                if counted is not None:
+                if counted is not None and part.number in self._counted_parts:
                     self._refuse_change(part, written.tally, counted)
                 arrivals.add(part, written)
                 self._progress.add(written.tally.kept, self._outcome.left_out)
         ordered = [tallies[part.number] for part in self._plan.parts]
         if arrivals.moved:
+            for part in arrivals.moved:
+                del tallies[part.number]
             kept = self._kept("write-again", work.repeats)
             with closing(self._pass(work, arrivals.moved, tallies, kept)) as results:
                 for part, written in results:
@@ -269,10 +327,10 @@ class _Import:
     ) -> Generator[tuple[ImportPart, Any], None, None]:
         """Does the work on each part in a task; yields the part with its result, and keeps the tally.
 
-        `tallies` has those of the parts that are not in this pass. Raises the error of the first part that fails, in
-        row order: others may go on until the parts before are done.
+        `tallies` has those of the parts that are not in this pass, and of no other. Raises the error of the first part
+        that fails, in row order: others may go on until the parts before are done.
         """
-        first_failure = _FirstFailure(0 if work.is_lenient else self._spec.bad_rows.max_rows)
+        first_failure = _FirstFailure(self._spec.bad_rows.max_rows)
         failed: dict[int, tuple[ImportPart, MillraceError]] = {}
         with closing(self._passes.over("", work, parts, foreign_code=False, kept=kept)) as results:
             for part, result in results:
@@ -298,22 +356,31 @@ class _Import:
         """Returns the error of a part, all of whose parts before are done.
 
         It may name a row by what stands before the part, or be the last of too many bad rows: then the part is read
-        again from where it stands.
+        again from where it stands. So is a part that fails for another reason if more bad rows stand before it than it
+        counted: its own may be too many before it comes to that failure.
         """
-        if error is not None and error.specific_reason not in PLACED_REASONS:
+        has_place = error is None or error.specific_reason in PLACED_REASONS
+        if error is not None and not has_place and not self._spec.bad_rows.max_rows:
             return error
+        placed = self._placed_after([tallies[before.number] for before in self._plan.parts[:number]])
+        if error is not None and part is not None:
+            has_more_before = part.place.bad_rows < placed.place.bad_rows
+            if part.place == placed.place or not (has_place or has_more_before):
+                return error
+        return self._error_of(work, placed) or error or _changed(placed.split, tallies[number].kept)
+
+    def _placed_after(self, before: Sequence[Tally]) -> ImportPart:
+        """Returns the part that follows the parts with these tallies, placed."""
         placer = self._placer()
-        for before in self._plan.parts[:number]:
-            placer.place(before)
-            placer.advance(tallies[before.number])
-        placed = placer.place(self._plan.parts[number])
-        if error is not None and part is not None and part.place == placed.place:
-            return error
-        with closing(self._passes.over("", work, [placed], foreign_code=False)) as results:
-            for _, result in results:
-                if isinstance(result, PartFailed):
-                    return result.error
-        return error or _changed(placed.split, tallies[number].kept)
+        for part, tally in zip(self._plan.parts, before, strict=False):
+            placer.place(part)
+            placer.advance(tally)
+        return placer.place(self._plan.parts[len(before)])
+
+    def _error_of(self, work: CountPart | WritePart, part: ImportPart) -> MillraceError | None:
+        """Does the work on one part; returns its error, if it fails."""
+        with closing(self._passes.over("", work, [part], foreign_code=False)) as results:
+            return next((result.error for _, result in results if isinstance(result, PartFailed)), None)
 
     def _kept(self, name: str, repeats: Repeats | None = None) -> KeptPass:
         """Describes a pass, so that later attempts take over the results that depend on the same."""
@@ -363,6 +430,19 @@ def _base(store: ObjectStore, base: Base) -> DatasetVersion:
     return version
 
 
+def _among_all_rows(found: Mapping[int, Ordinals], tallies: Sequence[Tally]) -> Repeats:
+    """Returns the repeats by their ordinals among all rows.
+
+    `tallies` are those of the first parts. The repeats of later parts are left out, except for the part that follows.
+    """
+    first_ordinals = np.cumsum([0, *(tally.readable for tally in tallies)])
+    repeats = {}
+    for index, ordinals in found.items():
+        known = ordinals[(ordinals >> ROW_BITS) < len(first_ordinals)]
+        repeats[index] = first_ordinals[known >> ROW_BITS] + (known & ((1 << ROW_BITS) - 1))
+    return Repeats(repeats)
+
+
 def _changed(split: str, counted: int) -> InvalidArgument:
     return InvalidArgument(
         f"sources: those of {split!r} had {counted} rows at first, and others when they were read again; import files "
@@ -405,10 +485,7 @@ class _FirstFailure:
 
 
 class _Outcome:
-    """The results of the parts that stand where they belong, in any order.
-
-    Rows that were left out are kept on the disk, so that memory does not grow with them.
-    """
+    """The results of the parts that stand where they belong, in any order."""
 
     def __init__(self, rows: PartRows, scratch: Path) -> None:
         self.statistics: dict[str, SplitStatistics] = {}
@@ -417,7 +494,7 @@ class _Outcome:
         # The number of rows that were left out.
         self.left_out = 0
         self._scratch = scratch
-        self._bad_rows: dict[int, Path] = {}
+        self._bad_rows = BadRowParts(scratch)
 
     def add(self, part: ImportPart, written: Written) -> None:
         self.files += written.files
@@ -427,18 +504,12 @@ class _Outcome:
                 self.statistics[target].merge(statistics)
             else:
                 self.statistics[target] = statistics
-        if written.bad_rows.reasons:
-            path = self._scratch / f"bad-rows-{part.number}"
-            path.write_bytes(pickle.dumps(written.bad_rows))
-            self._bad_rows[part.number] = path
-            self.left_out += sum(written.tally.left_out.values())
+        self._bad_rows.add(part.number, written.bad_rows)
+        self.left_out += sum(written.tally.left_out.values())
 
     def bad_rows(self) -> BadRowLog:
         """Returns the rows left out of all parts, in row order."""
-        with BadRowLog(self._scratch / f"all-{QUARANTINE}", BadRowPolicy(quarantines=True)) as bad_rows:
-            for number in sorted(self._bad_rows):
-                bad_rows.merge(pickle.loads(self._bad_rows[number].read_bytes()))
-        return bad_rows
+        return self._bad_rows.merged(self._scratch / f"all-{QUARANTINE}")
 
 
 class _Arrivals:

@@ -132,8 +132,9 @@ class Plan:
     is_small: bool
 
     @property
-    def row_counts_are_known(self) -> bool:
-        return all(part.expected_rows is not None for part in self.parts)
+    def uncounted(self) -> list[ImportPart]:
+        """The parts whose sources do not say how many rows they have."""
+        return [part for part in self.parts if part.expected_rows is None]
 
 
 def plan_parts(splits: Sequence[str], kept: BaseRows | None, sources: Sequence[OpenSource]) -> Plan:

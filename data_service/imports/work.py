@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -65,10 +65,16 @@ class PartRows:
     policy: BadRowPolicy
     nan_as_null: bool
 
-    def screen(self, part: ImportPart, quarantine: Path, keys: UniqueKeys | None = None) -> Screen:
-        """Returns the screen of a pass that only collects `keys`, if given: it raises for no row."""
+    def screen(
+        self, part: ImportPart, quarantine: Path, keys: UniqueKeys | None = None, *, is_lenient: bool = False
+    ) -> Screen:
+        """Returns the screen of a pass, which collects `keys` if they are given.
+
+        A lenient screen raises for no row.
+        """
         policy = BadRowPolicy(self.policy.quarantines, self.policy.max_rows, part.place.bad_rows)
-        return Screen(self.checks, part, BadRowPolicy(quarantines=True) if keys else policy, quarantine, keys)
+        lenient = BadRowPolicy(quarantines=True)
+        return Screen(self.checks, part, lenient if is_lenient else policy, quarantine, keys, is_lenient=is_lenient)
 
     def kept(
         self, part: ImportPart, screen: Screen, finder: Finder | None, store: ObjectStore, watch: Watch
@@ -114,17 +120,26 @@ ROW_BITS = 40
 class Screen:
     """One screening pass over the rows of a part, in their order.
 
-    It is also the sink of the sources' bad rows. With `keys` it collects the keys for checks of uniqueness, and rows
-    that violate a failing check are not reported.
+    It is also the sink of the sources' bad rows. With `keys` it collects the keys for checks of uniqueness. If it is
+    lenient, it raises for no row that violates a failing check; `has_violations` says that there was one.
     """
 
     def __init__(
-        self, checks: RowChecks, part: ImportPart, policy: BadRowPolicy, quarantine: Path, keys: UniqueKeys | None
+        self,
+        checks: RowChecks,
+        part: ImportPart,
+        policy: BadRowPolicy,
+        quarantine: Path,
+        keys: UniqueKeys | None,
+        *,
+        is_lenient: bool,
     ) -> None:
         self._checks = checks
         self._part = part
         self._keys = None if keys is None else _KeyCollector(keys)
+        self._is_lenient = is_lenient
         self._readable = self._kept = 0
+        self.has_violations = False
         self.counts = CheckCounts(checks.checks)
         self.bad_rows = BadRowLog(quarantine, policy)
         self.add = self.bad_rows.add
@@ -146,8 +161,12 @@ class Screen:
         return Tally(self._readable, self._kept, self.bad_rows.bad_count, left_out)
 
     def _checked(self, table: pa.Table, source: str, first: int, finder: Finder | None) -> pa.Table:
-        if self._keys is not None:
+        if self._is_lenient:
             verdict = self._checks.apply(table, (self._part.number << ROW_BITS) + first, self._keys)
+            self.has_violations |= verdict.failure is not None
+            # Of these rows only their number is needed.
+            for reason, rows in Counter(reason for _, reason in verdict.quarantined()).items():
+                self.bad_rows.leave_out(source, "", reason, "", rows)
             return table.filter(pa.array(verdict.keep))
         ordinal = self._part.place.ordinal + first
         verdict = self._checks.apply(table, ordinal, finder)
@@ -174,37 +193,44 @@ class _KeyCollector:
 
 @dataclass(frozen=True)
 class Counted:
-    """The rows of a part; with `keys`, the repeats are still among the kept ones."""
+    """The rows of a part; with `keys`, the repeats are still among the kept ones.
+
+    `fails` says of a lenient count that a pass that is not lenient raises for a row.
+    """
 
     tally: Tally
     keys: UniqueKeys | None = None
+    fails: bool = False
 
 
 @dataclass(frozen=True)
 class CountPart:
-    """Counts the rows of a part; `finds_keys` says that it collects the keys for checks of uniqueness."""
+    """Counts the rows of a part; `finds_keys` says that it collects the keys for checks of uniqueness.
+
+    `is_lenient` leaves it to a later pass to raise for single rows. A count that is not lenient needs `repeats` for
+    checks of uniqueness.
+    """
 
     rows: PartRows
     finds_keys: bool = False
-
-    @property
-    def is_lenient(self) -> bool:
-        """Whether it leaves it to a later pass to raise for single rows."""
-        return self.finds_keys
+    is_lenient: bool = False
+    repeats: Repeats | None = None
 
     def __call__(self, part: ImportPart) -> Counted:
         with scratch_folder() as scratch:
-            return self.count(part, open_store(self.rows.settings), scratch, None, NoWatch())
+            return self.count(part, open_store(self.rows.settings), scratch, self.repeats, NoWatch())
 
     def count(
         self, part: ImportPart, store: ObjectStore, scratch: Path, finder: Finder | None, watch: Watch
     ) -> Counted:
         keys = self.rows.checks.empty_keys() if self.finds_keys else None
-        screen = self.rows.screen(part, scratch / f"counted-{QUARANTINE}", keys)
+        screen = self.rows.screen(part, scratch / f"counted-{QUARANTINE}", keys, is_lenient=self.is_lenient)
         with screen.bad_rows:
             for _ in self.rows.kept(part, screen, finder, store, watch):
                 pass
-            return Counted(screen.tally(), keys)
+            tally = screen.tally()
+            has_bad_rows = tally.bad_rows > 0 and not self.rows.policy.quarantines
+            return Counted(tally, keys, screen.has_violations or has_bad_rows)
 
 
 # --- Writing ---
@@ -235,7 +261,6 @@ class WritePart:
     folder: str
     numbered: bool
     repeats: Repeats | None = None
-    is_lenient = False
 
     def __call__(self, part: ImportPart) -> Written:
         with scratch_folder() as scratch:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -16,7 +15,7 @@ import pyarrow as pa
 import pyarrow.types as kinds
 
 from data_service.attempt import attempt_folder, columns_of, commit_version
-from data_service.domain.bad_rows import BadRowLog, BadRowPolicy, build_report
+from data_service.domain.bad_rows import BadRowLog, BadRowParts, build_report
 from data_service.domain.checks import Drift, parse_checks
 from data_service.domain.checks_gate import gate
 from data_service.domain.checks_rows import CheckCounts, Repeats, RowChecks, UniqueKeys
@@ -299,23 +298,17 @@ class Gathered:
         self.statistics = {one.name: SplitStatistics(schema) for one in ranges}
         self.files: list[DataFile] = []
         self._scratch = scratch
-        self._bad_rows: dict[int, Path] = {}
+        self._bad_rows = BadRowParts(scratch)
 
     def add(self, part: PartitionRange, written: Written) -> None:
         self.files += written.files
         for split, statistics in written.statistics.items():
             self.statistics[split].merge(statistics)
-        if written.bad_rows.reasons:
-            path = self._scratch / f"bad-rows-{part.number}"
-            path.write_bytes(pickle.dumps(written.bad_rows))
-            self._bad_rows[part.number] = path
+        self._bad_rows.add(part.number, written.bad_rows)
 
     def bad_rows(self) -> BadRowLog:
         """Returns the rows left out of all parts, in row order."""
-        with BadRowLog(self._scratch / "quarantine.jsonl", BadRowPolicy(quarantines=True)) as bad_rows:
-            for number in sorted(self._bad_rows):
-                bad_rows.merge(pickle.loads(self._bad_rows[number].read_bytes()))
-        return bad_rows
+        return self._bad_rows.merged(self._scratch / "quarantine.jsonl")
 
 
 class Outcome:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import pickle
 import threading
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,10 @@ from data_service.servicer import DataServicer
 from data_service.version_catalog import ActiveVersion, Versions
 from millrace.data.v1 import data_service_pb2
 from shared.dataset_version import RowGroup, SplitWriter, VersionReader, load_version, pages
+from shared.dataset_version.manifest import DataFile
 from shared.dataset_version.pages import open_files
 from shared.dataset_version.version import IMPORT_KIND
+from shared.errors import Internal
 from shared.jobs import Jobs
 from shared.storage import ObjectStore
 from tests.support.counting_store import CountingStore
@@ -69,6 +73,43 @@ def test_the_commit_writes_pages_first_and_the_manifest_last(store: ObjectStore,
     assert written[-1] == "put v/manifest.json"
     assert sum("/pages/0-" in request for request in written) == -(-len(files) // 2) > 2
     assert any("/pages/1-" in request for request in written)
+
+
+def without(files: list[DataFile], index: int) -> list[DataFile]:
+    return [*files[:index], *files[index + 1 :]]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda files: without(files, 0),
+        lambda files: without(files, 2),
+        lambda files: without(files, -1),
+        lambda files: [*files, files[1]],
+        lambda files: [*files, replace(files[-1], path="more", first_row_id=len(NUMBERS))],
+        lambda files: [*files, replace(files[-1], split="other")],
+    ],
+    ids=["no first file", "a gap", "no last file", "a file twice", "too many rows", "another split"],
+)
+def test_files_that_do_not_have_each_row_once_are_not_committed(
+    store: ObjectStore, tmp_path: Path, changed: Callable[[list[DataFile]], list[DataFile]]
+) -> None:
+    writer = SplitWriter(store, "v", tmp_path, schema=NUMBERS.schema, split="train", first_row_id=0)
+    writer.write(NUMBERS)
+    files = changed(writer.close())
+    with pytest.raises(Internal, match="do not have each of its rows once") as caught:
+        commit_version(
+            store,
+            "v",
+            columns=columns_of(NUMBERS.schema, {}),
+            ranges=[SplitRange("train", 0, len(NUMBERS))],
+            files=files,
+            report={},
+            quarantine=None,
+            quarantined_row_count=0,
+        )
+    assert caught.value.specific_reason == "FILES_INCOMPLETE"
+    assert not store.exists("v/manifest.json")
 
 
 def test_a_version_is_appended_to(store: ObjectStore, tmp_path: Path) -> None:

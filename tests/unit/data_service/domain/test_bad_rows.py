@@ -74,6 +74,25 @@ def test_parts_merged_in_order_are_as_one_log(tmp_path: Path, monkeypatch: pytes
     assert json.loads(written.decode().split("\n")[8])["note"] == "the first 8 are listed; 12 more are not"
 
 
+def test_the_lines_of_a_part_are_bounded_in_bytes(tmp_path: Path) -> None:
+    with BadRowLog(tmp_path / "merged", KEEP_ASIDE) as merged:
+        for rows in (1, 7_000, 2):
+            with BadRowLog(tmp_path / "part", KEEP_ASIDE) as log:
+                for row in range(rows):
+                    log.add("é" * 500, f"row {row}", "ragged", "é" * 500)
+                part = log.part()
+            assert sum(len(line.encode()) for line in part.lines) <= 8 << 20
+            assert part.line_count == rows
+            merged.merge(part)
+        merged.close()
+    *lines, note = map(json.loads, (tmp_path / "merged").read_text().splitlines())
+    # Only the first rows are listed: none after one that is not.
+    assert [line["place"] for line in lines] == ["row 0", *(f"row {row}" for row in range(len(lines) - 1))]
+    assert 3_000 < len(lines) < 7_000
+    assert note["note"] == f"the first {len(lines):,} are listed; {7_003 - len(lines):,} more are not"
+    assert merged.row_count == 7_003
+
+
 def test_long_names_of_sources_places_and_reasons_are_cut(tmp_path: Path) -> None:
     with BadRowLog(tmp_path / "q", KEEP_ASIDE) as log:
         for _ in range(3):

@@ -17,7 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from data_service.domain import bad_rows
 from data_service.domain.import_spec import BadRows, Base, ColumnType, HoldOut, ImportSpec, Source
+from data_service.formats.parquet import MAX_BATCH_ROWS
 from data_service.imports import job as import_job
 from data_service.imports import plan
 from data_service.imports.plan import ImportPart
@@ -36,6 +38,7 @@ from tests.support.transforming import run_here
 DATASET = "datasets/d/versions"
 ROWS = 40
 FILES = 7
+ALL = [0, 1, 2, 3, 4, 5, 6]
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +82,18 @@ def inside_out(parts: Sequence[Any]) -> Sequence[Any]:
 def parquet(folder: Path, name: str, split: str, **columns: object) -> Source:
     pq.write_table(pa.table(columns), folder / name)
     return Source(split=split, format="parquet", uris={"parquet.uri": (folder / name).as_uri()})
+
+
+def damaged(folder: Path, name: str) -> Source:
+    """A file whose rows 1 and 2 are bad, and whose second row group cannot be read."""
+    texts = [f"x{row}" if row in (1, 2) else str(280 + row) for row in range(2 * MAX_BATCH_ROWS)]
+    pq.write_table(pa.table({"n": texts}), folder / name, row_group_size=MAX_BATCH_ROWS, use_dictionary=False)
+    column = pq.read_metadata(folder / name).row_group(1).column(0)
+    data = bytearray((folder / name).read_bytes())
+    end, half = column.data_page_offset + column.total_compressed_size, column.total_compressed_size // 2
+    data[end - half : end] = b"\xff" * half
+    (folder / name).write_bytes(data)
+    return Source(split="train", format="parquet", uris={"parquet.uri": (folder / name).as_uri()})
 
 
 def run(store: ObjectStore, folder: Path, version: str, spec: ImportSpec, run_parts: Parts) -> JobRecord:
@@ -136,6 +151,9 @@ BAD = {1: [3], 2: [0, 39], 4: [7], 6: [1, 2]}
 REPEATS = {1: [3], 2: [5, 6], 3: [0], 5: [11]}
 UNIQUE = {"column": "n", "unique": {}, "action": "ACTION_QUARANTINE"}
 BELOW = {"column": "n", "range": {"max": 250}, "action": "ACTION_QUARANTINE"}
+# Leaves out the rows of the files 1, 2, 4 and 5, which are those of the split `train`.
+OF_TEST = [{"integer": str(ROWS * file + row)} for file in (0, 3, 6) for row in range(ROWS)]
+NO_TRAIN = {"column": "n", "oneOf": {"values": OF_TEST}, "action": "ACTION_QUARANTINE"}
 HELD_OUT = [HoldOut(from_split="train", to_split="validation", fraction=0.2, seed=3)]
 
 
@@ -209,6 +227,48 @@ def test_parts_whose_sources_do_not_say_how_many_rows_they_have_are_counted_firs
     assert numbers(store, job.name) == numbers(store, expected.name)
 
 
+@pytest.fixture
+def _two_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sources of the parts 1 and 4 do not say how many rows they have."""
+    known = ImportPart.expected_rows.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        ImportPart, "expected_rows", property(lambda part: None if part.number in (1, 4) else known(part))
+    )
+
+
+@pytest.mark.usefixtures("_two_unknown")
+@pytest.mark.parametrize(
+    ("bad", "again"), [({}, None), ({2: [0, 39], 3: [1]}, None), ({1: [3], 2: [0]}, [4, 5, 6]), (BAD, [3, 4, 5, 6])]
+)
+def test_only_parts_of_unknown_row_counts_are_counted_first(
+    store: ObjectStore, tmp_path: Path, bad: dict[int, list[int]], again: list[int] | None
+) -> None:
+    spec = spec_of(sources(tmp_path, bad))
+    runner = Parts()
+    found = run(store, tmp_path, "v1", spec, runner)
+    assert found.error is None
+    passes = [("CountPart", [1, 4]), ("WritePart", ALL)]
+    assert runner.passes == passes + ([("WritePart", again)] if again else [])
+    expected = run_in_one_process(store, tmp_path, "v2", spec)
+    manifests = [load_version(store, job.name).manifest_sha256 for job in (expected, found)]
+    assert manifests[0] == manifests[1]
+
+
+@pytest.mark.usefixtures("_two_unknown")
+def test_a_part_that_cannot_be_counted_fails_where_it_is_written(store: ObjectStore, tmp_path: Path) -> None:
+    class Deleting(Parts):
+        def __call__(self, *arguments: Any, **options: Any) -> Any:
+            (tmp_path / "2.parquet").unlink(missing_ok=True)  # part 4
+            return super().__call__(*arguments, **options)
+
+    runner = Deleting()
+    job = run(store, tmp_path, "v1", spec_of(sources(tmp_path)), runner)
+    assert runner.passes == [("CountPart", [1, 4]), ("WritePart", ALL)]
+    assert job.state is JobState.FAILED
+    assert job.error is not None
+    assert "2.parquet" in job.error["message"]
+
+
 def failing(check: dict[str, Any]) -> dict[str, Any]:
     return {**check, "action": "ACTION_FAIL"}
 
@@ -233,6 +293,40 @@ REFUSED: dict[str, Callable[[Path], ImportSpec]] = {
     "too many beside unique": lambda folder: spec_of(
         sources(folder, BAD, REPEATS), checks=[UNIQUE], bad_rows=BadRows(action="quarantine", max_rows=2)
     ),
+    "too many bad rows before damage": lambda folder: spec_of(
+        [*sources(folder, BAD), damaged(folder, "damaged.parquet")], bad_rows=BadRows(action="quarantine", max_rows=7)
+    ),
+    "damage before too many bad rows": lambda folder: spec_of(
+        [*sources(folder, BAD), damaged(folder, "damaged.parquet")], bad_rows=BadRows(action="quarantine", max_rows=9)
+    ),
+    "a check before damage beside unique": lambda folder: spec_of(
+        [*sources(folder), damaged(folder, "damaged.parquet")],
+        hold_outs=HELD_OUT,
+        checks=[failing({**BELOW, "range": {"max": 290}}), UNIQUE],
+    ),
+    "a check before a split without rows": lambda folder: spec_of(
+        sources(folder), hold_outs=HELD_OUT, checks=[NO_TRAIN, failing(BELOW), UNIQUE]
+    ),
+    "bad rows before a split without rows": lambda folder: spec_of(
+        sources(folder, {3: [5]}), hold_outs=HELD_OUT, bad_rows=BadRows(), checks=[NO_TRAIN, UNIQUE]
+    ),
+    "too many before a split without rows": lambda folder: spec_of(
+        sources(folder, {0: [5], 6: [0, 1, 2]}),
+        hold_outs=HELD_OUT,
+        bad_rows=BadRows(action="quarantine", max_rows=3),
+        checks=[NO_TRAIN, UNIQUE],
+    ),
+    "unique before a split without rows": lambda folder: spec_of(
+        [*sources(folder), parquet(folder, "last.parquet", "test", n=texts(3))],
+        hold_outs=HELD_OUT,
+        checks=[NO_TRAIN, failing(UNIQUE)],
+    ),
+    "unique before bad rows": lambda folder: spec_of(
+        sources(folder, {5: [1]}, {2: [5]}), hold_outs=HELD_OUT, bad_rows=BadRows(), checks=[failing(UNIQUE)]
+    ),
+    "a split without rows beside unique": lambda folder: spec_of(
+        sources(folder), hold_outs=HELD_OUT, checks=[NO_TRAIN, UNIQUE]
+    ),
     "no row is left": lambda folder: spec_of(
         sources(folder), checks=[{"column": "n", "range": {"min": 90, "max": 100}, "action": "ACTION_QUARANTINE"}]
     ),
@@ -249,6 +343,18 @@ def test_the_first_part_that_fails_is_the_one_that_is_reported(store: ObjectStor
     assert [info.key for info in store.list(f"{found.name}/data")] == []
 
 
+@pytest.mark.usefixtures("_two_unknown")
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_first_failure_is_reported_if_some_row_counts_are_unknown(
+    store: ObjectStore, tmp_path: Path, name: str
+) -> None:
+    spec = REFUSED[name](tmp_path)
+    expected = run_in_one_process(store, tmp_path, "v1", spec)
+    found = run(store, tmp_path, "v2", spec, Parts())
+    assert expected.state is JobState.FAILED
+    assert (found.state, found.error) == (JobState.FAILED, expected.error)
+
+
 @pytest.mark.parametrize("name", ["bad rows", "hold-outs"])
 def test_a_source_that_changes_between_two_passes_fails_the_import(
     store: ObjectStore, tmp_path: Path, name: str
@@ -262,6 +368,30 @@ def test_a_source_that_changes_between_two_passes_fails_the_import(
     job = run(store, tmp_path, "v1", SPECS[name](tmp_path), Changing())
     assert job.error is not None
     assert (job.error["kind"], job.error["reason"]) == ("InvalidArgument", "SOURCE_CHANGED")
+
+
+@pytest.mark.parametrize("is_damaged", [False, True], ids=["deleted", "damaged"])
+def test_a_part_that_fails_when_it_is_written_again_fails_the_import(
+    store: ObjectStore, tmp_path: Path, is_damaged: bool
+) -> None:
+    class Breaking(Parts):
+        def __call__(self, *arguments: Any, **options: Any) -> Any:
+            if self.passes:
+                file = tmp_path / "4.parquet"  # part 5
+                if is_damaged:
+                    file.write_bytes(bytes(file.stat().st_size))
+                else:
+                    file.unlink()
+            return super().__call__(*arguments, **options)
+
+    for version, order in (("v1", reversed), ("v2", as_given)):
+        runner = Breaking(order)
+        job = run(store, tmp_path, version, SPECS["bad rows"](tmp_path), runner)
+        assert [numbers for _, numbers in runner.passes] == [ALL, [3, 4, 5, 6]]
+        assert job.state is JobState.FAILED
+        assert job.error is not None
+        assert "4.parquet" in job.error["message"]
+        assert [info.key for info in store.list(f"{job.name}/data")] == []
 
 
 def test_an_outage_in_one_part_ends_the_attempt_and_not_the_job(
@@ -301,9 +431,6 @@ def run_again(store: ObjectStore, name: str, run_parts: Parts) -> JobRecord:
     jobs.transition(name, lambda job: begin_attempt(job, time.time()), attempt=2)
     run_attempt(functools.partial(import_job.run_import, run_parts=run_parts), store, IMPORT_KIND, name, 2)
     return jobs.get(name, name)
-
-
-ALL = [0, 1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize(
@@ -391,6 +518,28 @@ def test_small_files_share_a_part_and_a_small_import_has_one_for_each_split(
     version = load_version(store, f"{DATASET}/v2")
     assert [file.path for file in version.manifest.files] == ["test-00000.parquet", "train-00000.parquet"]
     assert numbers(store, version.name) == numbers(store, f"{DATASET}/v1")
+
+
+@pytest.mark.parametrize("order", [reversed, inside_out, as_given])
+def test_lines_of_rows_that_will_not_be_listed_are_not_kept(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: Callable[[Sequence[Any]], Iterable[Any]]
+) -> None:
+    monkeypatch.setattr(bad_rows, "MAX_LINES", 3)
+    spec = SPECS["bad rows"](tmp_path)
+    expected = run_in_one_process(store, tmp_path, "v1", spec)
+    merge, lines = bad_rows.BadRowLog.merge, []
+
+    def merge_and_remember(self: bad_rows.BadRowLog, part: bad_rows.BadRowPart) -> None:
+        lines.append(len(part.lines))
+        merge(self, part)
+
+    monkeypatch.setattr(bad_rows.BadRowLog, "merge", merge_and_remember)
+    found = run(store, tmp_path, "v2", spec, Parts(order))
+    # The first two parts with bad rows have three of them.
+    assert lines == [2, 1, 0, 0]
+    versions = [load_version(store, job.name) for job in (expected, found)]
+    assert read_report(store, versions[1]) == read_report(store, versions[0])
+    assert versions[1].manifest_sha256 == versions[0].manifest_sha256
 
 
 def test_the_report_lists_bad_rows_of_all_parts_in_the_order_of_the_rows(store: ObjectStore, tmp_path: Path) -> None:
