@@ -39,11 +39,16 @@ class IdxPair:
         )
 
     def parts(self) -> Sequence[RowSource]:
-        """Divides the pair into ranges of images, unless one of the files is compressed."""
+        """Divides the pair into ranges of images, unless one of the files is compressed.
+
+        Uploads are verified first, as a whole.
+        """
         per_part = max(interface.PART_BYTES // self._header.row_bytes, 1)
         whole = range(self._header.row_count)
         if not self._can_be_divided or self._rows is not None or len(whole) <= per_part:
             return [self]
+        self._images.wait_until_whole()
+        self._labels.wait_until_whole()
         return [self._only(whole[begin : begin + per_part]) for begin in range(0, len(whole), per_part)]
 
     def _only(self, rows: range) -> IdxPair:

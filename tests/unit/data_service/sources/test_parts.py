@@ -25,7 +25,7 @@ from data_service.uploads import reader
 from shared.errors import DataLoss, InvalidArgument
 from shared.storage import ObjectStore
 from tests.support.counting_store import CountingStore
-from tests.support.idx import digits, write_idx
+from tests.support.idx import digits, idx_bytes, write_idx
 from tests.support.images import encoded, tar_of
 from tests.support.import_sources import Bad, Quarantine, found_file, opened, source_of, table_of
 from tests.support.upload_calls import committed
@@ -236,6 +236,28 @@ def test_idx_is_divided_into_ranges_of_images(tmp_path: Path, monkeypatch: pytes
             read(one.rows.parts()[-1])
         assert str(last.value) == str(whole.value)
         read(one.rows.parts()[0])
+
+
+@pytest.mark.parametrize("damaged", ["images", "labels"])
+def test_an_uploaded_idx_pair_is_verified_before_it_is_divided(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch, damaged: str
+) -> None:
+    monkeypatch.setattr(interface, "PART_BYTES", 400_000)
+    values = np.random.default_rng(0).integers(0, 256, (600_000, 2, 2), np.uint8)  # more than a header's read buffers
+    contents = {"images": idx_bytes(values), "labels": idx_bytes(values[:, 0, 0].astype("i4"))}
+    uploads = uploads_of(store)
+    names = {name: committed(uploads, data, upload_id=name, chunk_bytes=300_000) for name, data in contents.items()}
+    source = source_of({f"idx.{name}_uri": upload for name, upload in names.items()}, "idx")
+    (one,) = open_sources([source], SourceFiles([], None, store), {})
+    parts = parts_of(one.rows)
+    assert read(*parts) == read(one.rows)
+    chunk = sorted(info.key for info in store.list(f"{names[damaged]}/chunks"))[-2]
+    store.put(chunk, bytes([store.get(chunk)[0] ^ 1]) + store.get(chunk)[1:])
+    with pytest.raises(DataLoss):
+        read(*parts)
+    (again,) = open_sources([source], SourceFiles([], None, store), {})
+    with pytest.raises(DataLoss):
+        again.rows.parts()
 
 
 def test_compressed_idx_is_one_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
