@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import struct
 from collections.abc import Sequence
 from dataclasses import replace
@@ -55,6 +56,55 @@ def parts_of(rows: RowSource, at_least: int = 2) -> list[RowSource]:
     return parts
 
 
+def rewrite(path: Path, data: bytes) -> None:
+    """Changes the content, and neither the size nor the time."""
+    found = path.stat()
+    path.write_bytes(data)
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+    assert path.stat().st_size == found.st_size
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "csv", "json_lines", "idx", "image_folder", "image_tar"])
+def test_no_part_reads_a_file_that_replaced_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(interface, "PART_BYTES", 1000)
+    monkeypatch.setattr(interface, "BLOCK_BYTES", 500)
+    monkeypatch.setattr(images_module, "PART_IMAGES", 2)
+    path = tmp_path / "rows"
+    uris: dict[str, str] | str = path.as_uri()
+    match kind:
+        case "parquet":
+            pq.write_table(TYPED, path, row_group_size=170)
+        case "arrow":
+            write_arrow(path, TYPED)
+        case "csv":
+            path.write_bytes(b"n\n" + b"123\n" * 999)
+        case "json_lines":
+            path.write_bytes(b'{"n": 123}\n' * 999)
+        case "idx":
+            images, labels = digits(30)
+            uris = {
+                "idx.images_uri": write_idx(tmp_path / "images", images),
+                "idx.labels_uri": write_idx(path, labels),
+            }
+        case "image_folder":
+            for name, data in IMAGES.items():
+                (tmp_path / "all" / name).parent.mkdir(parents=True, exist_ok=True)
+                (tmp_path / "all" / name).write_bytes(data)
+            path, uris = tmp_path / "all" / "wasps/6.png", f"{(tmp_path / 'all').as_uri()}/"
+        case _:
+            path.write_bytes(tar_of(IMAGES))
+    (one,) = opened(tmp_path, source_of(uris, kind))
+    last = parts_of(one.rows)[-1]
+    read(last)
+    time = path.stat().st_mtime_ns
+    (tmp_path / "other").write_bytes(path.read_bytes())
+    (tmp_path / "other").replace(path)
+    os.utime(path, ns=(0, time + 1))  # within one tick of the disk's clock
+    with pytest.raises(InvalidArgument, match="it changed while it was read") as refused:
+        read(last)
+    assert refused.value.specific_reason == "SOURCE_CHANGED"
+
+
 # --- Typed files ---
 
 TYPED = pa.table(
@@ -96,7 +146,9 @@ def test_a_small_or_empty_parquet_file_is_one_part(tmp_path: Path) -> None:
 def test_a_part_of_a_file_that_was_written_anew_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interface, "PART_BYTES", 20_000)
     pq.write_table(TYPED, tmp_path / "t.parquet", row_group_size=170)
-    last = ParquetRows(found_file(tmp_path / "t.parquet")).parts()[-1]
+    # Of a disk that shows no change.
+    file = replace(found_file(tmp_path / "t.parquet"), open=lambda: (tmp_path / "t.parquet").open("rb"))
+    last = ParquetRows(file).parts()[-1]
     pq.write_table(TYPED.slice(0, 2999), tmp_path / "t.parquet", row_group_size=170)
     with pytest.raises(InvalidArgument, match="it changed while it was read"):
         table_of(last)
@@ -179,7 +231,7 @@ def test_a_damaged_arrow_file_fails_in_parts_as_it_does_whole(tmp_path: Path, mo
     data = path.read_bytes()
     (one,) = opened(tmp_path, source_of(path.as_uri(), "arrow"))
     for place in (*range(len(data) - 400, len(data), 7), 1000, len(data) // 2 // 8 * 8):
-        path.write_bytes(data[:place] + bytes([data[place] ^ 0x55]) + data[place + 1 :])
+        rewrite(path, data[:place] + bytes([data[place] ^ 0x55]) + data[place + 1 :])
         whole, parted = outcome([one.rows]), outcome(one.rows.parts())
         # A footer is of no use to the whole, which is read from front to back, so it may accept more.
         assert whole == parted or parted == "refused", place
@@ -434,7 +486,7 @@ def test_a_part_that_no_longer_begins_a_line_is_refused(tmp_path: Path, monkeypa
     (tmp_path / "rows").write_bytes(b"n\n" + b"123\n" * 99)
     (one,) = opened(tmp_path, source_of((tmp_path / "rows").as_uri(), "csv"))
     last = one.rows.parts()[-1]
-    (tmp_path / "rows").write_bytes(b"n\n" + b"1234567\n" * 99)
+    rewrite(tmp_path / "rows", b"n\n" + b"1" * 395 + b"\n")
     with pytest.raises(InvalidArgument, match="it changed while it was read"):
         table_of(last)
 
