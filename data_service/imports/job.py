@@ -443,10 +443,10 @@ def _among_all_rows(found: Mapping[int, Ordinals], tallies: Sequence[Tally]) -> 
     return Repeats(repeats)
 
 
-def _changed(split: str, counted: int) -> InvalidArgument:
+def _changed(split: str, counted: int, whose: str = "") -> InvalidArgument:
     return InvalidArgument(
-        f"sources: those of {split!r} had {counted} rows at first, and others when they were read again; import files "
-        "that no other program writes",
+        f"sources: {whose or f'those of {split!r}'} had {counted} rows at first, and others when they were read again; "
+        "import files that no other program writes",
         reason="SOURCE_CHANGED",
         metadata={"field": "sources", "split": split},
         fields=[("sources", f"the files of {split!r} changed during the import")],
@@ -540,6 +540,8 @@ class _Arrivals:
             path.unlink()
 
     def _judge(self, part: ImportPart, written: Written) -> None:
+        if part.expected_rows is not None and written.tally.readable > part.expected_rows:
+            raise _changed(part.split, part.expected_rows, part.where)
         placed = self._placer.place(part)
         self._placer.advance(written.tally)
         self._next += 1

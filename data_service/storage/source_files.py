@@ -27,8 +27,8 @@ from data_service.domain.uris import (
     parse_uri,
     source_not_found,
 )
-from data_service.storage.local_files import LocalFiles
-from data_service.storage.s3_objects import S3Objects
+from data_service.storage.local_files import LocalFiles, size_and_time_of
+from data_service.storage.s3_objects import S3Objects, has_size_and_time
 from data_service.uploads.reader import PinnedBlocks, open_upload, upload_size, verify
 from shared.errors import InvalidArgument, invalid_field
 from shared.settings import StoreSettings
@@ -48,10 +48,11 @@ class SourceFile:
     """A file of an import.
 
     `field` is the request's field that names it. `size_bytes` is None while it is an upload that still grows. `open`
-    returns a new seekable file, at its first byte. `relative` is its path below the named folder. `modified_ns` is when
-    it was last written, in nanoseconds since the epoch; 0 for an upload, whose bytes stay as they are. A reader that
-    reads the whole file before it yields rows must call `on_read` regularly; a copy in another process has no
-    callbacks.
+    returns a new seekable file, at its first byte. It raises `InvalidArgument` if a local file or an object has another
+    size or time than when it was found: rows of two files would be mixed. `relative` is its path below the named
+    folder. `modified_ns` is when it was last written, in nanoseconds since the epoch; 0 for an upload, whose bytes stay
+    as they are. A reader that reads the whole file before it yields rows must call `on_read` regularly; a copy in
+    another process has no callbacks.
     """
 
     field: str
@@ -190,12 +191,11 @@ class SourceFiles:
     def _file(
         self, field: str, uri: str, path: str, relative: str, size_and_time: tuple[int, int] | None = None
     ) -> SourceFile:
-        open_file = _LocalFile(self._local, field, uri, path)
         if size_and_time is None:
-            with open_file() as file:
-                found = os.fstat(file.fileno())
-            size_and_time = found.st_size, found.st_mtime_ns
+            with self._local.open(field, uri, path) as file:
+                size_and_time = size_and_time_of(file)
         size, modified_ns = size_and_time
+        open_file = _LocalFile(self._local, field, uri, path, size_and_time)
         return SourceFile(field, uri, size, open_file, relative, on_read=self._on_read, modified_ns=modified_ns)
 
     def _bucket(self) -> S3Objects:
@@ -207,7 +207,7 @@ class SourceFiles:
         self, field: str, uri: str, path: str, relative: str, size_and_time: tuple[int, int] | None = None
     ) -> SourceFile:
         size, modified_ns = size_and_time or self._bucket().size_and_time(field, uri, path)
-        open_object = _S3File(self._stores, field, uri, path)
+        open_object = _S3File(self._stores, field, uri, path, (size, modified_ns))
         return SourceFile(field, uri, size, open_object, relative, on_read=self._on_read, modified_ns=modified_ns)
 
     def _upload(self, field: str, name: str) -> SourceFile:
@@ -261,9 +261,14 @@ class _LocalFile:
     field: str
     uri: str
     path: str
+    size_and_time: tuple[int, int]
 
     def __call__(self) -> BinaryIO:
-        return self.files.open(self.field, self.uri, self.path)
+        opened = self.files.open(self.field, self.uri, self.path)
+        if size_and_time_of(opened) != self.size_and_time:
+            opened.close()
+            raise _changed(self.field, self.uri)
+        return opened
 
 
 @dataclass(frozen=True)
@@ -272,11 +277,26 @@ class _S3File:
     field: str
     uri: str
     path: str
+    size_and_time: tuple[int, int]
 
     def __call__(self) -> BinaryIO:
         objects = self.stores.objects
         assert objects is not None
-        return objects.open(self.field, self.uri, self.path)
+        opened = objects.open(self.field, self.uri, self.path)
+        if not has_size_and_time(opened, *self.size_and_time):
+            opened.close()
+            raise _changed(self.field, self.uri)
+        return opened
+
+
+def _changed(field: str, uri: str) -> InvalidArgument:
+    why = "it changed while it was read; import files that no other program writes"
+    return InvalidArgument(
+        f"{field}: {uri} cannot be imported: {why}",
+        reason="SOURCE_CHANGED",
+        metadata={"field": field, "uri": uri},
+        fields=[(field, why)],
+    )
 
 
 @dataclass(frozen=True)

@@ -394,6 +394,31 @@ def test_a_part_that_fails_when_it_is_written_again_fails_the_import(
         assert [info.key for info in store.list(f"{job.name}/data")] == []
 
 
+def test_more_rows_than_at_first_fail_the_import_where_size_and_time_show_no_change(
+    store: ObjectStore, tmp_path: Path
+) -> None:
+    path = tmp_path / "n.csv"
+    path.write_text("n\n1234567\n")
+
+    class Changing(Parts):
+        def __call__(self, *arguments: Any, **options: Any) -> Any:
+            found = path.stat()
+            path.write_text("n\n1\n2\n3\n4\n")
+            os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+            assert path.stat().st_size == found.st_size
+            return super().__call__(*arguments, **options)
+
+    given = [
+        Source(split="train", format="csv", uris={"csv.uri": path.as_uri()}),
+        parquet(tmp_path, "0.parquet", "train", n=range(ROWS)),
+    ]
+    runner = Changing()
+    job = run(store, tmp_path, "v1", spec_of(given, column_types=[]), runner)
+    assert runner.passes == [("WritePart", [0, 1])]
+    assert job.error is not None
+    assert (job.error["kind"], job.error["reason"]) == ("InvalidArgument", "SOURCE_CHANGED")
+
+
 def test_an_outage_in_one_part_ends_the_attempt_and_not_the_job(
     store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
