@@ -69,6 +69,7 @@ def open_upload(
     outage_timeout_s: float = OUTAGE_TIMEOUT_S,
     on_wait: Callable[[], None] = lambda: None,
     field: str = "name",
+    uid: str = "",
     pins: PinnedBlocks | None = None,
 ) -> BinaryIO:
     """Opens a seekable file of the upload's bytes; the caller must close it.
@@ -80,20 +81,15 @@ def open_upload(
     end; `verify` does that for a file that was read in another order. Bytes that are read again are unchanged, or raise
     `DataLoss`; that holds for all files that share `pins`, once one of them was verified.
 
-    Raises `InvalidArgument` naming `field` and `NotFound`. Reads raise `FailedPrecondition` if the upload was aborted
-    or no byte arrived for `outage_timeout_s`, and `DataLoss` if bytes are missing or are not the committed ones.
+    Raises `InvalidArgument` naming `field`, `NotFound`, and `FailedPrecondition` if another upload has taken the place
+    of the one with `uid`. Reads raise `FailedPrecondition` if the upload was aborted or no byte arrived for
+    `outage_timeout_s`, and `DataLoss` if bytes are missing or are not the committed ones.
     """
-    raw = _UploadFile(store, get_upload(store, name, field), outage_timeout_s, on_wait, pins or PinnedBlocks())
+    upload = get_upload(store, name, field)
+    if uid and upload.uid != uid:
+        raise _abandoned(name, "it was aborted")
+    raw = _UploadFile(store, upload, outage_timeout_s, on_wait, pins or PinnedBlocks())
     return cast(BinaryIO, io.BufferedReader(raw, BUFFER_BYTES))
-
-
-def upload_size(store: ObjectStore, name: str) -> int | None:
-    """Returns the size in bytes; None while it is open.
-
-    Raises `InvalidArgument` and `NotFound`.
-    """
-    upload = get_upload(store, name)
-    return upload.size_bytes if upload.state is UploadState.COMMITTED else None
 
 
 def verify(file: BinaryIO) -> None:
