@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from data_service import kept_parts
 from data_service.domain.import_spec import BadRows, Base, ColumnType, HoldOut, ImportSpec, Source
 from data_service.imports import job as import_job
 from data_service.imports import plan
@@ -26,11 +27,12 @@ from data_service.parallel import P, Pool, Results, Work
 from shared.dataset_version import VersionReader, load_version
 from shared.dataset_version.manifest import QUARANTINE
 from shared.dataset_version.version import IMPORT_KIND, read_attachment, read_report
-from shared.errors import Unavailable
+from shared.errors import ResourceExhausted, Unavailable
 from shared.jobs import AttemptContext, JobRecord, Jobs, JobState
 from shared.jobs.attempt import run_attempt
 from shared.jobs.transitions import begin_attempt
 from shared.storage import ObjectStore
+from shared.storage.object_store import STORE_FULL
 from tests.support.transforming import run_here
 
 DATASET = "datasets/d/versions"
@@ -334,6 +336,36 @@ def test_an_attempt_goes_on_with_the_parts_that_a_lost_one_has_finished(
     named = {f"{versions[1].folder}/{file.path}" for file in versions[1].manifest.files}
     assert {info.key for info in store.list(f"{found.name}/data") if info.key.endswith(".parquet")} == named
     assert not [info.key for info in store.list(f"{found.name}/data") if "/kept/" in info.key]
+
+
+def test_a_store_with_no_room_for_copies_is_swept_and_the_import_goes_on(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = run(store, tmp_path, "v1", SPECS["all good"](tmp_path), Losing(1))
+    (before,) = store.folders(f"{lost.name}/data")
+    copied: list[str] = []
+    copy = ObjectStore.copy
+
+    def copy_a_few(self: ObjectStore, source: str, target: str) -> None:
+        if len(copied) == 3:
+            raise ResourceExhausted("the object store is full", reason=STORE_FULL)
+        copied.append(target)
+        copy(self, source, target)
+
+    monkeypatch.setattr(kept_parts, "REQUESTS", 1)
+    monkeypatch.setattr(ObjectStore, "copy", copy_a_few)
+    runner = Parts()
+    found = run_again(store, lost.name, runner)
+    assert (found.state, found.error) == (JobState.SUCCEEDED, None)
+    assert len(copied) == 3
+    assert runner.passes == [("WritePart", ALL)]
+    (after,) = store.folders(f"{lost.name}/data")
+    assert after != before
+    named = {
+        f"{load_version(store, found.name).folder}/{file.path}"
+        for file in load_version(store, found.name).manifest.files
+    }
+    assert {info.key for info in store.list(f"{found.name}/data") if info.key.endswith(".parquet")} == named
 
 
 def test_a_part_whose_file_changed_is_not_taken_over(store: ObjectStore, tmp_path: Path) -> None:
