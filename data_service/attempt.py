@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 # --- Attempt folder ---
 # The folders of an attempt at creating a version: its own folder in the store, and one on the local disk.
 
+# The folder below an attempt's own for the pins of uploads, which its tasks read.
+PINS = "pins"
 # The delay before a full disk is tried again.
 FULL_RETRY_S = 30.0
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -114,6 +116,7 @@ def _may_be_taken_over(context: AttemptContext, error: BaseException) -> bool:
 def _forget_parts(store: ObjectStore, folder: str) -> None:
     try:
         kept_parts.forget(store, folder)
+        store.delete_folder(f"{folder}/{PINS}")
     except STORE_OUTAGES as error:
         logger.warning("records of parts stay in %s until the sweeper deletes them: %s", folder, error.message)
 

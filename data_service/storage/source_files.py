@@ -125,6 +125,16 @@ class SourceFiles:
         self._local = LocalFiles(roots)
         self._stores = _Stores(s3, store, on_wait)
         self._on_read = on_read
+        self._pins: list[PinnedBlocks] = []
+
+    def keep_pins(self, folder: str) -> None:
+        """Writes the pins of the uploads below `folder`, from where copies of their files in other processes read them.
+
+        Call it once all sources are open. Few pins travel with the copies.
+        """
+        for number, pins in enumerate(self._pins):
+            assert self._stores.store is not None  # no upload is opened without
+            pins.keep(self._stores.store, f"{folder}/{number}")
 
     def find(self, field: str, uri: str) -> SourceFile:
         """Returns the one named file.
@@ -230,7 +240,8 @@ class SourceFiles:
             raise invalid_field(field, name, "no upload can be read here")
         upload = get_upload(store, name, field)
         size_bytes = upload.size_bytes if upload.state is UploadState.COMMITTED else None
-        open_file = _UploadFile(self._stores, field, name, upload.uid, PinnedBlocks())
+        self._pins.append(PinnedBlocks())
+        open_file = _UploadFile(self._stores, field, name, upload.uid, self._pins[-1])
         return SourceFile(field, name, size_bytes, open_file, upload_uid=upload.uid, on_read=self._on_read)
 
 
@@ -308,9 +319,8 @@ class _UploadFile:
     def __call__(self) -> BinaryIO:
         store = self.stores.store
         assert store is not None
-        return open_upload(
-            store, self.name, on_wait=self.stores.on_wait, field=self.field, uid=self.uid, pins=self.pins
-        )
+        pins = self.pins.found(store)
+        return open_upload(store, self.name, on_wait=self.stores.on_wait, field=self.field, uid=self.uid, pins=pins)
 
 
 @cache

@@ -4,8 +4,10 @@ process had read the parts one after the other."""
 from __future__ import annotations
 
 import functools
+import io
 import json
 import os
+import pickle
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -19,11 +21,13 @@ import pytest
 
 from data_service import kept_parts
 from data_service.domain.import_spec import BadRows, Base, ColumnType, HoldOut, ImportSpec, Source
+from data_service.formats import interface
 from data_service.imports import job as import_job
 from data_service.imports import plan
 from data_service.imports.plan import ImportPart
 from data_service.imports.work import Guarded, WritePart
 from data_service.parallel import P, Pool, Results, Work
+from data_service.uploads import reader
 from shared.dataset_version import VersionReader, load_version
 from shared.dataset_version.manifest import QUARANTINE
 from shared.dataset_version.version import IMPORT_KIND, read_attachment, read_report
@@ -34,6 +38,8 @@ from shared.jobs.transitions import begin_attempt
 from shared.storage import ObjectStore
 from shared.storage.object_store import STORE_FULL
 from tests.support.transforming import run_here
+from tests.support.upload_calls import committed
+from tests.support.upload_server import uploads_of
 
 DATASET = "datasets/d/versions"
 ROWS = 40
@@ -388,6 +394,32 @@ def test_a_part_whose_file_was_replaced_by_one_of_the_same_size_is_not_taken_ove
     found = run_again(store, lost.name, runner)
     assert found.state is JobState.SUCCEEDED
     assert runner.passes == [("WritePart", [0, 1, 2, 3, 5])]
+
+
+def test_the_pins_of_an_upload_are_in_the_store_while_its_parts_are_read(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "FEW_BLOCKS", 0)
+    monkeypatch.setattr(interface, "PART_BYTES", 1)
+    data = io.BytesIO()
+    pq.write_table(pa.table({"n": range(400)}), data, row_group_size=100)
+    name = committed(uploads_of(store), data.getvalue(), chunk_bytes=100)
+
+    class Sending(Parts):
+        def __call__(self, context: AttemptContext, folder: str, *arguments: Any, **options: Any) -> Any:
+            assert len(list(store.list(f"{folder}/pins"))) == 1
+            work, parts = arguments
+            pickled = [pickle.dumps(part) for part in parts]
+            assert not any(b"/chunks/" in one for one in pickled)
+            sent = [pickle.loads(one) for one in pickled]
+            return super().__call__(context, folder, work, sent, **options)
+
+    source, runner = Source(split="train", format="parquet", uris={"parquet.uri": name}), Sending()
+    job = run(store, tmp_path, "v1", spec_of([source]), runner)
+    assert (job.state, job.error) == (JobState.SUCCEEDED, None)
+    assert runner.passes == [("WritePart", [0, 1, 2, 3])]
+    assert [n for n, _ in numbers(store, job.name)["train"]] == list(range(400))
+    assert not [info.key for info in store.list(f"{job.name}/data") if "/pins/" in info.key]
 
 
 def test_rows_of_a_base_are_parts_too(store: ObjectStore, tmp_path: Path) -> None:
