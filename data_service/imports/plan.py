@@ -1,7 +1,8 @@
 """Divides an import into parts, and says which row ids the rows of each part have.
 
 The parts depend on the sources and the request alone, never on the cluster: a part has files of its own, so other parts
-would give the version another digest.
+would give the version another digest. An upload that is still open is another source in this respect, because its size
+is not known yet.
 """
 
 from __future__ import annotations
