@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from data_service import parallel
-from data_service.attempt import attempt_folder, columns_of, commit_version
+from data_service.attempt import PINS, attempt_folder, columns_of, commit_version
 from data_service.domain.bad_rows import TOO_MANY_BAD_ROWS, BadRowLog, BadRowParts, BadRowPolicy, build_report
 from data_service.domain.checks import CHECK_FAILED, fits, parse_checks
 from data_service.domain.checks_gate import gate
@@ -80,15 +80,16 @@ class _Opened:
         appends = spec.base is not None and spec.base.mode == "append"
         kept = BaseRows(context.store, self.base) if self.base and appends else None
         roots = [PurePosixPath(root) for root in context.job.spec["import_roots"]]
+        self.files = SourceFiles(
+            roots,
+            s3_of(context.store),
+            context.store,
+            on_wait=context.raise_if_stopped,
+            on_read=context.raise_if_stopped,
+        )
         sources = open_sources(
             spec.sources,
-            SourceFiles(
-                roots,
-                s3_of(context.store),
-                context.store,
-                on_wait=context.raise_if_stopped,
-                on_read=context.raise_if_stopped,
-            ),
+            self.files,
             {column_type.column: column_type.arrow_type for column_type in spec.column_types},
             spec.partitioning,
         )
@@ -134,6 +135,8 @@ class _Import:
         self._counted_parts: set[int] = set()
 
     def run(self) -> dict[str, Any]:
+        if self._opened.in_tasks:
+            self._opened.files.keep_pins(f"{self._folder}/{PINS}")
         counted, repeats = self._counted()
         if self._spec.hold_outs:
             assert counted is not None

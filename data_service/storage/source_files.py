@@ -29,7 +29,8 @@ from data_service.domain.uris import (
 )
 from data_service.storage.local_files import LocalFiles, size_and_time_of
 from data_service.storage.s3_objects import S3Objects, has_size_and_time
-from data_service.uploads.reader import PinnedBlocks, open_upload, upload_size, verify
+from data_service.uploads.reader import PinnedBlocks, open_upload, verify
+from data_service.uploads.record import UploadState, get_upload
 from shared.errors import InvalidArgument, invalid_field
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
@@ -51,8 +52,8 @@ class SourceFile:
     returns a new seekable file, at its first byte. It raises `InvalidArgument` if a local file or an object has another
     size or time than when it was found: rows of two files would be mixed. `relative` is its path below the named
     folder. `modified_ns` is when it was last written, in nanoseconds since the epoch; 0 for an upload, whose bytes stay
-    as they are. A reader that reads the whole file before it yields rows must call `on_read` regularly; a copy in
-    another process has no callbacks.
+    as they are. `upload_uid` distinguishes an upload from another one of its name. A reader that reads the whole file
+    before it yields rows must call `on_read` regularly; a copy in another process has no callbacks.
     """
 
     field: str
@@ -60,9 +61,22 @@ class SourceFile:
     size_bytes: int | None
     open: Callable[[], BinaryIO]
     relative: str = ""
-    is_upload: bool = False
+    upload_uid: str = ""
     modified_ns: int = 0
     on_read: Callable[[], None] = _nothing
+
+    @property
+    def is_upload(self) -> bool:
+        return bool(self.upload_uid)
+
+    @property
+    def identity(self) -> tuple[str | int | None, ...]:
+        """The same in each process, and another for a file whose bytes may be others.
+
+        The size of an upload is known only with its commit, and its uid stands for all its bytes.
+        """
+        size_bytes = None if self.is_upload else self.size_bytes
+        return self.field, self.uri, self.relative, size_bytes, self.modified_ns, self.upload_uid
 
     def corrupt(self, why: str) -> InvalidArgument:
         """Returns the error for content that cannot be imported; `why` is a sentence about the file."""
@@ -112,6 +126,16 @@ class SourceFiles:
         self._local = LocalFiles(roots)
         self._stores = _Stores(s3, store, on_wait)
         self._on_read = on_read
+        self._pins: list[PinnedBlocks] = []
+
+    def keep_pins(self, folder: str) -> None:
+        """Writes the pins of the uploads below `folder`, from where copies of their files in other processes read them.
+
+        Call it once all sources are open. Few pins travel with the copies.
+        """
+        for number, pins in enumerate(self._pins):
+            assert self._stores.store is not None  # no upload is opened without
+            pins.keep(self._stores.store, f"{folder}/{number}")
 
     def find(self, field: str, uri: str) -> SourceFile:
         """Returns the one named file.
@@ -214,8 +238,11 @@ class SourceFiles:
         store = self._stores.store
         if store is None:
             raise invalid_field(field, name, "no upload can be read here")
-        open_file = _UploadFile(self._stores, field, name, PinnedBlocks())
-        return SourceFile(field, name, upload_size(store, name), open_file, is_upload=True, on_read=self._on_read)
+        upload = get_upload(store, name, field)
+        size_bytes = upload.size_bytes if upload.state is UploadState.COMMITTED else None
+        self._pins.append(PinnedBlocks())
+        open_file = _UploadFile(self._stores, field, name, upload.uid, self._pins[-1])
+        return SourceFile(field, name, size_bytes, open_file, upload_uid=upload.uid, on_read=self._on_read)
 
 
 # --- Openers ---
@@ -306,12 +333,14 @@ class _UploadFile:
     stores: _Stores
     field: str
     name: str
+    uid: str
     pins: PinnedBlocks
 
     def __call__(self) -> BinaryIO:
         store = self.stores.store
         assert store is not None
-        return open_upload(store, self.name, on_wait=self.stores.on_wait, field=self.field, pins=self.pins)
+        pins = self.pins.found(store)
+        return open_upload(store, self.name, on_wait=self.stores.on_wait, field=self.field, uid=self.uid, pins=pins)
 
 
 @cache
