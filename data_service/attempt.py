@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 # --- Attempt folder ---
 # The folders of an attempt at creating a version: its own folder in the store, and one on the local disk.
 
+# The folder below an attempt's own for the pins of uploads, which its tasks read.
+PINS = "pins"
 # The delay before a full disk is tried again.
 FULL_RETRY_S = 30.0
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -59,8 +61,9 @@ def attempt_folder(context: AttemptContext, *, keeps_parts: bool = False) -> Ite
     First deletes the folders of lost attempts. If the body fails, deletes what it wrote, so that nothing of a failed
     attempt stays readable. Raises `ResourceExhausted` if the local disk is full.
 
-    With `keeps_parts` it first takes over the parts that lost attempts finished, and if it is lost itself, its folder
-    stays for the next attempt. If none follows, the sweeper deletes the folder once the job has ended.
+    With `keeps_parts` it first takes over the parts that lost attempts finished, unless the store is too full for the
+    copies. If it is lost itself, its folder stays for the next attempt. If none follows, the sweeper deletes the folder
+    once the job has ended.
     """
     folder = f"{context.folder}/data/a{context.attempt:05d}-{uuid.uuid4().hex[:8]}"
     try:
@@ -89,8 +92,16 @@ def _take_over_parts(context: AttemptContext, folder: str) -> None:
     own, first = f"a{context.attempt:05d}", f"a{context.job.first_attempt:05d}"
     lost = [name for name in context.store.folders(f"{context.folder}/data") if first <= name < own]
     sources = [f"{context.folder}/data/{name}" for name in reversed(lost)]
-    if count := kept_parts.take_over(context.store, sources, folder, context.raise_if_stopped):
-        logger.info("%d finished parts of lost attempts are taken over", count)
+    try:
+        if count := kept_parts.take_over(context.store, sources, folder, context.raise_if_stopped):
+            logger.info("%d finished parts of lost attempts are taken over", count)
+    except ResourceExhausted as error:
+        if error.specific_reason != STORE_FULL:
+            raise
+        # The folders of the lost attempts take the room, and are deleted next. If this attempt ended here, they would
+        # stay, and each later attempt would end in the same way.
+        logger.warning("the object store has no room for copies of finished parts; all parts are done again")
+        context.store.delete_folder(folder)
 
 
 def _may_be_taken_over(context: AttemptContext, error: BaseException) -> bool:
@@ -105,6 +116,7 @@ def _may_be_taken_over(context: AttemptContext, error: BaseException) -> bool:
 def _forget_parts(store: ObjectStore, folder: str) -> None:
     try:
         kept_parts.forget(store, folder)
+        store.delete_folder(f"{folder}/{PINS}")
     except STORE_OUTAGES as error:
         logger.warning("records of parts stay in %s until the sweeper deletes them: %s", folder, error.message)
 

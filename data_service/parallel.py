@@ -435,8 +435,8 @@ def crash_error(tries: Mapping[int, int], parts: Mapping[int, Part], *, foreign_
 
 
 # --- Warm workers ---
-# Idle Ray workers that wait for the tasks of the next transform: without them a transform of a few seconds would spend
-# most of its time on starting workers.
+# Idle Ray workers that wait for the tasks of the next import or transform: without them a transform of a few seconds
+# would spend most of its time on starting workers.
 
 WARM_WORKERS = WarmWorkers(
     # The last two are modules that a dataset's tasks import: its settings, and Ray Data's issue detection.
@@ -481,7 +481,7 @@ class IdleWorkers:
             # Ray may be configured with more CPUs than exist, and starting a worker needs a real one.
             start(min(self._taken, MAX, os.cpu_count() or 1))
         except Exception:
-            logger.warning("no processes wait for the next transform", exc_info=True)
+            logger.warning("no processes wait for the next job", exc_info=True)
 
 
 WAITING = IdleWorkers()

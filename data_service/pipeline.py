@@ -12,11 +12,12 @@ from shared.jobs import AttemptContext
 def run(context: AttemptContext) -> dict[str, Any]:
     """Runs one attempt of a version job; the result names the manifest."""
     # Imported here: an import needs no module of a transform, and should not wait for it.
+    from data_service.parallel import WAITING
+
+    context.afterwards(WAITING.replace)  # it starts none if the job had no tasks
     if "transform" in context.job.spec:
-        from data_service.parallel import WAITING
         from data_service.transforms.job import run_transform
 
-        context.afterwards(WAITING.replace)
         return run_transform(context)
     if "predict" in context.job.spec:
         from data_service.transforms.predict_job import run_predict

@@ -39,10 +39,16 @@ class IdxPair:
         )
 
     def parts(self) -> Sequence[RowSource]:
-        """Divides the pair into ranges of images, unless one of the files is compressed."""
+        """Divides the pair into ranges of images, unless one of the files is compressed.
+
+        Uploads are verified first, as a whole. A header that claims other rows than its file has is never divided:
+        reading the whole finds the error.
+        """
         per_part = max(interface.PART_BYTES // self._header.row_bytes, 1)
         whole = range(self._header.row_count)
         if not self._can_be_divided or self._rows is not None or len(whole) <= per_part:
+            return [self]
+        if not (_fits(self._images, self._header) and _fits(self._labels, self._label_header)):
             return [self]
         return [self._only(whole[begin : begin + per_part]) for begin in range(0, len(whole), per_part)]
 
@@ -85,6 +91,14 @@ class IdxPair:
         with closing(images), closing(labels):
             # Both are read to their ends, where bytes after the last row are detected.
             yield from zip(images, labels, strict=True)
+
+
+def _fits(file: SourceFile, header: IdxHeader) -> bool:
+    """Returns whether the file, once it is whole, has the size that its header claims."""
+    file.wait_until_whole()
+    with closing(file.open()) as opened, blaming(file, "IDX"):
+        opened.seek(0, 2)
+        return opened.tell() == header.size_bytes
 
 
 def _read(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from data_service import parallel
-from data_service.attempt import attempt_folder, columns_of, commit_version
+from data_service.attempt import PINS, attempt_folder, columns_of, commit_version
 from data_service.domain.bad_rows import TOO_MANY_BAD_ROWS, BadRowLog, BadRowParts, BadRowPolicy, build_report
 from data_service.domain.checks import CHECK_FAILED, fits, parse_checks
 from data_service.domain.checks_gate import gate
@@ -80,15 +80,16 @@ class _Opened:
         appends = spec.base is not None and spec.base.mode == "append"
         kept = BaseRows(context.store, self.base) if self.base and appends else None
         roots = [PurePosixPath(root) for root in context.job.spec["import_roots"]]
+        self.files = SourceFiles(
+            roots,
+            s3_of(context.store),
+            context.store,
+            on_wait=context.raise_if_stopped,
+            on_read=context.raise_if_stopped,
+        )
         sources = open_sources(
             spec.sources,
-            SourceFiles(
-                roots,
-                s3_of(context.store),
-                context.store,
-                on_wait=context.raise_if_stopped,
-                on_read=context.raise_if_stopped,
-            ),
+            self.files,
             {column_type.column: column_type.arrow_type for column_type in spec.column_types},
             spec.partitioning,
         )
@@ -134,6 +135,8 @@ class _Import:
         self._counted_parts: set[int] = set()
 
     def run(self) -> dict[str, Any]:
+        if self._opened.in_tasks:
+            self._opened.files.keep_pins(f"{self._folder}/{PINS}")
         counted, repeats = self._counted()
         if self._spec.hold_outs:
             assert counted is not None
@@ -445,10 +448,10 @@ def _among_all_rows(found: Mapping[int, Ordinals], tallies: Sequence[Tally]) -> 
     return Repeats(repeats)
 
 
-def _changed(split: str, counted: int) -> InvalidArgument:
+def _changed(split: str, counted: int, whose: str = "") -> InvalidArgument:
     return InvalidArgument(
-        f"sources: those of {split!r} had {counted} rows at first, and others when they were read again; import files "
-        "that no other program writes",
+        f"sources: {whose or f'those of {split!r}'} had {counted} rows at first, and others when they were read again; "
+        "import files that no other program writes",
         reason="SOURCE_CHANGED",
         metadata={"field": "sources", "split": split},
         fields=[("sources", f"the files of {split!r} changed during the import")],
@@ -542,6 +545,8 @@ class _Arrivals:
             path.unlink()
 
     def _judge(self, part: ImportPart, written: Written) -> None:
+        if part.expected_rows is not None and written.tally.readable > part.expected_rows:
+            raise _changed(part.split, part.expected_rows, part.where)
         placed = self._placer.place(part)
         self._placer.advance(written.tally)
         self._next += 1

@@ -1,12 +1,12 @@
 """Divides an import into parts, and says which row ids the rows of each part have.
 
 The parts depend on the sources and the request alone, never on the cluster: a part has files of its own, so other parts
-would give the version another digest.
+would give the version another digest. An upload that is still open is another source in this respect, because its size
+is not known yet.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,6 +19,7 @@ from data_service.domain.layout import Routing
 from data_service.formats import OpenSource
 from data_service.formats.interface import RowSource
 from data_service.imports.columns import BaseRows
+from data_service.imports.part_identity import identity_of
 from shared.dataset_version import RowGroups
 
 # --- Plan ---
@@ -105,10 +106,10 @@ class ImportPart:
 
     @cached_property
     def _runs_sha256(self) -> str:
-        return hashlib.sha256(_pickled(self.runs)).hexdigest()
+        return identity_of(self.runs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The digest travels, too: what is read back does not always give the same bytes when it is pickled again.
+        # The digest travels, too, so that it is computed once.
         return _unpickled, (_pickled((self.number, self.split, self.runs, self.place)), self._runs_sha256)
 
 

@@ -67,6 +67,12 @@ class LocalFiles:
             raise invalid_field(field, uri, f"the server cannot open it: {_cause(error)}") from None
 
 
+def size_and_time_of(opened: BinaryIO) -> tuple[int, int]:
+    """Returns the size in bytes, and when it was modified in nanoseconds since the epoch."""
+    found = os.fstat(opened.fileno())
+    return found.st_size, found.st_mtime_ns
+
+
 def _open_below(root: Path, names: Sequence[str], flags: int) -> int:
     """Opens `root/names…` without following any link below the root."""
     at = os.open(root, os.O_RDONLY | os.O_DIRECTORY | _NO_LINK)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import BinaryIO
+from datetime import datetime
+from typing import Any, BinaryIO, cast
 
 from pyarrow import fs
 
@@ -54,6 +55,20 @@ class S3Objects:
             ]
 
         return entries
+
+
+def has_size_and_time(opened: BinaryIO, size_bytes: int, modified_ns: int) -> bool:
+    """Returns whether an open object has this size and time, by the answer to its opening.
+
+    That answer has whole seconds, and a list may have fractions of them.
+    """
+    answered = cast(Any, opened)
+    if answered.size() != size_bytes:
+        return False
+    modified = answered.metadata().get("Last-Modified")
+    if modified is None or not modified_ns:
+        return True
+    return abs(datetime.fromisoformat(modified.decode()).timestamp() - modified_ns / 1e9) < 1
 
 
 def _unanswered(field: str, uri: str, error: OSError) -> InvalidArgument | Unavailable:

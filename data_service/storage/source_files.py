@@ -27,9 +27,10 @@ from data_service.domain.uris import (
     parse_uri,
     source_not_found,
 )
-from data_service.storage.local_files import LocalFiles
-from data_service.storage.s3_objects import S3Objects
-from data_service.uploads.reader import PinnedBlocks, open_upload, upload_size, verify
+from data_service.storage.local_files import LocalFiles, size_and_time_of
+from data_service.storage.s3_objects import S3Objects, has_size_and_time
+from data_service.uploads.reader import PinnedBlocks, open_upload, verify
+from data_service.uploads.record import UploadState, get_upload
 from shared.errors import InvalidArgument, invalid_field
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
@@ -48,10 +49,11 @@ class SourceFile:
     """A file of an import.
 
     `field` is the request's field that names it. `size_bytes` is None while it is an upload that still grows. `open`
-    returns a new seekable file, at its first byte. `relative` is its path below the named folder. `modified_ns` is when
-    it was last written, in nanoseconds since the epoch; 0 for an upload, whose bytes stay as they are. A reader that
-    reads the whole file before it yields rows must call `on_read` regularly; a copy in another process has no
-    callbacks.
+    returns a new seekable file, at its first byte. It raises `InvalidArgument` if a local file or an object has another
+    size or time than when it was found: rows of two files would be mixed. `relative` is its path below the named
+    folder. `modified_ns` is when it was last written, in nanoseconds since the epoch; 0 for an upload, whose bytes stay
+    as they are. `upload_uid` distinguishes an upload from another one of its name. A reader that reads the whole file
+    before it yields rows must call `on_read` regularly; a copy in another process has no callbacks.
     """
 
     field: str
@@ -59,9 +61,22 @@ class SourceFile:
     size_bytes: int | None
     open: Callable[[], BinaryIO]
     relative: str = ""
-    is_upload: bool = False
+    upload_uid: str = ""
     modified_ns: int = 0
     on_read: Callable[[], None] = _nothing
+
+    @property
+    def is_upload(self) -> bool:
+        return bool(self.upload_uid)
+
+    @property
+    def identity(self) -> tuple[str | int | None, ...]:
+        """The same in each process, and another for a file whose bytes may be others.
+
+        The size of an upload is known only with its commit, and its uid stands for all its bytes.
+        """
+        size_bytes = None if self.is_upload else self.size_bytes
+        return self.field, self.uri, self.relative, size_bytes, self.modified_ns, self.upload_uid
 
     def corrupt(self, why: str) -> InvalidArgument:
         """Returns the error for content that cannot be imported; `why` is a sentence about the file."""
@@ -111,6 +126,16 @@ class SourceFiles:
         self._local = LocalFiles(roots)
         self._stores = _Stores(s3, store, on_wait)
         self._on_read = on_read
+        self._pins: list[PinnedBlocks] = []
+
+    def keep_pins(self, folder: str) -> None:
+        """Writes the pins of the uploads below `folder`, from where copies of their files in other processes read them.
+
+        Call it once all sources are open. Few pins travel with the copies.
+        """
+        for number, pins in enumerate(self._pins):
+            assert self._stores.store is not None  # no upload is opened without
+            pins.keep(self._stores.store, f"{folder}/{number}")
 
     def find(self, field: str, uri: str) -> SourceFile:
         """Returns the one named file.
@@ -190,12 +215,11 @@ class SourceFiles:
     def _file(
         self, field: str, uri: str, path: str, relative: str, size_and_time: tuple[int, int] | None = None
     ) -> SourceFile:
-        open_file = _LocalFile(self._local, field, uri, path)
         if size_and_time is None:
-            with open_file() as file:
-                found = os.fstat(file.fileno())
-            size_and_time = found.st_size, found.st_mtime_ns
+            with self._local.open(field, uri, path) as file:
+                size_and_time = size_and_time_of(file)
         size, modified_ns = size_and_time
+        open_file = _LocalFile(self._local, field, uri, path, size_and_time)
         return SourceFile(field, uri, size, open_file, relative, on_read=self._on_read, modified_ns=modified_ns)
 
     def _bucket(self) -> S3Objects:
@@ -207,15 +231,18 @@ class SourceFiles:
         self, field: str, uri: str, path: str, relative: str, size_and_time: tuple[int, int] | None = None
     ) -> SourceFile:
         size, modified_ns = size_and_time or self._bucket().size_and_time(field, uri, path)
-        open_object = _S3File(self._stores, field, uri, path)
+        open_object = _S3File(self._stores, field, uri, path, (size, modified_ns))
         return SourceFile(field, uri, size, open_object, relative, on_read=self._on_read, modified_ns=modified_ns)
 
     def _upload(self, field: str, name: str) -> SourceFile:
         store = self._stores.store
         if store is None:
             raise invalid_field(field, name, "no upload can be read here")
-        open_file = _UploadFile(self._stores, field, name, PinnedBlocks())
-        return SourceFile(field, name, upload_size(store, name), open_file, is_upload=True, on_read=self._on_read)
+        upload = get_upload(store, name, field)
+        size_bytes = upload.size_bytes if upload.state is UploadState.COMMITTED else None
+        self._pins.append(PinnedBlocks())
+        open_file = _UploadFile(self._stores, field, name, upload.uid, self._pins[-1])
+        return SourceFile(field, name, size_bytes, open_file, upload_uid=upload.uid, on_read=self._on_read)
 
 
 # --- Openers ---
@@ -261,9 +288,14 @@ class _LocalFile:
     field: str
     uri: str
     path: str
+    size_and_time: tuple[int, int]
 
     def __call__(self) -> BinaryIO:
-        return self.files.open(self.field, self.uri, self.path)
+        opened = self.files.open(self.field, self.uri, self.path)
+        if size_and_time_of(opened) != self.size_and_time:
+            opened.close()
+            raise _changed(self.field, self.uri)
+        return opened
 
 
 @dataclass(frozen=True)
@@ -272,11 +304,26 @@ class _S3File:
     field: str
     uri: str
     path: str
+    size_and_time: tuple[int, int]
 
     def __call__(self) -> BinaryIO:
         objects = self.stores.objects
         assert objects is not None
-        return objects.open(self.field, self.uri, self.path)
+        opened = objects.open(self.field, self.uri, self.path)
+        if not has_size_and_time(opened, *self.size_and_time):
+            opened.close()
+            raise _changed(self.field, self.uri)
+        return opened
+
+
+def _changed(field: str, uri: str) -> InvalidArgument:
+    why = "it changed while it was read; import files that no other program writes"
+    return InvalidArgument(
+        f"{field}: {uri} cannot be imported: {why}",
+        reason="SOURCE_CHANGED",
+        metadata={"field": field, "uri": uri},
+        fields=[(field, why)],
+    )
 
 
 @dataclass(frozen=True)
@@ -286,12 +333,14 @@ class _UploadFile:
     stores: _Stores
     field: str
     name: str
+    uid: str
     pins: PinnedBlocks
 
     def __call__(self) -> BinaryIO:
         store = self.stores.store
         assert store is not None
-        return open_upload(store, self.name, on_wait=self.stores.on_wait, field=self.field, pins=self.pins)
+        pins = self.pins.found(store)
+        return open_upload(store, self.name, on_wait=self.stores.on_wait, field=self.field, uid=self.uid, pins=pins)
 
 
 @cache

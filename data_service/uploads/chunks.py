@@ -57,9 +57,13 @@ class ChunkChain:
         key = self.key(self.end)
         for start in range(0, size_bytes, BLOCK_BYTES):
             length = min(BLOCK_BYTES, size_bytes - start)
-            self._blocks.append(Block(key, self.end + start, start, length, whole=length == size_bytes))
-            self._offsets.append(self.end + start)
-        self.end += size_bytes
+            self.add(Block(key, self.end, start, length, whole=length == size_bytes))
+
+    def add(self, block: Block) -> None:
+        """Appends the block, which begins at `end`."""
+        self._blocks.append(block)
+        self._offsets.append(block.offset)
+        self.end += block.length
 
     def block_index(self, offset: int) -> int:
         """Returns the index of the block with the byte at `offset`, which must be below `end`."""
@@ -75,6 +79,16 @@ class ChunkChain:
             yield Block(
                 block.key, block.offset + skipped, block.start + skipped, length, block.whole and length == block.length
             )
+
+
+def chain_of_blocks(prefix: str, blocks: Iterable[Block]) -> ChunkChain:
+    """Builds the chain of known blocks, in any order; those after a gap are left out."""
+    chain = ChunkChain(prefix)
+    for block in sorted(blocks, key=lambda block: block.offset):
+        if block.offset != chain.end:
+            break
+        chain.add(block)
+    return chain
 
 
 def chain_of(prefix: str, sizes: Iterable[tuple[int, int]]) -> ChunkChain:

@@ -5,18 +5,35 @@ An open upload is followed: reads wait for bytes that have not arrived yet.
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, BinaryIO, cast
 
-from data_service.uploads.chunks import BLOCK_BYTES, Block, BlocksAhead, ChunkChain, PassingDigest, stored_chain
+from data_service.uploads.chunks import (
+    BLOCK_BYTES,
+    Block,
+    BlocksAhead,
+    ChunkChain,
+    PassingDigest,
+    chain_of_blocks,
+    stored_chain,
+)
 from data_service.uploads.record import UploadRecord, UploadState, get_upload, log_of
-from shared.errors import DataLoss, FailedPrecondition
-from shared.storage import ObjectStore
+from shared.errors import DataLoss, FailedPrecondition, Unavailable
+from shared.storage import ObjectMissing, ObjectStore
 
 # --- Pins ---
 # Pins the blocks of an upload at their first read, so that later reads give the same bytes.
+
+
+# Pins of fewer blocks travel with what they are pinned for. A terabyte has 130,000 blocks, whose pins take 12 MB.
+FEW_BLOCKS = 64
+# The uploads whose kept pins a process remembers.
+REMEMBERED = 4
 
 
 class PinnedBlocks:
@@ -24,27 +41,65 @@ class PinnedBlocks:
 
     Parts that clients put by URL can be overwritten at any time, even after the commit: a digest is valid for bytes
     that are read again only if they are unchanged. Serves one upload, and any number of files that are open on it.
+
+    Pins that were kept in the store travel as the name of the object and its digest. `found` reads them in the other
+    process.
     """
 
     def __init__(self) -> None:
-        # By (object, start in it): the length, and the CRC32C.
-        self._known: dict[tuple[str, int], tuple[int, int]] = {}
+        # By (object, start in it): the block, and the CRC32C.
+        self._known: dict[tuple[str, int], tuple[Block, int]] = {}
         self._proven = False
+        self._chain: ChunkChain | None = None
+        # The object that has them, and its digest.
+        self._kept: tuple[str, str] | None = None
 
     def holds(self, block: Block, crc32c: int) -> bool:
         """Returns whether the block is unchanged.
 
         A first read pins it, until the whole upload was verified.
         """
-        now = (block.length, crc32c)
-        if self._proven:
-            return self._known.get((block.key, block.start)) == now
-        return self._known.setdefault((block.key, block.start), now) == now
+        place = (block.key, block.start)
+        if not self._proven:
+            self._known.setdefault(place, (block, crc32c))
+        pinned, pinned_crc32c = self._known.get(place, (None, 0))
+        return pinned is not None and (pinned.length, pinned_crc32c) == (block.length, crc32c)
 
     def fit(self, chain: ChunkChain) -> bool:
         """Returns whether all pinned blocks are unchanged in the chain."""
         there = {(block.key, block.start): block.length for block in chain.blocks}
-        return all(there.get(place) == length for place, (length, _) in self._known.items())
+        return all(there.get(place) == block.length for place, (block, _) in self._known.items())
+
+    def chain(self, prefix: str) -> ChunkChain | None:
+        """Returns the chunks with this prefix of an upload that was verified; None if they have to be listed."""
+        if not self._proven:
+            return None
+        if self._chain is None:
+            own = (block for block, _ in self._known.values() if block.key.startswith(f"{prefix}/"))
+            self._chain = chain_of_blocks(prefix, own)
+        return self._chain if self._chain.prefix == prefix else None
+
+    def keep(self, store: ObjectStore, key: str) -> None:
+        """Writes the pins as an object, unless they are few. Later pins are not in it."""
+        if len(self._known) <= FEW_BLOCKS:
+            return
+        blocks = [
+            [block.key, block.offset, block.start, block.length, block.whole, crc32c]
+            for block, crc32c in self._known.values()
+        ]
+        data = json.dumps({"proven": self._proven, "blocks": blocks}, separators=(",", ":")).encode()
+        store.put(key, data)
+        self._kept = key, hashlib.sha256(data).hexdigest()
+
+    def found(self, store: ObjectStore) -> PinnedBlocks:
+        """Returns these pins, or those that are kept in the store. Raises `DataLoss` and `Unavailable`."""
+        if self._known or self._kept is None:
+            return self
+        return _kept_pins(store, *self._kept)
+
+    def __getstate__(self) -> dict[str, Any]:
+        known = {} if self._kept else self._known
+        return {"_known": known, "_proven": self._proven, "_chain": None, "_kept": self._kept}
 
     def set_proven(self) -> None:
         """Marks the upload as verified; further blocks are then refused.
@@ -52,6 +107,27 @@ class PinnedBlocks:
         All blocks were read in order and have the committed digest together.
         """
         self._proven = True
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _kept_pins(store: ObjectStore, key: str, sha256: str) -> PinnedBlocks:
+    """Returns the same pins for all parts that a process works on."""
+    try:
+        data = store.get(key)
+    except ObjectMissing:
+        # The folder of an attempt goes when another attempt has taken its place.
+        raise Unavailable(f"{key}, which has the checksums of an upload's blocks, is gone") from None
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise DataLoss(
+            f"{key}, which has the checksums of an upload's blocks, was altered; import the upload again",
+            metadata={"object": key},
+        )
+    kept, pins = json.loads(data), PinnedBlocks()
+    for *block, crc32c in kept["blocks"]:
+        pins.holds(Block(*block), crc32c)
+    if kept["proven"]:
+        pins.set_proven()
+    return pins
 
 
 # --- Reader ---
@@ -69,6 +145,7 @@ def open_upload(
     outage_timeout_s: float = OUTAGE_TIMEOUT_S,
     on_wait: Callable[[], None] = lambda: None,
     field: str = "name",
+    uid: str = "",
     pins: PinnedBlocks | None = None,
 ) -> BinaryIO:
     """Opens a seekable file of the upload's bytes; the caller must close it.
@@ -80,20 +157,15 @@ def open_upload(
     end; `verify` does that for a file that was read in another order. Bytes that are read again are unchanged, or raise
     `DataLoss`; that holds for all files that share `pins`, once one of them was verified.
 
-    Raises `InvalidArgument` naming `field` and `NotFound`. Reads raise `FailedPrecondition` if the upload was aborted
-    or no byte arrived for `outage_timeout_s`, and `DataLoss` if bytes are missing or are not the committed ones.
+    Raises `InvalidArgument` naming `field`, `NotFound`, and `FailedPrecondition` if another upload has taken the place
+    of the one with `uid`. Reads raise `FailedPrecondition` if the upload was aborted or no byte arrived for
+    `outage_timeout_s`, and `DataLoss` if bytes are missing or are not the committed ones.
     """
-    raw = _UploadFile(store, get_upload(store, name, field), outage_timeout_s, on_wait, pins or PinnedBlocks())
+    upload = get_upload(store, name, field)
+    if uid and upload.uid != uid:
+        raise _abandoned(name, "it was aborted")
+    raw = _UploadFile(store, upload, outage_timeout_s, on_wait, pins or PinnedBlocks())
     return cast(BinaryIO, io.BufferedReader(raw, BUFFER_BYTES))
-
-
-def upload_size(store: ObjectStore, name: str) -> int | None:
-    """Returns the size in bytes; None while it is open.
-
-    Raises `InvalidArgument` and `NotFound`.
-    """
-    upload = get_upload(store, name)
-    return upload.size_bytes if upload.state is UploadState.COMMITTED else None
 
 
 def verify(file: BinaryIO) -> None:
@@ -121,7 +193,8 @@ class _UploadFile(io.RawIOBase):
         self._outage_timeout_s = outage_timeout_s
         self._on_wait = on_wait
         self._pins = pins
-        self._chain = stored_chain(store, upload.chunks_prefix)
+        chain = pins.chain(upload.chunks_prefix)
+        self._chain = stored_chain(store, upload.chunks_prefix) if chain is None else chain
         self._position = 0
         self._given_to = 0
         self._blocks = BlocksAhead(store)

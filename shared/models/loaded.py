@@ -101,28 +101,32 @@ class LoadedModel:
 def read_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Read the checkpoint's weights and buffers right into a model that was built for them.
 
-    A tensor of another dtype, device or memory order is read beside the model and copied, and so is a file whose blocks
-    have no digests: a small one, or an earlier release's. Raises `RuntimeError`, before any weight is read, if names or
-    shapes differ.
+    A tensor of another dtype, device or memory order is read beside the model and copied. The whole file is read beside
+    it if blocks of the file have no digests, as in small ones and those of earlier releases, and if names or shapes
+    differ: whether the weights fit then is up to the model. Raises `RuntimeError` if they do not.
     """
     if not all(file.blocks for file in checkpoint.stored(WEIGHTS)):
         load_weights(model, load_safetensors(checkpoint.read(WEIGHTS)))
         return
     stored, own = checkpoint.tensors(WEIGHTS), model.state_dict()
+    if stored.keys() != own.keys() or any(_shape(own[name]) != tensor.shape for name, tensor in stored.items()):
+        load_weights(model, load_safetensors(checkpoint.read(WEIGHTS)))
+        return
     weights: dict[str, Tensor] = {}
     wanted: list[Wanted] = []
     for name, tensor in stored.items():
-        there, dtype = own.get(name), TORCH_DTYPES[tensor.dtype]
-        if there is None or tensor.shape != tuple(there.shape):
-            weights[name] = torch.empty(tensor.shape, dtype=dtype, device="meta")
-            continue
+        there, dtype = own[name], TORCH_DTYPES[tensor.dtype]
         if there.dtype != dtype or there.device.type != "cpu" or not there.is_contiguous():
             there = torch.empty(tensor.shape, dtype=dtype)
         weights[name] = there
         wanted.append(Wanted(tensor, 0, memory_of(there)))
-    if not any(one.is_meta for one in weights.values()):
-        checkpoint.fill(wanted)
+    checkpoint.fill(wanted)
     load_weights(model, weights)
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...] | None:
+    """Return the shape, None for a parameter that gets its shape from the first batch."""
+    return None if nn.parameter.is_lazy(tensor) else tuple(tensor.shape)
 
 
 def memory_of(tensor: Tensor) -> memoryview:

@@ -567,14 +567,14 @@ class Supervision:
 
         A run that waits for its GPUs gets a size with GPUs. Otherwise it is a size with more workers that are faster.
         """
+        # What a job in the queue waits for is no room for this one.
+        claims = QueueRecord(self._context.store).read
         if self._waits_for_gpus(own):
-            size = size_now(self._spec, GPU, concurrent_ingests, held)
+            size = size_now(self._spec, GPU, concurrent_ingests, held, claims=claims)
             if size.workers:
                 return size
         if self._workers >= self._spec.num_workers:
             return None
-        # What a job in the queue waits for is not room to grow.
-        claims = QueueRecord(self._context.store).read
         size = size_now(self._spec, own.device, concurrent_ingests, held, own.workers, None, claims)
         return size if size.workers > own.workers and self._is_faster(size.workers) else None
 

@@ -304,7 +304,7 @@ class CheckpointImports:
         )
         with (
             self._packages(Path(question["folder"]) if model.is_own else None) as packages,
-            self._training.own_models.import_place(limits.wall_s) if model.is_own else nullcontext(),
+            self._training.own_models.import_place() if model.is_own else nullcontext(),
         ):
             answer = ask_in_child({**question, "packages": str(packages or "")}, work, limits)
         if problem := answer["problem"]:

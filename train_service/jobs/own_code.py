@@ -111,7 +111,7 @@ class OwnModelCheck:
         """Where the packages come from that a bundle requires and this image lacks."""
         return self._programs.environments
 
-    def import_place(self, wait_s: float) -> AbstractContextManager[None]:
+    def import_place(self, wait_s: float | None = None) -> AbstractContextManager[None]:
         """Provide the place of the child that reads weights for such a model, as `EntryCheck.import_place` does."""
         return self._programs.entries.import_place(wait_s)
 
@@ -271,10 +271,10 @@ class EntryCheck:
         return self._good[sha256, entry, asked]
 
     @contextmanager
-    def import_place(self, wait_s: float) -> Iterator[None]:
+    def import_place(self, wait_s: float | None = None) -> Iterator[None]:
         """Hold a place for a child that imports a bundle's module and reads weights.
 
-        Raises `ResourceExhausted` if none is free for `wait_s`.
+        Raises `ResourceExhausted` if none is free for `wait_s`, by default `CHECK_WAIT_S`.
         """
         importing = f"{MAX_IMPORTING} other import for a model of a code bundle is being read"
         with (

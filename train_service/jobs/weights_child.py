@@ -297,7 +297,7 @@ def read_header(name: str, path: Path) -> dict[str, Any]:
         ends = [int(one["data_offsets"][1]) for key, one in header.items() if key != "__metadata__"]
     except Unreadable:
         raise
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+    except (ValueError, OverflowError, KeyError, TypeError, IndexError, AttributeError):
         raise Unreadable(f"{name} has a header that is none of safetensors; write the file again") from None
     end = LENGTH_BYTES + length + max(ends, default=0)
     if end > size:

@@ -19,7 +19,6 @@ from shared.dataset_version.manifest import Column
 from shared.dataset_version.version import read_report
 from shared.errors import InvalidArgument, NotFound, invalid_field
 from shared.models import TRANSFORMERS, input_dimensions
-from shared.models.texts import lacks_padding_id
 from shared.storage import ObjectStore
 from shared.transforms import Pipeline, RowError, RowKeys, ScalarType, Schema, TensorSpec, TensorType, schema_of_columns
 from shared.transforms.batch import Column as BatchColumn
@@ -580,6 +579,8 @@ def with_vocabulary(spec: TrainingSpec, version: DatasetVersion) -> TrainingSpec
 
 def check_padding(spec: TrainingSpec) -> None:
     """Raise `InvalidArgument` for trained weights that would find the end of a text by an id that is only assumed."""
+    from shared.models.texts import lacks_padding_id  # imports torch, which the tasks of Ray Data do without
+
     if lacks_padding_id(spec.model):
         remedy = "name the id that its tokenizer pads with: the model takes the last token before it for a text's end"
         raise invalid_field(f"spec.model.kwargs.{PAD}", None, remedy)

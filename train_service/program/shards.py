@@ -1,7 +1,7 @@
 """`ray.train.get_dataset_shard` for programs: a rank's rows of a dataset version, in Millrace's own order.
 
 The order of an epoch is that of Millrace's own loop, a pure function of position (`domain/order.py`). The rank's i-th
-row of a pass is at position base + rank + W*i (`domain/shard_positions.py`). A pass over an iterable of the shard is an
+row of a pass is at position base + rank + W*i (`domain/coverage.py`). A pass over an iterable of the shard is an
 epoch. A row counts once the program receives it, not when it is read ahead.
 
 Ray's `DataIterator` provides formats, dtypes, collating and devices. Only the source of the rows is ours.

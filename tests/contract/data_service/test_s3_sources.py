@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any, cast
+
 import pytest
 
 from data_service.formats import open_sources
 from data_service.storage.source_files import SourceFiles, s3_of
-from shared.errors import NotFound
+from shared.errors import InvalidArgument, NotFound
 from shared.settings import StoreSettings
 from shared.storage import open_store
 from tests.support.images import encoded
@@ -26,6 +29,29 @@ def test_objects_are_found_by_folder_and_pattern_and_read(s3_store: StoreSetting
     assert [table_of(one)["n"].to_pylist() for one in rows] == [[1], [1], [1]]
     with pytest.raises(NotFound, match="f: s3://"):
         files.find_all("f", f"{base}/none/")
+
+
+@pytest.mark.parametrize("pattern", ["a.csv", "*.csv"])
+def test_an_object_that_changed_since_it_was_found_is_not_opened(s3_store: StoreSettings, pattern: str) -> None:
+    store = open_store(s3_store)
+    store.put("in/a.csv", b"n\n1\n")
+    (found,) = SourceFiles([], s3_of(store), store).find_all("f", f"{s3_store.url}/in/{pattern}")
+    found.open().close()
+    second = 1_000_000_000
+    size, modified_ns = cast(Any, found.open).size_and_time
+    modified_ns -= modified_ns % second
+    # Lists have fractions of a second, and the answer to an opening may have none.
+    for fits, time in ((True, 0), (True, second // 2), (False, 2 * second), (False, -2 * second)):
+        opening = replace(cast(Any, found.open), size_and_time=(size, modified_ns + time))
+        if fits:
+            opening().close()
+        else:
+            with pytest.raises(InvalidArgument, match=r"f: s3://.* it changed while it was read") as refused:
+                opening()
+            assert refused.value.specific_reason == "SOURCE_CHANGED"
+    store.put("in/a.csv", b"n\n12\n")
+    with pytest.raises(InvalidArgument, match="it changed while it was read"):
+        found.open()
 
 
 def test_partition_folders_of_keys_are_columns(s3_store: StoreSettings) -> None:

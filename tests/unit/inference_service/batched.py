@@ -79,6 +79,15 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
+async def sent(model: Doubler, batches: int) -> None:
+    """Waits until the model has got this many batches, and checks that no more follow at once."""
+    async with asyncio.timeout(60):
+        while len(model.sizes) < batches:  # noqa: ASYNC110 - a batch may be held for a moment by the clock
+            await asyncio.sleep(0.001)
+    await settle()
+    assert len(model.sizes) == batches
+
+
 def submit(one: Batcher, what: Rows, remaining_s: float | None = None) -> asyncio.Task[Any]:
     return asyncio.create_task(one.submit(what, remaining_s))
 

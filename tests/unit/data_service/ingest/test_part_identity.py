@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_service.domain.import_spec import Source
+from data_service.domain.import_spec import CsvOptions, Source
 from data_service.formats import open_sources
 from data_service.imports.plan import ImportPart, plan_parts
 from data_service.storage.source_files import SourceFiles
+from shared.storage import ObjectStore, open_store
+from tests.support.idx import digits, write_idx
+from tests.support.images import encoded, tar_of
+from tests.support.upload_calls import committed
+from tests.support.upload_server import uploads_of
 
 KINDS = ["parquet", "arrow", "csv", "json_lines"]
 TABLE = pa.table({"n": [1, 2, 3], "word": ["a", None, "c"]})
@@ -61,3 +70,89 @@ def test_a_part_whose_file_was_written_again_is_another_one(tmp_path: Path, kind
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))  # within one tick of the disk's clock
     assert path.stat().st_size == size
     assert repr(part_of(path, path.as_uri(), kind)) != before
+
+
+def write_all(folder: Path) -> None:
+    """Writes a source of each kind into the folder."""
+    (folder / "day=1").mkdir()
+    for kind in KINDS:
+        write(folder / "day=1", kind)
+    classes = [f"class-{number}" for number in range(12)]
+    (folder / "images.tar").write_bytes(tar_of({f"{name}/a.png": encoded() for name in classes}))
+    for name in classes:
+        (folder / "images" / name).mkdir(parents=True)
+        (folder / "images" / name / "a.png").write_bytes(encoded())
+    images, labels = digits(30)
+    write_idx(folder / "idx-images", images)
+    write_idx(folder / "idx-labels", labels)
+
+
+def identities(folder: Path) -> dict[str, str]:
+    """The parts of the sources in the folder, with and without types of columns."""
+    tables = {
+        kind: Source(split="train", format=kind, uris={f"{kind}.uri": f"{folder.as_uri()}/**/*.{kind}"})
+        for kind in KINDS
+    }
+    idx = {f"idx.{name}_uri": (folder / f"idx-{name}").as_uri() for name in ("images", "labels")}
+    others = {
+        "image_tar": Source(
+            split="train", format="image_tar", uris={"image_tar.uri": (folder / "images.tar").as_uri()}
+        ),
+        "image_folder": Source(
+            split="train", format="image_folder", uris={"image_folder.uri": f"{(folder / 'images').as_uri()}/"}
+        ),
+        "idx": Source(split="train", format="idx", uris=idx),
+    }
+    found = {}
+    for types in ({}, {"n": "int16", "word": "binary", "day": "string"}, {"n": "string", "day": "int8"}):
+        for kind, source in {**tables, **({} if types else others)}.items():
+            opened = open_sources([source], SourceFiles([PurePosixPath(folder)], None), types)
+            (part,) = plan_parts(["train"], None, opened).parts
+            found[f"{kind} {types}"] = repr(part)
+    return found
+
+
+IN_ANOTHER_PROCESS = """
+import json, sys
+from pathlib import Path
+from tests.unit.data_service.ingest.test_part_identity import identities
+print(json.dumps(identities(Path(sys.argv[1]))))
+"""
+
+
+@pytest.mark.parametrize("seed", ["1", "2"])
+def test_a_part_is_the_same_in_a_process_that_hashes_texts_in_another_way(tmp_path: Path, seed: str) -> None:
+    write_all(tmp_path)
+    ran = subprocess.run(
+        [sys.executable, "-c", IN_ANOTHER_PROCESS, str(tmp_path)],
+        env={**os.environ, "PYTHONHASHSEED": seed},
+        cwd=Path(__file__).parents[4],
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    assert json.loads(ran.stdout) == identities(tmp_path)
+
+
+def part_of_upload(store: ObjectStore, name: str) -> ImportPart:
+    """The part of a small CSV whose names and types are given, so that none of its bytes is read."""
+    options = CsvOptions(column_names=["n"])
+    source = Source(split="train", format="csv", uris={"csv.uri": name}, csv=options)
+    opened = open_sources([source], SourceFiles([], None, store), {"n": "int64"}, "")
+    (part,) = plan_parts(["train"], None, opened).parts
+    return part
+
+
+def test_a_part_is_the_same_after_the_keys_of_the_store_were_changed(store: ObjectStore) -> None:
+    name = committed(uploads_of(store), b"1\n2\n")
+    changed = open_store(replace(store.settings, s3_access_key="other", s3_secret_key="other"))
+    assert repr(part_of_upload(changed, name)) == repr(part_of_upload(store, name))
+
+
+def test_a_part_of_an_upload_that_was_sent_anew_is_another_one(store: ObjectStore) -> None:
+    uploads = uploads_of(store)
+    name = committed(uploads, b"1\n2\n")
+    before = repr(part_of_upload(store, name))
+    assert repr(part_of_upload(store, name)) == before
+    uploads.abort(name)
+    assert committed(uploads, b"3\n4\n") == name
+    assert repr(part_of_upload(store, name)) != before

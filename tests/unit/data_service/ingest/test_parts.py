@@ -4,8 +4,10 @@ process had read the parts one after the other."""
 from __future__ import annotations
 
 import functools
+import io
 import json
 import os
+import pickle
 import threading
 import time
 import uuid
@@ -21,21 +23,26 @@ import pytest
 from data_service import kept_parts
 from data_service.domain import bad_rows
 from data_service.domain.import_spec import BadRows, Base, ColumnType, HoldOut, ImportSpec, Source
+from data_service.formats import interface
 from data_service.formats.parquet import MAX_BATCH_ROWS
 from data_service.imports import job as import_job
 from data_service.imports import plan
 from data_service.imports.plan import ImportPart
 from data_service.imports.work import Guarded, WritePart
 from data_service.parallel import P, Pool, Results, Work
+from data_service.uploads import reader
 from shared.dataset_version import VersionReader, load_version
 from shared.dataset_version.manifest import QUARANTINE
 from shared.dataset_version.version import IMPORT_KIND, read_attachment, read_report
-from shared.errors import Cancelled, Unavailable
+from shared.errors import Cancelled, ResourceExhausted, Unavailable
 from shared.jobs import AttemptContext, JobRecord, Jobs, JobState
 from shared.jobs.attempt import run_attempt
 from shared.jobs.transitions import begin_attempt
 from shared.storage import ObjectStore
+from shared.storage.object_store import STORE_FULL
 from tests.support.transforming import run_here
+from tests.support.upload_calls import committed
+from tests.support.upload_server import uploads_of
 
 DATASET = "datasets/d/versions"
 ROWS = 40
@@ -441,6 +448,31 @@ def test_a_part_that_fails_when_it_is_written_again_fails_the_import(
         assert [info.key for info in store.list(f"{job.name}/data")] == []
 
 
+def test_more_rows_than_at_first_fail_the_import_where_size_and_time_show_no_change(
+    store: ObjectStore, tmp_path: Path
+) -> None:
+    path = tmp_path / "n.csv"
+    path.write_text("n\n1234567\n")
+
+    class Changing(Parts):
+        def __call__(self, *arguments: Any, **options: Any) -> Any:
+            found = path.stat()
+            path.write_text("n\n1\n2\n3\n4\n")
+            os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+            assert path.stat().st_size == found.st_size
+            return super().__call__(*arguments, **options)
+
+    given = [
+        Source(split="train", format="csv", uris={"csv.uri": path.as_uri()}),
+        parquet(tmp_path, "0.parquet", "train", n=range(ROWS)),
+    ]
+    runner = Changing()
+    job = run(store, tmp_path, "v1", spec_of(given, column_types=[]), runner)
+    assert runner.passes == [("WritePart", [0, 1])]
+    assert job.error is not None
+    assert (job.error["kind"], job.error["reason"]) == ("InvalidArgument", "SOURCE_CHANGED")
+
+
 def test_an_outage_in_one_part_ends_the_attempt_and_not_the_job(
     store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -510,6 +542,36 @@ def test_an_attempt_goes_on_with_the_parts_that_a_lost_one_has_finished(
     assert not [info.key for info in store.list(f"{found.name}/data") if "/kept/" in info.key]
 
 
+def test_a_store_with_no_room_for_copies_is_swept_and_the_import_goes_on(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = run(store, tmp_path, "v1", SPECS["all good"](tmp_path), Losing(1))
+    (before,) = store.folders(f"{lost.name}/data")
+    copied: list[str] = []
+    copy = ObjectStore.copy
+
+    def copy_a_few(self: ObjectStore, source: str, target: str) -> None:
+        if len(copied) == 3:
+            raise ResourceExhausted("the object store is full", reason=STORE_FULL)
+        copied.append(target)
+        copy(self, source, target)
+
+    monkeypatch.setattr(kept_parts, "REQUESTS", 1)
+    monkeypatch.setattr(ObjectStore, "copy", copy_a_few)
+    runner = Parts()
+    found = run_again(store, lost.name, runner)
+    assert (found.state, found.error) == (JobState.SUCCEEDED, None)
+    assert len(copied) == 3
+    assert runner.passes == [("WritePart", ALL)]
+    (after,) = store.folders(f"{lost.name}/data")
+    assert after != before
+    named = {
+        f"{load_version(store, found.name).folder}/{file.path}"
+        for file in load_version(store, found.name).manifest.files
+    }
+    assert {info.key for info in store.list(f"{found.name}/data") if info.key.endswith(".parquet")} == named
+
+
 def test_a_part_whose_file_changed_is_not_taken_over(store: ObjectStore, tmp_path: Path) -> None:
     lost = run(store, tmp_path, "v1", SPECS["all good"](tmp_path), Losing(1))
     parquet(tmp_path, "4.parquet", "train", n=texts(4)[::2])  # part 5
@@ -530,6 +592,32 @@ def test_a_part_whose_file_was_replaced_by_one_of_the_same_size_is_not_taken_ove
     found = run_again(store, lost.name, runner)
     assert found.state is JobState.SUCCEEDED
     assert runner.passes == [("WritePart", [0, 1, 2, 3, 5])]
+
+
+def test_the_pins_of_an_upload_are_in_the_store_while_its_parts_are_read(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "FEW_BLOCKS", 0)
+    monkeypatch.setattr(interface, "PART_BYTES", 1)
+    data = io.BytesIO()
+    pq.write_table(pa.table({"n": range(400)}), data, row_group_size=100)
+    name = committed(uploads_of(store), data.getvalue(), chunk_bytes=100)
+
+    class Sending(Parts):
+        def __call__(self, context: AttemptContext, folder: str, *arguments: Any, **options: Any) -> Any:
+            assert len(list(store.list(f"{folder}/pins"))) == 1
+            work, parts = arguments
+            pickled = [pickle.dumps(part) for part in parts]
+            assert not any(b"/chunks/" in one for one in pickled)
+            sent = [pickle.loads(one) for one in pickled]
+            return super().__call__(context, folder, work, sent, **options)
+
+    source, runner = Source(split="train", format="parquet", uris={"parquet.uri": name}), Sending()
+    job = run(store, tmp_path, "v1", spec_of([source]), runner)
+    assert (job.state, job.error) == (JobState.SUCCEEDED, None)
+    assert runner.passes == [("WritePart", [0, 1, 2, 3])]
+    assert [n for n, _ in numbers(store, job.name)["train"]] == list(range(400))
+    assert not [info.key for info in store.list(f"{job.name}/data") if "/pins/" in info.key]
 
 
 def test_rows_of_a_base_are_parts_too(store: ObjectStore, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import os
+import struct
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +27,7 @@ from data_service.uploads import reader
 from shared.errors import DataLoss, InvalidArgument
 from shared.storage import ObjectStore
 from tests.support.counting_store import CountingStore
-from tests.support.idx import digits, write_idx
+from tests.support.idx import digits, idx_bytes, write_idx
 from tests.support.images import encoded, tar_of
 from tests.support.import_sources import Bad, Quarantine, found_file, opened, source_of, table_of
 from tests.support.upload_calls import committed
@@ -52,6 +54,55 @@ def parts_of(rows: RowSource, at_least: int = 2) -> list[RowSource]:
     assert rows.row_count in (None, sum(count or 0 for count in counts))
     assert None not in counts or len(parts) == 1
     return parts
+
+
+def rewrite(path: Path, data: bytes) -> None:
+    """Changes the content, and neither the size nor the time."""
+    found = path.stat()
+    path.write_bytes(data)
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+    assert path.stat().st_size == found.st_size
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "csv", "json_lines", "idx", "image_folder", "image_tar"])
+def test_no_part_reads_a_file_that_replaced_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(interface, "PART_BYTES", 1000)
+    monkeypatch.setattr(interface, "BLOCK_BYTES", 500)
+    monkeypatch.setattr(images_module, "PART_IMAGES", 2)
+    path = tmp_path / "rows"
+    uris: dict[str, str] | str = path.as_uri()
+    match kind:
+        case "parquet":
+            pq.write_table(TYPED, path, row_group_size=170)
+        case "arrow":
+            write_arrow(path, TYPED)
+        case "csv":
+            path.write_bytes(b"n\n" + b"123\n" * 999)
+        case "json_lines":
+            path.write_bytes(b'{"n": 123}\n' * 999)
+        case "idx":
+            images, labels = digits(30)
+            uris = {
+                "idx.images_uri": write_idx(tmp_path / "images", images),
+                "idx.labels_uri": write_idx(path, labels),
+            }
+        case "image_folder":
+            for name, data in IMAGES.items():
+                (tmp_path / "all" / name).parent.mkdir(parents=True, exist_ok=True)
+                (tmp_path / "all" / name).write_bytes(data)
+            path, uris = tmp_path / "all" / "wasps/6.png", f"{(tmp_path / 'all').as_uri()}/"
+        case _:
+            path.write_bytes(tar_of(IMAGES))
+    (one,) = opened(tmp_path, source_of(uris, kind))
+    last = parts_of(one.rows)[-1]
+    read(last)
+    time = path.stat().st_mtime_ns
+    (tmp_path / "other").write_bytes(path.read_bytes())
+    (tmp_path / "other").replace(path)
+    os.utime(path, ns=(0, time + 1))  # within one tick of the disk's clock
+    with pytest.raises(InvalidArgument, match="it changed while it was read") as refused:
+        read(last)
+    assert refused.value.specific_reason == "SOURCE_CHANGED"
 
 
 # --- Typed files ---
@@ -95,7 +146,9 @@ def test_a_small_or_empty_parquet_file_is_one_part(tmp_path: Path) -> None:
 def test_a_part_of_a_file_that_was_written_anew_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interface, "PART_BYTES", 20_000)
     pq.write_table(TYPED, tmp_path / "t.parquet", row_group_size=170)
-    last = ParquetRows(found_file(tmp_path / "t.parquet")).parts()[-1]
+    # Of a disk that shows no change.
+    file = replace(found_file(tmp_path / "t.parquet"), open=lambda: (tmp_path / "t.parquet").open("rb"))
+    last = ParquetRows(file).parts()[-1]
     pq.write_table(TYPED.slice(0, 2999), tmp_path / "t.parquet", row_group_size=170)
     with pytest.raises(InvalidArgument, match="it changed while it was read"):
         table_of(last)
@@ -178,7 +231,7 @@ def test_a_damaged_arrow_file_fails_in_parts_as_it_does_whole(tmp_path: Path, mo
     data = path.read_bytes()
     (one,) = opened(tmp_path, source_of(path.as_uri(), "arrow"))
     for place in (*range(len(data) - 400, len(data), 7), 1000, len(data) // 2 // 8 * 8):
-        path.write_bytes(data[:place] + bytes([data[place] ^ 0x55]) + data[place + 1 :])
+        rewrite(path, data[:place] + bytes([data[place] ^ 0x55]) + data[place + 1 :])
         whole, parted = outcome([one.rows]), outcome(one.rows.parts())
         # A footer is of no use to the whole, which is read from front to back, so it may accept more.
         assert whole == parted or parted == "refused", place
@@ -227,15 +280,56 @@ def test_idx_is_divided_into_ranges_of_images(tmp_path: Path, monkeypatch: pytes
     assert [part.row_count for part in one.rows.parts()] == [7, 7, 7, 7, 2]
     assert bad
 
-    size = (tmp_path / "images").stat().st_size
-    for data in ((tmp_path / "images").read_bytes()[: size - 1], (tmp_path / "images").read_bytes() + b"x"):
-        (tmp_path / "images").write_bytes(data)
-        with pytest.raises(InvalidArgument) as whole:
-            read(one.rows)
-        with pytest.raises(InvalidArgument) as last:
-            read(one.rows.parts()[-1])
-        assert str(last.value) == str(whole.value)
-        read(one.rows.parts()[0])
+
+@pytest.mark.parametrize("damaged", ["images", "labels"])
+def test_an_uploaded_idx_pair_is_verified_before_it_is_divided(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch, damaged: str
+) -> None:
+    monkeypatch.setattr(interface, "PART_BYTES", 400_000)
+    values = np.random.default_rng(0).integers(0, 256, (600_000, 2, 2), np.uint8)  # more than a header's read buffers
+    contents = {"images": idx_bytes(values), "labels": idx_bytes(values[:, 0, 0].astype("i4"))}
+    uploads = uploads_of(store)
+    names = {name: committed(uploads, data, upload_id=name, chunk_bytes=300_000) for name, data in contents.items()}
+    source = source_of({f"idx.{name}_uri": upload for name, upload in names.items()}, "idx")
+    (one,) = open_sources([source], SourceFiles([], None, store), {})
+    parts = parts_of(one.rows)
+    assert read(*parts) == read(one.rows)
+    chunk = sorted(info.key for info in store.list(f"{names[damaged]}/chunks"))[-2]
+    store.put(chunk, bytes([store.get(chunk)[0] ^ 1]) + store.get(chunk)[1:])
+    with pytest.raises(DataLoss):
+        read(*parts)
+    (again,) = open_sources([source], SourceFiles([], None, store), {})
+    with pytest.raises(DataLoss):
+        again.rows.parts()
+
+
+def test_idx_whose_header_does_not_fit_its_size_is_one_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interface, "PART_BYTES", 100)
+    images, labels = digits(30)
+    uris = {
+        "idx.images_uri": write_idx(tmp_path / "images", images),
+        "idx.labels_uri": write_idx(tmp_path / "labels", labels),
+    }
+    for name in ("images", "labels"):
+        data = (tmp_path / name).read_bytes()
+        for damaged in (data[:-1], data + b"x"):
+            (tmp_path / name).write_bytes(damaged)
+            (one,) = opened(tmp_path, source_of(uris, "idx"))
+            assert len(one.rows.parts()) == 1
+            with pytest.raises(InvalidArgument, match=f"{name}_uri"):
+                read(one.rows)
+        (tmp_path / name).write_bytes(data)
+
+
+def test_an_idx_header_that_claims_four_billion_rows_makes_no_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interface, "PART_BYTES", 784 * 100_000)
+    (tmp_path / "images").write_bytes(b"\0\0\x08\x03" + struct.pack(">3I", 2**32 - 1, 28, 28) + b"\0" * 784)
+    (tmp_path / "labels").write_bytes(b"\0\0\x08\x01" + struct.pack(">I", 2**32 - 1) + b"\0")
+    uris = {f"idx.{name}_uri": (tmp_path / name).as_uri() for name in ("images", "labels")}
+    (one,) = opened(tmp_path, source_of(uris, "idx"))
+    assert len(one.rows.parts()) == 1
 
 
 def test_compressed_idx_is_one_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,7 +486,7 @@ def test_a_part_that_no_longer_begins_a_line_is_refused(tmp_path: Path, monkeypa
     (tmp_path / "rows").write_bytes(b"n\n" + b"123\n" * 99)
     (one,) = opened(tmp_path, source_of((tmp_path / "rows").as_uri(), "csv"))
     last = one.rows.parts()[-1]
-    (tmp_path / "rows").write_bytes(b"n\n" + b"1234567\n" * 99)
+    rewrite(tmp_path / "rows", b"n\n" + b"1" * 395 + b"\n")
     with pytest.raises(InvalidArgument, match="it changed while it was read"):
         table_of(last)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -14,10 +14,10 @@ import pytest
 from pyarrow import fs
 from ray import cloudpickle
 
-from data_service.formats import RowSource, open_sources
+from data_service.formats import RowSource, interface, open_sources
 from data_service.storage.source_files import SourceFile, SourceFiles
 from data_service.uploads.uploads import Uploads
-from shared.errors import Cancelled, DataLoss
+from shared.errors import Cancelled, DataLoss, Unavailable
 from shared.storage import ObjectStore
 from tests.support.idx import digits, write_idx
 from tests.support.images import encoded, tar_of
@@ -149,3 +149,77 @@ def test_a_sent_upload_gives_the_bytes_that_were_verified(store: ObjectStore, up
     store.put(second, bytes(byte ^ 1 for byte in store.get(second)))
     with pytest.raises(DataLoss, match="not those that were committed"):
         table_of(rows, Quarantine())
+
+
+# --- Pins of an upload ---
+
+CHUNKS = 300
+
+
+def csv_upload(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> tuple[str, SourceFiles, Sequence[RowSource]]:
+    """An upload of many chunks, and its rows in parts."""
+    monkeypatch.setattr(interface, "PART_BYTES", 1000)
+    monkeypatch.setattr(interface, "BLOCK_BYTES", 500)
+    data = b"n\n" + b"".join(b"%d\n" % n for n in range(1000, 2000))
+    name = committed(uploads_of(store), data, chunk_bytes=-(-len(data) // CHUNKS))
+    files = SourceFiles([], None, store)
+    (one,) = open_sources([source_of(name, "csv")], files, {})
+    parts = one.rows.parts()
+    assert len(parts) > 3
+    return name, files, parts
+
+
+def test_the_pins_of_an_upload_travel_once_and_not_with_each_part(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, files, parts = csv_upload(store, monkeypatch)
+    files.keep_pins("attempt/pins")
+    assert len(list(store.list("attempt/pins"))) == 1
+    pickled = [cloudpickle.dumps(part) for part in parts]  # type: ignore[no-untyped-call]
+    assert max(map(len, pickled)) < 20 * CHUNKS
+    listed: list[str] = []
+    list_objects = ObjectStore.list
+
+    def list_and_remember(self: ObjectStore, prefix: str = "", **named: Any) -> Any:
+        listed.append(prefix)
+        return list_objects(self, prefix, **named)
+
+    monkeypatch.setattr(ObjectStore, "list", list_and_remember)
+    found = [n for one in pickled for n in table_of(cloudpickle.loads(one))["n"].to_pylist()]
+    assert found == list(range(1000, 2000))
+    assert [prefix for prefix in listed if prefix.startswith(name)] == [], "the pins name the chunks"
+
+
+def test_a_part_finds_a_change_of_its_bytes_by_the_kept_pins(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, files, parts = csv_upload(store, monkeypatch)
+    files.keep_pins("attempt/pins")
+    last = max(info.key for info in store.list(f"{name}/chunks"))
+    store.put(last, store.get(last).replace(b"9", b"8"))
+    with pytest.raises(DataLoss, match="not those that were committed"):
+        table_of(sent(parts[-1]))
+
+
+@pytest.mark.parametrize(("change", "error"), [("altered", DataLoss), ("deleted", Unavailable)])
+def test_pins_that_were_changed_are_not_used(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch, change: str, error: type[Exception]
+) -> None:
+    _, files, parts = csv_upload(store, monkeypatch)
+    files.keep_pins("attempt/pins")
+    (info,) = store.list("attempt/pins")
+    if change == "deleted":
+        store.delete(info.key)
+    else:
+        store.put(info.key, store.get(info.key).replace(b"true", b"false"))
+    with pytest.raises(error):
+        table_of(sent(parts[0]))
+
+
+def test_few_pins_travel_with_the_part(store: ObjectStore, uploads: Uploads) -> None:
+    name = committed(uploads, FILES["csv"], chunk_bytes=1000)
+    files = SourceFiles([], None, store)
+    (one,) = open_sources([source_of(name, "csv")], files, {})
+    files.keep_pins("attempt/pins")
+    assert list(store.list("attempt/pins")) == []
+    assert read(sent(one.rows)) == read(one.rows)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -27,6 +28,26 @@ def test_a_file_below_a_root_is_opened(root: Path) -> None:
     assert source.size_bytes == 7
     with source.open() as opened:
         assert opened.read() == b"content"
+
+
+@pytest.mark.parametrize("change", ["replaced", "grown", "written in place"])
+@pytest.mark.parametrize("pattern", ["a", "*"])
+def test_a_file_that_changed_since_it_was_found_is_not_opened(root: Path, pattern: str, change: str) -> None:
+    path = root / "a"
+    path.write_bytes(b"content")
+    (source,) = SourceFiles([PurePosixPath(root)], None).find_all("sources[0].csv.uri", f"{root.as_uri()}/{pattern}")
+    source = pickle.loads(pickle.dumps(source))
+    source.open().close()
+    before = path.stat().st_mtime_ns
+    if change == "replaced":
+        (root / "b").write_bytes(b"another")
+        (root / "b").replace(path)
+    else:
+        path.write_bytes(b"content." if change == "grown" else b"another")
+    os.utime(path, ns=(0, before + (change != "grown")))  # within one tick of the disk's clock
+    with pytest.raises(InvalidArgument, match=r"sources\[0\].csv.uri: .*/a .* it changed while it was read") as refused:
+        source.open()
+    assert refused.value.specific_reason == "SOURCE_CHANGED"
 
 
 def test_a_root_may_itself_be_a_link(tmp_path: Path, root: Path) -> None:

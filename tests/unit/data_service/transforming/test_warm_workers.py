@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import ray
 
-from data_service import parallel
+from data_service import parallel, pipeline
 from data_service.parallel import WARM_WORKERS, IdleWorkers, start
 
 
@@ -57,6 +61,35 @@ def test_only_so_many_follow_as_were_taken(started: list[dict[str, int]], met: M
     waiting.take(3)  # a second pass, over more parts
     waiting.replace()
     assert (met.times, started) == (2, [{"a": 1, "b": 1}])
+
+
+@pytest.mark.usefixtures("met")
+@pytest.mark.parametrize(
+    ("kind", "entry"),
+    [
+        ("import", "data_service.imports.job.run_import"),
+        ("transform", "data_service.transforms.job.run_transform"),
+        ("predict", "data_service.transforms.predict_job.run_predict"),
+    ],
+)
+def test_workers_follow_those_that_a_job_of_any_kind_took(
+    started: list[dict[str, int]], monkeypatch: pytest.MonkeyPatch, kind: str, entry: str
+) -> None:
+    waiting = IdleWorkers()
+    monkeypatch.setattr(parallel, "WAITING", waiting)
+
+    def take_two(_: object) -> dict[str, Any]:
+        waiting.take(2)
+        return {}
+
+    monkeypatch.setattr(entry, take_two)
+    afterwards: list[Callable[[], None]] = []
+    context: Any = SimpleNamespace(job=SimpleNamespace(spec={kind: {}}), afterwards=afterwards.append)
+    pipeline.run(context)
+    assert started == []
+    for one in afterwards:
+        one()
+    assert started == [{"a": 1, "b": 1}]
 
 
 @pytest.mark.usefixtures("met")

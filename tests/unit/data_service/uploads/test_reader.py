@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_service.uploads import chunks, reader
-from data_service.uploads.reader import PinnedBlocks, open_upload, upload_size, verify
+from data_service.uploads.reader import PinnedBlocks, open_upload, verify
 from data_service.uploads.record import UploadRecord, log_of
 from data_service.uploads.uploads import Uploads
 from shared.errors import Cancelled, DataLoss, FailedPrecondition, InvalidArgument, NotFound
@@ -88,23 +88,13 @@ def test_an_upload_without_a_byte_is_an_empty_file(store: ObjectStore, uploads: 
         assert file.read() == b""
         assert file.seek(0, io.SEEK_END) == 0
         verify(file)
-    assert upload_size(store, name) == 0
-
-
-def test_the_size_is_known_once_it_is_committed(store: ObjectStore, uploads: Uploads) -> None:
-    name = started(uploads)
-    send_all(uploads, name, DATA, 100)
-    assert upload_size(store, name) is None
-    uploads.commit(name, len(DATA), sha256(DATA))
-    assert upload_size(store, name) == len(DATA)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("datasets/d/uploads/none", NotFound), ("d", InvalidArgument)])
 def test_what_is_no_upload_is_refused(store: ObjectStore, uploads: Uploads, name: str, kind: type[Exception]) -> None:
     assert uploads
-    for call in (open_upload, upload_size):
-        with pytest.raises(kind):
-            call(store, name)
+    with pytest.raises(kind):
+        open_upload(store, name)
 
 
 def test_a_name_is_refused_under_the_field_that_gave_it(store: ObjectStore) -> None:
@@ -230,6 +220,16 @@ def test_following_does_not_mistake_the_next_upload_of_the_id_for_its_own(store:
         committed(uploads, DATA)
         with pytest.raises(FailedPrecondition, match="aborted"):
             file.read()
+
+
+def test_an_upload_that_was_sent_anew_is_not_opened_as_the_one_before(store: ObjectStore, uploads: Uploads) -> None:
+    name = committed(uploads, DATA)
+    uid = uploads.get(name).record.uid
+    open_upload(store, name, uid=uid).close()
+    uploads.abort(name)
+    committed(uploads, DATA)
+    with pytest.raises(FailedPrecondition, match="aborted"):
+        open_upload(store, name, uid=uid)
 
 
 def test_following_ends_when_no_byte_comes(store: ObjectStore, uploads: Uploads) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from inference_service.domain.statistics import Statistics
 from shared.errors import Unavailable
-from tests.unit.inference_service.batched import Doubler, batcher, rows, settle, submit
+from tests.unit.inference_service.batched import Doubler, batcher, rows, sent, settle, submit
 
 
 async def test_draining_answers_what_is_there_and_refuses_what_comes() -> None:
@@ -76,16 +76,13 @@ async def test_a_model_with_more_replicas_gets_more_batches_at_once_and_with_few
     one = batcher(model, max_rows=1, max_in_flight=2)
     background = one.background()
     tasks = [submit(one, rows(value)) for value in range(7)]
-    await settle()
-    assert len(model.sizes) == 2
+    await sent(model, 2)
     one.scale(2)
-    await settle()
-    assert len(model.sizes) == 4
+    await sent(model, 4)
     one.scale(1)
     tasks.append(submit(background, rows(9)))
     tasks.append(submit(background, rows(9)))
-    await settle()
-    assert len(model.sizes) == 6  # those for rows apart have a window of their own, as wide
+    await sent(model, 6)  # those for rows apart have a window of their own, as wide
     model.may_work.set()
     assert [answer.arrays[0][0] for answer in await asyncio.gather(*tasks)] == [0, 2, 4, 6, 8, 10, 12, 18, 18]
 
@@ -95,8 +92,7 @@ async def test_a_model_that_has_lost_its_replicas_gets_batches_one_replica_long(
     one = batcher(model, max_rows=1, max_in_flight=4)
     one.scale(0)
     tasks = [submit(one, rows(value)) for value in range(4)]
-    await settle()
-    assert len(model.sizes) == 2
+    await sent(model, 2)
     model.may_work.set()
     await asyncio.gather(*tasks)
 

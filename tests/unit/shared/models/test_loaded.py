@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, nn
 
 from shared.checkpoint import Checkpoint
 from shared.checkpoint.format import WEIGHTS
@@ -17,7 +17,7 @@ from shared.checkpoint.reading import BLOCK_BYTES
 from shared.errors import DataLoss, FailedPrecondition
 from shared.model_spec import ModelSpec
 from shared.models import build_model
-from shared.models.loaded import LoadedModel
+from shared.models.loaded import LoadedModel, read_weights
 from tests.support.checkpoint_samples import content, stored_checkpoint
 
 # Its weights take several blocks.
@@ -72,6 +72,31 @@ def test_weights_of_another_model_are_refused(tmp_path: Path, change: str) -> No
 
     with pytest.raises(FailedPrecondition, match=r"does not load:[\s\S]*(output\.bias|more)"):
         LoadedModel(checkpoint(tmp_path, weights))
+
+
+class WithExtraState(nn.Module):
+    """As modules of some libraries: its state has a tensor whose length is known only when it is loaded."""
+
+    def __init__(self, extra: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1500, 1000)
+        self.extra = torch.zeros(extra)
+
+    def get_extra_state(self) -> Tensor:
+        return self.extra
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.extra = state
+
+
+def test_a_model_that_takes_state_of_another_length_has_all_of_its_weights(tmp_path: Path) -> None:
+    weights = WithExtraState(3).state_dict()
+    model = WithExtraState(1)
+
+    read_weights(model, checkpoint(tmp_path, weights))
+
+    assert torch.equal(model.linear.weight, weights["linear.weight"])
+    assert torch.equal(model.extra, weights["_extra_state"])
 
 
 def test_a_damaged_block_is_data_loss(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import ray
@@ -128,11 +128,13 @@ def test_a_run_moves_from_cpus_to_gpus_only_where_they_are_its_own_that_are_back
     jobs.transition(JOB, lambda job: replace(job, choices={"device": of_run, "attempt_device": "CPU"}))
     context = AttemptContext(store, jobs, JOB, jobs.get(JOB, JOB))
     monkeypatch.setattr(trainer, "CAPACITY_STABLE_S", 0.0)
-    monkeypatch.setattr(
-        trainer,
-        "size_now",
-        lambda _, device, *__: Size(2, {"CPU": 1.0, **({"GPU": 1.0} if device == "GPU" else {})}),
-    )
+    regarded = []
+
+    def size_now(_: Any, device: str, *__: Any, claims: Any) -> Size:
+        regarded.append(claims)
+        return Size(2, {"CPU": 1.0, **({"GPU": 1.0} if device == "GPU" else {})})
+
+    monkeypatch.setattr(trainer, "size_now", size_now)
     monkeypatch.setattr(Supervision, "_pays", lambda _: True)
     looking = Supervision(context, replace(SPEC, num_workers=2), heartbeats, Size(2, {"CPU": 1.0}))
     with HeartbeatSender(0, heartbeats.address, "n0") as first, HeartbeatSender(1, heartbeats.address, "n0"):
@@ -143,6 +145,8 @@ def test_a_run_moves_from_cpus_to_gpus_only_where_they_are_its_own_that_are_back
 
     assert (looking.cause is not None) is moves
     assert not moves or (looking.cause is not None and "on GPUs" in looking.cause.message)
+    # GPUs for which a job in the queue waits do not count as free.
+    assert [claims() for claims in regarded] == [[]] * moves
 
 
 @pytest.mark.parametrize(("capacity", "grows"), [(3, False), (4, True)])

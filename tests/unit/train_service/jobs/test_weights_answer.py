@@ -119,13 +119,28 @@ def of_a_nested_header(folder: Path) -> None:
     (folder / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header)
 
 
+def of_an_infinite_end(folder: Path) -> None:
+    header = b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 1e999]}}'
+    (folder / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header)
+
+
 def a_link(folder: Path) -> None:
     (tensors(folder, "a", "b") / WEIGHTS).rename(folder / "other")
     (folder / WEIGHTS).symlink_to(folder / "other")
 
 
 @pytest.mark.parametrize(
-    "forged", [without_weights, of_other_tensors, of_fewer_tensors, cut_off, of_bytes, of_a_nested_header, a_link]
+    "forged",
+    [
+        without_weights,
+        of_other_tensors,
+        of_fewer_tensors,
+        cut_off,
+        of_bytes,
+        of_a_nested_header,
+        of_an_infinite_end,
+        a_link,
+    ],
 )
 def test_weights_that_are_not_those_of_the_report_are_refused(tmp_path: Path, forged: Callable[[Path], None]) -> None:
     forged(tmp_path)

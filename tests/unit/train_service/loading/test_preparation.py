@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -202,3 +204,9 @@ def test_a_step_that_may_take_half_an_hour_is_waited_for(
         else:
             watch.poll()
         watch.got_on()
+
+
+def test_the_tasks_of_ray_data_do_without_torch() -> None:
+    code = "import sys, train_service.loading.cluster_loader; print('torch' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
