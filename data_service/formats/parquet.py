@@ -64,6 +64,7 @@ class ParquetRows:
             self.schema = self._logical_schema(given)
             self.size_bytes = _size(opened)
         self.row_count = _plausible_rows(footer)
+        self._decoded_bytes = sum(map(_group_bytes, footer.row_groups))
         claimed_bytes = sum(group.total_bytes for group in footer.row_groups)
         fixed_bytes = row_bytes(pa.schema([field for field in self.schema if not is_text(field.type)])) or 0
         if fixed_bytes > MAX_ROW_BYTES:
@@ -76,7 +77,7 @@ class ParquetRows:
 
         An upload was verified when it was opened; the parts do not verify it again.
         """
-        if self._part is not None:
+        if self._part is not None or self._decoded_bytes <= interface.PART_BYTES:
             return [self]
         with self._opened() as opened:
             parts = _parts(self._footer_bytes(opened))
@@ -224,7 +225,7 @@ def _parts(footer_bytes: bytes) -> list[_Part]:
     groups = footer.row_groups
     cuts, size_bytes = [0], 0
     for index, group in enumerate(groups):
-        decoded = max(group.total_bytes, sum(column.size_bytes for column in group.columns), 0)
+        decoded = _group_bytes(group)
         if size_bytes and size_bytes + decoded > interface.PART_BYTES:
             cuts.append(index)
             size_bytes = 0
@@ -237,6 +238,11 @@ def _parts(footer_bytes: bytes) -> list[_Part]:
         parts.append(_Part(range(begin, end), first_row, part_footer, digest))
         first_row += row_count
     return parts
+
+
+def _group_bytes(group: RowGroupFooter) -> int:
+    """Returns the decoded bytes that a row group claims, at least its stored ones."""
+    return max(group.total_bytes, sum(column.size_bytes for column in group.columns), 0)
 
 
 def _contradicts_itself(footer: Footer) -> bool:
