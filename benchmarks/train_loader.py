@@ -81,8 +81,8 @@ def bytes_read_times_workers(store: ObjectStore, workers: int) -> float:
             pass
         return reader.bytes_fetched
 
-    files = load_version(store, VERSION).manifest.files
-    return max(fetched(rank) for rank in range(workers)) * workers / sum(file.size_bytes for file in files)
+    size_bytes = load_version(store, VERSION).manifest.size_bytes
+    return max(fetched(rank) for rank in range(workers)) * workers / size_bytes
 
 
 def pyarrow_limit(files: list[Path]) -> Epoch:

@@ -32,6 +32,7 @@ GZIP_MAGIC = b"\x1f\x8b"
 # decompression bomb. MNIST grows fivefold; deflate cannot grow more than 1,032-fold.
 FREE_BYTES = 256 * 1024 * 1024
 MAX_RATIO = 200
+BUFFER_BYTES = 1024 * 1024
 
 
 class DecompressionError(ValueError):
@@ -44,7 +45,7 @@ def decompressed(stream: BinaryIO) -> BinaryIO:
     Use only `read(size)` of the result; it may return fewer bytes, and none only at the end.
     """
     raw = _Raw(stream)
-    buffered = io.BufferedReader(raw, 1024 * 1024)
+    buffered = io.BufferedReader(raw, BUFFER_BYTES)
     if buffered.peek(2)[:2] != GZIP_MAGIC:
         return cast(BinaryIO, buffered)
     return cast(BinaryIO, _Gunzip(buffered, raw))
@@ -105,7 +106,8 @@ def content(file: SourceFile, begin: int = 0) -> Iterator[BinaryIO]:
     with closing(file.open()) as opened:
         if begin:
             opened.seek(begin)
-        stream = opened if begin else decompressed(opened)
+        # Of an object each read is a request, and readers of tars read a block at a time.
+        stream = cast(BinaryIO, io.BufferedReader(_Raw(opened), BUFFER_BYTES)) if begin else decompressed(opened)
         yield cast(BinaryIO, _Watched(stream, file.on_read))
 
 

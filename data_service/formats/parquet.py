@@ -35,6 +35,8 @@ MAX_PAGE_BYTES = 256 * 1024 * 1024
 VALUE_BYTES = 8
 MAX_FOOTER_BYTES = 64 * 1024 * 1024
 MAX_FOOTER_LIST = 100_000
+# A file that claims more rows is not believed: its rows are counted before they get their ids.
+MAX_ROWS = 2**40
 
 
 class ParquetRows:
@@ -61,7 +63,8 @@ class ParquetRows:
             self._extended_texts = [field.name for field in given if _is_extended_text(field.type)]
             self.schema = self._logical_schema(given)
             self.size_bytes = _size(opened)
-        self.row_count: int | None = footer.row_count
+        self.row_count = _plausible_rows(footer)
+        self._decoded_bytes = sum(map(_group_bytes, footer.row_groups))
         claimed_bytes = sum(group.total_bytes for group in footer.row_groups)
         fixed_bytes = row_bytes(pa.schema([field for field in self.schema if not is_text(field.type)])) or 0
         if fixed_bytes > MAX_ROW_BYTES:
@@ -74,7 +77,7 @@ class ParquetRows:
 
         An upload was verified when it was opened; the parts do not verify it again.
         """
-        if self._part is not None:
+        if self._part is not None or self._decoded_bytes <= interface.PART_BYTES:
             return [self]
         with self._opened() as opened:
             parts = _parts(self._footer_bytes(opened))
@@ -83,7 +86,7 @@ class ParquetRows:
     def _only(self, part: _Part) -> ParquetRows:
         rows = copy(self)
         rows._part = part
-        rows.row_count = part.footer.row_count
+        rows.row_count = _plausible_rows(part.footer)
         rows.size_bytes = sum(max(column.size_bytes, 0) for group in part.footer.row_groups for column in group.columns)
         return rows
 
@@ -217,12 +220,12 @@ def _parts(footer_bytes: bytes) -> list[_Part]:
     A file whose footer contradicts itself is one part, so that reading it finds the error.
     """
     footer = parse_footer(footer_bytes)
-    groups = footer.row_groups
-    if any(group.row_count < 0 for group in groups) or sum(group.row_count for group in groups) != footer.row_count:
+    if _contradicts_itself(footer):
         return []
+    groups = footer.row_groups
     cuts, size_bytes = [0], 0
     for index, group in enumerate(groups):
-        decoded = max(group.total_bytes, sum(column.size_bytes for column in group.columns), 0)
+        decoded = _group_bytes(group)
         if size_bytes and size_bytes + decoded > interface.PART_BYTES:
             cuts.append(index)
             size_bytes = 0
@@ -235,6 +238,24 @@ def _parts(footer_bytes: bytes) -> list[_Part]:
         parts.append(_Part(range(begin, end), first_row, part_footer, digest))
         first_row += row_count
     return parts
+
+
+def _group_bytes(group: RowGroupFooter) -> int:
+    """Returns the decoded bytes that a row group claims, at least its stored ones."""
+    return max(group.total_bytes, sum(column.size_bytes for column in group.columns), 0)
+
+
+def _contradicts_itself(footer: Footer) -> bool:
+    counts = [group.row_count for group in footer.row_groups]
+    return any(count < 0 for count in counts) or sum(counts) != footer.row_count
+
+
+def _plausible_rows(footer: Footer) -> int | None:
+    """Returns the number of rows that the footer claims; None for one that no file has.
+
+    The numbers of all files of an import are added in 64 bits, before any row is read.
+    """
+    return None if _contradicts_itself(footer) or footer.row_count > MAX_ROWS else footer.row_count
 
 
 def _gathered(tables: Iterator[pa.Table], most: int) -> Iterator[pa.Table]:

@@ -60,3 +60,25 @@ def many_columns() -> bytes:
     """CSV, of one row."""
     count = 1_000_000
     return ",".join(f"c{index}" for index in range(count)).encode() + b"\n" + b"1," * (count - 1) + b"1\n"
+
+
+def parquet_that_claims(rows: int, of_group: int, rows_there: int = 1000) -> bytes:
+    """One row group of `rows_there` rows; the file's footer claims `rows`, and `of_group` for the group."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"n": np.arange(rows_there)}), sink, write_statistics=False, store_schema=False)
+    data: bytes = sink.getvalue().to_pybytes()
+    footer_bytes = int.from_bytes(data[-8:-4], "little")
+    pages, footer = data[: -8 - footer_bytes], data[-8 - footer_bytes : -8]
+    # The file's number, that of the column's values, and the group's.
+    before, column, group, after = footer.split(_number(rows_there))
+    footer = before + _number(rows) + column + _number(rows_there) + group + _number(of_group) + after
+    return pages + footer + len(footer).to_bytes(4, "little") + b"PAR1"
+
+
+def _number(number: int) -> bytes:
+    """The next field, an i64, as Thrift's compact protocol has it."""
+    rest, data = 2 * number if number >= 0 else -2 * number - 1, b"\x16"
+    while rest > 127:
+        data += bytes([rest & 127 | 128])
+        rest >>= 7
+    return data + bytes([rest])

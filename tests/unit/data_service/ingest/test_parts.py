@@ -40,6 +40,7 @@ from shared.jobs.attempt import run_attempt
 from shared.jobs.transitions import begin_attempt
 from shared.storage import ObjectStore
 from shared.storage.object_store import STORE_FULL
+from tests.support.hostile_files import parquet_that_claims
 from tests.support.transforming import run_here
 from tests.support.upload_calls import committed
 from tests.support.upload_server import uploads_of
@@ -406,6 +407,19 @@ def test_the_first_failure_is_reported_if_some_row_counts_are_unknown(
     expected = run_in_one_process(store, tmp_path, "v1", spec)
     found = run(store, tmp_path, "v2", spec, Parts())
     assert expected.state is JobState.FAILED
+    assert (found.state, found.error) == (JobState.FAILED, expected.error)
+
+
+@pytest.mark.parametrize("claimed", [(2**63 - 1, 2**63 - 1), (2**63 - 1, ROWS), (-1, -1)])
+def test_a_footer_with_an_impossible_number_of_rows_fails_the_import_as_in_one_process(
+    store: ObjectStore, tmp_path: Path, claimed: tuple[int, int]
+) -> None:
+    spec = spec_of([parquet(tmp_path, f"{number}.parquet", "train", n=range(ROWS)) for number in range(3)])
+    (tmp_path / "1.parquet").write_bytes(parquet_that_claims(*claimed, ROWS))
+    expected = run_in_one_process(store, tmp_path, "v1", spec)
+    found = run(store, tmp_path, "v2", spec, Parts())
+    assert expected.error is not None
+    assert expected.error["reason"] == "CORRUPT_SOURCE"
     assert (found.state, found.error) == (JobState.FAILED, expected.error)
 
 

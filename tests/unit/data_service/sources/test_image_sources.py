@@ -4,18 +4,21 @@ import gzip
 import io
 import struct
 import zlib
+from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO, cast
 
 import pytest
 from PIL import Image
 
 from data_service.formats import images as image_rules
 from data_service.formats import interface
+from data_service.formats.images import ClassNames, ImageTar
 from shared.errors import InvalidArgument, NotFound
 from shared.transforms.steps.images import ImageRefused, decoded
 from tests.support.damage import truncations
 from tests.support.images import encoded, tar_of
-from tests.support.import_sources import opened, source_of, table_of, whole
+from tests.support.import_sources import found_file, opened, source_of, table_of, whole
 from tests.support.real_data import real_data
 
 
@@ -161,6 +164,27 @@ def test_a_hostile_member_ends_the_import_by_name(tmp_path: Path, name: str) -> 
     with pytest.raises(InvalidArgument, match=f"member '{name}'") as refused:
         opened(tmp_path, source_of((tmp_path / "a.tar").as_uri(), "image_tar"))
     assert refused.value.specific_reason == "CORRUPT_SOURCE"
+
+
+class CountedReads(io.FileIO):
+    """A file without a buffer, as objects are, that counts its reads: of an object each is a request."""
+
+    reads = 0
+
+    def read(self, size: int | None = -1) -> bytes:
+        CountedReads.reads += 1
+        return super().read(-1 if size is None else size)
+
+
+def test_a_part_of_a_tar_is_read_in_few_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_rules, "PART_IMAGES", 100)
+    path = tmp_path / "a.tar"
+    path.write_bytes(tar_of({f"a/{number}.png": encoded(colour=number % 9) for number in range(200)}))
+    file = replace(found_file(path), open=lambda: cast(BinaryIO, CountedReads(path)))
+    second = ImageTar(file, ClassNames()).parts()[1]
+    CountedReads.reads = 0
+    assert table_of(second).num_rows == 100
+    assert CountedReads.reads < 5
 
 
 def test_every_truncated_tar_is_refused(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from data_service.formats.parquet import ParquetRows
 from shared.errors import InvalidArgument
 from tests.support.arrow_tables import tables, values_of
 from tests.support.damage import flips, truncations
+from tests.support.hostile_files import parquet_that_claims
 from tests.support.import_sources import Quarantine, found_file, source_of, table_of, whole
 
 
@@ -219,6 +220,17 @@ def test_rows_are_counted_and_not_taken_from_the_footer(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"\xd0\x0f", b"\xfe\x7f"))
     with pytest.raises(InvalidArgument):
         table_of(ParquetRows(found_file(path)))
+
+
+@pytest.mark.parametrize("claimed", [(2**63 - 1, 2**63 - 1), (2**63 - 1, 1000), (1001, 1000), (-1, -1), (1000, -1)])
+def test_a_number_of_rows_that_cannot_be_right_is_unknown(tmp_path: Path, claimed: tuple[int, int]) -> None:
+    path = tmp_path / "t.parquet"
+    path.write_bytes(parquet_that_claims(*claimed))
+    rows = ParquetRows(found_file(path))
+    assert rows.row_count is None
+    assert [part.row_count for part in rows.parts()] == [None]
+    path.write_bytes(parquet_that_claims(1000, 1000))
+    assert ParquetRows(found_file(path)).row_count == 1000
 
 
 @pytest.mark.parametrize("groups", [[3, 1, 2], [1], [2, 1]], ids=str)

@@ -6,9 +6,9 @@ import gzip
 import os
 import struct
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -135,11 +135,24 @@ def test_a_row_group_that_is_larger_is_one_part(tmp_path: Path, monkeypatch: pyt
     assert [part.row_count for part in parts] == [1000, 1000, 1000]
 
 
-def test_a_small_or_empty_parquet_file_is_one_part(tmp_path: Path) -> None:
+@dataclass
+class CountedOpenings:
+    path: Path
+    count: int = 0
+
+    def __call__(self) -> BinaryIO:
+        self.count += 1
+        return self.path.open("rb")
+
+
+def test_a_small_or_empty_parquet_file_is_one_part_that_is_not_opened_to_divide_it(tmp_path: Path) -> None:
     for table in (TYPED, TYPED.slice(0, 0)):
         pq.write_table(table, tmp_path / "t.parquet", row_group_size=170)
-        rows = ParquetRows(found_file(tmp_path / "t.parquet"))
+        opened_files = CountedOpenings(tmp_path / "t.parquet")
+        rows = ParquetRows(replace(found_file(tmp_path / "t.parquet"), open=opened_files))
+        opened_files.count = 0
         assert len(rows.parts()) == 1
+        assert opened_files.count == 0
         assert rows.row_count == table.num_rows
 
 
