@@ -37,8 +37,9 @@ class DataStack:
     inputs: Path
 
     def stored_keys(self) -> set[str]:
-        """What is in the store, without the markers of live jobs."""
-        return {info.key for info in self.store.list() if not info.key.startswith("live/")}
+        """What is in the store, without the markers of live jobs, and without the index, which is made from the jobs'
+        logs in its own time."""
+        return {info.key for info in self.store.list() if not info.key.startswith(("live/", "index/"))}
 
     def made_since(self, before: set[str]) -> list[str]:
         """What was not in the store when it had the keys `before`. What has gone since says nothing: the reconciler
