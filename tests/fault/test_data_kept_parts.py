@@ -1,11 +1,12 @@
-"""SIGKILL to the attempt while a transform works on two nodes: no part is done again once it was kept."""
+"""SIGKILLs to workers, attempts and nodes while a transform works: each part that was kept is never done again."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,9 +22,10 @@ from shared.dataset_version.manifest import tensor_array
 from shared.settings import StoreSettings
 from shared.storage import ObjectMissing
 from tests.fault.test_data_kills_while_fitting import judged
-from tests.support.data_place import AT_WORK, DataPlace, Gate, data_place
+from tests.support.data_place import AT_WORK, WORKER, DataPlace, Gate, data_place
 from tests.support.data_strikes import uploaded
 from tests.support.faults import Faults
+from tests.support.process_states import stop_process
 from tests.support.ray_head import NONE_WARM, RayNode, ray_head, ray_node
 from tests.support.waiting import wait_until
 
@@ -31,14 +33,17 @@ pytestmark = pytest.mark.chaos
 
 # Images whose floats are 16 KiB a row: 16 parts of some 500 rows, in each of four passes.
 ROWS, SIDE = 8_192, 64
-PARTS = 16
+PASSES, PARTS = 4, 16
+# A job fails with the fourth attempt that is lost.
+LOST_ATTEMPTS = 3
 STRIKE_TIMEOUT_S = 300.0
 RECORD = re.compile(r"/data/(?P<attempt>[^/]+)/kept/(?P<part>.+)")
+MARKER = re.compile(r"/begun/(?P<number>\d+)-")
 
 
 @dataclass
 class Cluster:
-    """A head that computes nothing, and nodes of one CPU each."""
+    """A head that computes nothing, and nodes of one CPU that come and go."""
 
     place: DataPlace
     nodes: list[tuple[RayNode, ExitStack]] = field(default_factory=list)
@@ -47,6 +52,12 @@ class Cluster:
     def add_node(self) -> None:
         stack, self.started = ExitStack(), self.started + 1
         self.nodes.append((stack.enter_context(ray_node(self.place.head, f"node-{self.started}")), stack))
+
+    def replace_node(self) -> None:
+        node, stack = self.nodes.pop(0)
+        node.kill()
+        stack.close()
+        self.add_node()
 
     def processes(self, title: str) -> list[int]:
         nodes: list[RayNode] = [self.place.head, *(node for node, _ in self.nodes)]
@@ -75,6 +86,7 @@ class Watched:
     version: str
     kept: dict[str, str] = field(default_factory=dict)
     done_again: list[str] = field(default_factory=list)
+    lost: int = 0
     _read: set[str] = field(default_factory=set)
 
     @property
@@ -103,12 +115,60 @@ class Watched:
         wanted = len(self.kept) + parts
         wait_until(lambda: self.is_over() or len(self.kept) >= wanted, "more parts", STRIKE_TIMEOUT_S, 0.1)
 
+    def working(self) -> dict[int, list[int]]:
+        """The processes that began each part, in the present pass of the newest attempt, and did not end it."""
+        found: dict[int, list[int]] = defaultdict(list)
+        for info in self.place.store.list(f"{self.version}/data/{self.attempt}/begun"):
+            if marker := MARKER.search(info.key):
+                with suppress(ObjectMissing):
+                    found[int(marker["number"])].append(int(self.place.store.get(info.key)))
+        return found
 
-def strike_attempt(watched: Watched) -> None:
+
+def strike_worker(watched: Watched) -> bool:
+    """Kills a worker on a part that was not struck before: after two deaths the custom function would be to blame."""
+    for number, pids in watched.working().items():
+        if len(pids) > 1 or pids[0] not in watched.cluster.processes(WORKER):
+            continue
+        with suppress(ProcessLookupError):
+            stop_process(pids[0])
+            if watched.working().get(number) == pids:  # it still has that part, and cannot go on to another
+                os.kill(pids[0], signal.SIGKILL)
+                return True
+            os.kill(pids[0], signal.SIGCONT)
+    return False
+
+
+def strike_attempt(watched: Watched) -> bool:
     attempt = watched.attempt
     for pid in watched.cluster.processes(AT_WORK):
         os.kill(pid, signal.SIGKILL)
+    watched.lost += 1
     wait_until(lambda: watched.is_over() or watched.attempt > attempt, "the next attempt", STRIKE_TIMEOUT_S, 0.1)
+    return True
+
+
+def strike_node(watched: Watched) -> bool:
+    """Kills a node with all its processes, once no part is under way that was struck before."""
+    alive = set(watched.cluster.processes(WORKER))
+    if any(set(pids) - alive for pids in watched.working().values()):
+        return False
+    watched.cluster.replace_node()
+    watched.lost += 1  # the attempt may have been there
+    return True
+
+
+STRIKES = {"worker": strike_worker, "attempt": strike_attempt, "node": strike_node}
+
+
+def strike_until_over(watched: Watched, kinds: list[str], faults: Faults) -> None:
+    """Strikes in the order of `kinds`, from which those that were struck are removed, while the transform works."""
+    while not watched.is_over():
+        possible = [kind for kind in kinds if kind == "worker" or watched.lost < LOST_ATTEMPTS]
+        if possible and STRIKES[possible[0]](watched):
+            kinds.remove(possible[0])
+            faults.add(f"SIGKILL {possible[0]}", "transform, parts kept", "S3")
+            watched.wait_for_progress(1)
 
 
 def images_stream() -> bytes:
@@ -131,19 +191,29 @@ def assert_same_version(watched: Watched, undisturbed: DatasetVersion) -> None:
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ["attempt"],
+        [*["worker"] * 4, "attempt", *["worker"] * 4, "node", *["worker"] * 4, "attempt", *["worker"] * 4, "node"],
+    ],
+    ids=["one", "twenty"],
+)
 def test_no_part_is_done_again_once_it_was_kept(
-    s3_store: StoreSettings, gate: Gate, tmp_path: Path, faults: Faults
+    s3_store: StoreSettings, gate: Gate, tmp_path: Path, faults: Faults, kinds: Sequence[str]
 ) -> None:
+    left = list(kinds)
     with two_nodes(s3_store, tmp_path) as cluster:
         place = cluster.place
         source = place.imported(uploaded(place, images_stream())).name
         undisturbed = place.transformed(source, **judged())
         assert len(undisturbed.files) >= PARTS
-        with gate.slow():
-            started = place.start_transform(source, **judged())
-            watched = Watched(cluster, started, place.version_of(started))
-            watched.wait_for_progress(PARTS // 2)
-            strike_attempt(watched)
-            faults.add("SIGKILL attempt", "transform, parts kept", "S3")
-            wait_until(watched.is_over, "the transform", 2 * STRIKE_TIMEOUT_S, 0.1)
-        assert_same_version(watched, undisturbed)
+        while left:
+            before = len(left)
+            with gate.slow():
+                started = place.start_transform(source, **judged())
+                watched = Watched(cluster, started, place.version_of(started))
+                watched.wait_for_progress(PARTS // 2)
+                strike_until_over(watched, left, faults)
+            assert len(left) < before
+            assert_same_version(watched, undisturbed)
