@@ -155,7 +155,7 @@ class FollowedJob(Generic[V]):
         found: list[Event] = []
         for event in EventLog(self._store, self._name).after(there.last_sequence):
             found.append(event)
-            is_recent = event.kind is EventKind.PROGRESS and 0 <= self._wall_clock() - event.time < REPORT_INTERVAL_S
+            is_recent = event.kind is EventKind.PROGRESS and self._wall_clock() - event.time < REPORT_INTERVAL_S
             if is_recent and not to_the_end:
                 break
         if not found:
