@@ -60,13 +60,13 @@ from shared.telemetry import hidden, identity, log_outcome, tracing
 
 logger = logging.getLogger(__name__)
 
-METHOD = "/millrace.Door/Knock"
+METHOD = "/millrace.LoadShedder/Probe"
 # Thresholds of the wait in seconds: no call is turned away below the first, every eligible call above the second.
 SOME_FROM_S, ALL_FROM_S = 0.015, 0.06
 # Thresholds of the wait for calls that would probably be refused after reading: below the first none of these is turned
 # away, above the second all are.
 BUSY_FROM_S, FULLY_BUSY_S = 0.003, 0.01
-# Adaptive throttling ("Site Reliability Engineering", ch. 21): the share of calls in vain is max(0, ended - LET_IN *
+# Adaptive throttling ("Site Reliability Engineering", ch. 21): the share of calls to refuse is max(0, ended - LET_IN *
 # served) / (ended + FEW). REMEMBERED_S is the time constant of both counters. FEW keeps a handful of calls from
 # triggering it.
 REMEMBERED_S, LET_IN, FEW = 0.5, 1.2, 10
@@ -188,7 +188,7 @@ class LoadShedder:
         try:
             await probe(b"", timeout=PROBE_TIMEOUT_S)
         except aio.AioRpcError as error:  # too late, or refused like other calls; either took as long
-            logger.debug("knocking at its own door: %s", error.details())
+            logger.debug("the probe of this server failed: %s", error.details())
             self._find(loop.time() - began_s)
         finally:
             self._probed_s = None

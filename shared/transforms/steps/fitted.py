@@ -291,18 +291,26 @@ def _as_scalar(value: Value, arrow_type: pa.DataType) -> pa.Scalar:
         raise StepError(wanted, "fill_nulls.value") from None
 
 
-class _MeanAccumulator:
-    def __init__(self, step: FillNulls) -> None:
-        self._step = step
+class _ColumnMoments:
+    """The exact moments of the valid values of a step's column, for steps that learn from them."""
+
+    def __init__(self, column: str) -> None:
+        self._column = column
         self._moments = ExactMoments()
 
     def update(self, column: Column) -> None:
         values, valid = float64_of(column)
-        refuse_non_finite(self._step.column, values)
+        refuse_non_finite(self._column, values)
         self._moments.add(values[valid])
 
-    def merge(self, other: _MeanAccumulator) -> None:
+    def merge(self, other: Self) -> None:
         self._moments.merge(other._moments)
+
+
+class _MeanAccumulator(_ColumnMoments):
+    def __init__(self, step: FillNulls) -> None:
+        super().__init__(step.column)
+        self._step = step
 
     def fitted_step(self) -> FillNulls:
         if not self._moments.count:
@@ -533,18 +541,10 @@ def _scaled(column: pa.Array, scale: Callable[[NDArray[np.float64]], NDArray[np.
     return pa.array(scaled, mask=~valid if column.null_count else None)
 
 
-class _MomentsAccumulator:
+class _MomentsAccumulator(_ColumnMoments):
     def __init__(self, step: Standardize) -> None:
+        super().__init__(step.column)
         self._step = step
-        self._moments = ExactMoments()
-
-    def update(self, column: Column) -> None:
-        values, valid = float64_of(column)
-        refuse_non_finite(self._step.column, values)
-        self._moments.add(values[valid])
-
-    def merge(self, other: _MomentsAccumulator) -> None:
-        self._moments.merge(other._moments)
 
     def fitted_step(self) -> Standardize:
         if not self._moments.count:

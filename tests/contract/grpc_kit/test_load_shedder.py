@@ -42,7 +42,7 @@ class Watched(LoadShedder):
 
 
 async def test_every_call_comes_in_where_none_waits() -> None:
-    load_shedder = Watched(SOME_FROM_S)  # the model answers each, so none is let in in vain
+    load_shedder = Watched(SOME_FROM_S)  # the model answers each, so none is admitted only to be refused
 
     async with kit_server(load_shedder=load_shedder) as kit:
         for number in range(20):
@@ -161,7 +161,7 @@ async def test_one_call_that_keeps_all_others_waiting_turns_none_away() -> None:
 async def test_a_load_shedder_that_can_no_longer_probe_lets_all_in(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(LoadShedder):
         async def _probe(self, _: Any) -> None:
-            raise RuntimeError("no thread to knock with")
+            raise RuntimeError("no thread for the probe")
 
     load_shedder = Broken([GET_DATASET], lambda: None)
     load_shedder._found_s = (ALL_FROM_S, ALL_FROM_S)
