@@ -287,9 +287,8 @@ def report_device(store: ObjectStore, job: JobRecord) -> None:
 
 
 def _append_end(store: ObjectStore, name: str, attempt: int, cause: str, text: str, ranks: Sequence[int]) -> None:
-    log = EventLog(store, name)
+    payload = {"cause": cause, "text": text, "ranks": list(ranks)}
     try:
-        if not log.has(attempt, EventKind.ATTEMPT_ENDED):
-            log.append(attempt, EventKind.ATTEMPT_ENDED, {"cause": cause, "text": text, "ranks": list(ranks)})
+        EventLog(store, name).append_first(attempt, EventKind.ATTEMPT_ENDED, payload)
     except StaleAttempt:
         logger.warning("a later attempt reports for itself")

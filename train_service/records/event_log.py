@@ -227,16 +227,19 @@ class EventLog:
         state = {"time": time.time(), "kind": kind, "payload": payload}
         self._log.update(lambda _: state, attempt=attempt, nonce=nonce)
 
-    def has(self, attempt: int, kind: EventKind) -> bool:
-        """Return whether `find` finds an event."""
-        return self.find(attempt, kind) is not None
+    def append_first(self, attempt: int, kind: EventKind, payload: dict[str, Any]) -> None:
+        """Write an event unless `find` finds one, also if two processes do so at once. Raises as `append` does."""
+        state = {"time": time.time(), "kind": kind, "payload": payload}
+        self._log.update(lambda newest: None if self._find(newest, attempt, kind) else state, attempt=attempt)
 
     def find(self, attempt: int, kind: EventKind) -> Event | None:
         """Return the newest event of that kind among the attempt's last `LOOKED_BACK` events.
 
         It finds none once a later attempt has written.
         """
-        record = self._log.head()
+        return self._find(self._log.head(), attempt, kind)
+
+    def _find(self, record: Record | None, attempt: int, kind: EventKind) -> Event | None:
         for _ in range(LOOKED_BACK):
             if record is None or record.attempt < attempt:
                 return None

@@ -181,3 +181,20 @@ def test_events_can_be_read_from_any_place(store: ObjectStore) -> None:
     assert [event.payload["text"] for event in log.after(3)] == ["3", "4"]
     assert list(log.after(5)) == []
     assert EventLog(store, JOB).last_sequence() == 5
+
+
+@pytest.mark.usefixtures("jobs")
+def test_two_processes_that_report_the_end_of_an_attempt_at_once_write_one_event(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = store.put_if_absent
+
+    def put_late(key: str, content: bytes) -> object:
+        monkeypatch.undo()
+        EventLog(store, JOB).append_first(1, EventKind.ATTEMPT_ENDED, {"text": "of rank 1"})
+        return put(key, content)
+
+    monkeypatch.setattr(store, "put_if_absent", put_late)
+    EventLog(store, JOB).append_first(1, EventKind.ATTEMPT_ENDED, {"text": "of rank 0"})
+
+    assert [event.payload["text"] for event in written(store)] == ["of rank 1"]
