@@ -418,11 +418,11 @@ def reap_orphans(spared: Set[int] = frozenset()) -> None:
 
 
 def end_orphans() -> None:
-    """Kill and reap every remaining child, after all parts have stopped."""
-    left: set[Process] = set(children(os.getpid()))
-    for one in left:
-        one.send(signal.SIGKILL)
-    wait_gone(left, 5.0)
+    """Kill and reap every remaining child, after all parts have stopped. None is alive afterwards."""
+    while left := {child for child in children(os.getpid()) if child.is_alive()}:
+        for one in left:
+            one.send(signal.SIGKILL)
+        wait_gone(left, 5.0)
     reap_orphans()
 
 

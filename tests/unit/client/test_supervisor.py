@@ -95,6 +95,31 @@ def test_a_part_that_cannot_start_is_named_with_its_log_and_the_rest_is_stopped(
     assert read_record(tmp_path) is None
 
 
+class Dying:
+    """A process that is still there when it was looked for `looks` times, as on a busy machine."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+        self.signals: list[int] = []
+
+    def is_alive(self) -> bool:
+        self.looks -= 1
+        return self.looks >= 0
+
+    def send(self, signal_number: int) -> None:
+        self.signals.append(signal_number)
+
+
+def test_orphans_that_take_long_to_die_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, quick = Dying(3), Dying(1)
+    monkeypatch.setattr(stack_supervisor, "children", lambda _: [slow, quick])
+    monkeypatch.setattr(stack_supervisor, "wait_gone", lambda left, _: left)
+    monkeypatch.setattr(stack_supervisor, "reap_orphans", lambda: None)
+    stack_supervisor.end_orphans()
+    assert (slow.looks, quick.looks) == (-1, -3)
+    assert (slow.signals, quick.signals) == ([signal.SIGKILL] * 3, [signal.SIGKILL])
+
+
 def test_one_home_has_one_supervisor(tmp_path: Path) -> None:
     with hold_home(tmp_path), pytest.raises(AlreadyRunning, match=str(tmp_path)):
         hold_home(tmp_path)
