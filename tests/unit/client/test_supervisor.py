@@ -96,15 +96,15 @@ def test_a_part_that_cannot_start_is_named_with_its_log_and_the_rest_is_stopped(
 
 
 class Dying:
-    """A process that is still there when it was looked for `looks` times, as on a busy machine."""
+    """A process that is still there when it was looked for `polls` times, as on a busy machine."""
 
-    def __init__(self, looks: int) -> None:
-        self.looks = looks
+    def __init__(self, polls: int) -> None:
+        self.polls = polls
         self.signals: list[int] = []
 
     def is_alive(self) -> bool:
-        self.looks -= 1
-        return self.looks >= 0
+        self.polls -= 1
+        return self.polls >= 0
 
     def send(self, signal_number: int) -> None:
         self.signals.append(signal_number)
@@ -116,7 +116,7 @@ def test_orphans_that_take_long_to_die_are_waited_for(monkeypatch: pytest.Monkey
     monkeypatch.setattr(stack_supervisor, "wait_gone", lambda left, _: left)
     monkeypatch.setattr(stack_supervisor, "reap_orphans", lambda: None)
     stack_supervisor.end_orphans()
-    assert (slow.looks, quick.looks) == (-1, -3)
+    assert (slow.polls, quick.polls) == (-1, -3)
     assert (slow.signals, quick.signals) == ([signal.SIGKILL] * 3, [signal.SIGKILL])
 
 
