@@ -120,6 +120,16 @@ def test_orphans_that_take_long_to_die_are_waited_for(monkeypatch: pytest.Monkey
     assert (slow.signals, quick.signals) == ([signal.SIGKILL] * 3, [signal.SIGKILL])
 
 
+def test_ports_are_of_those_that_the_system_gives_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = stack_supervisor.free_ports(50)
+    assert len(set(found) & set(stack_supervisor.PORTS)) == 50
+
+    monkeypatch.setattr(stack_supervisor, "is_free", lambda port: port % 4_000 == 0)
+    assert sorted(stack_supervisor.free_ports(3)) == [20_000, 24_000, 28_000]
+    with pytest.raises(StartFailed, match="3 ports from 20000 to 31999 are free, and a stack needs 4"):
+        stack_supervisor.free_ports(4)
+
+
 def test_one_home_has_one_supervisor(tmp_path: Path) -> None:
     with hold_home(tmp_path), pytest.raises(AlreadyRunning, match=str(tmp_path)):
         hold_home(tmp_path)
