@@ -167,7 +167,7 @@ def scripted(service: Service) -> Iterator[type[Scripted]]:
 def test_a_part_that_the_store_refuses_is_not_tried_for_ever(
     service: Service, scripted: type[Scripted], path: Path, answers: list[int | None], puts: int
 ) -> None:
-    scripted.answers = answers
+    scripted.answers = list(answers)
     with pytest.raises(FailedPrecondition, match="the store refuses the part at 10485760") as raised:
         service.upload(path)
     assert raised.value.reason == "PART_REFUSED"
