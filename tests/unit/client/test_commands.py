@@ -224,7 +224,7 @@ def test_status_says_who_holds_which_cpus_and_what_is_free() -> None:
 def test_a_service_on_an_overloaded_machine_has_seconds_to_tell_its_health() -> None:
     left_s: list[float] = []
 
-    class Slow(health.HealthServicer):  # type: ignore[misc]
+    class Slow(health.HealthServicer):
         def Check(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
             left_s.append(context.time_remaining())
             return super().Check(request, context)
