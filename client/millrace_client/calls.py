@@ -251,16 +251,21 @@ class Caller:
         if reconnect_for_s is None:
             reconnect_for_s = self.reconnect_for_s
         repeat_until = until if reconnect_for_s is None else min(until, began + reconnect_for_s)
-        backoff = Backoff()
+        backoff, outage = Backoff(), None
         while True:
-            timeout = until - time.monotonic()
+            called_at = time.monotonic()
+            timeout = until - called_at
             try:
                 response = method(request, timeout=timeout, metadata=self.headers(request_id))
             except grpc.RpcError as failed:
                 error = from_rpc_error(failed, address=self.address, request_id=request_id)
+                if outage is not None and isinstance(error, DeadlineExceeded) and called_at - began > timeout:
+                    # The service was away for the greater part of the time.
+                    raise outage from None
                 pause_s = max(backoff.next_s(), error.retry_after_s or 0.0)
                 if not may_repeat(request, failed) or time.monotonic() + pause_s >= repeat_until:
                     raise error from None
+                outage = error
             else:
                 assert isinstance(response, response_type)
                 return response
@@ -283,17 +288,22 @@ class Caller:
         began = time.monotonic()
         until = began + timeout_s
         repeat_until = until if self.reconnect_for_s is None else min(until, began + self.reconnect_for_s)
-        backoff = Backoff()
+        backoff, outage = Backoff(), None
         while True:
-            timeout = until - time.monotonic()
+            called_at = time.monotonic()
+            timeout = until - called_at
             try:
                 response = method(requests(), timeout=timeout, metadata=self.headers(request_id))
             except grpc.RpcError as failed:
                 error = from_rpc_error(failed, address=self.address, request_id=request_id)
+                if outage is not None and isinstance(error, DeadlineExceeded) and called_at - began > timeout:
+                    # The service was away for the greater part of the time.
+                    raise outage from None
                 pause_s = max(backoff.next_s(), error.retry_after_s or 0.0)
                 unavailable = failed.code() is grpc.StatusCode.UNAVAILABLE
                 if not unavailable or time.monotonic() + pause_s >= repeat_until:
                     raise error from None
+                outage = error
             else:
                 assert isinstance(response, response_type)
                 return response

@@ -108,6 +108,9 @@ def connect(
 
 # --- Health ---
 
+# A running service answers in milliseconds, but on an overloaded machine it may take seconds.
+HEALTH_TIMEOUT_S = 10.0
+
 
 class HealthClient:
     """Asks each service for its overall health. It never raises if a service does not answer."""
@@ -115,7 +118,7 @@ class HealthClient:
     def __init__(self, callers: Mapping[str, Caller]) -> None:
         self._callers = callers
 
-    def check(self, service: str, *, timeout_s: float = 2.0) -> str:
+    def check(self, service: str, *, timeout_s: float = HEALTH_TIMEOUT_S) -> str:
         """Return `SERVING`, `NOT_SERVING`, or `UNREACHABLE`. `service` is `data`, `train` or `inference`."""
         stub: Any = health_pb2_grpc.HealthStub(self._callers[service].channel)
         try:

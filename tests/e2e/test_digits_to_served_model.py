@@ -23,7 +23,7 @@ from tests.support.command import run_millrace
 from tests.support.patterns import TEST_ROWS, TRAIN_ROWS, patterns
 
 # Under a minute on an idle machine of two cores; the limit is for a busy one.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 HELD_OUT = TRAIN_ROWS // 7
 STEPS = math.ceil((TRAIN_ROWS - HELD_OUT) / 64)

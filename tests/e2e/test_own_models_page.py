@@ -20,7 +20,7 @@ from tests.support.patterns import TEST_ROWS, patterns
 
 PAGE = Path(__file__).parents[2] / "docs" / "own-models.md"
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.fixture(scope="module")

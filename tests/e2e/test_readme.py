@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.page_code import run_python_of
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 
 def test_the_tutorial_runs(tour: subprocess.CompletedProcess[str]) -> None:

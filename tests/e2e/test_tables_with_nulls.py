@@ -30,7 +30,7 @@ from millrace_client.stack.record import read_record
 from tests.support.command import run_millrace
 from tests.support.real_data import real_data
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 Array = npt.NDArray[Any]
 PENGUINS = {"bill_length_mm": "mean", "bill_depth_mm": "median", "flipper_length_mm": "mode", "body_mass_g": "mean"}
@@ -117,14 +117,14 @@ def serve(
         hold_outs=[hold_out("train", "validation", 0.2)],
         # Of a CSV whole numbers would be integers, which have no NaN.
         column_types={name: FLOAT_TYPES.get(name, "double") for name in floats} if source.HasField("csv") else {},
-    ).wait(timeout_s=300)
+    ).wait(timeout_s=900)
     prepares = [
         *(steps.fill_nulls(column, statistic=statistic) for column, statistic in floats.items()),
         *(steps.standardize(column) for column in floats),
         *(steps.one_hot_encode(column) for column in texts),
         steps.ordinal_encode(label),
     ]
-    prepared = millrace.data.transform_version(raw.name, prepares).wait(timeout_s=300)
+    prepared = millrace.data.transform_version(raw.name, prepares).wait(timeout_s=900)
     width = len(floats) + 3 * len(texts)
     spec = training_spec(
         prepared.name,
@@ -143,7 +143,7 @@ def serve(
     job = millrace.train.create_training_job(name, spec)
     for _ in millrace.train.watch_training_job(job.name):
         pass
-    millrace.deployments.create_deployment(name, job.name).wait(timeout_s=300)
+    millrace.deployments.create_deployment(name, job.name).wait(timeout_s=900)
 
 
 # Of the penguins a column is narrow, too: the generated table adds Parquet and two classes.

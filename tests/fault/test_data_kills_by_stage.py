@@ -100,11 +100,15 @@ def test_acknowledged_bytes_outlive(scene: Scene, stage: str, victim: str) -> No
     place = scene.place
     upload = place.start_upload()
     sending = Sending(place.client.data, upload, scene.data, PAUSE_S)
+    if stage == "sending":
+        sending.may_end.clear()
     sending.start()
     wait_until(lambda: sending.acknowledged > CHUNK_BYTES, "the first chunks")
     if stage == "sending":
         before = sending.acknowledged
-        strike(scene, victim, f"upload, {stage}")()
+        recover = strike(scene, victim, f"upload, {stage}")
+        sending.may_end.set()
+        recover()
         assert place.acknowledged(upload) >= before
     sending.finish()
     assert sending.forgotten == []

@@ -7,6 +7,7 @@ input, and prints each acknowledged size.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import sys
 import threading
 import time
@@ -63,10 +64,13 @@ def retry_on_outage(call: Any) -> Any:
 
 
 class Sending(threading.Thread):
-    """Sends the rest of `data` in a thread, a chunk every `pause_s`, and goes on after breaks where it was."""
+    """Sends the rest of `data` in a thread, a chunk every `pause_s`, and goes on after breaks where it was. A call that
+    is to break waits before its last chunk until it `may_end`, so that it cannot be over before."""
 
     def __init__(self, stub: Any, name: str, data: bytes, pause_s: float) -> None:
         super().__init__(name="sending", daemon=True)
+        self.may_end = threading.Event()
+        self.may_end.set()
         self.acknowledged = 0
         self.breaks = 0
         # Sizes that the server took back: there must be none.
@@ -95,13 +99,21 @@ class Sending(threading.Thread):
         durable = int(self._stub.GetUpload(pb.GetUploadRequest(name=self._name), timeout=60).acknowledged_size)
         if durable < self.acknowledged:
             self.forgotten.append((self.acknowledged, durable))
-        rest = chunks(self._name, self._data, durable, len(self._data), self._pause_s)
+        last = max(durable, len(self._data) - 1)
+        rest = itertools.chain(
+            chunks(self._name, self._data, durable, last, self._pause_s),
+            self._last_chunk(last),
+        )
         try:
             for answer in self._stub.UploadChunks(rest, timeout=TIMEOUT_S):
                 self.acknowledged = answer.acknowledged_size
         except grpc.RpcError:
             self.breaks += 1
             raise
+
+    def _last_chunk(self, begin: int) -> Iterator[pb.UploadChunksRequest]:
+        self.may_end.wait(TIMEOUT_S)
+        yield from chunks(self._name, self._data, begin, len(self._data))
 
 
 def main() -> None:

@@ -18,4 +18,4 @@ def stack_environment(home: Path) -> dict[str, str]:
 def run_millrace(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs it to its end, with the stack in `home`."""
     command = (sys.executable, "-m", "millrace_client.cli", *arguments)
-    return subprocess.run(command, env=stack_environment(home), capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=stack_environment(home), capture_output=True, text=True, timeout=600)

@@ -125,7 +125,7 @@ class Doubling(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
             retry = error_details_pb2.RetryInfo(retry_delay=Duration(nanos=1_000_000))
             abort(context, status(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", retry))
         if value == self._hangs_at:
-            self.go_on.wait(30)
+            self.go_on.wait(300)
         with self._lock:
             self.answered += 1
         response = grpc_service_pb2.ModelInferResponse(model_name=request.model_name, model_version="1", id=request.id)

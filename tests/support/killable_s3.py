@@ -76,7 +76,7 @@ class KillableS3:
         import urllib.request
 
         try:
-            with urllib.request.urlopen(f"http://{self._address}{self._program.health_path}", timeout=1):
+            with urllib.request.urlopen(f"http://{self._address}{self._program.health_path}", timeout=10):
                 return True
         except (urllib.error.URLError, OSError):
             return False

@@ -28,5 +28,5 @@ def run_python_of(page: str, home: Path, folder: Path) -> subprocess.CompletedPr
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1500,
     )

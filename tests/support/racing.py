@@ -17,7 +17,7 @@ from shared.storage import ObjectExists, ObjectStore, open_store
 T = TypeVar("T")
 
 RACERS = 4
-TOGETHER_TIMEOUT_S = 60.0
+TOGETHER_TIMEOUT_S = 240.0
 
 _barrier: Barrier | None = None
 _open = cache(open_store)

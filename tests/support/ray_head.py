@@ -26,7 +26,7 @@ from tests.support.ports import free_ports
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 240.0
 STARTS = 3  # Ray gives itself 30 s, too little where several suites share two cores
-STOP_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 120.0
 LOGS = ("ray_process_exit.log", "gcs_server.out", "raylet.out", "raylet.err")
 STARTED = "This command will now block"
 # For data services: workers that wait for another transform cost two processors five seconds after each.

@@ -144,7 +144,7 @@ def _start(program: S3Program, data: Path, log: int) -> tuple[str, subprocess.Po
 
 def _answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=1):
+        with urllib.request.urlopen(url, timeout=10):
             return True
     except (urllib.error.URLError, OSError):
         return False

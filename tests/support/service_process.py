@@ -18,7 +18,7 @@ from shared.settings import StoreSettings
 from tests.support.ports import free_ports
 
 START_TIMEOUT_S = 240.0
-STOP_TIMEOUT_S = 90.0
+STOP_TIMEOUT_S = 240.0
 
 
 def store_environ(store: StoreSettings) -> dict[str, str]:

@@ -46,13 +46,13 @@ class UploadServer:
         ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(ready)), daemon=True)
         self._thread.start()
-        assert ready.wait(30)
+        assert ready.wait(120)
 
     def stop(self) -> None:
         """Breaks the calls in flight."""
         if self._thread and self._loop and self._stop:
             self._loop.call_soon_threadsafe(self._stop.set)
-            self._thread.join(30)
+            self._thread.join(120)
             assert not self._thread.is_alive()
         self._thread = None
 

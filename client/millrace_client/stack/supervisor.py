@@ -12,8 +12,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import itertools
 import json
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -24,7 +26,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Set
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -219,6 +220,8 @@ def ray_command(gcs: int, client: int, dashboard: int, agent: int, folder: str, 
 # --- Free ports ---
 
 HOST = "127.0.0.1"
+# Below those that Linux gives to connections, and to servers that ask for any port.
+PORTS = range(20_000, 32_000)
 
 
 def is_free(port: int) -> bool:
@@ -233,12 +236,14 @@ def is_free(port: int) -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return different ports that are free now, and probably still are when bound soon."""
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind((HOST, 0))
-        return [int(one.getsockname()[1]) for one in sockets]
+    """Return different ports that are free now, and stay so until Ray binds them, which takes it seconds.
+
+    They are chosen at random, because several stacks may start at the same time.
+    """
+    found = list(itertools.islice(filter(is_free, random.sample(PORTS, len(PORTS))), count))
+    if len(found) < count:
+        raise StartFailed(f"{len(found)} ports from {PORTS[0]} to {PORTS[-1]} are free, and a stack needs {count}")
+    return found
 
 
 def answers(address: str, *, timeout_s: float = 0.5) -> bool:
@@ -418,11 +423,11 @@ def reap_orphans(spared: Set[int] = frozenset()) -> None:
 
 
 def end_orphans() -> None:
-    """Kill and reap every remaining child, after all parts have stopped."""
-    left: set[Process] = set(children(os.getpid()))
-    for one in left:
-        one.send(signal.SIGKILL)
-    wait_gone(left, 5.0)
+    """Kill and reap every remaining child, after all parts have stopped. None is alive afterwards."""
+    while left := {child for child in children(os.getpid()) if child.is_alive()}:
+        for one in left:
+            one.send(signal.SIGKILL)
+        wait_gone(left, 5.0)
     reap_orphans()
 
 

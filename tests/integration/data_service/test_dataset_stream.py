@@ -69,7 +69,7 @@ def run(when, folder):
     except (Cancelled, RayFailed) as error:
         written, later = written_in(folder), []
         # Ray calls an actor dead when it has sent the signal; on a busy machine the process ends some moments later.
-        dies_until_s = time.monotonic() + (30 if when == "in a pool" else 0)
+        dies_until_s = time.monotonic() + (120 if when == "in a pool" else 0)
         while True:
             time.sleep(0.5)
             later = written_in(folder)

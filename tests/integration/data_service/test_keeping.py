@@ -155,7 +155,7 @@ def test_a_version_that_is_being_made_is_not_deleted(client: DataClient, dataset
     upload = client.data.StartUpload(pb.StartUploadRequest(parent=dataset), timeout=60)
     source = pb.ImportSource(split="train", arrow=pb.ArrowSource(uri=upload.name))
     operation = client.data.ImportVersion(
-        pb.ImportVersionRequest(parent=dataset, sources=[source], version_id="slow"), timeout=10
+        pb.ImportVersionRequest(parent=dataset, sources=[source], version_id="slow"), timeout=60
     )
 
     name = f"{dataset}/versions/slow"

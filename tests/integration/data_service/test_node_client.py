@@ -57,7 +57,7 @@ def run_client(
         env={**os.environ, "NODE_PATH": str(node_packages), "PROTO_PATH": proto_path(folder)},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=500,
     )
     assert ended.returncode == 0, ended.stderr
     found: dict[str, Any] = json.loads(ended.stdout)

@@ -167,8 +167,8 @@ def test_a_cancelled_prediction_ends_its_workers_and_leaves_nothing(
     name = create_prediction(store, WAITING, workers=ONE)
     await_worker(jobs, name, signs)
     jobs.cancel(name, name)
-    assert over(jobs, name, 20.0).state is JobState.CANCELLED
-    wait_until(lambda: not any(map(_at_work, signs.glob("working-*"))), "the workers to end", 60)
+    assert over(jobs, name).state is JobState.CANCELLED
+    wait_until(lambda: not any(map(_at_work, signs.glob("working-*"))), "the workers to end")
     assert list(store.list(f"{name}/data")) == []
 
 
@@ -249,7 +249,7 @@ def test_without_room_for_one_worker_it_waits_and_says_for_what(
     wait_until(lambda: jobs.waiting_for(name) == missing, "it to say so")
     assert jobs.get(name, name).state is JobState.PENDING
     jobs.cancel(name, name)
-    assert over(jobs, name, 10.0).state is JobState.CANCELLED
+    assert over(jobs, name).state is JobState.CANCELLED
 
 
 def _at_work(sign: Path) -> bool:

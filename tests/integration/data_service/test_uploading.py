@@ -15,7 +15,7 @@ from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1.resources_pb2 import DatasetVersion, Upload
 from millrace_client import MillraceError, connect, csv_source, quarantine
 from millrace_client.data import DataClient as Sdk
-from tests.integration.data_service.client import DataClient, imported, metadata_of
+from tests.integration.data_service.client import IMPORT_TIMEOUT_S, DataClient, imported, metadata_of
 from tests.integration.data_service.conftest import DataStack
 from tests.support.chunk_sender import send
 from tests.support.refusals import refused
@@ -57,7 +57,7 @@ def test_an_import_begins_while_its_upload_is_open_and_ends_with_the_commit(
 ) -> None:
     upload = client.data.StartUpload(pb.StartUploadRequest(parent=dataset), timeout=60)
     operation = client.data.ImportVersion(
-        pb.ImportVersionRequest(parent=dataset, sources=[arrow(upload.name)]), timeout=10
+        pb.ImportVersionRequest(parent=dataset, sources=[arrow(upload.name)]), timeout=60
     )
 
     sdk.resume_upload(upload.name, io.BytesIO(arrow_stream(ROWS)))
@@ -72,11 +72,13 @@ def test_an_import_of_an_open_upload_can_be_cancelled_and_leaves_no_file(
     upload = client.data.StartUpload(pb.StartUploadRequest(parent=dataset), timeout=60)
     send(client.data, upload.name, data, 0, len(data) // 2)
     operation = client.data.ImportVersion(
-        pb.ImportVersionRequest(parent=dataset, sources=[arrow(upload.name)]), timeout=10
+        pb.ImportVersionRequest(parent=dataset, sources=[arrow(upload.name)]), timeout=60
     )
     asked = GetOperationRequest(name=operation.name)
     wait_until(
-        lambda: metadata_of(client.operations.GetOperation(asked, timeout=60)).rows_read > 0, "the first rows", 60
+        lambda: metadata_of(client.operations.GetOperation(asked, timeout=60)).rows_read > 0,
+        "the first rows",
+        IMPORT_TIMEOUT_S,
     )
 
     client.cancel(operation)
@@ -91,7 +93,7 @@ def test_an_import_of_an_open_upload_can_be_cancelled_and_leaves_no_file(
 def test_an_upload_that_an_import_reads_cannot_be_aborted_and_goes_afterwards(client: DataClient, dataset: str) -> None:
     upload = client.data.StartUpload(pb.StartUploadRequest(parent=dataset), timeout=60)
     operation = client.data.ImportVersion(
-        pb.ImportVersionRequest(parent=dataset, sources=[arrow(upload.name)]), timeout=10
+        pb.ImportVersionRequest(parent=dataset, sources=[arrow(upload.name)]), timeout=60
     )
 
     refusal = refused(lambda: client.data.AbortUpload(pb.AbortUploadRequest(name=upload.name), timeout=60))

@@ -14,7 +14,7 @@ import pytest
 from google.protobuf.descriptor import ServiceDescriptor
 
 from inference import grpc_service_pb2
-from millrace.data.v1 import data_service_pb2
+from millrace.data.v1 import data_service_pb2, resources_pb2
 from millrace.inference.v1 import deployment_service_pb2
 from millrace.train.v1 import train_service_pb2, train_service_pb2_grpc
 from millrace_client import calls, connect, errors
@@ -58,7 +58,7 @@ def server(tmp_path: Path) -> Iterator[RestartingServer]:
 
 @pytest.fixture
 def client(server: RestartingServer) -> Iterator[Millrace]:
-    with connect(data=server.address, train=server.address, inference=server.address, timeout_s=60) as client:
+    with connect(data=server.address, train=server.address, inference=server.address, timeout_s=240) as client:
         yield client
 
 
@@ -108,7 +108,68 @@ def test_requests_of_infer_many_that_were_never_sent_wait_for_the_server(
     assert len(server.calls) == 5
 
 
-@pytest.mark.parametrize("options", [{"timeout_s": 0.5}, {"reconnect_for_s": 0.3}, {"reconnect_for_s": 0.0}], ids=str)
+class Clock:
+    """Takes the place of `time`: no pause takes any time but by it."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(calls, "time", clock)
+    return clock
+
+
+class Ended(grpc.RpcError):
+    """A call that has ended with `code`, and no details."""
+
+    def __init__(self, code: grpc.StatusCode) -> None:
+        self._code = code
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return "no"
+
+    def trailing_metadata(self) -> tuple[()]:
+        return ()
+
+
+@pytest.mark.parametrize(("away_s", "error"), [(8.0, errors.Unavailable), (2.0, errors.DeadlineExceeded)])
+@pytest.mark.parametrize("kind", ["unary", "send"])
+def test_a_call_that_ends_at_its_deadline_says_what_took_most_of_its_time(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, kind: str, away_s: float, error: type[errors.MillraceError]
+) -> None:
+    """The service is away, comes back, and answers nothing."""
+    monkeypatch.setattr(calls, "LONGEST_PAUSE_S", 0.1)
+
+    def method(_: Any, timeout: float, metadata: Any) -> Any:
+        assert metadata
+        if clock.now_s < away_s:
+            raise Ended(grpc.StatusCode.UNAVAILABLE)
+        clock.sleep(timeout)
+        raise Ended(grpc.StatusCode.DEADLINE_EXCEEDED)
+
+    request = data_service_pb2.GetDatasetRequest(name="datasets/d")
+    with grpc.insecure_channel("127.0.0.1:1") as channel:
+        caller = calls.Caller(channel, "127.0.0.1:1")
+        make = caller.unary if kind == "unary" else caller.send
+        given: Any = request if kind == "unary" else lambda: iter([request])
+        with pytest.raises(error):
+            make(method, given, resources_pb2.Dataset, timeout_s=10.0)
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("options", [{"timeout_s": 90}, {"reconnect_for_s": 0.3}, {"reconnect_for_s": 0.0}], ids=str)
 def test_where_nobody_comes_back_the_call_says_so_when_its_time_is_over(options: dict[str, float]) -> None:
     with connect(data="127.0.0.1:1", **options) as client, pytest.raises(errors.Unavailable, match=r"127\.0\.0\.1:1"):  # type: ignore[arg-type]
         client.data.get_dataset("datasets/d")

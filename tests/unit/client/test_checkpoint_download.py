@@ -199,14 +199,14 @@ def test_two_downloads_into_one_folder_do_not_mix(store: ObjectStore, target: Pa
 
     def wait(_done: int, _all: int) -> None:
         begun.set()
-        assert go_on.wait(30)
+        assert go_on.wait(120)
 
     def both(train: TrainClient) -> None:
         first = threading.Thread(
             target=train.download_checkpoint, args=(entry.name, target), kwargs={"on_progress": wait}
         )
         first.start()
-        assert begun.wait(30)
+        assert begun.wait(120)
         with pytest.raises(FileExistsError, match="at work"):
             train.download_checkpoint(entry.name, target)
         go_on.set()

@@ -16,6 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from millrace.train.v1 import suggestion_pb2, train_service_pb2_grpc
 from millrace.train.v1 import train_service_pb2 as pb
+from millrace_client import connect
 from millrace_client.cli import COMMANDS, command, millrace
 from millrace_client.stack import supervisor
 from tests.support.fake_servicers import BreakingStreams, Job, Refusing
@@ -218,6 +219,24 @@ def test_status_says_who_holds_which_cpus_and_what_is_free() -> None:
         ("trainingJobs/a", 1.0),
         ("a deployment, u1", 2.0),
     ]
+
+
+def test_a_service_on_an_overloaded_machine_has_seconds_to_tell_its_health() -> None:
+    left_s: list[float] = []
+
+    class Slow(health.HealthServicer):
+        def Check(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+            left_s.append(context.time_remaining())
+            return super().Check(request, context)
+
+    def register(server: grpc.Server) -> None:
+        answers = Slow()
+        answers.set("", health_pb2.HealthCheckResponse.SERVING)
+        health_pb2_grpc.add_HealthServicer_to_server(answers, server)
+
+    with serving(register) as address, connect(train=address) as client:
+        assert client.health.check("train") == "SERVING"
+    assert left_s[0] > 4.0
 
 
 @pytest.mark.usefixtures("holding")

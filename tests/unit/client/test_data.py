@@ -18,6 +18,7 @@ from millrace_client.calls import Operation
 from millrace_client.data import image_rows
 from tests.support.fake_servicers import OneVersion
 from tests.support.grpc_answers import bad_field, error_info, serving, status
+from tests.support.ports import free_ports
 
 VERSION = "datasets/d/versions/v1"
 
@@ -107,18 +108,20 @@ def test_waiting_goes_on_while_the_server_restarts(table: pa.Table, done: operat
     add = register(OneVersion(table, outcome=done))
     seen: list[int] = []
     with ExitStack() as before, ExitStack() as after:
-        address = before.enter_context(serving(add))
-        port = int(address.rpartition(":")[2])
+        (port,) = free_ports(1)
+        address = before.enter_context(serving(add, port))
+        back = threading.Timer(AWAY_S, lambda: after.enter_context(serving(add, port)))
 
         def restart(now: Operation[resources_pb2.DatasetVersion]) -> None:
             seen.append(now.metadata.rows_read)
             if len(seen) == 1:
                 before.close()
-                threading.Timer(AWAY_S, lambda: after.enter_context(serving(add, port))).start()
+                back.start()
 
         with connect(data=address) as millrace:
             operation = millrace.data.import_version("datasets/d", [idx_source("train", "a", "b")])
             assert operation.wait(on_progress=restart).name == VERSION
+        back.join()
     assert seen[:2] == [1, 2]
 
 
@@ -134,7 +137,7 @@ def test_waiting_for_a_server_that_stays_away_ends(
     error: type[errors.MillraceError],
 ) -> None:
     monkeypatch.setattr(calls, "OUTAGE_TIMEOUT_S", outage_timeout_s)
-    with serving(register(OneVersion(table, outcome=done))) as address:
+    with serving(register(OneVersion(table, outcome=done)), *free_ports(1)) as address:
         millrace = connect(data=address)
         operation = millrace.data.import_version("datasets/d", [idx_source("train", "a", "b")])
     with millrace, pytest.raises(error):

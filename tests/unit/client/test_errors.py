@@ -14,6 +14,7 @@ from millrace.train.v1 import train_service_pb2_grpc
 from millrace_client import connect, errors
 from tests.support.fake_servicers import Refusing
 from tests.support.grpc_answers import bad_field, error_info, serving, status
+from tests.support.ports import free_ports
 
 
 def refused(told: status_pb2.Status) -> tuple[errors.MillraceError, dict[str, Any]]:
@@ -62,8 +63,7 @@ def test_a_fault_of_the_server_carries_its_correlation_id() -> None:
 
 
 def test_nobody_at_the_address_is_unavailable_and_names_address_and_remedy() -> None:
-    with serving(lambda _: None) as address:
-        pass
+    address = f"127.0.0.1:{free_ports(1)[0]}"
     with (
         connect(train=address, reconnect_for_s=0) as millrace,
         pytest.raises(errors.Unavailable, match=address) as raised,

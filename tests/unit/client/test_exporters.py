@@ -25,6 +25,13 @@ from tests.support.recorded_servicer import STEPS, Job, RecordedRun, job, points
 LOSSES = {point.step: pytest.approx(point.values["loss"]) for point in points()}
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """W&B gives its own process half a minute to start, too little on a busy machine."""
+    monkeypatch.setenv("WANDB_X_SERVICE_WAIT", "300")
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "300")
+
+
 def export(target: str, folder: Path) -> Result:
     def register(server: grpc.Server) -> None:
         train_service_pb2_grpc.add_TrainServiceServicer_to_server(RecordedRun(), server)

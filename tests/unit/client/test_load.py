@@ -104,21 +104,41 @@ def test_a_closed_loop_keeps_so_many_calls_in_flight_and_no_more() -> None:
     assert measured.answered_per_s == pytest.approx(len(measured.with_status(OK)) / 0.3)
 
 
-def test_each_call_sends_the_next_request() -> None:
+def test_a_loop_keeps_its_calls_in_flight_however_late_it_begins() -> None:
     server = Server()
     with serving(server.register) as address:
-        closed_loop(plan(address, seconds=2.0), in_flight=1)
+        measured = closed_loop(plan(address, seconds=1e-9, deadline_s=60.0), in_flight=2)
+    assert len(measured.outcomes) == len(server.asked) == 2
+
+
+@pytest.fixture
+def eighth_of_a_second(monkeypatch: pytest.MonkeyPatch) -> Answer:
+    """By the load's clock each answer takes that long, whatever the machine does meanwhile."""
+    now_s = [0.0]
+    monkeypatch.setattr(load, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+
+    def answer(_: int, __: grpc.ServicerContext) -> pb.ModelInferResponse:
+        now_s[0] += 0.125
+        return pb.ModelInferResponse()
+
+    return answer
+
+
+def test_each_call_sends_the_next_request(eighth_of_a_second: Answer) -> None:
+    server = Server(eighth_of_a_second)
+    with serving(server.register) as address:
+        closed_loop(plan(address, seconds=1.0, deadline_s=60.0), in_flight=1)
     sent = [request.raw_input_contents[0] for request in server.asked]
     assert len(set(sent[:4])) == 4
-    assert sent[4:8] == sent[:4]
+    assert sent == sent[:4] * 2
 
 
-def test_the_warm_up_is_sent_and_not_counted() -> None:
-    server = Server()
+def test_the_warm_up_is_sent_and_not_counted(eighth_of_a_second: Answer) -> None:
+    server = Server(eighth_of_a_second)
     with serving(server.register) as address:
-        measured = closed_loop(plan(address, seconds=2.0, warm_up_s=0.3), in_flight=1)
-    assert 0 < len(measured.outcomes) < len(server.asked)
-    assert measured.seconds == 2.0
+        measured = closed_loop(plan(address, seconds=1.0, warm_up_s=0.5, deadline_s=60.0), in_flight=1)
+    assert (len(measured.outcomes), len(server.asked)) == (8, 12)
+    assert measured.seconds == 1.0
 
 
 def test_an_open_loop_sends_at_its_own_times_whatever_comes_back() -> None:
@@ -155,7 +175,20 @@ def test_latency_counts_from_when_a_call_was_due() -> None:
     assert measured.behind_ms()["p50"] == pytest.approx(500.0)
 
 
-def test_a_call_that_this_client_gave_up_is_late_and_one_that_was_refused_is_not() -> None:
+def test_a_call_that_this_client_gave_up_is_late_and_one_that_was_refused_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the load's clock its time is over once both have happened."""
+    both, found, skipped_s = {LATE, "DEADLINE_EXCEEDED"}, set[str](), [0.0]
+    monkeypatch.setattr(load, "time", SimpleNamespace(perf_counter=lambda: time.perf_counter() + skipped_s[0]))
+
+    def note(status: str, *times_s: float) -> Outcome:
+        found.add(status)
+        skipped_s[0] = 300.0 if found >= both else 0.0
+        return Outcome(status, *times_s)
+
+    monkeypatch.setattr(load, "Outcome", note)
+
     def answer(number: int, context: grpc.ServicerContext) -> pb.ModelInferResponse:
         if number % 2:
             return refuse(grpc.StatusCode.DEADLINE_EXCEEDED)(number, context)
@@ -163,8 +196,8 @@ def test_a_call_that_this_client_gave_up_is_late_and_one_that_was_refused_is_not
         return pb.ModelInferResponse()
 
     with serving(Server(answer).register) as address:
-        measured = closed_loop(plan(address, seconds=3.0, deadline_s=0.5), in_flight=1)
-    assert set(measured.statuses) == {LATE, "DEADLINE_EXCEEDED"}
+        measured = closed_loop(plan(address, seconds=300.0, deadline_s=0.5), in_flight=1)
+    assert set(measured.statuses) == both
     assert measured.latency_ms(LATE)["p50"] >= 500.0
     assert measured.latency_ms("DEADLINE_EXCEEDED")["p50"] < 500.0
 

@@ -95,6 +95,41 @@ def test_a_part_that_cannot_start_is_named_with_its_log_and_the_rest_is_stopped(
     assert read_record(tmp_path) is None
 
 
+class Dying:
+    """A process that is still there when it was looked for `polls` times, as on a busy machine."""
+
+    def __init__(self, polls: int) -> None:
+        self.polls = polls
+        self.signals: list[int] = []
+
+    def is_alive(self) -> bool:
+        self.polls -= 1
+        return self.polls >= 0
+
+    def send(self, signal_number: int) -> None:
+        self.signals.append(signal_number)
+
+
+def test_orphans_that_take_long_to_die_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, quick = Dying(3), Dying(1)
+    monkeypatch.setattr(stack_supervisor, "children", lambda _: [slow, quick])
+    monkeypatch.setattr(stack_supervisor, "wait_gone", lambda left, _: left)
+    monkeypatch.setattr(stack_supervisor, "reap_orphans", lambda: None)
+    stack_supervisor.end_orphans()
+    assert (slow.polls, quick.polls) == (-1, -3)
+    assert (slow.signals, quick.signals) == ([signal.SIGKILL] * 3, [signal.SIGKILL])
+
+
+def test_ports_are_of_those_that_the_system_gives_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = stack_supervisor.free_ports(50)
+    assert len(set(found) & set(stack_supervisor.PORTS)) == 50
+
+    monkeypatch.setattr(stack_supervisor, "is_free", lambda port: port % 4_000 == 0)
+    assert sorted(stack_supervisor.free_ports(3)) == [20_000, 24_000, 28_000]
+    with pytest.raises(StartFailed, match="3 ports from 20000 to 31999 are free, and a stack needs 4"):
+        stack_supervisor.free_ports(4)
+
+
 def test_one_home_has_one_supervisor(tmp_path: Path) -> None:
     with hold_home(tmp_path), pytest.raises(AlreadyRunning, match=str(tmp_path)):
         hold_home(tmp_path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.support.upload_calls import chunk, send, started
 from tests.support.upload_server import DATASET, UploadServer, calling, upload_server, uploads_of
+from tests.support.waiting import wait_until
 
 State = resources_pb2.Upload.State
 CHUNK = 1000
@@ -135,9 +135,8 @@ def test_a_slow_sources_bytes_are_sent_as_they_come_also_after_a_break(server: U
 
     def arrived(size: int) -> None:
         with calling(server) as (_, stub):
-            deadline = time.monotonic() + 100
-            while stub.GetUpload(pb.GetUploadRequest(name=name)).acknowledged_size < size:
-                assert time.monotonic() < deadline
+            asked = pb.GetUploadRequest(name=name)
+            wait_until(lambda: stub.GetUpload(asked).acknowledged_size >= size, f"{size} bytes to arrive")
 
     def pieces() -> Iterator[bytes]:
         yield DATA[:CHUNK]
@@ -158,11 +157,13 @@ def test_it_waits_for_a_server_that_is_away_for_a_while(server: UploadServer) ->
     def pieces() -> Iterator[bytes]:
         yield DATA[:CHUNK]
         server.stop()
-        threading.Timer(0.3, server.start).start()
+        back.start()
         yield DATA[CHUNK:]
 
+    back = threading.Timer(0.3, server.start)
     with calling(server) as (caller, stub):
         done = upload(caller, stub, DATASET, pieces())
+    back.join()
     assert content(server.store, done.name) == DATA
 
 
@@ -186,7 +187,6 @@ def test_it_gives_up_when_the_server_stays_away_and_tells_how_to_resume(
     assert content(server.store, name) == DATA
 
 
-@pytest.mark.timed
 def test_a_server_that_takes_chunks_and_acknowledges_none_is_given_up(
     server: UploadServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,10 +276,10 @@ def test_resuming_a_committed_upload_is_done_at_once(server: UploadServer) -> No
 
 
 class SlowReading:
-    """The server reads one more part for each call of CommitUpload, and takes longer for the next than any call has;
-    `stuck`, it reads none until `go_on`."""
+    """The server reads one more part for each call of CommitUpload, and takes longer for the next than any of the first
+    `short_calls` has; those after them have all the time that they need. `stuck`, it reads none until `go_on`."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, stuck: bool = False) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, stuck: bool = False, short_calls: int = 0) -> None:
         self.commits = 0
         self._stuck = stuck
         self._called = threading.Condition()
@@ -288,6 +288,8 @@ class SlowReading:
         def checked(*given: Any) -> None:
             with self._called:
                 self.commits += 1
+                if self.commits == short_calls:
+                    monkeypatch.setattr(uploads, "COMMIT_CALL_S", 60.0)
                 self._called.notify_all()
             check(*given)
 
@@ -316,12 +318,11 @@ def _sent_by_url(server: UploadServer, parts: int) -> tuple[str, bytes]:
     return name, data
 
 
-@pytest.mark.timed
 def test_a_commit_that_takes_longer_than_any_call_goes_on_while_the_server_gets_further(
     server: UploadServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, data = _sent_by_url(server, parts=4)
-    reading = SlowReading(monkeypatch)
+    reading = SlowReading(monkeypatch, short_calls=3)
     monkeypatch.setattr(calls, "OUTAGE_TIMEOUT_S", 0.5)
     monkeypatch.setattr(uploads, "COMMIT_CALL_S", 1.0)
     monkeypatch.setattr(uploads, "REACHED_S", 0.5)
@@ -377,8 +378,7 @@ def test_another_writers_bytes_end_it(server: UploadServer, store: ObjectStore) 
     def pieces() -> Iterator[bytes]:
         yield DATA[:CHUNK]
         other, name = uploads_of(store), f"{DATASET}/uploads/u"
-        while other.get(name).acknowledged_size < CHUNK:
-            pass
+        wait_until(lambda: other.get(name).acknowledged_size >= CHUNK, "the first chunk")
         send(other, [chunk(name, at, b"\xff" * CHUNK) for at in range(CHUNK, 10 * CHUNK, CHUNK)])
         yield DATA[CHUNK:]
 

@@ -84,7 +84,7 @@ def proxy(echo: Echo) -> Iterator[S3FaultProxy]:
 
 
 def ask(
-    proxy: S3FaultProxy, method: str = "PUT", path: str = "/", body: bytes = BODY, timeout_s: float = 10.0
+    proxy: S3FaultProxy, method: str = "PUT", path: str = "/", body: bytes = BODY, timeout_s: float = 60.0
 ) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection(urlsplit(proxy.endpoint).netloc, timeout=timeout_s)
     try:

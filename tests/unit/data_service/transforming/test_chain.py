@@ -35,8 +35,9 @@ def hang(batch):
     return batch
 
 sys.modules["hanging"] = sys.modules["__main__"]
-work.GRACE_S = 0.1
-hangs = {"custom": {"function": "hanging:hang", "columns": ["a"], "timeoutS": 0.1}}
+# A tenth of a second in all over rows, and a minute to ask the function for its columns.
+work.GRACE_S = -59.9
+hangs = {"custom": {"function": "hanging:hang", "columns": ["a"], "timeoutS": 60}}
 given = {"a": ScalarType(pa.int64())}
 """
 APPLYING = """

@@ -157,7 +157,7 @@ def in_thread(work: Callable[[], Any]) -> Callable[[], Any]:
     thread.start()
 
     def ended() -> Any:
-        thread.join(30)
+        thread.join(120)
         assert outcome, "it still waits"
         return outcome[0]
 

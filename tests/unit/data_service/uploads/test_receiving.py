@@ -117,7 +117,7 @@ def test_of_two_writers_of_other_bytes_one_is_refused_and_the_others_bytes_are_w
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     assert any(isinstance(outcome, Conflict) for outcome in outcomes.values())
     for letter, outcome in outcomes.items():
         if outcome == 4000:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import aclosing
 from typing import Any
@@ -22,15 +21,30 @@ from millrace_client.uploads import upload
 from shared import streaming
 from shared.errors import DeadlineExceeded
 from shared.storage import ObjectStore
+from shared.streaming import Slots
 from tests.support.upload_server import DATASET, UploadServer, calling, stub_of, upload_server, uploads_of
 from tests.support.waiting import wait_until
 
 
 @pytest.fixture
-def server(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[UploadServer]:
+def slots(monkeypatch: pytest.MonkeyPatch) -> list[Slots]:
+    """Those of the server, once it runs."""
+    made: list[Slots] = []
+
+    def noted(*given: Any, **named: Any) -> Slots:
+        made.append(Slots(*given, **named))
+        return made[-1]
+
+    monkeypatch.setattr(upload_servicer, "Slots", noted)
+    return made
+
+
+@pytest.fixture
+def server(store: ObjectStore, slots: list[Slots], monkeypatch: pytest.MonkeyPatch) -> Iterator[UploadServer]:
     """Takes two calls at a time."""
     monkeypatch.setattr(upload_servicer, "MAX_SENDS", 2, raising=False)
     with upload_server(store) as running:
+        assert slots
         yield running
 
 
@@ -89,15 +103,14 @@ def test_one_call_more_than_there_is_room_for_is_refused_until_one_ends(server: 
         second.end()
 
 
-@pytest.mark.timed
 def test_a_client_that_sends_nothing_gives_its_place_to_one_that_waits(
-    server: UploadServer, monkeypatch: pytest.MonkeyPatch
+    server: UploadServer, slots: list[Slots], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with stub_of(server) as stub:
         silent, busy = Sending(stub, "a"), Sending(stub, "b")
-        monkeypatch.setattr(streaming, "STALLED_AFTER_S", 1.0)
-        time.sleep(1.1)
-        assert busy.more() == 2
+        monkeypatch.setattr(streaming, "STALLED_AFTER_S", 0.2)
+        wait_until(lambda: min(slot.stalled_s for slot in slots[0]._taken) >= 0.2, "both to be stalled")
+        assert busy.more() == 2  # from now on the other has waited longest
         third = Sending(stub, "c")
         with pytest.raises(grpc.RpcError) as raised:
             next(silent.call)
@@ -133,11 +146,14 @@ async def test_a_call_that_lost_its_place_leaves_nothing_behind(
     monkeypatch.setattr(upload_servicer, "MAX_SENDS", 1)
     servicer: Any = UploadServicerPart(uploads_of(store))
 
+    all_sent = asyncio.Event()
+
     async def requests(name: str, answered: asyncio.Event) -> Any:
         for offset in range(4):
             if offset:
                 await answered.wait()
             yield pb.UploadChunksRequest(name=name, offset=offset, data=b"x", crc32c=google_crc32c.value(b"x"))
+        all_sent.set()
         await asyncio.Event().wait()
 
     async def take_one(name: str) -> None:
@@ -151,10 +167,13 @@ async def test_a_call_that_lost_its_place_leaves_nothing_behind(
         (await servicer.StartUpload(pb.StartUploadRequest(parent=DATASET, upload_id=one), None)).name for one in "ab"
     ]
     stalled = asyncio.create_task(take_one(names[0]))
-    await asyncio.sleep(0.5)
+    await asyncio.wait_for(all_sent.wait(), 60)
     other = asyncio.create_task(take_one(names[1]))
     with pytest.raises(DeadlineExceeded, match="sent or taken"):
         await stalled
     other.cancel()
     await asyncio.gather(other, return_exceptions=True)
-    assert asyncio.all_tasks() == {asyncio.current_task()}
+    # What it was writing is written; after that nothing of it is left.
+    async with asyncio.timeout(60):
+        while asyncio.all_tasks() != {asyncio.current_task()}:  # noqa: ASYNC110 - what is waited for says nothing
+            await asyncio.sleep(0.01)
