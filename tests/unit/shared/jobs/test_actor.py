@@ -28,6 +28,7 @@ def test_an_actor_does_not_count_the_time_it_prepares_and_ends_when_nobody_calls
     monkeypatch.setattr(actor, "CALL_TIMEOUT_S", 3600.0)
     monkeypatch.setattr(os, "_exit", lambda _: ended.set())
     standby = AttemptActor()
+    ended.clear()
     countdowns[:], seen[:] = [standby._unclaimed], []
     standby.prepare(f"{__name__}:slow")
     assert seen == [True]
