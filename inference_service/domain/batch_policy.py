@@ -91,6 +91,8 @@ class BatchTimes:
     def __init__(self, measured_s: Mapping[int, float] | None = None) -> None:
         """`measured_s` maps rows → seconds of compute time, from the replica's warm-up."""
         self._shape_s = {bucket(rows): seconds for rows, seconds in (measured_s or {}).items()}
+        # What `_shape_of` returned since the last batch. Each admission asks several times.
+        self._shape_of_s: dict[int, float] = {}
         self._pace = self._usual_pace = 1.0
         self._way_s: float | None = None
         self._deviation = FIRST_DEVIATION  # relative to the expected time
@@ -101,6 +103,7 @@ class BatchTimes:
         `computed_s` is its compute time, by default all of it.
         """
         key = bucket(rows)
+        self._shape_of_s.clear()
         computed_s = seconds if computed_s is None else min(computed_s, seconds)
         way_s = seconds - computed_s
         if self._way_s is None:
@@ -133,10 +136,15 @@ class BatchTimes:
         A size without measurements gets the time of the next smaller one, so the estimate is rather too low.
         """
         wanted = bucket(rows)
+        shape_s = self._shape_of_s.get(wanted)
+        if shape_s is None:
+            shape_s = self._shape_of_s[wanted] = self._shape_of(wanted)
+        return shape_s * self._pace
+
+    def _shape_of(self, wanted: int) -> float:
         if wanted not in self._shape_s:
             wanted = max((size for size in self._shape_s if size < wanted), default=0)
-        shape_s = min((seconds for size, seconds in self._shape_s.items() if size >= wanted > 0), default=0.0)
-        return shape_s * self._pace
+        return min((seconds for size, seconds in self._shape_s.items() if size >= wanted > 0), default=0.0)
 
     def usually_s(self, rows: int) -> float:
         """Returns the compute time at the usual pace, which ignores short spells."""

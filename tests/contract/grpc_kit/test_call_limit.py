@@ -43,10 +43,10 @@ async def test_health_is_told_while_as_many_calls_wait_as_may() -> None:
     held = Held()
 
     async with kit_server(held.answer) as kit:
-        calls = [asyncio.ensure_future(kit.get(timeout=60)) for _ in range(server.MAX_CALLS)]
-        await until(lambda: held.under_way == server.MAX_CALLS, "all calls to wait", 60)
+        calls = [asyncio.ensure_future(kit.get(timeout=480)) for _ in range(server.MAX_CALLS)]
+        await until(lambda: held.under_way == server.MAX_CALLS, "all calls to wait", 240)
 
-        found = await _health(kit).Check(health_pb2.HealthCheckRequest(), timeout=60)
+        found = await _health(kit).Check(health_pb2.HealthCheckRequest(), timeout=240)
         watching = _health(kit).Watch(health_pb2.HealthCheckRequest())
         watched = await watching.read()
         watching.cancel()
@@ -61,12 +61,12 @@ async def test_a_call_above_the_limit_is_refused_unread_and_hears_when_to_come_a
     held = Held()
 
     async with kit_server(held.answer, max_calls=2) as kit:
-        calls = [asyncio.ensure_future(kit.get(timeout=60)) for _ in range(2)]
+        calls = [asyncio.ensure_future(kit.get(timeout=240)) for _ in range(2)]
         await until(lambda: held.under_way == 2, "both calls to wait")
 
         # Of neither is there a message yet, so nobody can have read one.
-        unread = kit.raw.stream_unary(GET_DATASET)(timeout=60)
-        streamed = kit.raw.stream_stream(READ_VERSION)(timeout=60)
+        unread = kit.raw.stream_unary(GET_DATASET)(timeout=240)
+        streamed = kit.raw.stream_stream(READ_VERSION)(timeout=240)
         for refused in (await told(unread), await told(streamed.read())):
             assert refused.code is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert (refused.info.reason, refused.info.metadata["max_calls"]) == ("TOO_MANY_CALLS", "2")
@@ -75,17 +75,17 @@ async def test_a_call_above_the_limit_is_refused_unread_and_hears_when_to_come_a
 
         held.go_on.set()
         await asyncio.gather(*calls)
-        assert (await kit.get("after", timeout=60)).name == "after"
+        assert (await kit.get("after", timeout=240)).name == "after"
 
 
 async def test_a_call_that_its_client_gives_up_before_its_message_was_sent_makes_room() -> None:
     async with kit_server(max_calls=1) as kit:
         for _ in range(5):
-            call = kit.raw.stream_unary(GET_DATASET)(timeout=60)
+            call = kit.raw.stream_unary(GET_DATASET)(timeout=240)
             await call.wait_for_connection()
             call.cancel()
             # The server hears of it some time later, and refuses until then.
-            while await kit.data.GetDataset(REQUEST_MESSAGE, timeout=60).code() is not grpc.StatusCode.OK:  # noqa: ASYNC110
+            while await kit.data.GetDataset(REQUEST_MESSAGE, timeout=240).code() is not grpc.StatusCode.OK:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
 
@@ -98,7 +98,7 @@ async def test_watchers_of_health_leave_room_for_checks(monkeypatch: Any) -> Non
             await one.read()
 
         refused = await told(_health(kit).Watch(health_pb2.HealthCheckRequest()).read())
-        found = await _health(kit).Check(health_pb2.HealthCheckRequest(), timeout=60)
+        found = await _health(kit).Check(health_pb2.HealthCheckRequest(), timeout=240)
 
         assert refused.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert refused.retry_after_s
@@ -123,12 +123,12 @@ def test_a_burst_of_patient_calls_is_answered_or_hears_when_to_come_again() -> N
 
     async def scenario(kit: Kit) -> None:
         with grpc.insecure_channel(kit.address, options=[("grpc.enable_retries", 0)]) as channel:
-            await asyncio.to_thread(grpc.channel_ready_future(channel).result, 30)
+            await asyncio.to_thread(grpc.channel_ready_future(channel).result, 240)
             get: Any = channel.unary_unary(GET_DATASET)
             sent: list[Any] = []
 
             def send() -> None:
-                sent.extend([get.future(REQUEST, timeout=60) for _ in range(calls)])
+                sent.extend([get.future(REQUEST, timeout=480) for _ in range(calls)])
 
             sending = threading.Thread(target=send)
             sending.start()

@@ -103,7 +103,13 @@ def test_a_call_without_any_time_left_is_not_read(monkeypatch: pytest.MonkeyPatc
     assert turned_of_1000(0.2, remaining_s=0.0) == 1000
 
 
-def test_what_would_be_refused_after_it_was_read_is_turned_away_where_there_is_no_time_to_spare() -> None:
+def test_what_would_be_refused_after_it_was_read_is_turned_away_where_there_is_no_time_to_spare(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # No count decays while a slow machine answers the calls, and chance turns the same ones away each time.
+    monkeypatch.setattr(load_shedder_module, "REMEMBERED_S", 1e6)
+    monkeypatch.setattr(random, "random", random.Random(1).random)
+
     async def refuse(_: Any, __: Any) -> resources_pb2.Dataset:
         raise ResourceExhausted("full", reason="QUEUE_FULL")
 
@@ -141,19 +147,62 @@ async def test_it_knows_how_long_calls_wait_and_when_they_no_longer_do() -> None
     assert load_shedder.turned == 0
 
 
-@pytest.mark.timed
+class ProbingOnRequest(Watched):
+    """Begins a probe only when it is asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_probe = asyncio.Event()
+        self.probes = 0
+        self.longest_s = 0.0
+
+    @property
+    def is_probing(self) -> bool:
+        return self._probed_s is not None
+
+    @property
+    def last_found_s(self) -> float:
+        return self._found_s[-1]
+
+    async def _probe(self, probe: Any) -> None:
+        await self.may_probe.wait()
+        self.may_probe.clear()
+        await super()._probe(probe)
+        self.probes += 1
+
+    def _find(self, wait_s: float) -> None:
+        super()._find(wait_s)
+        self.longest_s = max(self.longest_s, wait_s)
+
+
 async def test_one_call_that_keeps_all_others_waiting_turns_none_away() -> None:
-    load_shedder = Watched()
+    load_shedder = ProbingOnRequest()
 
     async def work(request: Any, _: Any) -> resources_pb2.Dataset:
         if request.name == "long":
+            load_shedder.may_probe.set()
+            while not load_shedder.is_probing:  # noqa: ASYNC110 - nothing tells that it began
+                await asyncio.sleep(0)
             time.sleep(ALL_FROM_S * 2)  # noqa: ASYNC251 - a loop that is busy is what this is about
         return resources_pb2.Dataset(name=request.name)
 
     async with kit_server(work, load_shedder=load_shedder) as kit:
+
+        async def probe_once() -> None:
+            before = load_shedder.probes
+            load_shedder.may_probe.set()
+            while load_shedder.probes == before:
+                await kit.get(timeout=MIN_TIME_LEFT_S)  # it probes only while calls come
+
         for _ in range(3):
+            await probe_once()
+            load_shedder.longest_s = 0.0
+            while load_shedder.last_found_s > BUSY_FROM_S:  # as other work on the machine may have it
+                await probe_once()
             calls = [kit.get("long", timeout=MIN_TIME_LEFT_S), *(kit.get(timeout=IMPATIENT_S) for _ in range(10))]
             await asyncio.gather(*calls)
+            await until(lambda: not load_shedder.is_probing, "the end of the probe that met the long call")
+            assert load_shedder.longest_s >= ALL_FROM_S
 
     assert load_shedder.turned == 0
 
@@ -184,7 +233,8 @@ async def test_behind_a_load_shedder_a_call_is_what_it_is_elsewhere() -> None:
         finally:
             ended.set()
 
-    async with kit_server(wait_for_ever, load_shedder=Watched()) as kit:
+    # Even where other work keeps this process waiting, none of these calls is to be turned away.
+    async with kit_server(wait_for_ever, load_shedder=Watched(0.0)) as kit:
         answer = await told(kit.raw.unary_unary(GET_DATASET)(b"\xff\xff"))
         assert (answer.code, answer.info.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE")
         answer = await told(kit.raw.stream_unary(GET_DATASET)(iter(())))

@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from millrace.data.v1 import data_service_pb2, data_service_pb2_grpc, resources_pb2
 from shared.grpc_server import serve
-from tests.support.grpc_kit import Kit, told, with_kit
+from tests.support.grpc_kit import Kit, kit_server, told, with_kit
 from tests.support.ports import free_ports
 from tests.support.waiting import wait_until
 
@@ -62,30 +62,38 @@ def test_a_taken_port_is_an_error_and_not_shared() -> None:
             asyncio.run(serve(f"127.0.0.1:{port}", lambda _: []))
 
 
-def test_stopping_answers_calls_under_way_and_cuts_off_those_that_stay() -> None:
-    async def scenario(kit: Kit) -> tuple[str, grpc.StatusCode]:
-        quick = asyncio.create_task(kit.get("quick"))
-        stays = asyncio.create_task(told(kit.get("stays")))
-        await asyncio.wait_for(begun.wait(), 60)
-        kit.stop.set()
-        await asyncio.sleep(0.05)
-        let_go.set()
-        return (await quick).name, (await stays).code
-
+async def test_stopping_answers_calls_under_way() -> None:
     begun, let_go = asyncio.Event(), asyncio.Event()
-    under_way: set[str] = set()
 
     async def unary(request: Any, _: Any) -> Any:
-        under_way.add(request.name)
-        if len(under_way) == 2:
-            begun.set()
-        await (let_go if request.name == "quick" else asyncio.Event()).wait()
+        begun.set()
+        await let_go.wait()
         return resources_pb2.Dataset(name=request.name)
 
-    name, code = with_kit(scenario, unary=unary, grace_s=0.5)
+    async with kit_server(unary, grace_s=240.0) as kit:
+        watched: Any = health_pb2_grpc.HealthStub(kit.channel).Watch(health_pb2.HealthCheckRequest())  # type: ignore[attr-defined]
+        assert (await watched.read()).status == SERVING
+        under_way = asyncio.ensure_future(kit.get("under-way"))
+        await asyncio.wait_for(begun.wait(), 60)
+        kit.stop.set()
+        assert (await watched.read()).status == NOT_SERVING
+        let_go.set()
+        assert (await under_way).name == "under-way"
+        watched.cancel()
 
-    assert name == "quick"
-    assert code in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
+
+async def test_stopping_cuts_off_calls_that_stay() -> None:
+    begun = asyncio.Event()
+
+    async def stays(_request: Any, _context: Any) -> Any:
+        begun.set()
+        await asyncio.Event().wait()
+
+    async with kit_server(stays, grace_s=0.1) as kit:
+        call = asyncio.ensure_future(told(kit.get()))
+        await asyncio.wait_for(begun.wait(), 60)
+        kit.stop.set()
+        assert (await call).code in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
 
 
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
@@ -101,7 +109,7 @@ def test_a_signal_ends_the_process_after_its_calls_with_status_0(ending: signal.
     try:
         with grpc.insecure_channel(address) as channel:
             watch = health_pb2_grpc.HealthStub(channel).Watch  # type: ignore[attr-defined]
-            watched = watch(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=60)
+            watched = watch(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=240)
             assert next(watched).status == SERVING
             data = data_service_pb2_grpc.DataServiceStub(channel)
             call = data.GetDataset.future(
@@ -113,7 +121,7 @@ def test_a_signal_ends_the_process_after_its_calls_with_status_0(ending: signal.
             assert next(watched).status == NOT_SERVING
             (tmp_path / "go").touch()
 
-            assert call.result(timeout=60).name == "under-way"
+            assert call.result(timeout=240).name == "under-way"
             watched.cancel()
         assert process.wait(240) == 0
     finally:
@@ -124,4 +132,4 @@ def test_a_signal_ends_the_process_after_its_calls_with_status_0(ending: signal.
     assert (access["request_id"], access["method"]) == ("r1", "/millrace.data.v1.DataService/GetDataset")
     assert access["service"] == "kit"
     assert access["status"] == "OK"
-    assert 0 < access["duration_ms"] < 60_000
+    assert access["duration_ms"] > 0

@@ -20,6 +20,8 @@ from shared.storage.opening import ensure_bucket
 from tests.support.s3_server import S3Program, running
 from tests.support.small_disk import small_disk
 
+pytestmark = pytest.mark.usefixtures("short_patience")
+
 MIB = 1024 * 1024
 FITTING = b"x" * (3 * MIB)
 TOO_LARGE = b"y" * (14 * MIB)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -12,13 +11,15 @@ from pathlib import Path
 import pytest
 
 from shared.errors import Unavailable
+from shared.grpc_server.interceptor import DEFAULT_DEADLINE_S
 from shared.settings import StoreSettings
 from shared.storage import ObjectExists, ObjectStore, object_store, open_store, opening, probe
 from shared.storage.opening import SILENCE_TIMEOUT, ensure_bucket
 from tests.support.s3_fault_proxy import WRITES, fault_proxy, resetting
 
 SETTINGS = StoreSettings(url="s3://millrace/x", s3_access_key="someone", s3_secret_key="their-secret")
-SOON_S = 60.0
+# As they are, before a test changes them.
+RETRY_TIMEOUT_S, RETRY_FOR_S = object_store.RETRY_TIMEOUT_S, opening.RETRY_FOR.total_seconds()
 
 DOINGS: dict[str, Callable[[ObjectStore, Path], object]] = {
     "get": lambda store, _: store.get("key"),
@@ -47,24 +48,19 @@ def unresponsive() -> Iterator[str]:
         yield f"http://127.0.0.1:{sock.getsockname()[1]}"
 
 
-@pytest.fixture
-def short_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writes are retried for one second; a test need not wait for all of a service's patience."""
-    assert object_store.RETRY_TIMEOUT_S < SOON_S
-    monkeypatch.setattr(object_store, "RETRY_TIMEOUT_S", 1.0)
+def test_an_outage_is_told_before_a_calls_deadline() -> None:
+    assert max(RETRY_TIMEOUT_S, RETRY_FOR_S, SILENCE_TIMEOUT.total_seconds()) < DEFAULT_DEADLINE_S
 
 
-@pytest.mark.usefixtures("short_retries")
+@pytest.mark.usefixtures("short_patience")
 @pytest.mark.parametrize("doing", DOINGS)
 def test_an_unreachable_store_is_unavailable(nobody: str, doing: str, tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"value")
-    started = time.monotonic()
 
     with pytest.raises(Unavailable) as raised:
         DOINGS[doing](open_store(replace(SETTINGS, s3_endpoint=nobody)), path)
 
-    assert time.monotonic() - started < SOON_S
     assert raised.value.specific_reason == "STORE_UNAVAILABLE"
     assert raised.value.retry_after_s
     # The message goes to clients; endpoints and keys are none of their business.
@@ -75,18 +71,14 @@ def test_an_unreachable_store_is_unavailable(nobody: str, doing: str, tmp_path: 
 def test_a_store_that_accepts_and_keeps_silent_is_unavailable(
     unresponsive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert SILENCE_TIMEOUT.total_seconds() < SOON_S
     monkeypatch.setattr(opening, "SILENCE_TIMEOUT", timedelta(seconds=1))
     monkeypatch.setattr(opening, "RETRY_FOR", timedelta(seconds=1))
-    started = time.monotonic()
 
     with pytest.raises(Unavailable):
         DOINGS["get"](open_store(replace(SETTINGS, s3_endpoint=unresponsive)), tmp_path)
 
-    assert time.monotonic() - started < SOON_S
 
-
-@pytest.mark.usefixtures("short_retries")
+@pytest.mark.usefixtures("short_patience")
 def test_starting_on_an_unreachable_store_names_its_endpoint(nobody: str) -> None:
     settings = replace(SETTINGS, s3_endpoint=nobody)
 

@@ -67,7 +67,7 @@ def batcher(
 
 def on_a_loop(scenario: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             await scenario()
 
     asyncio.run(bounded())
@@ -81,7 +81,7 @@ async def settle() -> None:
 
 async def sent(model: Doubler, batches: int) -> None:
     """Waits until the model has got this many batches, and checks that no more follow at once."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while len(model.sizes) < batches:  # noqa: ASYNC110 - a batch may be held for a moment by the clock
             await asyncio.sleep(0.001)
     await settle()

@@ -81,7 +81,7 @@ class Driven:
 
 def driving(driven: Driven, scenario: Callable[[Driven], Awaitable[None]]) -> None:
     async def main() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             await scenario(driven)
 
     asyncio.run(main())

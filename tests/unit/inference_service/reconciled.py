@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from inference_service.deploy.deployments import Cluster, Deployments
@@ -15,8 +16,18 @@ from inference_service.settings import InferenceSettings
 from shared.settings import ServiceSettings, StoreSettings
 from tests.support.inference_server import IMAGES, Classifier
 
-# A test that waits for it is the longer for that; one that must not meet it needs the time.
+# On the clock that tests let pass.
 LOST_AFTER_S = 2.0
+
+
+@dataclass
+class Clock:
+    """It stands still but for what a test lets pass."""
+
+    now_s: float = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
 
 
 class Running:

@@ -8,13 +8,13 @@ import pytest
 # 64 MB in buffers with something small between any two, which is what keeps glibc from giving them back.
 PROGRAM = """
 import sys
-from inference_service.frontend import give_back_large_buffers
 
 def resident_mib():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("VmRSS:")) / 1024
 
 if sys.argv[1] == "given back":
+    from inference_service.frontend import give_back_large_buffers
     give_back_large_buffers()
 before = resident_mib()
 large, small = [], []

@@ -47,7 +47,7 @@ def test_replicas_that_do_not_answer_delay_no_others_report(
         await until(lambda: told.count(well) > 5, "the one that is well is told again and again")
         assert told.count(unresponsive) == 1
         running.cancel()  # which waits for nobody
-        await asyncio.wait([running], timeout=5.0)
+        await asyncio.wait([running], timeout=240.0)
         assert running.cancelled()
 
     asyncio.run(scenario())

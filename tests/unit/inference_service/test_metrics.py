@@ -113,8 +113,7 @@ def test_a_port_that_is_taken_is_told_with_its_setting() -> None:
 
 
 def test_an_address_of_ipv6_is_written_in_brackets() -> None:
-    with socket.create_server(("::1", 0), family=socket.AF_INET6) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     listen = settings_from({**ENVIRON, "MILLRACE_METRICS_LISTEN": f"[::1]:{port}"}).metrics_listen
     with metrics_served(listen, Models()):
         assert read(listen) == {}

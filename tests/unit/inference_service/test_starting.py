@@ -55,7 +55,7 @@ def _ended_once_it_answers(
         try:
             with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
                 stub: Any = health_pb2_grpc.HealthStub(channel)
-                found = stub.Check(health_pb2.HealthCheckRequest(), timeout=60, wait_for_ready=True)
+                found = stub.Check(health_pb2.HealthCheckRequest(), timeout=240, wait_for_ready=True)
             process.terminate()
             _, logged = process.communicate(timeout=240)
         finally:

@@ -13,6 +13,7 @@ from inference_service.domain.batch_policy import BatchTimes
 from inference_service.domain.signature import Array, Outputs, Rows
 from shared.errors import DataLoss, Internal, InvalidArgument
 from tests.support.garbage import uncollected
+from tests.support.simulated_serving import on_a_virtual_clock
 from tests.unit.inference_service.batched import (
     BAD,
     Doubler,
@@ -134,16 +135,19 @@ async def test_a_batch_that_was_sent_again_tells_nothing_of_how_long_others_take
     assert (times.bound_s(1), times.expected_s(1)) == (before_s, 0.001)
 
 
-async def test_the_way_back_of_a_request_in_pieces_counts_from_the_last_of_them_to_come() -> None:
-    model = PiecesInTurn()
-    one = batcher(model, max_rows=1, max_in_flight=2)
-    task = submit(one, rows(1, 2))
-    await settle()
-    model.done[1].set()
-    await asyncio.sleep(0.1)
-    model.done[0].set()
-    await task
-    assert one._answer_s() < 0.1
+def test_the_way_back_of_a_request_in_pieces_counts_from_the_last_of_them_to_come() -> None:
+    async def scenario() -> None:
+        model = PiecesInTurn()
+        one = batcher(model, max_rows=1, max_in_flight=2)
+        task = submit(one, rows(1, 2))
+        await settle()
+        model.done[1].set()
+        await asyncio.sleep(0.1)
+        model.done[0].set()
+        await task
+        assert one._answer_s() < 0.1
+
+    on_a_virtual_clock(scenario)
 
 
 async def test_an_error_of_ours_at_one_row_is_that_of_its_request_alone() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from inference_service.domain.statistics import Statistics
 from shared.errors import Unavailable
+from tests.support.simulated_serving import on_a_virtual_clock
 from tests.unit.inference_service.batched import Doubler, batcher, rows, sent, settle, submit
 
 
@@ -16,7 +17,7 @@ async def test_draining_answers_what_is_there_and_refuses_what_comes() -> None:
     one = batcher(model)
     tasks = [submit(one, rows(1)), submit(one, rows(2))]
     await settle()
-    draining = asyncio.create_task(one.drain(5))
+    draining = asyncio.create_task(one.drain(240))
     await settle()
     with pytest.raises(Unavailable):
         await one.submit(rows(3), None)
@@ -25,23 +26,26 @@ async def test_draining_answers_what_is_there_and_refuses_what_comes() -> None:
     assert [(await task).arrays[0].tolist() for task in tasks] == [[2], [4]]
 
 
-async def test_draining_takes_as_long_as_the_queue_needs_while_answers_come() -> None:
-    model = Doubler()
-    one = batcher(model, max_rows=1)
-    tasks = [submit(one, rows(number)) for number in range(6)]
-    await settle()
+def test_draining_takes_as_long_as_the_queue_needs_while_answers_come() -> None:
+    async def scenario() -> None:
+        model = Doubler()
+        one = batcher(model, max_rows=1)
+        tasks = [submit(one, rows(number)) for number in range(6)]
+        await settle()
 
-    async def work_slowly() -> None:
-        while True:
-            await asyncio.sleep(0.1)
-            model.may_work.set()
-            await asyncio.sleep(0)
-            model.may_work.clear()
+        async def work_slowly() -> None:
+            while True:
+                await asyncio.sleep(0.1)
+                model.may_work.set()
+                await asyncio.sleep(0)
+                model.may_work.clear()
 
-    working = asyncio.create_task(work_slowly())
-    await one.drain(0.25)
-    assert [(await task).arrays[0].tolist() for task in tasks] == [[2 * number] for number in range(6)]
-    working.cancel()
+        working = asyncio.create_task(work_slowly())
+        await one.drain(0.25)
+        assert [(await task).arrays[0].tolist() for task in tasks] == [[2 * number] for number in range(6)]
+        working.cancel()
+
+    on_a_virtual_clock(scenario)
 
 
 async def test_rows_apart_share_no_batch_and_no_count_with_the_others_and_end_with_them() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from inference_service.domain.batch_policy import BatchTimes
 from shared.errors import DeadlineExceeded, ResourceExhausted
+from tests.support.simulated_serving import on_a_virtual_clock
 from tests.unit.inference_service.batched import Doubler, PiecesInTurn, batcher, rows, settle, submit
 
 
@@ -94,35 +95,40 @@ async def test_rows_that_expire_in_the_queue_are_refused_when_their_turn_comes()
     assert model.sizes == [1]
 
 
-async def test_rows_refused_for_want_of_replicas_are_told_and_those_that_none_could_answer_are_not() -> None:
-    model = Doubler()
-    times = BatchTimes({1: 0.5, 2: 0.5, 4: 0.5})
-    one = batcher(model, times, max_queued_rows=4)
-    tasks = [submit(one, rows(1)), submit(one, rows(1, 2, 3))]
-    await settle()
-    with pytest.raises(ResourceExhausted):
-        await one.submit(rows(1, 2), None)
-    assert one.load().refused == 2
-    with pytest.raises(DeadlineExceeded):
-        await one.submit(rows(4), 0.7)
-    assert one.load().refused == 1
-    with pytest.raises(DeadlineExceeded):
-        await one.submit(rows(4), 0.1)
-    assert one.load().refused == 0
-    model.may_work.set()
-    await asyncio.gather(*tasks)
+def test_rows_refused_for_want_of_replicas_are_told_and_those_that_none_could_answer_are_not() -> None:
+    async def scenario() -> None:
+        model = Doubler()
+        times = BatchTimes({1: 0.5, 2: 0.5, 4: 0.5})
+        one = batcher(model, times, max_queued_rows=4)
+        tasks = [submit(one, rows(1)), submit(one, rows(1, 2, 3))]
+        await settle()
+        with pytest.raises(ResourceExhausted):
+            await one.submit(rows(1, 2), None)
+        assert one.load().refused == 2
+        with pytest.raises(DeadlineExceeded):
+            await one.submit(rows(4), 0.7)
+        assert one.load().refused == 1
+        with pytest.raises(DeadlineExceeded):
+            await one.submit(rows(4), 0.1)
+        assert one.load().refused == 0
+        model.may_work.set()
+        await asyncio.gather(*tasks)
+
+    on_a_virtual_clock(scenario)
 
 
-async def test_a_late_request_is_told_truly_whether_the_model_saw_some_of_it() -> None:
-    model = PiecesInTurn()
-    one = batcher(model, BatchTimes({2: 0.1}), max_rows=2)
-    large = submit(one, rows(1, 2, 3, 4), 0.25)
-    await asyncio.sleep(0.3)  # three times what was expected
-    model.done[0].set()
-    with pytest.raises(DeadlineExceeded, match="it saw a part of the request's rows"):
-        async with asyncio.timeout(60):
+def test_a_late_request_is_told_truly_whether_the_model_saw_some_of_it() -> None:
+    async def scenario() -> None:
+        model = PiecesInTurn()
+        one = batcher(model, BatchTimes({2: 0.1}), max_rows=2)
+        large = submit(one, rows(1, 2, 3, 4), 0.25)
+        await asyncio.sleep(0.3)  # three times what was expected
+        model.done[0].set()
+        with pytest.raises(DeadlineExceeded, match="it saw a part of the request's rows"):
             await large
-    assert len(model.done) == 1
+        assert len(model.done) == 1
+
+    on_a_virtual_clock(scenario)
 
 
 async def test_a_request_whose_batches_take_longer_than_it_has_is_refused_before_the_model_sees_any() -> None:

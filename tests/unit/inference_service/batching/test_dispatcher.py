@@ -22,7 +22,7 @@ async def test_a_request_larger_than_a_batch_is_answered_whole() -> None:
     attach(models)
     values = np.arange(9, dtype=np.uint8)
     asked = [RequestedOutput("double")]
-    answer = await dispatcher.infer(*models.choose("m", "1"), [tensor(*values.tolist())], asked, 5.0)
+    answer = await dispatcher.infer(*models.choose("m", "1"), [tensor(*values.tolist())], asked, 240.0)
     assert answer.outputs[0][1].tolist() == (values * 2).tolist()
 
 
@@ -35,10 +35,10 @@ async def test_requests_of_all_models_are_bounded_in_bytes_and_one_alone_always_
     doubler = attach(models)
     attach(models, other)
     doubler.has_replica.clear()
-    large = asyncio.create_task(dispatcher.infer(*models.choose("m", ""), [tensor(1, 2, 3, 4)], [], 5.0))
+    large = asyncio.create_task(dispatcher.infer(*models.choose("m", ""), [tensor(1, 2, 3, 4)], [], 240.0))
     await asyncio.sleep(0)
     with pytest.raises(ResourceExhausted, match="requests of 4 bytes wait already") as refused:
-        await dispatcher.infer(*models.choose("n", ""), [tensor(1)], [], 5.0)
+        await dispatcher.infer(*models.choose("n", ""), [tensor(1)], [], 240.0)
     assert refused.value.retry_after_s is not None
     assert models.batcher(other, other.versions[0]).load().refused == 0, "its replicas are not what is short"
     assert models.batcher(READY, READY.versions[0]).load().rows > 0, "these rows scale the model that they wait for"
@@ -46,7 +46,7 @@ async def test_requests_of_all_models_are_bounded_in_bytes_and_one_alone_always_
     await asyncio.wait([large])
     doubler.has_replica.set()
     for name in ("m", "n", "m"):
-        await dispatcher.infer(*models.choose(name, ""), [tensor(1, 2, 3)], [], 5.0)
+        await dispatcher.infer(*models.choose(name, ""), [tensor(1, 2, 3)], [], 240.0)
 
 
 async def test_calls_that_this_process_was_too_busy_to_read_scale_no_model() -> None:
@@ -54,7 +54,7 @@ async def test_calls_that_this_process_was_too_busy_to_read_scale_no_model() -> 
     dispatcher = Dispatcher(models)
     models.replace([READY])
     attach(models)
-    await dispatcher.infer(*models.choose("m", ""), [tensor(1)], [], 5.0)
+    await dispatcher.infer(*models.choose("m", ""), [tensor(1)], [], 240.0)
     for _ in range(5):
         dispatcher.turned_away()
     assert models.batcher(READY, READY.versions[0]).load().refused == 0
@@ -77,12 +77,12 @@ async def test_a_request_that_is_refused_is_refused_before_its_content_is_decode
     models.replace([READY])
     doubler = attach(models)
     doubler.has_replica.clear()
-    waiting = [asyncio.create_task(dispatcher.infer(*models.choose("m", ""), [tensor(1)], [], 5.0))]
+    waiting = [asyncio.create_task(dispatcher.infer(*models.choose("m", ""), [tensor(1)], [], 240.0))]
     await asyncio.sleep(0)
-    waiting.append(asyncio.create_task(dispatcher.infer(*models.choose("m", ""), [tensor(*range(9))], [], 5.0)))
+    waiting.append(asyncio.create_task(dispatcher.infer(*models.choose("m", ""), [tensor(*range(9))], [], 240.0)))
     await asyncio.sleep(0)
     with pytest.raises(ResourceExhausted, match="9 rows wait already"):
-        await dispatcher.infer(*models.choose("m", ""), [unread(1)], [], 5.0)
+        await dispatcher.infer(*models.choose("m", ""), [unread(1)], [], 240.0)
     for task in waiting:
         task.cancel()
     await asyncio.wait(waiting)

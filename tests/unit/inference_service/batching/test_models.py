@@ -73,8 +73,8 @@ async def test_a_version_that_has_lost_its_replicas_does_not_answer_and_what_com
     assert (models.is_ready("m", ""), models.is_ready("m", "1"), models.all_ready()) == (False, False, False)
     assert [one.answers for one in models.listed()] == [False]
     ready = asyncio.create_task(models.wait_until_ready("m"))
-    by_weight = asyncio.create_task(dispatcher.infer(*models.choose("m", ""), [tensor(1)], [], 60.0))
-    by_name = asyncio.create_task(dispatcher.infer(*models.choose("m", "1"), [tensor(2)], [], 60.0))
+    by_weight = asyncio.create_task(dispatcher.infer(*models.choose("m", ""), [tensor(1)], [], 240.0))
+    by_name = asyncio.create_task(dispatcher.infer(*models.choose("m", "1"), [tensor(2)], [], 240.0))
     await asyncio.sleep(0.05)
     assert (ready.done(), by_weight.done(), by_name.done()) == (False, False, False)
     doubler.has_replica.set()
@@ -112,7 +112,7 @@ async def test_rows_that_nobody_asked_for_share_no_batch_with_requests_and_are_c
     assert double.tolist() == [14, 16]
     assert statistics.batch_rows.count == 0
     doubler.has_replica.clear()
-    tasks = [asyncio.create_task(dispatcher.infer(*models.choose("m", ""), [tensor(1)], [], 60.0)) for _ in range(2)]
+    tasks = [asyncio.create_task(dispatcher.infer(*models.choose("m", ""), [tensor(1)], [], 240.0)) for _ in range(2)]
     tried = asyncio.create_task(models.try_out(READY, VERSION, holdout_rows))
     await asyncio.sleep(0.01)
     doubler.has_replica.set()
@@ -129,7 +129,7 @@ async def test_rows_that_nobody_asked_for_are_sent_when_no_request_waits_any_lon
     doubler.has_replica.clear()
 
     def asked(*values: int) -> asyncio.Task[Answer]:
-        return asyncio.create_task(dispatcher.infer(*models.choose("m", ""), [tensor(*values)], [], 20.0))
+        return asyncio.create_task(dispatcher.infer(*models.choose("m", ""), [tensor(*values)], [], 240.0))
 
     requests = [asked(1)]
     await until(lambda: doubler.sizes == [1], "a batch to be at work")

@@ -50,7 +50,7 @@ def served(
             return ["millrace.inference.v1.DeploymentService"]
 
         async def main() -> None:
-            async with asyncio.timeout(60), running(register) as kit:
+            async with asyncio.timeout(240), running(register) as kit:
                 await scenario(pb_grpc.DeploymentServiceStub(kit.channel))
 
         asyncio.run(main())

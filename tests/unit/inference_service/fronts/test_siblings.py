@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import pytest
 from inference_service import __main__ as service
 from inference_service.domain.statistics import Counts, Recent
 from inference_service.frontend import PeerReports
-from inference_service.frontends import REFUSED, UNRESPONSIVE_AFTER_S, Peers, PeerState, hangs, run_frontends
+from inference_service.frontends import REFUSED, Peers, PeerState, hangs, run_frontends
 from inference_service.serve.models import Models
 from inference_service.serve.repository import SummedStatistics
 from inference_service.settings import metrics_of, settings_from
@@ -29,6 +30,14 @@ from tests.support.inference_server import until
 from tests.support.ports import free_ports
 from tests.support.process_states import stop_process
 from tests.unit.inference_service.reconciling.test_ray_serve import ENVIRON
+
+# How long a report counts here: however long a busy machine takes over a test, it is recent.
+UNRESPONSIVE_AFTER_S = 3600.0
+
+
+@pytest.fixture(autouse=True)
+def _reports_stay_recent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference_service.frontends.UNRESPONSIVE_AFTER_S", UNRESPONSIVE_AFTER_S)
 
 
 def ended() -> int:
@@ -188,13 +197,17 @@ def test_an_unexpected_error_ends_the_process_whatever_its_threads_wait_for(tmp_
     assert "disk" in ended.stdout + ended.stderr
 
 
-async def test_an_application_goes_once_no_frontend_that_lives_sends_there(tmp_path: Path) -> None:
+async def test_an_application_goes_once_no_frontend_that_lives_sends_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second, third = (Peers(tmp_path, number) for number in range(3))
+    monkeypatch.setattr("inference_service.frontends.POLL_INTERVAL_S", 0)
 
     second.publish(told("a", "b"))
     third.publish(told("a", pid=ended()))
-    going = asyncio.create_task(first.let_go("a", 0.0, 60.0))
-    await asyncio.sleep(0.4)
+    going = asyncio.create_task(first.let_go("a", 0.0, 3600.0))
+    for _ in range(5):  # looks
+        await asyncio.sleep(0)
     assert not going.done()
     second.publish(told("b"))
     await asyncio.wait_for(going, 240)
@@ -208,7 +221,7 @@ async def test_what_a_frontend_told_before_it_heard_that_an_application_goes_say
 
     second.publish(told())
     silence(tmp_path, 1, 2)
-    going = asyncio.create_task(first.let_go("a", time.time() - 1, 60.0))
+    going = asyncio.create_task(first.let_go("a", time.time() - 1, 3600.0))
     for _ in range(5):  # looks
         await asyncio.sleep(0)
     assert not going.done()
@@ -315,17 +328,40 @@ def starts(folder: Path) -> list[str]:
 
 
 def test_a_frontend_that_hangs_is_killed_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    polled: dict[int, list[int]] = {}
+
+    async def watched(folder: Path, number: int, pid: int) -> None:
+        polled[pid] = []
+
+        async def note_beats() -> None:
+            while True:
+                with suppress(OSError):
+                    polled[pid].append((folder / f"{number}.{pid}.beat").stat().st_mtime_ns)
+                await asyncio.sleep(0.02)
+
+        noting = asyncio.create_task(note_beats())
+        try:
+            await hangs(folder, number, pid)
+        finally:
+            noting.cancel()
+
     async def scenario() -> None:
         listen = f"127.0.0.1:{free_ports(1)[0]}"
         running = asyncio.create_task(run_frontends("tests.support.hanging_frontend", listen, 2))
         await until(lambda: "0-1" in starts(tmp_path), "the one that hangs is replaced")
-        await asyncio.sleep(2.0)
+        await until(lambda: len([*filter(lives_on, polled.values())]) == 2, "both to live on")
         assert starts(tmp_path) == ["0-0", "0-1", "1-0"]
         os.kill(os.getpid(), signal.SIGTERM)
         assert await running == 0
 
+    def lives_on(beats: list[int]) -> bool:
+        return len(set(beats)) > 20
+
     monkeypatch.setenv("STARTS", str(tmp_path))
+    monkeypatch.setattr("inference_service.frontends.hangs", watched)
+    # Silence of five seconds is a hang: a busy machine keeps no well process from its heartbeat for so long.
     monkeypatch.setattr("inference_service.frontends.HEARTBEAT_POLL_INTERVAL_S", 0.1)
+    monkeypatch.setattr("inference_service.frontends.UNRESPONSIVE_POLLS", 50)
     asyncio.run(asyncio.wait_for(scenario(), 240))
 
 
@@ -357,7 +393,7 @@ def test_silence_is_a_hang_only_of_who_has_given_a_sign_of_life_in_a_folder_that
     (tmp_path / "parent").symlink_to(tmp_path / "gone" / "parent")
     assert not asyncio.run(is_hung(1.0))
     (tmp_path / "parent").unlink()
-    assert asyncio.run(is_hung(30.0))
+    assert asyncio.run(is_hung(240.0))
 
 
 def test_a_frontend_leaves_no_signs_of_life_of_those_before_it(tmp_path: Path) -> None:
@@ -408,12 +444,20 @@ def test_a_frontend_that_can_tell_nothing_is_spared_until_it_hangs(
 ) -> None:
     async def scenario(frontend: int) -> None:
         watching = asyncio.create_task(hangs(tmp_path, 0, frontend))
-        done, _ = await asyncio.wait({watching}, timeout=5.0)
-        assert not done
+        beats: set[int] = set()
+
+        def lives_on() -> bool:
+            beats.add((tmp_path / f"0.{frontend}.beat").stat().st_mtime_ns)
+            return len(beats) > 12
+
+        await until(lambda: lives_on() or watching.done(), "it to live on")
+        assert not watching.done()
         await asyncio.to_thread(stop_process, frontend)
         await asyncio.wait_for(watching, 240)
 
-    monkeypatch.setattr("inference_service.frontends.HEARTBEAT_POLL_INTERVAL_S", 0.2)
+    # Silence of five seconds is a hang: a busy machine keeps no well process from its heartbeat for so long.
+    monkeypatch.setattr("inference_service.frontends.HEARTBEAT_POLL_INTERVAL_S", 0.1)
+    monkeypatch.setattr("inference_service.frontends.UNRESPONSIVE_POLLS", 50)
     command = [sys.executable, "-c", CANNOT_TOUCH, str(tmp_path), limit]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as frontend:
         try:

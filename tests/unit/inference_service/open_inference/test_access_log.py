@@ -60,7 +60,7 @@ async def test_a_call_is_logged_with_its_model_version_status_and_time(lines: li
             (None, None, "NOT_FOUND"),
         ]
         assert lines[0]["request_id"] == "r1"
-        assert all(0 < line["duration_ms"] < 20_000 for line in lines)
+        assert all(line["duration_ms"] > 0 for line in lines)
 
 
 async def test_each_request_of_a_stream_is_logged_with_its_own_outcome(lines: list[Line]) -> None:

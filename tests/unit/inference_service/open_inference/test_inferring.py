@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -243,15 +244,18 @@ async def test_a_call_without_a_deadline_that_a_version_never_answers_counts_as_
 async def test_a_call_whose_deadline_passes_counts_as_late_and_one_that_is_cancelled_does_not(timeout_s: float) -> None:
     async with inference_server() as server:
         server.model.may_work.clear()
-        late = await told(server.stub.ModelInfer(ask(1), timeout=timeout_s))
-        assert late.code is grpc.StatusCode.DEADLINE_EXCEEDED
+        while not server.model.batches:  # on a busy machine a deadline may pass before the server has read the call
+            late = await told(server.stub.ModelInfer(ask(1), timeout=timeout_s))
+            assert late.code is grpc.StatusCode.DEADLINE_EXCEEDED
         await until(lambda: server.model.at_work == 0, "the batch is given up")
-        assert ended(server) == ({"DEADLINE_EXCEEDED": 1}, 1)
+        by_status, faults = ended(server)
+        assert by_status.keys() == {"DEADLINE_EXCEEDED"}
+        assert 1 <= faults <= by_status["DEADLINE_EXCEEDED"]
         call = server.stub.ModelInfer(ask(1), timeout=60)
         await until(lambda: server.model.at_work == 1, "the model is at work")
         call.cancel()
         await until(lambda: server.model.at_work == 0, "the batch is given up")
-        assert ended(server) == ({"DEADLINE_EXCEEDED": 1, "CANCELLED": 1}, 1)
+        assert ended(server) == ({**by_status, "CANCELLED": 1}, faults)
 
 
 @pytest.mark.parametrize("timeout_s", [None, 1.0])
@@ -263,11 +267,18 @@ async def test_a_request_of_a_stream_that_a_version_never_answers_counts_as_late
 
     async with inference_server() as server:
         server.model.may_work.clear()
-        stream = server.stub.ModelStreamInfer(timeout=timeout_s)
-        await stream.write(ask(1))
-        await until(lambda: server.model.at_work == 1, "the model is at work")
+
+        async def one_and_no_end() -> AsyncIterator[oip.ModelInferRequest]:
+            yield ask(1)
+            await asyncio.Event().wait()
+
+        while not server.model.batches:  # on a busy machine a deadline may pass before the server has read the request
+            stream = server.stub.ModelStreamInfer(one_and_no_end(), timeout=timeout_s)
+            await until(lambda one=stream: bool(server.model.batches) or one.done(), "the model is at work")  # type: ignore[misc]
         await until(lambda: server.model.at_work == 0, "the batch is given up")
-        assert ended(server) == ({"DEADLINE_EXCEEDED": 1}, 1)
+        by_status, faults = ended(server)
+        assert by_status.keys() == {"DEADLINE_EXCEEDED"}
+        assert 1 <= faults <= by_status["DEADLINE_EXCEEDED"]
         stream.cancel()
 
 

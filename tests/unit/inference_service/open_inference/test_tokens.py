@@ -31,7 +31,7 @@ with triton.InferenceServerClient(address) as client:
     print(client.infer("m", [image], headers=headers).as_numpy("label").tolist())
     client.start_stream(lambda result, error: answers.put((result, error)), headers=headers)
     client.async_stream_infer("m", [image])
-    result, error = answers.get(timeout=60)
+    result, error = answers.get(timeout=240)
     client.stop_stream()
     print(error or result.as_numpy("label").tolist())
     try:

@@ -32,7 +32,7 @@ Shape = tuple[int, int, int, str, str]
 
 @pytest.fixture(scope="module")
 def triton() -> tuple[FileDescriptorProto, FileDescriptorProto]:
-    done = subprocess.run([sys.executable, "-c", DUMP], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", DUMP], capture_output=True, text=True, timeout=240, check=True)
     service, config = (FileDescriptorProto.FromString(base64.b64decode(one)) for one in json.loads(done.stdout))
     return service, config
 

@@ -20,7 +20,7 @@ from inference_service.serve.repository import SummedStatistics
 from shared.errors import Unavailable
 from shared.storage import ObjectStore
 from tests.support.inference_server import until
-from tests.unit.inference_service.reconciled import LOST_AFTER_S, reconciling
+from tests.unit.inference_service.reconciled import LOST_AFTER_S, Clock, reconciling
 from tests.unit.inference_service.wishes import creation, request
 
 
@@ -105,7 +105,7 @@ async def test_a_version_that_was_loaded_is_answered_by_the_replicas_that_are_le
 
 
 async def test_a_version_that_has_lost_all_its_replicas_answers_again_once_serve_has_one(
-    deployments: Deployments, manager: DeploymentManager
+    deployments: Deployments, manager: DeploymentManager, clock: Clock
 ) -> None:
     made = manager.create(creation())
 
@@ -115,7 +115,7 @@ async def test_a_version_that_has_lost_all_its_replicas_answers_again_once_serve
     running.is_well, running.replicas = False, 0
     await reconciler.reconcile()
     assert models.is_ready("digits", "")  # Serve may start one again in a moment
-    await asyncio.sleep(LOST_AFTER_S)
+    clock.now_s += LOST_AFTER_S
     await reconciler.reconcile()
     assert not models.is_ready("digits", "")
     # What comes meanwhile waits in its queue.

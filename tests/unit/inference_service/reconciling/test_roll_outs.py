@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from dataclasses import replace
@@ -30,6 +29,7 @@ from tests.support.inference_server import ask
 from tests.support.versions import commit_version, striped_digits
 from tests.unit.inference_service.driven import Driven
 from tests.unit.inference_service.fronts.test_siblings import ended
+from tests.unit.inference_service.reconciled import Clock
 from tests.unit.inference_service.wishes import DATASET, JOB, NAME, load, request, weights
 
 LONG_AFTER = 1e12
@@ -186,11 +186,11 @@ async def test_requests_that_meet_a_version_before_it_is_loaded_are_no_faults_of
     assert one.statistics.requests["UNAVAILABLE"].count == 10
 
 
-async def given_up_for_its_silence(driven: Driven) -> None:
+async def given_up_for_its_silence(driven: Driven, clock: Clock) -> None:
     """Version 2, which may be silent for 0.1 s; from the first look on that finds it so."""
     await driven.poll()
     assert driven.state is RolloutState.SHIFTING  # its silence has only begun
-    await asyncio.sleep(0.15)
+    clock.now_s += 0.15
     await driven.poll()
     assert (driven.state, weights(driven.now)) == (RolloutState.ROLLED_BACK, {"1": 100, "2": 0})
     assert driven.now.rollout is not None
@@ -199,9 +199,8 @@ async def given_up_for_its_silence(driven: Driven) -> None:
 
 
 @pytest.mark.usefixtures("ready")
-@pytest.mark.timed
 async def test_a_version_that_has_lost_its_replicas_is_given_up_and_the_old_one_answers_meanwhile(
-    store: ObjectStore, deployments: Deployments, rollouts: RolloutManager
+    store: ObjectStore, deployments: Deployments, rollouts: RolloutManager, clock: Clock
 ) -> None:
     load(deployments, rollouts.begin(request(steps=[RolloutStep(100, 60.0)])))
 
@@ -217,15 +216,14 @@ async def test_a_version_that_has_lost_its_replicas_is_given_up_and_the_old_one_
     await driven.poll()
     driven.answer("2")
     await driven.poll()
-    await asyncio.sleep(0.15)
+    clock.now_s += 0.15
     driven.models.detach(application_name(driven.now, driven.now.versions[1]))
-    await given_up_for_its_silence(driven)
+    await given_up_for_its_silence(driven, clock)
 
 
 @pytest.mark.usefixtures("ready")
-@pytest.mark.timed
 async def test_a_version_whose_replicas_all_die_takes_no_step_and_is_given_up_while_the_old_one_answers(
-    store: ObjectStore, deployments: Deployments, rollouts: RolloutManager
+    store: ObjectStore, deployments: Deployments, rollouts: RolloutManager, clock: Clock
 ) -> None:
     load(deployments, rollouts.begin(request(steps=[RolloutStep(100, 0.0)])))
 
@@ -241,11 +239,11 @@ async def test_a_version_whose_replicas_all_die_takes_no_step_and_is_given_up_wh
     # For a moment it may be that Serve starts them again: it does not succeed, and is not given up.
     assert (driven.state, weights(driven.now)) == (RolloutState.SHIFTING, {"1": 0, "2": 100})
     assert driven.models.choose("digits", "")[1].number == "2"
-    await asyncio.sleep(0.25)
+    clock.now_s += 0.25
     driven.run_now(v1=1, v2=0)
     assert driven.models.choose("digits", "")[1].number == "1"
     assert (driven.models.is_ready("digits", "2"), driven.models.is_ready("digits", "")) == (False, True)
-    await given_up_for_its_silence(driven)
+    await given_up_for_its_silence(driven, clock)
 
 
 @pytest.mark.usefixtures("ready")
@@ -282,9 +280,8 @@ async def test_time_in_which_no_process_ran_is_not_that_of_a_version_to_load(
 
 
 @pytest.mark.usefixtures("ready")
-@pytest.mark.timed
 async def test_another_process_goes_on_from_the_step_that_the_log_names_and_watches_it_anew(
-    store: ObjectStore, deployments: Deployments, rollouts: RolloutManager
+    store: ObjectStore, deployments: Deployments, rollouts: RolloutManager, clock: Clock
 ) -> None:
     load(
         deployments, rollouts.begin(request(steps=[RolloutStep(10, 0.2), RolloutStep(50, 0.2), RolloutStep(100, 0.0)]))
@@ -293,17 +290,17 @@ async def test_another_process_goes_on_from_the_step_that_the_log_names_and_watc
     driven = Driven(store)
     driven.answer("2")
     await driven.poll()
-    await asyncio.sleep(0.25)
+    clock.now_s += 0.25
     await driven.poll()
     await driven.poll()
     assert weights(driven.now) == {"1": 50, "2": 50}  # each step has an interval of its own
     driven.restart()
-    await asyncio.sleep(0.25)
+    clock.now_s += 0.25
     assert weights(driven.now) == {"1": 50, "2": 50}
     driven.answer("2")
     await driven.poll()
     assert weights(driven.now) == {"1": 50, "2": 50}  # what passed while nobody watched does not count
-    await asyncio.sleep(0.25)
+    clock.now_s += 0.25
     await driven.poll()
     assert weights(driven.now) == {"1": 0, "2": 100}
 

@@ -13,6 +13,7 @@ from inference_service.deploy.deployments import Deployments
 from inference_service.deploy.reconciler import Reconciler
 from inference_service.domain.deployment import application_name
 from inference_service.serve import ray_serve
+from inference_service.serve.ray_serve import Application
 from shared.errors import ResourceExhausted, Unavailable
 from shared.storage import ObjectStore
 from tests.support.flaky_store import FlakyStore
@@ -156,18 +157,41 @@ async def test_what_ray_keeps_is_written_again_only_where_it_is_new(store: Objec
 async def test_threads_that_all_wait_for_the_store_are_not_taken_for_a_silent_ray(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_serve, "SERVE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(ray_serve, "SERVE_TIMEOUT_S", 240.0)
     deployments = Deployments(store)
     one = deployments.create(deployment())
-    answers = threading.Event()
+    may_be_held, waits, all_held, answers = (threading.Event() for _ in range(4))
+    both = threading.Barrier(2, all_held.set)
+
+    def wait_for_the_store() -> None:
+        both.wait(240)
+        assert answers.wait(240)
+
+    class Asked(Running):
+        """Its first question from `may_be_held` on is answered once all other threads wait for the store."""
+
+        answered_while_held = 0
+
+        def statuses(self) -> dict[str, Application]:
+            if may_be_held.is_set() and not answers.is_set():
+                waits.set()
+                assert all_held.wait(240)
+            return super().statuses()
+
+        def nodes(self) -> dict[str, dict[str, float]]:
+            self.answered_while_held += all_held.is_set() and not answers.is_set()
+            return super().nodes()
 
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
-    reconciler, models, _ = reconciling(deployments, one)
+    running = Asked(application_name(one, one.versions[0]))
+    reconciler, models, _ = reconciling(deployments, one, running=running)
 
     async def scenario(ready: asyncio.Event, task: asyncio.Task[None]) -> None:
         await asyncio.wait_for(ready.wait(), 60)
-        held = [asyncio.create_task(asyncio.to_thread(answers.wait)) for _ in range(8)]
-        await asyncio.wait({task}, timeout=2)  # four times the time that Serve has for an answer
+        may_be_held.set()
+        await until(waits.is_set, "Serve to be asked")
+        held = [asyncio.create_task(asyncio.to_thread(wait_for_the_store)) for _ in range(2)]
+        await until(lambda: running.answered_while_held > 0 or task.done(), "Serve's answers")
         answers.set()
         assert not task.done()
         await asyncio.gather(*held)

@@ -27,7 +27,7 @@ from inference_service.serve.sockets import (
 from shared.errors import Internal
 from tests.unit.inference_service.sockets.test_socket_folders import left_by_a_killed_replica
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 240.0
 
 
 def rows(*values: int) -> Rows:
