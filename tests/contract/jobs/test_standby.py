@@ -84,6 +84,6 @@ def _actors(ray: RayHead) -> set[int]:
 
 def _standby(toys: Toys, *, besides: Collection[int] = ()) -> int:
     """The pid of an actor that is not among `besides`, once it is prepared."""
-    wait_until(lambda: toys.spares() - set(besides), "a spare", 240.0)
-    (spare,) = toys.spares() - set(besides)
-    return spare
+    wait_until(lambda: toys.spares() - set(besides), "a standby", 240.0)
+    (standby,) = toys.spares() - set(besides)
+    return standby

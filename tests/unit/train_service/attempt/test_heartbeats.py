@@ -93,7 +93,7 @@ def test_a_wish_reaches_the_rank_and_the_highest_stays(heartbeats: HeartbeatServ
         assert heartbeat.request == SUSPEND
 
 
-class Heard:
+class RankZero:
     """Rank 0 as an attempt hears it, each time so many seconds later."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,13 +118,13 @@ class Heard:
 
 
 @pytest.fixture
-def heard(monkeypatch: pytest.MonkeyPatch) -> Iterator[Heard]:
-    rank = Heard(monkeypatch)
+def heard(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankZero]:
+    rank = RankZero(monkeypatch)
     yield rank
     rank._rank.connection.close()
 
 
-def test_the_start_of_a_resumed_run_is_no_step(heard: Heard) -> None:
+def test_the_start_of_a_resumed_run_is_no_step(heard: RankZero) -> None:
     heard.say(0.0, 20, Phase.STARTING)
     heard.say(1.0, 21)
     assert not heard.seconds_per_step
@@ -137,7 +137,7 @@ def test_the_start_of_a_resumed_run_is_no_step(heard: Heard) -> None:
 
 @pytest.mark.parametrize(("step_at_once", "first_step_s"), [(False, 0.25), (True, 1.0)])
 def test_the_start_of_a_fresh_run_is_no_part_of_its_first_step(
-    heard: Heard, step_at_once: bool, first_step_s: float
+    heard: RankZero, step_at_once: bool, first_step_s: float
 ) -> None:
     heard.say(0.0, 0, Phase.STARTING)
     heard.say(30.0, 0, Phase.STARTING)  # building, compiling
@@ -150,7 +150,7 @@ def test_the_start_of_a_fresh_run_is_no_part_of_its_first_step(
     assert heard.first_step_s == first_step_s
 
 
-def test_seconds_per_step_come_from_where_rank_0_is(heard: Heard) -> None:
+def test_seconds_per_step_come_from_where_rank_0_is(heard: RankZero) -> None:
     heard.say(0.0, 1)
     for step in (9, 11, 19):
         heard.say(1.0, step)

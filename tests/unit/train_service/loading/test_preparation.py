@@ -67,15 +67,15 @@ def test_who_waits_for_tasks_that_never_run_does_not_get_on_and_ends_with_the_ca
 
 
 class Clock:
-    """Seconds that a test lets pass. With `at_each_look`, so many pass whenever they are read."""
+    """Seconds that a test lets pass. With `at_each_poll`, so many pass whenever they are read."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.passed_s = self.at_each_look = 0.0
+        self.passed_s = self.at_each_poll = 0.0
         monkeypatch.setattr(cluster_loader, "time", self)
         monkeypatch.setattr(cluster_loader, "POLL_S", 0.001)
 
     def monotonic(self) -> float:
-        self.passed_s += self.at_each_look
+        self.passed_s += self.at_each_poll
         return self.passed_s
 
 
@@ -114,7 +114,7 @@ def test_after_the_first_table_less_patience_is_enough_and_who_takes_them_may_ta
     clock.passed_s += 0.8
     assert next(tables) is TABLE
     seen, began = touched.count, clock.passed_s
-    clock.at_each_look = 0.05
+    clock.at_each_poll = 0.05
     with pytest.raises(Unavailable):
         next(tables)
     assert touched.count <= seen + 1  # as it began to wait
