@@ -209,6 +209,9 @@ NAME = re.compile(r"[0-9a-f]{64}(-\d+)?")
 # Times to look at a build: often at first, and later at most for a tenth of the time.
 BUILD_POLL_S = 0.1
 LOCK_POLL_S = 0.05
+# Without a record, other processes share the lock only for the moment of a poll. If this number of polls finds it
+# shared, a process uses the environment, and the record was removed meanwhile.
+POLLS_BEFORE_IN_USE = 20
 MAX_MESSAGE = 2_000
 # Of files that Python imports, the longest first: `.cpython-311-x86_64-linux-gnu.so` before `.so`.
 SUFFIXES = tuple(sorted(importlib.machinery.all_suffixes(), key=len, reverse=True))
@@ -352,13 +355,14 @@ class _Environment:
     def lease(self, lines: list[str], tick: Callable[[], None]) -> Lease | None:
         """Return a lease, or None for an environment that was changed while others use it."""
         lock = self._lock.open("a")
+        shared_polls = 0
         try:
             while True:
                 self._wait_for(lock, tick)
                 if self._is_whole():
                     os.utime(self._lock)
                     return Lease(lock, self._packages)
-                changed = self._record.exists()
+                changed = self._record.exists() or shared_polls == POLLS_BEFORE_IN_USE
                 fcntl.flock(lock, fcntl.LOCK_UN)
                 if _try_lock(lock, fcntl.LOCK_EX):
                     if not self._is_whole():
@@ -368,7 +372,9 @@ class _Environment:
                     lock.close()
                     return None
                 else:
-                    time.sleep(LOCK_POLL_S)  # another process begins to build
+                    shared_polls += 1
+                    tick()
+                    time.sleep(LOCK_POLL_S)  # another process polls too, or begins to build
         except BaseException:
             lock.close()
             raise

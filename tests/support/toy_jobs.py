@@ -3,7 +3,8 @@
     `python -m tests.support.toy_jobs reconcile`   its reconciler
     `python -m tests.support.toy_jobs serve`       the supervisor of one, as a service is
 
-Both write their pid into the folder TOY_PIDS. With TOY_STANDBY a prepared actor waits for the next attempt.
+Both write their pid into the folder TOY_PIDS. With TOY_SPARES a prepared actor waits for the next attempt; each writes
+its pid into the folder of that name.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +27,28 @@ from shared.telemetry import configure_logging
 
 KIND = "toy"
 ENTRY = "tests.support.toy_jobs:run"
-PREPARE = "tests.support.toy_jobs:prepare"
+# The name of a function that prepares an actor goes on with the folder that the actor writes its pid into: an actor has
+# nothing of the environment of whoever starts it.
+PREPARE_IN = "prepare in "
 
 _prepared = False
 
 
-def prepare() -> None:
-    global _prepared
-    _prepared = True
+def prepared_by(folder: str) -> str:
+    """The name of the function that prepares an actor and writes its pid into `folder`."""
+    return f"{__package__}.toy_jobs:{PREPARE_IN}{folder}"
+
+
+def __getattr__(name: str) -> Callable[[], None]:
+    if not name.startswith(PREPARE_IN):
+        raise AttributeError(name)
+
+    def prepare() -> None:
+        global _prepared
+        _prepared = True
+        (Path(name.removeprefix(PREPARE_IN)) / str(os.getpid())).touch()
+
+    return prepare
 
 
 def run(context: AttemptContext) -> dict[str, Any]:
@@ -63,8 +79,9 @@ def main(role: str) -> None:
     if role == "serve":
         asyncio.run(supervise("tests.support.toy_jobs", asyncio.Event()))
     else:
-        prepare_by = PREPARE if os.environ.get("TOY_SPARE") else ""
-        run_reconciler(service_settings(os.environ, "127.0.0.1:0"), JobKind(name=KIND, entry=ENTRY, prepare=prepare_by))
+        spares = os.environ.get("TOY_SPARES")
+        kind = JobKind(name=KIND, entry=ENTRY, prepare=prepared_by(spares) if spares else "")
+        run_reconciler(service_settings(os.environ, "127.0.0.1:0"), kind)
 
 
 if __name__ == "__main__":

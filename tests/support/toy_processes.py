@@ -30,6 +30,8 @@ class Toys:
         }
         self._pids = folder / "pids"
         self._pids.mkdir()
+        self.spares_folder = folder / "spares"
+        self.spares_folder.mkdir()
         self._log = folder / "toys.log"
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -37,7 +39,7 @@ class Toys:
         with self._log.open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "tests.support.toy_jobs", role],
-                env={**self._environ, "TOY_SPARE": "1" if standby else ""},
+                env={**self._environ, "TOY_SPARES": str(self.spares_folder) if standby else ""},
                 stdin=subprocess.PIPE,  # closed with us, which ends it
                 stdout=log,
                 stderr=log,
@@ -48,6 +50,10 @@ class Toys:
     def pids(self, role: str = "reconcile") -> list[int]:
         """Of every process in that role since the test began, the supervised ones too."""
         return [int(path.name.rsplit("-", 1)[1]) for path in self._pids.glob(f"{role}-*")]
+
+    def spares(self) -> set[int]:
+        """The pids of the prepared actors that ever waited for an attempt of this test."""
+        return {int(path.name) for path in self.spares_folder.iterdir()}
 
     @property
     def said(self) -> str:

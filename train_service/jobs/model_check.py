@@ -172,8 +172,8 @@ def check_parallel(spec: TrainingSpec) -> None:
 
 # --- Sharding ---
 
-# Time to import torch and to call the model twice on the meta device, on a busy machine.
-LIMIT_S = 120.0
+# Time to import torch and to call the model twice on the meta device: seconds, but minutes on a busy machine.
+LIMIT_S = 300.0
 _START = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {__name__} import answer; answer()"
 _REMEDY = "use DDP, or change that module"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from datetime import timedelta
 
 import pytest
@@ -19,7 +18,6 @@ from train_service.checkpoints.snapshots import CheckpointWriter
 from train_service.store_retry import waits_for_store
 
 
-@pytest.mark.timed
 def test_a_store_that_is_away_in_mid_upload_is_waited_for_and_the_wait_is_told(
     s3_store: StoreSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -35,11 +33,10 @@ def test_a_store_that_is_away_in_mid_upload_is_waited_for_and_the_wait_is_told(
         with CheckpointWriter(store, registry, 1, lambda _: None, warn=warnings.append) as writer:
             proxy.fault = unresponsive()
             save_one(writer, 3, model, optimizer)
-            long_enough = time.monotonic() + 2 * snapshots.REPORTED_AFTER_S
-            wait_until(lambda: time.monotonic() > long_enough, "that the writer waits")
-            assert not waits_for_store(threading.get_ident())
+            # Another request comes once nothing was heard of the first one for a second.
+            wait_until(lambda: proxy.struck > 1, "that the writer asks again")
+            assert not waits_for_store(threading.get_ident())  # the step goes on meanwhile
             assert entries(open_store(s3_store)) == []
-            assert writer.stalled_s < 1.0  # the step goes on meanwhile
             proxy.fault = NONE
             save_one(writer, 4, model, optimizer)
             writer.wait()

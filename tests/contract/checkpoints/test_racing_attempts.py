@@ -45,7 +45,7 @@ def test_the_later_attempt_wins_and_the_earlier_stops(store: ObjectStore, keep: 
     resumed = newest_good(store, CheckpointRegistry(store, JOB).fence(2), pytest.fail)
     assert resumed is not None
     write_on(store, 2, resumed.step + 1, 5, keep)
-    zombie.join(60)
+    zombie.join(240)
 
     assert len(stopped) == 1
     left = entries(store)

@@ -14,7 +14,7 @@ from tests.support.waiting import wait_until
 
 # Little, and nothing that Ray imports by itself.
 MODULE = "wave"
-TIMEOUT_S = 60.0
+TIMEOUT_S = 240.0
 JOIN = "import ray; ray.init(address={address!r}, log_to_driver=False); "
 START = "from shared.jobs.warm_workers import WarmWorkers; WarmWorkers(({module!r},)).start({counts!r})"
 RUN = """

@@ -34,7 +34,7 @@ def test_a_job_is_deleted_once_it_is_over_and_its_id_is_free(stack: TrainStack) 
         lambda: rpc.DeleteTrainingJob(delete, timeout=60),
     ):
         assert refused(call).code is grpc.StatusCode.NOT_FOUND
-    assert not [key for key in stack.all_keys() if key.startswith(f"{job.name}/") and "/log/" not in key]
+    assert not [info.key for info in stack.store.list(f"{job.name}/") if "/log/" not in info.key]
 
     again = client.create(spec, job.name.removeprefix("trainingJobs/"))
     assert again.uid != job.uid

@@ -174,6 +174,24 @@ def test_an_environment_that_was_changed_is_built_anew_and_beside_one_in_use(
         assert (other / "tiny_pack" / "__init__.py").read_text() == "ANSWER = 42\n"
 
 
+def test_beside_one_in_use_whose_record_was_removed_another_is_built(
+    built: tuple[str, Path], environments: CodeEnvironments
+) -> None:
+    line, packages = built
+    packages.with_name(f"{packages.name}.json").unlink()
+    ticks: list[None] = []
+
+    def tick() -> None:
+        ticks.append(None)
+        assert len(ticks) < 2_000, "it waits for the end of a process that may run for days"
+
+    with environments.opened([line], tick) as other:
+        assert other is not None
+        assert other.name == f"{packages.name}-1"
+        assert (other / "tiny_pack" / "__init__.py").read_text() == "ANSWER = 42\n"
+    assert packages.is_dir(), "the other process still uses it"
+
+
 def test_the_oldest_unused_environments_make_room(
     built: tuple[str, Path], wheels: Path, environments: CodeEnvironments
 ) -> None:

@@ -80,7 +80,7 @@ def test_a_hang_in_local_mode_is_told_with_the_stacks_and_ends_the_process(
     store: ObjectStore, file_store: StoreSettings
 ) -> None:
     new_job(store, JOB)
-    hung = subprocess.run([sys.executable, "-c", HANGS, file_store.url, JOB], timeout=120, check=False)
+    hung = subprocess.run([sys.executable, "-c", HANGS, file_store.url, JOB], timeout=400, check=False)
 
     assert hung.returncode == 1
     assert b"in train_loop" in store.get(f"{rank_folder(JOB, 1, 0)}/{STACKS_CHUNK}")

@@ -67,7 +67,7 @@ def environ(store: ObjectStore) -> dict[str, str]:
 
 
 def ran(store: ObjectStore, arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(arguments, env=environ(store), capture_output=True, text=True, check=False, timeout=200)
+    return subprocess.run(arguments, env=environ(store), capture_output=True, text=True, check=False, timeout=600)
 
 
 @pytest.fixture
@@ -124,6 +124,25 @@ def test_under_torchrun_a_run_ends_as_the_one_of_two_workers_and_is_an_ordinary_
     assert len(events(store, JOB, EventKind.ATTEMPT_STARTED)) == 1
 
 
+# The command, which stands still once it has committed its second checkpoint: so it is killed in its middle.
+STANDS_STILL = """
+import sys, time
+from shared.checkpoint import CheckpointRegistry
+from train_service import torchrun_main
+
+commit, committed = CheckpointRegistry.commit, []
+
+def commit_two(registry, entry):
+    if len(committed) == 2:
+        time.sleep(600)
+    committed.append(entry)
+    return commit(registry, entry)
+
+CheckpointRegistry.commit = commit_two
+sys.exit(torchrun_main.main(sys.argv[1:]))
+"""
+
+
 def test_a_killed_run_is_left_alone_by_reconcilers_and_resumed_by_the_same_command(
     store: ObjectStore, tmp_path: Path
 ) -> None:
@@ -133,8 +152,9 @@ def test_a_killed_run_is_left_alone_by_reconcilers_and_resumed_by_the_same_comma
     Jobs(store, TRAIN_KIND).transition(OTHER, lambda job: succeed(job, {}, 1.0), attempt=1)
     arguments = command(PLAIN, tmp_path, spec)
     with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(arguments, env=environ(store), stdout=log, stderr=log)
-    wait_until(lambda: len(events(store, JOB, EventKind.CHECKPOINT_COMMITTED)) > 1, "checkpoints", timeout_s=120)
+        standing = [sys.executable, "-c", STANDS_STILL, *arguments[len(PLAIN) + 1 :]]
+        process = subprocess.Popen(standing, env=environ(store), stdout=log, stderr=log)
+    wait_until(lambda: len(events(store, JOB, EventKind.CHECKPOINT_COMMITTED)) > 1, "checkpoints", timeout_s=400)
     process.send_signal(signal.SIGKILL)
     process.wait()
     # A marker, as a wish to resume may leave one that came too late.
@@ -155,7 +175,7 @@ def test_a_killed_run_is_left_alone_by_reconcilers_and_resumed_by_the_same_comma
     done = jobs.get(JOB, JOB)
     assert (done.state, done.attempt) == (JobState.SUCCEEDED, 2)
     _, second = events(store, JOB, EventKind.ATTEMPT_STARTED)
-    assert second.payload["step"] > 0
+    assert second.payload["step"] == 4
     last = STEPS * 3
     assert saved(store, entries(store, JOB)[last]) == saved(store, entries(store, OTHER)[last])
     torch.set_num_threads(1)

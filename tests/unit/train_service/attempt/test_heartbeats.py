@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,7 +19,8 @@ from train_service.attempt.outcomes import RankErrors
 from train_service.attempt.ray_run import Failure
 from train_service.domain.watchdog import Phase, hung
 from train_service.records.event_log import RESIZE, SUSPEND
-from train_service.worker.heartbeat import HeartbeatSender, HeartbeatServer
+from train_service.worker import heartbeat as heartbeat_module
+from train_service.worker.heartbeat import HeartbeatSender, HeartbeatServer, RankHeartbeat
 
 # A rank that is at step 7 and goes on saying so.
 RANK = """
@@ -33,12 +35,18 @@ train_loop()
 """
 # One that is alone, and whose interpreter is held.
 HELD = """
-import ctypes, sys, time
+import ctypes, faulthandler, sys, threading
 from train_service.worker.heartbeat import HeartbeatSender
+arm, armed = faulthandler.dump_traceback_later, threading.Semaphore(0)
+def note(*arguments, **options):
+    arm(*arguments, **options)
+    armed.release()
+faulthandler.dump_traceback_later = note
 def held():
     ctypes.PyDLL(None).sleep(600)
-with HeartbeatSender(0, sys.argv[1], ends_if_held=True, ended_after_s=2.0) as heartbeat:
-    time.sleep(1.5)  # it is armed by then, and again and again
+with HeartbeatSender(0, sys.argv[1], ends_if_held=True, ended_after_s=4.0) as heartbeat:
+    for _ in range(2):  # it is armed, and again
+        armed.acquire()
     held()
 """
 
@@ -81,47 +89,72 @@ def test_a_wish_reaches_the_rank_and_the_highest_stays(heartbeats: HeartbeatServ
         heartbeats.ask_to_stop(SUSPEND)
         wait_until(lambda: heartbeat.request == SUSPEND, "the wish to arrive")
         heartbeats.ask_to_stop(RESIZE)
-        heartbeats.stacks(5.0)  # taken after the wish
+        heartbeats.stacks(60.0)  # taken after the wish
         assert heartbeat.request == SUSPEND
 
 
-@pytest.mark.timed
-def test_the_start_of_a_resumed_run_is_no_step(heartbeats: HeartbeatServer) -> None:
-    with HeartbeatSender(0, heartbeats.address) as heartbeat:
-        heartbeat.at(20, Phase.STARTING)
-        wait_until(lambda: any(one.step == 20 for one in heartbeats.heard()), "the rank to be heard")
-        heartbeat.at(21, Phase.TRAINING)
-        wait_until(lambda: heartbeats.heard()[0].step == 21, "the first step")
-        assert not heartbeats.seconds_per_step
-        # Of step 21 alone, and not of twenty more that an attempt before did.
-        assert 0.5 < heartbeats.first_step_s < 10
-        heartbeat.at(22, Phase.TRAINING)
-        wait_until(lambda: len(heartbeats.seconds_per_step) == 1, "the second step")
+class RankZero:
+    """Rank 0 as an attempt hears it, each time so many seconds later."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._server = HeartbeatServer("127.0.0.1")
+        self._server._server.server_close()
+        self._now = 100.0
+        self._rank = RankHeartbeat(0, os.getpid(), "n0", "", socket.socket(), self._now)
+        monkeypatch.setattr(heartbeat_module, "time", SimpleNamespace(monotonic=lambda: self._now))
+
+    def say(self, after_s: float, step: int, phase: Phase = Phase.TRAINING, total_steps: int = 0) -> None:
+        self._now += after_s
+        said = {"step": step, "total_steps": total_steps, "phase": phase, "still_s": 0.0, "store": False}
+        self._server._note(self._rank, said)
+
+    @property
+    def first_step_s(self) -> float:
+        return self._server.first_step_s
+
+    @property
+    def seconds_per_step(self) -> list[float]:
+        return self._server.seconds_per_step
 
 
-@pytest.mark.timed
-def test_the_start_of_a_fresh_run_is_no_part_of_its_first_step(heartbeats: HeartbeatServer) -> None:
-    with HeartbeatSender(0, heartbeats.address) as heartbeat:
-        wait_until(lambda: bool(heartbeats.at_work()), "the rank to be heard")
-        time.sleep(3.0)  # building, compiling
-        heartbeat.total_steps = 40
-        wait_until(lambda: heartbeats.heard()[0].total_steps == 40, "the loop to begin")
-        heartbeat.at(1, Phase.TRAINING)
-        wait_until(lambda: heartbeats.first_step_s > 0, "the first step")
-
-    assert heartbeats.first_step_s < 2.5
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankZero]:
+    rank = RankZero(monkeypatch)
+    yield rank
+    rank._rank.connection.close()
 
 
-@pytest.mark.timed
-def test_seconds_per_step_come_from_where_rank_0_is(heartbeats: HeartbeatServer) -> None:
-    with HeartbeatSender(0, heartbeats.address) as heartbeat:
-        began = time.monotonic()
-        heartbeat.at(1, Phase.TRAINING)
-        while len(heartbeats.seconds_per_step) < 2:
-            assert time.monotonic() - began < 30
-            heartbeat.at(1 + int((time.monotonic() - began) / 0.1), Phase.TRAINING)
-            time.sleep(0.01)
-    assert 0.03 < sorted(heartbeats.seconds_per_step)[1] < 0.5
+def test_the_start_of_a_resumed_run_is_no_step(heard: RankZero) -> None:
+    heard.say(0.0, 20, Phase.STARTING)
+    heard.say(1.0, 21)
+    assert not heard.seconds_per_step
+    # Of step 21 alone, and not of twenty more that an attempt before did.
+    assert heard.first_step_s == 1.0
+    heard.say(0.5, 22)
+    assert heard.seconds_per_step == [0.5]
+    assert heard.first_step_s == 1.0
+
+
+@pytest.mark.parametrize(("step_at_once", "first_step_s"), [(False, 0.25), (True, 1.0)])
+def test_the_start_of_a_fresh_run_is_no_part_of_its_first_step(
+    heard: RankZero, step_at_once: bool, first_step_s: float
+) -> None:
+    heard.say(0.0, 0, Phase.STARTING)
+    heard.say(30.0, 0, Phase.STARTING)  # building, compiling
+    if step_at_once:  # the loop began after the heartbeat before
+        heard.say(1.0, 1, total_steps=40)
+    else:
+        heard.say(1.0, 0, Phase.STARTING, total_steps=40)
+        heard.say(0.25, 1, total_steps=40)
+
+    assert heard.first_step_s == first_step_s
+
+
+def test_seconds_per_step_come_from_where_rank_0_is(heard: RankZero) -> None:
+    heard.say(0.0, 1)
+    for step in (9, 11, 19):
+        heard.say(1.0, step)
+    assert heard.seconds_per_step == [0.125, 0.5, 0.125]
 
 
 def test_stacks_show_every_thread_of_a_rank_that_answers_and_a_stopped_one_falls_silent(
@@ -130,7 +163,7 @@ def test_stacks_show_every_thread_of_a_rank_that_answers_and_a_stopped_one_falls
     child = subprocess.Popen([sys.executable, "-c", RANK, heartbeats.address])
     try:
         wait_until(lambda: any(one.step == 7 for one in heartbeats.heard()), "the rank to be heard")
-        assert "in train_loop" in heartbeats.stacks(10.0)[1]
+        assert "in train_loop" in heartbeats.stacks(60.0)[1]
 
         stop_process(child.pid)
         stopped = time.monotonic()

@@ -54,8 +54,9 @@ context = AttemptContext(store, jobs, sys.argv[2], jobs.get(sys.argv[2], sys.arg
 spec = replace(SPEC, num_workers=1)
 with HeartbeatServer("127.0.0.1") as heartbeats, Supervision(context, spec, heartbeats, Size(1, {"CPU": 1.0})):
     with HeartbeatSender(0, heartbeats.address):
-        time.sleep(1.5)
-    time.sleep(60)
+        while not heartbeats.at_work():
+            time.sleep(0.01)
+    time.sleep(600)
 """
 
 

@@ -56,39 +56,49 @@ def test_a_checkpoint_holds_the_state_at_its_step_even_if_training_goes_on_meanw
     assert all(torch.equal(value, expected[name]) for name, value in again.state_dict().items())
 
 
-class Slow(ObjectStore):
-    """A real store to which every object takes `put_s`."""
+class Held(ObjectStore):
+    """A real store that answers no `put` before it is let go."""
 
-    def __init__(self, store: ObjectStore, put_s: float) -> None:
+    def __init__(self, store: ObjectStore) -> None:
         self.__dict__.update(vars(store))
-        self._put_s = put_s
+        self.let_go = threading.Event()
 
     def put(self, key: str, data: bytes | bytearray | memoryview) -> None:
-        time.sleep(self._put_s)
+        self.let_go.wait()
         super().put(key, data)
 
 
 def test_a_rank_that_hangs_while_a_checkpoint_is_uploaded_is_found(store: ObjectStore) -> None:
     model, optimizer = trained(4)
-    store = Slow(store, 1.0)
+    store = Held(store)
     with (
         HeartbeatServer("127.0.0.1") as heartbeats,
         HeartbeatSender(0, heartbeats.address) as heartbeat,
         CheckpointWriter(store, CheckpointRegistry(store, JOB), 1, lambda _: None) as writer,
     ):
-        save_one(writer, 4, model, optimizer)
-        heartbeat.at(4, Phase.TRAINING)
-        wait_until(lambda: any(one.step == 4 for one in heartbeats.heard()), "the rank to be heard")
-        assert not CheckpointRegistry(store, JOB).entries()  # it is on its way
-        (first,) = (one.state(time.monotonic()) for one in heartbeats.heard())
-        waits_in_the_step = replace(first, still_s=300.0)
+        try:
+            save_one(writer, 4, model, optimizer)
+            heartbeat.at(4, Phase.TRAINING)
+            wait_until(lambda: any(one.step == 4 for one in heartbeats.heard()), "the rank to be heard")
+            assert not CheckpointRegistry(store, JOB).entries()  # it is on its way
+            (first,) = (one.state(time.monotonic()) for one in heartbeats.heard())
+            waits_in_the_step = replace(first, still_s=300.0)
 
-        assert hung([waits_in_the_step, replace(waits_in_the_step, rank=1, step=3)], 30.0) == [1]
+            assert hung([waits_in_the_step, replace(waits_in_the_step, rank=1, step=3)], 30.0) == [1]
 
-        with ThreadPoolExecutor(1) as looking:
-            seen = looking.submit(wait_until, lambda: heartbeats.heard()[0].waits_for_store, "the excuse")
-            writer.wait()
-            seen.result()
+            def let_go_once_excused() -> None:
+                try:
+                    wait_until(lambda: heartbeats.heard()[0].waits_for_store, "the excuse")
+                finally:
+                    store.let_go.set()
+
+            with ThreadPoolExecutor(1) as looking:
+                seen = looking.submit(let_go_once_excused)
+                writer.wait()
+                seen.result()
+        finally:
+            store.let_go.set()
+    assert [one.step for one in CheckpointRegistry(store, JOB).entries()] == [4]
 
 
 def test_leaving_the_writer_commits_and_tells_the_checkpoint_under_way(store: ObjectStore) -> None:

@@ -75,6 +75,16 @@ def nothing_is_left(store: ObjectStore) -> bool:
     return not [info.key for info in store.list("trainingJobs")]
 
 
+@pytest.fixture
+def read_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are read in this process: a child would import torch first, which takes longer than all the rest."""
+
+    def ask(question: Mapping[str, Any], *_: Any) -> dict[str, str]:
+        return {"problem": read_weights(question["weights"])}
+
+    monkeypatch.setattr(checkpoint_import, "ask_in_child", ask)
+
+
 @pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
 def test_an_imported_state_dict_answers_with_the_logits_of_its_source_bit_for_bit(
     store: ObjectStore, tmp_path: Path, name: str
@@ -98,6 +108,7 @@ def test_an_imported_state_dict_answers_with_the_logits_of_its_source_bit_for_bi
         assert logits.tobytes() == source(images_BCHW).numpy().tobytes()
 
 
+@pytest.mark.usefixtures("read_here")
 def test_an_imported_checkpoint_is_served_from_raw_pixels_as_its_source_answers(
     store: ObjectStore, tmp_path: Path
 ) -> None:
@@ -126,6 +137,7 @@ def test_an_imported_checkpoint_is_served_from_raw_pixels_as_its_source_answers(
         assert logits.tobytes() == source(torch.from_numpy(prepared)).numpy().tobytes()
 
 
+@pytest.mark.usefixtures("read_here")
 def test_the_job_of_an_import_is_one_that_succeeded_and_tells_its_source(store: ObjectStore, tmp_path: Path) -> None:
     path = saved(tmp_path, state_of())
     made = imported(store, path, mlp_spec(class_names=["a", "b", "c"]))
@@ -141,6 +153,7 @@ def test_the_job_of_an_import_is_one_that_succeeded_and_tells_its_source(store: 
     assert list(with_client(store, lambda train: list(train.list_checkpoints(job.name)))) == [made.checkpoint]
 
 
+@pytest.mark.usefixtures("read_here")
 def test_a_job_starts_from_imported_weights(store: ObjectStore, tmp_path: Path) -> None:
     state = state_of()
     made = imported(store, saved(tmp_path, state))
@@ -150,6 +163,7 @@ def test_a_job_starts_from_imported_weights(store: ObjectStore, tmp_path: Path) 
     assert all(torch.equal(one, state[name]) for name, one in model.state_dict().items())
 
 
+@pytest.mark.usefixtures("read_here")
 def test_an_imported_checkpoint_is_deleted_as_that_of_any_job(store: ObjectStore, tmp_path: Path) -> None:
     path = saved(tmp_path, state_of())
     imported(store, path)
@@ -163,6 +177,7 @@ def test_an_imported_checkpoint_is_deleted_as_that_of_any_job(store: ObjectStore
     assert imported(store, path).checkpoint.attempt == 2
 
 
+@pytest.mark.usefixtures("read_here")
 def test_names_are_mapped_dropped_and_allowed_to_be_missing(store: ObjectStore, tmp_path: Path) -> None:
     state = state_of()
     (last_weight, last_bias) = list(state)[-2:]
@@ -206,6 +221,7 @@ def hugging_face_folder(folder: Path, state: State) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("read_here")
 def test_a_hugging_face_folder_of_shards_is_one_checkpoint(store: ObjectStore, tmp_path: Path) -> None:
     state = state_of()
     made = imported(store, hugging_face_folder(tmp_path / "hf", state))
@@ -216,6 +232,7 @@ def test_a_hugging_face_folder_of_shards_is_one_checkpoint(store: ObjectStore, t
     assert "README.md" not in [one.path for one in files]
 
 
+@pytest.mark.usefixtures("read_here")
 def test_an_import_in_terms_of_a_version_has_its_columns_and_steps(store: ObjectStore, tmp_path: Path) -> None:
     version = "datasets/d/versions/v1"
     commit_version(store, version, {"train": striped_digits(30)})
@@ -235,6 +252,7 @@ def where(store: ObjectStore, name: str) -> tuple[str, str]:
     return entry.folder, entry.manifest_sha256
 
 
+@pytest.mark.usefixtures("read_here")
 def test_the_same_request_again_has_the_same_answer(store: ObjectStore, tmp_path: Path) -> None:
     path = saved(tmp_path, state_of())
     first = imported(store, path)
@@ -362,6 +380,7 @@ def test_tied_tensors_are_given_once(tmp_path: Path) -> None:
     assert torch.equal(kept["head.weight"], weight)
 
 
+@pytest.mark.usefixtures("read_here")
 def test_weights_that_do_not_fit_are_told_tensor_by_tensor(store: ObjectStore, tmp_path: Path) -> None:
     state = state_of()
     first, *_, last = state
@@ -381,6 +400,7 @@ def test_weights_that_do_not_fit_are_told_tensor_by_tensor(store: ObjectStore, t
     assert nothing_is_left(store)
 
 
+@pytest.mark.usefixtures("read_here")
 def test_nan_weights_are_told_and_refused_unless_they_are_meant(store: ObjectStore, tmp_path: Path) -> None:
     state = state_of()
     name = next(iter(state))
@@ -430,6 +450,7 @@ def test_a_file_that_takes_too_much_memory_is_refused(
     assert nothing_is_left(store)
 
 
+@pytest.mark.usefixtures("read_here")
 def test_a_store_that_fails_at_the_commit_leaves_no_job(
     store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,13 @@ NUMBERS = replace(
 )
 
 
+@pytest.fixture(autouse=True)
+def generous_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How busy the machine is says nothing of a model."""
+    monkeypatch.setattr(model_check, "LIMIT_S", 500.0)
+    monkeypatch.setattr(trial_limit, "WALL_LIMIT_S", 500.0)
+
+
 @pytest.mark.parametrize(
     "spec",
     [

@@ -68,7 +68,7 @@ def test_what_the_loader_raises_is_raised_after_the_batches_before(ahead: int) -
 
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_closed_early_it_closes_the_loader_and_ends_its_thread(ahead: int) -> None:
-    closed: list[bool] = []
+    before, closed = set(threading.enumerate()), list[bool]()
 
     def endless() -> Generator[Batch, None, None]:
         try:
@@ -82,7 +82,7 @@ def test_closed_early_it_closes_the_loader_and_ends_its_thread(ahead: int) -> No
     batches.close()
 
     assert closed == [True]
-    assert not [one for one in threading.enumerate() if one.name == "device-batches"]
+    assert not [one for one in set(threading.enumerate()) - before if one.name == "device-batches"]
 
 
 @pytest.mark.parametrize("device", DEVICES)

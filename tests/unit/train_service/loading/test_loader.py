@@ -179,8 +179,10 @@ def test_what_reading_raises_is_raised_where_the_batches_are_taken(committed: Co
 
 
 def test_the_reading_thread_ends_when_nobody_takes_batches_any_more(committed: Committed) -> None:
-    def reading() -> list[str]:
-        return [thread.name for thread in threading.enumerate() if thread.name == "loader"]
+    before = set(threading.enumerate())
+
+    def reading() -> list[threading.Thread]:
+        return [thread for thread in set(threading.enumerate()) - before if thread.name == "loader"]
 
     batches: Iterator[Batch] = loader(committed, epochs=100).batches(0)
     assert len(list(islice(batches, 3))) == 3

@@ -14,6 +14,7 @@ import ray
 from shared.dataset_stream import DatasetStream
 from shared.errors import Unavailable
 from shared.jobs.transitions import INSUFFICIENT_RESOURCES
+from tests.support.waiting import wait_until
 from tests.unit.shared.test_dataset_stream import LONG_S, TABLE, Dataset, Executor, announce
 from tests.unit.train_service.domain.test_spec import GOOD
 from train_service.domain.spec import TrainingSpec
@@ -65,45 +66,59 @@ def test_who_waits_for_tasks_that_never_run_does_not_get_on_and_ends_with_the_ca
     assert time.monotonic() - began > 1.5  # what a start may take
 
 
-@pytest.mark.timed
-def test_a_task_that_has_made_something_is_a_sign_though_its_table_comes_later() -> None:
+class Clock:
+    """Seconds that a test lets pass. With `at_each_poll`, so many pass whenever they are read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.passed_s = self.at_each_poll = 0.0
+        monkeypatch.setattr(cluster_loader, "time", self)
+        monkeypatch.setattr(cluster_loader, "POLL_S", 0.001)
+
+    def monotonic(self) -> float:
+        self.passed_s += self.at_each_poll
+        return self.passed_s
+
+
+def test_a_task_that_has_made_something_is_a_sign_though_its_table_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, touched = Clock(monkeypatch), Touches()
+
     def work_on(executor: Executor) -> None:
         executor._execution_started = True
-        for _ in range(8):  # longer than any one wait may take
-            time.sleep(0.3)
+        for number in range(8):  # longer than any one wait may take
+            clock.passed_s += 0.3
             executor.operator.metrics.num_tasks_finished += 1
+            wait_until(lambda signs=number: touched.count > signs, "the sign")  # type: ignore[misc]
 
-    touched = Touches()
     tables = prepared(stream(Dataset(announce, work_on)), touched)
 
     assert next(tables) is TABLE
-    assert touched.count >= 6
+    assert touched.count >= 8
+    assert clock.passed_s > cluster_loader.FIRST_TIMEOUT_S
     tables.close()
 
 
-@pytest.mark.timed
-def test_after_the_first_table_less_patience_is_enough_and_who_takes_them_may_take_his_time() -> None:
-    def go(executor: Executor) -> None:
-        executor._execution_started = True
-
+def test_after_the_first_table_less_patience_is_enough_and_who_takes_them_may_take_his_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class TwoTables(Dataset):
         def iter_batches(self, **_: object):  # type: ignore[no-untyped-def]
             announce(self.executor)
-            go(self.executor)
+            self.executor._execution_started = True
             yield TABLE
             yield TABLE
             self.executor.ended.wait(LONG_S)
 
-    touched = Touches()
+    clock, touched = Clock(monkeypatch), Touches()
     tables = prepared(stream(TwoTables()), touched)
     assert next(tables) is TABLE
-    time.sleep(0.8)
+    clock.passed_s += 0.8
     assert next(tables) is TABLE
-    seen, began = touched.count, time.monotonic()
+    seen, began = touched.count, clock.passed_s
+    clock.at_each_poll = 0.05
     with pytest.raises(Unavailable):
         next(tables)
     assert touched.count <= seen + 1  # as it began to wait
-    assert 0.5 < time.monotonic() - began < 1.4
+    assert cluster_loader.NEXT_TIMEOUT_S <= clock.passed_s - began < cluster_loader.FIRST_TIMEOUT_S
 
 
 def test_tasks_that_find_no_cpu_end_the_attempt_as_where_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:

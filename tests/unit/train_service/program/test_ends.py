@@ -19,7 +19,7 @@ from shared.model_spec import ModelSpec
 from shared.storage import ObjectStore
 from tests.support.versions import commit_version, striped_digits
 from tests.unit.train_service.conftest import TRAIN_ROWS, VERSION
-from tests.unit.train_service.program.test_reports import Attempt, Begun
+from tests.unit.train_service.program.test_reports import ANSWERED_S, Attempt, Begun
 from train_service.domain.coverage import shard_identity
 from train_service.domain.spec import CONTINUE, CheckpointPolicy, TrainingSpec
 from train_service.program.coordinator import NOT_BY_ALL
@@ -112,7 +112,7 @@ def test_two_threads_of_a_rank_never_report_under_one_number(attempt: Begun) -> 
     with ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(run.ranks[0].report, {"loss": loss}, None) for loss in (1.0, 2.0)]
         for call in calls:
-            call.result(30)
+            call.result(ANSWERED_S)
     assert run.ranks[0].number == 2
 
 
@@ -125,7 +125,7 @@ def test_a_run_that_was_stopped_or_has_a_cause_is_not_done_though_all_ranks_retu
     assert not stopped.coordinator.all_returned
 
     failed = attempt(2)
-    failed.heartbeats[0].ask({"kind": "failing", "error": Internal("it raised").as_record()}, timeout_s=30)
+    failed.heartbeats[0].ask({"kind": "failing", "error": Internal("it raised").as_record()}, timeout_s=ANSWERED_S)
     failed.say(0, "returned")
     assert not failed.coordinator.all_returned
 
@@ -166,12 +166,12 @@ def test_of_a_report_that_not_all_ranks_made_the_line_of_the_program_is_kept(att
     waiting = run.on_rank(0, {}, None)
     run.say(1, "returned")
     with pytest.raises(Internal) as raised:
-        waiting.result(30)
+        waiting.result(ANSWERED_S)
     error = raised.value
     error.message, error.metadata["line"] = f"{error.message} (rank 0 at train.py:7)", "train.py:7"
     other = Internal("another error, which only follows", metadata={"line": "train.py:9"})
     for rank, one in enumerate((error, other)):
-        run.heartbeats[rank].ask({"kind": "failing", "error": one.as_record()}, timeout_s=30)
+        run.heartbeats[rank].ask({"kind": "failing", "error": one.as_record()}, timeout_s=ANSWERED_S)
     cause = run.coordinator.cause
     assert cause is not None
     assert cause.message.endswith("(rank 0 at train.py:7)")
@@ -214,7 +214,7 @@ def test_a_forged_position_fails_the_run_and_names_its_rank(
     shard = {"shard": {**identity, **change.pop("shard", {})}, "place": [0, 0, 5], "given": [[0, 0, 10, 2]], **change}
     run = attempt(world_size=2, take_shards=lambda: {"train": shard}, dataset_version=VERSION)
     with pytest.raises(InvalidArgument, match=f"rank 0 reports a wrong position of its data: shards{text}"):
-        run.on_rank(0, {}, None).result(60)
+        run.on_rank(0, {}, None).result(ANSWERED_S)
     cause = run.coordinator.cause
     assert cause is not None
     assert (cause.specific_reason, cause.metadata["ranks"]) == ("WRONG_SHARD_POSITION", "0")

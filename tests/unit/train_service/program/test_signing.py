@@ -29,7 +29,7 @@ from tests.support.paged_versions import make_versions_paged
 from tests.support.s3_fault_proxy import NONE, S3FaultProxy, failing, fault_proxy
 from tests.support.versions import commit_version, striped_digits
 from tests.support.waiting import wait_until
-from tests.unit.train_service.program.test_reports import BUNDLE, JOB, Attempt
+from tests.unit.train_service.program.test_reports import ANSWERED_S, BUNDLE, JOB, Attempt
 from train_service import store_retry
 from train_service.program.process import NodeCopies
 from train_service.program.report_sender import ASYNC, NO_UPLOAD, SYNC
@@ -89,7 +89,7 @@ def test_files_of_all_ranks_become_a_checkpoint_that_the_next_attempt_restores(a
     run = attempt()
     calls = [run.on_rank(rank, {"loss": 1.0}, {f"part-{rank}": large, "deep/x y#z": b"small"}) for rank in (0, 1)]
     for call in calls:
-        call.result(60)
+        call.result(ANSWERED_S)
     assert run.read(1) == {"deep/x y#z": b"small", "part-0": large, "part-1": large}
 
     later = attempt(2)
@@ -104,7 +104,7 @@ def test_files_of_all_ranks_become_a_checkpoint_that_the_next_attempt_restores(a
 def test_a_folder_that_is_gone_after_report_loses_nothing(attempt: Begun, mode: str) -> None:
     run = attempt(world_size=1)
     for number in (1, 2, 3):
-        run.on_rank(0, {}, {"model.pt": b"%d" % number}, mode=mode, delete=True).result(30)
+        run.on_rank(0, {}, {"model.pt": b"%d" % number}, mode=mode, delete=True).result(ANSWERED_S)
     run.ranks[0].finish()
     assert [run.read(number)["model.pt"] for number in (1, 2, 3)] == [b"1", b"2", b"3"]
 
@@ -138,7 +138,7 @@ def test_a_report_waits_while_the_store_is_away_and_is_committed_once_it_is_back
     wait_until(lambda: proxy.struck > 4 and waits_for_store(reporting.ident or 0), "the report to wait")
     assert not call.done()
     proxy.fault = NONE
-    call.result(60)
+    call.result(ANSWERED_S)
     assert run.read(1) == {"model.pt": data}
 
 
@@ -150,12 +150,12 @@ def test_asynchronous_reports_go_on_while_the_store_is_away_and_are_committed_in
     run = attempt(world_size=1, of=open_store(settings))
     proxy.fault = failing(503)
     for number in (1, 2):
-        run.on_rank(0, {}, {"model.pt": b"%d" % number}, mode=ASYNC, delete=True).result(60)
+        run.on_rank(0, {}, {"model.pt": b"%d" % number}, mode=ASYNC, delete=True).result(ANSWERED_S)
     third = run.on_rank(0, {}, {"model.pt": b"3"}, mode=ASYNC, delete=True)
     wait_until(lambda: proxy.struck > 4, "requests")
     assert not third.done()  # the disk is not to fill up
     proxy.fault = NONE
-    third.result(60)
+    third.result(ANSWERED_S)
     run.ranks[0].finish()
     assert [one.step for one in run.entries()] == [1, 2, 3]
     assert [run.read(number)["model.pt"] for number in (1, 2, 3)] == [b"1", b"2", b"3"]
@@ -233,7 +233,7 @@ def test_malformed_requests_are_answered_with_an_error(attempt: Begun) -> None:
         {"kind": "sign_parts", "key": f"{run.folder_of(1, 0)}/x", "upload_id": "x", "first": "many"},
         {"kind": "complete_parts", "key": f"{run.folder_of(1, 0)}/x"},
     ):
-        answer = run.heartbeats[0].ask(body, timeout_s=60)
+        answer = run.heartbeats[0].ask(body, timeout_s=ANSWERED_S)
         assert answer["error"]["kind"] == "InvalidArgument", body
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -144,8 +145,16 @@ def test_an_outage_delays_the_points_and_loses_none(
 def test_the_end_of_a_run_waits_for_the_store_but_not_for_ever(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics_log, "RETRY_S", 0.01)
-    monkeypatch.setattr(metrics_log, "END_TIMEOUT_S", 0.2)
+    passed_s = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal passed_s
+        passed_s += seconds
+
+    clock = SimpleNamespace(time=time.time, monotonic=lambda: passed_s, sleep=sleep)
+    monkeypatch.setattr(metrics_log, "time", clock)
+    monkeypatch.setattr(metrics_log, "RETRY_S", 0.5)
+    monkeypatch.setattr(metrics_log, "END_TIMEOUT_S", 2.0)
     flaky = FlakyStore(store)
     flaky.go_away()
 
@@ -153,6 +162,7 @@ def test_the_end_of_a_run_waits_for_the_store_but_not_for_ever(
         log.add(1, 0, {"loss": 1.0})
 
     assert flaky.refused > 3
+    assert passed_s == 2.5
     assert keys(store) == []
 
 

@@ -110,5 +110,5 @@ def test_a_follower_waits_for_its_job_and_for_one_that_is_suspended(place: Place
     wait_until(lambda: len(told) == 2, "the second epoch")
     assert listening.is_alive()
     place.put_in(JobState.SUCCEEDED, JOB)
-    listening.join(30)
+    listening.join(120)
     assert not listening.is_alive()
