@@ -40,7 +40,7 @@ from shared.jobs.attempt import run_attempt
 from shared.jobs.transitions import begin_attempt
 from shared.storage import ObjectStore
 from shared.storage.object_store import STORE_FULL
-from tests.support.hostile_files import parquet_that_claims
+from tests.support.hostile_files import arrow_that_claims, parquet_that_claims
 from tests.support.transforming import run_here
 from tests.support.upload_calls import committed
 from tests.support.upload_server import uploads_of
@@ -420,6 +420,22 @@ def test_a_footer_with_an_impossible_number_of_rows_fails_the_import_as_in_one_p
     found = run(store, tmp_path, "v2", spec, Parts())
     assert expected.error is not None
     assert expected.error["reason"] == "CORRUPT_SOURCE"
+    assert (found.state, found.error) == (JobState.FAILED, expected.error)
+
+
+@pytest.mark.parametrize("column_type", [pa.null(), pa.int64()])
+def test_an_arrow_file_with_an_impossible_number_of_rows_fails_the_import_as_in_one_process(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, column_type: pa.DataType
+) -> None:
+    monkeypatch.setattr(interface, "PART_BYTES", 1)
+    (tmp_path / "1.arrow").write_bytes(arrow_that_claims(2**62, 3, column_type))
+    hostile = Source(split="train", format="arrow", uris={"arrow.uri": (tmp_path / "1.arrow").as_uri()})
+    spec = spec_of([parquet(tmp_path, "0.parquet", "train", n=range(ROWS)), hostile])
+    expected = run_in_one_process(store, tmp_path, "v1", spec)
+    found = run(store, tmp_path, "v2", spec, Parts())
+    assert expected.error is not None
+    assert (expected.error["kind"], expected.error["reason"]) == ("InvalidArgument", "CORRUPT_SOURCE")
+    assert "1.arrow" in expected.error["message"]
     assert (found.state, found.error) == (JobState.FAILED, expected.error)
 
 

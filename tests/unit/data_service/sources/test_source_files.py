@@ -230,12 +230,16 @@ def test_an_error_of_the_disk_that_may_pass_does_not_refuse_the_file(
             raise OSError(number, os.strerror(number))
         return real(what, *arguments, **options)
 
-    with monkeypatch.context() as patched, pytest.raises(Unavailable, match=r"sources\[0\].csv.uri.*at present") as met:
-        patched.setattr(os, call, fail)
+    def read() -> None:
         if call in ("open", "fstat"):
             one.open()
         else:
             SourceFiles([PurePosixPath(tree)], None).find_all("sources[0].csv.uri", f"{tree.as_uri()}/b.*")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, fail)
+        with pytest.raises(Unavailable, match=r"sources\[0\].csv.uri.*at present") as met:
+            read()
     assert os.strerror(number) in met.value.message
     assert one.open().read() == b"1"
 
