@@ -203,13 +203,15 @@ def run_on_ray(
     task = PartsTask(work, context.store.settings, begun)
     # Ray Data itself schedules the workers of a pool.
     dataset, submitted = _dataset(task, groups, pool), SUBMITTED_A_CPU if pool is None else 1
-    stream = DatasetStream(dataset, submitted).tables(context.raise_if_stopped, POLL_S)
+    watch = CapacityWatch(context, pool or TASK)
+    stream = DatasetStream(dataset, submitted).tables(watch.poll, POLL_S)
     left = set(by_number)
     try:
         for record in chain.from_iterable(table.to_pylist() for table in stream):
             if record["error"]:
                 raise error_from_record(pickle.loads(record["error"]))
             left.remove(record["part"])
+            watch.note_record()
             yield by_number[record["part"]], pickle.loads(record["result"])
         if left:
             # A retried task failed earlier than its first try: Ray takes the end of the second try for the task's end,
@@ -542,22 +544,64 @@ class Progress:
 
 
 # --- Capacity ---
-# Checks whether any node of the cluster could ever hold a worker of a prediction.
+# Checks whether any node of the cluster could ever hold a task, or a worker of a prediction.
+
+# A task of a part, as a pool of one worker.
+TASK = Pool(most=1, cpus=1, gpus=0.0)
+# How long no part may end before the nodes are looked at, and then between two looks.
+CAPACITY_POLL_S = 2.0
+
+
+class CapacityWatch:
+    """Follows an attempt's tasks, and reports what the cluster lacks while no node could run any of them.
+
+    Its tasks stay submitted, so that an autoscaler sees what they ask for.
+    """
+
+    def __init__(self, context: AttemptContext, each: Pool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._context = context
+        self._each = each
+        self._clock = clock
+        self._looked_at = clock()
+        self._is_waiting = False
+
+    def poll(self) -> None:
+        """Raises if the job is to stop."""
+        self._context.raise_if_stopped()
+        if self._clock() - self._looked_at >= CAPACITY_POLL_S:
+            self._report(lacking(self._each))
+
+    def note_record(self) -> None:
+        """Notes that a part has ended."""
+        if self._is_waiting:
+            self._report("")
+        self._looked_at = self._clock()
+
+    def _report(self, what: str) -> None:
+        if what or self._is_waiting:
+            self._context.report_waiting(what)
+        self._is_waiting = bool(what)
+        self._looked_at = self._clock()
 
 
 def missing_capacity(job: JobRecord) -> str:
     """Returns what the cluster lacks for one worker of a prediction.
 
-    Empty for any other job. Busy nodes count, since a worker waits for capacity on them.
+    Empty for any other job: a small import needs no task, and the attempt of a large one reports what its tasks lack.
     """
-    if "predict" not in job.spec:
-        return ""
-    workers = PredictSpec.from_record(job.spec["predict"]).workers
+    return lacking(pool_of(PredictSpec.from_record(job.spec["predict"]).workers)) if "predict" in job.spec else ""
+
+
+def lacking(each: Pool) -> str:
+    """Returns what the cluster lacks for one worker of the pool, or for one task.
+
+    Busy nodes count, since a worker waits for capacity on them.
+    """
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
-    if any(pool_fits(pool_of(workers), node["Resources"]) for node in nodes if node["Alive"]):
+    if any(pool_fits(each, node["Resources"]) for node in nodes if node["Alive"]):
         return ""
-    gpus = f" and {workers.gpus:g} GPU" if workers.gpus else ""
-    return f"a node with {workers.cpus} CPU{gpus} for a worker"
+    gpus = f" and {each.gpus:g} GPU" if each.gpus else ""
+    return f"a node with {each.cpus} CPU{gpus} for a {'task' if each is TASK else 'worker'}"
 
 
 def pool_of(workers: Workers) -> Pool:

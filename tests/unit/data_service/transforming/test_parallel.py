@@ -7,14 +7,25 @@ import pickle
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError, WorkerCrashedError
 
 from data_service import parallel
-from data_service.parallel import Begun, IdleWorkers, PartsTask, Pool, _lost, grouped, pool_fits
+from data_service.parallel import (
+    CAPACITY_POLL_S,
+    TASK,
+    Begun,
+    CapacityWatch,
+    IdleWorkers,
+    PartsTask,
+    Pool,
+    _lost,
+    grouped,
+    pool_fits,
+)
 from data_service.transforms.plan import PartitionRange
 from shared.dataset_version import RowGroup
 from shared.errors import (
@@ -144,6 +155,59 @@ def test_results_that_ray_loses_are_missed(store: ObjectStore, monkeypatch: pyte
     assert next(results) == (PART, "done")
     with pytest.raises(Unavailable, match="1 parts"):
         next(results)
+
+
+class Reports:
+    """The context of an attempt, which remembers what it reports."""
+
+    def __init__(self) -> None:
+        self.waiting_for: list[str] = []
+        self.polls = 0
+
+    def raise_if_stopped(self) -> None:
+        self.polls += 1
+
+    def report_waiting(self, what: str) -> None:
+        self.waiting_for.append(what)
+
+
+def node(cpus: float, *, is_alive: bool = True) -> dict[str, Any]:
+    return {"Alive": is_alive, "Resources": {"CPU": cpus} if cpus else {"memory": 1e9}}
+
+
+def test_an_attempt_whose_tasks_fit_no_node_says_what_they_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [node(0.0), node(8.0, is_alive=False)]
+    monkeypatch.setattr(parallel.ray, "nodes", lambda: nodes)
+    now, reports = [0.0], Reports()
+    watch = CapacityWatch(cast(Any, reports), TASK, lambda: now[0])
+
+    def poll_after(seconds: float) -> list[str]:
+        now[0] += seconds
+        watch.poll()
+        return reports.waiting_for
+
+    assert poll_after(CAPACITY_POLL_S / 2) == []
+    assert poll_after(CAPACITY_POLL_S / 2) == ["a node with 1 CPU for a task"]
+    nodes.append(node(1.0))
+    assert poll_after(CAPACITY_POLL_S)[1:] == [""]
+    assert poll_after(CAPACITY_POLL_S)[2:] == []
+    assert reports.polls == 4
+
+
+def test_an_attempt_whose_parts_end_looks_at_no_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    monkeypatch.setattr(parallel.ray, "nodes", lambda: looks.append(1) or [])
+    now, reports = [0.0], Reports()
+    watch = CapacityWatch(cast(Any, reports), replace(TASK, cpus=2, gpus=0.5), lambda: now[0])
+    for _ in range(10):
+        now[0] += CAPACITY_POLL_S / 2
+        watch.note_record()
+        watch.poll()
+    assert (looks, reports.waiting_for) == ([], [])
+    now[0] += CAPACITY_POLL_S
+    watch.poll()
+    watch.note_record()
+    assert reports.waiting_for == ["a node with 2 CPU and 0.5 GPU for a worker", ""]
 
 
 @pytest.mark.parametrize(
