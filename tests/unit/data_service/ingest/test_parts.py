@@ -28,7 +28,7 @@ from data_service.formats.parquet import MAX_BATCH_ROWS
 from data_service.imports import job as import_job
 from data_service.imports import plan
 from data_service.imports.plan import ImportPart
-from data_service.imports.work import Guarded, WritePart
+from data_service.imports.work import Guarded, WritePart, _PartFiles
 from data_service.parallel import P, Pool, Results, Work
 from data_service.uploads import reader
 from shared.dataset_version import VersionReader, load_version
@@ -518,6 +518,21 @@ def test_an_outage_in_one_part_ends_the_attempt_and_not_the_job(
     assert job.state is JobState.RECOVERING
     assert job.error is not None
     assert job.error["message"] == "the store does not answer"
+
+
+@pytest.mark.parametrize("in_tasks", [True, False])
+def test_an_import_whose_files_lack_rows_fails_at_once_and_leaves_nothing(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_tasks: bool
+) -> None:
+    close = _PartFiles.close
+    monkeypatch.setattr(_PartFiles, "close", lambda files: [replace(one, row_count=1) for one in close(files)])
+    spec = SPECS["all good"](tmp_path)
+    job = run(store, tmp_path, "v1", spec, Parts()) if in_tasks else run_in_one_process(store, tmp_path, "v1", spec)
+    assert job.state is JobState.FAILED
+    assert job.error is not None
+    assert (job.error["kind"], job.error["reason"]) == ("DataLoss", "FILES_INCOMPLETE")
+    assert "do not have each of its rows once" in job.error["message"]
+    assert [info.key for info in store.list(f"{job.name}/data")] == []
 
 
 class Losing(Parts):
