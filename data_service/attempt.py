@@ -210,8 +210,8 @@ def _refuse_gaps(ranges: Iterable[SplitRange], files: Iterable[DataFile]) -> Non
 def _incomplete(split: str, what: str) -> DataLoss:
     """Returns the error of files that lack rows. Another attempt would take over the same files."""
     return DataLoss(
-        f"the files of split {split!r} do not have each of its rows once: {what}; this is a fault of the service: start "
-        "it anew, and report the fault if it comes again",
+        f"the files of split {split!r} do not have each of its rows once: {what}; this is a fault of the service: "
+        "start it anew, and report the fault if it comes again",
         reason="FILES_INCOMPLETE",
         metadata={"split": split},
     )

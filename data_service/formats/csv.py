@@ -8,7 +8,9 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,7 +62,8 @@ def open_csv(files: Sequence[SourceFile], options: CsvOptions | None, overrides:
     types = {name: given.get(name) or inferred[name].type for name in names}
     schema = pa.schema([pa.field(name, arrow_type) for name, arrow_type in types.items()])
     casts |= {name: cast_between(pa.string(), one.type) for name, one in inferred.items()}
-    return [_CsvRows(file, dialect, schema, casts, found) for file, found in zip(files, parts, strict=True)]
+    shared = MappingProxyType(casts)
+    return [_CsvRows(file, dialect, schema, shared, found) for file, found in zip(files, parts, strict=True)]
 
 
 class _Dialect:
@@ -144,22 +147,26 @@ class _CsvRows:
         file: SourceFile,
         dialect: _Dialect,
         schema: pa.Schema,
-        casts: Mapping[str, Cast | None],
+        casts: MappingProxyType[str, Cast | None],
         parts: Sequence[TextPart],
     ) -> None:
-        self._file, self._dialect, self._casts = file, dialect, dict(casts)
-        self._parts = parts
+        self._file, self._dialect, self._casts = file, dialect, casts
         self._part: TextPart | None = None
         self.schema = schema
+        self._set_parts(parts)
+
+    def _set_parts(self, parts: Sequence[TextPart]) -> None:
+        self._parts = parts
         self.row_count = sum(part.row_count for part in parts) if parts else None
-        self.size_bytes = sum(part.size_bytes for part in parts) if parts else file.size_bytes or 0
+        self.size_bytes = sum(part.size_bytes for part in parts) if parts else self._file.size_bytes or 0
 
     def parts(self) -> Sequence[RowSource]:
         return [self._only(part) for part in self._parts] if len(self._parts) > 1 else [self]
 
     def _only(self, part: TextPart) -> _CsvRows:
-        rows = _CsvRows(self._file, self._dialect, self.schema, self._casts, [part])
+        rows = copy(self)  # shares the columns and their casts with the other parts
         rows._part = part
+        rows._set_parts([part])
         return rows
 
     def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:

@@ -8,7 +8,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -91,7 +93,7 @@ def open_json_lines(files: Sequence[SourceFile], overrides: Overrides) -> list[R
     given = overrides.types_among(list(inferred))
     types = {name: given.get(name) or one.type for name, one in inferred.items()}
     schema = pa.schema([pa.field(name, one, nullable=not is_tensor(one)) for name, one in types.items()])
-    builds = {name: _build(overrides, name, inferred[name].type, types[name]) for name in types}
+    builds = MappingProxyType({name: _build(overrides, name, inferred[name].type, types[name]) for name in types})
     return [_JsonRows(file, schema, builds, found) for file, found in zip(files, parts, strict=True)]
 
 
@@ -106,12 +108,15 @@ class _JsonRows:
     class_names: list[str] | None = None
 
     def __init__(
-        self, file: SourceFile, schema: pa.Schema, builds: Mapping[str, Build], parts: Sequence[TextPart]
+        self, file: SourceFile, schema: pa.Schema, builds: MappingProxyType[str, Build], parts: Sequence[TextPart]
     ) -> None:
-        self._file, self._builds = file, dict(builds)
-        self._parts = parts
+        self._file, self._builds = file, builds
         self._part: TextPart | None = None
         self.schema = schema
+        self._set_parts(parts)
+
+    def _set_parts(self, parts: Sequence[TextPart]) -> None:
+        self._parts = parts
         self.row_count: int | None = sum(part.row_count for part in parts)
         self.size_bytes = sum(part.size_bytes for part in parts)
 
@@ -119,8 +124,9 @@ class _JsonRows:
         return [self._only(part) for part in self._parts] if len(self._parts) > 1 else [self]
 
     def _only(self, part: TextPart) -> _JsonRows:
-        rows = _JsonRows(self._file, self.schema, self._builds, [part])
+        rows = copy(self)  # shares the columns and how they are built with the other parts
         rows._part = part
+        rows._set_parts([part])
         return rows
 
     def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from urllib.parse import unquote
 
@@ -179,7 +180,12 @@ class _PartitionedRows:
     def parts(self) -> Sequence[RowSource]:
         if not all(value.fits for value in self._values):
             return [self]  # no row of it is good, and the tables' sizes are the places
-        return [_PartitionedRows(rows, self._file, self._values) for rows in self._rows.parts()]
+        return [self._only(rows) for rows in self._rows.parts()]
+
+    def _only(self, rows: RowSource) -> _PartitionedRows:
+        part = copy(self)
+        part._rows = rows
+        return part
 
     def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
         misfit = next((value for value in self._values if not value.fits), None)

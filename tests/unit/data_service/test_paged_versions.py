@@ -97,7 +97,7 @@ def test_files_that_do_not_have_each_row_once_are_not_committed(
     writer = SplitWriter(store, "v", tmp_path, schema=NUMBERS.schema, split="train", first_row_id=0)
     writer.write(NUMBERS)
     files = changed(writer.close())
-    with pytest.raises(DataLoss, match="do not have each of its rows once: .*start it anew") as caught:
+    with pytest.raises(DataLoss, match=r"do not have each of its rows once: .*start it anew") as caught:
         commit_version(
             store,
             "v",

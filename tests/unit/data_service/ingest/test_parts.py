@@ -19,6 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from ray import cloudpickle
 
 from data_service import kept_parts
 from data_service.domain import bad_rows
@@ -652,7 +653,7 @@ def test_the_pins_of_an_upload_are_in_the_store_while_its_parts_are_read(
         def __call__(self, context: AttemptContext, folder: str, *arguments: Any, **options: Any) -> Any:
             assert len(list(store.list(f"{folder}/pins"))) == 1
             work, parts = arguments
-            pickled = [pickle.dumps(part) for part in parts]
+            pickled = [cloudpickle.dumps(part) for part in parts]  # type: ignore[no-untyped-call]
             assert not any(b"/chunks/" in one for one in pickled)
             sent = [pickle.loads(one) for one in pickled]
             return super().__call__(context, folder, work, sent, **options)
