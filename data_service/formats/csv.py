@@ -6,10 +6,10 @@ import csv
 import io
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from data_service.formats.interface import (
     split_lines,
 )
 from data_service.formats.text_parts import PartCutter, TextPart, opened_text
+from data_service.formats.text_scans import UnitRunner, scan_files
 from data_service.formats.typed_columns import Overrides, check_names
 from data_service.storage.source_files import SourceFile
 from shared.dataset_version.manifest import MAX_COLUMNS
@@ -44,11 +45,16 @@ from shared.value_texts import zone_hint
 NULL_VALUES = ("NA", "N/A", "null", "NULL", "NaN", "nan")
 
 
-def open_csv(files: Sequence[SourceFile], options: CsvOptions | None, overrides: Overrides) -> list[RowSource]:
+def open_csv(
+    files: Sequence[SourceFile],
+    options: CsvOptions | None,
+    overrides: Overrides,
+    run_units: UnitRunner | None = None,
+) -> list[RowSource]:
     """Opens one source for each file.
 
-    Reads all files once to infer types, unless every column's type is given. Raises `InvalidArgument` if a file has no
-    usable column names, or others than the first file.
+    Reads all files once to infer types, unless every column's type is given; large ones by `run_units`. Raises
+    `InvalidArgument` if a file has no usable column names, or others than the first file.
     """
     dialect = _Dialect(options or CsvOptions())
     names = dialect.names_of(files[0])
@@ -57,8 +63,8 @@ def open_csv(files: Sequence[SourceFile], options: CsvOptions | None, overrides:
             raise file.corrupt(f"its columns are {_shown(others)}, but those of {files[0].uri} are {_shown(names)}")
     given = overrides.types_among(names)
     casts = {name: _cast(overrides, name, wanted) for name, wanted in given.items()}
-    inferred = {name: InferredType() for name in names if name not in given}
-    parts = [_scan(file, dialect, names, inferred) if inferred else _counted(file, dialect, names) for file in files]
+    scanner = _CsvScanner(dialect, names, [name for name in names if name not in given])
+    inferred, parts = scan_files(files, scanner, run_units)
     types = {name: given.get(name) or inferred[name].type for name in names}
     schema = pa.schema([pa.field(name, arrow_type) for name, arrow_type in types.items()])
     casts |= {name: cast_between(pa.string(), one.type) for name, one in inferred.items()}
@@ -110,33 +116,55 @@ class _Dialect:
                 raise file.corrupt(str(error)) from None
 
 
-def _scan(
-    file: SourceFile, dialect: _Dialect, names: Sequence[str], inferred: Mapping[str, InferredType]
-) -> list[TextPart]:
-    """Reads the file once, adds its values to the inferred types, and divides it into parts."""
-    cutter = PartCutter()
-    with dialect.reader(file) as reader:
-        for records in reader.records(len(names)):
-            # A row with undecodable bytes does not influence the types.
-            texts, all_fit = _texts(records.columns)
-            cutter.add(len(records.lines) if all_fit is None else int(all_fit.sum()))
-            for name, column in zip(names, texts, strict=True):
-                if name in inferred:
-                    inferred[name].update(column if all_fit is None else column.filter(pa.array(all_fit)))
-            reader.pass_place(cutter)
-    return cutter.parts(file)
+class _InferredTypes(dict[str, InferredType]):
+    """The types of the columns that have no given one; a `Found`."""
+
+    def merge(self, file: SourceFile, later: _InferredTypes) -> None:  # noqa: ARG002 - types never refuse a file
+        for name, one in later.items():
+            self[name].merge(one)
 
 
-def _counted(file: SourceFile, dialect: _Dialect, names: Sequence[str]) -> list[TextPart]:
-    """Divides a file whose types are given; nothing for one that is not worth another pass."""
-    if (file.size_bytes or 0) <= interface.PART_BYTES:
-        return []
-    cutter = PartCutter()
-    with dialect.reader(file) as reader:
-        for row_count in reader.row_counts(len(names)):
-            cutter.add(row_count)
-            reader.pass_place(cutter)
-    return cutter.parts(file)
+@dataclass(frozen=True)
+class _CsvScanner:
+    """Looks at the rows of a source with the columns `names`, and infers the types of those in `inferred`."""
+
+    dialect: _Dialect
+    names: Sequence[str]
+    inferred: Sequence[str]
+
+    @property
+    def looks_at_rows(self) -> bool:
+        return bool(self.inferred)
+
+    def nothing(self) -> _InferredTypes:
+        return _InferredTypes({name: InferredType() for name in self.inferred})
+
+    def scan(self, file: SourceFile, found: _InferredTypes, part: TextPart | None = None) -> list[TextPart]:
+        """Without columns to infer, a file that is not worth another pass has no parts."""
+        if not self.inferred:
+            return self.cut(file) if (file.size_bytes or 0) > interface.PART_BYTES else []
+        cutter = PartCutter()
+        with self.dialect.reader(file, part) as reader:
+            for records in reader.records(len(self.names)):
+                # A row with undecodable bytes does not influence the types.
+                texts, all_fit = _texts(records.columns)
+                cutter.add(len(records.lines) if all_fit is None else int(all_fit.sum()))
+                for name, column in zip(self.names, texts, strict=True):
+                    if name in found:
+                        found[name].update(column if all_fit is None else column.filter(pa.array(all_fit)))
+                if part is None:
+                    reader.pass_place(cutter)
+        return cutter.parts(file) if part is None else [replace(part, row_count=cutter.row_count)]
+
+    def cut(self, file: SourceFile) -> list[TextPart]:
+        cutter = PartCutter()
+        with self.dialect.reader(file) as reader:
+            if self.inferred and not reader.can_be_divided:
+                return []
+            for row_count in reader.row_counts(len(self.names)):
+                cutter.add(row_count)
+                reader.pass_place(cutter)
+        return cutter.parts(file)
 
 
 class _CsvRows:
@@ -325,7 +353,7 @@ class CsvReader:
     ) -> None:
         """With a `part`, reads the records that begin in it; `blocks` begin with it."""
         self._blocks = blocks
-        self._can_be_divided = can_be_divided
+        self.can_be_divided = can_be_divided
         self._end = None if part is None else part.end
         self._pushed_back: deque[LineBlock] = deque()
         self._open_quote: _OpenQuote | None = None
@@ -376,7 +404,7 @@ class CsvReader:
 
     def pass_place(self, cutter: PartCutter) -> None:
         """Offers the place before the next record for a cut; call it only between two blocks of records."""
-        if self._can_be_divided and (block := self._take()) is not None:
+        if self.can_be_divided and (block := self._take()) is not None:
             self._pushed_back.appendleft(block)
             cutter.pass_place(_CsvPlace(block.file_byte, block.first_line, block.first_byte, self._open_quote))
 

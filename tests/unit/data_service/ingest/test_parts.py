@@ -24,7 +24,7 @@ from ray import cloudpickle
 from data_service import kept_parts
 from data_service.domain import bad_rows
 from data_service.domain.import_spec import BadRows, Base, ColumnType, HoldOut, ImportSpec, Source
-from data_service.formats import interface
+from data_service.formats import interface, text_scans
 from data_service.formats.parquet import MAX_BATCH_ROWS
 from data_service.imports import job as import_job
 from data_service.imports import plan
@@ -534,6 +534,33 @@ def test_an_import_whose_files_lack_rows_fails_at_once_and_leaves_nothing(
     assert (job.error["kind"], job.error["reason"]) == ("DataLoss", "FILES_INCOMPLETE")
     assert "do not have each of its rows once" in job.error["message"]
     assert [info.key for info in store.list(f"{job.name}/data")] == []
+
+
+@pytest.mark.parametrize("kind", ["csv", "json_lines"])
+def test_columns_that_tasks_infer_make_the_version_that_one_process_makes(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(interface, "PART_BYTES", 300)
+    monkeypatch.setattr(interface, "BLOCK_BYTES", 100)
+    for file in range(3):
+        last = 2.5 if file == 1 else 7
+        rows = [{"n": 280 + row, "d": last if row == 99 else row, "s": None} for row in range(100)]
+        lines = ["n,d,s", *(f"{row['n']},{row['d']}," for row in rows)] if kind == "csv" else map(json.dumps, rows)
+        (tmp_path / f"{file}.{kind}").write_text("\n".join(lines) + "\n")
+    given = Source(split="train", format=kind, uris={f"{kind}.uri": f"{tmp_path.as_uri()}/*.{kind}"})
+    spec = spec_of([given], column_types=[])
+    expected, runner = run(store, tmp_path, "v1", spec, Parts()), Parts()
+    monkeypatch.setattr(text_scans, "LARGE_BYTES", 0)
+    job = run(store, tmp_path, "v2", spec, runner)
+    assert [name for name, _ in runner.passes] == ["_Cut", "_Scan", "WritePart"]
+    assert len(runner.passes[1][1]) > 6
+    assert job.result is not None
+    assert expected.result is not None
+    made, same = (load_version(store, f"{DATASET}/{version}") for version in ("v2", "v1"))
+    assert made.columns == same.columns
+    assert [column.arrow_type for column in made.columns] == ["int64", "double", "string"]
+    assert numbers(store, made.name) == numbers(store, same.name)
+    assert [file.sha256 for file in made.manifest.files] == [file.sha256 for file in same.manifest.files]
 
 
 class Losing(Parts):
