@@ -161,7 +161,7 @@ class _CsvScanner:
         with self.dialect.reader(file) as reader:
             if self.inferred and not reader.can_be_divided:
                 return []
-            for row_count in reader.row_counts(len(self.names)):
+            for row_count in reader.skip_blocks() if self.inferred else reader.row_counts(len(self.names)):
                 cutter.add(row_count)
                 reader.pass_place(cutter)
         return cutter.parts(file)
@@ -402,6 +402,15 @@ class CsvReader:
                 found = list(self._rows(block))
                 yield sum(isinstance(one, _Record) and len(one.fields) == width for one in found)
 
+    def skip_blocks(self) -> Iterator[int]:
+        """Goes past the records of each block, as `records` does; yields 0 for each block, since it counts no rows."""
+        while (block := self._next_own()) is not None:
+            # Without a quote each line is a record, so all records end with the block.
+            if not block.too_long and b'"' in block.data and not _is_regular(block.data, self._delimiter):
+                for _ in self._rows(block):
+                    pass
+            yield 0
+
     def pass_place(self, cutter: PartCutter) -> None:
         """Offers the place before the next record for a cut; call it only between two blocks of records."""
         if self.can_be_divided and (block := self._take()) is not None:
@@ -560,16 +569,24 @@ def _record_ends(data: bytes, delimiter: str) -> NDArray[np.int64] | None:
     None unless lines end with LF or CR LF, each quote begins or ends a field or is doubled within one, and no field is
     open at the end of the block.
     """
-    if data.count(b"\r") != data.count(b"\r\n"):
+    if not _is_regular(data, delimiter):
         return None
     codes = np.frombuffer(data, np.uint8)
     ends = np.flatnonzero(codes == 10)
     if b'"' in data:
-        if len(data) > interface.MAX_LINE_BYTES or not _are_regular(codes, np.flatnonzero(codes == 34), delimiter):
-            return None
         ends = ends[_are_outside(codes, ends)]
     ends = ends + 1
     return ends if data.endswith(b"\n") else np.append(ends, len(data))
+
+
+def _is_regular(data: bytes, delimiter: str) -> bool:
+    """Returns whether `_record_ends` finds the records of the block."""
+    if data.count(b"\r") != data.count(b"\r\n"):
+        return False
+    if b'"' not in data:
+        return True
+    codes = np.frombuffer(data, np.uint8)
+    return len(data) <= interface.MAX_LINE_BYTES and _are_regular(codes, np.flatnonzero(codes == 34), delimiter)
 
 
 def _are_filled(data: bytes, ends: NDArray[np.int64]) -> NDArray[np.bool_]:
