@@ -35,7 +35,7 @@ from shared.dataset_version.manifest import (
     shape_of,
 )
 from shared.dataset_version.pages import manifest_with
-from shared.errors import STORE_OUTAGES, Cancelled, Internal, MillraceError, ResourceExhausted
+from shared.errors import STORE_OUTAGES, Cancelled, DataLoss, MillraceError, ResourceExhausted
 from shared.jobs import AttemptContext
 from shared.jobs.attempt import TRANSIENT
 from shared.log import StaleAttempt
@@ -167,7 +167,7 @@ def commit_version(
     """Writes report, quarantined rows, pages of the files and manifest below `folder`.
 
     Returns the job's result, which names the manifest; only that result creates the version. `report` is a
-    QualityReport as JSON, `quarantine` a local file of JSON lines. Raises `Internal`, and writes nothing, unless the
+    QualityReport as JSON, `quarantine` a local file of JSON lines. Raises `DataLoss`, and writes nothing, unless the
     files have each row id of `ranges` once.
     """
     _refuse_gaps(ranges, files)
@@ -207,9 +207,11 @@ def _refuse_gaps(ranges: Iterable[SplitRange], files: Iterable[DataFile]) -> Non
             raise _incomplete(one.name, f"they end at row {next_row_ids[one.name]}, and the split at {end}")
 
 
-def _incomplete(split: str, what: str) -> Internal:
-    return Internal(
-        f"the files of split {split!r} do not have each of its rows once: {what}; this is a fault of the service",
+def _incomplete(split: str, what: str) -> DataLoss:
+    """Returns the error of files that lack rows. Another attempt would take over the same files."""
+    return DataLoss(
+        f"the files of split {split!r} do not have each of its rows once: {what}; this is a fault of the service: "
+        "start it anew, and report the fault if it comes again",
         reason="FILES_INCOMPLETE",
         metadata={"split": split},
     )

@@ -348,7 +348,8 @@ def operation_message(
 ) -> operations_pb2.Operation:
     """Converts an operation.
 
-    `waiting_for`: the resources that the cluster lacks for it. `brief`: with its version in the short form of lists.
+    `waiting_for`: the resources that the cluster lacks for its next attempt; an attempt reports itself what it lacks.
+    `brief`: with its version in the short form of lists.
     """
     job = version.job
     operation = operations_pb2.Operation(name=f"operations/{operation_id(job)}", done=job.state.final)
@@ -390,6 +391,8 @@ def _metadata(
 ) -> _ImportMetadata | _TransformMetadata | _PredictMetadata:
     create_time = timestamp(job.create_time)
     kind: Any = _metadata_type(job)
+    if job.state is JobState.RUNNING:
+        waiting_for = str(progress.get("waiting_for", ""))
     if kind is _ImportMetadata:
         return _ImportMetadata(
             version=job.name,
@@ -397,6 +400,7 @@ def _metadata(
             rows_quarantined=int(progress.get("rows_quarantined", 0)),
             attempt=job.attempts_made,
             create_time=create_time,
+            waiting_for=waiting_for,
         )
     made = kind(
         version=job.name,
@@ -406,10 +410,10 @@ def _metadata(
         rows_per_second=float(progress.get("rows_per_second", 0.0)),
         attempt=job.attempts_made,
         create_time=create_time,
+        waiting_for=waiting_for,
     )
     if kind is _PredictMetadata:
         made.checkpoint = job.spec["predict"]["checkpoint"]["name"]
-        made.waiting_for = waiting_for
     return cast(_TransformMetadata | _PredictMetadata, made)
 
 

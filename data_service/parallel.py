@@ -6,6 +6,7 @@ progress of passes.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import pickle
@@ -20,6 +21,7 @@ from uuid import uuid4
 
 import pyarrow as pa
 import ray
+from ray import ObjectRef, cloudpickle
 
 from data_service.attempt import FULL
 from data_service.domain.transform_spec import PredictSpec, Workers
@@ -49,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 class Part(Protocol):
-    """A piece of a job's input that one task works on; must be picklable.
+    """A piece of a job's input that one task works on; cloudpickle must be able to send it.
 
     What the parts are depends on the input alone, never on the cluster or on faults. Where results are kept, a part's
     `repr` says all that distinguishes it, as that of a dataclass of plain values does.
@@ -200,16 +202,19 @@ def run_on_ray(
     by_number = {part.number: part for part in parts}
     # Markers cost two requests a part. Only the end of foreign code depends on the part that it was at.
     begun = Begun(f"{folder}/begun") if alone else None
-    task = PartsTask(work, context.store.settings, begun)
+    pages, places = paged(groups)
+    task = PartsTask(work, context.store.settings, begun, pages)
     # Ray Data itself schedules the workers of a pool.
-    dataset, submitted = _dataset(task, groups, pool), SUBMITTED_A_CPU if pool is None else 1
-    stream = DatasetStream(dataset, submitted).tables(context.raise_if_stopped, POLL_S)
+    dataset, submitted = _dataset(task, places, pool), SUBMITTED_A_CPU if pool is None else 1
+    watch = CapacityWatch(context, pool or TASK)
+    stream = DatasetStream(dataset, submitted).tables(watch.poll, POLL_S)
     left = set(by_number)
     try:
         for record in chain.from_iterable(table.to_pylist() for table in stream):
             if record["error"]:
                 raise error_from_record(pickle.loads(record["error"]))
             left.remove(record["part"])
+            watch.note_record()
             yield by_number[record["part"]], pickle.loads(record["result"])
         if left:
             # A retried task failed earlier than its first try: Ray takes the end of the second try for the task's end,
@@ -244,15 +249,87 @@ def grouped(parts: Sequence[P], cpus: int) -> list[list[P]]:
     return [*groups, *([part] for part in parts[together:])]
 
 
-def _dataset(task: PartsTask, groups: Sequence[Sequence[Part]], pool: Pool | None) -> Dataset:
+# --- Pages of parts ---
+# The parts of one source have most of what they are made of in common: schema, casts, how the file is opened. So they
+# are pickled many at a time, and what they share is there once a page. A task has the place of its group.
+
+# The page in which this is reached is full.
+PAGE_BYTES = 256 * 1024
+
+
+def paged(groups: Sequence[Sequence[Part]]) -> tuple[list[bytes | ObjectRef[bytes]], list[dict[str, int]]]:
+    """Returns the groups in pages, and the place of each group as a row of a dataset.
+
+    A single page travels with the task. More of them lie in Ray's object store, so this process does not have to keep
+    them.
+    """
+    stored: list[bytes | ObjectRef[bytes]] = []
+    places: list[dict[str, int]] = []
+    begun = _NewPage()
+    for group in groups:
+        if begun.is_full:
+            stored.append(ray.put(begun.data))
+            begun = _NewPage()
+        places.append({"page": len(stored), "group": begun.add(group)})
+    return [*stored, ray.put(begun.data) if stored else begun.data], places
+
+
+class _NewPage:
+    """One pickler writes all groups, so an object of an earlier group is not written again."""
+
+    def __init__(self) -> None:
+        self._file = io.BytesIO()
+        self._pickler = cloudpickle.Pickler(self._file, protocol=5)  # type: ignore[no-untyped-call]
+        self._count = 0
+
+    @property
+    def is_full(self) -> bool:
+        return self._file.tell() >= PAGE_BYTES
+
+    @property
+    def data(self) -> bytes:
+        return self._file.getvalue()
+
+    def add(self, group: Sequence[Part]) -> int:
+        """Returns the number of the group in this page."""
+        self._pickler.dump(list(group))  # type: ignore[no-untyped-call]
+        self._count += 1
+        return self._count - 1
+
+
+class _OpenPage:
+    """Reads the groups of a page in order, as far as they are needed."""
+
+    def __init__(self, page: bytes | ObjectRef[bytes]) -> None:
+        self.page = page
+        self._unpickler = pickle.Unpickler(io.BytesIO(page if isinstance(page, bytes) else ray.get(page)))
+        self._groups: list[list[Any]] = []
+
+    def group(self, number: int) -> list[Any]:
+        while len(self._groups) <= number:
+            self._groups.append(self._unpickler.load())
+        return self._groups[number]
+
+
+# The page that this process read last: the next task often has a group of the same one.
+_last_page: _OpenPage | None = None
+
+
+def _group(pages: Sequence[bytes | ObjectRef[bytes]], place: Mapping[str, int]) -> list[Any]:
+    global _last_page
+    page = pages[place["page"]]
+    if _last_page is None or _last_page.page != page:
+        _last_page = _OpenPage(page)
+    return _last_page.group(place["group"])
+
+
+def _dataset(task: PartsTask, places: Sequence[Mapping[str, int]], pool: Pool | None) -> Dataset:
     import ray.data
 
     from shared.dataset_stream import quiet_context
 
     with ray.data.DataContext.current(quiet_context(block_bytes=RECORD_BYTES)):
-        given = ray.data.from_items(
-            [{"parts": pickle.dumps(group)} for group in groups], override_num_blocks=len(groups)
-        )
+        given = ray.data.from_items(list(places), override_num_blocks=len(places))
         if pool is None:
             return given.flat_map(task, num_cpus=1, max_retries=MAX_RETRIES, runtime_env=WARM_WORKERS.runtime_env)
         return given.flat_map(
@@ -260,7 +337,7 @@ def _dataset(task: PartsTask, groups: Sequence[Sequence[Part]], pool: Pool | Non
             fn_constructor_args=(task,),
             # Actors without capacity wait, and the others work meanwhile.
             compute=ray.data.ActorPoolStrategy(
-                size=min(len(groups), pool.most or _capacity(pool)), max_tasks_in_flight_per_actor=1
+                size=min(len(places), pool.most or _capacity(pool)), max_tasks_in_flight_per_actor=1
             ),
             num_cpus=pool.cpus,
             num_gpus=pool.gpus or None,
@@ -314,12 +391,19 @@ def _lost(
 
 
 class PartsTask:
-    """The function that Ray's worker calls for each group of parts."""
+    """The function that Ray's worker calls for the place of each group of parts in `pages`."""
 
-    def __init__(self, work: Work[Any], settings: StoreSettings, begun: Begun | None) -> None:
+    def __init__(
+        self,
+        work: Work[Any],
+        settings: StoreSettings,
+        begun: Begun | None,
+        pages: Sequence[bytes | ObjectRef[bytes]],
+    ) -> None:
         self._work = work
         self._settings = settings
         self._begun = begun
+        self._pages = pages
 
     def __call__(self, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yields a record for each part as it completes.
@@ -327,7 +411,7 @@ class PartsTask:
         Errors are records too: Ray would wrap an exception, and retry some.
         """
         store = open_store(self._settings)
-        for part in pickle.loads(row["parts"]):
+        for part in _group(self._pages, row):
             record = self._record(store, part)
             yield record
             if record["error"]:
@@ -542,22 +626,64 @@ class Progress:
 
 
 # --- Capacity ---
-# Checks whether any node of the cluster could ever hold a worker of a prediction.
+# Checks whether any node of the cluster could ever hold a task, or a worker of a prediction.
+
+# A task of a part, as a pool of one worker.
+TASK = Pool(most=1, cpus=1, gpus=0.0)
+# How long no part may end before the nodes are looked at, and then between two looks.
+CAPACITY_POLL_S = 2.0
+
+
+class CapacityWatch:
+    """Follows an attempt's tasks, and reports what the cluster lacks while no node could run any of them.
+
+    Its tasks stay submitted, so that an autoscaler sees what they ask for.
+    """
+
+    def __init__(self, context: AttemptContext, each: Pool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._context = context
+        self._each = each
+        self._clock = clock
+        self._looked_at = clock()
+        self._is_waiting = False
+
+    def poll(self) -> None:
+        """Raises if the job is to stop."""
+        self._context.raise_if_stopped()
+        if self._clock() - self._looked_at >= CAPACITY_POLL_S:
+            self._report(lacking(self._each))
+
+    def note_record(self) -> None:
+        """Notes that a part has ended."""
+        if self._is_waiting:
+            self._report("")
+        self._looked_at = self._clock()
+
+    def _report(self, what: str) -> None:
+        if what or self._is_waiting:
+            self._context.report_waiting(what)
+        self._is_waiting = bool(what)
+        self._looked_at = self._clock()
 
 
 def missing_capacity(job: JobRecord) -> str:
     """Returns what the cluster lacks for one worker of a prediction.
 
-    Empty for any other job. Busy nodes count, since a worker waits for capacity on them.
+    Empty for any other job: a small import needs no task, and the attempt of a large one reports what its tasks lack.
     """
-    if "predict" not in job.spec:
-        return ""
-    workers = PredictSpec.from_record(job.spec["predict"]).workers
+    return lacking(pool_of(PredictSpec.from_record(job.spec["predict"]).workers)) if "predict" in job.spec else ""
+
+
+def lacking(each: Pool) -> str:
+    """Returns what the cluster lacks for one worker of the pool, or for one task.
+
+    Busy nodes count, since a worker waits for capacity on them.
+    """
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
-    if any(pool_fits(pool_of(workers), node["Resources"]) for node in nodes if node["Alive"]):
+    if any(pool_fits(each, node["Resources"]) for node in nodes if node["Alive"]):
         return ""
-    gpus = f" and {workers.gpus:g} GPU" if workers.gpus else ""
-    return f"a node with {workers.cpus} CPU{gpus} for a worker"
+    gpus = f" and {each.gpus:g} GPU" if each.gpus else ""
+    return f"a node with {each.cpus} CPU{gpus} for a {'task' if each is TASK else 'worker'}"
 
 
 def pool_of(workers: Workers) -> Pool:

@@ -118,13 +118,14 @@ def _parts(opened: BinaryIO, on_read: Callable[[], None]) -> list[_Part]:
     Raises `ArrowMessageError` for a damaged file.
     """
     blocks, messages_end = _blocks_of(opened)
-    begin, size_bytes, batch_count, first_row, row_count = 0, 0, 0, 0, 0
+    begin, size_bytes, batch_count, first_row, row_count, rows_of_file = 0, 0, 0, 0, 0, 0
     parts: list[_Part] = []
     for position, metadata_bytes, body_bytes in blocks:
         on_read()
         if begin and position != begin + size_bytes:
             return []
         rows = _row_count_of(opened, position, metadata_bytes, body_bytes)
+        rows_of_file = _sum_of_rows(rows_of_file, rows)
         if batch_count and size_bytes + metadata_bytes + body_bytes > interface.PART_BYTES:
             parts.append(_Part(begin, batch_count, first_row, row_count, size_bytes))
             size_bytes, batch_count, first_row, row_count = 0, 0, first_row + row_count, 0
@@ -174,6 +175,8 @@ END_MARKER = CONTINUATION + bytes(4)
 MAX_METADATA_BYTES = 16 * 1024 * 1024
 # The limit of one message, which has a whole record batch.
 MAX_BODY_BYTES = 1024 * 1024 * 1024
+# The limit of rows of one record batch: that many bits are a body of the most bytes. Only columns of nulls take less.
+MAX_BATCH_ROWS = 8 * MAX_BODY_BYTES
 PIECE_BYTES = 16 * 1024 * 1024
 
 _DICTIONARY_BATCH, _RECORD_BATCH = 2, 3
@@ -193,9 +196,10 @@ def checked_messages(stream: BinaryIO) -> Iterator[bytes]:
     in_file = start[:6] == FILE_MAGIC
     if in_file:
         start = _exactly(stream, 8, "its first message")
-    batches = 0
+    batches = row_count = 0
     while (message := _checked_message(stream, start)) is not None:
         batches += message.kind == _RECORD_BATCH
+        row_count = _sum_of_rows(row_count, message.row_count)
         yield from message.pieces
         start = _exactly(stream, 8, "its next message or its end marker; close its writer")
     yield start[:4]
@@ -208,10 +212,11 @@ def checked_messages(stream: BinaryIO) -> Iterator[bytes]:
 
 @dataclass(frozen=True)
 class _CheckedMessage:
-    """A message's type, and its bytes: prefix, length, metadata and body."""
+    """A message's type, its bytes (prefix, length, metadata and body), and the rows of a record batch."""
 
     kind: int
     pieces: list[bytes]
+    row_count: int
 
 
 def _checked_message(stream: BinaryIO, start: bytes) -> _CheckedMessage | None:
@@ -231,10 +236,12 @@ def _checked_message(stream: BinaryIO, start: bytes) -> _CheckedMessage | None:
         raise ArrowMessageError(
             f"a message has {body_bytes} bytes; write record batches of at most {MAX_BODY_BYTES} bytes"
         )
+    row_count = 0 if record_batch is None else _checked_row_count(record_batch)
     body = _exactly(stream, body_bytes, "a message's body")
     if record_batch is not None:
         _check_decompressed(record_batch, body)
-    return _CheckedMessage(kind, [start[:4], start[4:], metadata, *([body] if body_bytes else [])])
+    pieces = [start[:4], start[4:], metadata, *([body] if body_bytes else [])]
+    return _CheckedMessage(kind, pieces, row_count if kind == _RECORD_BATCH else 0)
 
 
 class PieceReader:
@@ -324,6 +331,26 @@ def _message(metadata: bytes) -> tuple[int, int, _Table | None]:
     return kind, message.number(3, "<q"), record_batch
 
 
+def _checked_row_count(record_batch: _Table) -> int:
+    """Returns the rows that a record batch, or the batch of a dictionary, claims to have."""
+    row_count = record_batch.number(0, "<q")
+    if not 0 <= row_count <= MAX_BATCH_ROWS:
+        raise ArrowMessageError(
+            f"a record batch claims to have {row_count} rows; write record batches of at most {MAX_BATCH_ROWS} rows"
+        )
+    return row_count
+
+
+def _sum_of_rows(row_count: int, of_batch: int) -> int:
+    """Adds the rows of the next record batch. The rows of all files are added in 64 bits before they are read."""
+    row_count += of_batch
+    if row_count > interface.MAX_ROWS:
+        raise ArrowMessageError(
+            f"its record batches claim to have more than {interface.MAX_ROWS} rows; import it as several files"
+        )
+    return row_count
+
+
 def _check_decompressed(record_batch: _Table, body: bytes) -> None:
     """Checks the declared sizes of compressed buffers, since Arrow allocates memory for them."""
     if record_batch.table(3) is None:
@@ -395,10 +422,7 @@ def _row_count_of(opened: BinaryIO, position: int, metadata_bytes: int, body_byt
         raise ArrowMessageError("its footer is damaged")
     if kind != _RECORD_BATCH or record_batch is None or actual_body_bytes != body_bytes:
         raise ArrowMessageError("its footer is damaged")
-    row_count = record_batch.number(0, "<q")
-    if row_count < 0:
-        raise ArrowMessageError("a message's metadata is damaged")
-    return row_count
+    return _checked_row_count(record_batch)
 
 
 def _position_after_schema(opened: BinaryIO) -> int:

@@ -77,6 +77,14 @@ class InferredType:
             tried = [one for one in self._possible if not kinds.is_integer(one)]
             self._possible = [one for one in tried if self._fits(present, one)]
 
+    def merge(self, other: InferredType) -> None:
+        """Adds the texts of other rows: a type is possible if it is in both."""
+        if self._any_text and other._any_text:
+            self._possible = [one for one in self._possible if one in other._possible]
+        elif other._any_text:
+            self._possible = list(other._possible)
+        self._any_text |= other._any_text
+
     @property
     def type(self) -> pa.DataType:
         """The first type that all texts fit; string if there is none, or if all are null."""

@@ -6,9 +6,11 @@ import csv
 import io
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +32,7 @@ from data_service.formats.interface import (
     split_lines,
 )
 from data_service.formats.text_parts import PartCutter, TextPart, opened_text
+from data_service.formats.text_scans import UnitRunner, scan_files
 from data_service.formats.typed_columns import Overrides, check_names
 from data_service.storage.source_files import SourceFile
 from shared.dataset_version.manifest import MAX_COLUMNS
@@ -42,11 +45,16 @@ from shared.value_texts import zone_hint
 NULL_VALUES = ("NA", "N/A", "null", "NULL", "NaN", "nan")
 
 
-def open_csv(files: Sequence[SourceFile], options: CsvOptions | None, overrides: Overrides) -> list[RowSource]:
+def open_csv(
+    files: Sequence[SourceFile],
+    options: CsvOptions | None,
+    overrides: Overrides,
+    run_units: UnitRunner | None = None,
+) -> list[RowSource]:
     """Opens one source for each file.
 
-    Reads all files once to infer types, unless every column's type is given. Raises `InvalidArgument` if a file has no
-    usable column names, or others than the first file.
+    Reads all files once to infer types, unless every column's type is given; large ones by `run_units`. Raises
+    `InvalidArgument` if a file has no usable column names, or others than the first file.
     """
     dialect = _Dialect(options or CsvOptions())
     names = dialect.names_of(files[0])
@@ -55,12 +63,13 @@ def open_csv(files: Sequence[SourceFile], options: CsvOptions | None, overrides:
             raise file.corrupt(f"its columns are {_shown(others)}, but those of {files[0].uri} are {_shown(names)}")
     given = overrides.types_among(names)
     casts = {name: _cast(overrides, name, wanted) for name, wanted in given.items()}
-    inferred = {name: InferredType() for name in names if name not in given}
-    parts = [_scan(file, dialect, names, inferred) if inferred else _counted(file, dialect, names) for file in files]
+    scanner = _CsvScanner(dialect, names, [name for name in names if name not in given])
+    inferred, parts = scan_files(files, scanner, run_units)
     types = {name: given.get(name) or inferred[name].type for name in names}
     schema = pa.schema([pa.field(name, arrow_type) for name, arrow_type in types.items()])
     casts |= {name: cast_between(pa.string(), one.type) for name, one in inferred.items()}
-    return [_CsvRows(file, dialect, schema, casts, found) for file, found in zip(files, parts, strict=True)]
+    shared = MappingProxyType(casts)
+    return [_CsvRows(file, dialect, schema, shared, found) for file, found in zip(files, parts, strict=True)]
 
 
 class _Dialect:
@@ -107,33 +116,55 @@ class _Dialect:
                 raise file.corrupt(str(error)) from None
 
 
-def _scan(
-    file: SourceFile, dialect: _Dialect, names: Sequence[str], inferred: Mapping[str, InferredType]
-) -> list[TextPart]:
-    """Reads the file once, adds its values to the inferred types, and divides it into parts."""
-    cutter = PartCutter()
-    with dialect.reader(file) as reader:
-        for records in reader.records(len(names)):
-            # A row with undecodable bytes does not influence the types.
-            texts, all_fit = _texts(records.columns)
-            cutter.add(len(records.lines) if all_fit is None else int(all_fit.sum()))
-            for name, column in zip(names, texts, strict=True):
-                if name in inferred:
-                    inferred[name].update(column if all_fit is None else column.filter(pa.array(all_fit)))
-            reader.pass_place(cutter)
-    return cutter.parts(file)
+class _InferredTypes(dict[str, InferredType]):
+    """The types of the columns that have no given one; a `Found`."""
+
+    def merge(self, file: SourceFile, later: _InferredTypes) -> None:  # noqa: ARG002 - types never refuse a file
+        for name, one in later.items():
+            self[name].merge(one)
 
 
-def _counted(file: SourceFile, dialect: _Dialect, names: Sequence[str]) -> list[TextPart]:
-    """Divides a file whose types are given; nothing for one that is not worth another pass."""
-    if (file.size_bytes or 0) <= interface.PART_BYTES:
-        return []
-    cutter = PartCutter()
-    with dialect.reader(file) as reader:
-        for row_count in reader.row_counts(len(names)):
-            cutter.add(row_count)
-            reader.pass_place(cutter)
-    return cutter.parts(file)
+@dataclass(frozen=True)
+class _CsvScanner:
+    """Looks at the rows of a source with the columns `names`, and infers the types of those in `inferred`."""
+
+    dialect: _Dialect
+    names: Sequence[str]
+    inferred: Sequence[str]
+
+    @property
+    def looks_at_rows(self) -> bool:
+        return bool(self.inferred)
+
+    def nothing(self) -> _InferredTypes:
+        return _InferredTypes({name: InferredType() for name in self.inferred})
+
+    def scan(self, file: SourceFile, found: _InferredTypes, part: TextPart | None = None) -> list[TextPart]:
+        """Without columns to infer, a file that is not worth another pass has no parts."""
+        if not self.inferred:
+            return self.cut(file) if (file.size_bytes or 0) > interface.PART_BYTES else []
+        cutter = PartCutter()
+        with self.dialect.reader(file, part) as reader:
+            for records in reader.records(len(self.names)):
+                # A row with undecodable bytes does not influence the types.
+                texts, all_fit = _texts(records.columns)
+                cutter.add(len(records.lines) if all_fit is None else int(all_fit.sum()))
+                for name, column in zip(self.names, texts, strict=True):
+                    if name in found:
+                        found[name].update(column if all_fit is None else column.filter(pa.array(all_fit)))
+                if part is None:
+                    reader.pass_place(cutter)
+        return cutter.parts(file) if part is None else [replace(part, row_count=cutter.row_count)]
+
+    def cut(self, file: SourceFile) -> list[TextPart]:
+        cutter = PartCutter()
+        with self.dialect.reader(file) as reader:
+            if self.inferred and not reader.can_be_divided:
+                return []
+            for row_count in reader.skip_blocks() if self.inferred else reader.row_counts(len(self.names)):
+                cutter.add(row_count)
+                reader.pass_place(cutter)
+        return cutter.parts(file)
 
 
 class _CsvRows:
@@ -144,22 +175,26 @@ class _CsvRows:
         file: SourceFile,
         dialect: _Dialect,
         schema: pa.Schema,
-        casts: Mapping[str, Cast | None],
+        casts: MappingProxyType[str, Cast | None],
         parts: Sequence[TextPart],
     ) -> None:
-        self._file, self._dialect, self._casts = file, dialect, dict(casts)
-        self._parts = parts
+        self._file, self._dialect, self._casts = file, dialect, casts
         self._part: TextPart | None = None
         self.schema = schema
+        self._set_parts(parts)
+
+    def _set_parts(self, parts: Sequence[TextPart]) -> None:
+        self._parts = parts
         self.row_count = sum(part.row_count for part in parts) if parts else None
-        self.size_bytes = sum(part.size_bytes for part in parts) if parts else file.size_bytes or 0
+        self.size_bytes = sum(part.size_bytes for part in parts) if parts else self._file.size_bytes or 0
 
     def parts(self) -> Sequence[RowSource]:
         return [self._only(part) for part in self._parts] if len(self._parts) > 1 else [self]
 
     def _only(self, part: TextPart) -> _CsvRows:
-        rows = _CsvRows(self._file, self._dialect, self.schema, self._casts, [part])
+        rows = copy(self)  # shares the columns and their casts with the other parts
         rows._part = part
+        rows._set_parts([part])
         return rows
 
     def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
@@ -318,7 +353,7 @@ class CsvReader:
     ) -> None:
         """With a `part`, reads the records that begin in it; `blocks` begin with it."""
         self._blocks = blocks
-        self._can_be_divided = can_be_divided
+        self.can_be_divided = can_be_divided
         self._end = None if part is None else part.end
         self._pushed_back: deque[LineBlock] = deque()
         self._open_quote: _OpenQuote | None = None
@@ -367,9 +402,18 @@ class CsvReader:
                 found = list(self._rows(block))
                 yield sum(isinstance(one, _Record) and len(one.fields) == width for one in found)
 
+    def skip_blocks(self) -> Iterator[int]:
+        """Goes past the records of each block, as `records` does; yields 0 for each block, since it counts no rows."""
+        while (block := self._next_own()) is not None:
+            # Without a quote each line is a record, so all records end with the block.
+            if not block.too_long and b'"' in block.data and not _is_regular(block.data, self._delimiter):
+                for _ in self._rows(block):
+                    pass
+            yield 0
+
     def pass_place(self, cutter: PartCutter) -> None:
         """Offers the place before the next record for a cut; call it only between two blocks of records."""
-        if self._can_be_divided and (block := self._take()) is not None:
+        if self.can_be_divided and (block := self._take()) is not None:
             self._pushed_back.appendleft(block)
             cutter.pass_place(_CsvPlace(block.file_byte, block.first_line, block.first_byte, self._open_quote))
 
@@ -525,16 +569,24 @@ def _record_ends(data: bytes, delimiter: str) -> NDArray[np.int64] | None:
     None unless lines end with LF or CR LF, each quote begins or ends a field or is doubled within one, and no field is
     open at the end of the block.
     """
-    if data.count(b"\r") != data.count(b"\r\n"):
+    if not _is_regular(data, delimiter):
         return None
     codes = np.frombuffer(data, np.uint8)
     ends = np.flatnonzero(codes == 10)
     if b'"' in data:
-        if len(data) > interface.MAX_LINE_BYTES or not _are_regular(codes, np.flatnonzero(codes == 34), delimiter):
-            return None
         ends = ends[_are_outside(codes, ends)]
     ends = ends + 1
     return ends if data.endswith(b"\n") else np.append(ends, len(data))
+
+
+def _is_regular(data: bytes, delimiter: str) -> bool:
+    """Returns whether `_record_ends` finds the records of the block."""
+    if data.count(b"\r") != data.count(b"\r\n"):
+        return False
+    if b'"' not in data:
+        return True
+    codes = np.frombuffer(data, np.uint8)
+    return len(data) <= interface.MAX_LINE_BYTES and _are_regular(codes, np.flatnonzero(codes == 34), delimiter)
 
 
 def _are_filled(data: bytes, ends: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -64,10 +64,10 @@ class IdxPair:
             yield pa.Table.from_arrays(columns, schema=self.schema)
 
     def _checked_headers(self) -> tuple[IdxHeader, IdxHeader]:
-        with content(self._images) as stream, blaming(self._images, "IDX"):
+        with blaming(self._images, "IDX"), content(self._images) as stream:
             images = read_header(stream)
             self._can_be_divided = not is_compressed(stream)
-        with content(self._labels) as stream, blaming(self._labels, "IDX"):
+        with blaming(self._labels, "IDX"), content(self._labels) as stream:
             labels = read_header(stream)
             self._can_be_divided &= not is_compressed(stream)
         if images.value_type != np.uint8 or len(images.row_shape) < 2:
@@ -105,11 +105,11 @@ def _read(
     file: SourceFile, header: IdxHeader, rows_at_once: int, rows: range | None
 ) -> Generator[np.ndarray[Any, Any], None, None]:
     """Yields all rows, or `rows`, after a header that must still be the checked one."""
-    with content(file) as stream, blaming(file, "IDX"):
+    with blaming(file, "IDX"), content(file) as stream:
         if read_header(stream) != header:
             raise file.corrupt("it changed while it was read")
         if rows is None:
             yield from read_rows(stream, header, rows_at_once)
     if rows is not None:
-        with content(file, begin=header.position(rows.start)) as stream, blaming(file, "IDX"):
+        with blaming(file, "IDX"), content(file, begin=header.position(rows.start)) as stream:
             yield from read_rows(stream, header, rows_at_once, rows)

@@ -522,7 +522,7 @@ class ImageTar:
 
     @contextmanager
     def _opened(self, begin: int = 0) -> Iterator[BinaryIO]:
-        with content(self._file, begin) as stream, blaming(self._file, "tar"):
+        with blaming(self._file, "tar"), content(self._file, begin) as stream:
             try:
                 yield stream
             except TarError as error:

@@ -204,6 +204,8 @@ MAX_CHUNK_ROWS = 4096
 PART_BYTES = 64 * 1024 * 1024
 # The maximum bytes that a few stored bytes may be decoded into at once.
 MAX_DECODED_BYTES = 256 * 1024 * 1024
+# A file that claims to have more rows is not believed. The rows of all files are added in 64 bits before they are read.
+MAX_ROWS = 2**40
 EXCERPT_CHARACTERS = 200
 
 

@@ -6,9 +6,11 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,7 @@ from data_service.formats.interface import (
     split_lines,
 )
 from data_service.formats.text_parts import OpenText, PartCutter, TextPart, opened_text
+from data_service.formats.text_scans import NotMergeable, UnitRunner, scan_files
 from data_service.formats.typed_columns import Overrides, check_names
 from data_service.storage.source_files import SourceFile
 from shared.dataset_version.manifest import MAX_COLUMNS, is_tensor
@@ -64,54 +67,107 @@ class _BadLine:
     reason: str
 
 
-def open_json_lines(files: Sequence[SourceFile], overrides: Overrides) -> list[RowSource]:
+def open_json_lines(
+    files: Sequence[SourceFile], overrides: Overrides, run_units: UnitRunner | None = None
+) -> list[RowSource]:
     """Opens one source for each file, all with the columns of all files.
 
-    Columns are in the order of their first occurrence. Reads all files once. Raises `InvalidArgument` if they have no
-    column, or too many.
+    Columns are in the order of their first occurrence. Reads all files once, large ones by `run_units`. Raises
+    `InvalidArgument` if they have no column, or too many.
     """
-    inferred: dict[str, InferredColumn] = {}
-    bad: tuple[SourceFile, _BadLine] | None = None
-    parts: list[list[TextPart]] = []
-    for file in files:
-        cutter = PartCutter()
-        with _opened(file) as text:
-            for block in text.blocks:
-                if text.can_be_divided:
-                    cutter.pass_place(TextPlace(block.file_byte, block.first_line, block.first_byte))
-                lines = list(_parsed(block))
-                rows = [line.row for line in lines if isinstance(line, _Line)]
-                cutter.add(len(rows))
-                _infer(file, rows, inferred)
-                bad = bad or next(((file, line) for line in lines if isinstance(line, _BadLine)), None)
-        parts.append(cutter.parts(file))
-    if bad and not inferred:
-        raise bad[0].corrupt(f"no line of it is a row; of line {bad[1].number}, {bad[1].reason}")
+    found, parts = scan_files(files, _JsonScanner(), run_units)
+    inferred = found.columns
+    if found.first_bad and not inferred:
+        file, number, reason = found.first_bad
+        raise file.corrupt(f"no line of it is a row; of line {number}, {reason}")
     check_names(files[0], list(inferred))
     given = overrides.types_among(list(inferred))
     types = {name: given.get(name) or one.type for name, one in inferred.items()}
     schema = pa.schema([pa.field(name, one, nullable=not is_tensor(one)) for name, one in types.items()])
-    builds = {name: _build(overrides, name, inferred[name].type, types[name]) for name in types}
+    builds = MappingProxyType({name: _build(overrides, name, inferred[name].type, types[name]) for name in types})
     return [_JsonRows(file, schema, builds, found) for file, found in zip(files, parts, strict=True)]
 
 
-def _infer(file: SourceFile, rows: Sequence[Mapping[str, Any]], inferred: dict[str, InferredColumn]) -> None:
-    for name in dict.fromkeys(itertools.chain.from_iterable(rows)):
-        if name not in inferred and len(inferred) == MAX_COLUMNS:
-            raise file.corrupt(f"its rows have more than {MAX_COLUMNS} different keys")
-        inferred.setdefault(name, InferredColumn()).update([row[name] for row in rows if name in row])
+class _JsonFound:
+    """The columns of some rows, in the order of their first occurrence, and the first bad line; a `Found`.
+
+    `first_bad` is (file, line number, reason).
+    """
+
+    def __init__(self) -> None:
+        self.columns: dict[str, InferredColumn] = {}
+        self.first_bad: tuple[SourceFile, int, str] | None = None
+
+    def add(self, file: SourceFile, lines: Sequence[_Line | _BadLine]) -> int:
+        """Adds the next lines, and returns how many of them are rows."""
+        rows = [line.row for line in lines if isinstance(line, _Line)]
+        for name in dict.fromkeys(itertools.chain.from_iterable(rows)):
+            self._column(file, name).update([row[name] for row in rows if name in row])
+        if self.first_bad is None:
+            self.first_bad = next(
+                ((file, line.number, line.reason) for line in lines if isinstance(line, _BadLine)), None
+            )
+        return len(rows)
+
+    def merge(self, file: SourceFile, later: _JsonFound) -> None:
+        for name, column in later.columns.items():
+            self._column(file, name).merge(column)
+        self.first_bad = self.first_bad or later.first_bad
+
+    def _column(self, file: SourceFile, name: str) -> InferredColumn:
+        if name not in self.columns:
+            if len(self.columns) == MAX_COLUMNS:
+                raise file.corrupt(f"its rows have more than {MAX_COLUMNS} different keys")
+            self.columns[name] = InferredColumn()
+        return self.columns[name]
+
+
+@dataclass(frozen=True)
+class _JsonScanner:
+    looks_at_rows: bool = True
+
+    def nothing(self) -> _JsonFound:
+        return _JsonFound()
+
+    def scan(self, file: SourceFile, found: _JsonFound, part: TextPart | None = None) -> list[TextPart]:
+        cutter = PartCutter()
+        with _opened(file, part) as text:
+            for block in text.blocks:
+                if part is not None and part.end is not None and block.file_byte >= part.end:
+                    break
+                if part is None:
+                    _pass_place(text, block, cutter)
+                cutter.add(found.add(file, list(_parsed(block))))
+        return cutter.parts(file) if part is None else [replace(part, row_count=cutter.row_count)]
+
+    def cut(self, file: SourceFile) -> list[TextPart]:
+        cutter = PartCutter()
+        with _opened(file) as text:
+            if not text.can_be_divided:
+                return []
+            for block in text.blocks:
+                _pass_place(text, block, cutter)
+        return cutter.parts(file)
+
+
+def _pass_place(text: OpenText, block: LineBlock, cutter: PartCutter) -> None:
+    if text.can_be_divided:
+        cutter.pass_place(TextPlace(block.file_byte, block.first_line, block.first_byte))
 
 
 class _JsonRows:
     class_names: list[str] | None = None
 
     def __init__(
-        self, file: SourceFile, schema: pa.Schema, builds: Mapping[str, Build], parts: Sequence[TextPart]
+        self, file: SourceFile, schema: pa.Schema, builds: MappingProxyType[str, Build], parts: Sequence[TextPart]
     ) -> None:
-        self._file, self._builds = file, dict(builds)
-        self._parts = parts
+        self._file, self._builds = file, builds
         self._part: TextPart | None = None
         self.schema = schema
+        self._set_parts(parts)
+
+    def _set_parts(self, parts: Sequence[TextPart]) -> None:
+        self._parts = parts
         self.row_count: int | None = sum(part.row_count for part in parts)
         self.size_bytes = sum(part.size_bytes for part in parts)
 
@@ -119,8 +175,9 @@ class _JsonRows:
         return [self._only(part) for part in self._parts] if len(self._parts) > 1 else [self]
 
     def _only(self, part: TextPart) -> _JsonRows:
-        rows = _JsonRows(self._file, self.schema, self._builds, [part])
+        rows = copy(self)  # shares the columns and how they are built with the other parts
         rows._part = part
+        rows._set_parts([part])
         return rows
 
     def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
@@ -304,6 +361,19 @@ class InferredColumn:
                 self._lengths[len(values)] += 1
                 if kind is float:
                     self._doubles_in_lists.add(len(values))
+
+    def merge(self, other: InferredColumn) -> None:
+        """Adds the values of other rows.
+
+        Raises `NotMergeable` for lists of too many lengths, of which only the first ones count.
+        """
+        if len(self._lengths.keys() | other._lengths.keys()) >= MAX_LENGTHS:
+            raise NotMergeable
+        self._scalars += other._scalars
+        self._beyond_int64 |= other._beyond_int64
+        self._beyond_double |= other._beyond_double
+        self._lengths += other._lengths
+        self._doubles_in_lists |= other._doubles_in_lists
 
     @property
     def type(self) -> pa.DataType:

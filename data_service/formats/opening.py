@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from urllib.parse import unquote
 
@@ -18,6 +19,7 @@ from data_service.formats.images import MAX_IMAGES, ClassNames, ImageFolder, Ima
 from data_service.formats.interface import BadRowSink, OpenSource, RowSource, excerpt_of
 from data_service.formats.json import open_json_lines
 from data_service.formats.parquet import ParquetRows
+from data_service.formats.text_scans import UnitRunner
 from data_service.formats.typed_columns import Overrides, check_names
 from data_service.storage.source_files import SourceFile, SourceFiles
 from shared.dataset_version.manifest import MAX_COLUMNS
@@ -34,15 +36,16 @@ def open_sources(
     files: SourceFiles,
     column_types: Mapping[str, str],
     partitioning: str = "hive",
+    run_units: UnitRunner | None = None,
 ) -> list[OpenSource]:
     """Opens one row source for each file (pair, image folder), in order.
 
     Types are inferred over all files of a source. `partitioning` is one of `PARTITIONINGS`. `column_types` are in the
     order of the request.
 
-    Inference reads CSV, JSON Lines and tars completely, and the beginnings of other formats. It waits for open uploads
-    as far as needed. Raises `NotFound`, `Unavailable`, and `InvalidArgument` naming a source's field or
-    `column_types[i]`.
+    Inference reads CSV, JSON Lines and tars completely, and the beginnings of other formats. `run_units` reads large
+    CSV and JSON Lines in tasks. Inference waits for open uploads as far as needed. Raises `NotFound`, `Unavailable`,
+    and `InvalidArgument` naming a source's field or `column_types[i]`.
     """
     overrides = Overrides(column_types)
     classes = ClassNames()
@@ -51,7 +54,7 @@ def open_sources(
         path = f"sources[{index}]"
         if source.format in TABLES:
             found = files.find_all(f"{path}.{source.format}.uri", source.uris[f"{source.format}.uri"])
-            rows = _rows_of_tables(source, found, overrides)
+            rows = _rows_of_tables(source, found, overrides, run_units)
             if partitioning == "hive":
                 rows = HivePartitions(found, overrides).added_to(rows)
         else:
@@ -61,11 +64,13 @@ def open_sources(
     return opened
 
 
-def _rows_of_tables(source: Source, files: Sequence[SourceFile], overrides: Overrides) -> Iterator[RowSource]:
+def _rows_of_tables(
+    source: Source, files: Sequence[SourceFile], overrides: Overrides, run_units: UnitRunner | None
+) -> Iterator[RowSource]:
     if source.format == "csv":
-        yield from open_csv(files, source.csv, overrides)
+        yield from open_csv(files, source.csv, overrides, run_units)
     elif source.format == "json_lines":
-        yield from open_json_lines(files, overrides)
+        yield from open_json_lines(files, overrides, run_units)
     else:
         open_file = ParquetRows if source.format == "parquet" else ArrowRows
         for file in files:
@@ -179,7 +184,12 @@ class _PartitionedRows:
     def parts(self) -> Sequence[RowSource]:
         if not all(value.fits for value in self._values):
             return [self]  # no row of it is good, and the tables' sizes are the places
-        return [_PartitionedRows(rows, self._file, self._values) for rows in self._rows.parts()]
+        return [self._only(rows) for rows in self._rows.parts()]
+
+    def _only(self, rows: RowSource) -> _PartitionedRows:
+        part = copy(self)
+        part._rows = rows
+        return part
 
     def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
         misfit = next((value for value in self._values if not value.fits), None)

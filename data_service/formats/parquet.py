@@ -35,8 +35,6 @@ MAX_PAGE_BYTES = 256 * 1024 * 1024
 VALUE_BYTES = 8
 MAX_FOOTER_BYTES = 64 * 1024 * 1024
 MAX_FOOTER_LIST = 100_000
-# A file that claims more rows is not believed: its rows are counted before they get their ids.
-MAX_ROWS = 2**40
 
 
 class ParquetRows:
@@ -253,9 +251,9 @@ def _contradicts_itself(footer: Footer) -> bool:
 def _plausible_rows(footer: Footer) -> int | None:
     """Returns the number of rows that the footer claims; None for one that no file has.
 
-    The numbers of all files of an import are added in 64 bits, before any row is read.
+    Such a file's rows are counted before they get their ids.
     """
-    return None if _contradicts_itself(footer) or footer.row_count > MAX_ROWS else footer.row_count
+    return None if _contradicts_itself(footer) or footer.row_count > interface.MAX_ROWS else footer.row_count
 
 
 def _gathered(tables: Iterator[pa.Table], most: int) -> Iterator[pa.Table]:

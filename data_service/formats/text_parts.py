@@ -78,6 +78,11 @@ class PartCutter:
         self._row_count = 0
         self._bytes_read = 0
 
+    @property
+    def row_count(self) -> int:
+        """The rows since the last cut."""
+        return self._row_count
+
     def add(self, row_count: int) -> None:
         """Adds rows that follow the last place."""
         self._row_count += row_count

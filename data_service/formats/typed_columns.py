@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -492,7 +494,7 @@ class _CastRows:
         casts: Mapping[str, tuple[Cast, pa.DataType]],
         first_row: int = 0,
     ) -> None:
-        self._rows, self._file, self._casts, self._first_row = rows, file, dict(casts), first_row
+        self._rows, self._file, self._casts, self._first_row = rows, file, MappingProxyType(dict(casts)), first_row
         self.schema = pa.schema([self._field(field) for field in rows.schema])
 
     @property
@@ -511,7 +513,9 @@ class _CastRows:
         parts, found = self._rows.parts(), []
         first_row = self._first_row
         for rows in parts:
-            found.append(_CastRows(rows, self._file, self._casts, first_row))
+            part = copy(self)  # shares the columns and their casts with the other parts
+            part._rows, part._first_row = rows, first_row
+            found.append(part)
             if rows.row_count is None and self.class_names is None:
                 return [self]  # it is not known which row the next part begins with
             first_row += rows.row_count or 0

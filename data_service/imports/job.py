@@ -30,6 +30,7 @@ from data_service.imports.work import (
     ROW_BITS,
     CountPart,
     GuardedRunner,
+    OrderedUnits,
     PartFailed,
     PartRows,
     WritePart,
@@ -63,7 +64,7 @@ def run_import(context: AttemptContext, run_parts: PartRunner = run_on_ray) -> d
 
     The job's spec is `{"import": ImportSpec, "import_roots": [folders]}`.
     """
-    opened = _Opened(context, ImportSpec.from_record(context.job.spec["import"]))
+    opened = _Opened(context, ImportSpec.from_record(context.job.spec["import"]), run_parts)
     with attempt_folder(context, keeps_parts=opened.in_tasks) as (folder, scratch):
         return _Import(context, opened, folder, scratch, run_parts).run()
 
@@ -71,7 +72,7 @@ def run_import(context: AttemptContext, run_parts: PartRunner = run_on_ray) -> d
 class _Opened:
     """The open sources of an import, divided into parts."""
 
-    def __init__(self, context: AttemptContext, spec: ImportSpec) -> None:
+    def __init__(self, context: AttemptContext, spec: ImportSpec, run_parts: PartRunner) -> None:
         self.spec = spec
         self.base = _base(context.store, spec.base) if spec.base else None
         if spec.base:
@@ -92,6 +93,7 @@ class _Opened:
             self.files,
             {column_type.column: column_type.arrow_type for column_type in spec.column_types},
             spec.partitioning,
+            OrderedUnits(context, run_parts),
         )
         columns = CommonColumns(kept, sources, nan_as_null=spec.nan_as_null)
         checks = parse_checks(spec.checks)

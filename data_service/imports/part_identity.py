@@ -28,7 +28,8 @@ def identity_of(rows: object) -> str:
 class _Identity(pickle.Pickler):
     """Writes bytes that are compared and never read.
 
-    What differs by process, or says nothing about the rows, is written in another form, or left out.
+    What differs by process, or says nothing about the rows, is written in another form, or left out. What the parts of
+    a source have in common, such as its columns and their casts, is written as a digest, which is computed once.
     """
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -41,13 +42,43 @@ class _Identity(pickle.Pickler):
             return tuple, (["file", *obj.identity],)
         if isinstance(obj, ClassNames):  # a set, and what was computed of it so far
             return tuple, (["classes", *obj.names],)
-        if isinstance(obj, FunctionType):
-            return tuple, (["function", *_identity_of_function(obj)],)
+        if isinstance(obj, (FunctionType, pa.Schema, MappingProxyType)):
+            return tuple, (["shared", _SHARED.digest_of(obj)],)
         if isinstance(obj, pa.Array):  # its buffers may have unused bits
             return tuple, (["array", obj.type, obj.to_pylist()],)
-        if isinstance(obj, MappingProxyType):
-            return tuple, (["mapping", dict(obj)],)
         return NotImplemented
+
+
+class _SharedDigests:
+    """The digests of functions, schemas and mappings, which do not change.
+
+    Each is kept with its object, so that no other object gets the same id meanwhile.
+    """
+
+    MOST = 10_000
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[object, str]] = {}
+
+    def digest_of(self, shared: FunctionType | pa.Schema | MappingProxyType[Any, Any]) -> str:
+        found = self._found.get(id(shared))
+        if found is None:
+            if len(self._found) >= self.MOST:
+                self._found.clear()
+            found = self._found[id(shared)] = shared, identity_of(_members_of(shared))
+        return found[1]
+
+
+_SHARED = _SharedDigests()
+
+
+def _members_of(shared: FunctionType | pa.Schema | MappingProxyType[Any, Any]) -> list[Any]:
+    if isinstance(shared, FunctionType):
+        return ["function", *_identity_of_function(shared)]
+    if isinstance(shared, pa.Schema):
+        fields = [(field.name, field.type, field.nullable, field.metadata) for field in shared]
+        return ["schema", fields, shared.metadata]
+    return ["mapping", dict(shared)]
 
 
 def _identity_of_function(function: FunctionType) -> tuple[Any, ...]:

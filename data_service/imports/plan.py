@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from ray import cloudpickle
 
 from data_service.domain.layout import Routing
 from data_service.formats import OpenSource
@@ -104,24 +103,32 @@ class ImportPart:
         """The same in each process for the same rows at the same place, and another for others."""
         return f"ImportPart({self.number}, {self.split!r}, runs {self._runs_sha256}, {self.place})"
 
+    def placed(self, place: Place) -> ImportPart:
+        """Returns the part at another place; the digest of its runs is computed once for all places."""
+        part = replace(self, place=place)
+        part.__dict__["_unplaced"] = self._unplaced
+        return part
+
     @cached_property
+    def _unplaced(self) -> ImportPart:
+        return self
+
+    @property
     def _runs_sha256(self) -> str:
+        return self._unplaced._own_runs_sha256
+
+    @cached_property
+    def _own_runs_sha256(self) -> str:
         return identity_of(self.runs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The digest travels, too, so that it is computed once.
-        return _unpickled, (_pickled((self.number, self.split, self.runs, self.place)), self._runs_sha256)
+        # The digest travels, too. Sources have members that cloudpickle alone can send.
+        return _sent, (self.number, self.split, self.runs, self.place, self._runs_sha256)
 
 
-def _pickled(value: object) -> bytes:
-    # Sources have members that plain pickle refuses.
-    pickled: bytes = cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
-    return pickled
-
-
-def _unpickled(pickled: bytes, runs_sha256: str) -> ImportPart:
-    part = ImportPart(*cloudpickle.loads(pickled))
-    part.__dict__["_runs_sha256"] = runs_sha256
+def _sent(number: int, split: str, runs: tuple[Run, ...], place: Place, runs_sha256: str) -> ImportPart:
+    part = ImportPart(number, split, runs, place)
+    part.__dict__["_own_runs_sha256"] = runs_sha256
     return part
 
 
@@ -220,7 +227,7 @@ class Placer:
             first_row_ids = {target: self._next_row_ids[target] for target in self._routings[part.split].targets}
         else:
             first_row_ids = {part.split: self._row_id}
-        return replace(part, place=Place(self._ordinal, self._bad_rows, self._row_in_split, first_row_ids))
+        return part.placed(Place(self._ordinal, self._bad_rows, self._row_in_split, first_row_ids))
 
     def advance(self, tally: Tally) -> None:
         """Goes past the part that was placed last."""

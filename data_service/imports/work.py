@@ -19,6 +19,7 @@ from data_service.domain.bad_rows import BadRowLog, BadRowPart, BadRowPolicy, ex
 from data_service.domain.checks_rows import CheckCounts, KeepFirst, Mask, Ordinals, Repeats, RowChecks, UniqueKeys
 from data_service.domain.layout import Routing
 from data_service.domain.statistics import SplitStatistics
+from data_service.formats.text_scans import ScanUnit
 from data_service.imports.columns import BaseRows, CommonColumns, with_nan_as_null
 from data_service.imports.plan import BaseRun, ImportPart, Run, Tally
 from data_service.kept_parts import ResultFormat
@@ -29,6 +30,8 @@ from shared.errors import DataLoss, FailedPrecondition, InvalidArgument, Millrac
 from shared.jobs import AttemptContext
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
+
+Item = TypeVar("Item")
 
 # --- Rows of a part ---
 
@@ -388,13 +391,36 @@ class GuardedRunner:
         return self.run_parts(context, folder, Guarded(work), parts, foreign_code=foreign_code, pool=pool)
 
 
+class OrderedUnits:
+    """Works on units in tasks, before there are parts; a `UnitRunner`.
+
+    A lost attempt leaves nothing of it: only results of parts are kept.
+    """
+
+    def __init__(self, context: AttemptContext, run_parts: PartRunner) -> None:
+        self._context = context
+        self._run_parts = GuardedRunner(run_parts)
+
+    def __call__(self, work: Callable[[ScanUnit], Item], units: Sequence[ScanUnit]) -> Iterator[Item]:
+        results: dict[int, Any] = {}
+        following = 0
+        with closing(self._run_parts(self._context, "", work, units, foreign_code=False)) as running:
+            for unit, result in running:
+                results[unit.number] = result
+                while following in results:
+                    found = results.pop(following)
+                    if isinstance(found, PartFailed):
+                        raise found.error
+                    yield found
+                    following += 1
+
+
 # --- Threads ---
 # Reading, statistics and writing run at the same time, each on its own thread, a few tables apart.
 #
 # Arrow releases the GIL while it decodes, compresses and writes, so a second core helps. In a task the threads wait for
 # the store at the same time.
 
-Item = TypeVar("Item")
 # The number of tables that are read ahead, and that wait to be written.
 DEPTH = 2
 _END = object()

@@ -6,6 +6,7 @@ without following a link. So the opened file is the checked one, even if a folde
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Callable, Sequence
@@ -13,9 +14,33 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from data_service.domain.uris import source_not_found
-from shared.errors import invalid_field
+from shared.errors import InvalidArgument, Unavailable, invalid_field
 
 _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
+# Errors of a disk, of a network file system, or of a process with too many open files. Another try may meet none.
+_PASSING = frozenset(
+    (
+        errno.EIO,
+        errno.ESTALE,
+        errno.EREMOTEIO,
+        errno.ETIMEDOUT,
+        errno.ECONNRESET,
+        errno.ECONNREFUSED,
+        errno.ECONNABORTED,
+        errno.ENOTCONN,
+        errno.ESHUTDOWN,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ENETDOWN,
+        errno.ENETUNREACH,
+        errno.EAGAIN,
+        errno.EINTR,
+        errno.EBUSY,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOMEM,
+    )
+)
 
 
 class LocalFiles:
@@ -25,11 +50,16 @@ class LocalFiles:
     def open(self, field: str, uri: str, path: str) -> BinaryIO:
         """Opens a file.
 
-        Raises `NotFound`, and `InvalidArgument` for anything but a regular file below a root.
+        Raises `NotFound`, `Unavailable`, and `InvalidArgument` for anything but a regular file below a root.
         """
         # Opening a pipe must not block.
         descriptor = self._descriptor(field, uri, path, os.O_NONBLOCK)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        try:
+            is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        except OSError as error:
+            os.close(descriptor)
+            raise refusal(field, uri, "open", error) from None
+        if not is_regular:
             os.close(descriptor)
             raise invalid_field(field, uri, "name a regular file")
         return os.fdopen(descriptor, "rb")
@@ -38,7 +68,7 @@ class LocalFiles:
         """Returns a function that lists one folder as (name, is a folder, size in bytes, time of modification in ns).
 
         Links count as their targets, as in torchvision's ImageFolder; broken links, pipes, sockets and devices are left
-        out.
+        out. The function raises `NotFound`, `Unavailable` and `InvalidArgument`.
         """
 
         def entries(path: str) -> list[tuple[str, bool, int, int]]:
@@ -47,7 +77,7 @@ class LocalFiles:
                 with os.scandir(descriptor) as scanned:
                     found = [_entry(descriptor, one) for one in scanned]
             except OSError as error:
-                raise invalid_field(field, uri, f"the server cannot list it: {_cause(error)}") from None
+                raise refusal(field, uri, "list", error) from None
             finally:
                 os.close(descriptor)
             return [one for one in found if one is not None]
@@ -64,12 +94,29 @@ class LocalFiles:
         except (FileNotFoundError, NotADirectoryError):
             raise source_not_found(field, uri) from None
         except (OSError, RuntimeError, ValueError) as error:
-            raise invalid_field(field, uri, f"the server cannot open it: {_cause(error)}") from None
+            raise refusal(field, uri, "open", error) from None
 
 
-def size_and_time_of(opened: BinaryIO) -> tuple[int, int]:
-    """Returns the size in bytes, and when it was modified in nanoseconds since the epoch."""
-    found = os.fstat(opened.fileno())
+def refusal(field: str, uri: str, verb: str, error: Exception) -> InvalidArgument | Unavailable:
+    """Returns the error for a file or folder that the server cannot open, list or read.
+
+    Another attempt may succeed after an error of the disk or the network.
+    """
+    if isinstance(error, OSError) and error.errno in _PASSING:
+        return Unavailable(f"{field}: the server cannot {verb} {uri} at present: {_cause(error)}", retry_after_s=1.0)
+    return invalid_field(field, uri, f"the server cannot {verb} it: {_cause(error)}")
+
+
+def size_and_time_of(field: str, uri: str, opened: BinaryIO) -> tuple[int, int]:
+    """Returns the size in bytes, and when it was modified in nanoseconds since the epoch.
+
+    Raises `Unavailable`.
+    """
+    try:
+        found = os.fstat(opened.fileno())
+    except OSError as error:
+        opened.close()
+        raise refusal(field, uri, "open", error) from None
     return found.st_size, found.st_mtime_ns
 
 
@@ -90,7 +137,9 @@ def _entry(folder: int, entry: os.DirEntry[str]) -> tuple[str, bool, int, int] |
     name = os.fsdecode(entry.name)
     try:
         found = os.stat(name, dir_fd=folder)
-    except OSError:
+    except OSError as error:
+        if error.errno in _PASSING:
+            raise  # to leave the file out would lose its rows
         return None  # a broken link, or a file that was just deleted
     if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
         return None

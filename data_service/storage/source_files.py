@@ -217,7 +217,7 @@ class SourceFiles:
     ) -> SourceFile:
         if size_and_time is None:
             with self._local.open(field, uri, path) as file:
-                size_and_time = size_and_time_of(file)
+                size_and_time = size_and_time_of(field, uri, file)
         size, modified_ns = size_and_time
         open_file = _LocalFile(self._local, field, uri, path, size_and_time)
         return SourceFile(field, uri, size, open_file, relative, on_read=self._on_read, modified_ns=modified_ns)
@@ -292,7 +292,7 @@ class _LocalFile:
 
     def __call__(self) -> BinaryIO:
         opened = self.files.open(self.field, self.uri, self.path)
-        if size_and_time_of(opened) != self.size_and_time:
+        if size_and_time_of(self.field, self.uri, opened) != self.size_and_time:
             opened.close()
             raise _changed(self.field, self.uri)
         return opened

@@ -45,6 +45,9 @@ class AttemptContext:
         self.attempt = job.attempt
         self._jobs = jobs
         self._newest = job
+        # The last report, and what the attempt waits for.
+        self._progress: dict[str, Any] = {}
+        self._waiting_for = self._reported_waiting_for = ""
         # The job was deleted, whether or not another job has its name since.
         self._gone = False
         self._ended = threading.Event()
@@ -52,10 +55,22 @@ class AttemptContext:
 
     def report(self, **progress: Any) -> None:
         """Replace the progress that clients see. An outage of the store loses the report, never the attempt."""
+        self._progress = progress
+        self._put_progress()
+
+    def report_waiting(self, what: str) -> None:
+        """Report beside the progress what the attempt waits for. Empty: nothing."""
+        self._waiting_for = what
+        if what != self._reported_waiting_for:
+            self._put_progress()
+
+    def _put_progress(self) -> None:
         if self._gone or self._newest.attempt != self.attempt:
             return  # the progress belongs to a later attempt, or to another job
+        waiting = {"waiting_for": self._waiting_for} if self._waiting_for else {}
         try:
-            self.store.put(progress_key(self.folder), json.dumps(progress).encode())
+            self.store.put(progress_key(self.folder), json.dumps({**self._progress, **waiting}).encode())
+            self._reported_waiting_for = self._waiting_for
         except STORE_OUTAGES as error:
             logger.warning("a report of progress is lost: %s", error.message)
 

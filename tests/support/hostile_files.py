@@ -75,6 +75,20 @@ def parquet_that_claims(rows: int, of_group: int, rows_there: int = 1000) -> byt
     return pages + footer + len(footer).to_bytes(4, "little") + b"PAR1"
 
 
+def arrow_that_claims(rows: int, batches: int, column_type: pa.DataType, rows_there: int = 4242) -> bytes:
+    """An Arrow file of record batches that have `rows_there` rows each, and claim to have `rows`."""
+    table = pa.table({"n": pa.nulls(rows_there, column_type)})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        for _ in range(batches):
+            writer.write_table(table)
+    data: bytes = sink.getvalue().to_pybytes()
+    # The rows of a batch, those of its column, and its nulls. No other number of these files is the same.
+    claims = data.count(rows_there.to_bytes(8, "little"))
+    assert claims == 3 * batches
+    return data.replace(rows_there.to_bytes(8, "little"), rows.to_bytes(8, "little", signed=True))
+
+
 def _number(number: int) -> bytes:
     """The next field, an i64, as Thrift's compact protocol has it."""
     rest, data = 2 * number if number >= 0 else -2 * number - 1, b"\x16"

@@ -15,6 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+from ray import cloudpickle
 
 from data_service.attempt import columns_of
 from data_service.domain.transform_spec import TransformSpec
@@ -87,7 +88,8 @@ def run_here(
     for number, part in enumerate(reversed(parts)):
         context.raise_if_stopped()
         doing = stay[number % len(stay)] if stay else pickle.loads(pickle.dumps(work))
-        yield part, pickle.loads(pickle.dumps(doing(pickle.loads(pickle.dumps(part)))))
+        sent = cloudpickle.loads(cloudpickle.dumps(part))  # type: ignore[no-untyped-call]
+        yield part, pickle.loads(pickle.dumps(doing(sent)))
 
 
 def transform_here(store: ObjectStore, steps: Sequence[dict[str, Any]] = (), **spec: Any) -> JobRecord:

@@ -217,6 +217,9 @@ def wait_with_rows(operation: Operation[Version]) -> Version:
     with console().status("importing …") as line:
 
         def show_progress(now: Operation[Version]) -> None:
+            if now.metadata.waiting_for:
+                line.update(f"waiting for {now.metadata.waiting_for}")
+                return
             again = f" (attempt {now.metadata.attempt})" if now.metadata.attempt > 1 else ""
             aside = f", {now.metadata.rows_quarantined:,} left out" if now.metadata.rows_quarantined else ""
             line.update(f"importing … {now.metadata.rows_read:,} rows{aside}{again}")

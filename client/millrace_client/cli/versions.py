@@ -494,6 +494,9 @@ def _wait(operation: Operation[Version]) -> Version:
 
         def show_progress(now: Operation[Version]) -> None:
             metadata: Metadata = now.metadata
+            if metadata.waiting_for:
+                line.update(f"waiting for {metadata.waiting_for}")
+                return
             doing = "learning" if metadata.phase == Metadata.PHASE_FITTING else "writing"
             again = f" (attempt {metadata.attempt})" if metadata.attempt > 1 else ""
             rows = f"{metadata.rows_done:,} of {metadata.rows_total:,} rows, {metadata.rows_per_second:,.0f} rows/s"

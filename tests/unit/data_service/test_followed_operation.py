@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from google.rpc import code_pb2
@@ -13,7 +15,7 @@ from data_service.version_catalog import Versions, operation_id, record_operatio
 from millrace.data.v1 import data_service_pb2
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import NotFound
-from shared.jobs import JobRecord, Jobs
+from shared.jobs import AttemptContext, JobRecord, Jobs
 from shared.jobs.registry import progress_key
 from shared.jobs.transitions import (
     begin_attempt,
@@ -41,12 +43,12 @@ def jobs(store: ObjectStore) -> Jobs:
 class Followed:
     """An operation that is followed on a store that counts, by a clock that the test sets."""
 
-    def __init__(self, store: ObjectStore) -> None:
+    def __init__(self, store: ObjectStore, job: JobRecord = JOB) -> None:
         self.counted = CountingStore(store)
         self.now = 0.0
         jobs = Jobs(self.counted, IMPORT_KIND)
         operations = VersionOperations(self.counted, jobs, Versions(self.counted, jobs, Datasets(self.counted)))
-        name = f"operations/{operation_id(JOB)}"
+        name = f"operations/{operation_id(job)}"
         self._followed = FollowedOperation(self.counted, jobs, operations, name, lambda: self.now)
         self.operation = self._followed.read()
 
@@ -104,3 +106,35 @@ def test_the_end_of_the_version_is_the_end_of_its_operation(store: ObjectStore, 
     jobs.transition(VERSION, lambda job: confirm_delete(job, time.time()))
     with pytest.raises(NotFound, match=operation_id(JOB)):
         followed.requests_after(0.1)
+
+
+@pytest.mark.parametrize("kind", ["import", "transform"])
+def test_an_attempt_that_waits_for_a_processor_says_so(store: ObjectStore, kind: str) -> None:
+    job = replace(JOB, spec={kind: {}})
+    record_operation(store, job)
+    jobs = Jobs(store, IMPORT_KIND)
+    jobs.create(VERSION, job)
+    followed = Followed(store, job)
+    begin(jobs)
+    context = AttemptContext(store, jobs, VERSION, jobs.get(VERSION, VERSION))
+
+    def metadata() -> Any:
+        followed.requests_after(1.0)
+        answer = (
+            data_service_pb2.ImportVersionMetadata()
+            if kind == "import"
+            else data_service_pb2.TransformVersionMetadata()
+        )
+        assert followed.operation.metadata.Unpack(answer)
+        return answer
+
+    context.report(rows_read=3, rows_done=3)
+    assert metadata().waiting_for == ""
+    context.report_waiting("a node with 1 CPU for a task")
+    assert metadata().waiting_for == "a node with 1 CPU for a task"
+    assert (metadata().rows_read if kind == "import" else metadata().rows_done) == 3
+    context.report_waiting("")
+    assert metadata().waiting_for == ""
+    context.report_waiting("a node with 1 CPU for a task")
+    jobs.transition(VERSION, lambda job: lose_attempt(job, NotFound("gone"), time.time()), attempt=1)
+    assert metadata().waiting_for == "", "a later attempt may find one"

@@ -30,7 +30,7 @@ from shared.dataset_version import RowGroup, SplitWriter, VersionReader, load_ve
 from shared.dataset_version.manifest import DataFile
 from shared.dataset_version.pages import open_files
 from shared.dataset_version.version import IMPORT_KIND
-from shared.errors import Internal
+from shared.errors import DataLoss
 from shared.jobs import Jobs
 from shared.storage import ObjectStore
 from tests.support.counting_store import CountingStore
@@ -97,7 +97,7 @@ def test_files_that_do_not_have_each_row_once_are_not_committed(
     writer = SplitWriter(store, "v", tmp_path, schema=NUMBERS.schema, split="train", first_row_id=0)
     writer.write(NUMBERS)
     files = changed(writer.close())
-    with pytest.raises(Internal, match="do not have each of its rows once") as caught:
+    with pytest.raises(DataLoss, match=r"do not have each of its rows once: .*start it anew") as caught:
         commit_version(
             store,
             "v",

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from ray import cloudpickle
 
 from data_service.domain.import_spec import CsvOptions, Source
-from data_service.formats import open_sources
-from data_service.imports.plan import ImportPart, plan_parts
+from data_service.formats import interface, open_sources
+from data_service.imports import part_identity, plan
+from data_service.imports.part_identity import identity_of
+from data_service.imports.plan import ImportPart, Placer, SourceRun, plan_parts
 from data_service.storage.source_files import SourceFiles
 from shared.storage import ObjectStore, open_store
 from tests.support.idx import digits, write_idx
 from tests.support.images import encoded, tar_of
+from tests.support.import_sources import opened, source_of
 from tests.support.upload_calls import committed
 from tests.support.upload_server import uploads_of
 
@@ -43,6 +47,12 @@ def write(folder: Path, kind: str) -> Path:
     return path
 
 
+def send(part: ImportPart) -> ImportPart:
+    """The part, as another process has it."""
+    sent: ImportPart = cloudpickle.loads(cloudpickle.dumps(part))  # type: ignore[no-untyped-call]
+    return sent
+
+
 def part_of(path: Path, uri: str, kind: str) -> ImportPart:
     """The part, as an attempt plans it that opens the source anew."""
     source = Source(split="train", format=kind, uris={f"{kind}.uri": uri})
@@ -58,8 +68,8 @@ def part_of(path: Path, uri: str, kind: str) -> ImportPart:
 def test_a_part_is_the_same_for_another_attempt_and_in_another_process(tmp_path: Path, kind: str, name: str) -> None:
     path, uri = write(tmp_path, kind), f"{tmp_path.as_uri()}/{name}"
     part = part_of(path, uri, kind)
-    sent = pickle.loads(pickle.dumps(part))
-    assert repr(part) == repr(part_of(path, uri, kind)) == repr(sent) == repr(pickle.loads(pickle.dumps(sent)))
+    sent = send(part)
+    assert repr(part) == repr(part_of(path, uri, kind)) == repr(sent) == repr(send(sent))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -156,3 +166,41 @@ def test_a_part_of_an_upload_that_was_sent_anew_is_another_one(store: ObjectStor
     uploads.abort(name)
     assert committed(uploads, b"3\n4\n") == name
     assert repr(part_of_upload(store, name)) != before
+
+
+def test_a_part_is_digested_once_for_all_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = part_of(write(tmp_path, "csv"), f"{tmp_path.as_uri()}/rows.csv", "csv")
+    digested = []
+
+    def count(rows: object) -> str:
+        digested.append(rows)
+        return identity_of(rows)
+
+    monkeypatch.setattr(plan, "identity_of", count)
+    placed = [Placer({}, {}).place(part) for _ in range(3)]
+    sent = [send(one) for one in placed]
+    again = [Placer({}, {}).place(one) for one in sent]
+    assert len({repr(one) for one in [*placed, *sent, *again]}) == 1
+    assert digested == [part.runs]
+
+
+def test_what_parts_have_in_common_is_digested_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interface, "PART_BYTES", 1000)
+    monkeypatch.setattr(interface, "BLOCK_BYTES", 500)
+    names = [f"c{index}" for index in range(50)]
+    lines = [",".join(names), *[",".join([str(row)] * 50) for row in range(500)]]
+    (tmp_path / "wide.csv").write_text("\n".join(lines) + "\n")
+    (one,) = opened(tmp_path, source_of((tmp_path / "wide.csv").as_uri(), "csv"))
+    runs = [(SourceRun(0, rows),) for rows in one.rows.parts()]
+    digested: list[Any] = []
+    members = part_identity._members_of
+
+    def note(shared: Any) -> list[Any]:
+        digested.append(shared)
+        return members(shared)
+
+    monkeypatch.setattr(part_identity, "_members_of", note)
+    digests = [identity_of(one) for one in runs]
+    assert len(set(digests)) == len(runs) > 20
+    assert len(digested) <= 2 + 50  # the schema, the casts, and each of them
+    assert [identity_of(one) for one in runs] == digests

@@ -19,16 +19,17 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from ray import cloudpickle
 
 from data_service import kept_parts
 from data_service.domain import bad_rows
 from data_service.domain.import_spec import BadRows, Base, ColumnType, HoldOut, ImportSpec, Source
-from data_service.formats import interface
+from data_service.formats import interface, text_scans
 from data_service.formats.parquet import MAX_BATCH_ROWS
 from data_service.imports import job as import_job
 from data_service.imports import plan
 from data_service.imports.plan import ImportPart
-from data_service.imports.work import Guarded, WritePart
+from data_service.imports.work import Guarded, WritePart, _PartFiles
 from data_service.parallel import P, Pool, Results, Work
 from data_service.uploads import reader
 from shared.dataset_version import VersionReader, load_version
@@ -40,7 +41,7 @@ from shared.jobs.attempt import run_attempt
 from shared.jobs.transitions import begin_attempt
 from shared.storage import ObjectStore
 from shared.storage.object_store import STORE_FULL
-from tests.support.hostile_files import parquet_that_claims
+from tests.support.hostile_files import arrow_that_claims, parquet_that_claims
 from tests.support.transforming import run_here
 from tests.support.upload_calls import committed
 from tests.support.upload_server import uploads_of
@@ -423,6 +424,22 @@ def test_a_footer_with_an_impossible_number_of_rows_fails_the_import_as_in_one_p
     assert (found.state, found.error) == (JobState.FAILED, expected.error)
 
 
+@pytest.mark.parametrize("column_type", [pa.null(), pa.int64()])
+def test_an_arrow_file_with_an_impossible_number_of_rows_fails_the_import_as_in_one_process(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, column_type: pa.DataType
+) -> None:
+    monkeypatch.setattr(interface, "PART_BYTES", 1)
+    (tmp_path / "1.arrow").write_bytes(arrow_that_claims(2**62, 3, column_type))
+    hostile = Source(split="train", format="arrow", uris={"arrow.uri": (tmp_path / "1.arrow").as_uri()})
+    spec = spec_of([parquet(tmp_path, "0.parquet", "train", n=range(ROWS)), hostile])
+    expected = run_in_one_process(store, tmp_path, "v1", spec)
+    found = run(store, tmp_path, "v2", spec, Parts())
+    assert expected.error is not None
+    assert (expected.error["kind"], expected.error["reason"]) == ("InvalidArgument", "CORRUPT_SOURCE")
+    assert "1.arrow" in expected.error["message"]
+    assert (found.state, found.error) == (JobState.FAILED, expected.error)
+
+
 @pytest.mark.parametrize("name", ["bad rows", "hold-outs"])
 def test_a_source_that_changes_between_two_passes_fails_the_import(
     store: ObjectStore, tmp_path: Path, name: str
@@ -502,6 +519,48 @@ def test_an_outage_in_one_part_ends_the_attempt_and_not_the_job(
     assert job.state is JobState.RECOVERING
     assert job.error is not None
     assert job.error["message"] == "the store does not answer"
+
+
+@pytest.mark.parametrize("in_tasks", [True, False])
+def test_an_import_whose_files_lack_rows_fails_at_once_and_leaves_nothing(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_tasks: bool
+) -> None:
+    close = _PartFiles.close
+    monkeypatch.setattr(_PartFiles, "close", lambda files: [replace(one, row_count=1) for one in close(files)])
+    spec = SPECS["all good"](tmp_path)
+    job = run(store, tmp_path, "v1", spec, Parts()) if in_tasks else run_in_one_process(store, tmp_path, "v1", spec)
+    assert job.state is JobState.FAILED
+    assert job.error is not None
+    assert (job.error["kind"], job.error["reason"]) == ("DataLoss", "FILES_INCOMPLETE")
+    assert "do not have each of its rows once" in job.error["message"]
+    assert [info.key for info in store.list(f"{job.name}/data")] == []
+
+
+@pytest.mark.parametrize("kind", ["csv", "json_lines"])
+def test_columns_that_tasks_infer_make_the_version_that_one_process_makes(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(interface, "PART_BYTES", 300)
+    monkeypatch.setattr(interface, "BLOCK_BYTES", 100)
+    for file in range(3):
+        last = 2.5 if file == 1 else 7
+        rows = [{"n": 280 + row, "d": last if row == 99 else row, "s": None} for row in range(100)]
+        lines = ["n,d,s", *(f"{row['n']},{row['d']}," for row in rows)] if kind == "csv" else map(json.dumps, rows)
+        (tmp_path / f"{file}.{kind}").write_text("\n".join(lines) + "\n")
+    given = Source(split="train", format=kind, uris={f"{kind}.uri": f"{tmp_path.as_uri()}/*.{kind}"})
+    spec = spec_of([given], column_types=[])
+    expected, runner = run(store, tmp_path, "v1", spec, Parts()), Parts()
+    monkeypatch.setattr(text_scans, "LARGE_BYTES", 0)
+    job = run(store, tmp_path, "v2", spec, runner)
+    assert [name for name, _ in runner.passes] == ["_Cut", "_Scan", "WritePart"]
+    assert len(runner.passes[1][1]) > 6
+    assert job.result is not None
+    assert expected.result is not None
+    made, same = (load_version(store, f"{DATASET}/{version}") for version in ("v2", "v1"))
+    assert made.columns == same.columns
+    assert [column.arrow_type for column in made.columns] == ["int64", "double", "string"]
+    assert numbers(store, made.name) == numbers(store, same.name)
+    assert [file.sha256 for file in made.manifest.files] == [file.sha256 for file in same.manifest.files]
 
 
 class Losing(Parts):
@@ -621,7 +680,7 @@ def test_the_pins_of_an_upload_are_in_the_store_while_its_parts_are_read(
         def __call__(self, context: AttemptContext, folder: str, *arguments: Any, **options: Any) -> Any:
             assert len(list(store.list(f"{folder}/pins"))) == 1
             work, parts = arguments
-            pickled = [pickle.dumps(part) for part in parts]
+            pickled = [cloudpickle.dumps(part) for part in parts]  # type: ignore[no-untyped-call]
             assert not any(b"/chunks/" in one for one in pickled)
             sent = [pickle.loads(one) for one in pickled]
             return super().__call__(context, folder, work, sent, **options)

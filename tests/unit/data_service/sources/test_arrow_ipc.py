@@ -16,7 +16,8 @@ from data_service.formats.arrow import ArrowRows
 from shared.errors import InvalidArgument
 from tests.support.arrow_tables import tables, values_of
 from tests.support.damage import flips, truncations
-from tests.support.import_sources import Quarantine, found_file, source_of, table_of, whole
+from tests.support.hostile_files import arrow_that_claims
+from tests.support.import_sources import Quarantine, found_file, opened, source_of, table_of, whole
 
 
 def written(table: pa.Table, kind: str, compression: str | None = None, rows: int | None = None) -> bytes:
@@ -104,6 +105,23 @@ def test_a_message_that_claims_gigabytes_costs_nothing(tmp_path: Path) -> None:
         assert lying != data
         with pytest.raises(InvalidArgument, match=r"ends within a message's body|at most 1073741824 bytes"):
             table_of(rows_of(tmp_path, lying))
+
+
+@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize(("claimed", "batches"), [(2**62, 1), (2**33 + 1, 3), (-1, 2), (2**33, 129)])
+def test_rows_that_no_file_has_are_refused_before_any_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, claimed: int, batches: int, divided: bool
+) -> None:
+    if divided:
+        monkeypatch.setattr(interface, "PART_BYTES", 1)
+    # A column of nulls has no bytes that a number of rows would have to fit.
+    (tmp_path / "n.arrow").write_bytes(arrow_that_claims(claimed, batches, pa.null()))
+    (one,) = opened(tmp_path, source_of((tmp_path / "n.arrow").as_uri(), "arrow"), types={"n": "int8"})
+    assert [part.row_count for part in one.rows.parts()] == [None]
+    monkeypatch.setattr(arrow.ArrowRows, "_pieces", lambda *_: [])
+    with pytest.raises(InvalidArgument, match=r"n\.arrow cannot be imported: .* claim.* rows; ") as refused:
+        table_of(one.rows)
+    assert refused.value.specific_reason == "CORRUPT_SOURCE"
 
 
 def test_a_buffer_that_decompresses_to_too_much_is_refused_before_it_does(

@@ -511,9 +511,12 @@ def test_sources_can_be_read_again(tmp_path: Path) -> None:
 
 
 def test_given_types_for_all_columns_spare_the_first_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(csv_rows, "_scan", lambda *_: pytest.fail("read for nothing"))
-    table, _ = read(tmp_path, "a\n1\n", types={"a": "int8"})
-    assert table["a"].to_pylist() == [1]
+    for name in ("records", "row_counts"):
+        monkeypatch.setattr(csv_rows.CsvReader, name, lambda *_: pytest.fail("read for nothing"))
+    (tmp_path / "a.csv").write_text("a\n1\n")
+    (one,) = opened(tmp_path, source_of((tmp_path / "a.csv").as_uri(), "csv"), types={"a": "int8"})
+    monkeypatch.undo()
+    assert table_of(one.rows)["a"].to_pylist() == [1]
 
 
 @pytest.mark.parametrize(("name", "rows"), [("penguins", 344), ("taxis", 6433)])

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pyarrow import fs
 
-from data_service.formats import open_sources
+from data_service.formats import interface, open_sources
+from data_service.storage import local_files
 from data_service.storage.source_files import SourceFiles
-from shared.errors import Cancelled, InvalidArgument, NotFound
-from tests.support.images import encoded
+from shared.errors import Cancelled, InvalidArgument, NotFound, Unavailable
+from tests.support.idx import digits, write_idx
+from tests.support.images import encoded, tar_of
 from tests.support.import_sources import opened, source_of, table_of
 
 
@@ -90,3 +96,78 @@ def test_who_no_longer_wants_the_rows_need_not_wait_for_their_types(tmp_path: Pa
     files = SourceFiles([PurePosixPath(tmp_path)], None, on_read=stop)
     with pytest.raises(Cancelled):
         open_sources([source_of((tmp_path / "rows").as_uri(), kind)], files, {})
+
+
+class BrokenFile(io.BytesIO):
+    """A file of a disk that fails after some reads."""
+
+    def __init__(self, data: bytes, reads: int) -> None:
+        super().__init__(data)
+        self._reads_left = reads
+
+    def read(self, size: int | None = -1) -> bytes:
+        if not self._reads_left:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        self._reads_left -= 1
+        return super().read(size)
+
+    def close(self) -> None: ...
+
+
+def write_source(folder: Path, kind: str) -> dict[str, str]:
+    """Writes a source of one file, or of a pair; returns its URIs."""
+    path = folder / "rows"
+    uris = {f"{kind}.uri": path.as_uri()}
+    match kind:
+        case "parquet":
+            pq.write_table(pa.table({"n": range(3000)}), path, row_group_size=1000)
+        case "arrow":
+            with pa.ipc.new_file(path, pa.schema({"n": pa.int64()})) as writer:
+                writer.write_table(pa.table({"n": range(3000)}), max_chunksize=1000)
+        case "csv":
+            path.write_bytes(b"n\n" + b"1234567\n" * 1000)
+        case "json_lines":
+            path.write_bytes(b'{"n": 1234567}\n' * 1000)
+        case "idx":
+            images, labels = digits(30)
+            uris = {
+                "idx.images_uri": write_idx(folder / "images", images),
+                "idx.labels_uri": write_idx(folder / "labels", labels),
+            }
+        case "image_folder":
+            (folder / "all" / "a").mkdir(parents=True)
+            (folder / "all" / "a" / "0.png").write_bytes(encoded())
+            uris = {"image_folder.uri": f"{(folder / 'all').as_uri()}/"}
+        case _:
+            path.write_bytes(tar_of({f"a/{number}.png": encoded() for number in range(10)}))
+    return uris
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "csv", "json_lines", "idx", "image_folder", "image_tar"])
+def test_a_disk_that_fails_while_rows_are_read_is_unavailable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """After any number of reads, until a source can be opened and read without an error."""
+    monkeypatch.setattr(interface, "BLOCK_BYTES", 2000)
+    monkeypatch.setattr(interface, "BUFFER_BYTES", 2000)
+    source = source_of(write_source(tmp_path, kind), kind)
+    openings = local_files.LocalFiles.open
+    messages = []
+    for reads in range(1000):
+
+        def open_broken(files: Any, field: str, uri: str, path: str, reads: int = reads) -> BinaryIO:
+            opened = openings(files, field, uri, path)
+            broken = cast(Any, BrokenFile(opened.read(), reads))
+            broken.fileno = opened.fileno
+            return cast(BinaryIO, broken)
+
+        monkeypatch.setattr(local_files.LocalFiles, "open", open_broken)
+        try:
+            for one in opened(tmp_path, source):
+                table_of(one.rows)
+        except Unavailable as error:
+            messages.append(error.message)
+        else:
+            break
+    assert messages
+    assert all("cannot be read at present" in message for message in messages)

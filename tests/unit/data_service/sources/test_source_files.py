@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pytest
 
 from data_service.storage import source_files
 from data_service.storage.source_files import SourceFile, SourceFiles
-from shared.errors import InvalidArgument, NotFound
+from shared.errors import InvalidArgument, NotFound, Unavailable
 
 
 @pytest.fixture
@@ -213,3 +215,42 @@ def test_only_a_regular_file_is_read(root: Path, kind: str) -> None:
         os.mkfifo(root / "odd")
     with pytest.raises(InvalidArgument, match="regular file"):
         find(root, (root / "odd").as_uri())
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EMFILE])
+@pytest.mark.parametrize("call", ["open", "fstat", "scandir", "stat"])
+def test_an_error_of_the_disk_that_may_pass_does_not_refuse_the_file(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    (one,) = SourceFiles([PurePosixPath(tree)], None).find_all("sources[0].csv.uri", f"{tree.as_uri()}/b.*")
+    real = getattr(os, call)
+
+    def fail(what: Any, *arguments: Any, **options: Any) -> Any:
+        if call in ("fstat", "scandir") or os.fspath(what).endswith("b.csv"):
+            raise OSError(number, os.strerror(number))
+        return real(what, *arguments, **options)
+
+    def read() -> None:
+        if call in ("open", "fstat"):
+            one.open()
+        else:
+            SourceFiles([PurePosixPath(tree)], None).find_all("sources[0].csv.uri", f"{tree.as_uri()}/b.*")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, fail)
+        with pytest.raises(Unavailable, match=r"sources\[0\].csv.uri.*at present") as met:
+            read()
+    assert os.strerror(number) in met.value.message
+    assert one.open().read() == b"1"
+
+
+def test_a_file_that_may_not_be_read_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (root / "a").write_bytes(b"x")
+    source = find(root, (root / "a").as_uri())
+
+    def refuse(*_: Any, **__: Any) -> int:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(InvalidArgument, match="the server cannot open it: Permission denied"):
+        source.open()

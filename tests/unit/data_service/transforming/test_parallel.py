@@ -5,16 +5,29 @@ from __future__ import annotations
 import errno
 import pickle
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pytest
+import ray
 from ray.exceptions import ActorDiedError, OutOfMemoryError, WorkerCrashedError
 
 from data_service import parallel
-from data_service.parallel import Begun, IdleWorkers, PartsTask, Pool, _lost, grouped, pool_fits
+from data_service.parallel import (
+    CAPACITY_POLL_S,
+    TASK,
+    Begun,
+    CapacityWatch,
+    IdleWorkers,
+    PartsTask,
+    Pool,
+    _lost,
+    grouped,
+    paged,
+    pool_fits,
+)
 from data_service.transforms.plan import PartitionRange
 from shared.dataset_version import RowGroup
 from shared.errors import (
@@ -41,7 +54,8 @@ def record_of(settings: StoreSettings, raised: BaseException | None) -> dict[str
             raise raised
         return part.number
 
-    (record,) = PartsTask(work, settings, Begun("begun"))({"parts": pickle.dumps([PART])})
+    pages, (place,) = paged([[PART]])
+    (record,) = PartsTask(work, settings, Begun("begun"), pages)(place)
     return record
 
 
@@ -63,8 +77,8 @@ def test_no_part_is_worked_on_after_one_that_failed(store: ObjectStore) -> None:
         if part.number == 1:
             raise InvalidArgument("row 3 is bad")
 
-    row = {"parts": pickle.dumps([replace(PART, number=number) for number in range(3)])}
-    records = list(PartsTask(work, store.settings, Begun("begun"))(row))
+    pages, (place,) = paged([[replace(PART, number=number) for number in range(3)]])
+    records = list(PartsTask(work, store.settings, Begun("begun"), pages)(place))
 
     assert [(record["part"], bool(record["error"])) for record in records] == [(0, False), (1, True)]
     assert begun == [0, 1]
@@ -81,6 +95,49 @@ def test_tasks_are_few_and_yet_enough_for_every_cpu(parts: int, cpus: int, large
     assert [part for group in made for part in group] == given
     assert (max(map(len, made)), len(made)) == (largest, groups)
     assert {len(group) for group in made[-2 * cpus :]} == {1}
+
+
+class Columns:
+    """What the parts of a source have in common."""
+
+    def __init__(self, count: int) -> None:
+        self.names = [f"a column of the table, number {index}" for index in range(count)]
+
+
+@dataclass(frozen=True)
+class ColumnPart:
+    number: int
+    columns: Columns
+    row_count: int = 1
+    where: str = "a part"
+
+
+def test_parts_come_out_of_their_pages_as_they_went_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored: list[bytes] = []
+
+    def put(page: bytes) -> bytes:
+        stored.append(page)
+        return page
+
+    monkeypatch.setattr(ray, "put", put)
+    monkeypatch.setattr(parallel, "PAGE_BYTES", 500)
+    groups = [[replace(PART, number=3 * group + part) for part in range(3)] for group in range(40)]
+    pages, places = paged(groups)
+    assert pages == stored
+    assert len(pages) > 2
+    for order in (places, places[::-1], places[1::2]):
+        assert [parallel._group(pages, place) for place in order] == [groups[places.index(place)] for place in order]
+
+
+def test_what_parts_have_in_common_is_sent_once_and_not_with_each_part() -> None:
+    columns = Columns(1000)
+
+    def size_bytes(parts: int) -> int:
+        pages, places = paged([[ColumnPart(number, columns)] for number in range(parts)])
+        assert len(places) == parts
+        return sum(len(page) for page in pages if isinstance(page, bytes))
+
+    assert size_bytes(1001) - size_bytes(1) < 1000 * 100 < 3 * size_bytes(1)
 
 
 @pytest.mark.parametrize(
@@ -144,6 +201,63 @@ def test_results_that_ray_loses_are_missed(store: ObjectStore, monkeypatch: pyte
     assert next(results) == (PART, "done")
     with pytest.raises(Unavailable, match="1 parts"):
         next(results)
+
+
+class Reports:
+    """The context of an attempt, which remembers what it reports."""
+
+    def __init__(self) -> None:
+        self.waiting_for: list[str] = []
+        self.polls = 0
+
+    def raise_if_stopped(self) -> None:
+        self.polls += 1
+
+    def report_waiting(self, what: str) -> None:
+        self.waiting_for.append(what)
+
+
+def node(cpus: float, *, is_alive: bool = True) -> dict[str, Any]:
+    return {"Alive": is_alive, "Resources": {"CPU": cpus} if cpus else {"memory": 1e9}}
+
+
+def test_an_attempt_whose_tasks_fit_no_node_says_what_they_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [node(0.0), node(8.0, is_alive=False)]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    now, reports = [0.0], Reports()
+    watch = CapacityWatch(cast(Any, reports), TASK, lambda: now[0])
+
+    def poll_after(seconds: float) -> list[str]:
+        now[0] += seconds
+        watch.poll()
+        return reports.waiting_for
+
+    assert poll_after(CAPACITY_POLL_S / 2) == []
+    assert poll_after(CAPACITY_POLL_S / 2) == ["a node with 1 CPU for a task"]
+    nodes.append(node(1.0))
+    assert poll_after(CAPACITY_POLL_S)[1:] == [""]
+    assert poll_after(CAPACITY_POLL_S)[2:] == []
+    assert reports.polls == 4
+
+
+def test_an_attempt_whose_parts_end_looks_at_no_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, reports, looks = [0.0], Reports(), [0]
+
+    def nodes() -> list[Any]:
+        looks[0] += 1
+        return []
+
+    monkeypatch.setattr(ray, "nodes", nodes)
+    watch = CapacityWatch(cast(Any, reports), replace(TASK, cpus=2, gpus=0.5), lambda: now[0])
+    for _ in range(10):
+        now[0] += CAPACITY_POLL_S / 2
+        watch.note_record()
+        watch.poll()
+    assert (looks, reports.waiting_for) == ([0], [])
+    now[0] += CAPACITY_POLL_S
+    watch.poll()
+    watch.note_record()
+    assert reports.waiting_for == ["a node with 2 CPU and 0.5 GPU for a worker", ""]
 
 
 @pytest.mark.parametrize(

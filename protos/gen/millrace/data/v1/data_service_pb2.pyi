@@ -291,18 +291,20 @@ class HoldOut(_message.Message):
     def __init__(self, from_split: _Optional[str] = ..., to_split: _Optional[str] = ..., fraction: _Optional[float] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class ImportVersionMetadata(_message.Message):
-    __slots__ = ("version", "rows_read", "attempt", "create_time", "rows_quarantined")
+    __slots__ = ("version", "rows_read", "attempt", "create_time", "rows_quarantined", "waiting_for")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ROWS_READ_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
     ROWS_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     version: str
     rows_read: int
     attempt: int
     create_time: _timestamp_pb2.Timestamp
     rows_quarantined: int
-    def __init__(self, version: _Optional[str] = ..., rows_read: _Optional[int] = ..., attempt: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., rows_quarantined: _Optional[int] = ...) -> None: ...
+    waiting_for: str
+    def __init__(self, version: _Optional[str] = ..., rows_read: _Optional[int] = ..., attempt: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., rows_quarantined: _Optional[int] = ..., waiting_for: _Optional[str] = ...) -> None: ...
 
 class TransformVersionRequest(_message.Message):
     __slots__ = ("parent", "version_id", "source", "transform", "splits", "fit_split", "checks", "request_id", "validate_only")
@@ -387,7 +389,7 @@ class Share(_message.Message):
     def __init__(self, split: _Optional[str] = ..., weight: _Optional[float] = ...) -> None: ...
 
 class TransformVersionMetadata(_message.Message):
-    __slots__ = ("version", "phase", "rows_done", "rows_total", "rows_per_second", "attempt", "create_time")
+    __slots__ = ("version", "phase", "rows_done", "rows_total", "rows_per_second", "attempt", "create_time", "waiting_for")
     class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         PHASE_UNSPECIFIED: _ClassVar[TransformVersionMetadata.Phase]
@@ -403,6 +405,7 @@ class TransformVersionMetadata(_message.Message):
     ROWS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     version: str
     phase: TransformVersionMetadata.Phase
     rows_done: int
@@ -410,7 +413,8 @@ class TransformVersionMetadata(_message.Message):
     rows_per_second: float
     attempt: int
     create_time: _timestamp_pb2.Timestamp
-    def __init__(self, version: _Optional[str] = ..., phase: _Optional[_Union[TransformVersionMetadata.Phase, str]] = ..., rows_done: _Optional[int] = ..., rows_total: _Optional[int] = ..., rows_per_second: _Optional[float] = ..., attempt: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    waiting_for: str
+    def __init__(self, version: _Optional[str] = ..., phase: _Optional[_Union[TransformVersionMetadata.Phase, str]] = ..., rows_done: _Optional[int] = ..., rows_total: _Optional[int] = ..., rows_per_second: _Optional[float] = ..., attempt: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., waiting_for: _Optional[str] = ...) -> None: ...
 
 class PredictVersionRequest(_message.Message):
     __slots__ = ("parent", "version_id", "source", "split", "checkpoint", "checkpoint_sha256", "columns", "outputs", "column_prefix", "bad_rows", "workers", "request_id", "validate_only", "predictor")

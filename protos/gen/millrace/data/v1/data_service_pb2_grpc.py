@@ -257,8 +257,9 @@ class DataServiceServicer:
         The operation fails with NOT_FOUND (a source does not exist), INVALID_ARGUMENT (a source is corrupt, truncated, or
         does not fit the others; or there are more bad rows than allowed), FAILED_PRECONDITION (a quality check failed,
         every row of a split was left out, or an open upload was abandoned), RESOURCE_EXHAUSTED (the store is still full
-        after several tries), DATA_LOSS (an upload's bytes are not those that were committed) or CANCELLED. After a failure
-        no version is visible as ACTIVE, and none of its files can be read.
+        after several tries), DATA_LOSS (an upload's bytes are not those that were committed, or FILES_INCOMPLETE: the files
+        lack rows, a fault of the service) or CANCELLED. After a failure no version is visible as ACTIVE, and none of its
+        files can be read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

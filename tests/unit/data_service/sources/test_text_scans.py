@@ -1,0 +1,320 @@
+"""Tasks that look at parts of a source find in it what one process finds that reads it from beginning to end."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ray import cloudpickle
+
+from data_service.domain.import_spec import CsvOptions
+from data_service.formats import RowSource, interface, json, open_sources, text_scans
+from data_service.formats.casts import InferredType
+from data_service.formats.text_scans import R, ScanUnit
+from data_service.imports.work import OrderedUnits
+from data_service.parallel import Results
+from data_service.storage.source_files import SourceFiles
+from shared.errors import InvalidArgument, MillraceError, Unavailable
+from shared.storage import ObjectStore
+from tests.support.import_sources import source_of
+from tests.support.upload_calls import committed
+from tests.support.upload_server import uploads_of
+
+# The same examples in each run; a larger number tries more of them.
+EXAMPLES = settings(
+    max_examples=12, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
+
+
+class Tasks:
+    """A `UnitRunner` whose work, units and results travel as they do between processes; counts the units by pass."""
+
+    def __init__(self) -> None:
+        self.passes: list[int] = []
+
+    def __call__(self, work: Callable[[ScanUnit], R], units: Sequence[ScanUnit]) -> Iterator[R]:
+        self.passes.append(len(units))
+        assert [unit.number for unit in units] == list(range(len(units)))
+        sent_work = travel(work)
+        for unit in travel(units):
+            yield pickle.loads(pickle.dumps(sent_work(unit)))
+
+
+def travel(value: Any) -> Any:
+    return cloudpickle.loads(cloudpickle.dumps(value))  # type: ignore[no-untyped-call]
+
+
+def rows_of(folder: Path, source: Any, tasks: Tasks | None, types: dict[str, str] | None = None) -> list[RowSource]:
+    files = SourceFiles([PurePosixPath(folder)], None)
+    return [one.rows for one in open_sources([source], files, types or {}, run_units=tasks)]
+
+
+def described(rows: Sequence[RowSource]) -> list[Any]:
+    """Returns all that is found before rows are read: columns, numbers of rows, and the cuts."""
+    parts = [[getattr(part, "_part", None) for part in one.parts()] for one in rows]
+    return [[(one.schema, one.row_count, one.size_bytes) for one in rows], parts]
+
+
+def outcome(read: Callable[[], list[RowSource]]) -> Any:
+    try:
+        return described(read())
+    except InvalidArgument as error:
+        return error.as_record()
+
+
+def same_in_tasks(
+    folder: Path,
+    kind: str,
+    contents: Sequence[bytes],
+    block_bytes: int = 60,
+    part_bytes: int = 150,
+    types: dict[str, str] | None = None,
+) -> tuple[Any, Tasks]:
+    """Opens the files in one process and in tasks; returns what both find, and the tasks."""
+    for index, content in enumerate(contents):
+        (folder / f"{index:03d}.{kind}").write_bytes(content)
+    source, tasks = source_of(f"{folder.as_uri()}/*.{kind}", kind), Tasks()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interface, "BLOCK_BYTES", block_bytes)
+        patch.setattr(interface, "PART_BYTES", part_bytes)
+        patch.setattr(text_scans, "LARGE_BYTES", 0)
+        expected = outcome(lambda: rows_of(folder, source, None, types))
+        assert outcome(lambda: rows_of(folder, source, tasks, types)) == expected
+    return expected, tasks
+
+
+# --- CSV ---
+
+TEXTS = [
+    "",
+    "0",
+    "7",
+    "-12",
+    "-0",
+    "007",
+    "+49",
+    "0x1F",
+    "9007199254740992",
+    "9007199254740993",
+    "9223372036854775808",
+    "1.5",
+    "-2.25e3",
+    "0.10000000000000000555",
+    "3.14159265358979323846",
+    "1e400",
+    "nan",
+    "NA",
+    "inf",
+    "true",
+    "FALSE",
+    "2024-02-29",
+    "2024-02-29T12:00:00",
+    "2024-02-30",
+    "2024-02-29T12:00:00Z",
+    "word",
+    "é",
+    '"quoted, with a comma"',
+    '"two\nlines"',
+    '"a ""doubled"" quote"',
+    ' " stray',
+]
+# Columns whose texts are nearly all of one kind, so that each type is found often.
+KINDS = [
+    ["0", "7", "-12", ""],
+    ["7", "9007199254740992", "9007199254740993", "NA"],
+    ["1.5", "7", "", "-2.25e3", "9007199254740993"],
+    ["true", "FALSE", ""],
+    ["2024-02-29", "2024-02-29T12:00:00", ""],
+    ["", "NA"],
+    TEXTS,
+]
+
+
+@st.composite
+def csv_files(draw: st.DrawFn) -> list[bytes]:
+    columns = [draw(st.sampled_from(KINDS)) for _ in range(draw(st.integers(1, 4)))]
+    contents = []
+    for _ in range(draw(st.integers(1, 3))):
+        lines = [",".join(f"c{index}" for index in range(len(columns)))]
+        for _ in range(draw(st.integers(0, 25))):
+            lines.append(",".join(draw(st.sampled_from(texts)) for texts in columns))
+            if draw(st.integers(0, 30)) == 0:
+                lines.append(draw(st.sampled_from(["", "a,b,c,d,e,f", '"never closed', "\udcff"])))
+        contents.append("\n".join([*lines, *draw(st.sampled_from([[], [""]]))]).encode("utf-8", "surrogateescape"))
+    return contents
+
+
+@given(contents=csv_files(), block_bytes=st.integers(30, 200), part_bytes=st.integers(60, 400))
+@EXAMPLES
+def test_tasks_find_the_columns_rows_and_cuts_of_csv(
+    tmp_path_factory: pytest.TempPathFactory, contents: list[bytes], block_bytes: int, part_bytes: int
+) -> None:
+    same_in_tasks(tmp_path_factory.mktemp("csv"), "csv", contents, block_bytes, part_bytes)
+
+
+@given(texts=st.lists(st.sampled_from(TEXTS[1:26]), max_size=40), cuts=st.lists(st.integers(0, 40)), order=st.randoms())
+@EXAMPLES
+def test_types_of_any_pieces_merge_in_any_order_to_the_type_of_the_whole(
+    texts: list[str], cuts: list[int], order: Any
+) -> None:
+    whole = InferredType()
+    whole.update(pa.array(texts, pa.string()))
+    bounds = sorted({0, len(texts), *(cut for cut in cuts if cut < len(texts))})
+    pieces = []
+    for begin, end in pairwise(bounds):
+        pieces.append(InferredType())
+        pieces[-1].update(pa.array(texts[begin:end], pa.string()))
+    pieces.append(InferredType())  # of a part without rows
+    while len(pieces) > 1:
+        one = pieces.pop(order.randrange(len(pieces)))
+        pieces[order.randrange(len(pieces))].merge(one)
+    assert pieces[0].type == whole.type
+
+
+def test_a_large_file_is_cut_first_and_then_looked_at_in_parts(tmp_path: Path) -> None:
+    small, large = b"a,b\n1,x\n", b"a,b\n" + b"1,2.5\n" * 200
+    (described_rows, parts), tasks = same_in_tasks(tmp_path, "csv", [large, small, large])
+    assert tasks.passes == [2, 1 + 2 * len(parts[0])]
+    assert len(parts[0]) > 3
+    assert [schema.types for schema, _, _ in described_rows] == [[pa.int64(), pa.string()]] * 3
+    assert [row_count for _, row_count, _ in described_rows] == [200, 1, 200]
+
+
+def test_a_file_that_cannot_be_divided_is_looked_at_by_one_task(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("n\n" + "1\n" * 500, "utf-16")
+    source = source_of((tmp_path / "a.csv").as_uri(), "csv", csv=CsvOptions(encoding="utf-16"))
+    tasks = Tasks()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interface, "PART_BYTES", 100)
+        patch.setattr(text_scans, "LARGE_BYTES", 0)
+        assert described(rows_of(tmp_path, source, tasks)) == described(rows_of(tmp_path, source, None))
+    assert tasks.passes == [1, 1]
+
+
+def test_where_all_types_are_given_files_are_cut_and_no_value_is_looked_at(tmp_path: Path) -> None:
+    contents = [b"a,b\n" + b"1,2.5\n" * 200, b"a,b\n1,2\n"]
+    (described_rows, parts), tasks = same_in_tasks(tmp_path, "csv", contents, types={"a": "int8", "b": "double"})
+    assert tasks.passes == [1]
+    assert [row_count for _, row_count, _ in described_rows] == [200, None]
+    assert len(parts[0]) > 3
+
+
+def test_a_small_source_is_read_by_one_process(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b"a\n1\n")
+    tasks = Tasks()
+    rows_of(tmp_path, source_of((tmp_path / "a.csv").as_uri(), "csv"), tasks)
+    assert tasks.passes == []
+
+
+def test_an_upload_is_read_by_one_process_which_verifies_it(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_scans, "LARGE_BYTES", 0)
+    name, tasks = committed(uploads_of(store), b"a\n1\n2\n"), Tasks()
+    files = SourceFiles([], None, store)
+    (one,) = open_sources([source_of(name, "csv")], files, {}, run_units=tasks)
+    assert (one.rows.row_count, tasks.passes) == (2, [])
+
+
+# --- JSON Lines ---
+
+VALUES = st.sampled_from(
+    [
+        "null",
+        "true",
+        "7",
+        "-3",
+        "1.5",
+        "9007199254740993",
+        "9223372036854775808",
+        '"word"',
+        "[1, 2]",
+        "[1.5, 2]",
+        "[1, 2, 3]",
+        "[1, null]",
+        "[]",
+        '{"x": 1}',
+    ]
+)
+LINES = st.one_of(
+    st.dictionaries(st.sampled_from("abcdef"), VALUES, max_size=4).map(
+        lambda row: "{" + ", ".join(f'"{key}": {value}' for key, value in row.items()) + "}"
+    ),
+    st.sampled_from(["", "no JSON", "[1]", '{"": 1}', '{"a": ']),
+)
+JSON_FILES = st.lists(st.lists(LINES, max_size=60).map(lambda lines: "\n".join(lines).encode()), min_size=1, max_size=3)
+
+
+@given(contents=JSON_FILES, block_bytes=st.integers(8, 200), part_bytes=st.integers(20, 400), lengths=st.integers(1, 9))
+@EXAMPLES
+def test_tasks_find_the_columns_rows_and_cuts_of_json_lines(
+    tmp_path_factory: pytest.TempPathFactory, contents: list[bytes], block_bytes: int, part_bytes: int, lengths: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json, "MAX_LENGTHS", lengths)  # the order of the rows matters beyond it
+        patch.setattr(json, "MAX_COLUMNS", 5)
+        same_in_tasks(tmp_path_factory.mktemp("json"), "json_lines", contents, block_bytes, part_bytes)
+
+
+def test_the_first_bad_line_of_all_parts_is_named(tmp_path: Path) -> None:
+    contents = [b"[1]\n" * 100, b"no JSON\n" * 100]
+    error, tasks = same_in_tasks(tmp_path, "json_lines", contents)
+    assert "no line of it is a row; of line 1, it is no JSON object" in error["message"]
+    assert "000.json_lines" in error["message"]
+    assert tasks.passes[0] == 2
+
+
+# --- The order of results ---
+
+
+class Unordered:
+    """A `PartRunner` whose units end in an order of the test's choice."""
+
+    def __init__(self, order: Sequence[int], failing: dict[int, MillraceError]) -> None:
+        self._order, self._failing = order, failing
+        self.worked_on: list[int] = []
+
+    def __call__(self, _context: Any, _folder: str, work: Any, units: Sequence[Any], **_: Any) -> Results[Any]:
+        for number in self._order:
+            self.worked_on.append(number)
+            yield units[number], work(units[number])
+
+
+def failing_work(failing: dict[int, MillraceError]) -> Callable[[ScanUnit], int]:
+    def work(unit: ScanUnit) -> int:
+        if unit.number in failing:
+            raise failing[unit.number]
+        return unit.number * 10
+
+    return work
+
+
+UNITS = [ScanUnit(number, None) for number in range(5)]  # type: ignore[arg-type]
+
+
+def test_results_come_in_the_order_of_the_units() -> None:
+    runner = Unordered([3, 0, 4, 1, 2], {})
+    assert list(OrderedUnits(None, runner)(failing_work({}), UNITS)) == [0, 10, 20, 30, 40]  # type: ignore[arg-type]
+
+
+def test_the_first_unit_that_fails_is_reported() -> None:
+    failing: dict[int, MillraceError] = {3: InvalidArgument("third"), 1: InvalidArgument("first")}
+    runner = Unordered([3, 0, 4, 1, 2], failing)
+    results = OrderedUnits(None, runner)(failing_work(failing), UNITS)  # type: ignore[arg-type]
+    assert next(results) == 0
+    with pytest.raises(InvalidArgument, match="first"):
+        next(results)
+    assert runner.worked_on == [3, 0, 4, 1], "no task goes on for nothing"
+
+
+def test_an_outage_ends_the_attempt_at_once() -> None:
+    failing: dict[int, MillraceError] = {3: Unavailable("the store does not answer")}
+    with pytest.raises(Unavailable):
+        list(OrderedUnits(None, Unordered([3, 0], failing))(failing_work(failing), UNITS))  # type: ignore[arg-type]
