@@ -256,8 +256,7 @@ class Sweeper:
             for info in self._store.list(f"requests/{SERVICE}")
             if self._clock() - info.modified > REQUEST_CLAIM_S
         ]
-        for key in old[:CLAIMS_A_PASS]:
-            self._store.delete(key)
+        self._store.delete_all(old[:CLAIMS_A_PASS])
 
     def _sweep_operations(self) -> None:
         """Removes operations whose job was never created.
@@ -320,9 +319,7 @@ class Sweeper:
         attempts = [f"{name}/data/{folder}" for folder in self._store.folders(f"{name}/data")]
         references = markers(self._store, name)
         job = self._jobs.newest(name)
-        for marker in references:
-            if not marker.counts(self._store, self._clock()):
-                self._store.delete(marker.key)
+        self._store.delete_all([one.key for one in references if not one.counts(self._store, self._clock())])
         if job is None or not job.state.final:
             return
         if job.state is JobState.DELETING:
@@ -353,10 +350,10 @@ class Sweeper:
         except (DataLoss, NotFound):
             return  # the manifest's names are unknown, or the version was just deleted
         others = [info for info in found if info.key not in named]
-        for info in others:
-            if info.modified < before:
-                logger.info("%s is named by no manifest and goes", info.key)
-                self._store.delete(info.key)
+        leftovers = [info.key for info in others if info.modified < before]
+        for key in leftovers:
+            logger.info("%s is named by no manifest and goes", key)
+        self._store.delete_all(leftovers)
         # After that, no process writes there any more.
         if job.update_time < before and all(info.modified < before for info in others):
             if len(self._tidy) >= TIDY_REMEMBERED:

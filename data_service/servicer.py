@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -36,11 +36,11 @@ from data_service.uploads.receiving import Chunk
 from data_service.uploads.record import Upload, UploadState
 from data_service.uploads.uploads import PresignedPut, UploadPart, Uploads
 from data_service.version_catalog import (
+    OPERATION_PREFIXES,
     ActiveVersion,
     Versions,
     job_of_operation,
     operation_id,
-    operation_ids,
     pointer_of_operation,
 )
 from data_service.version_jobs import VersionJobs
@@ -49,6 +49,7 @@ from shared.errors import not_found
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.registry import log_prefix
 from shared.log import ResourceLog, body_digest
+from shared.operations import operation_ids_after
 from shared.storage import ObjectStore
 from shared.streaming import UPLOADS, Slot, Slots, in_threads
 
@@ -382,8 +383,8 @@ class VersionOperations:
         reported = self._jobs.progress(job.name) if progress is None else progress
         return operation_message(version, reported, waiting_for, brief=brief)
 
-    def list_ids(self) -> list[str]:
-        return operation_ids(self._store)
+    def ids_after(self, after: str, most: int) -> Sequence[str]:
+        return operation_ids_after(self._store, OPERATION_PREFIXES, after, most)
 
     def cancel(self, name: str) -> None:
         """Cancels an operation; a finished job stays as it is.

@@ -219,7 +219,7 @@ class _Readers:
 # The keys of a job's spec that begin its operation's id, since other services keep their operations in the same store.
 # Operations of other kinds, such as predictions, begin with the first.
 MAKERS = ("import", "transform")
-_PREFIXES = tuple(f"{maker}-" for maker in MAKERS)
+OPERATION_PREFIXES = tuple(f"{maker}-" for maker in MAKERS)
 
 
 def operation_id(job: JobRecord) -> str:
@@ -257,14 +257,10 @@ def pointer_of_operation(store: ObjectStore, name: str) -> dict[str, str]:
     return pointer
 
 
-def operation_ids(store: ObjectStore) -> list[str]:
-    return [folder for folder in store.folders("operations") if folder.startswith(_PREFIXES)]
-
-
 def operations_before(store: ObjectStore, time_s: float) -> list[str]:
     """Returns the sorted ids of operations last recorded before `time_s`, in seconds since the epoch."""
     recorded = [(info.key.split("/")[1], info.modified) for info in store.list("operations")]
-    return sorted(one for one, modified in recorded if one.startswith(_PREFIXES) and modified < time_s)
+    return sorted(one for one, modified in recorded if one.startswith(OPERATION_PREFIXES) and modified < time_s)
 
 
 def withdraw_if_without_job(store: ObjectStore, jobs: Jobs, operation: str) -> bool:

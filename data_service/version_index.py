@@ -8,7 +8,7 @@ would become large.
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from data_service.convert import version_message
@@ -19,7 +19,7 @@ from shared.jobs import JobRecord, Jobs
 from shared.jobs.index import JobIndex
 from shared.storage import ObjectStore
 
-DATASETS = "datasets"
+DATASETS, VERSIONS = "datasets", "versions"
 # A longer message is not kept in the index. A leaf has up to 128 entries.
 SHOWN_BYTES = 8 * 1024
 
@@ -35,20 +35,24 @@ class VersionNames:
         return sorted(f"{_parent(dataset)}/{version}" for dataset, versions in folders for version in versions)
 
     def after(self, name: str, most: int) -> Sequence[str]:
-        _, dataset, _, version = name.split("/") if name.count("/") == 3 else ("", "", "", "")
         found: list[str] = []
-        for one in self._datasets_from(dataset):
-            behind = version if one == dataset else ""
-            ids = self._store.folders_after(_parent(one), behind, most - len(found))
-            found += [f"{_parent(one)}/{version_id}" for version_id in ids]
-            if len(found) == most:
-                break
+        # Beyond every key that begins with the name and a slash.
+        at = f"{name}0" if name.count("/") == 3 else DATASETS
+        while len(found) < most and (keys := self._store.keys_after(DATASETS, at)):
+            for key in keys:
+                parts = key.split("/")
+                if key <= at or len(found) == most or len(parts) < 4:
+                    continue
+                _, dataset, folder, version = parts[:4]
+                if folder == VERSIONS and len(parts) > 4:
+                    found.append(f"{_parent(dataset)}/{version}")
+                    at = f"{found[-1]}0"
+                elif f"{folder}/" < f"{VERSIONS}/":
+                    at = _parent(dataset)
+                elif folder != VERSIONS:
+                    at = f"{DATASETS}/{dataset}0"
+            at = max(at, keys[-1])
         return found
-
-    def _datasets_from(self, dataset: str) -> Iterator[str]:
-        """Yield the datasets from this one on, in the order of their keys."""
-        keys = sorted(f"{one}/" for one in self._store.folders(DATASETS))
-        return (key[:-1] for key in keys if not dataset or key >= f"{dataset}/")
 
 
 def open_version_index(store: ObjectStore) -> JobIndex:
@@ -65,4 +69,4 @@ def _shown(versions: Versions, job: JobRecord) -> dict[str, Any]:
 
 
 def _parent(dataset: str) -> str:
-    return f"{DATASETS}/{dataset}/versions"
+    return f"{DATASETS}/{dataset}/{VERSIONS}"

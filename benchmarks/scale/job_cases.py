@@ -1,4 +1,4 @@
-"""Training jobs: a page, what the reconciler polls, a merge of changes, a sweep and a deletion.
+"""Training jobs: a page, polls of the reconciler, a merge of changes, a sweep and a deletion; and the events of a run.
 
 There are 100 jobs at 1x, of which one is live: 100,000 and 1,000 at 1,000x. Simulated: the store, and Ray, which has no
 place for any; all finished jobs are copies of one, and so are their entries in the index, which real code has made.
@@ -25,10 +25,12 @@ from shared.settings import ServiceSettings
 from train_service.domain.spec import TrainingSpec
 from train_service.jobs.deletion import Deletions, Sweeper
 from train_service.jobs.training_jobs import TrainingJobs
-from train_service.records.event_log import TRAIN_KIND
+from train_service.records.event_log import TRAIN_KIND, EventKind, EventLog
 
 DONE = "trainingJobs/d"
 ENTRIES_A_COMMIT = 10_000
+# Events that are written at each size: eight segments.
+NEW_EVENTS = 2048
 
 
 def jobs(costs: Costs, scale: int) -> None:
@@ -64,6 +66,40 @@ def jobs(costs: Costs, scale: int) -> None:
     with costs.measured("job_page_after", store) as after:
         assert service.page(min(100, count // 2), "")[0][0].record.name != f"{DONE}{0:06d}"
     assert after.requests <= 20, after.requests
+
+
+def events(costs: Costs, scale: int) -> None:
+    """Writes, follows, reads and deletes the events of a run that had 100 at 1x, one a second.
+
+    Simulated: the store, and the clock.
+    """
+    store, count, now = SimulatedStore(), 100 * scale, 0.0
+    writer = EventLog(store, DONE, gathers=True, clock=lambda: now)
+
+    def write(first: int, last: int) -> None:
+        nonlocal now
+        for number in range(first, last + 1):
+            writer.append(1, EventKind.PROGRESS, {"step": number, "loss": 0.5}, str(number))
+            writer.gather()
+            now += 1.0
+
+    write(1, count)
+    with costs.measured("event_write", store, units=NEW_EVENTS) as written:
+        write(count + 1, count + NEW_EVENTS)
+    assert written.requests <= 1.2 * NEW_EVENTS, written.requests
+    count += NEW_EVENTS
+    with costs.measured("event_newest", store):
+        assert EventLog(store, DONE).last_sequence() == count
+    reader = EventLog(store, DONE, clock=lambda: now)
+    assert not list(reader.after(count))
+    write(count + 1, count + 1)
+    with costs.measured("event_follow", store) as followed:
+        assert [event.sequence for event in reader.after(count)] == [count + 1]
+    assert followed.requests <= 2, followed.requests
+    with costs.measured("events_read", store, units=count):
+        assert sum(1 for _ in EventLog(store, DONE).after(0)) == count + 1
+    with costs.measured("events_delete", store, units=count):
+        store.delete_folder(f"{DONE}/events")
 
 
 def _fill(store: SimulatedStore, kept: Jobs, done_jobs: int, live_jobs: int) -> None:

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import functools
 import threading
-from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 
 import pyarrow as pa
 
 from shared.settings import StoreSettings
 from shared.storage import ObjectExists, ObjectMissing, ObjectStore
-from shared.storage.object_store import ObjectInfo
+from shared.storage.object_store import KEYS_A_DELETION, KEYS_A_LISTING, ObjectInfo
 
 LATENCY_S = 0.015
 BYTES_PER_S = 1e9
-# The page size of S3's listings.
-KEYS_A_LISTING = 1000
 # The bytes of objects that have only zeros.
 ZEROS = memoryview(bytes(64 * 1024 * 1024))
 
@@ -112,15 +111,19 @@ class SimulatedStore(ObjectStore):
         self.put(key, b"".join(pieces()))
 
     def delete(self, key: str) -> None:
-        self._count(0)
-        with self._lock:
-            known = self._sorted.get(_top(key))
-            if self._objects.pop(key, None) is not None and known is not None:
-                del known[bisect_left(known, key)]
+        self.delete_all([key])
+
+    def delete_all(self, keys: Iterable[str]) -> None:
+        for number, key in enumerate(keys):
+            if number % KEYS_A_DELETION == 0:
+                self._count(0)
+            with self._lock:
+                known = self._sorted.get(_top(key))
+                if self._objects.pop(key, None) is not None and known is not None:
+                    del known[bisect_left(known, key)]
 
     def delete_folder(self, prefix: str) -> None:
-        for info in list(self.list(prefix)):
-            self.delete(info.key)
+        self.delete_all([info.key for info in self.list(prefix)])
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         self._count(0)
@@ -137,18 +140,11 @@ class SimulatedStore(ObjectStore):
             self._count(0)
         return found
 
-    def folders_after(self, prefix: str, after: str, most: int) -> Sequence[str]:
-        start = len(prefix.rstrip("/")) + 1
+    def keys_after(self, prefix: str, after: str) -> Sequence[str]:
+        self._count(0)
         keys = self._sorted_of(prefix)
-        found: MutableSequence[str] = []
-        while len(found) < most:
-            self._count(0)
-            place = bisect_left(keys, f"{prefix}/{after}0" if after else f"{prefix}/")
-            if place == len(keys) or not keys[place].startswith(f"{prefix}/"):
-                break
-            after = keys[place][start:].split("/", 1)[0]
-            found.append(after)
-        return found
+        begin = max(bisect_left(keys, f"{prefix}/"), bisect_right(keys, after))
+        return list(takewhile(lambda key: key.startswith(f"{prefix}/"), keys[begin : begin + KEYS_A_LISTING]))
 
     def _below(self, prefix: str) -> Sequence[str]:
         if not prefix:

@@ -46,6 +46,7 @@ from shared.errors import (
 )
 from shared.grpc_errors import status_proto
 from shared.log import Record, ResourceLog, claimed
+from shared.operations import operation_ids_after
 from shared.settings import OwnCode
 from shared.storage import ObjectMissing, ObjectStore
 
@@ -622,8 +623,8 @@ class DeploymentOperations:
         log = self._deployments.log(self._pointer(name)["deployment"])
         return FollowedOperation(log, lambda: self.get(name))
 
-    def list_ids(self) -> list[str]:
-        return [folder for folder in self._store.folders(OPERATIONS) if folder.startswith((PREFIX, ROLLOUT_PREFIX))]
+    def ids_after(self, after: str, most: int) -> Sequence[str]:
+        return operation_ids_after(self._store, (PREFIX, ROLLOUT_PREFIX), after, most)
 
     def cancel(self, name: str) -> None:
         """Cancels an operation: deletes a loading deployment, or rolls back a roll-out.

@@ -639,8 +639,7 @@ class CheckpointRegistry:
     def _take_away(self, pages: Collection[str]) -> None:
         """Delete pages that no record names. Pages that remain are deleted with the job."""
         try:
-            for key in pages:
-                self._store.delete(key)
+            self._store.delete_all(pages)
         except STORE_OUTAGES as error:
             logger.warning("old pages of the checkpoints' registry stay until the job is deleted: %s", error.message)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shared.storage import ObjectStore
@@ -51,8 +52,8 @@ class Changes:
         changes = [Change(match["name"].replace(",", "/"), int(match["number"]), key) for match, key in found]
         return sorted(changes, key=lambda one: (one.name, one.number))
 
-    def forget(self, change: Change) -> None:
-        self._store.delete(change.key)
+    def forget(self, changes: Iterable[Change]) -> None:
+        self._store.delete_all(change.key for change in changes)
 
 
 def folder_of_index(kind: str) -> str:

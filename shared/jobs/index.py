@@ -370,8 +370,7 @@ class JobIndex:
 
     def _forget(self, changes: Sequence[Change]) -> None:
         try:
-            with ThreadPoolExecutor(READ_AT_ONCE) as pool:
-                list(pool.map(self._changes.forget, changes))
+            self._changes.forget(changes)
         except STORE_OUTAGES as error:
             logger.warning("notes of changed jobs stay, and are read again: %s", error.message)
 

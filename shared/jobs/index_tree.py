@@ -206,8 +206,7 @@ class IndexTree:
 
     def _delete(self, keys: list[str]) -> None:
         try:
-            for key in keys:
-                self._store.delete(key)
+            self._store.delete_all(keys)
         except STORE_OUTAGES as error:
             logger.warning("old objects of %s stay for now: %s", self._roots, error.message)
 

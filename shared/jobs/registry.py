@@ -34,6 +34,7 @@ from shared.jobs.transitions import (
 )
 from shared.log import ResourceLog, uid_of
 from shared.storage import ObjectMissing, ObjectStore
+from shared.storage.object_store import KEYS_A_DELETION
 
 # --- Jobs ---
 
@@ -284,8 +285,8 @@ def progress_key(folder: str) -> str:
 
 # --- Deletion ---
 
-# This many objects are deleted between two reads of the log.
-KEYS_BETWEEN_POLLS = 32
+# This many objects are deleted between two reads of the log: on S3 by one request.
+KEYS_BETWEEN_POLLS = KEYS_A_DELETION
 
 
 def while_deleting(jobs: Jobs, job: JobRecord, decide: Callable[[JobRecord], JobRecord]) -> JobRecord:
@@ -308,8 +309,7 @@ def remove_objects(store: ObjectStore, jobs: Jobs, job: JobRecord, keys: Sequenc
         now = jobs.newest(job.name)
         if now is None or now.uid != job.uid or now.state is not job.state:
             return False
-        for key in keys[start : start + KEYS_BETWEEN_POLLS]:
-            store.delete(key)
+        store.delete_all(keys[start : start + KEYS_BETWEEN_POLLS])
     return True
 
 

@@ -6,13 +6,15 @@ Its only means of coordination is put-if-absent.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import re
 import time
 import unicodedata
-from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypedDict
 
@@ -79,6 +81,10 @@ STREAM_BYTES = 256 * 1024
 TORN_NAME = re.compile(r".+#\d+")
 # S3 allows keys of 1024 bytes; the rest is for the store's folder in its bucket.
 MAX_KEY_BYTES = 896
+# So many objects are deleted by one request to S3, which allows no more.
+KEYS_A_DELETION: Final = 1000
+# So many keys are in the answer to one request of a listing.
+KEYS_A_LISTING: Final = 1000
 # File systems allow 255 bytes; the rest is for the suffix of an object that is being written.
 MAX_NAME_BYTES = 245
 
@@ -278,31 +284,33 @@ class ObjectStore:
     def folders_after(self, prefix: str, after: str, most: int) -> Sequence[str]:
         """Return at most `most` names as `folders` does, the next ones beyond `after` in the order of keys.
 
-        A name counts with its slash, so `a-b` is before `a`. It takes a request for each name, however many there are.
+        A name counts with its slash, so `a-b` is before `a`. A request finds the names in `KEYS_A_LISTING` keys, and at
+        least one.
         """
+        folder = prefix.rstrip("/")
         found: MutableSequence[str] = []
+        # Beyond every key that begins with the last name and a slash.
+        at = f"{folder}/{after}0" if after else folder
+        while len(found) < most and (keys := self.keys_after(folder, at)):
+            for key in keys:
+                name, slash, _ = key[len(folder) + 1 :].partition("/")
+                if key > at and slash and len(found) < most:
+                    found.append(name)
+                    at = f"{folder}/{name}0"
+            at = max(at, keys[-1])
+        return found
+
+    def keys_after(self, prefix: str, after: str) -> Sequence[str]:
+        """Return the next keys below the folder `prefix` that are greater than `after`, in their order.
+
+        They are `KEYS_A_LISTING`, or fewer if there are no more; one request to S3.
+        """
         with _errors(prefix):
             if isinstance(self._backend, LocalStore):
-                folder = Path(str(self._backend.prefix)) / prefix
-                names = [one.name for one in os.scandir(folder) if one.is_dir()] if folder.is_dir() else []
-                for name in sorted((name for name in names if f"{name}/" > f"{after}/"), key=lambda name: f"{name}/"):
-                    if len(found) == most:
-                        break
-                    if any(True for _ in self.list(f"{prefix}/{name}")):
-                        found.append(name)
-                return found
-            start = len(prefix.rstrip("/")) + 1
-            while len(found) < most:
-                # Beyond every key that begins with the last name and a slash.
-                offset = f"{prefix.rstrip('/')}/{after}0" if after else None
-                chunks = obstore.list(self._backend, _folder(prefix), offset=offset, chunk_size=1)
-                keys = (meta["path"] for chunk in chunks for meta in chunk)
-                name = next((key[start:].split("/", 1)[0] for key in keys if "/" in key[start:]), "")
-                if not name:
-                    break
-                found.append(name)
-                after = name
-        return found
+                root = Path(str(self._backend.prefix))
+                return list(itertools.islice(_local_keys(root, prefix.rstrip("/"), after), KEYS_A_LISTING))
+            chunks = obstore.list(self._backend, _folder(prefix), offset=after or None, chunk_size=KEYS_A_LISTING)
+            return [meta["path"] for meta in next(iter(chunks), [])]
 
     def delete(self, key: str) -> None:
         """Remove the object. A missing object is no error."""
@@ -312,10 +320,23 @@ class ObjectStore:
         except ObjectMissing:
             return
 
+    def delete_all(self, keys: Iterable[str]) -> None:
+        """Remove the objects, on S3 up to `KEYS_A_DELETION` by one request. Missing objects are no error.
+
+        If it raises, some may be gone; a repeated call removes the others.
+        """
+        if isinstance(self._backend, LocalStore):
+            for key in keys:
+                self.delete(key)
+            return
+        left = iter(keys)
+        while some := list(itertools.islice(left, KEYS_A_DELETION)):
+            # Also repeats what the server refused for single objects, in an answer that is good otherwise.
+            _written(some[0], partial(obstore.delete, self._backend, some))
+
     def delete_folder(self, prefix: str) -> None:
         """Remove every object below `prefix`."""
-        for key in [info.key for info in self.list(prefix)]:
-            self.delete(key)
+        self.delete_all([info.key for info in self.list(prefix)])
         with _errors(prefix):
             for path in self._torn(prefix):
                 path.unlink(missing_ok=True)
@@ -411,6 +432,22 @@ def key_problem(key: str) -> str:
 
 def _ends_before(key: str, end: int) -> DataLoss:
     return DataLoss(f"{key} ends before byte {end}", metadata={"object": key})
+
+
+def _local_keys(root: Path, folder: str, after: str) -> Iterator[str]:
+    """Yield the keys below a folder of a local directory that are greater than `after`, in their order."""
+    try:
+        entries = [(entry.name, entry.is_dir()) for entry in os.scandir(root / folder)]
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for name in sorted(f"{name}/" if is_folder else name for name, is_folder in entries):
+        key = f"{folder}/{name}" if folder else name
+        if key.endswith("/"):
+            # All keys below it begin with it.
+            if key > after or after.startswith(key):
+                yield from _local_keys(root, key.rstrip("/"), after)
+        elif key > after and not TORN_NAME.fullmatch(name):
+            yield key
 
 
 def _folder(prefix: str) -> str | None:
@@ -527,6 +564,7 @@ def _refusal(error: Exception) -> str | None:
     if "NoSuchBucket" in str(error):  # otherwise every object of a lost bucket would merely seem missing
         return "its bucket is not there"
     denied = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError)
-    if isinstance(error, denied) or "403 Forbidden" in str(error):
+    # The second sign is that of a single object, in the answer to a deletion of many.
+    if isinstance(error, denied) or any(sign in str(error) for sign in ("403 Forbidden", "(code: AccessDenied)")):
         return "it does not accept our credentials"
     return None

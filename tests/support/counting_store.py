@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TypeVar
 
 from shared.errors import Unavailable
 from shared.storage import ObjectStore
-from shared.storage.object_store import ObjectInfo
+from shared.storage.object_store import KEYS_A_DELETION, ObjectInfo
 
 T = TypeVar("T")
 
@@ -43,11 +45,23 @@ class CountingStore(ObjectStore):
     def delete(self, key: str) -> None:
         self._asked("delete", key, lambda: ObjectStore.delete(self, key))
 
+    def delete_all(self, keys: Iterable[str]) -> None:
+        def delete(some: Sequence[str]) -> None:
+            for key in some:
+                ObjectStore.delete(self, key)
+
+        left = iter(keys)
+        while some := tuple(itertools.islice(left, KEYS_A_DELETION)):
+            self._asked("delete_all", some[0], partial(delete, some))
+
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         return self._asked("list", prefix, lambda: ObjectStore.list(self, prefix))
 
     def folders(self, prefix: str) -> Sequence[str]:
         return self._asked("folders", prefix, lambda: ObjectStore.folders(self, prefix))
+
+    def keys_after(self, prefix: str, after: str) -> Sequence[str]:
+        return self._asked("keys_after", prefix, lambda: ObjectStore.keys_after(self, prefix, after))
 
     def forget(self) -> None:
         """Counts from nothing again."""

@@ -209,8 +209,9 @@ class Checkpointing:
             return
         try:
             with store_call():
-                for key in orphans(self._store, self._lineage.job_name, self._registry.entries(), self._chain.parts):
-                    self._store.delete(key)
+                self._store.delete_all(
+                    orphans(self._store, self._lineage.job_name, self._registry.entries(), self._chain.parts)
+                )
         except STORE_OUTAGES as error:
             logger.warning("old records of consumed rows stay until the job is deleted: %s", error.message)
 

@@ -290,9 +290,8 @@ class Sweeper:
     def _drop_dead_markers(self, job: JobRecord) -> None:
         now = self._clock()
         for checkpoint in self._marked(job.name):
-            for marker in markers(self._store, checkpoint):
-                if not marker.counts(self._store, now):
-                    self._store.delete(marker.key)
+            found = markers(self._store, checkpoint)
+            self._store.delete_all([marker.key for marker in found if not marker.counts(self._store, now)])
 
     def _marked(self, name: str) -> list[str]:
         root = f"{name}/checkpoints"

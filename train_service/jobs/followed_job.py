@@ -90,9 +90,12 @@ class FollowedJob(Generic[V]):
         self._clock = clock
         self._wall_clock = wall_clock
         self._log = ResourceLog(store, log_prefix(name))
+        self._event_log = EventLog(store, name, clock=clock)
         self._reading: JobReading[V] | None = None
         self._side_read_at = 0.0
         self._turn = 0
+        # An attempt, and by how much its worker's clock was ahead at most.
+        self._ahead = (0, 0.0)
 
     @property
     def number(self) -> int:
@@ -108,7 +111,9 @@ class FollowedJob(Generic[V]):
         there = self._reading
         if there is None or job.uid != there.view.record.uid:
             # A job that was created anew has events of its own, which begin with number 1.
-            last = EventLog(self._store, self._name).last_sequence() if there is None else 0
+            last = self._event_log.last_sequence() if there is None else 0
+            if there is not None:
+                self._event_log = EventLog(self._store, self._name, clock=self._clock)
             there = JobReading((job,), self._describe(job), (), last)
             self._reading = self._with_events(there, to_the_end=True)
         elif record is not before:
@@ -153,12 +158,20 @@ class FollowedJob(Generic[V]):
         behind a recent report.
         """
         found: list[Event] = []
-        for event in EventLog(self._store, self._name).after(there.last_sequence):
+        for event in self._event_log.after(there.last_sequence):
             found.append(event)
-            is_recent = event.kind is EventKind.PROGRESS and self._wall_clock() - event.time < REPORT_INTERVAL_S
+            is_recent = event.kind is EventKind.PROGRESS and self._age_s(event) < REPORT_INTERVAL_S
             if is_recent and not to_the_end:
                 break
         if not found:
             return there
         events = (*there.events, *found)[-KEPT_EVENTS:]
         return replace(there, events=events, last_sequence=found[-1].sequence)
+
+    def _age_s(self, event: Event) -> float:
+        """Return how long ago an event was written, as far as the worker's clock is not found to be ahead."""
+        attempt, ahead_s = self._ahead
+        age_s = self._wall_clock() - event.time
+        ahead_s = max(-age_s, ahead_s if event.attempt == attempt else 0.0)
+        self._ahead = (event.attempt, ahead_s)
+        return age_s + ahead_s

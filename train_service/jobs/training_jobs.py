@@ -9,7 +9,6 @@ absent for a while is part of an earlier set: a job that fits that set is accept
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import math
@@ -308,8 +307,8 @@ class TrainingJobs:
         return chosen, names.token_of(chosen[-1].name) if more else ""
 
     def events(self, name: str, after_sequence: int) -> list[Event]:
-        """Return the next written events, at most `EVENTS_AT_ONCE`."""
-        return list(itertools.islice(EventLog(self._store, name).after(after_sequence), EVENTS_AT_ONCE))
+        """Return the next written events: at most `EVENTS_AT_ONCE`, or what is left of a segment."""
+        return EventLog(self._store, name).page(after_sequence, EVENTS_AT_ONCE)
 
     def check_sequence(self, name: str, after_sequence: int) -> None:
         """Raise `OutOfRange` for an unknown sequence number. An event must have the number, or it is 0."""

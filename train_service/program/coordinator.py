@@ -565,8 +565,7 @@ class ReportCoordinator:
             # The metrics of the checkpoint's steps are durable before it is, because no later attempt repeats these
             # steps.
             metrics.write()
-            for file in dropped:
-                self._store.delete(f"{folder}/{file.object}")
+            self._store.delete_all(f"{folder}/{file.object}" for file in dropped)
             content = ProgramContent(
                 training_job=self._job_name,
                 code_bundle=self._program.code_bundle,

@@ -23,8 +23,9 @@ from typing import Any
 from shared.errors import STORE_OUTAGES, Internal, MillraceError
 from shared.jobs import Jobs, JobState
 from shared.jobs.registry import progress_key
-from shared.log import Record, ResourceLog, StaleAttempt
+from shared.log import Record, StaleAttempt
 from shared.storage import ObjectStore
+from train_service.records.event_segments import GatheringLog, SegmentedLog
 from train_service.store_retry import store_call
 
 # --- Reporter ---
@@ -107,7 +108,7 @@ class Reporter:
         return max(self._stop_reason, self._asked())
 
     def _write(self) -> None:
-        log = EventLog(self._store, self._job_name)
+        log = EventLog(self._store, self._job_name, gathers=True)
         try:
             while (item := self._next()) is not None:
                 if self._gone:
@@ -118,6 +119,8 @@ class Reporter:
                     _retry_on_outage(self._store.put, progress_key(self._job_name), json.dumps(payload).encode())
                 if kind in (EventKind.PROGRESS, EventKind.CHECKPOINT_COMMITTED):
                     self._note()
+                if not self._ended.is_set():
+                    log.gather()
         except StaleAttempt:
             self._stop_reason = STALE
         except Exception as error:
@@ -214,10 +217,22 @@ class Event:
 
 
 class EventLog:
-    """The events of `trainingJobs/{j}`. Each writer or reader has its own; not shared between threads."""
+    """The events of `trainingJobs/{j}`. Each writer or reader has its own; not shared between threads.
 
-    def __init__(self, store: ObjectStore, job_name: str) -> None:
-        self._log = ResourceLog(store, f"{job_name}/events/log")
+    A reader that is kept costs a request where nothing is new. With `gathers`, `gather` does something.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        job_name: str,
+        *,
+        gathers: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        folder = f"{job_name}/events"
+        self._gathering = GatheringLog(store, folder, clock) if gathers else None
+        self._log = self._gathering or SegmentedLog(store, folder, clock)
 
     def append(self, attempt: int, kind: EventKind, payload: dict[str, Any], nonce: str = "") -> None:
         """Write an event. Raises `StaleAttempt` once a later attempt has written.
@@ -225,7 +240,19 @@ class EventLog:
         A repeated call with the same `nonce`, after an error of the store, writes no second event.
         """
         state = {"time": time.time(), "kind": kind, "payload": payload}
-        self._log.update(lambda _: state, attempt=attempt, nonce=nonce)
+        self._log.add(state, attempt, nonce)
+
+    def gather(self) -> None:
+        """Gather older events into segments, where that is due. What cannot be gathered stays as it is."""
+        if self._gathering is None:
+            return
+        try:
+            self._gathering.gather()
+        except STORE_OUTAGES as error:
+            logger.warning("events are gathered later: %s", error.message)
+        except MillraceError as error:
+            logger.warning("the events of this attempt are not gathered: %s", error.message)
+            self._gathering = None
 
     def append_first(self, attempt: int, kind: EventKind, payload: dict[str, Any]) -> None:
         """Write an event unless `find` finds one, also if two processes do so at once. Raises as `append` does."""
@@ -262,6 +289,15 @@ class EventLog:
         while (record := self._log.read(sequence + 1)) is not None:
             yield _event(record)
             sequence += 1
+
+    def page(self, sequence: int, size: int) -> list[Event]:
+        """Return the `size` next events after `sequence`, or more if these cost no further request."""
+        page: list[Event] = []
+        for event in self.after(sequence):
+            page.append(event)
+            if len(page) >= size and not self._log.is_at_hand(event.sequence + 1):
+                break
+        return page
 
 
 def _event(record: Record) -> Event:

@@ -68,7 +68,7 @@ def follow(trial: Followed, report: Callable[[int, float], None]) -> None:
 
 def _validated(store: ObjectStore, trial: Followed) -> Iterator[tuple[int, float]]:
     jobs = Jobs(store, TRAIN_KIND)
-    sequence = 0
+    log, sequence = EventLog(store, trial.name), 0
     while True:
         job = retry_on_outage(lambda: jobs.newest_of(trial.name, trial.uid), "the trial's state")
         if job is not None:
@@ -76,7 +76,7 @@ def _validated(store: ObjectStore, trial: Followed) -> Iterator[tuple[int, float
                 return  # its events are deleted, too; present ones belong to another job
             # The state was read before the events, so after the end of the job an empty read means that no more will
             # come.
-            while events := retry_on_outage(partial(_next, store, trial.name, sequence), "the trial's events"):
+            while events := retry_on_outage(partial(_next, log, sequence), "the trial's events"):
                 for event in events:
                     sequence = event.sequence
                     metrics = event.payload.get("metrics", {})
@@ -89,8 +89,8 @@ def _validated(store: ObjectStore, trial: Followed) -> Iterator[tuple[int, float
         time.sleep(POLL_INTERVAL_S)
 
 
-def _next(store: ObjectStore, name: str, sequence: int) -> list[Event]:
-    return list(itertools.islice(EventLog(store, name).after(sequence), EVENTS_AT_ONCE))
+def _next(log: EventLog, sequence: int) -> list[Event]:
+    return list(itertools.islice(log.after(sequence), EVENTS_AT_ONCE))
 
 
 def _value(trial: Followed, payload: dict[str, Any]) -> float:

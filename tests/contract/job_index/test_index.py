@@ -178,7 +178,7 @@ def test_on_each_store_a_job_whose_creation_or_merge_was_cut_off_is_listed(store
         "root": "index/train/v1/roots",
         "notes-removed": "index/train/v1/changes",
     }[cut]
-    verb = {"record": "put_if_absent", "root": "put_if_absent", "notes-removed": "delete"}.get(cut, "put")
+    verb = {"record": "put_if_absent", "root": "put_if_absent", "notes-removed": "delete_all"}.get(cut, "put")
     dying.is_done = cut != "notes-removed"
     ask = dying._asked
 

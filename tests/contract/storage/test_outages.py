@@ -29,6 +29,7 @@ DOINGS: dict[str, Callable[[ObjectStore, Path], object]] = {
     "list": lambda store, _: list(store.list()),
     "folders": lambda store, _: store.folders("a"),
     "delete": lambda store, _: store.delete("key"),
+    "delete_all": lambda store, _: store.delete_all(["key", "other"]),
     "upload_file": lambda store, path: store.upload_file(path, "key"),
 }
 
@@ -88,7 +89,7 @@ def test_starting_on_an_unreachable_store_names_its_endpoint(nobody: str) -> Non
         probe(open_store(settings))
 
 
-@pytest.mark.parametrize("doing", ["get", "put", "put_if_absent", "delete", "list"])
+@pytest.mark.parametrize("doing", ["get", "put", "put_if_absent", "delete", "delete_all", "list"])
 def test_wrong_credentials_are_an_outage_to_callers_and_never_a_missing_object(
     s3_store: StoreSettings, doing: str, tmp_path: Path
 ) -> None:
@@ -98,7 +99,7 @@ def test_wrong_credentials_are_an_outage_to_callers_and_never_a_missing_object(
     assert raised.value.specific_reason == "STORE_REFUSED"
 
 
-@pytest.mark.parametrize("doing", ["get", "put", "put_if_absent", "list"])
+@pytest.mark.parametrize("doing", ["get", "put", "put_if_absent", "delete_all", "list"])
 def test_a_lost_bucket_is_an_outage_and_never_a_missing_object(
     s3_store: StoreSettings, doing: str, tmp_path: Path
 ) -> None:

@@ -9,12 +9,13 @@ import pytest
 
 from data_service.datasets import Datasets
 from data_service.deletion import Deletions
-from data_service.version_catalog import Versions, operation_ids, record_operation
+from data_service.version_catalog import OPERATION_PREFIXES, Versions, record_operation
 from shared.dataset_version import load_version
 from shared.dataset_version.version import IMPORT_KIND, mark_used
 from shared.errors import Conflict, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.transitions import begin_attempt, request_delete
+from shared.operations import operation_ids_after
 from shared.storage import ObjectStore
 from tests.support.versions import commit_version, striped_digits
 
@@ -48,7 +49,7 @@ def test_a_deleted_version_is_gone_with_its_files_and_its_operation(
     store.put(f"{VERSION}/progress.json", b"{}")
     deletions.delete(VERSION)
     assert files(store) == []
-    assert operation_ids(store) == []
+    assert operation_ids_after(store, OPERATION_PREFIXES, "", 100) == []
     assert jobs.find(VERSION) is None
     with pytest.raises(NotFound):
         deletions.delete(VERSION)

@@ -16,13 +16,14 @@ from data_service.datasets import Datasets
 from data_service.deletion import ORPHAN_GRACE_PERIOD_S, REQUEST_CLAIM_S, Deletions, Sweeper
 from data_service.domain.dataset import Retention
 from data_service.reading import verify
-from data_service.version_catalog import operation_ids, record_operation
+from data_service.version_catalog import OPERATION_PREFIXES, record_operation
 from shared.dataset_version import load_version
 from shared.dataset_version.pages import page_path
 from shared.dataset_version.version import IMPORT_KIND, mark_used
 from shared.errors import NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.transitions import begin_attempt, confirm_cancel, fail, request_cancel, request_delete
+from shared.operations import operation_ids_after
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore
 from tests.support.paged_versions import make_versions_paged
@@ -303,12 +304,12 @@ def test_operations_whose_job_was_never_made_go(
         operation(uid, version, "predict")
     store.put("operations/deploy-x/operation.json", b"{}")
     sweeping.sweeper.sweep()
-    assert len(operation_ids(store)) == 5
+    assert len(operation_ids_after(store, OPERATION_PREFIXES, "", 100)) == 5
 
     sweeping.now += REQUEST_CLAIM_S + 60
     for _ in range(3):
         sweeping.sweeper.sweep()
-    assert sorted(operation_ids(store)) == ["import-a", "import-c", "transform-b"]
+    assert operation_ids_after(store, OPERATION_PREFIXES, "", 100) == ["import-a", "import-c", "transform-b"]
     assert store.exists("operations/deploy-x/operation.json")
 
 
@@ -327,7 +328,7 @@ def test_an_operation_whose_job_was_found_is_not_read_again(
 
     Deletions(store, sweeping.jobs, lambda: sweeping.now).delete(VERSION)
     sweeping.sweeper.sweep()
-    assert operation_ids(store) == []
+    assert operation_ids_after(store, OPERATION_PREFIXES, "", 100) == []
 
 
 def test_uploads_are_swept_and_those_of_a_deleted_dataset_deleted(sweeping: Sweeping) -> None:

@@ -270,6 +270,21 @@ def test_names_are_found_in_turns_over_all_datasets(catalog: Catalog) -> None:
     assert sorted(of_store.after("", 10)) == sorted(names)
 
 
+def test_names_in_turns_cost_the_same_among_many_datasets(catalog: Catalog) -> None:
+    def requests() -> int:
+        catalog.store.forget()
+        assert list(VersionNames(catalog.store).after("datasets/a/versions/v1", 1)) == ["datasets/z/versions/v2"]
+        return len(catalog.store.requests)
+
+    for name in ("datasets/a/versions/v1", "datasets/z/versions/v2"):
+        fail_version(catalog.store, name)
+    before = requests()
+    for number in range(30):
+        create_dataset(catalog.store, f"c-{number}")
+
+    assert requests() == before == 1
+
+
 def test_the_index_is_built_from_versions_that_were_there_before(store: ObjectStore) -> None:
     create_dataset(store, "a")
     commit_version(store, "datasets/a/versions/v1", {"train": striped_digits(10)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ from google.longrunning import operations_pb2
 from google.protobuf import duration_pb2
 
 from shared import operations
-from shared.errors import InvalidArgument, NotFound, Unimplemented, not_found
-from shared.operations import OperationsServicer
+from shared.errors import InvalidArgument, NotFound, Unavailable, Unimplemented, not_found
+from shared.operations import OperationsServicer, operation_ids_after
+from shared.storage import ObjectStore
+from shared.storage.object_store import KEYS_A_LISTING
+from tests.support.counting_store import CountingStore
 
 
 class Source:
@@ -36,8 +40,8 @@ class Source:
     def follow(self, name: str) -> Followed:
         return Followed(self, name)
 
-    def list_ids(self) -> list[str]:
-        return list(self.left)
+    def ids_after(self, after: str, most: int) -> list[str]:
+        return sorted(one for one in self.left if one > after)[:most]
 
     def cancel(self, name: str) -> None:
         self.get(name)
@@ -104,6 +108,23 @@ def test_waiting_ends_with_the_present_state_when_time_is_up(seconds: float | No
     assert not operation.done
 
 
+def test_a_store_that_is_silent_ends_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operations, "FIRST_READ_S", 0.1)
+    answers = threading.Event()
+
+    class Silent(Source):
+        def get(self, name: str, *, brief: bool = False) -> operations_pb2.Operation:
+            assert answers.wait(60)
+            return super().get(name, brief=brief)
+
+    try:
+        with pytest.raises(Unavailable, match="does not answer"):
+            call(Silent(o1=0), "WaitOperation", wait("operations/o1", 0.05))
+        assert not answers.is_set()
+    finally:
+        answers.set()
+
+
 @pytest.mark.parametrize("seconds", [2**62, -(2**62)], ids=["for ever", "since for ever"])
 def test_a_timeout_that_no_clock_has_is_no_fault_of_ours(seconds: int) -> None:
     timeout = duration_pb2.Duration(seconds=seconds)
@@ -154,7 +175,10 @@ def test_pages_of_large_operations_are_messages_that_any_client_takes() -> None:
     )
 
 
-@pytest.mark.parametrize(("field", "value"), [("name", "datasets"), ("filter", "done = true"), ("page_token", "%")])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("name", "datasets"), ("filter", "done = true"), ("page_token", "%"), ("page_token", "Li4veA==")],
+)
 def test_what_a_list_cannot_do_is_refused_by_its_field(field: str, value: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         call(Source(o1=0), "ListOperations", operations_pb2.ListOperationsRequest(**{field: value}))
@@ -170,3 +194,30 @@ def test_a_cancel_reaches_the_source_and_deleting_is_not_served() -> None:
         call(source, "DeleteOperation", operations_pb2.DeleteOperationRequest(name="operations/o1"))
 
     assert source.cancelled == ["operations/o1"]
+
+
+def record(store: ObjectStore, *ids: str) -> None:
+    for operation_id in ids:
+        store.put(f"operations/{operation_id}/pointer.json", b"{}")
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 100])
+def test_the_ids_of_a_service_come_in_turns_beside_those_of_others(store: ObjectStore, most: int) -> None:
+    own = ["import-0", "import-a", "import-f", "transform-1", "transform-9"]
+    record(store, *own, "deploy-1", "importer-1", "rollout-1", "transforms-1", "zeta-1")
+    found: list[str] = []
+    while some := operation_ids_after(store, ("transform-", "import-"), found[-1] if found else "", most):
+        assert len(some) <= most
+        found += some
+
+    assert found == own
+
+
+def test_a_page_of_ids_costs_the_same_among_many(store: ObjectStore) -> None:
+    def requests(count: int) -> int:
+        record(store, *(f"import-{number:04x}" for number in range(count)))
+        counting = CountingStore(store)
+        assert len(operation_ids_after(counting, ("import-", "transform-"), "import-0003", 5)) == 5
+        return len(counting.requests)
+
+    assert requests(10) == requests(2 * KEYS_A_LISTING) == 1

@@ -166,7 +166,7 @@ def test_an_operation_follows_its_deployment(
     manager: DeploymentManager, deployments: Deployments, operations: DeploymentOperations
 ) -> None:
     deployment = manager.create(creation())
-    assert operations.list_ids() == [deployment.operation.removeprefix("operations/")]
+    assert operations.ids_after("", 10) == [deployment.operation.removeprefix("operations/")]
     assert not operations.get(deployment.operation).done
     deployments.transition(
         deployment.name, deployment.uid, lambda before: with_failure(before, DataLoss("a file is damaged"), 2.0)

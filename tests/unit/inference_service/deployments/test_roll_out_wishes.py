@@ -35,7 +35,7 @@ def test_a_rollout_is_durable_and_keeps_its_checkpoint(
     assert references_of_job(store, JOB, LONG_AFTER) == {f"{JOB}/checkpoints/c{number}": [NAME] for number in (1, 2)}
     operation = operations.get(made.rollout.operation)
     assert (operation.name, operation.done) == (made.rollout.operation, False)
-    assert made.rollout.operation.removeprefix("operations/") in operations.list_ids()
+    assert made.rollout.operation.removeprefix("operations/") in operations.ids_after("", 10)
     assert operations.get(made.operation).done
 
 

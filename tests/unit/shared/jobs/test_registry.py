@@ -271,7 +271,7 @@ def test_a_cancellation_of_one_job_does_not_reach_the_next_one_of_its_name(jobs:
 def test_of_two_that_take_a_job_away_the_slower_one_stops_once_another_job_has_its_name(
     store: ObjectStore, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = [f"{FOLDER}/metrics/{number:03d}" for number in range(100)]
+    keys = [f"{FOLDER}/metrics/{number:06d}" for number in range(3 * KEYS_BETWEEN_POLLS)]
     jobs.create(FOLDER, a_job("old"))
     jobs.transition(FOLDER, lambda job: begin_attempt(job, 2.0), attempt=1)
     jobs.transition(FOLDER, lambda job: succeed(job, {}, 3.0), attempt=1)

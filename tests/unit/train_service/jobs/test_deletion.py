@@ -16,6 +16,8 @@ from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.transitions import begin_attempt, fail, follow_deleted, request_delete, succeed
 from shared.log import StaleAttempt
 from shared.storage import ObjectStore
+from shared.storage.object_store import KEYS_A_DELETION
+from tests.support.counting_store import CountingStore
 from tests.support.snapshots import JOB, save
 from tests.support.versions import commit_version, striped_digits
 from tests.support.waiting import wait_until
@@ -84,6 +86,22 @@ def test_a_deleted_job_is_gone_with_all_that_it_made(store: ObjectStore, jobs: J
         with pytest.raises(NotFound):
             call()
     assert training.page(0, "") == ([], "")
+
+
+@pytest.mark.usefixtures("jobs")
+def test_a_job_of_many_objects_is_deleted_by_few_requests(store: ObjectStore) -> None:
+    def requests() -> int:
+        counting = CountingStore(store)
+        deletions = Deletions(counting)
+        deletions.begin(JOB)
+        deletions.finish(JOB)
+        return len(counting.requests)
+
+    for number in range(KEYS_A_DELETION):
+        store.put(f"{JOB}/coverage/{number:04d}.arrow", b"")
+
+    assert requests() < 100
+    assert files(store) == []
 
 
 def test_the_call_answers_deleting_and_the_job_is_gone_soon_after(store: ObjectStore, jobs: Jobs) -> None:

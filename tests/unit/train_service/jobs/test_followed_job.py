@@ -17,6 +17,7 @@ from train_service.jobs import followed_job
 from train_service.jobs.followed_job import FollowedJob, JobReading
 from train_service.jobs.training_jobs import JobView, TrainingJobs
 from train_service.records.event_log import EventKind, EventLog
+from train_service.records.event_segments import SegmentedLog
 
 
 @pytest.fixture
@@ -91,6 +92,27 @@ def test_reports_that_came_faster_than_they_were_read_are_all_read_at_a_transiti
     followed.requests_after(0.1)
     assert followed.reading.last_sequence == 3
     assert [one.sequence for one in followed.reading.events_after(1) or ()] == [2, 3]
+
+
+@pytest.mark.parametrize("ahead_s", [-60.0, 0.0, 60.0])
+def test_reports_of_a_worker_whose_clock_differs_are_seen_as_soon(
+    store: ObjectStore, jobs: Jobs, ahead_s: float
+) -> None:
+    begin(jobs)
+    now = 1000.0
+    service = TrainingJobs(store)
+    followed = FollowedJob(store, JOB, service.view, Jobs(store, "train").waiting_for, lambda: now, lambda: now)
+    followed.read()
+    log = SegmentedLog(store, f"{JOB}/events")
+    for second in range(20):
+        for share in (0.0, 0.5):
+            time_s = now + share + ahead_s
+            log.add({"time": time_s, "kind": EventKind.PROGRESS, "payload": {}}, 1, f"{second}-{share}")
+        now += 1.0
+        followed.read()
+
+    # Two seconds behind at most: a report is read alone where another may follow it.
+    assert followed.read().last_sequence >= 36
 
 
 def test_events_besides_reports_are_read_together(store: ObjectStore, jobs: Jobs) -> None:

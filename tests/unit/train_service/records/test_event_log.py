@@ -7,12 +7,13 @@ import time
 
 import pytest
 
-from shared.errors import Internal, Unavailable
+from shared.errors import DataLoss, Internal, Unavailable
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.registry import progress_key
 from shared.jobs.transitions import begin_attempt, confirm_cancel, confirm_delete, lose_attempt, request_delete
 from shared.storage import ObjectStore
 from tests.support.waiting import wait_until
+from train_service.records import event_segments
 from train_service.records.event_log import CANCEL, GO_ON, STALE, TRAIN_KIND, Event, EventKind, EventLog, Reporter
 
 JOB = "trainingJobs/a"
@@ -107,6 +108,29 @@ def test_an_event_whose_write_was_not_answered_is_written_once(
     assert not unanswered
     expected = [1, 2, 0, 3] if another_writes else [1, 2, 3]
     assert [event.payload["step"] for event in written(store)] == expected
+
+
+@pytest.mark.usefixtures("jobs")
+@pytest.mark.parametrize("error", [None, Unavailable("away"), DataLoss("damaged")], ids=["", "outage", "damage"])
+def test_a_reporter_gathers_its_events_and_goes_on_where_it_cannot(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    monkeypatch.setattr(event_segments, "SEGMENT_RECORDS", 4)
+    put = store.put_if_absent
+
+    def failing(key: str, data: bytes) -> None:
+        if error is not None and "/segments/" in key:
+            raise error
+        put(key, data)
+
+    monkeypatch.setattr(store, "put_if_absent", failing)
+    with Reporter(store, JOB, 1) as reporter:
+        for number in range(10):
+            reporter.emit(EventKind.WARNING, text=str(number))
+        wait_until(lambda: len(written(store)) == 10, "the events")
+
+    assert [event.payload["text"] for event in written(store)] == [str(number) for number in range(10)]
+    assert len(list(store.list(f"{JOB}/events/segments"))) == (2 if error is None else 0)
 
 
 def test_a_wish_to_cancel_is_heard(store: ObjectStore, jobs: Jobs) -> None:

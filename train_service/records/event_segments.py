@@ -1,0 +1,216 @@
+"""The log of a run's events, whose older records are gathered into segments.
+
+    {folder}/log/{number:012d}.json          a record, as `ResourceLog` writes it
+    {folder}/log/newest                      the number of a recent one
+    {folder}/segments/{index:09d}.json.z     SEGMENT_RECORDS records, from index * SEGMENT_RECORDS + 1 on
+
+A run appends a record about each second. Once a segment's records are all there, the run writes the segment, and
+`KEPT_S` later it deletes the records. So a log of n records is n / SEGMENT_RECORDS objects and some hundred records,
+and is read a segment at a time.
+
+A place in the log is free again once its record is deleted, so put-if-absent alone no longer says that a place is new.
+A reader or writer therefore looks whether there is a segment, and does so before its last look is `KEPT_S` old: no
+record is deleted sooner after its segment was written. What was found or not found at a place since then is thus true.
+Only intervals are compared, each by the clock of one process.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict
+
+from shared.durable import fields_of
+from shared.errors import DataLoss
+from shared.log import Record, ResourceLog, StaleAttempt, State
+from shared.storage import ObjectExists, ObjectMissing, ObjectStore
+
+logger = logging.getLogger(__name__)
+
+SEGMENT_RECORDS = 256
+# How long after its segment a record is deleted.
+KEPT_S = 300.0
+# How long ago a reader or writer may have missed a segment to go on without another look, and to trust what it has
+# found since. The second is less than `KEPT_S`, as clocks differ in speed.
+ABSENT_S = 200.0
+TRUSTED_S = 240.0
+# Records of lost attempts that are read at a time to be gathered.
+READ_AT_ONCE = 8
+
+
+class SegmentedLog(ResourceLog):
+    """A resource log below `{folder}/log`. Not shared between threads; keep one for repeated reads.
+
+    `clock` returns monotonic seconds.
+    """
+
+    def __init__(self, store: ObjectStore, folder: str, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(store, f"{folder}/log", is_long=True)
+        self._records_folder = f"{folder}/log"
+        self._segments_folder = f"{folder}/segments"
+        self._clock = clock
+        # The segment that was read last, and its records.
+        self._segment: tuple[int, list[Record]] = (-1, [])
+        # The segment that was missed last, and when its absence was asked for.
+        self._absent = (-1, 0.0)
+
+    def read(self, number: int) -> Record | None:
+        """Return the record with that number, or None if it has not been written.
+
+        Raises `DataLoss` if the segment that has it is damaged.
+        """
+        index, place = divmod(number - 1, SEGMENT_RECORDS)
+        while True:
+            if (records := self._records_of(index)) is not None:
+                return records[place]
+            record = super().read(number)
+            if self._was_absent(index, TRUSTED_S):
+                return record
+
+    def is_at_hand(self, number: int) -> bool:
+        """Return whether `read` returns that record without a request."""
+        return (number - 1) // SEGMENT_RECORDS == self._segment[0]
+
+    def add(self, state: State, attempt: int, nonce: str) -> None:
+        """Append a state that does not depend on the one before, as `update` does.
+
+        It takes one request where this log wrote the newest record within `TRUSTED_S`.
+        """
+        newest = self._head
+        if (
+            newest is not None
+            and newest.attempt == attempt
+            and self._unanswered <= newest.number
+            and self.append(newest, state, attempt, nonce) is not None
+        ):
+            return
+        self.update(lambda _: state, attempt=attempt, nonce=nonce)
+
+    def append(self, previous: Record | None, state: State, attempt: int = 0, nonce: str = "") -> Record | None:
+        record = super().append(previous, state, attempt, nonce)
+        if record is None:
+            return None
+        index, place = divmod(record.number - 1, SEGMENT_RECORDS)
+        if self._was_absent(index, TRUSTED_S) or (records := self._records_of(index)) is None:
+            return record
+        there = records[place]
+        if there.nonce == record.nonce:
+            return record
+        # The place was taken long ago, and was free only because its record was deleted. No reader has seen ours.
+        self._store.delete(self._key(record.number))
+        self._head = records[-1]
+        if there.attempt > attempt:
+            raise StaleAttempt(f"{self._records_folder}: attempt {attempt} is fenced by attempt {there.attempt}")
+        return None
+
+    def _was_absent(self, index: int, max_age_s: float) -> bool:
+        return self._absent[0] == index and self._clock() - self._absent[1] < max_age_s
+
+    def _records_of(self, index: int) -> list[Record] | None:
+        """Return the records of a segment, or None if it was not there at a time less than `ABSENT_S` ago."""
+        if self._segment[0] == index:
+            return self._segment[1]
+        if self._was_absent(index, ABSENT_S):
+            return None
+        asked_at = self._clock()
+        records = self._read_segment(index)
+        if records is None:
+            self._absent = (index, asked_at)
+        else:
+            self._segment = (index, records)
+        return records
+
+    def _read_segment(self, index: int) -> list[Record] | None:
+        key = self._segment_key(index)
+        try:
+            states = json.loads(zlib.decompress(self._store.get(key)))
+            records = [Record(**fields_of(Record, state)) for state in states]
+        except ObjectMissing:
+            return None
+        except (zlib.error, ValueError, TypeError) as error:
+            raise DataLoss(f"the events in {key} are damaged: {error}", metadata={"object": key}) from None
+        if [record.number for record in records] != list(numbers_of(index)):
+            raise DataLoss(f"the events in {key} are damaged: some are missing", metadata={"object": key})
+        return records
+
+    def _segment_key(self, index: int) -> str:
+        return f"{self._segments_folder}/{index:09d}.json.z"
+
+
+class GatheringLog(SegmentedLog):
+    """A log that also gathers its records: the one of the run's reporter."""
+
+    def __init__(self, store: ObjectStore, folder: str, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(store, folder, clock)
+        # The newest records that this log wrote, by number.
+        self._recent: dict[int, Record] = {}
+        # The first segment that is not written yet; None before the first look.
+        self._next: int | None = None
+        # Segments whose records are to be deleted, oldest first, and from when on.
+        self._due: list[tuple[int, float]] = []
+
+    def append(self, previous: Record | None, state: State, attempt: int = 0, nonce: str = "") -> Record | None:
+        record = super().append(previous, state, attempt, nonce)
+        if record is not None:
+            self._recent[record.number] = record
+            while len(self._recent) > 2 * SEGMENT_RECORDS:
+                del self._recent[min(self._recent)]
+        return record
+
+    def gather(self) -> None:
+        """Write the next segment, and delete the records of an earlier one, where that is due."""
+        if self._head is None:
+            return
+        if self._next is None:
+            self._next = self._first_left()
+        if self._head.number >= (self._next + 1) * SEGMENT_RECORDS:
+            self._write_segment(self._next)
+            self._due.append((self._next, self._clock() + KEPT_S))
+            self._next += 1
+        if self._due and self._clock() >= self._due[0][1]:
+            self._delete_records(self._due[0][0])
+            del self._due[0]
+
+    def _first_left(self) -> int:
+        """Return the number of segments. Records that lost attempts did not delete become due."""
+        segments = [_number_in(info.key) for info in self._store.list(self._segments_folder)]
+        following = max(segments, default=-1) + 1
+        keys = [info.key for info in self._store.list(self._records_folder) if info.key.endswith(".json")]
+        gathered = {(_number_in(key) - 1) // SEGMENT_RECORDS for key in keys} & set(segments)
+        self._due = [(index, self._clock() + KEPT_S) for index in sorted(gathered)]
+        return following
+
+    def _write_segment(self, index: int) -> None:
+        with ThreadPoolExecutor(READ_AT_ONCE) as pool:
+            records = list(pool.map(self._record, numbers_of(index)))
+        # Not from memory: a deleted job's name may be another job's by now, whose events these are not.
+        last = ResourceLog.read(self, numbers_of(index)[-1])
+        if last is None or None in records or last != records[-1]:
+            raise DataLoss(f"the events {numbers_of(index)[0]} to {numbers_of(index)[-1]} are not all there")
+        data = zlib.compress(json.dumps([asdict(record) for record in records if record is not None]).encode())
+        with suppress(ObjectExists):  # of another writer, and with the same records
+            self._store.put_if_absent(self._segment_key(index), data)
+        for number in numbers_of(index):
+            self._recent.pop(number, None)
+
+    def _record(self, number: int) -> Record | None:
+        # Every thread of `_write_segment` calls this: it changes nothing.
+        return self._recent.get(number) or ResourceLog.read(self, number)
+
+    def _delete_records(self, index: int) -> None:
+        if self._read_segment(index) is not None:
+            self._store.delete_all([self._key(number) for number in numbers_of(index)])
+
+
+def numbers_of(index: int) -> range:
+    """Return the numbers of a segment's records."""
+    return range(index * SEGMENT_RECORDS + 1, (index + 1) * SEGMENT_RECORDS + 1)
+
+
+def _number_in(key: str) -> int:
+    return int(key.rsplit("/", 1)[-1].split(".")[0])
