@@ -213,8 +213,8 @@ def test_bytes_that_are_no_message_are_refused(stack: Stack) -> None:
 def test_more_rows_than_may_wait_are_refused_and_those_that_may_are_served(stack: Stack) -> None:
     stack.client.deploy("narrow", "trainingJobs/digits", max_queued_rows=4, max_batch_size=1)
     try:
-        # A replica computes one row at a time. A fast machine answers 40 calls as they come, so calls are sent until one
-        # meets a full queue.
+        # A replica computes one row at a time. A fast machine may answer 40 calls as they come, so calls are sent until
+        # one meets a full queue.
         calls: list[Any] = []
         codes: set[grpc.StatusCode] = set()
         deadline = time.monotonic() + 120
