@@ -272,8 +272,8 @@ class Deployments:
 
     def all(self) -> tuple[list[Deployment], dict[str, DataLoss]]:
         """Returns all deployments that are not deleted, and the errors of unreadable logs by name."""
-        look = self._live.look()
-        return look.found, look.unreadable
+        poll = self._live.poll()
+        return poll.found, poll.unreadable
 
     def _read(self, ids: Iterable[str]) -> tuple[list[Deployment], dict[str, DataLoss]]:
         found: list[Deployment] = []

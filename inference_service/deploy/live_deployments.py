@@ -33,7 +33,7 @@ DEPLOYMENT_IS_COMING_S = 600.0
 
 
 @dataclass
-class Look:
+class Poll:
     """The deployments that exist, in the order of their names, and the errors of unreadable logs by name."""
 
     found: list[Deployment] = field(default_factory=list)
@@ -64,7 +64,7 @@ class LiveDeployments:
         """Mark a deployment. Call it before its log is written."""
         self._store.put(_key(deployment.name, deployment.uid), b"")
 
-    def look(self) -> Look:
+    def poll(self) -> Poll:
         """Read the deployments that exist. A log that is kept open costs one request if it has nothing new."""
         with self._lock:
             marked: dict[str, dict[str, float]] = {}
@@ -72,22 +72,22 @@ class LiveDeployments:
                 name, uid = _name_and_uid(info.key)
                 marked.setdefault(name, {})[uid] = info.modified
             logs = self._logs or {}
-            look, live_logs = Look(), {}
+            poll, live_logs = Poll(), {}
             for name in sorted({*marked, *logs, *self._others()}):
                 log = logs.get(name) or self._open_log(name)
                 try:
                     deployment = self._parse(name, log.head())
                 except DataLoss as error:
-                    look.unreadable[name] = error
+                    poll.unreadable[name] = error
                     live_logs[name] = self._open_log(name)
                     continue
                 is_live = deployment is not None and deployment.state is not State.GONE
                 if deployment is not None and is_live:
-                    look.found.append(deployment)
+                    poll.found.append(deployment)
                     live_logs[name] = log
                 self._correct(name, deployment, is_live, marked.get(name, {}))
             self._logs = live_logs
-            return look
+            return poll
 
     def _others(self) -> Sequence[str]:
         """Return names that may have no marker."""
