@@ -18,6 +18,7 @@ from shared.dataset_version.version import IMPORT_KIND
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.index import JobIndex
 from shared.storage import ObjectStore
+from shared.storage.object_store import KEYS_A_LISTING
 
 DATASETS, VERSIONS = "datasets", "versions"
 # A longer message is not kept in the index. A leaf has up to 128 entries.
@@ -51,6 +52,8 @@ class VersionNames:
                     at = _parent(dataset)
                 elif folder != VERSIONS:
                     at = f"{DATASETS}/{dataset}0"
+            if len(keys) < KEYS_A_LISTING:
+                break
             at = max(at, keys[-1])
         return found
 

@@ -113,10 +113,13 @@ def deployments(costs: Costs, scale: int) -> None:
     kept.request("deployments/gone", lambda one: one and replace(one, state=one.state.GONE))
     for number in range(100):
         store.copy_folder("deployments/there", f"deployments/there{number:04d}")
+        store.put_zeros(f"live/deployment/there{number:04d}.u.json", 0)
     for number in range(10 * scale):
         store.copy_folder("deployments/gone", f"deployments/gone{number:06d}")
     store.folders("deployments")
     with costs.measured("deployment_page", store):
         kept.page(100, "")
+    with costs.measured("deployment_first_look", store, units=101 + 10 * scale):
+        assert len(kept.all()[0]) == 101
     with costs.measured("deployment_look", store):
         assert len(kept.all()[0]) == 101

@@ -17,6 +17,7 @@ from dataclasses import replace
 from google.longrunning import operations_pb2
 
 from inference_service.convert import deployment_to_proto, metadata_to_proto, rollout_metadata_to_proto
+from inference_service.deploy.live_deployments import LiveDeployments
 from inference_service.domain.deployment import (
     FIRST_VERSION,
     Creation,
@@ -193,6 +194,7 @@ class Deployments:
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
+        self._live = LiveDeployments(store, self.log, _deployment)
 
     def create(self, deployment: Deployment) -> Deployment:
         """Stores a new deployment and returns it.
@@ -212,6 +214,7 @@ class Deployments:
                 return deployment.as_record()
             raise already_exists(deployment.name)
 
+        self._live.mark(deployment)
         made = _deployment(deployment.name, self.log(deployment.name).update(decide))
         assert made is not None
         return made
@@ -269,7 +272,8 @@ class Deployments:
 
     def all(self) -> tuple[list[Deployment], dict[str, DataLoss]]:
         """Returns all deployments that are not deleted, and the errors of unreadable logs by name."""
-        return self._read(self._store.folders(DEPLOYMENTS))
+        poll = self._live.poll()
+        return poll.found, poll.unreadable
 
     def _read(self, ids: Iterable[str]) -> tuple[list[Deployment], dict[str, DataLoss]]:
         found: list[Deployment] = []

@@ -297,6 +297,8 @@ class ObjectStore:
                 if key > at and slash and len(found) < most:
                     found.append(name)
                     at = f"{folder}/{name}0"
+            if len(keys) < KEYS_A_LISTING:
+                break
             at = max(at, keys[-1])
         return found
 

@@ -112,14 +112,14 @@ def test_a_store_that_is_silent_ends_a_wait(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(operations, "FIRST_READ_S", 0.1)
     answers = threading.Event()
 
-    class Silent(Source):
+    class Unresponsive(Source):
         def get(self, name: str, *, brief: bool = False) -> operations_pb2.Operation:
             assert answers.wait(60)
             return super().get(name, brief=brief)
 
     try:
         with pytest.raises(Unavailable, match="does not answer"):
-            call(Silent(o1=0), "WaitOperation", wait("operations/o1", 0.05))
+            call(Unresponsive(o1=0), "WaitOperation", wait("operations/o1", 0.05))
         assert not answers.is_set()
     finally:
         answers.set()

@@ -1,0 +1,119 @@
+"""Markers of deployments that exist, so that a look at them need not read the logs of all that ever were.
+
+    live/deployment/{id}.{uid}.json
+
+A marker is written before the log of its deployment, and removed by a look once the log says that the deployment is
+gone. So every deployment that exists has one. Some markers are of none: their creator was refused, or has died.
+
+An earlier release writes no markers. So the first look of a process reads all logs, and each later one reads some of
+them in turns; both mark what has no marker.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from inference_service.domain.deployment import Deployment, State
+from shared.errors import STORE_OUTAGES, DataLoss
+from shared.log import Record, ResourceLog
+from shared.storage import ObjectStore
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "live/deployment"
+DEPLOYMENTS = "deployments"
+# How many of all deployments that ever were each look reads in turns.
+DEPLOYMENTS_IN_TURNS = 16
+# A marker whose deployment does not exist so long after it was written is of none.
+DEPLOYMENT_IS_COMING_S = 600.0
+
+
+@dataclass
+class Poll:
+    """The deployments that exist, in the order of their names, and the errors of unreadable logs by name."""
+
+    found: list[Deployment] = field(default_factory=list)
+    unreadable: dict[str, DataLoss] = field(default_factory=dict)
+
+
+class LiveDeployments:
+    """Looks at the deployments that exist. Safe to call from several threads.
+
+    `open_log` opens the log of a deployment, and `parse` returns the deployment that a record has.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        open_log: Callable[[str], ResourceLog],
+        parse: Callable[[str, Record | None], Deployment | None],
+    ) -> None:
+        self._store = store
+        self._open_log = open_log
+        self._parse = parse
+        self._lock = threading.Lock()
+        # The logs that the last look found to be live or unreadable, kept open; None before the first look.
+        self._logs: dict[str, ResourceLog] | None = None
+        self._turn_at = ""
+
+    def mark(self, deployment: Deployment) -> None:
+        """Mark a deployment. Call it before its log is written."""
+        self._store.put(_key(deployment.name, deployment.uid), b"")
+
+    def poll(self) -> Poll:
+        """Read the deployments that exist. A log that is kept open costs one request if it has nothing new."""
+        with self._lock:
+            marked: dict[str, dict[str, float]] = {}
+            for info in self._store.list(FOLDER):
+                name, uid = _name_and_uid(info.key)
+                marked.setdefault(name, {})[uid] = info.modified
+            logs = self._logs or {}
+            poll, live_logs = Poll(), {}
+            for name in sorted({*marked, *logs, *self._others()}):
+                log = logs.get(name) or self._open_log(name)
+                try:
+                    deployment = self._parse(name, log.head())
+                except DataLoss as error:
+                    poll.unreadable[name] = error
+                    live_logs[name] = self._open_log(name)
+                    continue
+                is_live = deployment is not None and deployment.state is not State.GONE
+                if deployment is not None and is_live:
+                    poll.found.append(deployment)
+                    live_logs[name] = log
+                self._correct(name, deployment, is_live, marked.get(name, {}))
+            self._logs = live_logs
+            return poll
+
+    def _others(self) -> Sequence[str]:
+        """Return names that may have no marker."""
+        if self._logs is None:
+            return [f"{DEPLOYMENTS}/{one}" for one in self._store.folders(DEPLOYMENTS)]
+        ids = self._store.folders_after(DEPLOYMENTS, self._turn_at, DEPLOYMENTS_IN_TURNS)
+        self._turn_at = ids[-1] if len(ids) == DEPLOYMENTS_IN_TURNS else ""
+        return [f"{DEPLOYMENTS}/{one}" for one in ids]
+
+    def _correct(self, name: str, deployment: Deployment | None, is_live: bool, marked: Mapping[str, float]) -> None:
+        """Mark a live deployment without a marker, and remove markers of none."""
+        uid = deployment.uid if deployment is not None else ""
+        old = time.time() - DEPLOYMENT_IS_COMING_S
+        dead = [_key(name, one) for one, modified in marked.items() if (not is_live if one == uid else modified < old)]
+        try:
+            if deployment is not None and is_live and uid not in marked:
+                self.mark(deployment)
+            self._store.delete_all(dead)
+        except STORE_OUTAGES as error:
+            logger.warning("the markers of %s stay as they are: %s", name, error.message)
+
+
+def _key(name: str, uid: str) -> str:
+    return f"{FOLDER}/{name.removeprefix(f'{DEPLOYMENTS}/')}.{uid}.json"
+
+
+def _name_and_uid(key: str) -> tuple[str, str]:
+    deployment_id, _, uid = key.removeprefix(f"{FOLDER}/").removesuffix(".json").partition(".")
+    return f"{DEPLOYMENTS}/{deployment_id}", uid

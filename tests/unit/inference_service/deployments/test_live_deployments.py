@@ -1,0 +1,129 @@
+"""A look at the deployments costs by those that exist, and finds each of them, whoever created it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from inference_service.deploy import live_deployments
+from inference_service.deploy.deployments import Deployments
+from inference_service.deploy.live_deployments import DEPLOYMENTS_IN_TURNS, FOLDER
+from inference_service.domain.deployment import Deployment, State
+from shared.errors import AlreadyExists, Unavailable
+from shared.storage import ObjectStore
+from tests.support.counting_store import CountingStore
+from tests.support.inference_server import deployment
+
+
+def create(store: ObjectStore, name: str, uid: str = "") -> Deployment:
+    return Deployments(store).create(replace(deployment(name), uid=uid or f"uid-{name}"))
+
+
+def remove(store: ObjectStore, name: str) -> None:
+    Deployments(store).request(f"deployments/{name}", lambda one: one and replace(one, state=State.GONE))
+
+
+def names(deployments: Deployments) -> list[str]:
+    return [one.name.removeprefix("deployments/") for one in deployments.all()[0]]
+
+
+def markers(store: ObjectStore) -> list[str]:
+    return sorted(info.key.removeprefix(f"{FOLDER}/") for info in store.list(FOLDER))
+
+
+def forget_markers(store: ObjectStore) -> None:
+    """Leave the store as an earlier release has it."""
+    store.delete_folder(FOLDER)
+
+
+@pytest.mark.parametrize("gone", [0, 40])
+def test_a_look_costs_by_the_deployments_that_exist(store: ObjectStore, gone: int) -> None:
+    for number in range(gone):
+        create(store, f"gone{number:02d}")
+        remove(store, f"gone{number:02d}")
+    for name in ("a", "b"):
+        create(store, name)
+    counting = CountingStore(store)
+    deployments = Deployments(counting)
+    assert names(deployments) == ["a", "b"]
+    turns = [min(gone, DEPLOYMENTS_IN_TURNS)] * 2
+
+    for in_turns in turns:
+        counting.forget()
+        assert names(deployments) == ["a", "b"]
+        # The markers, the names in turns, and the next record of each; a log that is not kept open takes four reads.
+        assert len(counting.requests) <= 2 + 2 + 4 * in_turns
+
+
+def test_a_look_sees_what_was_created_changed_and_removed_since(store: ObjectStore) -> None:
+    deployments = Deployments(store)
+    assert names(deployments) == []
+    create(store, "a")
+    create(store, "b")
+    assert names(deployments) == ["a", "b"]
+    remove(store, "a")
+    changed = Deployments(store).request("deployments/b", lambda one: one and replace(one, state=State.DELETING))
+
+    assert deployments.all()[0] == [changed]
+    assert markers(store) == ["b.uid-b.json"]
+    again = create(store, "a", "uid-2")
+    assert deployments.all()[0] == [again, changed]
+
+
+def test_deployments_of_an_earlier_release_are_found_and_marked(store: ObjectStore) -> None:
+    create(store, "a")
+    create(store, "b")
+    remove(store, "b")
+    forget_markers(store)
+
+    assert names(Deployments(store)) == ["a"]
+    assert markers(store) == ["a.uid-a.json"]
+
+
+def test_what_an_earlier_release_creates_meanwhile_is_found_in_turns(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_deployments, "DEPLOYMENTS_IN_TURNS", 2)
+    for name in ("a", "b", "c"):
+        create(store, name)
+        remove(store, name)
+    deployments = Deployments(store)
+    assert names(deployments) == []
+    create(store, "d")
+    forget_markers(store)
+
+    for _ in range(3):
+        deployments.all()
+
+    assert names(deployments) == ["d"]
+    assert markers(store) == ["d.uid-d.json"]
+
+
+def test_a_marker_of_a_refused_creation_goes_after_a_while(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    create(store, "a")
+    with pytest.raises(AlreadyExists):
+        create(store, "a", "refused")
+    Deployments(store)._live.mark(replace(deployment("never"), uid="dead"))
+    deployments = Deployments(store)
+    assert names(deployments) == ["a"]
+    assert len(markers(store)) == 3
+
+    monkeypatch.setattr(live_deployments, "DEPLOYMENT_IS_COMING_S", -60.0)  # they count as old at once
+    assert names(deployments) == ["a"]
+
+    assert markers(store) == ["a.uid-a.json"]
+
+
+def test_a_store_that_takes_no_marker_hides_no_deployment(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    create(store, "a")
+    forget_markers(store)
+
+    def put(*_: object) -> None:
+        raise Unavailable("the store does not answer")
+
+    monkeypatch.setattr(store, "put", put)
+    deployments = Deployments(store)
+
+    for _ in range(3):
+        assert names(deployments) == ["a"]
