@@ -31,7 +31,7 @@ def kept_torch_settings() -> Iterator[None]:
 
 def attention_kernels() -> tuple[bool, bool, bool, bool]:
     """Whether torch may compute attention by its kernels: flash, memory-efficient, cuDNN's and the plain one."""
-    backend = torch.backends.cuda
+    backend: Any = torch.backends.cuda
     return (
         backend.flash_sdp_enabled(),
         backend.mem_efficient_sdp_enabled(),
@@ -41,7 +41,7 @@ def attention_kernels() -> tuple[bool, bool, bool, bool]:
 
 
 def allow_attention_kernels(flash: bool, memory_efficient: bool, cudnn: bool, plain: bool) -> None:
-    backend = torch.backends.cuda
+    backend: Any = torch.backends.cuda
     backend.enable_flash_sdp(flash)
     backend.enable_mem_efficient_sdp(memory_efficient)
     backend.enable_cudnn_sdp(cudnn)

@@ -1,4 +1,4 @@
-"""What other tests show on a CPU, on a GPU: texts, adapters, shards, and the optimizers' fused kernels."""
+"""What other tests show on a CPU, on a GPU: texts, adapters, and the optimizers' fused kernels on shards."""
 
 from __future__ import annotations
 
@@ -23,9 +23,6 @@ from shared.models.texts import CAUSAL_LM
 from shared.storage import ObjectStore
 from tests.support.gpu import needs_gpu
 from tests.support.transforming import commit_tables, transform_here
-from tests.unit.train_service.in_ranks import in_ranks
-from tests.unit.train_service.learners import SPEC as TABLE_SPEC
-from tests.unit.train_service.learners import resumed, trained
 from tests.unit.train_service.worker.test_device_settings import settings_of_torch
 from tests.unit.train_service.worker.test_loop import config_of, entries, lose_and_begin, new_job, saved
 from tests.unit.train_service.worker.test_text_model import CONCAT, MODEL, TOKENIZE, settled, weights_of
@@ -33,13 +30,11 @@ from train_service.domain.spec import (
     BFLOAT16,
     FASTEST,
     FLOAT32,
-    FSDP,
     REGRESSION,
     Acceleration,
     CheckpointPolicy,
     LossSpec,
     OptimizerSpec,
-    Placement,
     TrainingSpec,
 )
 from train_service.learning.device import set_up_device
@@ -190,28 +185,6 @@ def test_adapters_are_trained_and_the_weights_around_them_stay(store: ObjectStor
 
 
 # --- Shards ---
-
-
-def shards_on_one_gpu(ranks: Ranks) -> dict[str, Any]:
-    """What two ranks learn with shards on one GPU, which they can only share by gloo."""
-    there = Ranks(ranks.rank, ranks.world_size, GPU)
-    whole = replace(TABLE_SPEC, optimizer=OptimizerSpec(name="AdamW", learning_rate=0.01))
-    sharded = replace(whole, placement=Placement(parallel=FSDP))
-    return {
-        "sharded": {name: one.cpu() for name, one in trained(sharded, range(4), there).weights().items()},
-        "resumed": {name: one.cpu() for name, one in resumed(sharded, there, steps=4).items()},
-    }
-
-
-def test_shards_on_a_gpu_learn_what_one_rank_does_and_are_resumed(tmp_path: Path) -> None:
-    whole = trained(TABLE_SPEC, range(4), Ranks(0, 1, GPU)).weights()
-
-    first, _ = in_ranks(2, shards_on_one_gpu, tmp_path)
-
-    for weights in first.values():
-        assert weights.keys() == whole.keys()
-        assert all(torch.allclose(weights[name], whole[name].cpu(), atol=1e-5) for name in whole)
-    assert all(torch.equal(first["resumed"][name], one) for name, one in first["sharded"].items())
 
 
 @pytest.fixture
