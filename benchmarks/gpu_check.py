@@ -387,6 +387,7 @@ def _figures_of(ours: Measured, bare: Measured) -> dict[str, float]:
         "bare_images_per_s": round(bare.images_per_s, 1),
         "ours_vs_bare": round(ours.images_per_s / bare.images_per_s, 3),
         "data_wait_share": round(ours.waited, 3),
+        "epoch_ends_share": round(ours.ends, 3),
     }
     return compared if ours.busy is None else {**compared, "busy": round(ours.busy, 3)}
 
@@ -395,7 +396,8 @@ def _sentence(ours: Measured, bare: Measured) -> str:
     busy = "" if ours.busy is None else f", the GPU busy {ours.busy:.0%} of the time"
     return (
         f"{ours.images_per_s:,.0f} images/s, bare {bare.images_per_s:,.0f} "
-        f"({ours.images_per_s / bare.images_per_s:.2f}){busy}, waiting for rows {ours.waited:.0%}"
+        f"({ours.images_per_s / bare.images_per_s:.2f}){busy}, waiting for rows {ours.waited:.0%}, "
+        f"ends of epochs {ours.ends:.0%}"
     )
 
 

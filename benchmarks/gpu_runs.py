@@ -147,6 +147,8 @@ class Measured:
     busy: float | None = None
     # The share of the steps' time spent waiting for rows.
     waited: float = 0.0
+    # The share of the time by which the steps after an epoch's end come later: validation, checkpoint, new rows.
+    ends: float = 0.0
 
 
 def run_ours(store: ObjectStore, spec: TrainingSpec, device: torch.device) -> Measured:
@@ -166,11 +168,20 @@ def run_ours(store: ObjectStore, spec: TrainingSpec, device: torch.device) -> Me
     steps = [point for point in points if "loss" in point.values]
     moments = [point.time for point in steps]
     lengths = [end - begin for begin, end in itertools.pairwise(moments)]
+    median_s = statistics.median(lengths)
+    ends_s = sum(
+        length - median_s
+        for length, (before, after) in zip(lengths, itertools.pairwise(steps), strict=True)
+        if before.epoch != after.epoch
+    )
     half = moments[len(moments) // 4]
     busy = [share for moment, share in samples if half <= moment <= moments[-1]]
     waited = sum(point.values["data_wait_s"] for point in steps[1:]) / max(moments[-1] - moments[0], 1e-9)
     return Measured(
-        spec.global_batch_size / statistics.median(lengths), statistics.fmean(busy) if busy else None, waited
+        images_per_s=spec.global_batch_size / median_s,
+        busy=statistics.fmean(busy) if busy else None,
+        waited=waited,
+        ends=max(ends_s, 0.0) / max(moments[-1] - moments[0], 1e-9),
     )
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shared.durable import fields_of
-from train_service.domain.spec import CPU, GPU, RAY_DATA, TrainingSpec
+from train_service.domain.spec import CPU, FSDP, GPU, RAY_DATA, TrainingSpec
 
 # --- Demand of a run ---
 
@@ -36,6 +36,8 @@ def device_of_run(spec: TrainingSpec, totals: Sequence[Resources]) -> str:
     """
     gpus = spec.placement.gpus_per_worker
     if spec.local or gpus == 0:
+        return CPU
+    if spec.placement.parallel == FSDP and spec.placement.backend == "gloo":  # it shards on CPUs alone
         return CPU
     if gpus is None and spec.placement.backend != "nccl":
         return GPU if sum(node.get("GPU", 0.0) for node in totals) >= spec.effective_min_workers else CPU

@@ -397,6 +397,18 @@ def _of_placement(spec: TrainingSpec) -> list[Rule]:
             "nccl needs GPUs, and placement.allow_cpu_fallback is for CPUs; leave one of both out",
         ),
         (
+            placement.parallel != FSDP or gpus is None or not 0 < gpus < 1,
+            "placement.gpus_per_worker",
+            gpus,
+            "FSDP shards on GPUs by nccl, which needs a whole GPU for each worker; use 1 or more, or 0 for CPUs",
+        ),
+        (
+            placement.parallel != FSDP or placement.backend != "gloo" or not gpus,
+            "placement.backend",
+            placement.backend,
+            "FSDP shards on GPUs by nccl alone; leave it out, or set placement.gpus_per_worker to 0 for CPUs",
+        ),
+        (
             1 <= placement.timeout_s <= 86_400,
             "placement.timeout",
             placement.timeout_s,

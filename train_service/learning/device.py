@@ -345,6 +345,10 @@ def _compute_deterministically() -> None:
     torch.backends.cudnn.benchmark = False
     # The compiler obeys it, too; otherwise it would choose the order of a sum by the timings of this run.
     torch.use_deterministic_algorithms(True, warn_only=True)
+    # While torch only warns, the fused kernels of attention add up gradients in any order. The plain one does not.
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
     # Otherwise all new memory is written first, which only serves to detect uninitialized reads.
     deterministic: Any = torch.utils.deterministic
     deterministic.fill_uninitialized_memory = False

@@ -147,8 +147,10 @@ class Loader:
 
     def _read(self, first_step: int) -> Iterator[Batch]:
         plan, together = self._plan, self._batches_together()
+        # New memory for each epoch's windows would be faulted in page by page, while a GPU waits for the first rows.
+        buffers: RowBuffers = {}
         for epoch in range(first_step // self.steps_per_epoch, plan.epochs):
-            windows = Windows(self._cache, self._blocks, plan, epoch)
+            windows = Windows(self._cache, self._blocks, plan, epoch, buffers=buffers)
             begin = max(first_step - epoch * self.steps_per_epoch, 0)
             for step in range(begin, self.steps_per_epoch, together):
                 yield from self._prepared(windows, epoch, range(step, min(step + together, self.steps_per_epoch)))
@@ -200,8 +202,21 @@ class Windows:
     Positions only grow within an epoch, so the lanes of a rank move from window to window together.
     """
 
-    def __init__(self, cache: RowCache, blocks: Ints, plan: SlicePlan, epoch: int, *, read_ahead: bool = True) -> None:
-        """Prepare an epoch's windows. `read_ahead`: the next window is read while one is open."""
+    def __init__(
+        self,
+        cache: RowCache,
+        blocks: Ints,
+        plan: SlicePlan,
+        epoch: int,
+        *,
+        read_ahead: bool = True,
+        buffers: RowBuffers | None = None,
+    ) -> None:
+        """Prepare an epoch's windows.
+
+        `read_ahead`: the next window is read while one is open. `buffers` are those of the epoch before, whose windows
+        are not used any more.
+        """
         self._cache = cache
         self._read_ahead = read_ahead
         self._plan = plan
@@ -213,7 +228,7 @@ class Windows:
         # State of the open window: the rows, lane after lane; the rank's positions; the index of the row of each
         # position.
         self._rows: Rows | None = None
-        self._buffers: RowBuffers = {}
+        self._buffers: RowBuffers = {} if buffers is None else buffers
         self._positions = np.empty(0, np.int64)
         self._places = np.empty(0, np.int64)
 

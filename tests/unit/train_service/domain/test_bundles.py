@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.unit.train_service.domain.test_spec import GOOD
-from train_service.domain.capacity import besides_ingest, beyond, never_fits
-from train_service.domain.spec import Placement, TrainingSpec
+from train_service.domain.capacity import besides_ingest, beyond, device_of_run, never_fits
+from train_service.domain.spec import CPU, DDP, FSDP, GPU, Placement, TrainingSpec
 
 TWO_CPUS = [{"CPU": 2.0}]
 TWO_NODES = [{"CPU": 4.0}, {"CPU": 4.0, "GPU": 1.0, "accelerator_type:A100": 1.0}]
@@ -91,3 +91,10 @@ def test_each_job_whose_rows_ray_data_prepares_leaves_a_cpu_of_the_node_that_has
     assert besides_ingest(nodes, 1) == [{"CPU": 2.0}, {"CPU": 3.0, "GPU": 1.0}]
     assert sorted(node["CPU"] for node in besides_ingest(nodes, 4)) == [1.0, 1.0]
     assert besides_ingest([], 2) == []
+
+
+@pytest.mark.parametrize(("parallel", "backend", "device"), [(DDP, "gloo", GPU), (FSDP, "gloo", CPU), (FSDP, "", GPU)])
+def test_a_run_that_shards_by_gloo_is_on_cpus(parallel: str, backend: str, device: str) -> None:
+    nodes = [{"CPU": 4.0, "GPU": 2.0}]
+
+    assert device_of_run(spec(2, parallel=parallel, backend=backend), nodes) == device

@@ -13,6 +13,7 @@ from shared.errors import InvalidArgument
 from shared.model_spec import ModelSpec
 from tests.support.cpu_time import cpu_at_most
 from train_service.domain.spec import (
+    FSDP,
     Acceleration,
     CheckpointPolicy,
     EarlyStopping,
@@ -81,6 +82,8 @@ OUT_OF_BOUNDS: list[tuple[str, dict[str, Any]]] = [
         ("placement.backend", {"placement": Placement(backend="nccl", gpus_per_worker=value)})
         for value in (0, 0.0001, 0.5)
     ],
+    ("placement.gpus_per_worker", {"placement": Placement(parallel=FSDP, gpus_per_worker=0.5)}),
+    ("placement.backend", {"placement": Placement(parallel=FSDP, backend="gloo", gpus_per_worker=1)}),
     *[
         ("acceleration.prefetch_batches", {"acceleration": Acceleration(prefetch_batches=value)})
         for value in (-1, 65, LOW)
@@ -176,6 +179,8 @@ def test_in_local_mode_one_rank_must_get_its_rows() -> None:
         *[{"placement": Placement(gpus_per_worker=value)} for value in (None, 0, 0.0001, 0.3333, 1, 2.0, 64)],
         *[{"placement": Placement(backend="nccl", gpus_per_worker=value)} for value in (None, 1, 2)],
         *[{"placement": Placement(backend="gloo", gpus_per_worker=value)} for value in (None, 0, 0.5, 1)],
+        *[{"placement": Placement(parallel=FSDP, gpus_per_worker=value)} for value in (None, 0, 1, 2)],
+        *[{"placement": Placement(parallel=FSDP, backend="gloo", gpus_per_worker=value)} for value in (None, 0)],
         {"placement": Placement(cpus_per_worker=0.0001, resources_per_worker={"disk": 0.0001, "ssd": 1.5})},
         {"optimizer": OptimizerSpec(name="SGD", learning_rate=1e-9, schedule="COSINE_WITH_WARMUP")},
     ],

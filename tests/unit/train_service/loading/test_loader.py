@@ -18,11 +18,11 @@ from shared.transforms import RowKeys
 from tests.support.versions import SCHEMA, columns_of, striped_digits
 from tests.support.waiting import wait_until
 from tests.unit.train_service.conftest import TRAIN_ROWS, VERSION, Committed
-from train_service.domain.order import WINDOW_ROWS, SlicePlan, blocks_of, epoch_order, rank_positions, step_bounds
+from train_service.domain.order import WINDOW_ROWS, Ints, SlicePlan, blocks_of, epoch_order, rank_positions, step_bounds
 from train_service.domain.spec import TrainingSpec
 from train_service.loading.loader import Batch, Loader
 from train_service.loading.preprocessing import Preprocessing
-from train_service.loading.rows import Array, Rows
+from train_service.loading.rows import Array, RowBuffers, RowCache, Rows
 
 # The version is only ever read, so examples may share it.
 SHARED = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -169,6 +169,25 @@ def test_a_loader_can_be_walked_again(committed: Committed) -> None:
     first = [batch.row_ids.tolist() for batch in one.batches(0)]
 
     assert [batch.row_ids.tolist() for batch in one.batches(0)] == first
+
+
+def test_the_windows_of_all_epochs_use_the_same_memory(committed: Committed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New memory is slow at its first use, and the GPU would wait for it at the beginning of each epoch."""
+    addresses: list[int] = []
+    rows_of = RowCache.rows
+
+    def noted(cache: RowCache, positions: Ints, into: RowBuffers | None = None) -> Rows:
+        rows = rows_of(cache, positions, into)
+        assert into is not None
+        addresses.append(into["image"].ctypes.data)
+        return rows
+
+    monkeypatch.setattr(RowCache, "rows", noted)
+    kept = [batch.row_ids for batch in loader(committed, epochs=3).batches(0)]
+
+    assert len(addresses) == 3
+    assert len(set(addresses)) == 1
+    assert sum(map(len, kept)) == 3 * TRAIN_ROWS
 
 
 def test_what_reading_raises_is_raised_where_the_batches_are_taken(committed: Committed) -> None:

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from shared.storage import ObjectStore
-from tests.support.torch_settings import kept_torch_settings
+from tests.support.torch_settings import attention_kernels, kept_torch_settings
 from tests.unit.train_service.worker.test_loop import SPEC, config_of
-from train_service.domain.spec import FASTEST, FLOAT32, TF32, Acceleration, TrainingSpec
+from train_service.domain.spec import DETERMINISTIC, FASTEST, FLOAT32, TF32, Acceleration, TrainingSpec
 from train_service.learning.device import COMPILE_CACHE, set_up_device
 from train_service.learning.ranks import Ranks
 from train_service.worker import loop
@@ -65,6 +65,18 @@ def test_it_takes_the_fastest_algorithms_where_it_is_asked_to(store: ObjectStore
 
 def test_a_rank_on_a_cpu_does_so_by_itself(store: ObjectStore) -> None:
     assert not settings_before_the_model_is_built(store, CPU, SPEC)["algorithms"]
+
+
+@pytest.mark.parametrize(
+    ("algorithms", "allowed"), [(DETERMINISTIC, (False, False, False, True)), (FASTEST, (True, True, True, True))]
+)
+def test_fused_attention_is_only_for_the_fastest_algorithms(
+    algorithms: str, allowed: tuple[bool, bool, bool, bool]
+) -> None:
+    """Its gradients are added up in any order as long as torch only warns of operations without a fixed one."""
+    set_up_device(GPU, replace(SPEC, acceleration=Acceleration(algorithms=algorithms)), {})
+
+    assert attention_kernels() == allowed
 
 
 @pytest.mark.parametrize(("precision", "allowed"), [(FLOAT32, False), (TF32, True)])
