@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 
@@ -30,7 +29,7 @@ from tests.support.service_process import ServiceProcess, running_service
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
 IMAGE = np.random.default_rng(4).integers(0, 256, (1, 28, 28), dtype=np.uint8)
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 CLIENTS = 8
 
 
@@ -148,9 +147,12 @@ def test_every_frontend_tells_what_all_have_answered(service: ServiceProcess) ->
     wait_until_all_know(service)
     with Asking(service.address) as asking:
         asking.wait_for(200)
-    time.sleep(2.0)  # each leaves its numbers once a second
-    assert len({counted(service) for _ in range(10)}) == 1
-    assert counted(service) >= 200
+
+    def all_tell_the_same() -> bool:
+        told = {counted(service) for _ in range(10)}
+        return len(told) == 1 and told.pop() >= 200
+
+    eventually(all_tell_the_same, 180, "each to have left its numbers")  # once a second
 
 
 def test_a_frontend_that_hangs_is_killed_and_another_has_its_place(service: ServiceProcess, faults: Faults) -> None:
@@ -173,7 +175,7 @@ def test_a_rollout_moves_the_traffic_of_all_frontends_and_no_request_is_dropped(
         request = pb.RolloutRequest(name="deployments/digits", spec=spec)
         assert client.wait(client.deployments.Rollout(request, timeout=60)).HasField("response")
         eventually(lambda: [one.number for one in client.get("deployments/digits").versions] == ["2"], 180, "1 is gone")
-        asking.answers.clear()
-        asking.wait_for(200)
-        assert set(asking.answers) == {"2"}
-    assert asking.errors == []
+        with Asking(service.address) as later:
+            later.wait_for(200)
+    assert set(later.answers) == {"2"}
+    assert asking.errors == later.errors == []

@@ -195,7 +195,7 @@ def test_all_of_ray_killed_half_way_through_a_rollout_ends_the_service_and_a_new
     before = durable(client.get("deployments/digits"))
     head.kill()
     faults.add("SIGKILL Ray head", "roll-out", "file")
-    assert service.exit_status(timeout_s=90) == EXIT_RAY_LOST
+    assert service.exit_status(timeout_s=240) == EXIT_RAY_LOST
     with supervised(service):
         eventually(lambda: _answers(client), 180, "Get is answered without Ray")
         assert durable(client.get("deployments/digits")) == before

@@ -37,14 +37,14 @@ class Load:
         for thread in self._threads:
             thread.join()
 
-    def wait_for(self, more: int, timeout_s: float = 120) -> Counter[str]:
+    def wait_for(self, more: int, timeout_s: float = 240) -> Counter[str]:
         """Returns after so many more answers, with those."""
         before = self.answers.copy()
         wanted = before.total() + more
         wait_until(lambda: self.answers.total() >= wanted or self.errors, f"{more} more answers", timeout_s)
         return self.answers - before
 
-    def wait_for_those_under_way(self, timeout_s: float = 120) -> None:
+    def wait_for_those_under_way(self, timeout_s: float = 240) -> None:
         """Returns once no call is under way any more that is now."""
         before = self._ended.copy()
         wait_until(
@@ -78,6 +78,6 @@ def kill_a_replica_under_load(ask: Callable[[], str], clients: int, replicas: Ca
         victim = min(before)
         os.kill(victim, signal.SIGKILL)
         load.wait_for(50)
-        wait_until(lambda: len(replicas() - {victim}) == 2, "a new replica to be started", 120)
+        wait_until(lambda: len(replicas() - {victim}) == 2, "a new replica to be started", 240)
         load.wait_for(50)
     load.assert_all_answered()

@@ -37,9 +37,10 @@ class Seen:
 
 
 class OtlpReceiver:
-    """`may_answer` is set unless it hangs."""
+    """`may_answer` is set unless it hangs; `exports` have begun, answered or not."""
 
     def __init__(self) -> None:
+        self.exports = 0
         self.may_answer = threading.Event()
         self.may_answer.set()
         self._seen: list[Seen] = []
@@ -49,6 +50,7 @@ class OtlpReceiver:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 data = self.rfile.read(int(self.headers["content-length"]))
+                receiver.exports += 1
                 receiver.may_answer.wait()
                 receiver._take(self.path, ExportTraceServiceRequest.FromString(data))
                 self.send_response(200)

@@ -74,7 +74,7 @@ class Client:
 
     def is_healthy(self) -> bool:
         try:
-            answer = self._health.Check(health_pb2.HealthCheckRequest(), timeout=2)  # type: ignore[attr-defined]
+            answer = self._health.Check(health_pb2.HealthCheckRequest(), timeout=10)  # type: ignore[attr-defined]
         except grpc.RpcError:
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
@@ -133,7 +133,7 @@ class Client:
         index = self.inference.RepositoryIndex(oip.RepositoryIndexRequest(ready=True), timeout=60)
         return [one.version for one in index.models if one.name == model]
 
-    def infer(self, model: str, image: Array, timeout_s: float = 20) -> oip.ModelInferResponse:
+    def infer(self, model: str, image: Array, timeout_s: float = 60) -> oip.ModelInferResponse:
         request = infer_request(model, image)
         answer: oip.ModelInferResponse = self.inference.ModelInfer(request, timeout=timeout_s)
         return answer

@@ -73,8 +73,11 @@ def answers(address: str) -> bool:
             stranger.inference.server_live,
             lambda: list(stranger.inference.infer_stream("nothing", [])),
         ):
-            with pytest.raises(errors.Unauthenticated) as raised:
-                ask()
+            try:
+                with pytest.raises(errors.Unauthenticated) as raised:
+                    ask()
+            except errors.Unavailable:
+                return False
             assert raised.value.reason == "TOKEN_REQUIRED"
     return True
 
@@ -107,5 +110,5 @@ def test_without_ray_frontends_answer_are_started_again_and_end_with_their_paren
         eventually(lambda: answers(address), TIMEOUT_S, "the next service answers on the same port")
         frontends = both(process)
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(240) == 0
         assert gone(frontends)

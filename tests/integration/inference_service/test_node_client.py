@@ -29,7 +29,7 @@ def test_a_node_client_infers_and_streams(stack: Stack, node_packages: Path, tmp
         env={**os.environ, "NODE_PATH": str(node_packages), "PROTO_PATH": proto_path(tmp_path / "protos")},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr

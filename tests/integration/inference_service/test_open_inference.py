@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +15,9 @@ from grpc_status import rpc_status
 from inference import grpc_service_pb2 as oip
 from millrace.inference.v1 import deployment_service_pb2 as pb
 from tests.integration.inference_service.checkpoints import make_module
-from tests.integration.inference_service.client import Array, infer_request, outputs
+from tests.integration.inference_service.client import Array, eventually, infer_request, outputs
 from tests.integration.inference_service.conftest import Stack
+from tests.integration.inference_service.paused import REPLICA, paused
 from tests.integration.inference_service.tritonclient_scripts import run_triton_script
 from tests.support.refusals import refused
 
@@ -211,22 +211,16 @@ def test_bytes_that_are_no_message_are_refused(stack: Stack) -> None:
 
 
 def test_more_rows_than_may_wait_are_refused_and_those_that_may_are_served(stack: Stack) -> None:
+    others = set(stack.head.processes(REPLICA))
     stack.client.deploy("narrow", "trainingJobs/digits", max_queued_rows=4, max_batch_size=1)
     try:
-        # A replica computes one row at a time. A fast machine may answer 40 calls as they come, so calls are sent until
-        # one meets a full queue.
-        calls: list[Any] = []
-        codes: set[grpc.StatusCode] = set()
-        deadline = time.monotonic() + 120
-        while len(codes) < 2 and time.monotonic() < deadline:
-            sent = [
-                stack.client.inference.ModelInfer.future(infer_request("narrow", IMAGES[:4]), timeout=60)
-                for _ in range(40)
+        with paused(set(stack.head.processes(REPLICA)) - others):
+            calls: list[Any] = [
+                stack.client.inference.ModelInfer.future(infer_request("narrow", IMAGES[:4]), timeout=240)
+                for _ in range(10)
             ]
-            codes |= {call.code() for call in sent}
-            calls += sent
-        assert codes == {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}
-        full = next(call for call in calls if call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED)
+            full = eventually(lambda: next((call for call in calls if call.done()), None), 240, "a call to be refused")
+        assert {call.code() for call in calls} == {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}
         assert refused(full.result).reason == "QUEUE_FULL"
         status = rpc_status.from_call(full)
         assert status is not None

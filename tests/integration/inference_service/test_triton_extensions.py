@@ -23,7 +23,7 @@ def triton(stack: Stack, deployed: pb.Deployment, tmp_path_factory: pytest.TempP
     path = tmp_path_factory.mktemp("triton") / "images.npy"
     np.save(path, IMAGES)
     seen: dict[str, Any] = run_triton_script(
-        "triton_extensions.py", stack.service.address, deployed.name.partition("/")[2], str(path), timeout_s=240
+        "triton_extensions.py", stack.service.address, deployed.name.partition("/")[2], str(path)
     )
     return seen
 

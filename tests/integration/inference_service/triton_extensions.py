@@ -32,7 +32,7 @@ def main(target: str, model: str, path: str) -> dict[str, Any]:
         "classes": classes(client, model, images),
         "names": names(client, model, images),
         "compressed": labels(client.infer(model, [image_input(images)], compression_algorithm="gzip")),
-        "urgent": labels(client.infer(model, [image_input(images)], priority=1, timeout=20_000_000)),
+        "urgent": labels(client.infer(model, [image_input(images)], priority=1, timeout=120_000_000)),
         "loaded": status(lambda: client.load_model(model)),
         "errors": {
             "timeout": status(lambda: client.infer(model, [image_input(images)], timeout=1)),
@@ -105,7 +105,7 @@ def streamed(client: triton.InferenceServerClient, model: str, images: Any) -> l
         client.async_stream_infer(model, [image_input(image[None])], request_id=f"r{number}")
         if number == 1:
             client.async_stream_infer("nobody", [image_input(image[None])], request_id="wrong")
-    seen = [answers.get(timeout=60) for _ in range(len(images) + 1)]
+    seen = [answers.get(timeout=120) for _ in range(len(images) + 1)]
     client.stop_stream()
     return seen
 

@@ -51,7 +51,7 @@ def streamed(client: triton.InferenceServerClient, model: str, tensor: triton.In
     client.start_stream(lambda result, error: answers.put(str(error) if error else told(result)), headers=CANARY)
     for _ in range(3):
         client.async_stream_infer(model, [tensor])
-    seen = [answers.get(timeout=60) for _ in range(3)]
+    seen = [answers.get(timeout=120) for _ in range(3)]
     client.stop_stream()
     return seen
 

@@ -23,9 +23,9 @@ def main(target: str, model: str, path: str) -> dict[str, Any]:
     images = np.load(path)
     client = triton.InferenceServerClient(target)
     tensor = image_input(images)
-    full = client.infer(model, [tensor], request_id="call-1", client_timeout=20)
+    full = client.infer(model, [tensor], request_id="call-1", client_timeout=120)
     some = client.infer(
-        model, [tensor], model_version="1", outputs=[triton.InferRequestedOutput("label")], client_timeout=20
+        model, [tensor], model_version="1", outputs=[triton.InferRequestedOutput("label")], client_timeout=120
     )
     answer = full.get_response()
     return {
@@ -73,7 +73,7 @@ def asynchronous(client: triton.InferenceServerClient, model: str, tensor: trito
     answers: queue.Queue[Any] = queue.Queue()
     for _ in range(3):
         client.async_infer(model, [tensor], callback=lambda result, error: answers.put(error or result))
-    labels = [answers.get(timeout=60).as_numpy("label").tolist() for _ in range(3)]
+    labels = [answers.get(timeout=120).as_numpy("label").tolist() for _ in range(3)]
     assert labels[0] == labels[1] == labels[2]
     return list(labels[0])
 

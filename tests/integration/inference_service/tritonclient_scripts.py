@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 
-def run_triton_script(script: str, *arguments: str, timeout_s: float = 120) -> Any:
+def run_triton_script(script: str, *arguments: str, timeout_s: float = 360) -> Any:
     """Runs a script of this folder and returns the JSON object that it prints."""
     command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)

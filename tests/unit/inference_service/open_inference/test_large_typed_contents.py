@@ -164,7 +164,7 @@ def test_a_request_whose_time_passes_or_whose_client_goes_before_it_is_decoded_r
     async def scenario(server: Server) -> None:
         while held.begun < 1:  # on a busy machine a deadline may pass before the server has read the call
             late = asyncio.ensure_future(told(server.stub.ModelInfer(_large(), timeout=0.5)))
-            await until(lambda one=late: held.begun == 1 or one.done(), "the first to be decoded")  # type: ignore[misc]
+            await until(lambda one=late: held.begun > 0 or one.done(), "the first to be decoded")  # type: ignore[misc]
         timed = _large()
         timed.parameters["timeout"].int64_param = 500_000
         given_up = server.stub.ModelInfer(_large(), timeout=60)
