@@ -114,8 +114,10 @@ docs: contracts ## serve the documents: DOCS_ADDRESS=127.0.0.1:8000; a page is b
 .PHONY: test test-fast test-real test-timed
 PYTEST := MILLRACE_CACHE="$(CACHE)" $(BIN)/pytest
 # TEST_SEED=1 runs files, and the tests in each, in an order drawn from that seed: shared heads and stacks must bear any.
+# Property tests draw their examples from it, too; without it each run tries the same ones.
 TEST_SEED ?=
-IN_ANY_ORDER = $(if $(TEST_SEED),-p randomly --randomly-seed=$(TEST_SEED) --randomly-dont-reset-seed)
+IN_ANY_ORDER = $(if $(TEST_SEED),-p randomly --randomly-seed=$(TEST_SEED) --randomly-dont-reset-seed \
+	--hypothesis-profile=drawn --hypothesis-seed=$(TEST_SEED))
 SHARED_OUT = --dist loadscope --no-loadscope-reorder --durations 40 \
 	-m "not long and not chaos and not timed" $(IN_ANY_ORDER)
 # Read by every process that a test starts; where PYTHONDONTWRITEBYTECODE is set, none of them would write it.
