@@ -301,7 +301,7 @@ class _OpenPage:
     """Reads the groups of a page in order, as far as they are needed."""
 
     def __init__(self, page: bytes | ObjectRef[bytes]) -> None:
-        self.page = page
+        self.key = _key_of(page)
         self._unpickler = pickle.Unpickler(io.BytesIO(page if isinstance(page, bytes) else ray.get(page)))
         self._groups: list[list[Any]] = []
 
@@ -311,16 +311,24 @@ class _OpenPage:
         return self._groups[number]
 
 
+def _key_of(page: bytes | ObjectRef[bytes]) -> bytes:
+    """Returns what distinguishes the page. Unlike a reference it does not keep the page in Ray's object store."""
+    return page if isinstance(page, bytes) else bytes(page.binary())
+
+
 # The page that this process read last: the next task often has a group of the same one.
 _last_page: _OpenPage | None = None
 
 
 def _group(pages: Sequence[bytes | ObjectRef[bytes]], place: Mapping[str, int]) -> list[Any]:
     global _last_page
-    page = pages[place["page"]]
-    if _last_page is None or _last_page.page != page:
-        _last_page = _OpenPage(page)
-    return _last_page.group(place["group"])
+    page, opened = pages[place["page"]], _last_page
+    _last_page = None  # a page that cannot be read is opened anew
+    if opened is None or opened.key != _key_of(page):
+        opened = _OpenPage(page)
+    group = opened.group(place["group"])
+    _last_page = opened
+    return group
 
 
 def _dataset(task: PartsTask, places: Sequence[Mapping[str, int]], pool: Pool | None) -> Dataset:

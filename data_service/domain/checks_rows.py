@@ -461,21 +461,45 @@ class UniqueKeys:
             self._quarantines.setdefault(check, other._quarantines[check])
             self._parts.setdefault(check, []).extend(parts)
 
+    @property
+    def quarantines(self) -> Mapping[int, bool]:
+        return self._quarantines
+
+    @property
+    def row_count(self) -> int:
+        """The number of keys of all checks."""
+        return sum(len(ordinals) for parts in self._parts.values() for _, ordinals in parts)
+
+    def take(self) -> dict[int, tuple[Keys, Ordinals]]:
+        """Returns the keys and ordinals by check, and forgets them."""
+        taken = {check: _joined(parts) for check, parts in self._parts.items()}
+        self._parts = {check: [] for check in self._parts}
+        return taken
+
     def repeats(self) -> Repeats:
         """Returns the repeats; of equal values the one with the lowest ordinal stays."""
         found: dict[int, Ordinals] = {}
         left_out = np.empty(0, np.int64)
         for check, parts in sorted(self._parts.items()):
-            keys = Keys.joined([keys for keys, _ in parts])
-            ordinals = np.concatenate([np.empty(0, np.int64), *(ordinals for _, ordinals in parts)])
-            if len(left_out):
-                there = ~np.isin(ordinals, left_out)
-                keys, ordinals = keys.at(there), ordinals[there]
-            order = np.lexsort((ordinals, keys.low, keys.high))
-            found[check] = np.sort(ordinals[order][_equals_previous(keys.at(order))])
+            found[check] = np.sort(repeats_among(*_joined(parts), left_out))
             if self._quarantines[check]:
                 left_out = np.union1d(left_out, found[check])
         return Repeats(found)
+
+
+def repeats_among(keys: Keys, ordinals: Ordinals, left_out: Ordinals) -> Ordinals:
+    """Returns the ordinals of the repeats, in no order, among the rows that are not left out."""
+    if len(left_out):
+        there = ~np.isin(ordinals, left_out)
+        keys, ordinals = keys.at(there), ordinals[there]
+    order = np.lexsort((ordinals, keys.low, keys.high))
+    repeats: Ordinals = ordinals[order][_equals_previous(keys.at(order))]
+    return repeats
+
+
+def _joined(parts: Sequence[tuple[Keys, Ordinals]]) -> tuple[Keys, Ordinals]:
+    ordinals = np.concatenate([np.empty(0, np.int64), *(ordinals for _, ordinals in parts)])
+    return Keys.joined([keys for keys, _ in parts]), ordinals
 
 
 def _equals_previous(ordered: Keys) -> Mask:

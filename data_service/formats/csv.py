@@ -133,7 +133,7 @@ class _CsvScanner:
     inferred: Sequence[str]
 
     @property
-    def looks_at_rows(self) -> bool:
+    def reads_rows(self) -> bool:
         return bool(self.inferred)
 
     def nothing(self) -> _InferredTypes:

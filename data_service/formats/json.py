@@ -124,7 +124,7 @@ class _JsonFound:
 
 @dataclass(frozen=True)
 class _JsonScanner:
-    looks_at_rows: bool = True
+    reads_rows: bool = True
 
     def nothing(self) -> _JsonFound:
         return _JsonFound()

@@ -40,11 +40,11 @@ class NotMergeable(Exception):
 class Scanner(Protocol[F]):
     """Looks at the rows of files of one format. Picklable.
 
-    Unless it `looks_at_rows`, nothing is to be found in them, and files are only cut.
+    Unless it `reads_rows`, nothing is to be found in them, and files are only cut.
     """
 
     @property
-    def looks_at_rows(self) -> bool: ...
+    def reads_rows(self) -> bool: ...
 
     def nothing(self) -> F:
         """Returns what is found in no rows."""
@@ -113,7 +113,7 @@ def _scan_in_tasks(
     to_cut = [ScanUnit(number, files[index]) for number, index in enumerate(large)]
     cuts = dict(zip(large, run_units(_Cut(scanner), to_cut), strict=True)) if to_cut else {}
     found = scanner.nothing()
-    if not scanner.looks_at_rows:
+    if not scanner.reads_rows:
         return found, [cuts.get(index, []) for index in range(len(files))]
     whole: list[TextPart | None] = [None]
     places = [(index, part) for index in range(len(files)) for part in (cuts.get(index) or whole)]

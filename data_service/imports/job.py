@@ -25,6 +25,7 @@ from data_service.domain.statistics import SplitStatistics
 from data_service.formats import open_sources
 from data_service.imports.columns import BaseRows, CommonColumns
 from data_service.imports.plan import ImportPart, Placer, Tally, plan_parts
+from data_service.imports.unique_keys import SpilledKeys
 from data_service.imports.work import (
     RESULTS,
     ROW_BITS,
@@ -172,7 +173,8 @@ class _Import:
         Raises the error of the first part that fails or has a repeat that a check does not allow. Which rows are
         repeats is known only after the parts before, so the pass raises for no row, and that part is read again.
         """
-        work, keys = CountPart(self._rows, finds_keys=True, is_lenient=True), self._rows.checks.empty_keys()
+        work = CountPart(self._rows, finds_keys=True, is_lenient=True)
+        keys = SpilledKeys(self._rows.checks.empty_keys(), self._scratch)
         tallies: dict[int, Tally] = {}
         failed: dict[int, MillraceError | None] = {}
         first_failure = _FirstFailure(self._spec.bad_rows.max_rows)

@@ -55,7 +55,7 @@ class _SharedDigests:
     Each is kept with its object, so that no other object gets the same id meanwhile.
     """
 
-    MOST = 10_000
+    MAX = 10_000
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[object, str]] = {}
@@ -63,7 +63,7 @@ class _SharedDigests:
     def digest_of(self, shared: FunctionType | pa.Schema | MappingProxyType[Any, Any]) -> str:
         found = self._found.get(id(shared))
         if found is None:
-            if len(self._found) >= self.MOST:
+            if len(self._found) >= self.MAX:
                 self._found.clear()
             found = self._found[id(shared)] = shared, identity_of(_members_of(shared))
         return found[1]

@@ -27,7 +27,7 @@ from data_service.domain.import_spec import BadRows, Base, ColumnType, HoldOut, 
 from data_service.formats import interface, text_scans
 from data_service.formats.parquet import MAX_BATCH_ROWS
 from data_service.imports import job as import_job
-from data_service.imports import plan
+from data_service.imports import plan, unique_keys
 from data_service.imports.plan import ImportPart
 from data_service.imports.work import Guarded, WritePart, _PartFiles
 from data_service.parallel import P, Pool, Results, Work
@@ -534,6 +534,19 @@ def test_an_import_whose_files_lack_rows_fails_at_once_and_leaves_nothing(
     assert (job.error["kind"], job.error["reason"]) == ("DataLoss", "FILES_INCOMPLETE")
     assert "do not have each of its rows once" in job.error["message"]
     assert [info.key for info in store.list(f"{job.name}/data")] == []
+
+
+@pytest.mark.parametrize("name", ["unique", "hold-outs of all"])
+def test_keys_that_go_to_the_disk_make_the_version_that_one_process_makes(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(unique_keys, "SPILL_BYTES", 1000)
+    spec = SPECS[name](tmp_path)
+    expected = run_in_one_process(store, tmp_path, "v1", spec)
+    found = run(store, tmp_path, "v2", spec, Parts(inside_out))
+    assert (found.state, found.error) == (JobState.SUCCEEDED, None)
+    versions = [load_version(store, job.name) for job in (expected, found)]
+    assert versions[1].manifest_sha256 == versions[0].manifest_sha256
 
 
 @pytest.mark.parametrize("kind", ["csv", "json_lines"])

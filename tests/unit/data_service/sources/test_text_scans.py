@@ -263,6 +263,16 @@ def test_tasks_find_the_columns_rows_and_cuts_of_json_lines(
         same_in_tasks(tmp_path_factory.mktemp("json"), "json_lines", contents, block_bytes, part_bytes)
 
 
+def test_lists_of_too_many_lengths_have_the_type_that_their_first_ones_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json, "MAX_LENGTHS", 3)
+    lines = ['{"a": [1]}'] * 20 + ['{"a": [1, 2]}'] * 5 + ['{"a": [1, 2, 3]}'] + ['{"a": [1, 2]}'] * 50
+    ((described_rows, _), tasks) = same_in_tasks(tmp_path, "json_lines", ["\n".join(lines).encode()])
+    assert described_rows[0][0].field("a").type.shape == [1], "the lists after the third length do not count"
+    assert len(tasks.passes) == 2
+
+
 def test_the_first_bad_line_of_all_parts_is_named(tmp_path: Path) -> None:
     contents = [b"[1]\n" * 100, b"no JSON\n" * 100]
     error, tasks = same_in_tasks(tmp_path, "json_lines", contents)

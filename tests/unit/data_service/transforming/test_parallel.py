@@ -241,10 +241,10 @@ def test_an_attempt_whose_tasks_fit_no_node_says_what_they_wait_for(monkeypatch:
 
 
 def test_an_attempt_whose_parts_end_looks_at_no_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, reports, looks = [0.0], Reports(), [0]
+    now, reports, calls = [0.0], Reports(), [0]
 
     def nodes() -> list[Any]:
-        looks[0] += 1
+        calls[0] += 1
         return []
 
     monkeypatch.setattr(ray, "nodes", nodes)
@@ -253,7 +253,7 @@ def test_an_attempt_whose_parts_end_looks_at_no_nodes(monkeypatch: pytest.Monkey
         now[0] += CAPACITY_POLL_S / 2
         watch.note_record()
         watch.poll()
-    assert (looks, reports.waiting_for) == ([0], [])
+    assert (calls, reports.waiting_for) == ([0], [])
     now[0] += CAPACITY_POLL_S
     watch.poll()
     watch.note_record()
