@@ -1,8 +1,10 @@
 """Through how many files of the product a request and a training step run: `python -m tests.traces`.
 
 A profiler records every function that the real code calls, on a small case without Ray: one ModelInfer of one row, from
-the gRPC server over the replica's own socket to ResNet-18, and the steps of one rank of a small training run. A reader
-opens these files to follow the two paths, so their number should stay small.
+the gRPC server over the replica's own socket to ResNet-18, and one rank of a small training run. A training step is its
+batch, its learning and its report: from the reading of the rows to the first validation. The whole run has its start,
+validation, checkpoints and records, too. A reader opens these files to follow the paths, so their number should stay
+small.
 """
 
 from __future__ import annotations
@@ -55,10 +57,12 @@ class Calls:
 
     def __init__(self) -> None:
         self.recording = False
+        # Threads whose calls are left out, by their `ident`.
+        self.left_out: set[int] = set()
         self.functions: set[tuple[str, str, int]] = set()
 
     def note(self, frame: FrameType, event: str, _: object) -> None:
-        if not self.recording or event != "call":
+        if not self.recording or event != "call" or threading.get_ident() in self.left_out:
             return
         code = frame.f_code
         path = Path(code.co_filename)
@@ -124,8 +128,38 @@ async def ask_twice(calls: Calls, loaded: Loaded) -> None:
     assert answer.outputs, "the request was not answered"
 
 
+def trace_step() -> Calls:
+    """The first steps of a run until they are validated: rows, batches, learning, and reports over ranks.
+
+    The threads of rank 0 that write events and metrics behind the steps are left out. They run before the first step.
+    """
+    with profiled() as calls, opened_run(checkpoint_every_steps=4) as run:
+        train, validate = run._train, run._validate
+
+        def traced(*arguments: Any) -> None:
+            calls.left_out = {thread.ident or 0 for thread in threading.enumerate()} - {threading.get_ident()}
+            calls.recording = True
+            train(*arguments)
+
+        def ended(*arguments: Any) -> dict[str, float]:
+            calls.recording = False
+            return validate(*arguments)
+
+        with patch.object(run, "_train", traced), patch.object(run, "_validate", ended):
+            run.run()
+    return calls
+
+
 def trace_training() -> Calls:
-    """All steps of a run: loading, learning, metrics, and checkpoints."""
+    """A whole run: its start, all steps, validation, checkpoints and records."""
+    with profiled() as calls, opened_run() as run, calls.recorded():
+        run.run()
+    return calls
+
+
+@contextmanager
+def opened_run(checkpoint_every_steps: int = 2) -> Iterator[Run]:
+    """The run of a job's only rank, before its first step. An epoch has four steps."""
     spec = TrainingSpec(
         dataset_version=VERSION,
         validation_split="validation",
@@ -134,18 +168,14 @@ def trace_training() -> Calls:
         optimizer=OptimizerSpec(learning_rate=0.001),
         epochs=1,
         global_batch_size=20,
-        checkpoint_every_steps=2,
+        checkpoint_every_steps=checkpoint_every_steps,
     )
-    with profiled() as calls, tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         store = open_store(StoreSettings(url=Path(folder).as_uri()))
         commit_version(store, VERSION, {"train": striped_digits(80), "validation": striped_digits(20, 1)})
         begin_job(store, spec)
-        run = Run(
-            LoopConfig(store=store.settings, job_name=JOB, attempt=1, spec=spec), Ranks(0, 1, torch.device("cpu"))
-        )
-        with calls.recorded():
-            run.run()
-    return calls
+        config = LoopConfig(store=store.settings, job_name=JOB, attempt=1, spec=spec)
+        yield Run(config, Ranks(0, 1, torch.device("cpu")))
 
 
 def begin_job(store: ObjectStore, spec: TrainingSpec) -> None:
@@ -157,7 +187,8 @@ def begin_job(store: ObjectStore, spec: TrainingSpec) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    for what, trace in (("request", trace_request), ("training run", trace_training)):
+    traces = (("request", trace_request), ("training step", trace_step), ("training run", trace_training))
+    for what, trace in traces:
         calls = trace()
         files = calls.files()
         print(f"A {what} calls {len(calls.functions)} functions in {len(files)} files:")
