@@ -31,7 +31,7 @@ from benchmarks.data_rows import mnist_folder
 from benchmarks.signals import exit_on_signals
 from shared.settings import StoreSettings
 from shared.storage import open_store
-from shared.storage.opening import ensure_bucket
+from shared.storage.object_store import ensure_bucket
 from tests.support.ray_head import RayHead, ray_head
 from tests.support.s3_server import find_program, running
 from tests.support.service_process import ServiceProcess, running_service, store_environ

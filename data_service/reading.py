@@ -19,7 +19,7 @@ import pyarrow as pa
 from shared.dataset_version import ROW_ID, DatasetVersion, RowGroup, VersionReader
 from shared.dataset_version.manifest import ROW_ID_FIELD, DataFile, Split, sha256_hex
 from shared.dataset_version.pages import FilePage, PageEntry, VersionFiles, open_files
-from shared.dataset_version.reader import GroupSizes, ReadBytes
+from shared.dataset_version.parquet import GroupSizes, ReadBytes
 from shared.dataset_version.version import MANIFEST, check_not_deleted
 from shared.errors import DataLoss, invalid_field
 from shared.storage import ObjectMissing, ObjectStore

@@ -49,9 +49,8 @@ from shared.errors import not_found
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.registry import log_prefix
 from shared.log import ResourceLog, body_digest
-from shared.operations import operation_ids_after
 from shared.storage import ObjectStore
-from shared.streaming import UPLOADS, Slot, Slots, in_threads
+from shared.streaming import UPLOADS, Slot, Slots, in_threads, operation_ids_after
 
 # --- Uploads ---
 
@@ -396,7 +395,7 @@ class VersionOperations:
 
 
 class FollowedOperation:
-    """Reads one operation again and again, see `shared.watching.Follower`.
+    """Reads one operation again and again, see `shared.streaming.Follower`.
 
     The log is read each time, the attempt's report and what the job waits for once in `REPORT_INTERVAL_S`.
     """

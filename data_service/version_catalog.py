@@ -30,7 +30,7 @@ from shared import names
 from shared.dataset_version import VersionReader
 from shared.dataset_version.manifest import QUARANTINE, Attachment
 from shared.dataset_version.pages import PageCache
-from shared.dataset_version.reader import Footers
+from shared.dataset_version.parquet import Footers
 from shared.dataset_version.version import IMPORT_KIND, NAME_PATTERN, check_not_deleted, committed_version, read_report
 from shared.errors import STORE_OUTAGES, Conflict, DataLoss, MillraceError, NotFound, not_found
 from shared.jobs import JobRecord, Jobs, JobState

@@ -37,7 +37,7 @@ from shared.errors import STORE_OUTAGES
 from shared.grpc_server import Health
 from shared.settings import SettingsError, StoreSettings
 from shared.storage import open_store, probe
-from shared.storage.opening import ensure_bucket
+from shared.storage.object_store import ensure_bucket
 
 # --- Ray ---
 

@@ -42,7 +42,7 @@ from millrace.inference.v1 import deployment_service_pb2_grpc as deployment_pb_g
 from shared.errors import NotFound, Unimplemented, invalid_field
 from shared.grpc_server import message_bytes
 from shared.names import MAX_MESSAGE_BYTES
-from shared.watching import Watches
+from shared.streaming import Watches
 
 # --- Deployments ---
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import settings
 
 from shared.settings import StoreSettings
-from shared.storage.opening import ensure_bucket
+from shared.storage.object_store import ensure_bucket
 from tests.support.faults import fault_table
 from tests.support.needs import Missing
 from tests.support.node_client import installed_packages

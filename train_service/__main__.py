@@ -28,7 +28,7 @@ from shared.settings import (
     service_settings,
 )
 from shared.storage import ObjectStore, open_store, probe
-from shared.storage.opening import StoreRefused, ensure_bucket
+from shared.storage.object_store import StoreRefused, ensure_bucket
 from shared.telemetry import configure_logging, configure_tracing, tracing
 from train_service.jobs.checkpoint_import import CheckpointImports
 from train_service.jobs.deletion import SWEEP_INTERVAL_S, Deletions, Sweeper

@@ -28,8 +28,7 @@ from shared.errors import InvalidArgument, invalid_field
 from shared.grpc_errors import status_proto_from_record
 from shared.jobs import JobRecord, JobState
 from shared.log import body_digest
-from shared.streaming import DOWNLOADS, IMPORTS, Slot, Slots, in_threads
-from shared.watching import Watches
+from shared.streaming import DOWNLOADS, IMPORTS, Slot, Slots, Watches, in_threads
 from train_service.convert import (
     bundle_to_proto,
     checkpoint_to_proto,

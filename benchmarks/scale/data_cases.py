@@ -27,7 +27,7 @@ from data_service.uploads import chunks
 from data_service.uploads.record import UploadRecord, log_of
 from data_service.uploads.uploads import Uploads
 from shared.dataset_version import DatasetVersion, SplitWriter, VersionReader, pages
-from shared.dataset_version import writer as writing
+from shared.dataset_version import parquet as writing
 from shared.dataset_version.manifest import DataFile, FilesInPages, Manifest, Split, sha256_hex
 from shared.dataset_version.version import committed_version
 from shared.jobs import JobRecord, JobState

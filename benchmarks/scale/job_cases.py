@@ -17,8 +17,8 @@ from benchmarks.scale.simulated_store import SimulatedStore
 from benchmarks.scale.train_cases import checkpoint_entry
 from shared.checkpoint import CheckpointRegistry
 from shared.jobs import JobRecord, Jobs, reconciler
-from shared.jobs.changes import folder_of_index
-from shared.jobs.index_tree import SETTLED, Entry, IndexTree
+from shared.jobs.index import SETTLED, Entry, IndexTree
+from shared.jobs.registry import folder_of_index
 from shared.jobs.transitions import begin_attempt, request_cancel, succeed
 from shared.model_spec import ModelSpec
 from shared.settings import ServiceSettings

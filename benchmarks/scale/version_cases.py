@@ -21,12 +21,11 @@ from data_service.version_index import open_version_index
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import FailedPrecondition
 from shared.jobs import JobRecord, Jobs
-from shared.jobs.changes import folder_of_index
-from shared.jobs.index_tree import SETTLED, Entry, IndexTree
-from shared.jobs.registry import progress_key
+from shared.jobs.index import SETTLED, Entry, IndexTree
+from shared.jobs.registry import folder_of_index, progress_key
 from shared.jobs.transitions import begin_attempt, confirm_delete, fail, request_delete
 from shared.storage import ObjectStore
-from shared.watching import Watches, interval_s
+from shared.streaming import Watches, interval_s
 
 ENDED, DELETED = "datasets/kept/versions/e", "datasets/emptied/versions/d"
 LIVE = "datasets/kept/versions/live"

@@ -42,8 +42,7 @@ from data_service.transforms.work import (
 )
 from millrace.common.v1 import transform_pb2
 from shared.dataset_version import VersionReader, load_version
-from shared.dataset_version.manifest import REPORT, ROW_ID, DataFile, Parent, Split, sha256_hex
-from shared.dataset_version.version import DatasetVersion
+from shared.dataset_version.manifest import REPORT, ROW_ID, DataFile, DatasetVersion, Parent, Split, sha256_hex
 from shared.errors import DataLoss, FailedPrecondition
 from shared.jobs import AttemptContext
 from shared.storage import ObjectMissing, ObjectStore

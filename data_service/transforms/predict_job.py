@@ -38,8 +38,7 @@ from shared.bundle_predictor import DeclaredTensor
 from shared.checkpoint import load_checkpoint
 from shared.checkpoint.format import is_program_checkpoint, load_program_checkpoint
 from shared.dataset_version import VersionReader
-from shared.dataset_version.manifest import Parent, Prediction
-from shared.dataset_version.version import DatasetVersion
+from shared.dataset_version.manifest import DatasetVersion, Parent, Prediction
 from shared.errors import InvalidArgument
 from shared.jobs import AttemptContext
 from shared.storage import ObjectStore

@@ -28,10 +28,8 @@ from data_service.domain.statistics import SplitStatistics
 from data_service.kept_parts import ResultFormat
 from data_service.transforms.plan import PartitionRange
 from shared.dataset_version import RowGroup, SplitWriter, VersionReader
-from shared.dataset_version.manifest import DataFile, row_bytes
-from shared.dataset_version.reader import GroupSizes
-from shared.dataset_version.version import DatasetVersion
-from shared.dataset_version.writer import DEFAULT_GROUP_ROWS
+from shared.dataset_version.manifest import DataFile, DatasetVersion, row_bytes
+from shared.dataset_version.parquet import DEFAULT_GROUP_ROWS, GroupSizes
 from shared.errors import InvalidArgument
 from shared.settings import StoreSettings
 from shared.storage import open_store

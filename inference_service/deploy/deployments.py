@@ -47,9 +47,9 @@ from shared.errors import (
 )
 from shared.grpc_errors import status_proto
 from shared.log import Record, ResourceLog, claimed
-from shared.operations import operation_ids_after
 from shared.settings import OwnCode
 from shared.storage import ObjectMissing, ObjectStore
+from shared.streaming import operation_ids_after
 
 # --- Fitting ---
 # Checks whether a cluster could ever hold a deployment's replicas, by its nodes' total resources, as plain values.
@@ -375,7 +375,7 @@ class Deployments:
 
 
 class FollowedDeployment:
-    """Reads one deployment again and again, see `shared.watching.Follower`. Not safe for several threads."""
+    """Reads one deployment again and again, see `shared.streaming.Follower`. Not safe for several threads."""
 
     def __init__(self, name: str, log: ResourceLog) -> None:
         self._name = name
@@ -687,7 +687,7 @@ class DeploymentOperations:
 
 
 class FollowedOperation:
-    """Reads one operation again and again, see `shared.watching.Follower`.
+    """Reads one operation again and again, see `shared.streaming.Follower`.
 
     `get` reads the operation. It is called again only when its deployment's log has a new record.
     """

@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.types as kinds
 
 from shared.durable import fields_of
-from shared.errors import DataLoss, InvalidArgument, shown
+from shared.errors import DataLoss, InvalidArgument, invalid_field, shown
 
 # --- Manifest ---
 
@@ -75,7 +75,7 @@ class DataFile:
     # The SHA-256 of the file's last `footer_bytes`, which page checksums do not cover.
     footer_bytes: int
     footer_sha256: str
-    # The size of the values as `shared.dataset_version.writer.raw_bytes` counts it. Older manifests lack it.
+    # The size of the values as `shared.dataset_version.parquet.raw_bytes` counts it. Older manifests lack it.
     raw_bytes: int | None = None
 
 
@@ -249,6 +249,27 @@ class Manifest:
             prediction=Prediction(**fields_of(Prediction, record["prediction"])) if "prediction" in record else None,
             pages=pages,
         )
+
+
+@dataclass(frozen=True)
+class DatasetVersion:
+    """A committed version, immutable. `folder` is the key prefix of its files in the store."""
+
+    name: str
+    manifest: Manifest
+    manifest_sha256: str
+    folder: str
+
+    @property
+    def columns(self) -> list[Column]:
+        return self.manifest.columns
+
+    def split(self, name: str) -> Split:
+        """Return a split. Raises `InvalidArgument`, naming the existing splits."""
+        for split in self.manifest.splits:
+            if split.name == name:
+                return split
+        raise invalid_field("split", name, f"use one of {', '.join(split.name for split in self.manifest.splits)}")
 
 
 def _pages_of(record: Mapping[str, Any]) -> Pages:

@@ -31,8 +31,17 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from shared.dataset_version.manifest import DataFile, FilesInPages, Manifest, PageIndex, Pages, Split, sha256_hex
-from shared.dataset_version.version import DatasetVersion, check_not_deleted
+from shared.dataset_version.manifest import (
+    DataFile,
+    DatasetVersion,
+    FilesInPages,
+    Manifest,
+    PageIndex,
+    Pages,
+    Split,
+    sha256_hex,
+)
+from shared.dataset_version.version import check_not_deleted
 from shared.errors import DataLoss
 from shared.storage import ObjectMissing, ObjectStore
 

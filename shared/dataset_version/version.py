@@ -10,12 +10,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from shared import names
-from shared.dataset_version.manifest import REPORT, Column, Manifest, Split, sha256_hex
-from shared.errors import DataLoss, FailedPrecondition, MillraceError, NotFound, invalid_field, not_found
+from shared.dataset_version.manifest import REPORT, DatasetVersion, Manifest, sha256_hex
+from shared.errors import DataLoss, FailedPrecondition, MillraceError, NotFound, not_found
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.log import OUTCOME_UNKNOWN
 from shared.reference_markers import ReferenceMarker, keep_marker, let_go, live_references, markers, put_marker, unmark
@@ -30,27 +29,6 @@ __all__ = ["ReferenceMarker", "live_references", "mark_used", "markers", "unmark
 IMPORT_KIND = "import"
 MANIFEST = "manifest.json"
 NAME_PATTERN = "datasets/{d}/versions/{v}"
-
-
-@dataclass(frozen=True)
-class DatasetVersion:
-    """A committed version, immutable. `folder` is the key prefix of its files in the store."""
-
-    name: str
-    manifest: Manifest
-    manifest_sha256: str
-    folder: str
-
-    @property
-    def columns(self) -> list[Column]:
-        return self.manifest.columns
-
-    def split(self, name: str) -> Split:
-        """Return a split. Raises `InvalidArgument`, naming the existing splits."""
-        for split in self.manifest.splits:
-            if split.name == name:
-                return split
-        raise invalid_field("split", name, f"use one of {', '.join(split.name for split in self.manifest.splits)}")
 
 
 def load_version(store: ObjectStore, name: str) -> DatasetVersion:

@@ -8,20 +8,28 @@ job exists. A deletion first records DELETING and then looks for users, so at le
 `deleted_from` is set the deletion can be reverted (`undone`). Once no user was found the log records that
 (`condemned`), and it cannot be reverted any more. So if several callers delete at the same time, none can restore a job
 that another is removing.
+
+Each change of a job is noted for the index of jobs (`shared.jobs.index`), whose entry may be behind the job's log.
+
+A writer puts a note before it appends to a job's log. The note names the record that is about to be written. So the
+note outlives the record's writer, whichever of the two writes is its last, and a merge of the index can
+tell whether the record is there yet. A note is an empty object whose key says everything, so a listing reads a thousand
+notes at once.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from shared.errors import FailedPrecondition, already_exists, not_found
-from shared.jobs.changes import Changes
 from shared.jobs.transitions import (
     JobRecord,
     JobState,
@@ -321,3 +329,50 @@ def undone(job: JobRecord) -> JobRecord:
 def condemned(job: JobRecord) -> JobRecord:
     """Return the job with a deletion that cannot be reverted."""
     return replace(job, deleted_from=None) if job.deleted_from is not None else job
+
+
+# --- Notes of changed jobs ---
+
+# The kinds of jobs that have an index. Notes of other kinds would never be removed.
+INDEXED_KINDS = frozenset({"train", "sweep", "import"})
+# The number in a note of a change that is written already, and is not in the log: a report, or what a job waits for.
+NO_RECORD = 0
+KEY = re.compile(r"(?P<name>.+)\.(?P<number>\d+)\.[0-9a-f]+")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A note: the job `name` changes with the record `number` of its log. `key` is the note's own."""
+
+    name: str
+    number: int
+    key: str
+
+
+class Changes:
+    """The notes of one kind of jobs. A kind without an index has none."""
+
+    def __init__(self, store: ObjectStore, kind: str) -> None:
+        self._store = store
+        self._folder = f"{folder_of_index(kind)}/changes"
+        self._is_indexed = kind in INDEXED_KINDS
+
+    def note(self, name: str, number: int = NO_RECORD) -> None:
+        """Note that record `number` of the job's log is about to be written."""
+        if self._is_indexed:
+            # Each note has a key of its own: a reader removes those that it has read, and no later one.
+            self._store.put(f"{self._folder}/{name.replace('/', ',')}.{number}.{uuid.uuid4().hex[:12]}", b"")
+
+    def read(self) -> list[Change]:
+        """Return all notes, in the order of the jobs' names."""
+        keys = [info.key for info in self._store.list(self._folder)]
+        found = [(match, key) for key in keys if (match := KEY.fullmatch(key.rsplit("/", 1)[-1]))]
+        changes = [Change(match["name"].replace(",", "/"), int(match["number"]), key) for match, key in found]
+        return sorted(changes, key=lambda one: (one.name, one.number))
+
+    def forget(self, changes: Iterable[Change]) -> None:
+        self._store.delete_all(change.key for change in changes)
+
+
+def folder_of_index(kind: str) -> str:
+    return f"index/{kind}/v1"

@@ -43,16 +43,19 @@ from minio.error import MinioException, S3Error
 from shared.errors import DataLoss, MillraceError, Unavailable, error_from_record
 from shared.settings import StoreSettings
 from shared.storage.object_store import (
+    CONNECT_TIMEOUT,
+    S3_ENDPOINT,
+    SILENCE_TIMEOUT,
     UNRESPONSIVE,
     ObjectMissing,
     ObjectStore,
     is_full_sign,
+    minio_client,
     refused_by_store,
     store_is_full,
     unresponsive_store,
     upload_is_gone,
 )
-from shared.storage.opening import CONNECT_TIMEOUT, S3_ENDPOINT, SILENCE_TIMEOUT, minio_client
 
 # --- Signed URLs ---
 
@@ -220,8 +223,8 @@ PARTS_HELD = 4
 SENDERS = 8
 # Bytes handed to a socket at once. A slow connection can send this much within its time-out.
 SLICE_BYTES = 256 * 1024
-# How long, and with what pauses, a request is repeated; as in `opening` for the store's own client. A part is repeated
-# for longer, because its failure would restart the whole upload.
+# How long, and with what pauses, a request is repeated; as in `object_store` for the store's own client. A part is
+# repeated for longer, because its failure would restart the whole upload.
 RETRY_FOR_S = 10.0
 RETRY_PART_FOR_S = 60.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from shared.settings import StoreSettings
-from shared.storage.opening import ensure_bucket
+from shared.storage.object_store import ensure_bucket
 from tests.support.data_place import Gate, data_place
 from tests.support.data_strikes import Struck
 from tests.support.faults import Faults

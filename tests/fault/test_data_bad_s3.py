@@ -18,7 +18,7 @@ from pyarrow import csv
 import millrace_client
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1.resources_pb2 import Upload
-from shared.storage.opening import ensure_bucket
+from shared.storage.object_store import ensure_bucket
 from tests.support.chunk_sender import chunks, commit, send
 from tests.support.data_place import DataPlace, data_place, digits_stream, normalising
 from tests.support.faults import Faults

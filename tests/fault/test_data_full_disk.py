@@ -13,7 +13,7 @@ import pytest
 from shared.dataset_version.version import IMPORT_KIND
 from shared.jobs import Jobs
 from shared.settings import StoreSettings
-from shared.storage.opening import ensure_bucket
+from shared.storage.object_store import ensure_bucket
 from tests.support.chunk_sender import chunks, commit, send
 from tests.support.data_place import DataPlace, data_place, digits_stream, normalising
 from tests.support.faults import Faults

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.storage.opening import ensure_bucket
+from shared.storage.object_store import ensure_bucket
 from tests.support.faults import Faults
 from tests.support.killable_s3 import KillableS3, killable_s3
 from tests.support.numbered_rows import ROWS, STEPS_PER_EPOCH

@@ -18,7 +18,7 @@ from millrace.train.v1 import resources_pb2 as res
 from millrace.train.v1 import train_service_pb2 as pb
 from shared.checkpoint import load_checkpoint, resolve
 from shared.settings import StoreSettings
-from shared.storage.opening import ensure_bucket
+from shared.storage.object_store import ensure_bucket
 from tests.support.faults import Faults
 from tests.support.killable_s3 import killable_s3
 from tests.support.ray_head import RayHead, ray_head

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shared.dataset_version import pages
-from shared.dataset_version import writer as writing
+from shared.dataset_version import parquet as writing
 
 FILE_BYTES = 40_000
 

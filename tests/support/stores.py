@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shared.settings import StoreSettings
-from shared.storage.opening import ensure_bucket
+from shared.storage.object_store import ensure_bucket
 from tests.support.s3_server import S3Server, name_under_test
 
 # As tests' ids name it.

@@ -66,7 +66,7 @@ class JobReading(Generic[V]):
 
 
 class FollowedJob(Generic[V]):
-    """Reads one job again and again, see `shared.watching.Follower`.
+    """Reads one job again and again, see `shared.streaming.Follower`.
 
     `describe` returns the view of a state, and `waiting_for` what the next attempt waits for. Both read the store.
 

@@ -27,7 +27,7 @@ import pyarrow.compute as pc
 import pyarrow.types as kinds
 
 from shared.dataset_version import DatasetVersion, VersionReader
-from shared.dataset_version.reader import Footers
+from shared.dataset_version.parquet import Footers
 from shared.errors import InvalidArgument
 from shared.storage import ObjectStore
 from shared.transforms import RowKeys

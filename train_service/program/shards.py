@@ -22,7 +22,7 @@ from ray.data import DataContext
 from ray.data.block import BlockAccessor
 
 from shared.dataset_version import DatasetVersion, VersionReader
-from shared.dataset_version.reader import Footers
+from shared.dataset_version.parquet import Footers
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.storage import ObjectStore
 from train_service.domain.coverage import (

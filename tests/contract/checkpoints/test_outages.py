@@ -9,7 +9,7 @@ import pytest
 
 from shared.checkpoint import CheckpointRegistry, load_checkpoint
 from shared.settings import StoreSettings
-from shared.storage import open_store, opening
+from shared.storage import object_store, open_store
 from tests.support.s3_fault_proxy import NONE, fault_proxy, unresponsive
 from tests.support.snapshots import JOB, entries, load, save_one, trained
 from tests.support.waiting import wait_until
@@ -21,9 +21,9 @@ from train_service.store_retry import waits_for_store
 def test_a_store_that_is_away_in_mid_upload_is_waited_for_and_the_wait_is_told(
     s3_store: StoreSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "RETRY_FOR", timedelta(seconds=1))
-    monkeypatch.setattr(opening, "SILENCE_TIMEOUT", timedelta(seconds=1))
-    monkeypatch.setattr(opening, "REQUEST_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(object_store, "RETRY_FOR", timedelta(seconds=1))
+    monkeypatch.setattr(object_store, "SILENCE_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(object_store, "REQUEST_TIMEOUT", timedelta(seconds=1))
     monkeypatch.setattr(snapshots, "REPORTED_AFTER_S", 0.5)
     warnings: list[str] = []
     model, optimizer = trained(3)

@@ -15,7 +15,7 @@ import pytest
 from shared.checkpoint import load_checkpoint, write_checkpoint
 from shared.checkpoint.format import WEIGHTS, files_of, read_file
 from shared.settings import StoreSettings
-from shared.storage import ObjectStore, object_store, open_store, opening
+from shared.storage import ObjectStore, object_store, open_store
 from tests.support.checkpoint_samples import content
 from tests.support.s3_fault_proxy import NONE, S3FaultProxy, fault_proxy, slow, slow_and_cut, stalling
 
@@ -28,8 +28,8 @@ CUT_AFTER = SIZE // 10
 @pytest.fixture
 def behind(s3_store: StoreSettings, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ObjectStore, S3FaultProxy]]:
     """A store by way of a proxy. Its objects are written without it."""
-    monkeypatch.setattr(opening, "REQUEST_TIMEOUT", timedelta(seconds=4))
-    monkeypatch.setattr(opening, "RETRY_FOR", timedelta(seconds=1))
+    monkeypatch.setattr(object_store, "REQUEST_TIMEOUT", timedelta(seconds=4))
+    monkeypatch.setattr(object_store, "RETRY_FOR", timedelta(seconds=1))
     with fault_proxy(s3_store) as proxy:
         yield open_store(proxy.settings(s3_store)), proxy
 
@@ -80,7 +80,7 @@ def test_a_large_object_takes_one_request(s3_store: StoreSettings, behind: tuple
 def test_a_checkpoint_is_written_over_a_line_that_takes_longer_for_a_part_than_a_server_may_be_silent(
     s3_store: StoreSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "SILENCE_TIMEOUT", timedelta(seconds=2))
+    monkeypatch.setattr(object_store, "SILENCE_TIMEOUT", timedelta(seconds=2))
     data = os.urandom(4 * MIB)
     with fault_proxy(s3_store) as proxy:
         store = open_store(proxy.settings(s3_store))
@@ -91,8 +91,8 @@ def test_a_checkpoint_is_written_over_a_line_that_takes_longer_for_a_part_than_a
 
 def test_a_read_that_falls_silent_goes_on(s3_store: StoreSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence is noticed as late as requests are repeated, as with the limits of a service."""
-    monkeypatch.setattr(opening, "SILENCE_TIMEOUT", timedelta(seconds=5))
-    monkeypatch.setattr(opening, "RETRY_FOR", timedelta(seconds=5))
+    monkeypatch.setattr(object_store, "SILENCE_TIMEOUT", timedelta(seconds=5))
+    monkeypatch.setattr(object_store, "RETRY_FOR", timedelta(seconds=5))
     monkeypatch.setattr(object_store, "RETRY_TIMEOUT_S", 5.0)
     data = os.urandom(4 * MIB)
     open_store(s3_store).put("object", data)

@@ -11,10 +11,10 @@ from functools import partial
 import pytest
 
 from shared.errors import NotFound, Unavailable
-from shared.jobs import JobRecord, Jobs, JobState, index, index_tree
-from shared.jobs.changes import Changes
+from shared.jobs import JobRecord, Jobs, JobState, index
+from shared.jobs import index as index_tree
 from shared.jobs.index import ABANDONED_S, JobIndex
-from shared.jobs.registry import log_prefix
+from shared.jobs.registry import Changes, log_prefix
 from shared.jobs.transitions import begin_attempt, confirm_delete, fail, request_cancel, request_delete
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store

@@ -15,8 +15,7 @@ import pytest
 from shared.errors import ResourceExhausted
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
-from shared.storage.object_store import PART_BYTES
-from shared.storage.opening import ensure_bucket
+from shared.storage.object_store import PART_BYTES, ensure_bucket
 from tests.support.s3_server import S3Program, running
 from tests.support.small_disk import small_disk
 

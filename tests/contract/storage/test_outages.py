@@ -13,13 +13,13 @@ import pytest
 from shared.errors import Unavailable
 from shared.grpc_server.interceptor import DEFAULT_DEADLINE_S
 from shared.settings import StoreSettings
-from shared.storage import ObjectExists, ObjectStore, object_store, open_store, opening, probe
-from shared.storage.opening import SILENCE_TIMEOUT, ensure_bucket
+from shared.storage import ObjectExists, ObjectStore, object_store, open_store, probe
+from shared.storage.object_store import SILENCE_TIMEOUT, ensure_bucket
 from tests.support.s3_fault_proxy import WRITES, fault_proxy, resetting
 
 SETTINGS = StoreSettings(url="s3://millrace/x", s3_access_key="someone", s3_secret_key="their-secret")
 # As they are, before a test changes them.
-RETRY_TIMEOUT_S, RETRY_FOR_S = object_store.RETRY_TIMEOUT_S, opening.RETRY_FOR.total_seconds()
+RETRY_TIMEOUT_S, RETRY_FOR_S = object_store.RETRY_TIMEOUT_S, object_store.RETRY_FOR.total_seconds()
 
 DOINGS: dict[str, Callable[[ObjectStore, Path], object]] = {
     "get": lambda store, _: store.get("key"),
@@ -72,8 +72,8 @@ def test_an_unreachable_store_is_unavailable(nobody: str, doing: str, tmp_path: 
 def test_a_store_that_accepts_and_keeps_silent_is_unavailable(
     unresponsive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "SILENCE_TIMEOUT", timedelta(seconds=1))
-    monkeypatch.setattr(opening, "RETRY_FOR", timedelta(seconds=1))
+    monkeypatch.setattr(object_store, "SILENCE_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(object_store, "RETRY_FOR", timedelta(seconds=1))
 
     with pytest.raises(Unavailable):
         DOINGS["get"](open_store(replace(SETTINGS, s3_endpoint=unresponsive)), tmp_path)

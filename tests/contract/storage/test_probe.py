@@ -8,7 +8,7 @@ import pytest
 
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store, probe
-from shared.storage.opening import StoreRefused, ensure_bucket
+from shared.storage.object_store import StoreRefused, ensure_bucket
 from tests.support.forgetful_s3 import forgetful
 
 

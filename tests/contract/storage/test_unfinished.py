@@ -11,7 +11,7 @@ import pytest
 
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
-from shared.storage.opening import minio_client
+from shared.storage.object_store import minio_client
 
 HOUR_S = 3600.0
 PART = b"p" * 5 * 1024 * 1024

@@ -13,7 +13,7 @@ import pytest
 from millrace.inference.v1 import deployment_service_pb2 as pb
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
-from shared.storage.opening import ensure_bucket
+from shared.storage.object_store import ensure_bucket
 from tests.integration.inference_service.checkpoints import Written, write
 from tests.integration.inference_service.client import Client, environment
 from tests.support import custom_functions

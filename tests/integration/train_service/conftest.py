@@ -10,7 +10,7 @@ import pytest
 
 from millrace.train.v1 import resources_pb2 as res
 from shared.settings import StoreSettings
-from shared.storage.opening import ensure_bucket
+from shared.storage.object_store import ensure_bucket
 from tests.support.ray_head import NONE_WARM, RayHead, ray_head
 from tests.support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server, name_under_test
 from tests.support.training import TrainClient, TrainStack, Watch, digits_spec, train_stack

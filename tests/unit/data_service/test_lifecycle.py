@@ -15,8 +15,8 @@ from shared.dataset_version.version import IMPORT_KIND, mark_used
 from shared.errors import Conflict, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.transitions import begin_attempt, request_delete
-from shared.operations import operation_ids_after
 from shared.storage import ObjectStore
+from shared.streaming import operation_ids_after
 from tests.support.versions import commit_version, striped_digits
 
 VERSION = "datasets/d/versions/v1"

@@ -21,8 +21,8 @@ from shared.dataset_version.manifest import Column, DataFile, Manifest, Split
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import DataLoss
 from shared.jobs import JobRecord, Jobs, JobState
-from shared.operations import OperationsServicer
 from shared.storage import ObjectStore
+from shared.streaming import OperationsServicer
 from tests.support.versions import commit_version, striped_digits
 
 DATASET = "datasets/d"

@@ -13,8 +13,8 @@ from data_service.deletion import Deletions
 from data_service.reading import MESSAGE_BYTES, Selection, read_stream
 from millrace.data.v1 import data_service_pb2
 from shared.dataset_version import RowGroup, VersionReader, load_version
+from shared.dataset_version.parquet import _OpenFile
 from shared.dataset_version.version import IMPORT_KIND
-from shared.dataset_version.writer import _OpenFile
 from shared.errors import DataLoss, InvalidArgument, NotFound
 from shared.jobs import Jobs
 from shared.storage import ObjectStore

@@ -23,9 +23,9 @@ from shared.dataset_version.version import IMPORT_KIND, mark_used
 from shared.errors import NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.transitions import begin_attempt, confirm_cancel, fail, request_cancel, request_delete
-from shared.operations import operation_ids_after
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore
+from shared.streaming import operation_ids_after
 from tests.support.paged_versions import make_versions_paged
 from tests.support.quarantined_version import commit_with_quarantine
 from tests.support.versions import commit_version, striped_digits

@@ -14,7 +14,7 @@ from shared.errors import MillraceError, ResourceExhausted, Unavailable
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore
 from shared.storage import probe as checked
-from shared.storage.opening import StoreRefused
+from shared.storage.object_store import StoreRefused
 
 
 @pytest.fixture

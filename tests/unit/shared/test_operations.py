@@ -10,11 +10,11 @@ import pytest
 from google.longrunning import operations_pb2
 from google.protobuf import duration_pb2
 
-from shared import operations
+from shared import streaming
 from shared.errors import InvalidArgument, NotFound, Unavailable, Unimplemented, not_found
-from shared.operations import OperationsServicer, operation_ids_after
 from shared.storage import ObjectStore
 from shared.storage.object_store import KEYS_A_LISTING
+from shared.streaming import OperationsServicer, operation_ids_after
 from tests.support.counting_store import CountingStore
 
 
@@ -86,7 +86,7 @@ def wait(name: str, seconds: float | None) -> operations_pb2.WaitOperationReques
 @pytest.fixture
 def waits_that_never_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than a test may take."""
-    monkeypatch.setattr(operations, "LONGEST_WAIT_S", 10_000.0)
+    monkeypatch.setattr(streaming, "LONGEST_WAIT_S", 10_000.0)
 
 
 @pytest.mark.usefixtures("waits_that_never_end")
@@ -109,7 +109,7 @@ def test_waiting_ends_with_the_present_state_when_time_is_up(seconds: float | No
 
 
 def test_a_store_that_is_silent_ends_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operations, "FIRST_READ_S", 0.1)
+    monkeypatch.setattr(streaming, "FIRST_READ_S", 0.1)
     answers = threading.Event()
 
     class Unresponsive(Source):

@@ -9,9 +9,9 @@ from itertools import count
 
 import pytest
 
-from shared import watching
+from shared import streaming
 from shared.errors import Unavailable
-from shared.watching import Watches, interval_s
+from shared.streaming import Watches, interval_s
 
 LIMIT_S = 60.0
 
@@ -140,7 +140,7 @@ async def test_a_fresh_reading_is_not_that_which_failed_before_it_was_requested(
 
 
 async def test_a_poller_without_watchers_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "LINGER_S", 0.0)
+    monkeypatch.setattr(streaming, "LINGER_S", 0.0)
     opened: list[Counter] = []
 
     def follow(_: str) -> Counter:

@@ -217,7 +217,7 @@ def test_images_without_a_folder_of_a_class_are_bad_rows_also_where_there_are_no
 def test_an_attempt_that_fails_takes_its_files_away(
     store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.dataset_version.writer.MAX_FILE_BYTES", 10_000)
+    monkeypatch.setattr("shared.dataset_version.parquet.MAX_FILE_BYTES", 10_000)
     sources = [parquet(tmp_path, "a", "train", n=np.arange(20_000))]
     jobs = begun(store, tmp_path, ImportSpec(sources=sources, hold_outs=[]))
     seen = []

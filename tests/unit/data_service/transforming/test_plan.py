@@ -42,7 +42,7 @@ def test_a_version_in_pages_has_the_parts_of_one_that_has_none(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch, output: pa.DataType
 ) -> None:
     monkeypatch.setattr(plan, "MIN_PART_BYTES", 20_000)
-    monkeypatch.setattr("shared.dataset_version.writer.MAX_FILE_BYTES", 20_000)
+    monkeypatch.setattr("shared.dataset_version.parquet.MAX_FILE_BYTES", 20_000)
     n = np.arange(5_000)
     words = [f"word {number % 7}" * (number % 11) for number in n.tolist()]
     whole = pa.table({"n": n, "word": pa.array(words).cast(pa.string())})
@@ -99,8 +99,8 @@ def test_texts_are_taken_for_what_they_weigh(store: ObjectStore, monkeypatch: py
 
 def test_parts_of_unequal_rows_weigh_alike_not_count_alike(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "MIN_PART_BYTES", 300_000)
-    monkeypatch.setattr("shared.dataset_version.writer.MAX_FILE_BYTES", 100_000)
-    monkeypatch.setattr("shared.dataset_version.writer.MAX_UNEQUAL_GROUP_BYTES", 50_000)
+    monkeypatch.setattr("shared.dataset_version.parquet.MAX_FILE_BYTES", 100_000)
+    monkeypatch.setattr("shared.dataset_version.parquet.MAX_UNEQUAL_GROUP_BYTES", 50_000)
     noise = np.random.default_rng(0)
     images = [noise.bytes(9) for _ in range(20_000)] + [noise.bytes(20_000) for _ in range(60)]
     commit_tables(store, {"train": pa.table({"image": pa.array(images, pa.binary())})})

@@ -13,7 +13,7 @@ from data_service import version_catalog
 from data_service.datasets import Datasets
 from data_service.version_catalog import Versions
 from shared.dataset_version import VersionReader, load_version
-from shared.dataset_version.reader import PARSED, Footers, GroupSizes
+from shared.dataset_version.parquet import PARSED, Footers, GroupSizes
 from shared.dataset_version.version import IMPORT_KIND
 from shared.jobs import Jobs
 from shared.storage import ObjectStore
@@ -25,7 +25,7 @@ FILES, COLUMNS, GROUP_ROWS = 20, 60, 512
 @pytest.fixture
 def wide(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Two versions of as many files, of two row groups each."""
-    monkeypatch.setattr("shared.dataset_version.writer.MAX_FILE_BYTES", 2 * GROUP_ROWS * 8 * (COLUMNS + 1))
+    monkeypatch.setattr("shared.dataset_version.parquet.MAX_FILE_BYTES", 2 * GROUP_ROWS * 8 * (COLUMNS + 1))
     numbers = np.random.default_rng(5).random(FILES * 2 * GROUP_ROWS)
     table = pa.table({f"c{place}": numbers for place in range(COLUMNS)})
     names = [SOURCE, f"{SOURCE}-2"]

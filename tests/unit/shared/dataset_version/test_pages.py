@@ -12,7 +12,7 @@ import pytest
 
 from shared.dataset_version import DatasetVersion, RowGroup, RowGroups, VersionReader, load_version
 from shared.dataset_version import pages as paging
-from shared.dataset_version import writer as writing
+from shared.dataset_version import parquet as writing
 from shared.dataset_version.manifest import Column, DataFile, FilesInPages, Manifest, Split, sha256_hex
 from shared.dataset_version.pages import PageCache, VersionFiles, manifest_with, open_files, page_path
 from shared.dataset_version.version import IMPORT_KIND

@@ -72,7 +72,7 @@ def test_groups_read_together_are_the_groups_read_one_by_one(reader: VersionRead
 def test_neighbouring_groups_are_one_request_and_far_ones_several(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch, gap_bytes: int, requests: int
 ) -> None:
-    monkeypatch.setattr("shared.dataset_version.reader.MAX_GAP_BYTES", gap_bytes)
+    monkeypatch.setattr("shared.dataset_version.parquet.MAX_GAP_BYTES", gap_bytes)
     monkeypatch.setattr(ObjectStore, "local_file", lambda *_: nullcontext())
     labels = striped_digits(600)[1]
     commit_version(store, "datasets/d/versions/v1", {"train": striped_digits(600)})

@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from shared.dataset_version.writer import (
+from shared.dataset_version.parquet import (
     DEFAULT_GROUP_ROWS,
     GROUPS_BEFORE,
     GROWN_GROUP_ROWS,

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shared.dataset_version import writer as writing
+from shared.dataset_version import parquet as writing
 from shared.dataset_version.manifest import DataFile, sha256_hex, tensor_field
-from shared.dataset_version.writer import SplitWriter, group_rows
+from shared.dataset_version.parquet import SplitWriter, group_rows
 from shared.storage import ObjectStore
 
 TABLE = pa.table({"n": np.arange(5000), "s": [f"row {i}" for i in range(5000)]})

@@ -7,9 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from shared.jobs import JobRecord, Jobs
-from shared.jobs.changes import folder_of_index
-from shared.jobs.index import JobIndex
-from shared.jobs.index_tree import IndexTree, Root
+from shared.jobs.index import IndexTree, JobIndex, Root
+from shared.jobs.registry import folder_of_index
 from shared.jobs.transitions import request_cancel
 from shared.storage import ObjectStore
 

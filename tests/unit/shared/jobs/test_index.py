@@ -6,8 +6,8 @@ import pytest
 
 from shared.errors import NotFound
 from shared.jobs import JobRecord, Jobs, JobState, index
-from shared.jobs.changes import Changes, folder_of_index
 from shared.jobs.index import JobIndex
+from shared.jobs.registry import Changes, folder_of_index
 from shared.jobs.transitions import fail, request_cancel
 from shared.storage import ObjectStore
 

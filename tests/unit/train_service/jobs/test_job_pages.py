@@ -10,7 +10,7 @@ import pytest
 from shared import names
 from shared.errors import InvalidArgument
 from shared.jobs import JobRecord, Jobs
-from shared.jobs.changes import Changes
+from shared.jobs.registry import Changes
 from shared.jobs.transitions import begin_attempt
 from shared.storage import ObjectStore
 from tests.support.counting_store import CountingStore

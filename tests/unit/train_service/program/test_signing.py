@@ -23,7 +23,7 @@ from shared.dataset_version import VersionReader
 from shared.dataset_version.version import load_version
 from shared.errors import FailedPrecondition, InvalidArgument, NotFound
 from shared.settings import StoreSettings
-from shared.storage import ObjectStore, object_store, open_store, opening, presigning
+from shared.storage import ObjectStore, object_store, open_store, presigning
 from shared.storage.presigning import SignedStore
 from tests.support.paged_versions import make_versions_paged
 from tests.support.s3_fault_proxy import NONE, S3FaultProxy, failing, fault_proxy
@@ -115,7 +115,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(presigning, "RETRY_FOR_S", 0.5)
     monkeypatch.setattr(presigning, "RETRY_PART_FOR_S", 0.5)
     monkeypatch.setattr(object_store, "RETRY_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(opening, "RETRY_FOR", timedelta(seconds=0.5))
+    monkeypatch.setattr(object_store, "RETRY_FOR", timedelta(seconds=0.5))
     monkeypatch.setattr(store_retry, "RETRY_DELAY_S", 0.1)
 
 
