@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from google.longrunning import operations_pb2, operations_pb2_grpc
 from grpc import aio
 
-from data_service.datasets import Datasets
+from data_service.datasets import Datasets, Versions
 from data_service.deletion import Deletions, Sweeper
 from data_service.servicer import DataServicer, VersionOperations
 from data_service.settings import DataSettings, data_settings
 from data_service.uploads.uploads import Uploads
-from data_service.version_catalog import Versions
 from data_service.version_index import open_version_index
 from data_service.version_jobs import VersionJobs
 from millrace.data.v1 import data_service_pb2, data_service_pb2_grpc

@@ -1,26 +1,48 @@
-"""The common parts of every attempt at creating a version: its folders, and the final commit."""
+"""The common parts of every attempt at creating a version: its folders, the final commit, and kept results.
+
+The results of finished parts are kept, so that an attempt goes on where a lost one ended.
+
+A worker writes a record of each finished part below its attempt's folder, after the part's data files:
+
+    {folder}/kept/{pass}/{part number}
+
+The next attempt copies records and data files into its own folder, and runs the parts that have no record. Copies keep
+the fencing simple: an attempt that was wrongly taken for dead may write to, or delete, nothing but its own folder.
+
+A record begins with a line of JSON, its header; the result follows. The header has a digest of everything that the
+result depends on. A record whose digest is another, or that was altered, is ignored, and its part is done again.
+"""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import hashlib
+import importlib
+import io
 import json
 import logging
 import os
+import pickle
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+from importlib import metadata
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
+from uuid import uuid4
 
+import numpy as np
 import pyarrow as pa
 
-from data_service import kept_parts
-from data_service.domain.layout import SplitRange
+from data_service.domain.splits import SplitRange
 from shared.dataset_version.manifest import (
     QUARANTINE,
     REPORT,
@@ -39,8 +61,11 @@ from shared.errors import STORE_OUTAGES, Cancelled, DataLoss, MillraceError, Res
 from shared.jobs import AttemptContext
 from shared.jobs.attempt import TRANSIENT
 from shared.log import StaleAttempt
-from shared.storage import ObjectStore
-from shared.storage.object_store import STORE_FULL
+from shared.settings import StoreSettings
+from shared.storage import ObjectMissing, ObjectStore, open_store
+from shared.storage.object_store import STORE_FULL, key_problem
+
+# --- Attempt ---
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +118,7 @@ def _take_over_parts(context: AttemptContext, folder: str) -> None:
     lost = [name for name in context.store.folders(f"{context.folder}/data") if first <= name < own]
     sources = [f"{context.folder}/data/{name}" for name in reversed(lost)]
     try:
-        if count := kept_parts.take_over(context.store, sources, folder, context.raise_if_stopped):
+        if count := take_over(context.store, sources, folder, context.raise_if_stopped):
             logger.info("%d finished parts of lost attempts are taken over", count)
     except ResourceExhausted as error:
         if error.specific_reason != STORE_FULL:
@@ -115,7 +140,7 @@ def _may_be_taken_over(context: AttemptContext, error: BaseException) -> bool:
 
 def _forget_parts(store: ObjectStore, folder: str) -> None:
     try:
-        kept_parts.forget(store, folder)
+        forget(store, folder)
         store.delete_folder(f"{folder}/{PINS}")
     except STORE_OUTAGES as error:
         logger.warning("records of parts stay in %s until the sweeper deletes them: %s", folder, error.message)
@@ -281,3 +306,376 @@ def _sweep_unowned() -> None:
             continue  # its owner is alive
         finally:
             os.close(lock)
+
+
+# --- Kept parts ---
+
+# The folder of the records below an attempt's folder.
+KEPT = "kept"
+# The most requests to the store at once.
+REQUESTS = 16
+# A larger result is not kept: reading it again would take as much memory as all else that an attempt does.
+MAX_RECORD_BYTES = 256 * 1024 * 1024
+# The header is read without the result. One that would be longer, because of many data files, is not written.
+MAX_HEADER_BYTES = 64 * 1024
+
+
+# --- The pass ---
+# What the parts of one pass over the input have in common.
+
+
+class Part(Protocol):
+    @property
+    def number(self) -> int: ...
+
+
+P = TypeVar("P", bound=Part)
+
+
+@dataclass(frozen=True)
+class KeptPass:
+    """Which results of a pass are taken over, and how they are stored.
+
+    `name` is unlike that of any other pass of the job. `depends_on` are JSON-able values: everything besides a part
+    that its result depends on. `format` is that of the results. `files_of` returns the paths of a result's data files,
+    relative to the attempt's folder.
+    """
+
+    name: str
+    depends_on: Mapping[str, Any]
+    format: ResultFormat
+    files_of: Callable[[Any], Sequence[str]]
+
+    def digest(self, part: object) -> str:
+        """Returns the digest of the part and all else that its result depends on.
+
+        A part's `repr` must be the same in each process, and name all that distinguishes the part.
+        """
+        return hashlib.sha256(f"{self._digest}\n{part!r}".encode()).hexdigest()
+
+    @cached_property
+    def _digest(self) -> str:
+        versions = {name: metadata.version(name) for name in ("millrace", "numpy", "pyarrow")}
+        text = json.dumps([self.name, self.depends_on, versions], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def no_files(_: object) -> Sequence[str]:
+    """The `files_of` of a pass that writes no data files."""
+    return ()
+
+
+# --- Records ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """`depends_on` is the digest of `KeptPass`; `execution` differs whenever a part is worked on."""
+
+    depends_on: str
+    execution: str
+    files: Sequence[str]
+    result_sha256: str
+
+
+class Unusable(Exception):
+    """A record that was damaged, altered, or written for other work."""
+
+
+def header_of(data: bytes) -> Header:
+    """Returns the header at the beginning of a record. Raises `Unusable`."""
+    line, end, _ = data.partition(b"\n")
+    try:
+        values = json.loads(line) if end else None
+        header = Header(**values)  # type: ignore[arg-type]
+    except (ValueError, TypeError, RecursionError) as error:
+        raise Unusable("it has no header") from error
+    texts = (header.depends_on, header.execution, header.result_sha256)
+    if not isinstance(header.files, list) or not all(isinstance(text, str) for text in (*texts, *header.files)):
+        raise Unusable("its header has values of other types")
+    if any(key_problem(path) for path in header.files):
+        raise Unusable("it names a file outside of its folder")
+    return header
+
+
+class KeptWork(Generic[P]):
+    """The work on a part, whose result is kept: a `Work` around another one.
+
+    Ray calls it once more for all parts of a lost task, so it looks for the part's record first.
+    """
+
+    def __init__(self, work: Callable[[P], Any], kept: KeptPass, folder: str, settings: StoreSettings) -> None:
+        self._work = work
+        self._kept = kept
+        self._folder = folder
+        self._settings = settings
+
+    def __call__(self, part: P) -> Any:
+        store = open_store(self._settings)
+        key = _record_key(self._folder, self._kept, part)
+        with suppress(ObjectMissing, Unusable):
+            return _result(store.get(key), self._kept, part)
+        result = self._work(part)
+        self._keep(store, key, part, result)
+        return result
+
+    def _keep(self, store: ObjectStore, key: str, part: P, result: object) -> None:
+        try:
+            data = self._kept.format.dumps(result)
+        except pickle.PicklingError:
+            logger.exception("the result of part %d is not kept", part.number)
+            return
+        header = Header(
+            depends_on=self._kept.digest(part),
+            execution=uuid4().hex,
+            files=list(self._kept.files_of(result)),
+            result_sha256=hashlib.sha256(data).hexdigest(),
+        )
+        line = json.dumps(asdict(header)).encode() + b"\n"
+        if len(line) > MAX_HEADER_BYTES or len(line) + len(data) > MAX_RECORD_BYTES:
+            logger.info("the result of part %d is too large to be kept: %d bytes", part.number, len(data))
+            return
+        try:
+            store.put(key, line + data)
+        except STORE_OUTAGES as error:
+            # The part is done all the same. Only a later attempt would have to do it again.
+            logger.warning("the result of part %d is not kept: %s", part.number, error.message)
+
+
+def kept_results(
+    store: ObjectStore, folder: str, kept: KeptPass, parts: Sequence[P]
+) -> Generator[tuple[P, Any], None, None]:
+    """Yields the parts that have a record below `folder`, with their results.
+
+    A record that is unusable is as good as missing.
+    """
+    prefix = f"{folder}/{KEPT}/{kept.name}"
+    there = {info.key for info in store.list(prefix) if info.size_bytes <= MAX_RECORD_BYTES}
+
+    def read(part: P) -> tuple[P, Any, bool]:
+        try:
+            return part, _result(store.get(_record_key(folder, kept, part)), kept, part), True
+        except (ObjectMissing, Unusable) as error:
+            logger.warning("part %d is done again, as its record cannot be used: %s", part.number, error)
+            return part, None, False
+
+    for part, result, is_usable in at_once(read, [part for part in parts if _record_key(folder, kept, part) in there]):
+        if is_usable:
+            yield part, result
+
+
+def _record_key(folder: str, kept: KeptPass, part: Part) -> str:
+    return f"{folder}/{KEPT}/{kept.name}/{part.number:07d}"
+
+
+def _result(data: bytes, kept: KeptPass, part: Part) -> Any:
+    header = header_of(data)
+    if header.depends_on != kept.digest(part):
+        raise Unusable("it was written for other work")
+    result = data[data.index(b"\n") + 1 :]
+    if hashlib.sha256(result).hexdigest() != header.result_sha256:
+        raise Unusable("its result was altered")
+    return kept.format.loads(result)
+
+
+# --- The next attempt ---
+
+
+def take_over(store: ObjectStore, earlier: Iterable[str], folder: str, raise_if_stopped: Callable[[], None]) -> int:
+    """Copies the records and data files of earlier attempts' folders into `folder`, and returns how many parts.
+
+    Where several have a record of a part, that of the first in `earlier` counts. A record whose data files are gone is
+    left out. Each record is copied after its files: if this attempt is lost, too, what it has copied is whole.
+    """
+    taken: set[str] = set()
+    for source in earlier:
+        found = [info for info in store.list(f"{source}/{KEPT}") if info.size_bytes <= MAX_RECORD_BYTES]
+        sizes = {info.key.removeprefix(f"{source}/"): info.size_bytes for info in found}
+
+        def copy(path: str, source: str = source, sizes: Mapping[str, int] = sizes) -> str:
+            raise_if_stopped()
+            key = f"{source}/{path}"
+            try:
+                for file in header_of(store.get_range(key, 0, min(sizes[path], MAX_HEADER_BYTES))).files:
+                    store.copy(f"{source}/{file}", f"{folder}/{file}")
+                store.copy(key, f"{folder}/{path}")
+            except (ObjectMissing, Unusable) as error:
+                logger.warning("%s is not taken over, and its part is done again: %s", key, error)
+                return ""
+            return path
+
+        taken.update(path for path in at_once(copy, sorted(sizes.keys() - taken)) if path)
+    return len(taken)
+
+
+def forget(store: ObjectStore, folder: str) -> None:
+    """Deletes the records of an attempt that was committed."""
+    keys = [info.key for info in store.list(f"{folder}/{KEPT}")]
+    for _ in at_once(store.delete, keys):
+        pass
+
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+def at_once(do: Callable[[A], B], arguments: Collection[A]) -> Generator[B, None, None]:
+    """Yields the results of `do` in order, a bounded number of them ahead of the caller."""
+    if not arguments:
+        return
+    waiting = iter(arguments)
+    with ThreadPoolExecutor(min(REQUESTS, len(arguments)), thread_name_prefix="kept-parts") as pool:
+        try:
+            running = deque(pool.submit(do, argument) for argument in islice(waiting, REQUESTS))
+            while running:
+                result = running.popleft().result()
+                running.extend(pool.submit(do, argument) for argument in islice(waiting, 1))
+                yield result
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+# --- Results ---
+# Results are pickled, because they are the accumulators of statistics, checks and fits: dozens of classes. A record
+# comes from the store, where others may write, too. So the unpickler finds only the classes that a format names, which
+# are pure values, and calls nothing else. Values of numpy and Arrow are stored in these libraries' own formats, whose
+# readers check them.
+
+
+@dataclass(frozen=True)
+class ResultFormat:
+    """The classes of results.
+
+    `classes` are qualified names such as "data_service.domain.checks.Check", or those of modules with ".*" for all
+    classes that the module or those below it define. Objects of `left_out` are read back as None: who reads the result
+    has them.
+    """
+
+    classes: frozenset[str]
+    left_out: tuple[type, ...] = ()
+
+    def dumps(self, result: object) -> bytes:
+        """Raises `PicklingError` for an object that `loads` would refuse."""
+        file = io.BytesIO()
+        _Pickler(file, self).dump(result)
+        return file.getvalue()
+
+    def loads(self, data: bytes) -> Any:
+        """Raises `Unusable` for anything but what `dumps` returns."""
+        try:
+            return _Unpickler(io.BytesIO(data), self).load()
+        except Unusable:
+            raise
+        except Exception as error:  # bytes that are no pickle raise errors of any kind
+            raise Unusable(f"its result cannot be read: {error!r}") from error
+
+    def allows(self, module: str, name: str) -> bool:
+        if not name.isidentifier():  # no attribute of a class, such as its functions
+            return False
+        if (module, name) == ("collections", "Counter") or f"{module}.{name}" in self.classes:
+            return True
+        folders = module.split(".")
+        return any(f"{'.'.join(folders[:end])}.*" in self.classes for end in range(1, len(folders) + 1))
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, result_format: ResultFormat) -> None:
+        super().__init__(file, protocol=5)
+        self._format = result_format
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, self._format.left_out):
+            return restore, ("", b"")
+        if isinstance(obj, type):
+            if not self._format.allows(obj.__module__, obj.__qualname__):
+                raise pickle.PicklingError(f"{obj.__module__}.{obj.__qualname__} is no class of a kept result")
+            return NotImplemented
+        for kind, one in _FOREIGN.items():
+            if isinstance(obj, one.type):
+                return restore, (kind, one.dump(obj))
+        return NotImplemented
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, result_format: ResultFormat) -> None:
+        super().__init__(file)
+        self._format = result_format
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == (__name__, restore.__name__):
+            return restore
+        if not self._format.allows(module, name):
+            raise Unusable(f"its result has a {module}.{name}")
+        found = getattr(importlib.import_module(module), name, None)
+        if not isinstance(found, type) or found.__module__ != module:
+            raise Unusable(f"its result has a {module}.{name}, which is no class of that module")
+        return found
+
+
+def restore(kind: str, data: bytes) -> Any:
+    """Returns a value of numpy or Arrow, None for an object that was left out.
+
+    The unpickler calls it with whatever a record has.
+    """
+    return _FOREIGN[kind].load(data) if kind else None
+
+
+@dataclass(frozen=True)
+class _Foreign:
+    """How values of a class of numpy or Arrow are stored."""
+
+    type: type
+    dump: Callable[[Any], bytes]
+    load: Callable[[bytes], Any]
+
+
+def _array_bytes(array: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return file.getvalue()
+
+
+def _array(data: bytes) -> Any:
+    return np.load(io.BytesIO(data), allow_pickle=False)
+
+
+def _table_bytes(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return bytes(sink.getvalue())
+
+
+def _table(data: bytes) -> pa.Table:
+    table = pa.ipc.open_stream(data).read_all()
+    table.validate(full=True)
+    return table
+
+
+def _column_bytes(column: pa.Array | pa.ChunkedArray) -> bytes:
+    return _table_bytes(pa.table({"": column}))
+
+
+def _arrow_array(data: bytes) -> pa.Array:
+    column = _table(data).column(0)
+    return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+
+
+def _schema(data: bytes) -> pa.Schema:
+    return pa.ipc.read_schema(pa.py_buffer(data))
+
+
+_FOREIGN: Mapping[str, _Foreign] = {
+    "dtype": _Foreign(np.dtype, lambda dtype: str(dtype.str).encode(), lambda data: np.dtype(data.decode())),
+    "scalar": _Foreign(np.generic, _array_bytes, lambda data: _array(data)[()]),
+    "array": _Foreign(np.ndarray, _array_bytes, _array),
+    "type": _Foreign(
+        pa.DataType,
+        lambda kind: bytes(pa.schema([pa.field("", kind)]).serialize()),
+        lambda data: _schema(data).field(0).type,
+    ),
+    "schema": _Foreign(pa.Schema, lambda schema: bytes(schema.serialize()), _schema),
+    "table": _Foreign(pa.Table, _table_bytes, _table),
+    "column": _Foreign(pa.ChunkedArray, _column_bytes, lambda data: _table(data).column(0)),
+    "arrow array": _Foreign(pa.Array, _column_bytes, _arrow_array),
+}

@@ -16,10 +16,11 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from data_service.domain import import_spec, split_rules
+from data_service.datasets import ActiveVersion, DamagedVersion, IndexedVersion, Version, operation_id
+from data_service.domain import import_spec, splits
 from data_service.domain.dataset import Dataset, Retention
 from data_service.domain.import_spec import ImportSpec, Source
-from data_service.domain.split_rules import Share, SplitRule
+from data_service.domain.splits import Share, SplitRule
 from data_service.domain.transform_spec import (
     DEFAULT_BATCH_SIZE,
     DEFAULT_FIT_SPLIT,
@@ -30,7 +31,6 @@ from data_service.domain.transform_spec import (
     Workers,
 )
 from data_service.reading import Selection
-from data_service.version_catalog import ActiveVersion, DamagedVersion, IndexedVersion, Version, operation_id
 from millrace.data.v1 import data_service_pb2, resources_pb2
 from shared import names
 from shared.dataset_version import VersionReader
@@ -189,21 +189,20 @@ def selection_from(request: data_service_pb2.ReadVersionRequest) -> Selection:
 def _rule(rule: data_service_pb2.SplitRule) -> SplitRule | UnsetSplit:
     match rule.WhichOneof("rule"):
         case "hash":
-            return split_rules.HashSplit(
+            return splits.HashSplit(
                 key_columns=list(rule.hash.key_columns), shares=_shares(rule.hash.shares), seed=rule.hash.seed
             )
         case "column":
-            return split_rules.ColumnSplit(column=rule.column.column)
+            return splits.ColumnSplit(column=rule.column.column)
         case "time":
-            return split_rules.TimeSplit(
+            return splits.TimeSplit(
                 column=rule.time.column,
                 periods=[
-                    split_rules.Period(split=period.split, before_ns=_nanoseconds(period))
-                    for period in rule.time.periods
+                    splits.Period(split=period.split, before_ns=_nanoseconds(period)) for period in rule.time.periods
                 ],
             )
         case "ratio":
-            return split_rules.RatioSplit(shares=_shares(rule.ratio.shares), seed=rule.ratio.seed)
+            return splits.RatioSplit(shares=_shares(rule.ratio.shares), seed=rule.ratio.seed)
     return UnsetSplit()
 
 

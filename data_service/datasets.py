@@ -1,21 +1,56 @@
-"""The datasets in the store, each a resource log below `datasets/{d}/log`."""
+"""The datasets in the store, each a resource log below `datasets/{d}/log`, and the versions of each.
+
+The catalog says which versions a dataset has, which operation makes each, and which version follows which.
+
+A version is the result of a durable job, and the job's log is its log. The pointer `operations/{o}/pointer.json` leads
+from an operation to the version that it creates.
+
+Of several writers that append to or replace one version, one wins: `datasets/{d}/versions/{v}/successors/{uid}/log`
+names the version that follows v. A claim is taken before the job is created and holds while that job is live or has
+succeeded. A job that failed, was cancelled or deleted releases the claim, and so does a refused call.
+
+A claim without a job may be taken over after a while, though its claimant may still create the job. So each attempt
+confirms the claim before it works. That appends to the same log, in which one of both comes first: a later takeover
+finds the job, and a later confirmation finds the other's claim and fails.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, MutableSequence, Sequence
-from dataclasses import replace
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterable, Iterator, MutableSequence, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from data_service.domain.dataset import Dataset, Retention, changed, check_fields, check_mask, check_retention
 from shared import names
-from shared.dataset_version.version import IMPORT_KIND
-from shared.errors import Conflict, FailedPrecondition, already_exists, not_found
-from shared.jobs import JobRecord, Jobs
-from shared.jobs.index import JobIndex
-from shared.log import ResourceLog, claimed
-from shared.storage import ObjectStore
+from shared.dataset_version import VersionReader
+from shared.dataset_version.manifest import QUARANTINE, Attachment
+from shared.dataset_version.pages import PageCache
+from shared.dataset_version.parquet import Footers
+from shared.dataset_version.version import IMPORT_KIND, NAME_PATTERN, check_not_deleted, committed_version, read_report
+from shared.errors import (
+    STORE_OUTAGES,
+    Conflict,
+    DataLoss,
+    FailedPrecondition,
+    MillraceError,
+    NotFound,
+    already_exists,
+    not_found,
+)
+from shared.jobs import JobRecord, Jobs, JobState
+from shared.jobs.index import IndexedJob, JobIndex
+from shared.log import OUTCOME_UNKNOWN, Record, ResourceLog, State, claimed
+from shared.storage import ObjectMissing, ObjectStore
+
+# --- Datasets ---
 
 # The service that these request ids belong to.
 SERVICE = "data"
@@ -212,3 +247,316 @@ def _refuse_with_versions(name: str, there: Sequence[str]) -> None:
             reason="DATASET_HAS_VERSIONS",
             metadata={"resource": name, "versions": str(len(there))},
         )
+
+
+# --- Versions ---
+
+# What the index has of an ACTIVE version besides its record: the message that a list shows.
+SHOWN = "message"
+KEPT_READERS = 64
+# The limit of all parsed footers together. It is enough for 600 MiB of rows with a hundred columns of doubles.
+FOOTER_BYTES = 256 * 1024 * 1024
+# The bytes of quarantined rows that are in memory at a time.
+PIECE_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Version:
+    """A version in any state.
+
+    An ACTIVE one is an `ActiveVersion` or, if its manifest is damaged, a `DamagedVersion`.
+    """
+
+    job: JobRecord
+
+
+@dataclass(frozen=True)
+class ActiveVersion(Version):
+    reader: VersionReader
+
+
+@dataclass(frozen=True)
+class DamagedVersion(Version):
+    error: DataLoss
+
+
+@dataclass(frozen=True)
+class IndexedVersion(Version):
+    """An ACTIVE version as the index has it: the serialized message that a list shows."""
+
+    message: bytes
+
+
+class Versions:
+    """Reads versions. Without an `index`, and until it has all versions, a list reads the log of each one."""
+
+    def __init__(self, store: ObjectStore, jobs: Jobs, datasets: Datasets, index: JobIndex | None = None) -> None:
+        self.store = store
+        self._index = index
+        self._jobs = jobs
+        self._datasets = datasets
+        self._readers = _Readers(store)
+
+    def get(self, name: str) -> Version:
+        """Returns a version.
+
+        Raises `InvalidArgument`, `NotFound`, and `DataLoss` for a damaged manifest.
+        """
+        names.parse("name", name, NAME_PATTERN)
+        return self.version_of(self._jobs.get(name, name))
+
+    def list(self, parent: str, page_size: int, page_token: str) -> tuple[list[Version], str]:
+        """Returns one page in the order of names, and the token of the next."""
+        self._datasets.get(parent, "parent")
+        size, after = names.checked_size(page_size), names.key_of(page_token)
+        within = f"{parent}/versions/"
+        if self._index and (page := self._index.page(f"{within}{after}", size, within)) is not None:
+            indexed, more = page
+            shown = [self._indexed(job) for job in indexed]
+            last = indexed[-1].record.name.rpartition("/")[2] if more else ""
+            return [version for version in shown if version], names.token_of(last) if more else ""
+        found, next_token = names.page(self.store.folders(f"{parent}/versions"), page_size, page_token)
+        jobs = [self._jobs.find(f"{parent}/versions/{one}") for one in found]
+        versions = [self.listed(job) for job in jobs if job]
+        return [version for version in versions if version], next_token
+
+    def active(self, name: str, field: str = "name") -> ActiveVersion:
+        """Returns an ACTIVE version.
+
+        Raises the errors of `get`, naming `field`, and `FailedPrecondition` if the version is not ACTIVE.
+        """
+        names.parse(field, name, NAME_PATTERN)
+        job = self._jobs.get(name, name)
+        return ActiveVersion(job, self._readers.reader_of(job))
+
+    def version_of(self, job: JobRecord) -> Version:
+        """Returns the version of a job; raises `DataLoss` for a damaged manifest."""
+        return ActiveVersion(job, self._readers.reader_of(job)) if job.state is JobState.SUCCEEDED else Version(job)
+
+    def listed(self, job: JobRecord) -> Version | None:
+        """Returns the version for a list; None if it was just deleted.
+
+        A damaged manifest becomes a `DamagedVersion`, so that it does not hide the other versions.
+        """
+        try:
+            return self.version_of(job)
+        except DataLoss as error:
+            return DamagedVersion(job, error)
+        except NotFound:
+            return None
+
+    def _indexed(self, job: IndexedJob) -> Version | None:
+        message = job.shown.get(SHOWN)
+        return IndexedVersion(job.record, base64.b64decode(message)) if message else self.listed(job.record)
+
+    def report(self, version: ActiveVersion) -> dict[str, Any]:
+        """Returns the QualityReport as JSON.
+
+        Raises `DataLoss`, and `NotFound` if the version is deleted meanwhile.
+        """
+        return read_report(self.store, version.reader.version)
+
+    def quarantine(self, version: ActiveVersion) -> Generator[bytes, None, None]:
+        """Yields the quarantined rows as JSON Lines in pieces; nothing if there are none.
+
+        The file is read once for its digest, and again for the rows. Raises `DataLoss` before the first piece if it is
+        not the committed file, and `NotFound` if the version is deleted meanwhile.
+        """
+        attachment = version.reader.version.manifest.attachment(QUARANTINE)
+        if attachment is None:
+            return
+        digest = hashlib.sha256()
+        for piece in self._pieces(version, attachment):
+            digest.update(piece)
+        if digest.hexdigest() != attachment.sha256:
+            raise self._damaged(version, attachment)
+        yield from self._pieces(version, attachment)
+
+    def _pieces(self, version: ActiveVersion, attachment: Attachment) -> Iterator[bytes]:
+        key = f"{version.reader.version.folder}/{attachment.path}"
+        if self.store.size(key) != attachment.size_bytes:
+            raise self._damaged(version, attachment)
+        for start in range(0, attachment.size_bytes, PIECE_BYTES):
+            try:
+                yield self.store.get_range(key, start, min(PIECE_BYTES, attachment.size_bytes - start))
+            except (ObjectMissing, DataLoss):
+                raise self._damaged(version, attachment) from None
+
+    def _damaged(self, version: ActiveVersion, attachment: Attachment) -> DataLoss:
+        """Returns the error for a damaged file; raises `NotFound` if the version was deleted meanwhile."""
+        check_not_deleted(self.store, version.reader.version)
+        name = version.job.name
+        return DataLoss(
+            f"{attachment.path} of {name} is not what was committed",
+            reason="DAMAGED_FILE",
+            metadata={"resource": name, "file": attachment.path},
+        )
+
+
+class _Readers:
+    """Caches the last used readers.
+
+    A committed version never changes, so its manifest is read once. Footers are cached while they fit `FOOTER_BYTES`.
+    """
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, VersionReader] = OrderedDict()
+        self._footers = Footers(FOOTER_BYTES)
+        self._pages = PageCache()
+
+    def reader_of(self, job: JobRecord) -> VersionReader:
+        """Returns the reader of a job's version.
+
+        Checks the job's state first: a version in deletion has no reader.
+        """
+        manifest = job.result.get("manifest", "")  # the manifest's folder has a nonce, so the key is unique
+        with self._lock:
+            known = self._kept.get(manifest)
+            if known and job.state is JobState.SUCCEEDED:
+                self._kept.move_to_end(manifest)
+                return known
+        reader = VersionReader(self._store, committed_version(self._store, job), self._footers, pages=self._pages)
+        with self._lock:
+            self._kept[manifest] = reader
+            while len(self._kept) > KEPT_READERS:
+                self._kept.popitem(last=False)
+        return reader
+
+
+# --- Operations that make versions ---
+
+# The keys of a job's spec that begin its operation's id, since other services keep their operations in the same store.
+# Operations of other kinds, such as predictions, begin with the first.
+MAKERS = ("import", "transform")
+OPERATION_PREFIXES = tuple(f"{maker}-" for maker in MAKERS)
+
+
+def operation_id(job: JobRecord) -> str:
+    maker = next((one for one in MAKERS if one in job.spec), MAKERS[0])
+    return f"{maker}-{job.uid}"
+
+
+def record_operation(store: ObjectStore, job: JobRecord) -> None:
+    """Records the operation; call it before the job is created, so that every job has its operation."""
+    store.put(_pointer_key(operation_id(job)), json.dumps({"version": job.name, "uid": job.uid}).encode())
+
+
+def withdraw_operation(store: ObjectStore, job: JobRecord) -> None:
+    store.delete(_pointer_key(operation_id(job)))
+
+
+def job_of_operation(store: ObjectStore, jobs: Jobs, name: str) -> JobRecord:
+    """Returns the job of an operation.
+
+    Raises `NotFound`, even if the job's creator died before it created the job.
+    """
+    pointer = pointer_of_operation(store, name)
+    job = jobs.find(pointer["version"])
+    if job is None or job.uid != pointer["uid"]:
+        raise not_found(name)
+    return job
+
+
+def pointer_of_operation(store: ObjectStore, name: str) -> dict[str, str]:
+    """Returns the name of the `version` that an operation makes, and its job's `uid`; raises `NotFound`."""
+    try:
+        pointer: dict[str, str] = json.loads(store.get(_pointer_key(name.removeprefix("operations/"))))
+    except ObjectMissing:
+        raise not_found(name) from None
+    return pointer
+
+
+def operations_before(store: ObjectStore, time_s: float) -> list[str]:
+    """Returns the sorted ids of operations last recorded before `time_s`, in seconds since the epoch."""
+    recorded = [(info.key.split("/")[1], info.modified) for info in store.list("operations")]
+    return sorted(one for one, modified in recorded if one.startswith(OPERATION_PREFIXES) and modified < time_s)
+
+
+def withdraw_if_without_job(store: ObjectStore, jobs: Jobs, operation: str) -> bool:
+    """Removes the operation if its job was never created, or was deleted; returns False if it has one.
+
+    Only for old operations, since a repeated call may still create the job.
+    """
+    try:
+        pointer = json.loads(store.get(_pointer_key(operation)))
+    except ObjectMissing:
+        return True
+    job = jobs.newest_of(pointer["version"], pointer["uid"])
+    if job is not None and job.state is not JobState.DELETED:
+        return False
+    store.delete(_pointer_key(operation))
+    return True
+
+
+def _pointer_key(operation: str) -> str:
+    return f"operations/{operation}/pointer.json"
+
+
+# --- Successors ---
+
+# A claimant creates its job at once. A claim without a job after this time was left by a process that died in between.
+JOB_APPEARS_TIMEOUT_S = 60.0
+# A deleted job has left a tombstone, so it is not still to come.
+GIVE_FREE = (JobState.FAILED, JobState.CANCELLED, JobState.DELETING, JobState.DELETED)
+FREE: State = {"version": "", "uid": ""}
+
+
+@contextmanager
+def following(store: ObjectStore, base: JobRecord, successor: JobRecord) -> Iterator[None]:
+    """Makes `successor` the version that follows `base`, while the body creates its job.
+
+    The claim is released if the body is refused, but not if an outage leaves it unknown whether the job was created.
+    Raises `Conflict` if another version follows already, or is about to.
+    """
+    log = _log(store, base)
+    _append_claim(store, log, base, successor)
+    try:
+        yield
+    except MillraceError as error:
+        if not isinstance(error, OUTCOME_UNKNOWN):
+            with suppress(*STORE_OUTAGES):  # otherwise the claim expires after a minute without a job
+                log.update(lambda newest: FREE if newest and newest.state["uid"] == successor.uid else None)
+        raise
+
+
+def confirm_follows(store: ObjectStore, base: JobRecord, successor: JobRecord) -> None:
+    """Confirms the claim of `successor`, before its attempt works.
+
+    Raises `Conflict` if another version has taken its place.
+    """
+    _append_claim(store, _log(store, base), base, successor, confirmed=True)
+
+
+def _log(store: ObjectStore, base: JobRecord) -> ResourceLog:
+    return ResourceLog(store, f"{base.name}/successors/{base.uid}/log")
+
+
+def _append_claim(
+    store: ObjectStore, log: ResourceLog, base: JobRecord, successor: JobRecord, *, confirmed: bool = False
+) -> None:
+    jobs = Jobs(store, IMPORT_KIND)
+
+    def decide(newest: Record | None) -> State | None:
+        if newest is not None and newest.state["uid"] != successor.uid and _holds(jobs, newest):
+            raise Conflict(
+                f"base.version: {newest.state['version']} already follows {base.name}; read it, and decide again",
+                reason="BASE_HAS_SUCCESSOR",
+                metadata={"resource": base.name, "successor": newest.state["version"]},
+            )
+        is_own = newest is not None and newest.state["uid"] == successor.uid
+        if newest is not None and is_own and (newest.state.get("confirmed", False) or not confirmed):
+            return None  # a repeated call, or a later attempt
+        return {"version": successor.name, "uid": successor.uid, "confirmed": confirmed}
+
+    log.update(decide)
+
+
+def _holds(jobs: Jobs, claim: Record) -> bool:
+    if not claim.state["uid"]:
+        return False
+    job = jobs.newest_of(claim.state["version"], claim.state["uid"])
+    if job is None:
+        return time.time() - claim.time < JOB_APPEARS_TIMEOUT_S
+    return job.state not in GIVE_FREE

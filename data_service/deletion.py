@@ -10,9 +10,15 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from data_service.datasets import SERVICE, Datasets
+from data_service.datasets import (
+    SERVICE,
+    Datasets,
+    operation_id,
+    operations_before,
+    withdraw_if_without_job,
+    withdraw_operation,
+)
 from data_service.domain.dataset import Committed, outlived
-from data_service.version_catalog import operation_id, operations_before, withdraw_if_without_job, withdraw_operation
 from shared import names
 from shared.dataset_version.pages import open_files
 from shared.dataset_version.version import IMPORT_KIND, NAME_PATTERN, committed_version, live_references, markers

@@ -29,20 +29,19 @@ from data_service.convert import (
     transform_spec_from,
     version_message,
 )
-from data_service.datasets import Datasets
-from data_service.deletion import Deletions
-from data_service.preview import Preview, preview
-from data_service.uploads.receiving import Chunk
-from data_service.uploads.record import Upload, UploadState
-from data_service.uploads.uploads import PresignedPut, UploadPart, Uploads
-from data_service.version_catalog import (
+from data_service.datasets import (
     OPERATION_PREFIXES,
     ActiveVersion,
+    Datasets,
     Versions,
     job_of_operation,
     operation_id,
     pointer_of_operation,
 )
+from data_service.deletion import Deletions
+from data_service.reading import Preview, preview
+from data_service.uploads.upload import Upload, UploadState
+from data_service.uploads.uploads import Chunk, PresignedPut, UploadPart, Uploads
 from data_service.version_jobs import VersionJobs
 from millrace.data.v1 import data_service_pb2, data_service_pb2_grpc, quality_pb2, resources_pb2
 from shared.errors import not_found

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from data_service.convert import version_message
-from data_service.datasets import Datasets
-from data_service.version_catalog import SHOWN, ActiveVersion, Versions
+from data_service.datasets import SHOWN, ActiveVersion, Datasets, Versions
 from shared.dataset_version.version import IMPORT_KIND
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.index import JobIndex

@@ -11,17 +11,23 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
-from data_service.datasets import SERVICE, Datasets
+from data_service.datasets import (
+    SERVICE,
+    ActiveVersion,
+    Datasets,
+    Versions,
+    following,
+    record_operation,
+    withdraw_operation,
+)
 from data_service.domain import import_spec, transform_spec
 from data_service.domain.checks import parse_checks
 from data_service.domain.dataset import Dataset
-from data_service.domain.import_spec import ImportSpec
+from data_service.domain.import_spec import ImportSpec, UploadSource, parse_uri
 from data_service.domain.transform_spec import CheckpointRef, PredictSpec, TransformSpec
-from data_service.domain.uris import UploadSource, parse_uri
 from data_service.storage.source_files import s3_of
 from data_service.transforms.checking import check_predict, check_transform, found_checkpoint
-from data_service.uploads.record import using as using_upload
-from data_service.version_catalog import ActiveVersion, Versions, following, record_operation, withdraw_operation
+from data_service.uploads.upload import using as using_upload
 from shared import names
 from shared.checkpoint import references as checkpoint_references
 from shared.dataset_version.version import IMPORT_KIND, using

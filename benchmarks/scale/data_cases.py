@@ -19,12 +19,11 @@ from benchmarks.scale.measuring import Costs
 from benchmarks.scale.simulated_store import SimulatedStore
 from data_service.datasets import Datasets
 from data_service.domain.statistics import SplitStatistics
-from data_service.preview import preview
-from data_service.reading import Selection, read_stream
+from data_service.reading import Selection, preview, read_stream
 from data_service.storage.source_files import SourceFiles
-from data_service.transforms.plan import parts_of
+from data_service.transforms.work import parts_of
 from data_service.uploads import chunks
-from data_service.uploads.record import UploadRecord, log_of
+from data_service.uploads.upload import UploadRecord, log_of
 from data_service.uploads.uploads import Uploads
 from shared.dataset_version import DatasetVersion, SplitWriter, VersionReader, pages
 from shared.dataset_version import parquet as writing

@@ -13,10 +13,9 @@ from collections.abc import Callable
 
 from benchmarks.scale.measuring import Costs
 from benchmarks.scale.simulated_store import SimulatedStore
-from data_service.datasets import Datasets
+from data_service.datasets import Datasets, Versions, operation_id, record_operation
 from data_service.deletion import Deletions, Sweeper
 from data_service.servicer import FollowedOperation, VersionOperations
-from data_service.version_catalog import Versions, operation_id, record_operation
 from data_service.version_index import open_version_index
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import FailedPrecondition

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from data_service.domain.import_spec import BadRows, bad_rows_problems
-from data_service.domain.split_rules import (
+from data_service.domain.splits import (
     MAX_SPLITS,
     ColumnSplit,
     HashSplit,

@@ -24,14 +24,16 @@ from data_service.formats.casts import Cast, CastRefused, Fits, InferredType, ca
 from data_service.formats.interface import (
     BadRowSink,
     LineBlock,
+    PartCutter,
     RowSource,
     TextError,
+    TextPart,
     TextPlace,
     blaming,
     excerpt_of,
+    opened_text,
     split_lines,
 )
-from data_service.formats.text_parts import PartCutter, TextPart, opened_text
 from data_service.formats.text_scans import UnitRunner, scan_files
 from data_service.formats.typed_columns import Overrides, check_names
 from data_service.storage.source_files import SourceFile

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import pyarrow as pa
 
-from data_service.domain.uris import is_hidden
+from data_service.domain.import_spec import is_hidden
 from data_service.formats import interface
 from data_service.formats.interface import BadRowSink, RowSource, blaming, content, excerpt_of, is_compressed
 from data_service.storage.source_files import SourceFile

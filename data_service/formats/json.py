@@ -22,14 +22,17 @@ from data_service.formats.casts import EXACT_IN_DOUBLE, Cast, CastRefused, cast_
 from data_service.formats.interface import (
     BadRowSink,
     LineBlock,
+    OpenText,
+    PartCutter,
     RowSource,
     TextError,
+    TextPart,
     TextPlace,
     blaming,
     excerpt_of,
+    opened_text,
     split_lines,
 )
-from data_service.formats.text_parts import OpenText, PartCutter, TextPart, opened_text
 from data_service.formats.text_scans import NotMergeable, UnitRunner, scan_files
 from data_service.formats.typed_columns import Overrides, check_names
 from data_service.storage.source_files import SourceFile

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from data_service.formats import interface
-from data_service.formats.text_parts import TextPart
+from data_service.formats.interface import TextPart
 from data_service.storage.source_files import SourceFile
 
 # A smaller source is read in less time than tasks need to begin.

@@ -14,17 +14,16 @@ from typing import Any
 import numpy as np
 
 from data_service import parallel
-from data_service.attempt import PINS, attempt_folder, columns_of, commit_version
+from data_service.attempt import PINS, KeptPass, at_once, attempt_folder, columns_of, commit_version
+from data_service.datasets import confirm_follows
 from data_service.domain.bad_rows import TOO_MANY_BAD_ROWS, BadRowLog, BadRowParts, BadRowPolicy, build_report
-from data_service.domain.checks import CHECK_FAILED, fits, parse_checks
-from data_service.domain.checks_gate import gate
+from data_service.domain.checks import CHECK_FAILED, fits, gate, parse_checks
 from data_service.domain.checks_rows import CheckCounts, KeepFirst, Ordinals, Repeats, RowChecks
 from data_service.domain.import_spec import Base, ImportSpec
-from data_service.domain.layout import EmptySplit, LayoutError, Routing, SplitRange, lay_out, route
+from data_service.domain.splits import EmptySplit, LayoutError, Routing, SplitRange, lay_out, route
 from data_service.domain.statistics import SplitStatistics
 from data_service.formats import open_sources
-from data_service.imports.columns import BaseRows, CommonColumns
-from data_service.imports.plan import ImportPart, Placer, Tally, plan_parts
+from data_service.imports.plan import BaseRows, CommonColumns, ImportPart, Placer, Tally, plan_parts
 from data_service.imports.unique_keys import SpilledKeys
 from data_service.imports.work import (
     RESULTS,
@@ -38,10 +37,8 @@ from data_service.imports.work import (
     Written,
     files_of,
 )
-from data_service.kept_parts import KeptPass, at_once
 from data_service.parallel import PartRunner, Passes, run_on_ray
 from data_service.storage.source_files import SourceFiles, s3_of
-from data_service.version_catalog import confirm_follows
 from shared.dataset_version import DatasetVersion, load_version
 from shared.dataset_version.manifest import QUARANTINE, DataFile, Parent, sha256_hex
 from shared.dataset_version.version import IMPORT_KIND, read_report

@@ -14,15 +14,13 @@ from typing import Any, Protocol, TypeVar, cast
 import numpy as np
 import pyarrow as pa
 
-from data_service.attempt import scratch_folder
+from data_service.attempt import ResultFormat, scratch_folder
 from data_service.domain.bad_rows import BadRowLog, BadRowPart, BadRowPolicy, excerpt
 from data_service.domain.checks_rows import CheckCounts, KeepFirst, Mask, Ordinals, Repeats, RowChecks, UniqueKeys
-from data_service.domain.layout import Routing
+from data_service.domain.splits import Routing
 from data_service.domain.statistics import SplitStatistics
 from data_service.formats.text_scans import ScanUnit
-from data_service.imports.columns import BaseRows, CommonColumns, with_nan_as_null
-from data_service.imports.plan import BaseRun, ImportPart, Run, Tally
-from data_service.kept_parts import ResultFormat
+from data_service.imports.plan import BaseRows, BaseRun, CommonColumns, ImportPart, Run, Tally, with_nan_as_null
 from data_service.parallel import P, PartRunner, Pool, Results, Work
 from shared.dataset_version import DatasetVersion, SplitWriter
 from shared.dataset_version.manifest import QUARANTINE, DataFile

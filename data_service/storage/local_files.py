@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from data_service.domain.uris import source_not_found
+from data_service.domain.import_spec import source_not_found
 from shared.errors import InvalidArgument, Unavailable, invalid_field
 
 _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC

@@ -8,7 +8,7 @@ from typing import Any, BinaryIO, cast
 
 from pyarrow import fs
 
-from data_service.domain.uris import source_not_found
+from data_service.domain.import_spec import source_not_found
 from shared.errors import InvalidArgument, Unavailable, invalid_field
 
 

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from pyarrow import fs
 
-from data_service.domain.uris import (
+from data_service.domain.import_spec import (
     MAX_DEPTH,
     FileSource,
     Glob,
@@ -29,8 +29,7 @@ from data_service.domain.uris import (
 )
 from data_service.storage.local_files import LocalFiles, size_and_time_of
 from data_service.storage.s3_objects import S3Objects, has_size_and_time
-from data_service.uploads.reader import PinnedBlocks, open_upload, verify
-from data_service.uploads.record import UploadState, get_upload
+from data_service.uploads.upload import PinnedBlocks, UploadState, get_upload, open_upload, verify
 from shared.errors import InvalidArgument, invalid_field
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from data_service.attempt import columns_of
 from data_service.domain.checks import fits, parse_checks
-from data_service.domain.split_rules import ColumnSplit, SplitRule, column_problems, split_order, taken_away
+from data_service.domain.splits import ColumnSplit, SplitRule, column_problems, split_order, taken_away
 from data_service.domain.transform_spec import CheckpointRef, PredictSpec, TransformSpec
 from millrace.common.v1 import transform_pb2
 from shared.bundle_predictor import entry_of

@@ -14,24 +14,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.types as kinds
 
-from data_service.attempt import attempt_folder, columns_of, commit_version
+from data_service.attempt import KeptPass, attempt_folder, columns_of, commit_version
 from data_service.domain.bad_rows import BadRowLog, BadRowParts, build_report
-from data_service.domain.checks import Drift, parse_checks
-from data_service.domain.checks_gate import gate
+from data_service.domain.checks import Drift, gate, parse_checks
 from data_service.domain.checks_rows import CheckCounts, Repeats, RowChecks, UniqueKeys
-from data_service.domain.layout import SplitRange
-from data_service.domain.split_rules import RatioDivider, SplitRule, divider, split_order, taken_away
+from data_service.domain.splits import RatioDivider, SplitRange, SplitRule, divider, split_order, taken_away
 from data_service.domain.statistics import SplitStatistics
 from data_service.domain.transform_spec import TransformSpec
-from data_service.kept_parts import KeptPass
 from data_service.parallel import PartRunner, Passes, Progress, Results, Work, run_on_ray
 from data_service.transforms.checking import output_schema, remaining
-from data_service.transforms.plan import PartitionRange, plan_parts
 from data_service.transforms.work import (
     RESULTS,
     CountPart,
     FindKeys,
     FitPart,
+    PartitionRange,
     RowTransformer,
     StepChain,
     VersionRows,
@@ -39,6 +36,7 @@ from data_service.transforms.work import (
     Written,
     batch_rows,
     files_of,
+    plan_parts,
 )
 from millrace.common.v1 import transform_pb2
 from shared.dataset_version import VersionReader, load_version

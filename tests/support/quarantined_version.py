@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from data_service.attempt import columns_of, commit_version
-from data_service.domain.layout import SplitRange
+from data_service.domain.splits import SplitRange
 from shared.dataset_version import SplitWriter
 from shared.dataset_version.version import IMPORT_KIND
 from shared.jobs import JobRecord, Jobs

@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator, Iterable
 
 import google_crc32c
 
-from data_service.uploads.receiving import Chunk
-from data_service.uploads.uploads import Uploads
+from data_service.uploads.uploads import Chunk, Uploads
 from tests.support.upload_server import DATASET
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from data_service.uploads.reader import open_upload
+from data_service.uploads.upload import open_upload
 from data_service.uploads.uploads import MIN_PART_BYTES
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1 import data_service_pb2_grpc as pb_grpc

@@ -13,7 +13,7 @@ import google_crc32c
 import grpc
 import pytest
 
-from data_service.uploads.reader import open_upload, verify
+from data_service.uploads.upload import open_upload, verify
 from data_service.uploads.uploads import MIN_PART_BYTES
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1 import resources_pb2

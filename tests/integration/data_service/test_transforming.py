@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from data_service.domain.split_rules import HashSplit, Share
+from data_service.domain.splits import HashSplit, Share
 from shared.dataset_version import load_version
 from shared.jobs import Jobs, JobState
 from shared.settings import StoreSettings

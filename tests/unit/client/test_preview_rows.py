@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from data_service.preview import preview
+from data_service.reading import preview
 from millrace.data.v1 import data_service_pb2, resources_pb2
 from millrace_client.cli.command import print_json
 from millrace_client.cli.versions import print_preview

@@ -12,10 +12,8 @@ import pytest
 
 from data_service.uploads import chunks as blocks_ahead
 from data_service.uploads.chunks import Block, read_block
-from data_service.uploads.reader import open_upload
-from data_service.uploads.receiving import Chunk
-from data_service.uploads.record import log_of
-from data_service.uploads.uploads import Uploads
+from data_service.uploads.upload import log_of, open_upload
+from data_service.uploads.uploads import Chunk, Uploads
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1 import resources_pb2
 from millrace_client import calls, uploads

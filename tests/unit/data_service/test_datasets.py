@@ -7,7 +7,7 @@ import pytest
 from data_service.datasets import Datasets
 from data_service.deletion import Deletions
 from data_service.domain.dataset import Dataset, Retention
-from data_service.uploads.record import mark_used, unmark
+from data_service.uploads.upload import mark_used, unmark
 from data_service.uploads.uploads import Uploads
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import AlreadyExists, Conflict, FailedPrecondition, InvalidArgument, NotFound

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from google.rpc import code_pb2
 
-from data_service.datasets import Datasets
+from data_service.datasets import Datasets, Versions, operation_id, record_operation
 from data_service.servicer import FollowedOperation, VersionOperations
-from data_service.version_catalog import Versions, operation_id, record_operation
 from millrace.data.v1 import data_service_pb2
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import NotFound

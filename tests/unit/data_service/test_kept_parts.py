@@ -16,9 +16,8 @@ import pyarrow as pa
 import pytest
 
 import shared.transforms.steps
-from data_service import kept_parts
-from data_service.domain.checks import Check, NotNull
-from data_service.kept_parts import (
+from data_service import attempt
+from data_service.attempt import (
     KeptPass,
     KeptWork,
     ResultFormat,
@@ -28,6 +27,7 @@ from data_service.kept_parts import (
     no_files,
     take_over,
 )
+from data_service.domain.checks import Check, NotNull
 from data_service.transforms.work import RESULTS
 from shared.errors import Cancelled, Unavailable
 from shared.storage import ObjectStore
@@ -195,11 +195,11 @@ def test_a_request_to_stop_ends_the_copies(store: ObjectStore) -> None:
 def test_more_parts_than_requests_at_once_are_all_taken_over(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_parts, "REQUESTS", 2)
+    monkeypatch.setattr(attempt, "REQUESTS", 2)
     keep(store, PARTS)
     assert take_over(store, [FOLDER], NEXT, lambda: None) == len(PARTS)
     assert len(results(store, NEXT)) == len(PARTS)
-    kept_parts.forget(store, NEXT)
+    attempt.forget(store, NEXT)
     assert [info.key for info in store.list(f"{NEXT}/kept")] == []
 
 
@@ -265,8 +265,8 @@ class Calls:
         Calls(getattr, "a", "upper"),
         Calls(import_module, "os"),
         KeptWork,
-        Calls(kept_parts.restore, "os", b""),
-        Calls(kept_parts.restore, "array", pickle.dumps(7)),
+        Calls(attempt.restore, "os", b""),
+        Calls(attempt.restore, "array", pickle.dumps(7)),
         # A function of an allowed module, and one of an allowed class.
         Calls(inspect.unwrap(import_module("data_service.domain.checks").parse_checks), []),
         Calls(Check.reason, None),

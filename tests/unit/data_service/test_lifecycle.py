@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from data_service.datasets import Datasets
+from data_service.datasets import OPERATION_PREFIXES, Datasets, Versions, record_operation
 from data_service.deletion import Deletions
-from data_service.version_catalog import OPERATION_PREFIXES, Versions, record_operation
 from shared.dataset_version import load_version
 from shared.dataset_version.version import IMPORT_KIND, mark_used
 from shared.errors import Conflict, FailedPrecondition, InvalidArgument, NotFound, Unavailable

@@ -11,9 +11,8 @@ from google.longrunning import operations_pb2
 from google.rpc import code_pb2
 
 from data_service.convert import operation_message
-from data_service.datasets import Datasets
+from data_service.datasets import ActiveVersion, Datasets, Versions, operation_id, record_operation
 from data_service.servicer import DataServicer, VersionOperations
-from data_service.version_catalog import ActiveVersion, Versions, operation_id, record_operation
 from millrace.data.v1 import data_service_pb2, resources_pb2
 from shared import names as paging
 from shared.dataset_version import DatasetVersion

@@ -18,13 +18,13 @@ from data_service import convert
 from data_service import servicer as servicers
 from data_service.attempt import columns_of, commit_version
 from data_service.convert import version_message
+from data_service.datasets import ActiveVersion, Versions
 from data_service.domain.import_spec import Base, ImportSpec
-from data_service.domain.layout import SplitRange
+from data_service.domain.splits import SplitRange
 from data_service.imports import plan
-from data_service.imports.columns import BaseRows
+from data_service.imports.plan import BaseRows
 from data_service.reading import Selection, read_stream
 from data_service.servicer import DataServicer
-from data_service.version_catalog import ActiveVersion, Versions
 from millrace.data.v1 import data_service_pb2
 from shared.dataset_version import RowGroup, SplitWriter, VersionReader, load_version, pages
 from shared.dataset_version.manifest import DataFile

@@ -13,10 +13,10 @@ from google.protobuf import json_format
 from PIL import Image
 
 from data_service import convert
-from data_service import preview as previews
+from data_service import reading as previews
 from data_service.convert import ANSWER_BYTES, bound_answer
 from data_service.domain.statistics import SplitStatistics
-from data_service.preview import preview
+from data_service.reading import preview
 from millrace.data.v1 import data_service_pb2, quality_pb2, resources_pb2
 from shared.dataset_version import RowGroup, VersionReader, load_version
 from shared.dataset_version.manifest import tensor_array
@@ -104,7 +104,7 @@ def test_a_sheet_of_many_noisy_images_shows_fewer(store: ObjectStore) -> None:
 
 
 def test_a_preview_of_large_rows_holds_few_of_them(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(previews, "READ_BYTES", 6 * MIB)
+    monkeypatch.setattr(previews, "PREVIEW_BYTES", 6 * MIB)
     reader = reader_of(store, train=blobs(*[2 * MIB] * 20))
     held: list[int] = []
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from data_service.datasets import Datasets
+from data_service.datasets import Datasets, Versions
 from data_service.deletion import Deletions
 from data_service.servicer import DataServicer
-from data_service.version_catalog import Versions
 from millrace.data.v1 import data_service_pb2
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import DataLoss, NotFound

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from data_service import version_catalog
-from data_service.version_catalog import confirm_follows, following
+from data_service import datasets
+from data_service.datasets import confirm_follows, following
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import AlreadyExists, Conflict, NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs
@@ -101,7 +101,7 @@ def test_a_claim_whose_job_was_never_made_holds_for_a_minute(store: ObjectStore)
     with pytest.raises(Conflict):
         claim_successor(store, BASE, a_job("v3"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(version_catalog, "JOB_APPEARS_TIMEOUT_S", -1.0)
+        patch.setattr(datasets, "JOB_APPEARS_TIMEOUT_S", -1.0)
         claim_successor(store, BASE, a_job("v3"))
 
 
@@ -110,7 +110,7 @@ def test_a_claimant_that_makes_its_job_after_another_took_its_place_fails(
 ) -> None:
     slow, quick = a_job("v2"), a_job("v3")
     with following(store, BASE, slow):
-        monkeypatch.setattr(version_catalog, "JOB_APPEARS_TIMEOUT_S", -1.0)
+        monkeypatch.setattr(datasets, "JOB_APPEARS_TIMEOUT_S", -1.0)
         claim_successor(store, BASE, quick)
         made(store, quick)
         made(store, slow)
@@ -125,8 +125,8 @@ def test_whoever_takes_over_a_claim_while_its_job_is_made_and_confirmed_is_refus
     """It looked for the job before that was made, and appends after."""
     slow, quick = a_job("v2"), a_job("v3")
     claim_successor(store, BASE, slow)
-    monkeypatch.setattr(version_catalog, "JOB_APPEARS_TIMEOUT_S", -1.0)
-    holds = version_catalog._holds
+    monkeypatch.setattr(datasets, "JOB_APPEARS_TIMEOUT_S", -1.0)
+    holds = datasets._holds
 
     def then_it_is_made(jobs: Jobs, claim: Record) -> bool:
         answer = holds(jobs, claim)
@@ -135,7 +135,7 @@ def test_whoever_takes_over_a_claim_while_its_job_is_made_and_confirmed_is_refus
             confirm_follows(store, BASE, slow)
         return answer
 
-    monkeypatch.setattr(version_catalog, "_holds", then_it_is_made)
+    monkeypatch.setattr(datasets, "_holds", then_it_is_made)
     with pytest.raises(Conflict, match="v2 already follows"):
         claim_successor(store, BASE, quick)
 

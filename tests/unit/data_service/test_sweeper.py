@@ -12,11 +12,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from data_service.datasets import Datasets
+from data_service.datasets import OPERATION_PREFIXES, Datasets, record_operation
 from data_service.deletion import ORPHAN_GRACE_PERIOD_S, REQUEST_CLAIM_S, Deletions, Sweeper
 from data_service.domain.dataset import Retention
 from data_service.reading import verify
-from data_service.version_catalog import OPERATION_PREFIXES, record_operation
 from shared.dataset_version import load_version
 from shared.dataset_version.pages import page_path
 from shared.dataset_version.version import IMPORT_KIND, mark_used

@@ -9,10 +9,9 @@ import pytest
 
 from data_service import deletion, version_index
 from data_service.convert import version_message
-from data_service.datasets import Datasets
+from data_service.datasets import Datasets, IndexedVersion, Versions
 from data_service.deletion import ORPHAN_GRACE_PERIOD_S, Deletions, Sweeper
 from data_service.domain.dataset import Retention
-from data_service.version_catalog import IndexedVersion, Versions
 from data_service.version_index import VersionNames, open_version_index
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import FailedPrecondition

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from data_service.datasets import SERVICE, Datasets
+from data_service.datasets import SERVICE, Datasets, Versions, record_operation, withdraw_operation
 from data_service.deletion import Deletions
 from data_service.domain.import_spec import Base, ImportSpec, Source
 from data_service.domain.transform_spec import TransformSpec
-from data_service.version_catalog import Versions, record_operation, withdraw_operation
 from data_service.version_jobs import VersionJobs
 from shared.dataset_version.version import IMPORT_KIND, live_references
 from shared.errors import AlreadyExists, Conflict, InvalidArgument, MillraceError, NotFound

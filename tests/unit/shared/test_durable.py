@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from data_service.domain.dataset import Dataset
-from data_service.uploads.record import UploadRecord
+from data_service.uploads.upload import UploadRecord
 from data_service.uploads.uploads import LiveUploads
 from shared.checkpoint import Ranking
 from shared.checkpoint.registry import CheckpointEntry, CheckpointRegistry

@@ -8,8 +8,7 @@ import pyarrow as pa
 import pytest
 
 from data_service.domain.bad_rows import BadRowLog, BadRowPolicy, build_report
-from data_service.domain.checks import Check, CheckResult, ClassBalance, Drift, NotNull, RowCount
-from data_service.domain.checks_gate import gate
+from data_service.domain.checks import Check, CheckResult, ClassBalance, Drift, NotNull, RowCount, gate
 from data_service.domain.statistics import SplitStatistics
 from shared.errors import FailedPrecondition
 

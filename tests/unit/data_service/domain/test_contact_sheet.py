@@ -7,8 +7,8 @@ import pyarrow as pa
 import pytest
 from PIL import EpsImagePlugin, Image
 
-from data_service import preview as contact_sheet_module
-from data_service.preview import CELL_PX, COLUMNS, GAP_PX, Tile, contact_sheet, draw, is_drawable
+from data_service import reading as contact_sheet_module
+from data_service.reading import CELL_PX, COLUMNS, GAP_PX, Tile, contact_sheet, draw, is_drawable
 from shared.dataset_version.manifest import tensor_array
 from tests.support.broken_images import tiff_with_a_text_for_its_offsets
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_service.domain.split_rules import can_be_key, key_hashes
+from data_service.domain.splits import can_be_key, key_hashes
 
 DAY = datetime.date(2019, 3, 1)
 NOON = datetime.datetime(2019, 3, 1, 12)

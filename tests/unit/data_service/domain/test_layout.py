@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_service.domain import layout
+from data_service.domain import splits
 from data_service.domain.import_spec import HoldOut
-from data_service.domain.layout import _GOLDEN, LayoutError, _mix, held_out_count, lay_out, ordinal_hashes, route
+from data_service.domain.splits import _GOLDEN, LayoutError, _mix, held_out_count, lay_out, ordinal_hashes, route
 
 
 def cut(rows: int, *hold_outs: HoldOut) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -54,7 +54,7 @@ def routed_at_once(rows: int, hold_outs: Sequence[HoldOut]) -> np.ndarray[Any, n
     return choice
 
 
-@pytest.mark.parametrize("remembered_rows", [0, layout.REMEMBERED_ROWS], ids=["computed again", "remembered"])
+@pytest.mark.parametrize("remembered_rows", [0, splits.REMEMBERED_ROWS], ids=["computed again", "remembered"])
 @given(
     rows=st.integers(20, 700),
     fractions=st.lists(st.floats(0.001, 0.3), min_size=1, max_size=3),
@@ -68,8 +68,8 @@ def test_parts_find_their_rows_of_a_hold_out_without_an_array_of_all_rows(
 ) -> None:
     hold_outs = [hold_out(f"h{index}", fraction, seed) for index, fraction in enumerate(fractions)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "CHUNK_ROWS", chunk_rows)
-        patch.setattr(layout, "REMEMBERED_ROWS", remembered_rows)
+        patch.setattr(splits, "CHUNK_ROWS", chunk_rows)
+        patch.setattr(splits, "REMEMBERED_ROWS", remembered_rows)
         routing = route("train", rows, hold_outs)
         parts = [(first, min(part_rows, rows - first)) for first in range(0, rows, part_rows)]
         chosen = [routing.choice(first, count) for first, count in parts]

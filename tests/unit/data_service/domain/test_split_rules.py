@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_service.domain.split_rules import (
+from data_service.domain.splits import (
     ColumnSplit,
     Divider,
     HashSplit,

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from data_service.domain.split_rules import ColumnSplit, HashSplit, Period, RatioSplit, Share, SplitRule, TimeSplit
+from data_service.domain.splits import ColumnSplit, HashSplit, Period, RatioSplit, Share, SplitRule, TimeSplit
 from data_service.domain.transform_spec import TransformSpec, UnsetSplit, check
 from shared.errors import InvalidArgument
 from tests.support.cpu_time import cpu_at_most

@@ -5,7 +5,15 @@ from pathlib import PurePosixPath
 
 import pytest
 
-from data_service.domain.uris import FileSource, Glob, S3Source, UploadSource, UriRefused, check_allowed, parse_uri
+from data_service.domain.import_spec import (
+    FileSource,
+    Glob,
+    S3Source,
+    UploadSource,
+    UriRefused,
+    check_allowed,
+    parse_uri,
+)
 
 ROOTS = [PurePosixPath("/data/in")]
 

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from data_service import pipeline
+from data_service import reconciler
 from data_service.domain.import_spec import BadRows, Base, ColumnType, CsvOptions, HoldOut, ImportSpec, Source
 from shared.dataset_version import DatasetVersion, VersionReader, load_version
 from shared.dataset_version.manifest import QUARANTINE, Parent
@@ -40,7 +40,7 @@ def run(store: ObjectStore, folder: Path, version: str, spec: ImportSpec) -> Job
     recorded = {"import": spec.as_record(), "import_roots": [str(folder)], "request_id": ""}
     jobs.create(name, JobRecord(uid=uuid.uuid4().hex, name=name, spec=recorded, create_time=now, update_time=now))
     jobs.transition(name, lambda job: begin_attempt(job, time.time()), attempt=1)
-    run_attempt(pipeline.run, store, IMPORT_KIND, name, 1)
+    run_attempt(reconciler.run, store, IMPORT_KIND, name, 1)
     return jobs.get(name, name)
 
 

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from data_service import pipeline
+from data_service import reconciler
 from data_service.domain.import_spec import BadRows, Base, HoldOut, ImportSpec, Source
 from data_service.imports import job as import_job
 from shared.dataset_version import VersionReader, load_version
@@ -64,7 +64,7 @@ def test_rows_keep_their_order_within_a_split(store: ObjectStore, tmp_path: Path
     ]
     cuts = [HoldOut(from_split="train", to_split=f"cut{i}", fraction=0.2, seed=i) for i in range(2)]
     jobs = begun(store, tmp_path, ImportSpec(sources=sources, hold_outs=cuts))
-    run_attempt(pipeline.run, store, IMPORT_KIND, NAME, 1)
+    run_attempt(reconciler.run, store, IMPORT_KIND, NAME, 1)
     assert jobs.get(NAME, NAME).state is JobState.SUCCEEDED
     reader = VersionReader(store, load_version(store, NAME))
     read = {
@@ -93,7 +93,7 @@ def test_a_full_disk_of_the_node_ends_the_attempt_and_not_the_job(
     jobs = begun(store, tmp_path, ImportSpec(sources=[source], hold_outs=[]))
     with small_disk(tmp_path / "disk", 1) as disk:
         monkeypatch.setattr(tempfile, "tempdir", str(disk))
-        run_attempt(pipeline.run, store, IMPORT_KIND, NAME, 1)
+        run_attempt(reconciler.run, store, IMPORT_KIND, NAME, 1)
         assert list(disk.iterdir()) == []
     job = jobs.get(NAME, NAME)
     assert job.state is JobState.RECOVERING
@@ -110,7 +110,7 @@ def test_a_column_may_be_null_where_any_source_lets_it(store: ObjectStore, tmp_p
         parquet(tmp_path, "b", "train", n=pa.array([None, 2])),
     ]
     begun(store, tmp_path, ImportSpec(sources=sources, hold_outs=[]))
-    run_attempt(pipeline.run, store, IMPORT_KIND, NAME, 1)
+    run_attempt(reconciler.run, store, IMPORT_KIND, NAME, 1)
     reader = VersionReader(store, load_version(store, NAME))
     assert reader.read(reader.row_groups("train")[0])["n"].to_pylist() == [1, None, 2]
 
@@ -128,7 +128,7 @@ def test_whole_seconds_stay_seconds_and_take_the_same_file_again(store: ObjectSt
         file.write_table(given)
     source = Source(split="train", format="arrow", uris={"arrow.uri": (tmp_path / "a.arrow").as_uri()})
     first = begun(store, tmp_path, ImportSpec(sources=[source], hold_outs=[]))
-    run_attempt(pipeline.run, store, IMPORT_KIND, NAME, 1)
+    run_attempt(reconciler.run, store, IMPORT_KIND, NAME, 1)
     assert first.get(NAME, NAME).state is JobState.SUCCEEDED
     version = load_version(store, NAME)
     reader = VersionReader(store, version)
@@ -141,7 +141,7 @@ def test_whole_seconds_stay_seconds_and_take_the_same_file_again(store: ObjectSt
     appended = "datasets/d/versions/v2"
     spec = ImportSpec(sources=[source], hold_outs=[], base=Base(version=NAME, mode="append"))
     jobs = begun(store, tmp_path, spec, appended)
-    run_attempt(pipeline.run, store, IMPORT_KIND, appended, 1)
+    run_attempt(reconciler.run, store, IMPORT_KIND, appended, 1)
     assert (jobs.get(appended, appended).state, jobs.get(appended, appended).error) == (JobState.SUCCEEDED, None)
     both = VersionReader(store, load_version(store, appended))
     assert both.read(both.row_groups("train")[0]).equals(pa.concat_tables([given, given]).combine_chunks())
@@ -160,7 +160,7 @@ def test_a_split_of_which_every_row_was_left_out_says_so(
     ]
     cuts = [HoldOut(from_split="test", to_split=one, fraction=0.1, seed=1) for one in held_out]
     jobs = begun(store, tmp_path, ImportSpec(sources=sources, hold_outs=cuts, checks=[NOT_NULL]))
-    run_attempt(pipeline.run, store, IMPORT_KIND, NAME, 1)
+    run_attempt(reconciler.run, store, IMPORT_KIND, NAME, 1)
     error = jobs.get(NAME, NAME).error
     assert error is not None
     assert (error["kind"], error["reason"]) == ("FailedPrecondition", "EMPTY_SPLIT")
@@ -180,7 +180,7 @@ def test_a_split_whose_sources_are_empty_is_a_fault_of_the_request(
     ]
     cuts = [HoldOut(from_split="test", to_split=one, fraction=0.1, seed=1) for one in held_out]
     jobs = begun(store, tmp_path, ImportSpec(sources=sources, hold_outs=cuts, checks=[NOT_NULL]))
-    run_attempt(pipeline.run, store, IMPORT_KIND, NAME, 1)
+    run_attempt(reconciler.run, store, IMPORT_KIND, NAME, 1)
     error = jobs.get(NAME, NAME).error
     assert error is not None
     assert (error["kind"], error["message"]) == ("InvalidArgument", "sources: the split 'test' has no rows")
@@ -205,7 +205,7 @@ def test_images_without_a_folder_of_a_class_are_bad_rows_also_where_there_are_no
     bad_rows = BadRows(action="quarantine" if quarantines else "fail")
     spec = ImportSpec(sources=[source], hold_outs=[], bad_rows=bad_rows)
     jobs = begun(store, tmp_path, spec)
-    run_attempt(pipeline.run, store, IMPORT_KIND, NAME, 1)
+    run_attempt(reconciler.run, store, IMPORT_KIND, NAME, 1)
     job = jobs.get(NAME, NAME)
     assert job.error is not None
     assert (job.state, job.failures) == (JobState.FAILED, 0)
@@ -229,7 +229,7 @@ def test_an_attempt_that_fails_takes_its_files_away(
 
         monkeypatch.setattr(store, "put", put)
         try:
-            return pipeline.run(context)
+            return reconciler.run(context)
         finally:
             monkeypatch.undo()
 
@@ -244,7 +244,7 @@ def test_a_later_attempt_sweeps_what_a_killed_one_left(store: ObjectStore, tmp_p
     store.put(f"{NAME}/data/a00001-dead/train-00000.parquet", b"half")
     jobs.transition(NAME, lambda job: lose_attempt(job, Unavailable("killed"), time.time()), attempt=1)
     jobs.transition(NAME, lambda job: begin_attempt(job, time.time()), attempt=2)
-    run_attempt(pipeline.run, store, IMPORT_KIND, NAME, 2)
+    run_attempt(reconciler.run, store, IMPORT_KIND, NAME, 2)
     assert jobs.get(NAME, NAME).state is JobState.SUCCEEDED
     assert sorted(key.rsplit("/", 1)[-1] for key in data_keys(store)) == [
         "manifest.json",
@@ -259,7 +259,7 @@ def test_a_cancelled_import_stops_between_rows_and_leaves_nothing(store: ObjectS
 
     def cancelled_by_then(context: AttemptContext) -> dict[str, object]:
         context._newest = dataclasses.replace(jobs.transition(NAME, lambda job: request_cancel(job, time.time())))
-        return pipeline.run(context)
+        return reconciler.run(context)
 
     run_attempt(cancelled_by_then, store, IMPORT_KIND, NAME, 1)
     assert jobs.get(NAME, NAME).state is JobState.CANCELLED
@@ -281,7 +281,7 @@ def test_a_source_that_changes_under_the_import_fails_it(
         return counted
 
     monkeypatch.setattr(import_job._Import, "_counted", change_after_counting)
-    run_attempt(pipeline.run, store, IMPORT_KIND, NAME, 1)
+    run_attempt(reconciler.run, store, IMPORT_KIND, NAME, 1)
     error = jobs.get(NAME, NAME).error
     assert error is not None
     assert error["reason"] == "SOURCE_CHANGED"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
-from data_service.imports.columns import difference
+from data_service.imports.plan import difference
 
 FIRST = pa.schema({"id": pa.int64(), "size": pa.float64(), "kind": pa.string()})
 TYPES = "; set column_types, or write them alike"

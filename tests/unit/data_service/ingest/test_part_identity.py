@@ -17,9 +17,8 @@ from ray import cloudpickle
 
 from data_service.domain.import_spec import CsvOptions, Source
 from data_service.formats import interface, open_sources
-from data_service.imports import part_identity, plan
-from data_service.imports.part_identity import identity_of
-from data_service.imports.plan import ImportPart, Placer, SourceRun, plan_parts
+from data_service.imports import plan
+from data_service.imports.plan import ImportPart, Placer, SourceRun, identity_of, plan_parts
 from data_service.storage.source_files import SourceFiles
 from shared.storage import ObjectStore, open_store
 from tests.support.idx import digits, write_idx
@@ -193,13 +192,13 @@ def test_what_parts_have_in_common_is_digested_once(tmp_path: Path, monkeypatch:
     (one,) = opened(tmp_path, source_of((tmp_path / "wide.csv").as_uri(), "csv"))
     runs = [(SourceRun(0, rows),) for rows in one.rows.parts()]
     digested: list[Any] = []
-    members = part_identity._members_of
+    members = plan._members_of
 
     def note(shared: Any) -> list[Any]:
         digested.append(shared)
         return members(shared)
 
-    monkeypatch.setattr(part_identity, "_members_of", note)
+    monkeypatch.setattr(plan, "_members_of", note)
     digests = [identity_of(one) for one in runs]
     assert len(set(digests)) == len(runs) > 20
     assert len(digested) <= 2 + 50  # the schema, the casts, and each of them

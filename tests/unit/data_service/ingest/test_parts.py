@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 from ray import cloudpickle
 
-from data_service import kept_parts
+from data_service import attempt
 from data_service.domain import bad_rows
 from data_service.domain.import_spec import BadRows, Base, ColumnType, HoldOut, ImportSpec, Source
 from data_service.formats import interface, text_scans
@@ -31,7 +31,7 @@ from data_service.imports import plan, unique_keys
 from data_service.imports.plan import ImportPart
 from data_service.imports.work import Guarded, WritePart, _PartFiles
 from data_service.parallel import P, Pool, Results, Work
-from data_service.uploads import reader
+from data_service.uploads import upload
 from shared.dataset_version import VersionReader, load_version
 from shared.dataset_version.manifest import QUARANTINE
 from shared.dataset_version.version import IMPORT_KIND, read_attachment, read_report
@@ -129,10 +129,10 @@ def run_in_one_process(store: ObjectStore, folder: Path, version: str, spec: Imp
 
 def numbers(store: ObjectStore, name: str) -> dict[str, list[tuple[int, int]]]:
     """The column `n` with its row ids, by split."""
-    reader = VersionReader(store, load_version(store, name))
+    upload = VersionReader(store, load_version(store, name))
     found = {}
-    for split in reader.version.manifest.splits:
-        tables = [reader.read(group, ["n", "_row_id"]) for group in reader.row_groups(split.name)]
+    for split in upload.version.manifest.splits:
+        tables = [upload.read(group, ["n", "_row_id"]) for group in upload.row_groups(split.name)]
         columns = pa.concat_tables(tables).to_pydict()
         found[split.name] = list(zip(columns["n"], columns["_row_id"], strict=True))
     return found
@@ -263,7 +263,7 @@ def test_a_job_that_is_to_stop_deletes_no_more_files_of_moved_parts(
             raise Cancelled("the job is to stop")
         raise_if_stopped(self, fresh=fresh)
 
-    monkeypatch.setattr(kept_parts, "REQUESTS", 1)
+    monkeypatch.setattr(attempt, "REQUESTS", 1)
     monkeypatch.setattr(ObjectStore, "delete", delete_and_remember)
     monkeypatch.setattr(AttemptContext, "raise_if_stopped", stop_after_first_file)
     job = run(store, tmp_path, "v1", SPECS["bad rows"](tmp_path), Parts())
@@ -642,7 +642,7 @@ def test_a_store_with_no_room_for_copies_is_swept_and_the_import_goes_on(
         copied.append(target)
         copy(self, source, target)
 
-    monkeypatch.setattr(kept_parts, "REQUESTS", 1)
+    monkeypatch.setattr(attempt, "REQUESTS", 1)
     monkeypatch.setattr(ObjectStore, "copy", copy_a_few)
     runner = Parts()
     found = run_again(store, lost.name, runner)
@@ -683,7 +683,7 @@ def test_a_part_whose_file_was_replaced_by_one_of_the_same_size_is_not_taken_ove
 def test_the_pins_of_an_upload_are_in_the_store_while_its_parts_are_read(
     store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "FEW_BLOCKS", 0)
+    monkeypatch.setattr(upload, "FEW_BLOCKS", 0)
     monkeypatch.setattr(interface, "PART_BYTES", 1)
     data = io.BytesIO()
     pq.write_table(pa.table({"n": range(400)}), data, row_group_size=100)

@@ -11,10 +11,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from data_service.datasets import Datasets
+from data_service.datasets import Datasets, Versions
 from data_service.deletion import Deletions
 from data_service.domain.transform_spec import CheckpointRef, PredictSpec
-from data_service.version_catalog import Versions
 from data_service.version_jobs import VersionJobs
 from shared.checkpoint import CheckpointRegistry
 from shared.checkpoint.references import live_references

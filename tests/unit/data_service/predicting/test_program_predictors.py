@@ -12,11 +12,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from data_service.datasets import Datasets
+from data_service.datasets import Datasets, Versions
 from data_service.domain.import_spec import BadRows
 from data_service.domain.transform_spec import CheckpointRef, PredictSpec, Workers, check_prediction
-from data_service.transforms.predictor_work import check_inputs, output_columns
-from data_service.version_catalog import Versions
+from data_service.transforms.predict_job import check_inputs, output_columns
 from data_service.version_jobs import VersionJobs
 from inference_service.domain.signature import RAW, Rows
 from inference_service.serve.served_model import ServedPredictor

@@ -23,7 +23,7 @@ from data_service.formats import RowSource, interface, open_sources
 from data_service.formats import images as images_module
 from data_service.formats.parquet import ParquetRows
 from data_service.storage.source_files import SourceFiles
-from data_service.uploads import reader
+from data_service.uploads import upload as reader
 from shared.errors import DataLoss, InvalidArgument
 from shared.storage import ObjectStore
 from tests.support.counting_store import CountingStore

@@ -19,7 +19,7 @@ HANGING = """
 import itertools, sys
 import pyarrow as pa
 from data_service.transforms import work
-from data_service.transforms.plan import plan_parts
+from data_service.transforms.work import plan_parts
 from data_service.transforms.work import VersionRows
 from data_service.transforms.work import FitPart
 from shared.dataset_version import VersionReader, load_version

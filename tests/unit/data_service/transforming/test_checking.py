@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from data_service.domain.split_rules import ColumnSplit, HashSplit, RatioSplit, Share
+from data_service.domain.splits import ColumnSplit, HashSplit, RatioSplit, Share
 from data_service.domain.transform_spec import TransformSpec
 from data_service.transforms.checking import check_transform
 from shared.dataset_version.manifest import Column, Manifest, Split

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from tokenizers import Tokenizer
 
-from data_service.domain.split_rules import (
+from data_service.domain.splits import (
     ColumnSplit,
     HashSplit,
     Period,
@@ -26,7 +26,7 @@ from data_service.domain.split_rules import (
     TimeSplit,
     divider,
 )
-from data_service.transforms import plan
+from data_service.transforms import work
 from millrace.data.v1 import quality_pb2
 from shared.dataset_version import load_version
 from shared.dataset_version.manifest import tensor_array
@@ -43,7 +43,7 @@ HALVES = [Share(split="left", weight=1), Share(split="right", weight=1)]
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a few thousand rows are several parts."""
-    monkeypatch.setattr(plan, "MIN_PART_BYTES", 4096)
+    monkeypatch.setattr(work, "MIN_PART_BYTES", 4096)
 
 
 @pytest.fixture

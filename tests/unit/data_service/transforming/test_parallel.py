@@ -28,7 +28,7 @@ from data_service.parallel import (
     paged,
     pool_fits,
 )
-from data_service.transforms.plan import PartitionRange
+from data_service.transforms.work import PartitionRange
 from shared.dataset_version import RowGroup
 from shared.errors import (
     FailedPrecondition,

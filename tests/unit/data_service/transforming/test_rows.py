@@ -7,8 +7,7 @@ import pyarrow as pa
 import pytest
 
 from data_service.transforms import work as reading
-from data_service.transforms.plan import plan_parts
-from data_service.transforms.work import VersionRows
+from data_service.transforms.work import VersionRows, plan_parts
 from shared.dataset_version import VersionReader, load_version
 from shared.storage import ObjectStore
 from tests.support.transforming import SOURCE, commit_tables

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 
-from data_service import parallel, pipeline
+from data_service import parallel, reconciler
 from data_service.parallel import WARM_WORKERS, IdleWorkers, start
 
 
@@ -85,7 +85,7 @@ def test_workers_follow_those_that_a_job_of_any_kind_took(
     monkeypatch.setattr(entry, take_two)
     afterwards: list[Callable[[], None]] = []
     context: Any = SimpleNamespace(job=SimpleNamespace(spec={kind: {}}), afterwards=afterwards.append)
-    pipeline.run(context)
+    reconciler.run(context)
     assert started == []
     for one in afterwards:
         one()

@@ -10,7 +10,7 @@ import pytest
 
 from data_service.uploads import chunks
 from data_service.uploads import uploads as ending
-from data_service.uploads.record import (
+from data_service.uploads.upload import (
     COMMITTED_FOR_S,
     OPEN_FOR_S,
     UploadRecord,

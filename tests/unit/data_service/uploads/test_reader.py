@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_service.uploads import chunks, reader
-from data_service.uploads.reader import PinnedBlocks, open_upload, verify
-from data_service.uploads.record import UploadRecord, log_of
+from data_service.uploads import chunks
+from data_service.uploads import upload as reader
+from data_service.uploads.upload import PinnedBlocks, UploadRecord, log_of, open_upload, verify
 from data_service.uploads.uploads import Uploads
 from shared.errors import Cancelled, DataLoss, FailedPrecondition, InvalidArgument, NotFound
 from shared.storage import ObjectStore

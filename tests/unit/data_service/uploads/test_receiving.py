@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_service.uploads import receiving
-from data_service.uploads.receiving import MAX_CHUNK_BYTES, WRITES_IN_FLIGHT, Chunk
-from data_service.uploads.uploads import Uploads
+from data_service.uploads import uploads as receiving
+from data_service.uploads.uploads import MAX_CHUNK_BYTES, WRITES_IN_FLIGHT, Chunk, Uploads
 from shared.errors import (
     Conflict,
     DataLoss,

@@ -9,8 +9,8 @@ import pytest
 
 from data_service.datasets import Datasets
 from data_service.deletion import Deletions
-from data_service.uploads import record as references
-from data_service.uploads.record import (
+from data_service.uploads import upload as references
+from data_service.uploads.upload import (
     COMMITTED_FOR_S,
     OPEN_FOR_S,
     Upload,

@@ -9,9 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_service import version_catalog
-from data_service.datasets import Datasets
-from data_service.version_catalog import Versions
+from data_service import datasets
+from data_service.datasets import Datasets, Versions
 from shared.dataset_version import VersionReader, load_version
 from shared.dataset_version.parquet import PARSED, Footers, GroupSizes
 from shared.dataset_version.version import IMPORT_KIND
@@ -81,7 +80,7 @@ def test_a_footer_larger_than_the_room_is_kept_until_the_next(
 def test_all_versions_that_the_service_reads_share_the_room(
     store: ObjectStore, wide: list[str], parsed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(version_catalog, "FOOTER_BYTES", 1)
+    monkeypatch.setattr(datasets, "FOOTER_BYTES", 1)
     served = Versions(store, Jobs(store, IMPORT_KIND), Datasets(store))
     first, second = (served.active(name).reader for name in wide)
     read_all(first)

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_service import pipeline
+from data_service import reconciler
 from data_service.domain.import_spec import ImportSpec, Source
-from data_service.domain.split_rules import RatioSplit, Share
+from data_service.domain.splits import RatioSplit, Share
 from shared.dataset_version import load_version
 from shared.dataset_version.version import IMPORT_KIND, ingested_nan_counts
 from shared.errors import DataLoss
@@ -49,7 +49,7 @@ def store(tmp_path: Path) -> ObjectStore:
     }
     jobs.create(SOURCE, JobRecord(uid=uuid.uuid4().hex, name=SOURCE, spec=recorded, create_time=now, update_time=now))
     jobs.transition(SOURCE, lambda job: begin_attempt(job, time.time()), attempt=1)
-    run_attempt(pipeline.run, store, IMPORT_KIND, SOURCE, 1)
+    run_attempt(reconciler.run, store, IMPORT_KIND, SOURCE, 1)
     return store
 
 

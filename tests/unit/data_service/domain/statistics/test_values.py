@@ -14,8 +14,7 @@ from google.protobuf.json_format import MessageToDict, ParseDict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_service.domain.statistics import ColumnStatistics, SplitStatistics
-from data_service.domain.statistics.columns import rfc3339
+from data_service.domain.statistics import ColumnStatistics, SplitStatistics, rfc3339
 from data_service.domain.statistics.sketches import ExactMoments, Weighted, scaled
 from millrace.data.v1 import quality_pb2
 from shared.dataset_version.manifest import tensor_array
