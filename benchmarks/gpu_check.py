@@ -46,7 +46,7 @@ from inference_service.serve.served_model import ServedModel
 from shared.checkpoint import CheckpointRegistry, load_checkpoint
 from shared.storage import ObjectStore
 from train_service.domain.spec import BFLOAT16, TrainingSpec
-from train_service.learning.device import COMPILE_CACHE, DeviceBatches
+from train_service.learning.ranks import COMPILE_CACHE, DeviceBatches
 from train_service.loading.loader import Batch
 
 NO_GPU = "There is no GPU here that torch can use, so nothing of a GPU was checked."

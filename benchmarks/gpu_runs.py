@@ -42,10 +42,9 @@ from train_service.domain.spec import (
     TrainingSpec,
 )
 from train_service.jobs.run_records import RunRecords
-from train_service.learning.device import DeviceTransform, laid_out, set_up_device
 from train_service.learning.learner import AUTOCAST
 from train_service.learning.optimizers import build_optimizer
-from train_service.learning.ranks import Ranks
+from train_service.learning.ranks import DeviceTransform, Ranks, laid_out, set_up_device
 from train_service.loading.preprocessing import Preprocessing
 from train_service.records.event_log import TRAIN_KIND
 from train_service.worker.loop import LoopConfig, Run

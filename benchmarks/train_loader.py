@@ -23,9 +23,8 @@ from shared.model_spec import ModelSpec
 from shared.storage import ObjectStore
 from train_service.domain.order import SlicePlan
 from train_service.domain.spec import TrainingSpec
-from train_service.loading.loader import Loader
+from train_service.loading.loader import Loader, RowCache
 from train_service.loading.preprocessing import Preprocessing
-from train_service.loading.rows import RowCache
 
 BATCH = 128
 MEAN, STD = 0.1307, 0.3081

@@ -31,6 +31,7 @@ from train_service.jobs.training_jobs import ClusterMemory
 from train_service.placement import (
     IngestReservation,
     Queue,
+    QueueRecord,
     cluster_use,
     devices_of,
     is_settling,
@@ -38,7 +39,6 @@ from train_service.placement import (
     totals,
     usable_nodes,
 )
-from train_service.queue_record import QueueRecord
 from train_service.records.event_log import TRAIN_KIND, EventKind, EventLog
 from train_service.sweeps.sweeps import SWEEP_KIND, end_trials
 

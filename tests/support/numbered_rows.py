@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tests.support.versions import striped_digits
-from train_service.loading.rows import Array
+from train_service.loading.preprocessing import Array
 
 ROWS, BATCH = 600, 30
 STEPS_PER_EPOCH = ROWS // BATCH

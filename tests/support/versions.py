@@ -17,7 +17,7 @@ from shared.dataset_version.version import IMPORT_KIND
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.transitions import begin_attempt, succeed
 from shared.storage import ObjectStore
-from train_service.loading.rows import Array
+from train_service.loading.preprocessing import Array
 
 SCHEMA = pa.schema([tensor_field("image", pa.uint8(), (28, 28)), pa.field("label", pa.int64())])
 

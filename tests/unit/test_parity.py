@@ -47,9 +47,8 @@ from tests.support.real_data import real_data
 from tests.support.transforming import SOURCE, commit_tables, transform_here
 from train_service.domain.order import SlicePlan
 from train_service.domain.spec import TrainingSpec
-from train_service.loading.loader import Loader
+from train_service.loading.loader import Loader, RowCache
 from train_service.loading.preprocessing import Preprocessing, ingested_columns
-from train_service.loading.rows import RowCache
 
 Steps = list[dict[str, Any]]
 ROWS = 90

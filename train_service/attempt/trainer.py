@@ -58,11 +58,18 @@ from train_service.domain.order import max_rows_of_a_rank
 from train_service.domain.spec import CPU, GPU, RUN_DEVICE, Program, TrainingSpec, attempt_device, max_workers
 from train_service.domain.watchdog import Phase, culprits, hung, limit_s, line_in_bundle, unresponsive_ranks
 from train_service.learning.ranks import Ranks
-from train_service.placement import Size, count_concurrent_ingests, devices_of, lacking, size_now, usable_nodes
+from train_service.placement import (
+    QueueRecord,
+    Size,
+    count_concurrent_ingests,
+    devices_of,
+    lacking,
+    size_now,
+    usable_nodes,
+)
 from train_service.program.coordinator import ReportCoordinator
 from train_service.program.signing import handling
 from train_service.program.worker import ProgramConfig
-from train_service.queue_record import QueueRecord
 from train_service.records.event_log import GO_ON, PREEMPT, RESIZE, Reporter
 from train_service.records.logs import OWN_PROCESS, STACKS_CHUNK, LogShipper
 from train_service.store_retry import retry_on_outage

@@ -52,30 +52,6 @@ class Taken:
     row_ids: Ints
 
 
-class ConsumedRows:
-    """One rank's records since the last checkpoint. Not shared between threads."""
-
-    def __init__(self) -> None:
-        self._steps: list[tuple[int, int, int, int]] = []
-        self._row_ids: list[Ints] = []
-
-    def add(self, step: int, epoch: int, row_ids: Ints, *, skipped: bool = False) -> None:
-        """Record the rows of a step's batch.
-
-        `step` counts from 0. Call this once the optimizer has stepped or, if the step is `skipped`, was kept from
-        stepping.
-        """
-        self._steps.append((step, epoch, len(row_ids), int(skipped)))
-        self._row_ids.append(row_ids)
-
-    def take(self) -> Taken:
-        """Return the new records, and forget them. They are the records since the last call."""
-        steps = np.asarray(self._steps, np.int64).reshape(-1, 4)
-        row_ids = np.concatenate([np.empty(0, np.int64), *self._row_ids])
-        self._steps, self._row_ids = [], []
-        return Taken(steps, row_ids)
-
-
 def gather(ranks: Ranks, taken: Taken) -> pa.Table | None:
     """Return all ranks' records on rank 0.
 

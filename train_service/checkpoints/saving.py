@@ -13,12 +13,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegistry
 from shared.dataset_version import DatasetVersion
 from shared.errors import STORE_OUTAGES, DataLoss, Internal
 from shared.model_spec import STANDARD
 from shared.storage import ObjectStore
-from train_service.checkpoints.coverage import ConsumedRows, CoverageChain, gather, orphans
+from train_service.checkpoints.coverage import CoverageChain, Taken, gather, orphans
 from train_service.checkpoints.snapshots import (
     BackgroundWriter,
     CheckpointWriter,
@@ -31,6 +33,7 @@ from train_service.checkpoints.snapshots import (
     restore,
 )
 from train_service.checkpoints.tensor_files import NotByRows, restore_shards
+from train_service.domain.order import Ints
 from train_service.domain.spec import TrainingSpec
 from train_service.learning.learner import BaseLearner
 from train_service.learning.ranks import Ranks
@@ -301,6 +304,30 @@ def _warning(reporter: Reporter) -> Callable[[str], None]:
 
 
 # --- Clock ---
+
+
+class ConsumedRows:
+    """One rank's records since the last checkpoint. Not shared between threads."""
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[int, int, int, int]] = []
+        self._row_ids: list[Ints] = []
+
+    def add(self, step: int, epoch: int, row_ids: Ints, *, skipped: bool = False) -> None:
+        """Record the rows of a step's batch.
+
+        `step` counts from 0. Call this once the optimizer has stepped or, if the step is `skipped`, was kept from
+        stepping.
+        """
+        self._steps.append((step, epoch, len(row_ids), int(skipped)))
+        self._row_ids.append(row_ids)
+
+    def take(self) -> Taken:
+        """Return the new records, and forget them. They are the records since the last call."""
+        steps = np.asarray(self._steps, np.int64).reshape(-1, 4)
+        row_ids = np.concatenate([np.empty(0, np.int64), *self._row_ids])
+        self._steps, self._row_ids = [], []
+        return Taken(steps, row_ids)
 
 
 class CheckpointClock:

@@ -48,7 +48,7 @@ from train_service.domain.spec import TrainingSpec
 from train_service.jobs.deletion import Deletions
 from train_service.jobs.own_code import Limits, ask_in_child, unpack_bundle
 from train_service.jobs.training_jobs import COLLECTION, JobView, TrainingJobs
-from train_service.jobs.weights_answer import REPORT, take_report, take_weights
+from train_service.jobs.weights_child import REPORT, take_report, take_weights
 from train_service.loading.preprocessing import (
     Preprocessing,
     check_padding,

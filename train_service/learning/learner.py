@@ -50,11 +50,19 @@ from shared.settings import TRAINING_STEPS, load_installed
 from shared.transforms import TensorSpec
 from train_service.domain.order import loss_scale, noise_seed, parts_of_step
 from train_service.domain.spec import BFLOAT16, FLOAT16, FSDP, REGRESSION, TrainingSpec, learning_rate, should_stop
-from train_service.learning.device import DeviceTransform, full_float32, on_device, to_device
 from train_service.learning.losses import Loss, build_loss, total_of
 from train_service.learning.metrics import MAX_SUMS_OF_A_STEP, Metrics
 from train_service.learning.optimizers import build_optimizer, build_scheduler
-from train_service.learning.ranks import Ranks, gradients_kept_local, settle_buckets, thrown_away
+from train_service.learning.ranks import (
+    DeviceTransform,
+    Ranks,
+    full_float32,
+    gradients_kept_local,
+    on_device,
+    settle_buckets,
+    thrown_away,
+    to_device,
+)
 from train_service.learning.sharding import (
     local_rows,
     put_optimizer_state,
@@ -66,9 +74,8 @@ from train_service.learning.sharding import (
     whole_optimizer_state,
     whole_weights,
 )
-from train_service.loading.loader import Batch
-from train_service.loading.preprocessing import Preprocessing
-from train_service.loading.rows import Array, RowCache, Rows
+from train_service.loading.loader import Batch, RowCache
+from train_service.loading.preprocessing import Array, Preprocessing, Rows
 
 logger = logging.getLogger(__name__)
 

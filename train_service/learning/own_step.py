@@ -27,7 +27,6 @@ from shared.models import own_method
 from shared.transforms import TensorSpec
 from train_service.domain.order import loss_scale
 from train_service.domain.spec import FSDP, OWN, REGRESSION, TrainingSpec, learning_rate
-from train_service.learning.device import full_float32
 from train_service.learning.learner import (
     BaseLearner,
     StepPart,
@@ -38,11 +37,10 @@ from train_service.learning.learner import (
     validation_batches,
 )
 from train_service.learning.optimizers import build_optimizer, build_scheduler
-from train_service.learning.ranks import Ranks, gradients_kept_local
+from train_service.learning.ranks import Ranks, full_float32, gradients_kept_local
 from train_service.learning.sharding import put_optimizer_state, units_of, whole_optimizer_state
-from train_service.loading.loader import Batch
+from train_service.loading.loader import Batch, RowCache
 from train_service.loading.preprocessing import Preprocessing
-from train_service.loading.rows import RowCache
 
 # --- Module ---
 

@@ -1,26 +1,51 @@
-"""The ranks of one attempt: wrapping the model, sharing values, adding over ranks.
+"""A rank's exchange with the other ranks of its attempt, and its device.
+
+Ranks wrap the model, share values and add over ranks.
 
 Ranks that Ray Train has not joined join a process group here. Ray Train joins its own workers with the same backend and
 timeout (`attempt.ray_run`). In both cases NCCL reads its environment, NCCL_SOCKET_IFNAME and the like, from the node.
+
+A thread with its own stream sends batches from pinned memory to the device, ahead of a step. The last steps of a
+transform return bit for bit what the loader would compute from the same images. Random draws are made on the host, from
+the keys of the rows, as in the loader. Products and quotients run as separate kernels of torch, because a fused kernel
+would round once less. Divisors are tensors, because torch divides by a number as a product with its reciprocal.
+
+The settings of torch choose deterministic algorithms or the fastest kernels, and which products use TF32. A CPU is
+deterministic by itself for the same number of threads; a GPU is if asked.
+
+B = rows of the batch, H = height, W = width, C = channels.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from train_service.domain.spec import DDP, FSDP
+from shared.transforms import RowKeys
+from shared.transforms.batch import Step
+from shared.transforms.steps.columns import Normalize, ToFloat
+from shared.transforms.steps.images import CenterCrop, ColorJitter, ImageStep, RandomCrop, RandomFlip
+from train_service.domain.spec import DDP, DETERMINISTIC, FSDP, REGRESSION, TF32, TrainingSpec
 from train_service.learning.sharding import shard, sharded
+from train_service.loading.loader import Batch
+from train_service.loading.preprocessing import Array
+from train_service.store_retry import waiting_for
 
 # --- Ranks ---
 
@@ -275,3 +300,326 @@ def timeout_of_group() -> float:
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     options: timedelta = group._get_backend(device).options._timeout
     return options.total_seconds()
+
+
+# --- Batches on the device ---
+
+
+@dataclass(frozen=True)
+class DeviceBatch(Batch):
+    """A batch that is also on the device.
+
+    `device_inputs` float32 (B, *shape), `device_labels` as the loss takes them.
+    """
+
+    device_inputs: Tensor
+    device_labels: Tensor
+
+
+class DeviceBatches:
+    """Copier of a loader's batches to the device, each whole and in order."""
+
+    def __init__(
+        self, spec: TrainingSpec, device: torch.device, transform: DeviceTransform | None = None, ahead: int = 0
+    ) -> None:
+        """Prepare the copies.
+
+        `transform` holds the steps that the loader left to the device. Up to `ahead` batches are on the device, or
+        being copied, while a step is computed. 0: each batch is copied when it is requested.
+        """
+        self._spec = spec
+        self._device = device
+        self._transform = transform
+        self._ahead = ahead
+        self._stream: Any = None
+        if ahead and device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def batches(self, given: Generator[Batch, None, None]) -> Generator[DeviceBatch, None, None]:
+        """Yield all of `given`, which is closed with this generator. Errors of `given` are raised here."""
+        if self._ahead:
+            yield from self._copied_ahead(given)
+            return
+        with closing(given):
+            for batch in given:
+                yield self._copied(batch)
+
+    def _copied_ahead(self, given: Generator[Batch, None, None]) -> Generator[DeviceBatch, None, None]:
+        ready: queue.SimpleQueue[tuple[DeviceBatch, Any] | BaseException | None] = queue.SimpleQueue()
+        capacity = threading.Semaphore(self._ahead)
+        closed = False
+
+        def copy() -> None:
+            try:
+                # The current device and stream are per thread.
+                with closing(given), self._on_stream():
+                    for batch in given:
+                        capacity.acquire()
+                        if closed:
+                            return
+                        copied = self._copied(batch)
+                        ready.put((copied, None if self._stream is None else self._stream.record_event()))
+                ready.put(None)
+            except BaseException as error:  # raised again in the consumer's thread
+                ready.put(error)
+
+        thread = threading.Thread(target=copy, name="device-batches", daemon=True)
+        thread.start()
+        try:
+            while True:
+                with waiting_for(thread):
+                    item = ready.get()
+                if item is None:
+                    return
+                if isinstance(item, BaseException):
+                    raise item
+                batch, copied = item
+                if copied is not None:
+                    self._take_over(batch, copied)
+                capacity.release()
+                yield batch
+        finally:
+            closed = True
+            capacity.release()
+            thread.join()
+
+    def _take_over(self, batch: DeviceBatch, copied: torch.cuda.Event) -> None:
+        """Order the step after the copy, and keep the memory until the step is done."""
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(copied)
+        batch.device_inputs.record_stream(stream)
+        batch.device_labels.record_stream(stream)
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _copied(self, batch: Batch) -> DeviceBatch:
+        inputs = to_device(batch.inputs, self._device)
+        if self._transform is not None:
+            inputs = self._transform(inputs, RowKeys(self._spec.seed, batch.epoch, batch.row_ids))
+        return DeviceBatch(
+            **vars(batch),
+            device_inputs=laid_out(inputs, self._spec),
+            device_labels=to_device(_labels(batch, self._spec), self._device),
+        )
+
+
+def on_device(batch: Batch, spec: TrainingSpec, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the inputs and labels of a batch on the device. Copies them unless they are there."""
+    if isinstance(batch, DeviceBatch):
+        return batch.device_inputs, batch.device_labels
+    return laid_out(to_device(batch.inputs, device), spec), to_device(_labels(batch, spec), device)
+
+
+def to_device(values: Array, device: torch.device) -> Tensor:
+    """Copy an array to the device.
+
+    On a GPU the copy goes through pinned memory, which torch keeps and reuses. The call does not wait for the copy; the
+    work that the current stream computes next does.
+    """
+    host = torch.from_numpy(values)
+    if device.type != "cuda":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+def laid_out(inputs: Tensor, spec: TrainingSpec) -> Tensor:
+    """Return the inputs in the memory format of the spec."""
+    if spec.acceleration.channels_last and inputs.dim() == 4:
+        return inputs.contiguous(memory_format=torch.channels_last)
+    return inputs.contiguous()
+
+
+def _labels(batch: Batch, spec: TrainingSpec) -> Array:
+    """Return the labels (B,), or (B, K) for a regression."""
+    return batch.labels.reshape(len(batch.row_ids), -1) if spec.task == REGRESSION else batch.labels
+
+
+# --- Last steps of the transform ---
+
+# Random numbers of [0, 1), (B, draws).
+Draws = NDArray[np.float64]
+NONE = np.empty((0, 0))
+
+
+class DeviceTransform:
+    """The last steps of a transform, computed on the device.
+
+    `steps` holds each step with its index in the whole transform, from which augmentations draw.
+    """
+
+    def __init__(self, steps: Sequence[tuple[int, Step]]) -> None:
+        self._steps = list(steps)
+
+    def __call__(self, images: Tensor, keys: RowKeys | None = None) -> Tensor:
+        """Transform uint8 (B, H, W) or (B, H, W, C) into float32 (B, C, H', W').
+
+        Augmentations are applied only if `keys`, the keys of the rows, are given.
+        """
+        for place, step in self._steps:
+            count = step.draws if isinstance(step, ImageStep) else 0
+            if not count:
+                images = ON_DEVICE[type(step)](step, images, NONE)
+            elif keys is not None:
+                images = ON_DEVICE[type(step)](step, images, keys.at(place).uniform(count))
+            elif isinstance(step, RandomCrop):
+                images = _center_crop(step, images, NONE)
+        return images
+
+
+def _center_crop(step: CenterCrop | RandomCrop, images: Tensor, _draws: Draws) -> Tensor:
+    images = _padded_to(images, step.height, step.width)
+    top, left = (images.shape[1] - step.height) // 2, (images.shape[2] - step.width) // 2
+    return images[:, top : top + step.height, left : left + step.width]
+
+
+def _random_crop(step: RandomCrop, images: Tensor, draws: Draws) -> Tensor:
+    images = _padded(images, (step.padding,) * 2, (step.padding,) * 2)
+    images = _padded_to(images, step.height, step.width)
+    choices = (images.shape[1] - step.height + 1, images.shape[2] - step.width + 1)
+    top, left = _moved(np.floor(draws * choices).astype(np.int64).T, images.device)
+    down = top[:, None] + torch.arange(step.height, device=images.device)
+    right = left[:, None] + torch.arange(step.width, device=images.device)
+    rows = torch.arange(len(images), device=images.device)
+    return images[rows[:, None, None], down[:, :, None], right[:, None, :]]
+
+
+def _random_flip(step: RandomFlip, images: Tensor, draws: Draws) -> Tensor:
+    chosen = (draws < (step.horizontal_probability, step.vertical_probability)).T
+    sideways, over = _moved(chosen, images.device).reshape(2, -1, *[1] * (images.dim() - 1))
+    images = torch.where(sideways, images.flip(2), images)
+    return torch.where(over, images.flip(1), images)
+
+
+def _color_jitter(step: ColorJitter, images: Tensor, draws: Draws) -> Tensor:
+    strengths = (step.brightness, step.contrast, step.saturation)
+    factors = np.stack([1 + (2 * draws[:, place] - 1) * strength for place, strength in enumerate(strengths)])
+    brighter, harder, richer = _moved(factors, images.device).reshape(3, -1, *[1] * (images.dim() - 1))
+    if step.brightness:
+        images = _pixels(images.double() * brighter)
+    if step.contrast:
+        gray = _luma(images) if images.dim() == 4 and images.shape[3] == 3 else images
+        sums = gray.flatten(1).sum(1, dtype=torch.int64).double()
+        means = sums / torch.full_like(sums, max(math.prod(gray.shape[1:]), 1))
+        images = _blended(images, means.reshape(brighter.shape), harder)
+    if step.saturation:
+        images = _blended(images, _luma(images)[..., None].double(), richer)
+    return images
+
+
+def _to_float(_step: ToFloat, images: Tensor, _draws: Draws) -> Tensor:
+    channels_first = images[:, None] if images.dim() == 3 else images.permute(0, 3, 1, 2)
+    return channels_first.float() / torch.full((1,), 255.0, device=images.device)
+
+
+def _normalize(step: Normalize, images: Tensor, _draws: Draws) -> Tensor:
+    mean, std = (
+        _moved(np.asarray(one, np.float32).reshape(1, -1, 1, 1), images.device) for one in (step.mean, step.std)
+    )
+    return (images - mean) / std
+
+
+# The function of each step on a device. Other steps run in the loader.
+ON_DEVICE: dict[type[Step], Callable[[Any, Tensor, Draws], Tensor]] = {
+    CenterCrop: _center_crop,
+    RandomCrop: _random_crop,
+    RandomFlip: _random_flip,
+    ColorJitter: _color_jitter,
+    ToFloat: _to_float,
+    Normalize: _normalize,
+}
+
+
+def _padded_to(images: Tensor, height: int, width: int) -> Tensor:
+    down, right = (max(wanted - given, 0) for wanted, given in zip((height, width), images.shape[1:3], strict=True))
+    return _padded(images, (down // 2, down - down // 2), (right // 2, right - right // 2))
+
+
+def _padded(images: Tensor, down: tuple[int, int], right: tuple[int, int]) -> Tensor:
+    """Pad with zeros: `down` is (above, below), `right` is (left, right)."""
+    if not any((*down, *right)):
+        return images
+    last = (0, 0) if images.dim() == 4 else ()
+    return F.pad(images, (*last, *right, *down))
+
+
+def _luma(images: Tensor) -> Tensor:
+    """Return the luma as the loader computes it: (…, 3) → (…)."""
+    red, green, blue = images.long().unbind(-1)
+    return ((red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16).to(torch.uint8)
+
+
+def _blended(images: Tensor, gray: Tensor, factor: Tensor) -> Tensor:
+    return _pixels(gray + (images.double() - gray) * factor)
+
+
+def _pixels(values: Tensor) -> Tensor:
+    return values.round().clamp(0, 255).to(torch.uint8)
+
+
+def _moved(values: NDArray[Any], device: torch.device) -> Tensor:
+    host = torch.from_numpy(np.ascontiguousarray(values))
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+# --- Settings of the process ---
+
+# A folder of the node that keeps the output of torch.compile, also if the node's /tmp is emptied.
+COMPILE_CACHE = "MILLRACE_COMPILE_CACHE"
+
+
+def set_up_device(device: torch.device, spec: TrainingSpec, environ: Mapping[str, str] = os.environ) -> None:
+    """Apply the spec's settings to this process. Call it before the first use of a GPU."""
+    if spec.compile:
+        _keep_compiled(environ.get(COMPILE_CACHE, ""))
+    if device.type != "cuda":
+        return
+    is_tf32 = spec.precision == TF32
+    torch.backends.cuda.matmul.allow_tf32 = is_tf32
+    # By default torch uses TF32 for convolutions, but not for products of matrices.
+    torch.backends.cudnn.allow_tf32 = is_tf32
+    if spec.acceleration.algorithms == DETERMINISTIC:
+        _compute_deterministically()
+    else:
+        # cuDNN tries its kernels when a shape first occurs. All steps except an epoch's last have the same shape.
+        torch.backends.cudnn.benchmark = True
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Round no product to TF32 in this context, so that validation measures the model as it is served."""
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = cudnn.allow_tf32, matmul.allow_tf32
+    cudnn.allow_tf32 = matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        cudnn.allow_tf32, matmul.allow_tf32 = before
+
+
+def _compute_deterministically() -> None:
+    """Choose deterministic algorithms.
+
+    If torch has none for an operation, it warns in the worker's log and uses another.
+    """
+    # cuBLAS reads it at its first use. A value that is already set may be as good.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cudnn.deterministic = True
+    # The benchmark would choose kernels by the timings of this run.
+    torch.backends.cudnn.benchmark = False
+    # The compiler obeys it, too; otherwise it would choose the order of a sum by the timings of this run.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # While torch only warns, the fused kernels of attention add up gradients in any order. The plain one does not.
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    # Otherwise all new memory is written first, which only serves to detect uninitialized reads.
+    deterministic: Any = torch.utils.deterministic
+    deterministic.fill_uninitialized_memory = False
+
+
+def _keep_compiled(folder: str) -> None:
+    """Set the folder for compiled code. torch's default is below /tmp, by the user's name."""
+    if folder:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
+        os.environ.setdefault("TRITON_CACHE_DIR", str(Path(folder) / "triton"))

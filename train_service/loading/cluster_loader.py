@@ -38,9 +38,8 @@ from train_service.domain.capacity import INGEST_CPUS
 from train_service.domain.order import Ints, SlicePlan, blocks_of, rank_positions, step_bounds
 from train_service.domain.spec import TrainingSpec
 from train_service.domain.watchdog import STARTING_SECONDS
-from train_service.loading.loader import Batch, Loader, Windows
-from train_service.loading.preprocessing import Preprocessing
-from train_service.loading.rows import Array, RowCache
+from train_service.loading.loader import Batch, Loader, RowCache, Windows
+from train_service.loading.preprocessing import Array, Preprocessing
 from train_service.placement import usable_nodes
 from train_service.store_retry import OUTAGE_TIMEOUT_S, store_call
 

@@ -2,25 +2,40 @@
 
 It also fits a specification to its dataset version: checks that it fits, and fills in defaults that depend on the
 version. A text model gets its vocabulary, its padding and the order of its two columns from the tokenizer of its input.
+
+`Rows` are rows before they are prepared: columns as stored, with labels and ids.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.types as kinds
+from numpy.typing import NDArray
 
 from shared import names
 from shared.dataset_version import DatasetVersion, load_version
-from shared.dataset_version.manifest import Column
+from shared.dataset_version.manifest import Column, row_bytes
 from shared.dataset_version.version import read_report
 from shared.errors import InvalidArgument, NotFound, invalid_field
 from shared.models import TRANSFORMERS, input_dimensions
 from shared.storage import ObjectStore
-from shared.transforms import Pipeline, RowError, RowKeys, ScalarType, Schema, TensorSpec, TensorType, schema_of_columns
+from shared.transforms import (
+    Batch,
+    Pipeline,
+    RowError,
+    RowKeys,
+    ScalarType,
+    Schema,
+    TensorSpec,
+    TensorType,
+    arrow_schema,
+    schema_of_columns,
+)
 from shared.transforms.batch import Column as BatchColumn
 from shared.transforms.batch import ColumnType, Step
 from shared.transforms.pipeline import BatchContext, needed_columns, sliced
@@ -29,10 +44,93 @@ from shared.transforms.steps.custom import Custom, functions_in_children
 from shared.transforms.steps.images import CenterCrop, ColorJitter, RandomCrop, RandomFlip, image_columns, side_by_side
 from shared.transforms.steps.tokenizing import Tokenize
 from train_service.domain import spec_rules
-from train_service.domain.order import steps_per_epoch, window_rows
+from train_service.domain.order import Ints, steps_per_epoch, window_rows
 from train_service.domain.spec import BY_DEVICE, CAUSAL_LM, REGRESSION, TrainingSpec
 from train_service.domain.spec_rules import check_rows
-from train_service.loading.rows import Array, Rows, bytes_of_row
+
+# --- Rows ---
+
+Array = NDArray[Any]
+# Reusable tensors by column. For a large tensor the allocation costs more than the copy.
+RowBuffers = dict[str, Array]
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows in some order: columns as stored, `labels`, and `row_ids` int64 (rows,).
+
+    Labels are classes, int64 (rows,), or for regression numbers, float32 (rows,) or (rows, K). `tensors` are (rows,
+    *shape) each. `scalars` holds all other columns, so that one call of Arrow copies them all; None if there are none.
+    """
+
+    tensors: dict[str, Array]
+    scalars: pa.RecordBatch | None
+    labels: Array
+    row_ids: Ints
+
+    @classmethod
+    def joined(cls, parts: Sequence[Rows], into: RowBuffers | None = None) -> Rows:
+        """Concatenate parts with equal columns. The tensors use the memory of `into`, if given."""
+        if len(parts) == 1:
+            return parts[0]
+        scalars = [part.scalars for part in parts if part.scalars is not None]
+        buffers = {} if into is None else into
+        return cls(
+            {name: _concatenated([part.tensors[name] for part in parts], name, buffers) for name in parts[0].tensors},
+            pa.concat_batches(scalars) if scalars else None,
+            np.concatenate([part.labels for part in parts]),
+            np.concatenate([part.row_ids for part in parts]),
+        )
+
+    def take(self, places: Ints) -> Rows:
+        """Return copies of the rows at these indices, in that order."""
+        return Rows(
+            {name: values.take(places, axis=0) for name, values in self.tensors.items()},
+            None if self.scalars is None else self.scalars.take(pa.array(places)),
+            self.labels.take(places, axis=0),
+            self.row_ids.take(places),
+        )
+
+    def slice(self, begin: int, end: int) -> Rows:
+        """Return rows [begin, end) without a copy."""
+        return Rows(
+            {name: values[begin:end] for name, values in self.tensors.items()},
+            None if self.scalars is None else self.scalars.slice(begin, end - begin),
+            self.labels[begin:end],
+            self.row_ids[begin:end],
+        )
+
+    def batch(self) -> Batch:
+        """Return the columns as a pipeline takes them."""
+        if self.scalars is None:
+            return dict(self.tensors)
+        return {**dict(zip(self.scalars.schema.names, self.scalars.columns, strict=True)), **self.tensors}
+
+    @property
+    def size_bytes(self) -> int:
+        tensors = sum(values.nbytes for values in self.tensors.values())
+        scalars = 0 if self.scalars is None else self.scalars.nbytes
+        return tensors + scalars + self.labels.nbytes + self.row_ids.nbytes
+
+
+def _concatenated(tensors: Sequence[Array], name: str, buffers: RowBuffers) -> Array:
+    rows = sum(map(len, tensors))
+    if name not in buffers or len(buffers[name]) < rows:
+        buffers[name] = np.empty((rows, *tensors[0].shape[1:]), tensors[0].dtype)
+    return np.concatenate(tensors, out=buffers[name][:rows])
+
+
+def bytes_of_row(version: DatasetVersion, split: str, columns: Sequence[str]) -> int:
+    """Estimate the memory of one row's columns, in bytes, from the manifest alone.
+
+    A column whose type has no fixed size counts with the bytes of the files.
+    """
+    types = schema_of_columns(version.columns)
+    rows = sum(one.row_count for one in version.manifest.splits if one.name == split)
+    stored = version.manifest.bytes_of_split(split) // max(1, rows)
+    sizes = [row_bytes(arrow_schema({name: types[name]})) for name in columns]
+    return sum(size or 0 for size in sizes) + (stored if None in sizes else 0)
+
 
 # --- Preprocessing ---
 
@@ -50,7 +148,7 @@ MAKE_FINITE = frozenset(
     }
 )
 MIN_STD = 1e-6
-# Steps that a worker's device may compute, see `train_service.learning.device`.
+# Steps that a worker's device may compute, see `train_service.learning.ranks`.
 DEVICE_STEPS = (CenterCrop, RandomCrop, RandomFlip, ColorJitter, ToFloat, Normalize)
 # Steps that pass NaN and infinities through unchanged.
 KEEP_NON_FINITE = frozenset({"select", "drop", "fill_nulls", "standardize", "normalize"})

@@ -37,8 +37,8 @@ from train_service.domain.coverage import (
 )
 from train_service.domain.order import EpochOrder, Ints, blocks_of, epoch_order
 from train_service.domain.spec import CONTINUE, KEEP, TrainingSpec
-from train_service.loading.loader import CACHE_BYTES, FOOTER_BYTES
-from train_service.loading.rows import RowBuffers, RowCache, Rows
+from train_service.loading.loader import CACHE_BYTES, FOOTER_BYTES, RowCache
+from train_service.loading.preprocessing import RowBuffers, Rows
 from train_service.program.ray_hooks import IterableFromIterator, default_format, unwrap_finalized
 from train_service.program.signing import RankStore, StoredVersions, Versions
 from train_service.store_retry import retry_on_outage, waiting_for

@@ -35,12 +35,10 @@ from shared.telemetry import configure_logging, identity
 from train_service.checkpoints.saving import Checkpointing, History, Lineage
 from train_service.domain.spec import FLOAT16, RAY_DATA, TrainingSpec
 from train_service.domain.watchdog import Phase
-from train_service.learning.device import DeviceBatches, DeviceTransform, set_up_device
 from train_service.learning.learner import BaseLearner, Learner
 from train_service.learning.own_step import OwnStepLearner
-from train_service.learning.ranks import PendingSum, Ranks
-from train_service.loading.loader import Batch, Batches, Loader
-from train_service.loading.rows import RowCache
+from train_service.learning.ranks import DeviceBatches, DeviceTransform, PendingSum, Ranks, set_up_device
+from train_service.loading.loader import Batch, Batches, Loader, RowCache
 from train_service.records.event_log import (
     CANCEL,
     GO_ON,

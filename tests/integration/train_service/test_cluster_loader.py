@@ -29,9 +29,8 @@ from train_service.domain.order import SlicePlan
 from train_service.domain.spec import TrainingSpec
 from train_service.loading import cluster_loader
 from train_service.loading.cluster_loader import ClusterLoader
-from train_service.loading.loader import Batch, Loader
+from train_service.loading.loader import Batch, Loader, RowCache
 from train_service.loading.preprocessing import Preprocessing
-from train_service.loading.rows import RowCache
 
 VERSION = "datasets/digits/versions/v1"
 ROWS = 3000

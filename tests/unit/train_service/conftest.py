@@ -11,7 +11,7 @@ from shared.dataset_version import VersionReader, load_version
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.support.versions import commit_version, striped_digits
-from train_service.loading.rows import RowCache
+from train_service.loading.loader import RowCache
 
 VERSION = "datasets/digits/versions/v1"
 TRAIN_ROWS, VALIDATION_ROWS = 700, 90

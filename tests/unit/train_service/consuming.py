@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from train_service.checkpoints.coverage import ConsumedRows, gather
+from train_service.checkpoints.coverage import gather
+from train_service.checkpoints.saving import ConsumedRows
 from train_service.learning.ranks import Ranks
 
 

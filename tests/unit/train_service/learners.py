@@ -22,9 +22,8 @@ from train_service.domain.order import rank_positions
 from train_service.domain.spec import FSDP, REGRESSION, LossSpec, OptimizerSpec, Placement, TrainingSpec
 from train_service.learning.learner import Learner
 from train_service.learning.ranks import Ranks
-from train_service.loading.loader import Batch
+from train_service.loading.loader import Batch, RowCache
 from train_service.loading.preprocessing import Preprocessing
-from train_service.loading.rows import RowCache
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 VERSION = "datasets/table/versions/v1"

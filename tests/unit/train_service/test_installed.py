@@ -20,7 +20,7 @@ from shared.settings import LOSSES, MODELS, TRAINING_STEPS, installed_names
 from tests.support.example import install_example
 from tests.unit.train_service.learners import CLASSES, INPUT, NUMBERS, ROWS, SPEC, WIDTH, batch, learner, trained
 from train_service.domain.spec import LossSpec, TrainingSpec
-from train_service.jobs import trial_limit
+from train_service.jobs import model_check
 from train_service.jobs.model_check import check_model
 
 
@@ -59,7 +59,7 @@ def test_a_package_whose_import_takes_long_is_no_large_model(site: Path, monkeyp
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: millrace-example-slow\nVersion: 1\n")
     (info / "entry_points.txt").write_text("[millrace.models]\nslow-to-import = millrace_example_slow:TwoBranches\n")
     check_model(replace(SPEC, model=TWO_BRANCHES), INPUT)  # torch itself imports what it needs for a first trial
-    monkeypatch.setattr(trial_limit, "LIMIT_S", 0.3)
+    monkeypatch.setattr(model_check, "LIMIT_S", 0.3)
 
     check_model(replace(SPEC, model=replace(TWO_BRANCHES, builder="slow-to-import")), INPUT)
 

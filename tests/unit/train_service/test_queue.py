@@ -30,8 +30,7 @@ from train_service.domain.capacity import (
     workers_that_fit,
 )
 from train_service.domain.spec import GPU, MAX_WORKERS, RAY_DATA, Placement, TrainingSpec, max_workers
-from train_service.placement import UNPLACED_S, Node, Queue
-from train_service.queue_record import QueueRecord
+from train_service.placement import UNPLACED_S, Node, Queue, QueueRecord
 from train_service.records.event_log import TRAIN_KIND
 
 

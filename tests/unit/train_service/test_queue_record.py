@@ -5,7 +5,7 @@ from __future__ import annotations
 from shared.storage import ObjectStore
 from tests.support.counting_store import CountingStore
 from train_service.domain.capacity import STRICT_PACK, Claim
-from train_service.queue_record import EXPIRED_S, REFRESHED_S, QueueRecord
+from train_service.placement import EXPIRED_S, REFRESHED_S, QueueRecord
 
 FIRST = Claim(bundle={"CPU": 1.0, "GPU": 1.0}, workers=2, strategy=STRICT_PACK, job="trainingJobs/first")
 NEXT = Claim(bundle={"CPU": 1.0}, workers=1, strategy=STRICT_PACK, job="trainingJobs/next")

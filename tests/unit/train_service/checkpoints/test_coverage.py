@@ -21,7 +21,8 @@ from tests.support.versions import commit_version, striped_digits
 from tests.unit.train_service.consuming import what_a_rank_consumed
 from tests.unit.train_service.in_ranks import in_ranks
 from train_service.checkpoints import coverage
-from train_service.checkpoints.coverage import ConsumedRows, CoverageChain, gather, orphans, read_part, row_ids_of
+from train_service.checkpoints.coverage import CoverageChain, gather, orphans, read_part, row_ids_of
+from train_service.checkpoints.saving import ConsumedRows
 from train_service.domain.spec import TrainingSpec
 from train_service.jobs.run_records import RunRecords
 from train_service.jobs.training_jobs import TrainingJobs

@@ -14,8 +14,7 @@ import safetensors.torch
 import torch
 
 from shared.checkpoint.format import WEIGHTS
-from train_service.jobs.weights_answer import REPORT, open_plain, take_report, take_weights
-from train_service.jobs.weights_child import MAX_LISTED, Report
+from train_service.jobs.weights_child import MAX_LISTED, REPORT, Report, open_plain, take_report, take_weights
 
 GOOD = Report(
     format="TORCH",

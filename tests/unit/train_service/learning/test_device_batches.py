@@ -14,8 +14,8 @@ from tests.support.gpu import DEVICES
 from tests.support.waiting import wait_until
 from tests.unit.train_service.learners import NUMBERS, SPEC, batch
 from train_service.domain.spec import Acceleration, TrainingSpec
-from train_service.learning.device import DeviceBatches
 from train_service.learning.learner import parts_of
+from train_service.learning.ranks import DeviceBatches
 from train_service.loading.loader import Batch
 
 

@@ -17,9 +17,8 @@ from shared.transforms import RowKeys
 from tests.support.gpu import DEVICES
 from tests.support.versions import columns_of
 from train_service.domain.spec import BY_DEVICE, Acceleration, TrainingSpec
-from train_service.learning.device import ON_DEVICE, DeviceTransform
-from train_service.loading.preprocessing import DEVICE_STEPS, Preprocessing
-from train_service.loading.rows import Rows
+from train_service.learning.ranks import ON_DEVICE, DeviceTransform
+from train_service.loading.preprocessing import DEVICE_STEPS, Preprocessing, Rows
 
 ROWS = 50
 KEYS = RowKeys(7, 3, np.arange(900, 900 + ROWS))

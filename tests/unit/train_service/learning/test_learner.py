@@ -44,7 +44,7 @@ from train_service.domain.spec import BFLOAT16, FLOAT16, EarlyStopping, LossSpec
 from train_service.learning import learner as evaluation
 from train_service.learning.learner import seed_generators
 from train_service.learning.ranks import Ranks
-from train_service.loading.rows import Array, Rows
+from train_service.loading.preprocessing import Array, Rows
 
 
 @pytest.fixture(scope="module", params=[2, 3])

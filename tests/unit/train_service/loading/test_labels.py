@@ -6,7 +6,7 @@ import pytest
 
 from shared.errors import InvalidArgument
 from train_service.domain.spec import CLASSIFICATION
-from train_service.loading.rows import labels_of
+from train_service.loading.loader import labels_of
 
 
 @pytest.mark.parametrize("labels", [[0, 5, 1, 7], [2, -1, 0, 3]])

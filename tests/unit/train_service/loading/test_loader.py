@@ -20,9 +20,8 @@ from tests.support.waiting import wait_until
 from tests.unit.train_service.conftest import TRAIN_ROWS, VERSION, Committed
 from train_service.domain.order import WINDOW_ROWS, Ints, SlicePlan, blocks_of, epoch_order, rank_positions, step_bounds
 from train_service.domain.spec import TrainingSpec
-from train_service.loading.loader import Batch, Loader
-from train_service.loading.preprocessing import Preprocessing
-from train_service.loading.rows import Array, RowBuffers, RowCache, Rows
+from train_service.loading.loader import Batch, Loader, RowCache
+from train_service.loading.preprocessing import Array, Preprocessing, RowBuffers, Rows
 
 # The version is only ever read, so examples may share it.
 SHARED = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -17,8 +17,7 @@ from tests.support.versions import columns_of
 from tests.support.watched_decodes import watched_decodes
 from tests.unit.shared.transforms.samples import encoded
 from train_service.domain.spec import TrainingSpec
-from train_service.loading.preprocessing import Preprocessing
-from train_service.loading.rows import Rows
+from train_service.loading.preprocessing import Preprocessing, Rows
 
 COLUMNS = columns_of(
     pa.schema(

@@ -27,7 +27,8 @@ from tests.support.versions import commit_version, striped_digits
 from tests.support.waiting import wait_until
 from tests.unit.train_service.conftest import VERSION, Committed
 from train_service.domain.spec import CLASSIFICATION, REGRESSION
-from train_service.loading.rows import Array, RowCache, Rows
+from train_service.loading.loader import RowCache
+from train_service.loading.preprocessing import Array, Rows
 
 
 def cache_of(store: ObjectStore, *, num_classes: int = 10, task: str = CLASSIFICATION) -> RowCache:
@@ -121,7 +122,7 @@ def test_what_was_read_ahead_is_not_read_again(committed: Committed) -> None:
 
 
 def test_no_more_is_read_ahead_than_there_is_room_for(committed: Committed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train_service.loading.rows.AHEAD_BYTES", 600 * 28 * 28)
+    monkeypatch.setattr("train_service.loading.loader.AHEAD_BYTES", 600 * 28 * 28)
     reader = CountingReader(committed.store, committed.name)
     cache, everything = RowCache(reader, "train", ["image"], "label", 10, 2**30), np.arange(700, dtype=np.int64)
 
@@ -148,7 +149,7 @@ def test_damage_met_ahead_of_time_is_told_to_who_asks_and_read_anew_after(commit
 def test_row_groups_that_failed_together_are_all_read_anew(
     committed: Committed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("train_service.loading.rows.READERS", 1)
+    monkeypatch.setattr("train_service.loading.loader.READERS", 1)
     reader = CountingReader(committed.store, committed.name, broken=1)
     cache, asked = RowCache(reader, "train", ["image"], "label", 10, 2**30), np.arange(700, dtype=np.int64)
     cache.read_ahead(asked)

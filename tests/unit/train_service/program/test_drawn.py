@@ -28,8 +28,8 @@ from tests.unit.train_service.program.test_reports import JOB, Attempt
 from train_service.domain import coverage as domain
 from train_service.domain.coverage import check_drawn, decode
 from train_service.jobs.run_records import GIVEN, INDICES, NO_WITNESS, RunRecords
-from train_service.program import drawn as counting
-from train_service.program.drawn import DrawnIndices
+from train_service.program import worker as counting
+from train_service.program.worker import DrawnIndices
 from train_service.records.event_log import TRAIN_KIND
 
 ROWS = 20
@@ -149,7 +149,7 @@ def test_a_pass_whose_number_is_too_large_is_not_counted(caplog: pytest.LogCaptu
     data = drawn.watch(loader(0, 2))
     list(data)
     data.sampler.set_epoch(3_000_000_000)
-    with caplog.at_level(logging.INFO, "train_service.program.drawn"):
+    with caplog.at_level(logging.INFO, "train_service.program.worker"):
         assert len(rows_of(data)) == ROWS // 2
         list(data)
     said = drawn.take()

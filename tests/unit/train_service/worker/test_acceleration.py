@@ -27,8 +27,7 @@ from tests.unit.train_service.worker.test_loop import (
 from train_service.domain.spec import BFLOAT16, BY_DEVICE, FSDP, Acceleration, Placement, TrainingSpec
 from train_service.jobs.model_check import check_parallel
 from train_service.learning import learner
-from train_service.learning.device import set_up_device
-from train_service.learning.ranks import Ranks
+from train_service.learning.ranks import Ranks, set_up_device
 from train_service.loading.preprocessing import check_prepared
 from train_service.worker.loop import Run
 

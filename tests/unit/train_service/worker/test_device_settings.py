@@ -15,8 +15,7 @@ from shared.storage import ObjectStore
 from tests.support.torch_settings import attention_kernels, kept_torch_settings
 from tests.unit.train_service.worker.test_loop import SPEC, config_of
 from train_service.domain.spec import DETERMINISTIC, FASTEST, FLOAT32, TF32, Acceleration, TrainingSpec
-from train_service.learning.device import COMPILE_CACHE, set_up_device
-from train_service.learning.ranks import Ranks
+from train_service.learning.ranks import COMPILE_CACHE, Ranks, set_up_device
 from train_service.worker import loop
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")

@@ -37,9 +37,8 @@ from train_service.domain.spec import (
     OptimizerSpec,
     TrainingSpec,
 )
-from train_service.learning.device import set_up_device
 from train_service.learning.optimizers import build_optimizer
-from train_service.learning.ranks import Ranks
+from train_service.learning.ranks import Ranks, set_up_device
 from train_service.learning.sharding import shard
 from train_service.worker.loop import Run
 
