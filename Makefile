@@ -162,7 +162,7 @@ chaos: install ## the long fault tests: whole runs under blow after blow, Ray he
 FUZZ_SECONDS ?= 120
 FUZZ_SEED ?= $(shell date +%F)
 fuzz: install ## mutated and hostile requests at the inference service: FUZZ_SECONDS=120, FUZZ_SEED=; counts at its end
-	MILLRACE_FUZZ_SECONDS=$(FUZZ_SECONDS) MILLRACE_FUZZ_SEED=$(FUZZ_SEED) $(BIN)/pytest tests/unit/inference_service/open_inference/test_fuzz.py
+	MILLRACE_FUZZ_SECONDS=$(FUZZ_SECONDS) MILLRACE_FUZZ_SEED=$(FUZZ_SEED) $(BIN)/pytest tests/unit/inference_service/serve/test_fuzz.py
 
 SOAK_MINUTES ?= 4
 soak: install ## good, bad, cancelled, late and left requests at a real service: SOAK_MINUTES=4; fails where its memory grows

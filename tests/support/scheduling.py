@@ -21,7 +21,7 @@ LONGEST = (
     "tests/integration/data_service",
     "tests/unit/train_service/test_torchrun_main.py",
     "tests/contract/jobs",
-    "tests/unit/inference_service/batching/test_overload.py",
+    "tests/unit/inference_service/serve/test_overload.py",
     "tests/unit/train_service/learning/test_learner.py",
     "tests/unit/train_service/worker/test_loop.py",
 )

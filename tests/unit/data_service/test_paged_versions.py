@@ -36,7 +36,7 @@ from shared.storage import ObjectStore
 from tests.support.counting_store import CountingStore
 from tests.support.paged_versions import make_versions_paged
 from tests.support.transforming import SOURCE, commit_tables, rows_of, transform_here
-from tests.unit.data_service.ingest.test_following import made, parquet, rows
+from tests.unit.data_service.imports.test_following import made, parquet, rows
 
 NUMBERS = pa.table({"n": np.arange(20_000)})
 

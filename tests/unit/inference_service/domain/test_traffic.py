@@ -23,7 +23,7 @@ from inference_service.domain.rollout_transitions import with_change, with_next_
 from inference_service.serve.models import choose_version
 from shared.errors import Conflict, FailedPrecondition, InvalidArgument
 from tests.unit.inference_service.domain.test_deployment import SIGNATURE, deployment, version
-from tests.unit.inference_service.domain.test_rolling import NAME, loaded, retired, rolling, sure, weights
+from tests.unit.inference_service.domain.test_rollout_transitions import NAME, loaded, retired, rolling, sure, weights
 
 ROUTE = HeaderRoute("x-canary", "yes", "2")
 

@@ -14,7 +14,7 @@ from shared.errors import InvalidArgument
 from shared.storage import ObjectStore
 from tests.support.gpu import DEVICES
 from tests.unit.train_service import learners
-from tests.unit.train_service.worker.test_device_settings import settings_of_torch
+from tests.unit.train_service.learning.test_device_settings import settings_of_torch
 from tests.unit.train_service.worker.test_loop import (
     SPEC,
     config_of,

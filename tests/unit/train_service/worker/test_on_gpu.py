@@ -23,7 +23,7 @@ from shared.models.texts import CAUSAL_LM
 from shared.storage import ObjectStore
 from tests.support.gpu import needs_gpu
 from tests.support.transforming import commit_tables, transform_here
-from tests.unit.train_service.worker.test_device_settings import settings_of_torch
+from tests.unit.train_service.learning.test_device_settings import settings_of_torch
 from tests.unit.train_service.worker.test_loop import config_of, entries, lose_and_begin, new_job, saved
 from tests.unit.train_service.worker.test_text_model import CONCAT, MODEL, TOKENIZE, settled, weights_of
 from train_service.domain.spec import (

@@ -28,8 +28,8 @@ from shared.storage import ObjectStore
 from tests.support.inference_server import ask
 from tests.support.versions import commit_version, striped_digits
 from tests.unit.inference_service.driven import Driven
-from tests.unit.inference_service.fronts.test_siblings import ended
 from tests.unit.inference_service.reconciled import Clock
+from tests.unit.inference_service.test_frontends import ended
 from tests.unit.inference_service.wishes import DATASET, JOB, NAME, load, request, weights
 
 LONG_AFTER = 1e12

@@ -29,7 +29,7 @@ from shared.settings import SettingsError
 from tests.support.inference_server import until
 from tests.support.ports import free_ports
 from tests.support.process_states import stop_process
-from tests.unit.inference_service.reconciling.test_ray_serve import ENVIRON
+from tests.unit.inference_service.serve.test_ray_serve import ENVIRON
 
 # How long a report counts here: however long a busy machine takes over a test, it is recent.
 UNRESPONSIVE_AFTER_S = 3600.0

@@ -124,7 +124,7 @@ def identities(folder: Path) -> dict[str, str]:
 IN_ANOTHER_PROCESS = """
 import json, sys
 from pathlib import Path
-from tests.unit.data_service.ingest.test_part_identity import identities
+from tests.unit.data_service.imports.test_part_identity import identities
 print(json.dumps(identities(Path(sys.argv[1]))))
 """
 

@@ -23,7 +23,7 @@ from millrace_client.inference import autoscaling
 from shared.errors import DataLoss
 from shared.storage import ObjectStore
 from tests.support.grpc_kit import running, told
-from tests.unit.inference_service.deployments.test_registry import remove
+from tests.unit.inference_service.deploy.test_registry import remove
 from tests.unit.inference_service.wishes import JOB, NAME, creation, load
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT

@@ -25,7 +25,7 @@ from inference_service.serve.sockets import (
     make_private,
 )
 from shared.errors import Internal
-from tests.unit.inference_service.sockets.test_socket_folders import left_by_a_killed_replica
+from tests.unit.inference_service.serve.test_socket_folders import left_by_a_killed_replica
 
 TIMEOUT_S = 240.0
 
