@@ -128,7 +128,7 @@ class _InferredTypes(dict[str, InferredType]):
 
 @dataclass(frozen=True)
 class _CsvScanner:
-    """Looks at the rows of a source with the columns `names`, and infers the types of those in `inferred`."""
+    """Scans the rows of a source with the columns `names`, and infers the types of those in `inferred`."""
 
     dialect: _Dialect
     names: Sequence[str]

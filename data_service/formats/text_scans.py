@@ -1,6 +1,6 @@
-"""Looks at all rows of a source's text files: infers the types of their columns, and finds where they can be divided.
+"""Scans all rows of a source's text files: infers the types of their columns, and finds where they can be divided.
 
-One process looks at the files of a small source, one after the other. Of a large source tasks look at several files,
+One process scans the files of a small source, one after the other. Tasks scan several files of a large source,
 and at several parts of a large file, at the same time. A first pass finds the cuts of large files: it parses no values.
 What the tasks find is merged in the order of the rows, and is then what one process would find.
 """
@@ -34,11 +34,11 @@ F = TypeVar("F", bound=Found)
 
 
 class NotMergeable(Exception):
-    """One process has to look at all rows."""
+    """One process has to scan all rows."""
 
 
 class Scanner(Protocol[F]):
-    """Looks at the rows of files of one format. Picklable.
+    """Scans the rows of files of one format. Picklable.
 
     Unless it `reads_rows`, nothing is to be found in them, and files are only cut.
     """
@@ -64,7 +64,7 @@ class Scanner(Protocol[F]):
 
 @dataclass(frozen=True)
 class ScanUnit:
-    """A file, or a part of one, that a task looks at."""
+    """A file, or a part of one, that a task scans."""
 
     number: int
     file: SourceFile
@@ -102,7 +102,7 @@ def scan_files(
 
 
 def _are_large(files: Sequence[SourceFile]) -> bool:
-    """Returns whether tasks are to look at the files. The bytes of an upload are verified as one process reads them."""
+    """Returns whether tasks are to scan the files. The bytes of an upload are verified as one process reads them."""
     return not any(file.is_upload for file in files) and sum(file.size_bytes or 0 for file in files) >= LARGE_BYTES
 
 

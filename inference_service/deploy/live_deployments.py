@@ -1,4 +1,4 @@
-"""Markers of deployments that exist, so that a look at them need not read the logs of all that ever were.
+"""Markers of deployments that exist, so that a poll need not read the logs of all that ever were.
 
     live/deployment/{id}.{uid}.json
 
@@ -41,7 +41,7 @@ class Poll:
 
 
 class LiveDeployments:
-    """Looks at the deployments that exist. Safe to call from several threads.
+    """Polls the deployments that exist. Safe to call from several threads.
 
     `open_log` opens the log of a deployment, and `parse` returns the deployment that a record has.
     """

@@ -9,8 +9,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-# Below those that the system gives to connections, and to whoever binds 0: so it gives none of these away between our
-# finding one free and a server's taking it, however long that takes to start. Above those that Ray gives to workers.
+# The system gives these ports to no connection and to no process that binds port 0, so a port that was found free stays
+# free until its server binds it, however long the server takes to start. Ray gives lower ports to its workers.
 FIRST, LAST = 20_000, 32_000
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
