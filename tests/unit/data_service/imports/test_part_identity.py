@@ -180,7 +180,7 @@ def test_a_part_is_digested_once_for_all_places(tmp_path: Path, monkeypatch: pyt
     sent = [send(one) for one in placed]
     again = [Placer({}, {}).place(one) for one in sent]
     assert len({repr(one) for one in [*placed, *sent, *again]}) == 1
-    assert digested == [part.runs]
+    assert [one for one in digested if isinstance(one, tuple)] == [part.runs]
 
 
 def test_what_parts_have_in_common_is_digested_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,10 +52,18 @@ def watch(memory: ProcessMemory, limit: MemoryLimit, code: Path, node: NodeMemor
     return MemoryWatch(1, limit, lambda _: None, code, memory=memory, node=lambda: node)
 
 
+def take_pages(size: int) -> mmap.mmap:
+    """Maps private memory and writes each page. An allocator could give memory that the process already had."""
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for _ in range(size // MIB):
+        pages.write(b"x" * MIB)
+    return pages
+
+
 def test_allocated_memory_counts_and_files_in_the_page_cache_do_not(tmp_path: Path) -> None:
     memory = own_memory()
     before = memory.anonymous_bytes()
-    taken = b"x" * (64 * MIB)
+    taken = take_pages(64 * MIB)
     with_it = memory.anonymous_bytes()
     assert with_it - before > 60 * MIB
     path = tmp_path / "file"
@@ -67,14 +75,14 @@ def test_allocated_memory_counts_and_files_in_the_page_cache_do_not(tmp_path: Pa
 
 
 def test_what_a_forked_child_shares_counts_once_and_what_it_takes_counts_too() -> None:
-    taken = b"x" * (64 * MIB)
+    taken = take_pages(64 * MIB)
     memory = own_memory()
     alone = memory.anonymous_bytes()
     ready, tell = os.pipe()
     go, wait = os.pipe()
     child = os.fork()
     if child == 0:
-        own = b"y" * (32 * MIB)
+        own = take_pages(32 * MIB)
         os.write(tell, b"1")
         os.read(go, 1)
         os._exit(len(own) + len(taken) == 0)
