@@ -179,8 +179,9 @@ def check_parallel(spec: TrainingSpec) -> None:
 
 # --- Sharding ---
 
-# Time to import torch and to call the model twice on the meta device: seconds, but minutes on a busy machine.
-LIMIT_S = 300.0
+# Time to import torch and to call the model twice on the meta device: seconds, but more on a busy machine. Other calls'
+# models wait for the end of this check.
+LIMIT_S = 120.0
 _START = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {__name__} import answer; answer()"
 _REMEDY = "use DDP, or change that module"
 

@@ -84,7 +84,7 @@ PATTERN = "trainingJobs/{j}"
 # The most events that one poll of a watcher reads. Events are read one by one, perhaps from a slow store, and clients
 # treat silence as the end of the events.
 EVENTS_AT_ONCE = 8
-# How long a call waits while other calls' models are checked. Each check ends within `trial_limit.LIMIT_S`.
+# How long a call waits while other calls' models are checked.
 CHECK_WAIT_S = 60.0
 
 

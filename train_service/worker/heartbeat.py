@@ -249,8 +249,8 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 OF_A_LOST_PEER = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "broken pipe", "tcpstore")
 
 
-def as_reported(error: Exception, rank: int, step: int) -> Exception:
-    """Return `error` as an `Internal` that names its type, first line, rank, step, and line of a user's code.
+def as_reported(error: Exception, rank: int, step: int, remedy: str = "") -> Exception:
+    """Return `error` as an `Internal` that names its type, first line, rank, step, line of a user's code, and remedy.
 
     Returns `error` itself if it is already one of ours, or if the rank only lost other ranks that it waited for.
 
@@ -261,7 +261,7 @@ def as_reported(error: Exception, rank: int, step: int) -> Exception:
     kind, line = type(error).__name__, line_in_code(error)
     at = f" at {line}" if line else ""
     return Internal(
-        f"{kind} on rank {rank} at step {step}{at}: {first_line(error)}",
+        f"{kind} on rank {rank} at step {step}{at}: {first_line(error)}{f'; {remedy}' if remedy else ''}",
         reason="WORKER_RAISED",
         metadata={"ranks": str(rank), "step": str(step), "exception": kind, **({"line": line} if line else {})},
     )

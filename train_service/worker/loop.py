@@ -33,7 +33,7 @@ from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from shared.telemetry import configure_logging, identity
 from train_service.checkpoints.saving import Checkpointing, History, Lineage
-from train_service.domain.spec import FLOAT16, RAY_DATA, TrainingSpec
+from train_service.domain.spec import DETERMINISTIC, FLOAT16, RAY_DATA, TrainingSpec
 from train_service.domain.watchdog import Phase
 from train_service.learning.learner import BaseLearner, Learner
 from train_service.learning.own_step import OwnStepLearner
@@ -117,11 +117,24 @@ def train_loop(
         except Stopped as stopped:
             logger.info("stopped early: %s", stopped)
         except Exception as error:
-            reported = as_reported(error, ranks.rank, heartbeat.step)
+            reported = as_reported(error, ranks.rank, heartbeat.step, _remedy(error, config.spec))
             if reported is error:
                 raise
             logger.exception("%s", reported)
             raise reported from error
+
+
+def _remedy(error: Exception, spec: TrainingSpec) -> str:
+    """Return what a client can change about `error`, or nothing."""
+    if not isinstance(error, torch.OutOfMemoryError):
+        return ""
+    fields = f"lower spec.global_batch_size ({spec.global_batch_size})"
+    if spec.acceleration.algorithms == DETERMINISTIC:
+        fields += (
+            ", or set spec.acceleration.algorithms to ALGORITHMS_FASTEST: deterministic attention keeps a number for "
+            "each pair of tokens"
+        )
+    return fields
 
 
 def watch_memory(

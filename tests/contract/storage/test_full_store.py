@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -14,12 +15,10 @@ import pytest
 
 from shared.errors import ResourceExhausted
 from shared.settings import StoreSettings
-from shared.storage import ObjectStore, open_store
+from shared.storage import ObjectStore, object_store, open_store
 from shared.storage.object_store import PART_BYTES, ensure_bucket
 from tests.support.s3_server import S3Program, running
 from tests.support.small_disk import small_disk
-
-pytestmark = pytest.mark.usefixtures("short_patience")
 
 MIB = 1024 * 1024
 FITTING = b"x" * (3 * MIB)
@@ -31,6 +30,12 @@ WRITES: dict[str, Write] = {
     "put_if_absent": lambda store, _: store.put_if_absent("key", TOO_LARGE),
     "upload_file": lambda store, file: store.upload_file(file, "key"),
 }
+
+
+@pytest.fixture(autouse=True)
+def short_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that stays full is waited for two seconds; a request that is to succeed has as long as it needs."""
+    monkeypatch.setattr(object_store, "RETRY_FOR", timedelta(seconds=2))
 
 
 @pytest.fixture(params=["file", "s3"])

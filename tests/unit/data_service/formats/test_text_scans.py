@@ -27,10 +27,7 @@ from tests.support.import_sources import source_of
 from tests.support.upload_calls import committed
 from tests.support.upload_server import uploads_of
 
-# The same examples in each run; a larger number tries more of them.
-EXAMPLES = settings(
-    max_examples=12, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-)
+EXAMPLES = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 class Tasks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from train_service.jobs import checkpoint_import
+from train_service.jobs import checkpoint_import, model_check
 from train_service.jobs.own_code import Limits
 
 BUSY_MACHINE_S = 500.0
@@ -17,3 +17,4 @@ def generous_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert defaults is not None
     monkeypatch.setitem(defaults, "wall_s", BUSY_MACHINE_S)
     monkeypatch.setattr(checkpoint_import, "BASE_S", BUSY_MACHINE_S)
+    monkeypatch.setattr(model_check, "LIMIT_S", BUSY_MACHINE_S)

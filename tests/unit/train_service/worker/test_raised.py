@@ -15,6 +15,7 @@ from shared.jobs.transitions import lose_attempt
 from shared.storage import ObjectStore
 from tests.unit.train_service.learners import SPEC, commit_table
 from tests.unit.train_service.worker.test_loop import ALONE, config_of, new_job
+from train_service.domain.spec import DETERMINISTIC, FASTEST
 from train_service.learning import learner
 from train_service.records.event_log import TRAIN_KIND
 from train_service.worker.heartbeat import as_reported
@@ -59,6 +60,26 @@ def test_an_error_of_the_model_is_told_with_its_type_message_rank_and_step(
     assert lost.state is JobState.FAILED
     assert lost.error is not None
     assert "ZeroDivisionError on rank 0 at step 2: the scale is 0" in lost.error["message"]
+
+
+@pytest.mark.parametrize(("algorithms", "is_named"), [(DETERMINISTIC, True), (FASTEST, False)])
+def test_a_gpu_whose_memory_is_full_names_the_fields_that_need_less(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch, algorithms: str, is_named: bool
+) -> None:
+    class Full(nn.Module):
+        def forward(self, _: torch.Tensor) -> torch.Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 92 GiB.")
+
+    monkeypatch.setattr(learner, "build_model", lambda *_: nn.Sequential(nn.Linear(6, 3), Full()))
+    commit_table(store)
+    new_job(store, JOB)
+    spec = replace(SPEC, validation_split="", acceleration=replace(SPEC.acceleration, algorithms=algorithms))
+
+    with pytest.raises(Internal, match="Tried to allocate 92 GiB") as raised:
+        train_loop(config_of(store, JOB, spec=spec), ALONE)
+
+    assert f"lower spec.global_batch_size ({SPEC.global_batch_size})" in raised.value.message
+    assert ("spec.acceleration.algorithms to ALGORITHMS_FASTEST" in raised.value.message) is is_named
 
 
 def test_errors_of_ours_stay_what_they_are() -> None:
