@@ -652,6 +652,7 @@ class CapacityWatch:
         self._each = each
         self._clock = clock
         self._looked_at = clock()
+        # Whether clients may see that the attempt waits.
         self._is_waiting = False
 
     def poll(self) -> None:
@@ -668,8 +669,7 @@ class CapacityWatch:
 
     def _report(self, what: str) -> None:
         if what or self._is_waiting:
-            self._context.report_waiting(what)
-        self._is_waiting = bool(what)
+            self._is_waiting = self._context.report_waiting(what)
         self._looked_at = self._clock()
 
 

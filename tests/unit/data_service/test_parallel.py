@@ -213,8 +213,9 @@ class Reports:
     def raise_if_stopped(self) -> None:
         self.polls += 1
 
-    def report_waiting(self, what: str) -> None:
+    def report_waiting(self, what: str) -> bool:
         self.waiting_for.append(what)
+        return bool(what)
 
 
 def node(cpus: float, *, is_alive: bool = True) -> dict[str, Any]:
