@@ -35,6 +35,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from millrace_client.calls import DEFAULT_PORTS, SERVICES, open_channel
 from millrace_client.stack.record import (
+    KILL_TIMEOUT_S,
     READY,
     STARTING,
     STOPPING,
@@ -421,8 +422,6 @@ def say_with_time(line: str) -> None:
 # --- Orphans ---
 
 PR_SET_CHILD_SUBREAPER = 36
-# How long `end_orphans` waits for children that were killed.
-ORPHANS_TIMEOUT_S = 60.0
 
 
 def adopt_orphans() -> None:
@@ -443,12 +442,12 @@ def end_orphans(say: Callable[[str], None]) -> None:
 
     None is alive afterwards, except those within a call to the kernel that no signal ends. `say` names them.
     """
-    until = time.monotonic() + ORPHANS_TIMEOUT_S
+    until = time.monotonic() + KILL_TIMEOUT_S
     while left := {child for child in children(os.getpid()) if child.is_alive()}:
         if time.monotonic() >= until:
             pids = ", ".join(str(pid) for pid in sorted(child.pid for child in left))
             say(
-                f"SIGKILL did not end these processes within {ORPHANS_TIMEOUT_S:g} s: pids {pids}. They wait for a "
+                f"SIGKILL did not end these processes within {KILL_TIMEOUT_S:g} s: pids {pids}. They wait for a "
                 "disk or another device, and are left running"
             )
             break
@@ -462,6 +461,8 @@ def end_orphans(say: Callable[[str], None]) -> None:
 
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
+# How long the exit status of a child that has ended is waited for.
+REAP_TIMEOUT_S = 5.0
 # A child that lived this long before it died restarts with the first pause again.
 STEADY_AFTER_S = 60.0
 
@@ -532,7 +533,8 @@ class Child:
         assert self._popen is not None
         assert self._process is not None
         graceful = end(self._process, grace_s=self.part.grace_s)
-        self._popen.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it is one that no signal ends
+            self._popen.wait(REAP_TIMEOUT_S)
         self._popen, self._process, self.answering = None, None, False
         return graceful
 
@@ -551,7 +553,7 @@ def _serves(address: str) -> bool:
 
 LAUNCH_POLL_INTERVAL_S = 0.1
 # All parts in turn, each with its own grace period, then the orphans, and a margin.
-STOP_TIMEOUT_S = 120.0 + ORPHANS_TIMEOUT_S
+STOP_TIMEOUT_S = 120.0 + KILL_TIMEOUT_S
 
 
 @dataclass(frozen=True)

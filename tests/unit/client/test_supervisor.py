@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
@@ -157,6 +158,22 @@ def test_orphans_that_no_signal_ends_are_named_and_left(monkeypatch: pytest.Monk
     other.polls = float("inf")
     stack_supervisor.end_orphans(said.append)
     assert "pids 70, 71." in said[0]
+
+
+@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
+def test_a_part_that_no_signal_ends_does_not_hold_the_supervisor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stack_supervisor, "end", lambda *_, **__: False)
+    monkeypatch.setattr(stack_supervisor, "REAP_TIMEOUT_S", 0.01)
+    child = stack_supervisor.Child(fake_plan(tmp_path).parts[0])
+    process = child.start()
+    try:
+        assert not child.stop()
+        assert process.is_alive()
+    finally:
+        process.send(signal.SIGKILL)
+        os.waitpid(process.pid, 0)
 
 
 def test_ports_are_of_those_that_the_system_gives_to_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
