@@ -391,7 +391,8 @@ def _metadata(
     create_time = timestamp(job.create_time)
     kind: Any = _metadata_type(job)
     if job.state is JobState.RUNNING:
-        waiting_for = str(progress.get("waiting_for", ""))
+        waits = progress.get("waiting_attempt") == job.attempt  # else an earlier attempt has reported
+        waiting_for = str(progress.get("waiting_for", "")) if waits else ""
     if kind is _ImportMetadata:
         return _ImportMetadata(
             version=job.name,

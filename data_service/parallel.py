@@ -252,7 +252,8 @@ def grouped(parts: Sequence[P], cpus: int) -> list[list[P]]:
 # The parts of one source have most of what they are made of in common: schema, casts, how the file is opened. So they
 # are pickled many at a time, and what they share is there once a page. A task has the place of its group.
 
-# The page in which this is reached is full.
+# A page is full when the groups after its first reach this. The first has what all of them share, and for a wide table
+# that alone may take more.
 PAGE_BYTES = 256 * 1024
 
 
@@ -279,11 +280,11 @@ class _NewPage:
     def __init__(self) -> None:
         self._file = io.BytesIO()
         self._pickler = cloudpickle.Pickler(self._file, protocol=5)  # type: ignore[no-untyped-call]
-        self._count = 0
+        self._count = self._first_group_bytes = 0
 
     @property
     def is_full(self) -> bool:
-        return self._file.tell() >= PAGE_BYTES
+        return self._file.tell() - self._first_group_bytes >= PAGE_BYTES
 
     @property
     def data(self) -> bytes:
@@ -293,6 +294,8 @@ class _NewPage:
         """Returns the number of the group in this page."""
         self._pickler.dump(list(group))  # type: ignore[no-untyped-call]
         self._count += 1
+        if self._count == 1:
+            self._first_group_bytes = self._file.tell()
         return self._count - 1
 
 
@@ -652,6 +655,7 @@ class CapacityWatch:
         self._each = each
         self._clock = clock
         self._looked_at = clock()
+        # Whether clients may see that the attempt waits.
         self._is_waiting = False
 
     def poll(self) -> None:
@@ -668,8 +672,7 @@ class CapacityWatch:
 
     def _report(self, what: str) -> None:
         if what or self._is_waiting:
-            self._context.report_waiting(what)
-        self._is_waiting = bool(what)
+            self._is_waiting = self._context.report_waiting(what)
         self._looked_at = self._clock()
 
 

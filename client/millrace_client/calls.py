@@ -244,6 +244,9 @@ class Caller:
         While the service is UNAVAILABLE, for example during a restart, the call is repeated for `reconnect_for_s` if
         `may_repeat` allows it. `timeout_s` unset: the caller's default. `reconnect_for_s` unset: the caller's default,
         or until the deadline if that is unset; 0: no repetition.
+
+        If the last try met the deadline after an outage that took most of the time, the error is the outage's. Not so
+        for a request that is not safe to repeat: the service may have done what it asks.
         """
         request_id = uuid.uuid4().hex
         began = time.monotonic()
@@ -259,9 +262,12 @@ class Caller:
                 response = method(request, timeout=timeout, metadata=self.headers(request_id))
             except grpc.RpcError as failed:
                 error = from_rpc_error(failed, address=self.address, request_id=request_id)
-                if outage is not None and isinstance(error, DeadlineExceeded) and called_at - began > timeout:
-                    # The service was away for the greater part of the time.
-                    raise outage from None
+                if outage is not None and isinstance(error, DeadlineExceeded):
+                    if not is_safe_to_repeat(request):
+                        raise _maybe_done(error) from None
+                    if called_at - began > timeout:
+                        # The service was away for the greater part of the time.
+                        raise outage from None
                 pause_s = max(backoff.next_s(), error.retry_after_s or 0.0)
                 if not may_repeat(request, failed) or time.monotonic() + pause_s >= repeat_until:
                     raise error from None
@@ -282,7 +288,7 @@ class Caller:
         """Send a stream of requests and return one response within `timeout_s`.
 
         `requests` starts the stream anew for each try. While the service is UNAVAILABLE the call is repeated, as in
-        `unary`, so the call must be safe to repeat.
+        `unary`, so the call must be safe to repeat, by a request id in its first message.
         """
         request_id = uuid.uuid4().hex
         began = time.monotonic()
@@ -331,14 +337,19 @@ class Caller:
 def may_repeat(request: Message, failed: grpc.RpcError) -> bool:
     """Return whether the call may be repeated, and whether that can help.
 
-    The service must be UNAVAILABLE. In addition, either the call was certainly not sent, or the request only reads, or
-    it carries a request id by which the server recognises it.
+    The service must be UNAVAILABLE. In addition, either the call was certainly not sent, or the request is safe to
+    repeat.
     """
     if failed.code() is not grpc.StatusCode.UNAVAILABLE:
         return False
+    return is_safe_to_repeat(request) or was_never_sent(failed)
+
+
+def is_safe_to_repeat(request: Message) -> bool:
+    """Return whether the request only reads, or carries a request id by which the server recognises it."""
     descriptor = request.DESCRIPTOR
     has_request_id = "request_id" in descriptor.fields_by_name and bool(getattr(request, "request_id"))  # noqa: B009
-    return has_request_id or descriptor.name.startswith(READS) or was_never_sent(failed)
+    return has_request_id or descriptor.name.startswith(READS)
 
 
 def was_never_sent(failed: grpc.RpcError) -> bool:
@@ -351,6 +362,17 @@ def was_never_sent(failed: grpc.RpcError) -> bool:
         failed.code() is grpc.StatusCode.UNAVAILABLE
         and all(key != STATUS for key, _ in trailers)
         and (failed.details() or "").startswith(NEVER_SENT)
+    )
+
+
+def _maybe_done(error: DeadlineExceeded) -> DeadlineExceeded:
+    """Return the error of a write whose last try met the deadline."""
+    return DeadlineExceeded(
+        f"{error.message}; the last try was sent and may have been done",
+        reason=error.reason,
+        metadata=error.metadata,
+        remedy="find out whether it was done before you try again",
+        request_id=error.request_id,
     )
 
 

@@ -429,12 +429,7 @@ class Repeats:
 
     def find(self, check: int, array: pa.Array, ordinals: Ordinals) -> Mask:  # noqa: ARG002
         """Returns which of these rows are repeats; they passed everything so far and are not null."""
-        repeated = self.ordinals.get(check, np.empty(0, np.int64))
-        places = np.searchsorted(repeated, ordinals)
-        if not len(repeated):
-            return np.zeros(len(ordinals), np.bool_)
-        found: Mask = repeated[np.minimum(places, len(repeated) - 1)] == ordinals
-        return found
+        return _are_among(ordinals, self.ordinals.get(check, np.empty(0, np.int64)))
 
 
 class UniqueKeys:
@@ -488,13 +483,24 @@ class UniqueKeys:
 
 
 def repeats_among(keys: Keys, ordinals: Ordinals, left_out: Ordinals) -> Ordinals:
-    """Returns the ordinals of the repeats, in no order, among the rows that are not left out."""
+    """Returns the ordinals of the repeats, in no order, among the rows that are not left out.
+
+    `left_out` ascends. It is only searched: it may have most of all rows, and `keys` those of a small bucket.
+    """
     if len(left_out):
-        there = ~np.isin(ordinals, left_out)
+        there = ~_are_among(ordinals, left_out)
         keys, ordinals = keys.at(there), ordinals[there]
     order = np.lexsort((ordinals, keys.low, keys.high))
     repeats: Ordinals = ordinals[order][_equals_previous(keys.at(order))]
     return repeats
+
+
+def _are_among(ordinals: Ordinals, ascending: Ordinals) -> Mask:
+    if not len(ascending):
+        return np.zeros(len(ordinals), np.bool_)
+    places = np.searchsorted(ascending, ordinals)
+    found: Mask = ascending[np.minimum(places, len(ascending) - 1)] == ordinals
+    return found
 
 
 def _joined(parts: Sequence[tuple[Keys, Ordinals]]) -> tuple[Keys, Ordinals]:

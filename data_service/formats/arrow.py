@@ -42,6 +42,9 @@ class ArrowRows:
         self._part: _Part | None = None
         with self._reader() as (reader, _):
             self.schema = logical_schema_of(file, reader.schema, types)
+            has_bytes = any(_take_bytes(field.type) for field in reader.schema)
+        if not has_bytes and not file.is_upload:
+            self._divided()  # a few bytes may claim any number of rows; of an upload the footer may not be there yet
         self.row_count: int | None = None
         self.size_bytes = file.size_bytes or 0
         width = row_bytes(self.schema)
@@ -50,17 +53,22 @@ class ArrowRows:
     def parts(self) -> Sequence[RowSource]:
         """Divides a large file into runs of record batches; a stream has no footer that names them.
 
-        An upload is verified first, as a whole.
+        An upload is verified first, as a whole. Raises `InvalidArgument` if the footer names more rows than are read.
         """
         if self._part is not None or self.size_bytes <= interface.PART_BYTES:
             return [self]
         self._file.wait_until_whole()
+        parts = self._divided()
+        return [self._only(part) for part in parts] if len(parts) > 1 else [self]
+
+    def _divided(self) -> list[_Part]:
         with closing(self._file.open()) as opened, blaming(self._file, "Arrow"):
             try:
-                parts = _parts(opened, self._file.on_read)
+                return _parts(opened, self._file.on_read)
+            except RowClaimError as error:
+                raise self._file.corrupt(str(error)) from None
             except ArrowMessageError:
-                return [self]  # reading it finds the error
-        return [self._only(part) for part in parts] if len(parts) > 1 else [self]
+                return []  # reading it finds the error
 
     def _only(self, part: _Part) -> ArrowRows:
         rows = copy(self)
@@ -152,6 +160,15 @@ def _messages_of(opened: BinaryIO, part: _Part) -> Iterator[bytes]:
     yield from (END_MARKER[:4], END_MARKER[4:])
 
 
+def _take_bytes(arrow_type: pa.DataType) -> bool:
+    """Returns whether values take bytes: all do, except nulls of no other type."""
+    if isinstance(arrow_type, pa.BaseExtensionType):
+        return _take_bytes(arrow_type.storage_type)
+    if kinds.is_fixed_size_list(arrow_type):
+        return bool(arrow_type.list_size > 0) and _take_bytes(arrow_type.value_type)
+    return not kinds.is_null(arrow_type)
+
+
 def _needs_a_look(arrow_type: pa.DataType) -> bool:
     """Returns whether values can be malformed: offsets, indices, UTF-8, decimals, times of day."""
     if isinstance(arrow_type, pa.BaseExtensionType):
@@ -184,6 +201,10 @@ _DICTIONARY_BATCH, _RECORD_BATCH = 2, 3
 
 class ArrowMessageError(ValueError):
     """The bytes are no readable Arrow stream; the text says why."""
+
+
+class RowClaimError(ArrowMessageError):
+    """Record batches claim to have more rows than are read."""
 
 
 def checked_messages(stream: BinaryIO) -> Iterator[bytes]:
@@ -335,7 +356,7 @@ def _checked_row_count(record_batch: _Table) -> int:
     """Returns the rows that a record batch, or the batch of a dictionary, claims to have."""
     row_count = record_batch.number(0, "<q")
     if not 0 <= row_count <= MAX_BATCH_ROWS:
-        raise ArrowMessageError(
+        raise RowClaimError(
             f"a record batch claims to have {row_count} rows; write record batches of at most {MAX_BATCH_ROWS} rows"
         )
     return row_count
@@ -345,7 +366,7 @@ def _sum_of_rows(row_count: int, of_batch: int) -> int:
     """Adds the rows of the next record batch. The rows of all files are added in 64 bits before they are read."""
     row_count += of_batch
     if row_count > interface.MAX_ROWS:
-        raise ArrowMessageError(
+        raise RowClaimError(
             f"its record batches claim to have more than {interface.MAX_ROWS} rows; import it as several files"
         )
     return row_count

@@ -187,7 +187,7 @@ class _Import:
                         failed[part.number] = None
                 if first_failure.number(tallies, failed) is not None:
                     break
-        found = keys.repeats().ordinals
+        found = keys.repeats(self._context.raise_if_stopped).ordinals
         failing = [number for number in (first_failure.number(tallies, failed),) if number is not None]
         for index, ordinals in found.items():
             if len(ordinals) and not self._rows.checks.checks[index].quarantines:

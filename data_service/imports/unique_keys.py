@@ -6,6 +6,7 @@ are in the same bucket, so repeats are found in one bucket after the other.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -36,16 +37,19 @@ class SpilledKeys:
         if self._waiting.row_count * _ROW.itemsize >= SPILL_BYTES:
             self._spill()
 
-    def repeats(self) -> Repeats:
-        """Returns the repeats, as `UniqueKeys.repeats` does for all parts together."""
+    def repeats(self, raise_if_stopped: Callable[[], None]) -> Repeats:
+        """Returns the repeats, as `UniqueKeys.repeats` does for all parts together.
+
+        `raise_if_stopped` is called before each bucket; what it raises ends the search.
+        """
         if not self._has_spilled:
             return self._waiting.repeats()
         self._spill()
         found: dict[int, Ordinals] = {}
         left_out = np.empty(0, np.int64)
         for check, quarantines in sorted(self._quarantines.items()):
-            buckets = (self._bucket(check, number) for number in range(1 << BUCKET_BITS))
-            found[check] = np.sort(np.concatenate([repeats_among(*bucket, left_out) for bucket in buckets]))
+            in_buckets = [repeats_among(*bucket, left_out) for bucket in self._buckets(check, raise_if_stopped)]
+            found[check] = np.sort(np.concatenate(in_buckets))
             if quarantines:
                 left_out = np.union1d(left_out, found[check])
         return Repeats(found)
@@ -62,6 +66,11 @@ class SpilledKeys:
                 if begin < end:
                     with self._path(check, number).open("ab") as file:
                         file.write(rows[begin:end].tobytes())
+
+    def _buckets(self, check: int, raise_if_stopped: Callable[[], None]) -> Iterator[tuple[Keys, Ordinals]]:
+        for number in range(1 << BUCKET_BITS):
+            raise_if_stopped()
+            yield self._bucket(check, number)
 
     def _bucket(self, check: int, number: int) -> tuple[Keys, Ordinals]:
         path = self._path(check, number)

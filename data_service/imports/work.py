@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -389,10 +390,21 @@ class GuardedRunner:
         return self.run_parts(context, folder, Guarded(work), parts, foreign_code=foreign_code, pool=pool)
 
 
+@dataclass(frozen=True)
+class Pickled:
+    """Does `work`, and returns its result as bytes."""
+
+    work: Work[Any]
+
+    def __call__(self, part: Any) -> bytes:
+        return pickle.dumps(self.work(part))
+
+
 class OrderedUnits:
     """Works on units in tasks, before there are parts; a `UnitRunner`.
 
-    A lost attempt leaves nothing of it: only results of parts are kept.
+    A lost attempt leaves nothing of it: only results of parts are kept. A result that waits for an earlier one waits as
+    bytes: its objects, a few for each column, take several times the memory.
     """
 
     def __init__(self, context: AttemptContext, run_parts: PartRunner) -> None:
@@ -400,16 +412,16 @@ class OrderedUnits:
         self._run_parts = GuardedRunner(run_parts)
 
     def __call__(self, work: Callable[[ScanUnit], Item], units: Sequence[ScanUnit]) -> Iterator[Item]:
-        results: dict[int, Any] = {}
+        results: dict[int, bytes | PartFailed] = {}
         following = 0
-        with closing(self._run_parts(self._context, "", work, units, foreign_code=False)) as running:
+        with closing(self._run_parts(self._context, "", Pickled(work), units, foreign_code=False)) as running:
             for unit, result in running:
                 results[unit.number] = result
                 while following in results:
                     found = results.pop(following)
                     if isinstance(found, PartFailed):
                         raise found.error
-                    yield found
+                    yield pickle.loads(found)
                     following += 1
 
 

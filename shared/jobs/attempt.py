@@ -47,7 +47,9 @@ class AttemptContext:
         self._newest = job
         # The last report, and what the attempt waits for.
         self._progress: dict[str, Any] = {}
-        self._waiting_for = self._reported_waiting_for = ""
+        self._waiting_for = ""
+        # What this attempt's last report in the store says; None if that is unknown after an outage.
+        self._reported_waiting_for: str | None = ""
         # The job was deleted, whether or not another job has its name since.
         self._gone = False
         self._ended = threading.Event()
@@ -58,20 +60,26 @@ class AttemptContext:
         self._progress = progress
         self._put_progress()
 
-    def report_waiting(self, what: str) -> None:
-        """Report beside the progress what the attempt waits for. Empty: nothing."""
+    def report_waiting(self, what: str) -> bool:
+        """Report beside the progress what the attempt waits for. Empty: nothing.
+
+        Returns whether clients may see now that it waits: an outage of the store loses a report.
+        """
         self._waiting_for = what
         if what != self._reported_waiting_for:
             self._put_progress()
+        return self._reported_waiting_for != ""
 
     def _put_progress(self) -> None:
         if self._gone or self._newest.attempt != self.attempt:
             return  # the progress belongs to a later attempt, or to another job
-        waiting = {"waiting_for": self._waiting_for} if self._waiting_for else {}
+        # Another attempt may run before it reports anything, so the report names the attempt that waits.
+        waiting = {"waiting_for": self._waiting_for, "waiting_attempt": self.attempt} if self._waiting_for else {}
         try:
             self.store.put(progress_key(self.folder), json.dumps({**self._progress, **waiting}).encode())
             self._reported_waiting_for = self._waiting_for
         except STORE_OUTAGES as error:
+            self._reported_waiting_for = None
             logger.warning("a report of progress is lost: %s", error.message)
 
     def raise_if_stopped(self, *, fresh: bool = False) -> None:

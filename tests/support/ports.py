@@ -10,8 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 
 # The system gives these ports to no connection and to no process that binds port 0, so a port that was found free stays
-# free until its server binds it, however long the server takes to start. Ray gives lower ports to its workers.
-FIRST, LAST = 20_000, 32_000
+# free until its server binds it, however long the server takes to start. Ray gives lower ports to its workers, and a
+# stack of `millrace up` takes higher ones.
+FIRST, LAST = 20_000, 26_000
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 

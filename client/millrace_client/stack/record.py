@@ -188,10 +188,15 @@ def wait_gone(processes: Iterable[Process], timeout_s: float) -> set[Process]:
     return left
 
 
+# How long killed processes are waited for.
+KILL_TIMEOUT_S = 60.0
+
+
 def end(root: Process, *, grace_s: float) -> bool:
     """End a root and its family: SIGTERM to the root, SIGKILL to the rest after `grace_s`.
 
-    Returns whether SIGKILL was unnecessary. Nothing of the family is alive afterwards.
+    Returns whether SIGKILL was unnecessary. Nothing of the family is alive afterwards, except processes within a call
+    to the kernel that no signal ends.
     """
     members = family([root])
     root.send(signal.SIGTERM)
@@ -200,7 +205,8 @@ def end(root: Process, *, grace_s: float) -> bool:
     # themselves.
     left = wait_gone(members | family([root]), min(grace_s, 5.0))
     graceful = not left
-    while left:
+    until = time.monotonic() + KILL_TIMEOUT_S
+    while left and time.monotonic() < until:
         for one in left:
             one.send(signal.SIGKILL)
         left = wait_gone(left, 5.0) | family([root])

@@ -35,6 +35,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from millrace_client.calls import DEFAULT_PORTS, SERVICES, open_channel
 from millrace_client.stack.record import (
+    KILL_TIMEOUT_S,
     READY,
     STARTING,
     STOPPING,
@@ -220,8 +221,10 @@ def ray_command(gcs: int, client: int, dashboard: int, agent: int, folder: str, 
 # --- Free ports ---
 
 HOST = "127.0.0.1"
-# Below those that Linux gives to connections, and to servers that ask for any port.
-PORTS = range(20_000, 32_000)
+# Linux by default gives only higher ports to connections, and to servers that ask for any port.
+PORTS = range(26_000, 32_000)
+# The first and the last port that Linux gives to them on this machine.
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def is_free(port: int) -> bool:
@@ -238,12 +241,24 @@ def is_free(port: int) -> bool:
 def free_ports(count: int) -> list[int]:
     """Return different ports that are free now, and stay so until Ray binds them, which takes it seconds.
 
-    They are chosen at random, because several stacks may start at the same time.
+    They are chosen at random, because several stacks may start at the same time, and by the system's random numbers,
+    because a program may seed its own. A port that Linux gives to connections may be taken before Ray binds it, so
+    those come last.
     """
-    found = list(itertools.islice(filter(is_free, random.sample(PORTS, len(PORTS))), count))
+    draw, split = random.SystemRandom(), max(_first_ephemeral() - PORTS.start, 0)
+    candidates = (draw.sample(some, len(some)) for some in (PORTS[:split], PORTS[split:]))
+    found = list(itertools.islice(filter(is_free, itertools.chain.from_iterable(candidates)), count))
     if len(found) < count:
         raise StartFailed(f"{len(found)} ports from {PORTS[0]} to {PORTS[-1]} are free, and a stack needs {count}")
     return found
+
+
+def _first_ephemeral() -> int:
+    """Return the first port that Linux gives to connections; one after `PORTS` if that is unknown."""
+    try:
+        return int(EPHEMERAL.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return PORTS.stop
 
 
 def answers(address: str, *, timeout_s: float = 0.5) -> bool:
@@ -383,7 +398,7 @@ class Supervisor:
             else:
                 self._say(f"{child.part.name} had to be killed")
         if self._owns_process:
-            end_orphans()
+            end_orphans(self._say)
         shutil.rmtree(self._plan.ray_folder, ignore_errors=True)
         remove_record(self._plan.home)
 
@@ -422,9 +437,20 @@ def reap_orphans(spared: Set[int] = frozenset()) -> None:
                 os.waitpid(child.pid, os.WNOHANG)
 
 
-def end_orphans() -> None:
-    """Kill and reap every remaining child, after all parts have stopped. None is alive afterwards."""
+def end_orphans(say: Callable[[str], None]) -> None:
+    """Kill and reap every remaining child, after all parts have stopped.
+
+    None is alive afterwards, except those within a call to the kernel that no signal ends. `say` names them.
+    """
+    until = time.monotonic() + KILL_TIMEOUT_S
     while left := {child for child in children(os.getpid()) if child.is_alive()}:
+        if time.monotonic() >= until:
+            pids = ", ".join(str(pid) for pid in sorted(child.pid for child in left))
+            say(
+                f"SIGKILL did not end these processes within {KILL_TIMEOUT_S:g} s: pids {pids}. They wait for a "
+                "disk or another device, and are left running"
+            )
+            break
         for one in left:
             one.send(signal.SIGKILL)
         wait_gone(left, 5.0)
@@ -435,6 +461,8 @@ def end_orphans() -> None:
 
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
+# How long the exit status of a child that has ended is waited for.
+REAP_TIMEOUT_S = 5.0
 # A child that lived this long before it died restarts with the first pause again.
 STEADY_AFTER_S = 60.0
 
@@ -505,7 +533,8 @@ class Child:
         assert self._popen is not None
         assert self._process is not None
         graceful = end(self._process, grace_s=self.part.grace_s)
-        self._popen.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it is one that no signal ends
+            self._popen.wait(REAP_TIMEOUT_S)
         self._popen, self._process, self.answering = None, None, False
         return graceful
 
@@ -523,8 +552,8 @@ def _serves(address: str) -> bool:
 # --- Start and stop ---
 
 LAUNCH_POLL_INTERVAL_S = 0.1
-# All parts in turn, each with its own grace period, and a margin.
-STOP_TIMEOUT_S = 120.0
+# All parts in turn, each with its own grace period, then the orphans, and a margin.
+STOP_TIMEOUT_S = 120.0 + KILL_TIMEOUT_S
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from google.protobuf import empty_pb2
 from google.protobuf.descriptor import ServiceDescriptor
 
 from inference import grpc_service_pb2
@@ -166,6 +167,42 @@ def test_a_call_that_ends_at_its_deadline_says_what_took_most_of_its_time(
         given: Any = request if kind == "unary" else lambda: iter([request])
         with pytest.raises(error):
             make(method, given, resources_pb2.Dataset, timeout_s=10.0)
+
+
+class NeverSent(Ended):
+    """A call that found no connection."""
+
+    def __init__(self) -> None:
+        super().__init__(grpc.StatusCode.UNAVAILABLE)
+
+    def details(self) -> str:
+        return "failed to connect to all addresses; last error: refused"
+
+
+@pytest.mark.parametrize("away_s", [8.0, 2.0])
+def test_a_write_that_was_sent_at_last_and_not_answered_may_have_been_done(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, away_s: float
+) -> None:
+    """The service is away, comes back, does what it is asked, and answers too late."""
+    monkeypatch.setattr(calls, "LONGEST_PAUSE_S", 0.1)
+    done: list[str] = []
+
+    def method(request: Any, timeout: float, metadata: Any) -> Any:
+        assert metadata
+        if clock.now_s < away_s:
+            raise NeverSent
+        done.append(request.name)
+        clock.sleep(timeout)
+        raise Ended(grpc.StatusCode.DEADLINE_EXCEEDED)
+
+    with grpc.insecure_channel("127.0.0.1:1") as channel:
+        caller = calls.Caller(channel, "127.0.0.1:1")
+        request = data_service_pb2.DeleteDatasetRequest(name="datasets/d")
+        with pytest.raises(errors.DeadlineExceeded, match="the last try was sent and may have been done") as raised:
+            caller.unary(method, request, empty_pb2.Empty, timeout_s=10.0)
+    assert done == ["datasets/d"]
+    assert raised.value.remedy == "find out whether it was done before you try again"
+    assert raised.value.request_id
 
 
 @pytest.mark.usefixtures("clock")

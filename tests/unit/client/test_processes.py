@@ -8,7 +8,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+
+from millrace_client.stack import record
 from millrace_client.stack.record import Process, end, family, wait_gone
 
 # A leader with a child in its session; both end on SIGTERM, or on nothing but SIGKILL when they are stubborn.
@@ -78,3 +83,30 @@ def test_who_ignores_the_wish_to_end_is_killed() -> None:
         assert not end(leader, grace_s=0.2)
         assert not leader.is_alive()
         assert not child.is_alive()
+
+
+class Stuck:
+    """A process in a call to the kernel that no signal ends, such as a read of a disk that is gone."""
+
+    def __init__(self) -> None:
+        self.signals: list[int] = []
+
+    def send(self, signal_number: int) -> None:
+        self.signals.append(signal_number)
+        assert len(self.signals) < 100, "it is waited for for ever"
+
+
+def test_a_process_that_no_signal_ends_is_not_waited_for_longer_than_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, stuck = [0.0], Stuck()
+
+    def wait_gone(_: Any, timeout_s: float) -> set[Stuck]:
+        now_s[0] += timeout_s
+        return {stuck}
+
+    monkeypatch.setattr(record, "wait_gone", wait_gone)
+    monkeypatch.setattr(record, "family", lambda _: {stuck})
+    monkeypatch.setattr(record, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    root: Any = stuck
+    assert not end(root, grace_s=10.0)
+    assert 75 <= now_s[0] < 85
+    assert stuck.signals == [signal.SIGTERM, *[signal.SIGKILL] * 12]

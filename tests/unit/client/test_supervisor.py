@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 import signal
 import subprocess
 import sys
@@ -98,8 +100,9 @@ def test_a_part_that_cannot_start_is_named_with_its_log_and_the_rest_is_stopped(
 class Dying:
     """A process that is still there when it was looked for `polls` times, as on a busy machine."""
 
-    def __init__(self, polls: int) -> None:
+    def __init__(self, polls: float, pid: int = 1) -> None:
         self.polls = polls
+        self.pid = pid
         self.signals: list[int] = []
 
     def is_alive(self) -> bool:
@@ -115,19 +118,97 @@ def test_orphans_that_take_long_to_die_are_waited_for(monkeypatch: pytest.Monkey
     monkeypatch.setattr(stack_supervisor, "children", lambda _: [slow, quick])
     monkeypatch.setattr(stack_supervisor, "wait_gone", lambda left, _: left)
     monkeypatch.setattr(stack_supervisor, "reap_orphans", lambda: None)
-    stack_supervisor.end_orphans()
+    said: list[str] = []
+    stack_supervisor.end_orphans(said.append)
+    assert said == []
     assert (slow.polls, quick.polls) == (-1, -3)
     assert (slow.signals, quick.signals) == ([signal.SIGKILL] * 3, [signal.SIGKILL])
 
 
-def test_ports_are_of_those_that_the_system_gives_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+class Clock:
+    """Takes the place of `time`, and of the wait for processes that never end."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def wait_gone(self, left: set[Dying], timeout_s: float) -> set[Dying]:
+        self.now_s += timeout_s
+        return left
+
+
+def test_orphans_that_no_signal_ends_are_named_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process in a call to the kernel, such as a read of a disk that is gone, outlives SIGKILL."""
+    clock, said = Clock(), list[str]()
+    stuck, other = Dying(float("inf"), 71), Dying(2, 70)
+    monkeypatch.setattr(stack_supervisor, "time", clock)
+    monkeypatch.setattr(stack_supervisor, "wait_gone", clock.wait_gone)
+    monkeypatch.setattr(stack_supervisor, "children", lambda _: [stuck, other])
+    monkeypatch.setattr(stack_supervisor, "reap_orphans", lambda: None)
+    stack_supervisor.end_orphans(said.append)
+    assert said == [
+        "SIGKILL did not end these processes within 60 s: pids 71. They wait for a disk or another device, and are "
+        "left running"
+    ]
+    assert 60 <= clock.now_s < 70
+
+    said.clear()
+    other.polls = float("inf")
+    stack_supervisor.end_orphans(said.append)
+    assert "pids 70, 71." in said[0]
+
+
+@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
+def test_a_part_that_no_signal_ends_does_not_hold_the_supervisor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stack_supervisor, "end", lambda *_, **__: False)
+    monkeypatch.setattr(stack_supervisor, "REAP_TIMEOUT_S", 0.01)
+    child = stack_supervisor.Child(fake_plan(tmp_path).parts[0])
+    process = child.start()
+    try:
+        assert not child.stop()
+        assert process.is_alive()
+    finally:
+        process.send(signal.SIGKILL)
+        os.waitpid(process.pid, 0)
+
+
+def test_ports_are_of_those_that_the_system_gives_to_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stack_supervisor, "EPHEMERAL", tmp_path / "range")  # there is none
+    monkeypatch.setattr(stack_supervisor, "is_free", lambda _: True)
     found = stack_supervisor.free_ports(50)
     assert len(set(found) & set(stack_supervisor.PORTS)) == 50
 
-    monkeypatch.setattr(stack_supervisor, "is_free", lambda port: port % 4_000 == 0)
-    assert sorted(stack_supervisor.free_ports(3)) == [20_000, 24_000, 28_000]
-    with pytest.raises(StartFailed, match="3 ports from 20000 to 31999 are free, and a stack needs 4"):
+    monkeypatch.setattr(stack_supervisor, "is_free", lambda port: port % 2_000 == 0)
+    assert sorted(stack_supervisor.free_ports(3)) == [26_000, 28_000, 30_000]
+    with pytest.raises(StartFailed, match="3 ports from 26000 to 31999 are free, and a stack needs 4"):
         stack_supervisor.free_ports(4)
+
+
+def test_ports_that_the_system_gives_away_are_taken_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stack_supervisor, "EPHEMERAL", tmp_path / "range")
+    monkeypatch.setattr(stack_supervisor, "is_free", lambda _: True)
+    (tmp_path / "range").write_text("26020\t60999\n")
+    assert sorted(stack_supervisor.free_ports(20)) == list(range(26_000, 26_020))
+    found = stack_supervisor.free_ports(22)
+    assert (sorted(found[:20]), len(set(found) & set(stack_supervisor.PORTS))) == (list(range(26_000, 26_020)), 22)
+    (tmp_path / "range").write_text("1024\t60999\n")  # where it gives all of them away, any is as good
+    assert len(set(stack_supervisor.free_ports(22)) & set(stack_supervisor.PORTS)) == 22
+
+
+def test_ports_differ_where_a_program_fixes_its_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stack_supervisor, "is_free", lambda _: True)
+    state = random.getstate()
+    try:
+        random.seed(1)
+        found = stack_supervisor.free_ports(50)
+        random.seed(1)
+        assert stack_supervisor.free_ports(50) != found
+    finally:
+        random.setstate(state)
 
 
 def test_one_home_has_one_supervisor(tmp_path: Path) -> None:

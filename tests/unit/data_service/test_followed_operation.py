@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from google.rpc import code_pb2
 
+from data_service import parallel
 from data_service.datasets import Datasets, Versions, operation_id, record_operation
+from data_service.parallel import TASK, CapacityWatch
 from data_service.servicer import FollowedOperation, VersionOperations
 from millrace.data.v1 import data_service_pb2
 from shared.dataset_version.version import IMPORT_KIND
@@ -137,3 +140,34 @@ def test_an_attempt_that_waits_for_a_processor_says_so(store: ObjectStore, kind:
     context.report_waiting("a node with 1 CPU for a task")
     jobs.transition(VERSION, lambda job: lose_attempt(job, NotFound("gone"), time.time()), attempt=1)
     assert metadata().waiting_for == "", "a later attempt may find one"
+    begin(jobs)
+    assert metadata().waiting_for == "", "it has reported nothing"
+    AttemptContext(store, jobs, VERSION, jobs.get(VERSION, VERSION)).report_waiting("a node with 2 CPU for a worker")
+    assert metadata().waiting_for == "a node with 2 CPU for a worker"
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_a_lost_report_of_waiting_is_made_up_for(
+    store: ObjectStore, jobs: Jobs, monkeypatch: pytest.MonkeyPatch, is_done: bool
+) -> None:
+    """The store loses a report, or takes it and its answer is lost."""
+    begin(jobs)
+    counted = CountingStore(store)
+    counted.is_done = is_done
+    watch = CapacityWatch(AttemptContext(counted, jobs, VERSION, jobs.get(VERSION, VERSION)), TASK)
+    monkeypatch.setattr(parallel, "CAPACITY_POLL_S", 0.0)
+
+    def waiting_for_after(do: Callable[[], None], *, fails: bool) -> str:
+        counted.forget()
+        counted.fails_at = int(fails)
+        do()
+        return str(jobs.progress(VERSION).get("waiting_for", ""))
+
+    monkeypatch.setattr(parallel, "lacking", lambda _: "a node")
+    assert waiting_for_after(watch.poll, fails=True) == ("a node" if is_done else "")
+    assert waiting_for_after(watch.note_record, fails=False) == ""
+    assert waiting_for_after(watch.poll, fails=False) == "a node"
+    assert waiting_for_after(watch.note_record, fails=True) == ("" if is_done else "a node")
+    assert waiting_for_after(watch.note_record, fails=False) == ""
+    assert waiting_for_after(watch.note_record, fails=False) == ""
+    assert counted.requests == [], "there is nothing to take back"

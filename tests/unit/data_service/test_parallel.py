@@ -140,6 +140,20 @@ def test_what_parts_have_in_common_is_sent_once_and_not_with_each_part() -> None
     assert size_bytes(1001) - size_bytes(1) < 1000 * 100 < 3 * size_bytes(1)
 
 
+def test_what_parts_have_in_common_fills_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The columns of a wide table alone take more bytes than a page has."""
+    columns = Columns(1000)
+    monkeypatch.setattr(ray, "put", bytes)  # as it is, without an object store
+    monkeypatch.setattr(parallel, "PAGE_BYTES", 1000)
+    groups = [[ColumnPart(number, columns)] for number in range(100)]
+    pages, places = paged(groups)
+    assert isinstance(pages[0], bytes)
+    assert len(pages[0]) > 10 * 1000
+    assert len({place["page"] for place in places}) == len(pages)
+    assert 2 <= len(pages) <= 10, "each page has several groups, and ends when they fill it"
+    assert [parallel._group(pages, place)[0].number for place in places] == list(range(100))
+
+
 @pytest.mark.parametrize(
     ("raised", "kind", "told"),
     [
@@ -213,8 +227,9 @@ class Reports:
     def raise_if_stopped(self) -> None:
         self.polls += 1
 
-    def report_waiting(self, what: str) -> None:
+    def report_waiting(self, what: str) -> bool:
         self.waiting_for.append(what)
+        return bool(what)
 
 
 def node(cpus: float, *, is_alive: bool = True) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from data_service.formats import arrow, interface
 from data_service.formats.arrow import ArrowRows
+from data_service.formats.interface import RowSource
 from shared.errors import InvalidArgument
 from tests.support.arrow_tables import tables, values_of
 from tests.support.damage import flips, truncations
@@ -107,21 +108,52 @@ def test_a_message_that_claims_gigabytes_costs_nothing(tmp_path: Path) -> None:
             table_of(rows_of(tmp_path, lying))
 
 
-@pytest.mark.parametrize("divided", [False, True])
+CLAIM = r"n\.arrow cannot be imported: .* claim.* rows; "
+
+
+def opened_claim(folder: Path, claimed: int, batches: int, column_type: pa.DataType) -> RowSource:
+    (folder / "n.arrow").write_bytes(arrow_that_claims(claimed, batches, column_type))
+    (one,) = opened(folder, source_of((folder / "n.arrow").as_uri(), "arrow"), types={"n": "int8"})
+    return one.rows
+
+
 @pytest.mark.parametrize(("claimed", "batches"), [(2**62, 1), (2**33 + 1, 3), (-1, 2), (2**33, 129)])
-def test_rows_that_no_file_has_are_refused_before_any_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, claimed: int, batches: int, divided: bool
+def test_rows_without_bytes_that_no_file_has_are_refused_before_the_file_is_read(
+    tmp_path: Path, claimed: int, batches: int
 ) -> None:
-    if divided:
-        monkeypatch.setattr(interface, "PART_BYTES", 1)
-    # A column of nulls has no bytes that a number of rows would have to fit.
-    (tmp_path / "n.arrow").write_bytes(arrow_that_claims(claimed, batches, pa.null()))
-    (one,) = opened(tmp_path, source_of((tmp_path / "n.arrow").as_uri(), "arrow"), types={"n": "int8"})
-    assert [part.row_count for part in one.rows.parts()] == [None]
-    monkeypatch.setattr(arrow.ArrowRows, "_pieces", lambda *_: [])
-    with pytest.raises(InvalidArgument, match=r"n\.arrow cannot be imported: .* claim.* rows; ") as refused:
-        table_of(one.rows)
+    """A column of nulls has no bytes that a number of rows would have to fit."""
+    with pytest.raises(InvalidArgument, match=CLAIM) as refused:
+        opened_claim(tmp_path, claimed, batches, pa.null())
     assert refused.value.specific_reason == "CORRUPT_SOURCE"
+
+
+@pytest.mark.parametrize(("claimed", "batches"), [(2**62, 1), (2**33 + 1, 3), (-1, 2), (2**33, 129)])
+def test_a_large_file_whose_footer_names_rows_that_no_file_has_is_not_divided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, claimed: int, batches: int
+) -> None:
+    monkeypatch.setattr(interface, "PART_BYTES", 1)
+    rows = opened_claim(tmp_path, claimed, batches, pa.int32())
+    with pytest.raises(InvalidArgument, match=CLAIM) as refused:
+        rows.parts()
+    assert refused.value.specific_reason == "CORRUPT_SOURCE"
+
+
+@pytest.mark.parametrize("claimed", [2**62, 2**33 + 1, -1])
+def test_a_batch_that_claims_rows_that_none_has_is_not_read(tmp_path: Path, claimed: int) -> None:
+    rows = opened_claim(tmp_path, claimed, 2, pa.int32())
+    (part,) = rows.parts()
+    with pytest.raises(InvalidArgument, match=CLAIM):
+        next(iter(part.tables(Quarantine())))
+
+
+def test_a_stream_of_more_rows_than_any_file_has_ends_before_those(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interface, "MAX_ROWS", 499)
+    tables = iter(rows_of(tmp_path, written(SAMPLE, "stream", rows=100)).tables(Quarantine()))
+    assert [next(tables).num_rows for _ in range(4)] == [100] * 4
+    with pytest.raises(InvalidArgument, match="claim to have more than 499 rows"):
+        next(tables)
 
 
 def test_a_buffer_that_decompresses_to_too_much_is_refused_before_it_does(

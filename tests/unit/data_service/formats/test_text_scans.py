@@ -6,7 +6,8 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import pyarrow as pa
 import pytest
@@ -319,6 +320,29 @@ def test_the_first_unit_that_fails_is_reported() -> None:
     with pytest.raises(InvalidArgument, match="first"):
         next(results)
     assert runner.worked_on == [3, 0, 4, 1], "no task goes on for nothing"
+
+
+class Found:
+    """A result of a unit. `alive` are those in memory."""
+
+    alive: ClassVar[WeakSet[Found]] = WeakSet()
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.alive.add(self)
+
+    def __reduce__(self) -> tuple[type[Found], tuple[int]]:
+        return Found, (self.number,)
+
+
+def test_results_that_wait_for_an_earlier_one_are_kept_as_bytes() -> None:
+    """Of a wide table with many units the objects take several times the memory."""
+    runner = Unordered([3, 1, 4, 2, 0], {})
+    results = OrderedUnits(None, runner)(lambda unit: Found(unit.number), UNITS)  # type: ignore[arg-type]
+    assert next(results).number == 0
+    assert runner.worked_on == [3, 1, 4, 2, 0]
+    assert len(Found.alive) <= 1
+    assert [found.number for found in results] == [1, 2, 3, 4]
 
 
 def test_an_outage_ends_the_attempt_at_once() -> None:

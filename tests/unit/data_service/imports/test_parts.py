@@ -29,7 +29,7 @@ from data_service.formats.parquet import MAX_BATCH_ROWS
 from data_service.imports import job as import_job
 from data_service.imports import plan, unique_keys
 from data_service.imports.plan import ImportPart
-from data_service.imports.work import Guarded, WritePart, _PartFiles
+from data_service.imports.work import Guarded, Pickled, WritePart, _PartFiles
 from data_service.parallel import P, Pool, Results, Work
 from data_service.uploads import upload
 from shared.dataset_version import VersionReader, load_version
@@ -76,7 +76,8 @@ class Parts:
         pool: Pool | None = None,
     ) -> Results[P]:
         assert isinstance(work, Guarded)
-        inner = getattr(work.work, "_work", work.work)  # where results are kept, that is around the work
+        # Around the work is that which pickles the results of units, or which keeps those of parts.
+        inner = work.work.work if isinstance(work.work, Pickled) else getattr(work.work, "_work", work.work)
         self.passes.append((type(inner).__name__, [part.number for part in parts]))
         ordered = list(reversed(list(self._order(parts))))  # `run_here` reverses them once more
         yield from run_here(context, folder, work, ordered, foreign_code=foreign_code, pool=pool)
