@@ -95,6 +95,17 @@ class SegmentedLog(ResourceLog):
         record = super().append(previous, state, attempt, nonce)
         if record is None:
             return None
+        try:
+            return self._without_segment(record, attempt)
+        except StaleAttempt:
+            raise
+        except Exception:
+            # The record may count, so a repeated call has to look for it before it writes another.
+            self._head, self._unanswered = previous, record.number
+            raise
+
+    def _without_segment(self, record: Record, attempt: int) -> Record | None:
+        """Return the record that was just written. If its place is in a segment, remove it, and return None."""
         index, place = divmod(record.number - 1, SEGMENT_RECORDS)
         if self._was_absent(index, TRUSTED_S) or (records := self._records_of(index)) is None:
             return record

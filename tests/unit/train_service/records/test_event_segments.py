@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared.errors import DataLoss
+from shared.errors import DataLoss, Unavailable
 from shared.log import ResourceLog, StaleAttempt
 from shared.storage import ObjectStore
 from tests.support.counting_store import CountingStore
@@ -187,6 +187,31 @@ def test_an_unanswered_append_is_written_once_though_its_segment_was_gathered(st
     log.add({"time": 0.0, "kind": "warning", "payload": {"text": "2"}}, 1, "b")
 
     assert [event.payload["text"] for event in events_of(store)].count("2") == 1
+
+
+class Unsteady(CountingStore):
+    """A store that fails so many reads of segments."""
+
+    failures = 0
+
+    def get(self, key: str) -> bytes:
+        if self.failures and "/segments/" in key:
+            self.failures -= 1
+            raise Unavailable("the object store does not answer; try again")
+        return super().get(key)
+
+
+def test_an_event_is_written_once_though_the_look_for_its_segment_fails(store: ObjectStore, clock: Clock) -> None:
+    unsteady = Unsteady(store)
+    log = run(unsteady, clock, SIZE, interval_s=0.0)
+    unsteady.failures = 1
+
+    with pytest.raises(Unavailable):
+        log.append(1, EventKind.WARNING, {"text": "next"}, "next")
+    log.append(1, EventKind.WARNING, {"text": "next"}, "next")
+    log.append(1, EventKind.WARNING, {"text": "last"}, "last")
+
+    assert [event.payload["text"] for event in events_of(store, SIZE)] == ["next", "last"]
 
 
 @pytest.mark.parametrize("after_s", [0.0, KEPT_S], ids=["before the segment's records go", "after"])
