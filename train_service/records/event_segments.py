@@ -41,6 +41,8 @@ ABSENT_S = 200.0
 TRUSTED_S = 240.0
 # Records of lost attempts that are read at a time to be gathered.
 READ_AT_ONCE = 8
+# What reading an object raises that is not as it was written.
+DAMAGE = (zlib.error, ValueError, TypeError, AttributeError)
 
 
 class SegmentedLog(ResourceLog):
@@ -62,13 +64,13 @@ class SegmentedLog(ResourceLog):
     def read(self, number: int) -> Record | None:
         """Return the record with that number, or None if it has not been written.
 
-        Raises `DataLoss` if the segment that has it is damaged.
+        Raises `DataLoss` if it or the segment that has it is damaged.
         """
         index, place = divmod(number - 1, SEGMENT_RECORDS)
         while True:
             if (records := self._records_of(index)) is not None:
                 return records[place]
-            record = super().read(number)
+            record = self._read_record(number)
             if self._was_absent(index, TRUSTED_S):
                 return record
 
@@ -136,6 +138,14 @@ class SegmentedLog(ResourceLog):
             self._segment = (index, records)
         return records
 
+    def _read_record(self, number: int) -> Record | None:
+        """Return the record with that number if it is an object of its own."""
+        try:
+            return super().read(number)
+        except DAMAGE as error:
+            key = self._key(number)
+            raise DataLoss(f"the event in {key} is damaged: {error}", metadata={"object": key}) from None
+
     def _read_segment(self, index: int) -> list[Record] | None:
         key = self._segment_key(index)
         try:
@@ -143,7 +153,7 @@ class SegmentedLog(ResourceLog):
             records = [Record(**fields_of(Record, state)) for state in states]
         except ObjectMissing:
             return None
-        except (zlib.error, ValueError, TypeError) as error:
+        except DAMAGE as error:
             raise DataLoss(f"the events in {key} are damaged: {error}", metadata={"object": key}) from None
         if [record.number for record in records] != list(numbers_of(index)):
             raise DataLoss(f"the events in {key} are damaged: some are missing", metadata={"object": key})
@@ -174,17 +184,26 @@ class GatheringLog(SegmentedLog):
         return record
 
     def gather(self) -> None:
-        """Write the next segment, and delete the records of an earlier one, where that is due."""
+        """Write the next segment, and delete the records of an earlier one, where that is due.
+
+        Records that cannot be gathered stay as they are.
+        """
         if self._head is None:
             return
         if self._next is None:
             self._next = self._first_left()
         if self._head.number >= (self._next + 1) * SEGMENT_RECORDS:
-            self._write_segment(self._next)
-            self._due.append((self._next, self._clock() + KEPT_S))
+            try:
+                self._write_segment(self._next)
+                self._due.append((self._next, self._clock() + KEPT_S))
+            except DataLoss as error:
+                logger.warning("events of %s stay in records of their own: %s", self._records_folder, error.message)
             self._next += 1
         if self._due and self._clock() >= self._due[0][1]:
-            self._delete_records(self._due[0][0])
+            try:
+                self._delete_records(self._due[0][0])
+            except DataLoss as error:
+                logger.warning("events of %s stay in records of their own: %s", self._records_folder, error.message)
             del self._due[0]
 
     def _first_left(self) -> int:
@@ -200,7 +219,7 @@ class GatheringLog(SegmentedLog):
         with ThreadPoolExecutor(READ_AT_ONCE) as pool:
             records = list(pool.map(self._record, numbers_of(index)))
         # Not from memory: a deleted job's name may be another job's by now, whose events these are not.
-        last = ResourceLog.read(self, numbers_of(index)[-1])
+        last = self._read_record(numbers_of(index)[-1])
         if last is None or None in records or last != records[-1]:
             raise DataLoss(f"the events {numbers_of(index)[0]} to {numbers_of(index)[-1]} are not all there")
         data = zlib.compress(json.dumps([asdict(record) for record in records if record is not None]).encode())
@@ -211,7 +230,7 @@ class GatheringLog(SegmentedLog):
 
     def _record(self, number: int) -> Record | None:
         # Every thread of `_write_segment` calls this: it changes nothing.
-        return self._recent.get(number) or ResourceLog.read(self, number)
+        return self._recent.get(number) or self._read_record(number)
 
     def _delete_records(self, index: int) -> None:
         if self._read_segment(index) is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import pytest
 
 from shared.errors import DataLoss, Unavailable
@@ -267,7 +269,7 @@ def test_events_of_a_job_that_took_the_name_are_not_replaced(store: ObjectStore,
     assert [event.payload["text"] for event in events_of(store)] == [str(number) for number in range(1, SIZE + 2)]
 
 
-@pytest.mark.parametrize("data", [b"", b"not compressed", b"x\x9c\x03\x00\x00\x00\x00\x01"])
+@pytest.mark.parametrize("data", [b"", b"not compressed", b"x\x9c\x03\x00\x00\x00\x00\x01", zlib.compress(b"[1]")])
 def test_a_damaged_segment_is_data_loss_that_names_it(store: ObjectStore, clock: Clock, data: bytes) -> None:
     run(store, clock, SIZE + 1)
     key = f"{EVENTS}/segments/000000000.json.z"
@@ -275,6 +277,40 @@ def test_a_damaged_segment_is_data_loss_that_names_it(store: ObjectStore, clock:
 
     with pytest.raises(DataLoss, match=key):
         events_of(store)
+
+
+DAMAGED = [b"", b"\xff", b"[]", b'{"number": 1', b'{"number": 1}']
+
+
+@pytest.mark.parametrize("data", DAMAGED)
+def test_a_damaged_event_is_data_loss_that_names_it(store: ObjectStore, data: bytes) -> None:
+    log = EventLog(store, JOB)
+    for number in range(3):
+        log.append(1, EventKind.WARNING, {"text": str(number)}, str(number))
+    key = f"{EVENTS}/log/000000000002.json"
+    store.put(key, data)
+
+    with pytest.raises(DataLoss, match=key):
+        events_of(store)
+
+
+@pytest.mark.parametrize("data", DAMAGED)
+def test_events_that_cannot_be_gathered_stay_as_they_are_and_the_later_ones_are_gathered(
+    store: ObjectStore, clock: Clock, data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = EventLog(store, JOB)
+    for number in range(SIZE):
+        log.append(1, EventKind.WARNING, {"text": str(number)}, str(number))
+    store.put(f"{EVENTS}/log/000000000004.json", data)
+
+    run(store, clock, 2 * SIZE, attempt=2)
+
+    assert "000000000004.json" in caplog.text
+    assert [event.sequence for event in events_of(store, 4)] == list(range(5, 3 * SIZE + 1))
+    segments = sorted(info.key for info in store.list(f"{EVENTS}/segments"))
+    assert segments == [f"{EVENTS}/segments/{index:09d}.json.z" for index in (1, 2)]
+    assert store.exists(f"{EVENTS}/log/000000000001.json")
+    assert not store.exists(f"{EVENTS}/log/{SIZE + 1:012d}.json")
 
 
 def test_the_times_leave_room() -> None:
