@@ -22,7 +22,6 @@ import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict
 
 from shared.durable import fields_of
@@ -98,7 +97,7 @@ class SegmentedLog(ResourceLog):
         if record is None:
             return None
         try:
-            return self._without_segment(record, attempt)
+            return self._without_segment(previous, record)
         except StaleAttempt:
             raise
         except Exception:
@@ -106,7 +105,7 @@ class SegmentedLog(ResourceLog):
             self._head, self._unanswered = previous, record.number
             raise
 
-    def _without_segment(self, record: Record, attempt: int) -> Record | None:
+    def _without_segment(self, previous: Record | None, record: Record) -> Record | None:
         """Return the record that was just written. If its place is in a segment, remove it, and return None."""
         index, place = divmod(record.number - 1, SEGMENT_RECORDS)
         if self._was_absent(index, TRUSTED_S) or (records := self._records_of(index)) is None:
@@ -114,11 +113,15 @@ class SegmentedLog(ResourceLog):
         there = records[place]
         if there.nonce == record.nonce:
             return record
+        if place and previous is not None and _is_of_later_job(previous, records[place - 1]):
+            self._delete_segment(index)
+            return record
         # The place was taken long ago, and was free only because its record was deleted. No reader has seen ours.
         self._store.delete(self._key(record.number))
         self._head = records[-1]
-        if there.attempt > attempt:
-            raise StaleAttempt(f"{self._records_folder}: attempt {attempt} is fenced by attempt {there.attempt}")
+        if there.attempt > record.attempt:
+            fenced = f"attempt {record.attempt} is fenced by attempt {there.attempt}"
+            raise StaleAttempt(f"{self._records_folder}: {fenced}")
         return None
 
     def _was_absent(self, index: int, max_age_s: float) -> bool:
@@ -158,6 +161,12 @@ class SegmentedLog(ResourceLog):
         if [record.number for record in records] != list(numbers_of(index)):
             raise DataLoss(f"the events in {key} are damaged: some are missing", metadata={"object": key})
         return records
+
+    def _delete_segment(self, index: int) -> None:
+        """Delete a segment with events of a deleted job whose name another job has taken, or may take."""
+        logger.warning("%s has events of a deleted job, and is removed", self._segment_key(index))
+        self._store.delete(self._segment_key(index))
+        self._segment = (-1, [])
 
     def _segment_key(self, index: int) -> str:
         return f"{self._segments_folder}/{index:09d}.json.z"
@@ -223,23 +232,52 @@ class GatheringLog(SegmentedLog):
         if last is None or None in records or last != records[-1]:
             raise DataLoss(f"the events {numbers_of(index)[0]} to {numbers_of(index)[-1]} are not all there")
         data = zlib.compress(json.dumps([asdict(record) for record in records if record is not None]).encode())
-        with suppress(ObjectExists):  # of another writer, and with the same records
+        written = [record.nonce for record in records if record is not None]
+        try:
             self._store.put_if_absent(self._segment_key(index), data)
+        except ObjectExists:  # of another writer, and with the same records unless its job has taken the name
+            if written != [record.nonce for record in self._read_segment(index) or []]:
+                raise DataLoss(f"{self._segment_key(index)} has other events") from None
+        # The request may have taken long, or this process may have slept. The job may have been deleted meanwhile.
+        there = self._read_record(last.number)
+        if _is_of_later_job(there, last) if there is not None else not self._has_records_behind(index):
+            self._delete_segment(index)
+            raise DataLoss(f"the events {numbers_of(index)[0]} to {numbers_of(index)[-1]} are those of a deleted job")
         for number in numbers_of(index):
             self._recent.pop(number, None)
+
+    def _has_records_behind(self, index: int) -> bool:
+        """Return whether a record follows a segment. One does if another attempt deleted the segment's records."""
+        following = numbers_of(index + 1)[0]
+        return self._read_record(following) is not None or self._read_segment(index + 1) is not None
 
     def _record(self, number: int) -> Record | None:
         # Every thread of `_write_segment` calls this: it changes nothing.
         return self._recent.get(number) or self._read_record(number)
 
     def _delete_records(self, index: int) -> None:
-        if self._read_segment(index) is not None:
-            self._store.delete_all([self._key(number) for number in numbers_of(index)])
+        records = self._read_segment(index)
+        if records is None:
+            return
+        there = self._read_record(records[0].number)
+        if there is not None and _is_of_later_job(there, records[0]):
+            self._delete_segment(index)
+        else:
+            self._store.delete_all([self._key(record.number) for record in records])
 
 
 def numbers_of(index: int) -> range:
     """Return the numbers of a segment's records."""
     return range(index * SEGMENT_RECORDS + 1, (index + 1) * SEGMENT_RECORDS + 1)
+
+
+def _is_of_later_job(record: Record, gathered: Record) -> bool:
+    """Return whether `record` was written by a job that took the name of the one whose record was gathered.
+
+    Its attempts follow those of the deleted job. A late writer of the same job may also leave another record at a place
+    whose record was deleted, but not one of a later attempt.
+    """
+    return record.nonce != gathered.nonce and record.attempt > gathered.attempt
 
 
 def _number_in(key: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 
 import pytest
 
@@ -80,8 +81,8 @@ def test_an_event_is_written_with_one_request_and_those_of_its_segment(store: Ob
 
     verbs = [request.split()[0] for request in counting.requests]
     assert verbs.count("put_if_absent") == 4 * SIZE + 4  # records and segments
-    # For each segment: the hint, and whether it and its last record are there.
-    assert len(verbs) - verbs.count("put_if_absent") <= 4 * 3
+    # For each segment: the hint, whether it is there, and whether its last record is, before it is written and after.
+    assert len(verbs) - verbs.count("put_if_absent") <= 4 * 4
 
 
 def test_reading_costs_by_segments_and_following_by_what_is_new(store: ObjectStore, clock: Clock) -> None:
@@ -277,6 +278,115 @@ def test_a_damaged_segment_is_data_loss_that_names_it(store: ObjectStore, clock:
 
     with pytest.raises(DataLoss, match=key):
         events_of(store)
+
+
+class Paused(CountingStore):
+    """A store in which something happens just before a segment is written."""
+
+    before: Callable[[], object] | None = None
+
+    def put_if_absent(self, key: str, data: bytes | bytearray | memoryview) -> None:
+        if self.before is not None and "/segments/" in key:
+            happens, self.before = self.before, None
+            happens()
+        super().put_if_absent(key, data)
+
+
+def gathering(store: ObjectStore, clock: Clock) -> EventLog:
+    """Return the log of a run whose first segment is due."""
+    log = EventLog(store, JOB, gathers=True, clock=clock)
+    for number in range(1, SIZE + 1):
+        log.append(1, EventKind.WARNING, {"text": f"old {number}"}, f"old {number}")
+    return log
+
+
+def write_new(log: EventLog, *numbers: int) -> None:
+    for number in numbers:
+        log.append(2, EventKind.WARNING, {"text": f"new {number}"}, f"new {number}")
+
+
+def test_a_job_that_takes_the_name_while_a_segment_is_written_keeps_its_events(
+    store: ObjectStore, clock: Clock
+) -> None:
+    paused = Paused(store)
+    stale, new = gathering(paused, clock), EventLog(store, JOB, gathers=True, clock=clock)
+
+    def take_name() -> None:
+        store.delete_folder(JOB)
+        write_new(new, 1, 2, 3)
+
+    paused.before = take_name
+    stale.gather()
+    for number in range(4, SIZE):
+        clock.now += TRUSTED_S
+        write_new(new, number)
+        new.gather()
+
+    assert objects(store)["segments"] == 0
+    assert [event.payload["text"] for event in events_of(store)] == [f"new {number}" for number in range(1, SIZE)]
+
+
+def test_a_segment_of_a_job_that_is_deleted_meanwhile_does_not_stay(store: ObjectStore, clock: Clock) -> None:
+    paused = Paused(store)
+    stale = gathering(paused, clock)
+    paused.before = lambda: store.delete_folder(JOB)
+
+    stale.gather()
+
+    assert objects(store) == {"log": 0, "segments": 0}
+
+
+def test_a_segment_that_a_deleted_job_left_hides_no_event_and_deletes_none(store: ObjectStore, clock: Clock) -> None:
+    gathering(store, clock).gather()
+    segment = store.get(f"{EVENTS}/segments/000000000.json.z")
+    store.delete_folder(JOB)
+    new = EventLog(store, JOB, gathers=True, clock=clock)
+    write_new(new, 1, 2, 3)
+    store.put(f"{EVENTS}/segments/000000000.json.z", segment)  # its writer died right after
+    clock.now += TRUSTED_S
+
+    write_new(new, 4, 5)
+
+    assert objects(store)["segments"] == 0
+    assert [event.payload["text"] for event in events_of(store)] == [f"new {number}" for number in range(1, 6)]
+
+
+def test_records_that_are_not_those_of_the_segment_stay(store: ObjectStore, clock: Clock) -> None:
+    log = gathering(store, clock)
+    log.gather()
+    segment = store.get(f"{EVENTS}/segments/000000000.json.z")
+    store.delete_folder(JOB)
+    write_new(EventLog(store, JOB), 1, 2, 3)
+    store.put(f"{EVENTS}/segments/000000000.json.z", segment)
+    clock.now += KEPT_S
+
+    log.gather()
+
+    assert objects(store)["segments"] == 0
+    assert [event.payload["text"] for event in events_of(store)] == ["new 1", "new 2", "new 3"]
+
+
+def test_a_segment_stays_whose_records_another_attempt_deletes_meanwhile(store: ObjectStore, clock: Clock) -> None:
+    paused = Paused(store)
+    slow = gathering(paused, clock)
+    paused.before = lambda: run(store, clock, 3, attempt=2)
+
+    slow.gather()
+
+    assert objects(store)["segments"] == 1
+    assert [event.sequence for event in events_of(store)] == list(range(1, SIZE + 4))
+
+
+def test_a_record_that_a_late_writer_left_does_not_cost_a_segment(store: ObjectStore, clock: Clock) -> None:
+    run(store, clock, 2 * SIZE)
+    before = events_of(store)
+    # Its writer died before it saw that the place is in a segment.
+    ResourceLog(store, f"{EVENTS}/log").append(None, {"time": 0.0, "kind": "warning", "payload": {"text": "late"}}, 1)
+
+    run(store, clock, 2, attempt=2)
+
+    assert events_of(store)[: 2 * SIZE] == before
+    assert not store.exists(f"{EVENTS}/log/000000000001.json")
 
 
 DAMAGED = [b"", b"\xff", b"[]", b'{"number": 1', b'{"number": 1}']
