@@ -73,6 +73,16 @@ class SegmentedLog(ResourceLog):
             if self._was_absent(index, TRUSTED_S):
                 return record
 
+    def head(self) -> Record | None:
+        try:
+            return super().head()
+        finally:
+            self.forget_segment()
+
+    def forget_segment(self) -> None:
+        """Free the memory of the segment that was read last. Those who keep a log rarely need it again."""
+        self._segment = (-1, [])
+
     def is_at_hand(self, number: int) -> bool:
         """Return whether `read` returns that record without a request."""
         return (number - 1) // SEGMENT_RECORDS == self._segment[0]
@@ -166,7 +176,7 @@ class SegmentedLog(ResourceLog):
         """Delete a segment with events of a deleted job whose name another job has taken, or may take."""
         logger.warning("%s has events of a deleted job, and is removed", self._segment_key(index))
         self._store.delete(self._segment_key(index))
-        self._segment = (-1, [])
+        self.forget_segment()
 
     def _segment_key(self, index: int) -> str:
         return f"{self._segments_folder}/{index:09d}.json.z"

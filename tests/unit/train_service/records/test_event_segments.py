@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import zlib
 from collections.abc import Callable
 
 import pytest
 
 from shared.errors import DataLoss, Unavailable
-from shared.log import ResourceLog, StaleAttempt
+from shared.log import Record, ResourceLog, StaleAttempt
 from shared.storage import ObjectStore
 from tests.support.counting_store import CountingStore
-from train_service.records import event_segments
+from train_service.records import event_log, event_segments
 from train_service.records.event_log import Event, EventKind, EventLog
 from train_service.records.event_segments import ABSENT_S, KEPT_S, TRUSTED_S, GatheringLog, SegmentedLog
 
@@ -112,6 +113,42 @@ def test_a_page_has_the_rest_of_its_segment_and_few_events_behind_the_segments(
     assert [event.sequence for event in log.page(SIZE - 1, 3)] == list(range(SIZE, 2 * SIZE + 1))
     assert [event.sequence for event in log.page(2 * SIZE, 3)] == list(range(2 * SIZE + 1, 2 * SIZE + 4))
     assert log.page(2 * SIZE + 5, 3) == []
+
+
+def test_a_page_ends_by_its_memory_and_has_at_least_an_event(
+    store: ObjectStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = EventLog(store, JOB, gathers=True, clock=clock)
+    for number in range(1, 2 * SIZE + 1):
+        text = "x" * (20_000 if number == 3 else 1_000)
+        log.append(1, EventKind.WARNING, {"text": text}, str(number))
+        log.gather()
+    monkeypatch.setattr(event_log, "PAGE_BYTES", 4 * event_log.MEMORY_PER_BYTE * 1_100)
+    pages: list[list[int]] = []
+    while page := EventLog(store, JOB, clock=clock).page(pages[-1][-1] if pages else 0, 3):
+        pages.append([event.sequence for event in page])
+
+    assert pages == [[1, 2], [3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15], [16]]
+
+
+def records_in_memory() -> int:
+    return sum(isinstance(one, Record) for one in gc.get_objects())
+
+
+def test_a_log_that_is_kept_holds_no_segment(store: ObjectStore, clock: Clock) -> None:
+    run(store, clock, 3 * SIZE + 2)
+    log = EventLog(store, JOB, clock=clock)
+    gc.collect()
+    others = records_in_memory()
+
+    log.last_sequence()
+    assert records_in_memory() <= others + 1
+    assert [event.sequence for event in log.after(SIZE)] == list(range(SIZE + 1, 3 * SIZE + 3))
+    assert records_in_memory() <= others + 1
+    assert next(log.after(SIZE)).sequence == SIZE + 1
+    assert records_in_memory() <= others + 1
+    assert log.find(1, EventKind.PROGRESS) is None
+    assert records_in_memory() <= others + 1
 
 
 @pytest.mark.parametrize("segments", [4, 40])
