@@ -239,10 +239,10 @@ class GatheringLog(SegmentedLog):
             records = list(pool.map(self._record, numbers_of(index)))
         # Not from memory: a deleted job's name may be another job's by now, whose events these are not.
         last = self._read_record(numbers_of(index)[-1])
-        if last is None or None in records or last != records[-1]:
+        written = [record.nonce for record in records if record is not None]
+        if last is None or len(written) < len(records) or last.nonce != written[-1]:
             raise DataLoss(f"the events {numbers_of(index)[0]} to {numbers_of(index)[-1]} are not all there")
         data = zlib.compress(json.dumps([asdict(record) for record in records if record is not None]).encode())
-        written = [record.nonce for record in records if record is not None]
         try:
             self._store.put_if_absent(self._segment_key(index), data)
         except ObjectExists:  # of another writer, and with the same records unless its job has taken the name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import zlib
 from collections.abc import Callable
 
@@ -424,6 +425,16 @@ def test_a_record_that_a_late_writer_left_does_not_cost_a_segment(store: ObjectS
 
     assert events_of(store)[: 2 * SIZE] == before
     assert not store.exists(f"{EVENTS}/log/000000000001.json")
+
+
+def test_events_with_a_value_that_equals_nothing_are_gathered(store: ObjectStore, clock: Clock) -> None:
+    log = EventLog(store, JOB, gathers=True, clock=clock)
+    for number in range(SIZE):
+        log.append(1, EventKind.PROGRESS, {"loss": math.nan}, str(number))
+    log.gather()
+
+    assert objects(store)["segments"] == 1
+    assert all(math.isnan(event.payload["loss"]) for event in events_of(store))
 
 
 DAMAGED = [b"", b"\xff", b"[]", b'{"number": 1', b'{"number": 1}']
