@@ -63,11 +63,17 @@ class SegmentedLog(ResourceLog):
     def read(self, number: int) -> Record | None:
         """Return the record with that number, or None if it has not been written.
 
-        Raises `DataLoss` if it or the segment that has it is damaged.
+        Raises `DataLoss` if it is damaged, or only its segment is left and is damaged.
         """
         index, place = divmod(number - 1, SEGMENT_RECORDS)
         while True:
-            if (records := self._records_of(index)) is not None:
+            try:
+                records = self._records_of(index)
+            except DataLoss:
+                if (record := self._read_record(number)) is not None:
+                    return record
+                raise
+            if records is not None:
                 return records[place]
             record = self._read_record(number)
             if self._was_absent(index, TRUSTED_S):
@@ -75,6 +81,13 @@ class SegmentedLog(ResourceLog):
 
     def head(self) -> Record | None:
         try:
+            return super().head()
+        except DataLoss:
+            # Begin behind what is damaged, with a recent record, if this log knows of no later one.
+            hinted = self._hinted(self._head.number if self._head else 0)
+            if hinted is None:
+                raise
+            self._head = hinted
             return super().head()
         finally:
             self.forget_segment()

@@ -471,5 +471,37 @@ def test_events_that_cannot_be_gathered_stay_as_they_are_and_the_later_ones_are_
     assert not store.exists(f"{EVENTS}/log/{SIZE + 1:012d}.json")
 
 
+def test_records_of_a_damaged_segment_stay(store: ObjectStore, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    run(store, clock, SIZE + 1, interval_s=0.0)
+    store.put(f"{EVENTS}/segments/000000000.json.z", b"damaged")
+    clock.now += KEPT_S
+
+    run(store, clock, 3 * SIZE, attempt=2)
+
+    assert "000000000.json.z" in caplog.text
+    assert store.exists(f"{EVENTS}/log/000000000001.json")
+    assert objects(store)["segments"] == 4
+
+
+@pytest.mark.parametrize("events", [3 * SIZE, 3 * SIZE + 3])
+def test_a_damaged_segment_costs_its_own_events_only(store: ObjectStore, clock: Clock, events: int) -> None:
+    run(store, clock, events)
+    store.put(f"{EVENTS}/segments/000000000.json.z", b"damaged")
+
+    assert EventLog(store, JOB).last_sequence() == events
+    EventLog(store, JOB).append(2, EventKind.WARNING, {"text": "next"}, "next")
+
+    assert [event.sequence for event in events_of(store, SIZE)] == list(range(SIZE + 1, events + 2))
+    with pytest.raises(DataLoss):
+        events_of(store)
+
+
+def test_events_of_a_damaged_segment_are_read_while_their_records_are_there(store: ObjectStore, clock: Clock) -> None:
+    run(store, clock, 2 * SIZE, interval_s=0.0)
+    store.put(f"{EVENTS}/segments/000000000.json.z", b"damaged")
+
+    assert [event.sequence for event in events_of(store)] == list(range(1, 2 * SIZE + 1))
+
+
 def test_the_times_leave_room() -> None:
     assert ABSENT_S < TRUSTED_S < KEPT_S
