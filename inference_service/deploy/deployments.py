@@ -270,6 +270,11 @@ class Deployments:
             logger.error("left out of a list: %s", error.message)
         return found, next_token
 
+    @property
+    def has_read_all(self) -> bool:
+        """Whether `all` has returned all deployments, also those of an earlier release. See `LiveDeployments`."""
+        return self._live.has_read_all
+
     def all(self) -> tuple[list[Deployment], dict[str, DataLoss]]:
         """Returns all deployments that are not deleted, and the errors of unreadable logs by name."""
         poll = self._live.poll()

@@ -100,6 +100,34 @@ def test_what_an_earlier_release_creates_meanwhile_is_found_in_turns(
     assert markers(store) == ["d.uid-d.json"]
 
 
+def test_the_first_look_reads_those_that_exist_and_the_others_in_turns(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_deployments, "DEPLOYMENTS_A_FIRST_TURN", 4)
+    for number in range(10):
+        create(store, f"gone{number}")
+        remove(store, f"gone{number}")
+    create(store, "old")  # by an earlier release
+    forget_markers(store)
+    create(store, "a")
+    create(store, "z")
+    counting = CountingStore(store)
+    deployments = Deployments(counting)
+
+    assert names(deployments) == ["a", "z"]
+    assert not deployments.has_read_all
+    assert len({request.split("/")[1] for request in counting.requests if "/log/" in request}) == 5
+    names(deployments)
+    assert not deployments.has_read_all
+    counting.fails_at = len(counting.requests) + 9
+    with pytest.raises(Unavailable):
+        deployments.all()
+    counting.fails_at = 0
+    names(deployments)
+    assert names(deployments) == ["a", "old", "z"]
+    assert deployments.has_read_all
+
+
 def test_a_marker_of_a_refused_creation_goes_after_a_while(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     create(store, "a")
     with pytest.raises(AlreadyExists):
