@@ -217,6 +217,7 @@ class Deployments:
         self._live.mark(deployment)
         made = _deployment(deployment.name, self.log(deployment.name).update(decide))
         assert made is not None
+        self._live.mark_again(made)
         return made
 
     def find(self, name: str) -> Deployment | None:

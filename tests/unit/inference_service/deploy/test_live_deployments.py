@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -141,6 +142,40 @@ def test_a_marker_of_a_refused_creation_goes_after_a_while(store: ObjectStore, m
     assert names(deployments) == ["a"]
 
     assert markers(store) == ["a.uid-a.json"]
+
+
+def test_the_age_of_a_marker_is_measured_by_one_clock(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    deployments = Deployments(store)
+    deployments._live.mark(replace(deployment("coming"), uid="1"))
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 3600.0)  # ahead of the store's clock
+
+    assert names(deployments) == []
+
+    assert markers(store) == ["coming.1.json"]
+
+
+class Slow(CountingStore):
+    """A store that takes so long for a new log that the marker is removed meanwhile."""
+
+    fails_to_mark_again = False
+
+    def put_if_absent(self, key: str, data: bytes | bytearray | memoryview) -> None:
+        forget_markers(self)
+        super().put_if_absent(key, data)
+        if self.fails_to_mark_again:
+            self.fails_at = len(self.requests) + 1
+
+
+def test_a_creator_that_pauses_marks_its_deployment_again(store: ObjectStore, caplog: pytest.LogCaptureFixture) -> None:
+    slow = Slow(store)
+    create(slow, "a")
+    assert markers(store) == ["a.uid-a.json"]
+
+    slow.fails_to_mark_again = True
+    assert create(slow, "b").uid == "uid-b"
+    assert "deployments/b" in caplog.text
+    assert names(Deployments(store)) == ["a", "b"]
 
 
 def test_a_store_that_takes_no_marker_hides_no_deployment(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
