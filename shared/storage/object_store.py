@@ -138,6 +138,9 @@ class ObjectStore:
     until its lifecycle rule removes it.
     """
 
+    # How many objects `delete_all` removes at once, with one request.
+    keys_a_deletion: int = KEYS_A_DELETION
+
     def __init__(
         self,
         backend: LocalStore | S3Store,
@@ -154,6 +157,8 @@ class ObjectStore:
         self._filesystem = filesystem
         # The settings to open the store in another process, because an open store cannot be sent.
         self.settings = settings
+        if isinstance(backend, LocalStore):
+            self.keys_a_deletion = 1
 
     def put(self, key: str, data: bytes | bytearray | memoryview) -> None:
         """Write the object, replacing an existing one."""
