@@ -217,6 +217,7 @@ class Deployments:
         self._live.mark(deployment)
         made = _deployment(deployment.name, self.log(deployment.name).update(decide))
         assert made is not None
+        self._live.mark_again(made)
         return made
 
     def find(self, name: str) -> Deployment | None:
@@ -269,6 +270,11 @@ class Deployments:
         for error in unreadable.values():
             logger.error("left out of a list: %s", error.message)
         return found, next_token
+
+    @property
+    def has_read_all(self) -> bool:
+        """Whether `all` has returned all deployments, also those of an earlier release. See `LiveDeployments`."""
+        return self._live.has_read_all
 
     def all(self) -> tuple[list[Deployment], dict[str, DataLoss]]:
         """Returns all deployments that are not deleted, and the errors of unreadable logs by name."""

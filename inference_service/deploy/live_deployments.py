@@ -3,10 +3,12 @@
     live/deployment/{id}.{uid}.json
 
 A marker is written before the log of its deployment, and removed by a look once the log says that the deployment is
-gone. So every deployment that exists has one. Some markers are of none: their creator was refused, or has died.
+gone. So every deployment that exists has one. Some markers are of none: their creator was refused, or has died. A look
+removes them some time after it first saw them. A creator may pause for longer, so it marks its deployment once more at
+the end.
 
-An earlier release writes no markers. So the first look of a process reads all logs, and each later one reads some of
-them in turns; both mark what has no marker.
+An earlier release writes no markers. So each look also reads some of all logs, in turns, and marks what has no marker.
+The first looks of a process read more, until it has read each log once. Only then does it know all deployments.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from inference_service.domain.deployment import Deployment, State
@@ -28,7 +30,9 @@ FOLDER = "live/deployment"
 DEPLOYMENTS = "deployments"
 # How many of all deployments that ever were each look reads in turns.
 DEPLOYMENTS_IN_TURNS = 16
-# A marker whose deployment does not exist so long after it was written is of none.
+# How many each look reads until all were read once. A start waits for the first look.
+DEPLOYMENTS_A_FIRST_TURN = 64
+# A marker whose deployment does not exist so long after a process first saw the marker is of none.
 DEPLOYMENT_IS_COMING_S = 600.0
 
 
@@ -56,25 +60,42 @@ class LiveDeployments:
         self._open_log = open_log
         self._parse = parse
         self._lock = threading.Lock()
-        # The logs that the last look found to be live or unreadable, kept open; None before the first look.
-        self._logs: dict[str, ResourceLog] | None = None
+        # The logs that the last look found to be live or unreadable, kept open.
+        self._logs: Mapping[str, ResourceLog] = {}
+        # The last id that was read in turns; empty before the first.
         self._turn_at = ""
+        self._has_read_all = False
+        # The markers of no deployment, and when each was first seen; in seconds of the monotonic clock.
+        self._unmatched: dict[str, float] = {}
+
+    @property
+    def has_read_all(self) -> bool:
+        """Whether each log that was there at the first look has been read, also those without a marker."""
+        return self._has_read_all
 
     def mark(self, deployment: Deployment) -> None:
         """Mark a deployment. Call it before its log is written."""
         self._store.put(_key(deployment.name, deployment.uid), b"")
 
+    def mark_again(self, deployment: Deployment) -> None:
+        """Mark a deployment whose log has been written. If that fails, a look marks it in its turn."""
+        try:
+            self.mark(deployment)
+        except STORE_OUTAGES as error:
+            logger.warning("%s is not marked again: %s", deployment.name, error.message)
+
     def poll(self) -> Poll:
         """Read the deployments that exist. A log that is kept open costs one request if it has nothing new."""
         with self._lock:
-            marked: dict[str, dict[str, float]] = {}
-            for info in self._store.list(FOLDER):
-                name, uid = _name_and_uid(info.key)
-                marked.setdefault(name, {})[uid] = info.modified
-            logs = self._logs or {}
+            keys = {info.key for info in self._store.list(FOLDER)}
+            self._unmatched = {key: since for key, since in self._unmatched.items() if key in keys}
+            marked: dict[str, set[str]] = {}
+            for name, uid in map(_name_and_uid, keys):
+                marked.setdefault(name, set()).add(uid)
             poll, live_logs = Poll(), {}
-            for name in sorted({*marked, *logs, *self._others()}):
-                log = logs.get(name) or self._open_log(name)
+            in_turn, is_last = self._next_in_turn()
+            for name in sorted({*marked, *self._logs, *(f"{DEPLOYMENTS}/{one}" for one in in_turn)}):
+                log = self._logs.get(name) or self._open_log(name)
                 try:
                     deployment = self._parse(name, log.head())
                 except DataLoss as error:
@@ -85,23 +106,27 @@ class LiveDeployments:
                 if deployment is not None and is_live:
                     poll.found.append(deployment)
                     live_logs[name] = log
-                self._correct(name, deployment, is_live, marked.get(name, {}))
+                self._correct(name, deployment, is_live, marked.get(name, set()))
+            # Not before: a look that fails has not read its turn.
             self._logs = live_logs
+            self._turn_at = "" if is_last else in_turn[-1]
+            self._has_read_all = self._has_read_all or is_last
             return poll
 
-    def _others(self) -> Sequence[str]:
-        """Return names that may have no marker."""
-        if self._logs is None:
-            return [f"{DEPLOYMENTS}/{one}" for one in self._store.folders(DEPLOYMENTS)]
-        ids = self._store.folders_after(DEPLOYMENTS, self._turn_at, DEPLOYMENTS_IN_TURNS)
-        self._turn_at = ids[-1] if len(ids) == DEPLOYMENTS_IN_TURNS else ""
-        return [f"{DEPLOYMENTS}/{one}" for one in ids]
+    def _next_in_turn(self) -> tuple[Sequence[str], bool]:
+        """Return ids of deployments that may have no marker, and whether they are the last."""
+        most = DEPLOYMENTS_IN_TURNS if self._has_read_all else DEPLOYMENTS_A_FIRST_TURN
+        ids = self._store.folders_after(DEPLOYMENTS, self._turn_at, most)
+        return ids, len(ids) < most
 
-    def _correct(self, name: str, deployment: Deployment | None, is_live: bool, marked: Mapping[str, float]) -> None:
+    def _correct(self, name: str, deployment: Deployment | None, is_live: bool, marked: Collection[str]) -> None:
         """Mark a live deployment without a marker, and remove markers of none."""
         uid = deployment.uid if deployment is not None else ""
-        old = time.time() - DEPLOYMENT_IS_COMING_S
-        dead = [_key(name, one) for one, modified in marked.items() if (not is_live if one == uid else modified < old)]
+        now = time.monotonic()
+        seen = {key: self._unmatched.setdefault(key, now) for key in (_key(name, one) for one in marked if one != uid)}
+        dead = [key for key, since in seen.items() if now - since > DEPLOYMENT_IS_COMING_S]
+        if uid in marked and not is_live:
+            dead.append(_key(name, uid))
         try:
             if deployment is not None and is_live and uid not in marked:
                 self.mark(deployment)

@@ -240,7 +240,8 @@ class Reconciler:
                 self._unloader.remove(deployment)
                 going.update(application_name(deployment, version) for version in deployment.versions)
         unnamed = unwanted - going
-        if unreadable:  # the unreadable logs may name some of these applications
+        # Logs that cannot be read, or were not read yet, may name some of these applications.
+        if unreadable or not self._deployments.has_read_all:
             known = {one.uid for one in deployments if one.name not in unreadable}
             unnamed = {name for name in unnamed if uid_of(name) in known}
         for name in unnamed:

@@ -42,7 +42,6 @@ from shared.jobs.transitions import (
 )
 from shared.log import ResourceLog, uid_of
 from shared.storage import ObjectMissing, ObjectStore
-from shared.storage.object_store import KEYS_A_DELETION
 
 # --- Jobs ---
 
@@ -293,8 +292,8 @@ def progress_key(folder: str) -> str:
 
 # --- Deletion ---
 
-# This many objects are deleted between two reads of the log: on S3 by one request.
-KEYS_BETWEEN_POLLS = KEYS_A_DELETION
+# At most this many objects are deleted between two reads of the log, or as many as one request deletes.
+KEYS_BETWEEN_POLLS = 32
 
 
 def while_deleting(jobs: Jobs, job: JobRecord, decide: Callable[[JobRecord], JobRecord]) -> JobRecord:
@@ -313,11 +312,12 @@ def remove_objects(store: ObjectStore, jobs: Jobs, job: JobRecord, keys: Sequenc
     The log is read repeatedly: if another process has finished the deletion, a new job of the name may have created
     objects with the same keys. Returns whether all keys are deleted.
     """
-    for start in range(0, max(1, len(keys)), KEYS_BETWEEN_POLLS):
+    step = max(KEYS_BETWEEN_POLLS, store.keys_a_deletion)
+    for start in range(0, max(1, len(keys)), step):
         now = jobs.newest(job.name)
         if now is None or now.uid != job.uid or now.state is not job.state:
             return False
-        store.delete_all(keys[start : start + KEYS_BETWEEN_POLLS])
+        store.delete_all(keys[start : start + step])
     return True
 
 

@@ -56,6 +56,9 @@ FULL_SIGNS = (
     "<Code>XMinioAdminBucketQuotaExceeded",
 )
 
+# The error code of a request to a bucket that is not there.
+NO_BUCKET_SIGN = "NoSuchBucket"
+
 # Reasons of `Unavailable`: a conflicting write, or a store whose answer did not come or was lost.
 CONFLICT = "STORE_CONFLICT"
 UNRESPONSIVE = "STORE_UNAVAILABLE"
@@ -135,6 +138,9 @@ class ObjectStore:
     until its lifecycle rule removes it.
     """
 
+    # How many objects `delete_all` removes at once, with one request.
+    keys_a_deletion: int = KEYS_A_DELETION
+
     def __init__(
         self,
         backend: LocalStore | S3Store,
@@ -151,6 +157,8 @@ class ObjectStore:
         self._filesystem = filesystem
         # The settings to open the store in another process, because an open store cannot be sent.
         self.settings = settings
+        if isinstance(backend, LocalStore):
+            self.keys_a_deletion = 1
 
     def put(self, key: str, data: bytes | bytearray | memoryview) -> None:
         """Write the object, replacing an existing one."""
@@ -492,6 +500,12 @@ def _written(key: str, write: Callable[[], object]) -> None:
         time.sleep(RETRY_DELAY_S)
 
 
+def _is_missing(error: Exception) -> bool:
+    """Return whether an object is missing. All objects of a lost bucket would merely seem missing, and are not."""
+    is_not_found = isinstance(error, (exceptions.NotFoundError, FileNotFoundError))
+    return is_not_found and NO_BUCKET_SIGN not in str(error)
+
+
 def _is_conflict(error: exceptions.AlreadyExistsError) -> bool:
     return "status code: 409" in str(error)
 
@@ -516,12 +530,12 @@ def _errors(key: str) -> Iterator[None]:
     except MillraceError:
         raise
     except (exceptions.BaseError, OSError) as error:
+        if _is_missing(error):  # checked before any sign in the text, because the text has the key
+            raise ObjectMissing(key) from None
         if _is_full(error):  # checked first, because some servers report it with 403 Forbidden
             raise store_is_full(key) from error
         if refusal := _refusal(error):
             raise refused_by_store(refusal) from error
-        if isinstance(error, (exceptions.NotFoundError, FileNotFoundError)):
-            raise ObjectMissing(key) from None
         raise unresponsive_store(key) from error
 
 
@@ -576,7 +590,7 @@ def _refusal(error: Exception) -> str | None:
 
     The library has classes for only some of these faults.
     """
-    if "NoSuchBucket" in str(error):  # otherwise every object of a lost bucket would merely seem missing
+    if NO_BUCKET_SIGN in str(error):
         return "its bucket is not there"
     denied = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError)
     # The second sign is that of a single object, in the answer to a deletion of many.

@@ -307,7 +307,7 @@ class TrainingJobs:
         return chosen, names.token_of(chosen[-1].name) if more else ""
 
     def events(self, name: str, after_sequence: int) -> list[Event]:
-        """Return the next written events: at most `EVENTS_AT_ONCE`, or what is left of a segment."""
+        """Return the next written events: at most `EVENTS_AT_ONCE`, or what is left of a segment and fits a page."""
         return EventLog(self._store, name).page(after_sequence, EVENTS_AT_ONCE)
 
     def check_sequence(self, name: str, after_sequence: int) -> None:

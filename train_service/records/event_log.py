@@ -188,6 +188,10 @@ def _retry_on_outage(write: Callable[..., None], *arguments: Any) -> None:
 
 # An attempt's end is written last, but delayed events of a rank may follow it.
 LOOKED_BACK = 32
+# A page of events ends where it would take more memory. A watcher whose client is slow holds one.
+PAGE_BYTES = 256 * 1024
+# How many bytes of memory a byte of an event's JSON takes at most.
+MEMORY_PER_BYTE = 4
 
 
 class EventKind(enum.StrEnum):
@@ -267,13 +271,16 @@ class EventLog:
         return self._find(self._log.head(), attempt, kind)
 
     def _find(self, record: Record | None, attempt: int, kind: EventKind) -> Event | None:
-        for _ in range(LOOKED_BACK):
-            if record is None or record.attempt < attempt:
-                return None
-            if record.attempt == attempt and record.state["kind"] == kind:
-                return _event(record)
-            record = self._log.read(record.number - 1) if record.number > 1 else None
-        return None
+        try:
+            for _ in range(LOOKED_BACK):
+                if record is None or record.attempt < attempt:
+                    return None
+                if record.attempt == attempt and record.state["kind"] == kind:
+                    return _event(record)
+                record = self._log.read(record.number - 1) if record.number > 1 else None
+            return None
+        finally:
+            self._log.forget_segment()
 
     def last_sequence(self) -> int:
         head = self._log.head()
@@ -286,14 +293,24 @@ class EventLog:
 
     def after(self, sequence: int) -> Iterator[Event]:
         """Yield the events written so far after `sequence`."""
-        while (record := self._log.read(sequence + 1)) is not None:
-            yield _event(record)
-            sequence += 1
+        try:
+            while (record := self._log.read(sequence + 1)) is not None:
+                yield _event(record)
+                sequence += 1
+        finally:
+            self._log.forget_segment()
 
     def page(self, sequence: int, size: int) -> list[Event]:
-        """Return the `size` next events after `sequence`, or more if these cost no further request."""
+        """Return the `size` next events after `sequence`, or more if these cost no further request.
+
+        They are fewer, but at least one, if more would take more memory than `PAGE_BYTES`.
+        """
         page: list[Event] = []
+        left_bytes = PAGE_BYTES
         for event in self.after(sequence):
+            left_bytes -= MEMORY_PER_BYTE * len(json.dumps(event.payload))
+            if page and left_bytes < 0:
+                break
             page.append(event)
             if len(page) >= size and not self._log.is_at_hand(event.sequence + 1):
                 break

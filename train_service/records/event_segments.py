@@ -22,7 +22,6 @@ import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict
 
 from shared.durable import fields_of
@@ -41,6 +40,8 @@ ABSENT_S = 200.0
 TRUSTED_S = 240.0
 # Records of lost attempts that are read at a time to be gathered.
 READ_AT_ONCE = 8
+# What reading an object raises that is not as it was written.
+DAMAGE = (zlib.error, ValueError, TypeError, AttributeError)
 
 
 class SegmentedLog(ResourceLog):
@@ -62,15 +63,38 @@ class SegmentedLog(ResourceLog):
     def read(self, number: int) -> Record | None:
         """Return the record with that number, or None if it has not been written.
 
-        Raises `DataLoss` if the segment that has it is damaged.
+        Raises `DataLoss` if it is damaged, or only its segment is left and is damaged.
         """
         index, place = divmod(number - 1, SEGMENT_RECORDS)
         while True:
-            if (records := self._records_of(index)) is not None:
+            try:
+                records = self._records_of(index)
+            except DataLoss:
+                if (record := self._read_record(number)) is not None:
+                    return record
+                raise
+            if records is not None:
                 return records[place]
-            record = super().read(number)
+            record = self._read_record(number)
             if self._was_absent(index, TRUSTED_S):
                 return record
+
+    def head(self) -> Record | None:
+        try:
+            return super().head()
+        except DataLoss:
+            # Begin behind what is damaged, with a recent record, if this log knows of no later one.
+            hinted = self._hinted(self._head.number if self._head else 0)
+            if hinted is None:
+                raise
+            self._head = hinted
+            return super().head()
+        finally:
+            self.forget_segment()
+
+    def forget_segment(self) -> None:
+        """Free the memory of the segment that was read last. Those who keep a log rarely need it again."""
+        self._segment = (-1, [])
 
     def is_at_hand(self, number: int) -> bool:
         """Return whether `read` returns that record without a request."""
@@ -95,17 +119,32 @@ class SegmentedLog(ResourceLog):
         record = super().append(previous, state, attempt, nonce)
         if record is None:
             return None
+        try:
+            return self._without_segment(previous, record)
+        except StaleAttempt:
+            raise
+        except Exception:
+            # The record may count, so a repeated call has to look for it before it writes another.
+            self._head, self._unanswered = previous, record.number
+            raise
+
+    def _without_segment(self, previous: Record | None, record: Record) -> Record | None:
+        """Return the record that was just written. If its place is in a segment, remove it, and return None."""
         index, place = divmod(record.number - 1, SEGMENT_RECORDS)
         if self._was_absent(index, TRUSTED_S) or (records := self._records_of(index)) is None:
             return record
         there = records[place]
         if there.nonce == record.nonce:
             return record
+        if place and previous is not None and _is_of_later_job(previous, records[place - 1]):
+            self._delete_segment(index)
+            return record
         # The place was taken long ago, and was free only because its record was deleted. No reader has seen ours.
         self._store.delete(self._key(record.number))
         self._head = records[-1]
-        if there.attempt > attempt:
-            raise StaleAttempt(f"{self._records_folder}: attempt {attempt} is fenced by attempt {there.attempt}")
+        if there.attempt > record.attempt:
+            fenced = f"attempt {record.attempt} is fenced by attempt {there.attempt}"
+            raise StaleAttempt(f"{self._records_folder}: {fenced}")
         return None
 
     def _was_absent(self, index: int, max_age_s: float) -> bool:
@@ -125,6 +164,14 @@ class SegmentedLog(ResourceLog):
             self._segment = (index, records)
         return records
 
+    def _read_record(self, number: int) -> Record | None:
+        """Return the record with that number if it is an object of its own."""
+        try:
+            return super().read(number)
+        except DAMAGE as error:
+            key = self._key(number)
+            raise DataLoss(f"the event in {key} is damaged: {error}", metadata={"object": key}) from None
+
     def _read_segment(self, index: int) -> list[Record] | None:
         key = self._segment_key(index)
         try:
@@ -132,11 +179,17 @@ class SegmentedLog(ResourceLog):
             records = [Record(**fields_of(Record, state)) for state in states]
         except ObjectMissing:
             return None
-        except (zlib.error, ValueError, TypeError) as error:
+        except DAMAGE as error:
             raise DataLoss(f"the events in {key} are damaged: {error}", metadata={"object": key}) from None
         if [record.number for record in records] != list(numbers_of(index)):
             raise DataLoss(f"the events in {key} are damaged: some are missing", metadata={"object": key})
         return records
+
+    def _delete_segment(self, index: int) -> None:
+        """Delete a segment with events of a deleted job whose name another job has taken, or may take."""
+        logger.warning("%s has events of a deleted job, and is removed", self._segment_key(index))
+        self._store.delete(self._segment_key(index))
+        self.forget_segment()
 
     def _segment_key(self, index: int) -> str:
         return f"{self._segments_folder}/{index:09d}.json.z"
@@ -163,17 +216,26 @@ class GatheringLog(SegmentedLog):
         return record
 
     def gather(self) -> None:
-        """Write the next segment, and delete the records of an earlier one, where that is due."""
+        """Write the next segment, and delete the records of an earlier one, where that is due.
+
+        Records that cannot be gathered stay as they are.
+        """
         if self._head is None:
             return
         if self._next is None:
             self._next = self._first_left()
         if self._head.number >= (self._next + 1) * SEGMENT_RECORDS:
-            self._write_segment(self._next)
-            self._due.append((self._next, self._clock() + KEPT_S))
+            try:
+                self._write_segment(self._next)
+                self._due.append((self._next, self._clock() + KEPT_S))
+            except DataLoss as error:
+                logger.warning("events of %s stay in records of their own: %s", self._records_folder, error.message)
             self._next += 1
         if self._due and self._clock() >= self._due[0][1]:
-            self._delete_records(self._due[0][0])
+            try:
+                self._delete_records(self._due[0][0])
+            except DataLoss as error:
+                logger.warning("events of %s stay in records of their own: %s", self._records_folder, error.message)
             del self._due[0]
 
     def _first_left(self) -> int:
@@ -189,27 +251,56 @@ class GatheringLog(SegmentedLog):
         with ThreadPoolExecutor(READ_AT_ONCE) as pool:
             records = list(pool.map(self._record, numbers_of(index)))
         # Not from memory: a deleted job's name may be another job's by now, whose events these are not.
-        last = ResourceLog.read(self, numbers_of(index)[-1])
-        if last is None or None in records or last != records[-1]:
+        last = self._read_record(numbers_of(index)[-1])
+        written = [record.nonce for record in records if record is not None]
+        if last is None or len(written) < len(records) or last.nonce != written[-1]:
             raise DataLoss(f"the events {numbers_of(index)[0]} to {numbers_of(index)[-1]} are not all there")
         data = zlib.compress(json.dumps([asdict(record) for record in records if record is not None]).encode())
-        with suppress(ObjectExists):  # of another writer, and with the same records
+        try:
             self._store.put_if_absent(self._segment_key(index), data)
+        except ObjectExists:  # of another writer, and with the same records unless its job has taken the name
+            if written != [record.nonce for record in self._read_segment(index) or []]:
+                raise DataLoss(f"{self._segment_key(index)} has other events") from None
+        # The request may have taken long, or this process may have slept. The job may have been deleted meanwhile.
+        there = self._read_record(last.number)
+        if _is_of_later_job(there, last) if there is not None else not self._has_records_behind(index):
+            self._delete_segment(index)
+            raise DataLoss(f"the events {numbers_of(index)[0]} to {numbers_of(index)[-1]} are those of a deleted job")
         for number in numbers_of(index):
             self._recent.pop(number, None)
 
+    def _has_records_behind(self, index: int) -> bool:
+        """Return whether a record follows a segment. One does if another attempt deleted the segment's records."""
+        following = numbers_of(index + 1)[0]
+        return self._read_record(following) is not None or self._read_segment(index + 1) is not None
+
     def _record(self, number: int) -> Record | None:
         # Every thread of `_write_segment` calls this: it changes nothing.
-        return self._recent.get(number) or ResourceLog.read(self, number)
+        return self._recent.get(number) or self._read_record(number)
 
     def _delete_records(self, index: int) -> None:
-        if self._read_segment(index) is not None:
-            self._store.delete_all([self._key(number) for number in numbers_of(index)])
+        records = self._read_segment(index)
+        if records is None:
+            return
+        there = self._read_record(records[0].number)
+        if there is not None and _is_of_later_job(there, records[0]):
+            self._delete_segment(index)
+        else:
+            self._store.delete_all([self._key(record.number) for record in records])
 
 
 def numbers_of(index: int) -> range:
     """Return the numbers of a segment's records."""
     return range(index * SEGMENT_RECORDS + 1, (index + 1) * SEGMENT_RECORDS + 1)
+
+
+def _is_of_later_job(record: Record, gathered: Record) -> bool:
+    """Return whether `record` was written by a job that took the name of the one whose record was gathered.
+
+    Its attempts follow those of the deleted job. A late writer of the same job may also leave another record at a place
+    whose record was deleted, but not one of a later attempt.
+    """
+    return record.nonce != gathered.nonce and record.attempt > gathered.attempt
 
 
 def _number_in(key: str) -> int:

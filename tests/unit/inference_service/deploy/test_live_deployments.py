@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -100,6 +101,34 @@ def test_what_an_earlier_release_creates_meanwhile_is_found_in_turns(
     assert markers(store) == ["d.uid-d.json"]
 
 
+def test_the_first_look_reads_those_that_exist_and_the_others_in_turns(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_deployments, "DEPLOYMENTS_A_FIRST_TURN", 4)
+    for number in range(10):
+        create(store, f"gone{number}")
+        remove(store, f"gone{number}")
+    create(store, "old")  # by an earlier release
+    forget_markers(store)
+    create(store, "a")
+    create(store, "z")
+    counting = CountingStore(store)
+    deployments = Deployments(counting)
+
+    assert names(deployments) == ["a", "z"]
+    assert not deployments.has_read_all
+    assert len({request.split("/")[1] for request in counting.requests if "/log/" in request}) == 5
+    names(deployments)
+    assert not deployments.has_read_all
+    counting.fails_at = len(counting.requests) + 9
+    with pytest.raises(Unavailable):
+        deployments.all()
+    counting.fails_at = 0
+    names(deployments)
+    assert names(deployments) == ["a", "old", "z"]
+    assert deployments.has_read_all
+
+
 def test_a_marker_of_a_refused_creation_goes_after_a_while(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     create(store, "a")
     with pytest.raises(AlreadyExists):
@@ -113,6 +142,40 @@ def test_a_marker_of_a_refused_creation_goes_after_a_while(store: ObjectStore, m
     assert names(deployments) == ["a"]
 
     assert markers(store) == ["a.uid-a.json"]
+
+
+def test_the_age_of_a_marker_is_measured_by_one_clock(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    deployments = Deployments(store)
+    deployments._live.mark(replace(deployment("coming"), uid="1"))
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 3600.0)  # ahead of the store's clock
+
+    assert names(deployments) == []
+
+    assert markers(store) == ["coming.1.json"]
+
+
+class Slow(CountingStore):
+    """A store that takes so long for a new log that the marker is removed meanwhile."""
+
+    fails_to_mark_again = False
+
+    def put_if_absent(self, key: str, data: bytes | bytearray | memoryview) -> None:
+        forget_markers(self)
+        super().put_if_absent(key, data)
+        if self.fails_to_mark_again:
+            self.fails_at = len(self.requests) + 1
+
+
+def test_a_creator_that_pauses_marks_its_deployment_again(store: ObjectStore, caplog: pytest.LogCaptureFixture) -> None:
+    slow = Slow(store)
+    create(slow, "a")
+    assert markers(store) == ["a.uid-a.json"]
+
+    slow.fails_to_mark_again = True
+    assert create(slow, "b").uid == "uid-b"
+    assert "deployments/b" in caplog.text
+    assert names(Deployments(store)) == ["a", "b"]
 
 
 def test_a_store_that_takes_no_marker_hides_no_deployment(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from inference_service.deploy import live_deployments
 from inference_service.deploy.deployments import DeploymentManager, Deployments
 from inference_service.deploy.reconciler import RayLost
 from inference_service.domain.deployment import Deployment, application_name
@@ -101,6 +102,27 @@ async def test_a_fault_of_ours_is_not_taken_for_a_ray_that_is_silent(
     assert polls > 1
     assert "colour" in caplog.text
     assert "does not answer" not in caplog.text
+
+
+async def test_no_application_is_taken_for_a_stray_before_all_logs_were_read(
+    store: ObjectStore, deployments: Deployments, manager: DeploymentManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_deployments, "DEPLOYMENTS_A_FIRST_TURN", 1)
+    made = manager.create(creation())
+    late = manager.create(creation("letters"))
+    store.delete_folder(live_deployments.FOLDER)  # an earlier release created them
+    late_name, stray = application_name(late, late.versions[0]), f"{'0' * 32}-v1"
+    reconciler, models, running = reconciling(deployments, made)
+    running.start(application_name(made, made.versions[0]), late_name, stray)
+
+    await reconciler.reconcile()
+    assert models.is_ready("digits", "")
+    assert late.name not in [one.name for one in models.deployments()]
+    while not deployments.has_read_all:
+        await reconciler.reconcile()
+
+    assert late.name in [one.name for one in models.deployments()]
+    await until(lambda: running.deleted == [stray], "what no log names to go, and nothing else")
 
 
 async def test_a_log_that_cannot_be_read_keeps_no_other_model_from_being_served_and_loses_no_application(

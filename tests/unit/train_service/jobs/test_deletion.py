@@ -92,6 +92,7 @@ def test_a_deleted_job_is_gone_with_all_that_it_made(store: ObjectStore, jobs: J
 def test_a_job_of_many_objects_is_deleted_by_few_requests(store: ObjectStore) -> None:
     def requests() -> int:
         counting = CountingStore(store)
+        counting.keys_a_deletion = KEYS_A_DELETION  # as on S3
         deletions = Deletions(counting)
         deletions.begin(JOB)
         deletions.finish(JOB)
