@@ -33,7 +33,7 @@ WRITES: dict[str, Write] = {
 
 
 @pytest.fixture(autouse=True)
-def short_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_patience_with_a_full_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that stays full is waited for two seconds; a request that is to succeed has as long as it needs."""
     monkeypatch.setattr(object_store, "RETRY_FOR", timedelta(seconds=2))
 
