@@ -189,7 +189,8 @@ class OpenInferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
         return model_metadata_to_proto(deployment, signature)
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
-        # gRPC cancels a call when its deadline passes; for a call without one, our server does.
+        # gRPC cancels a call at its deadline. To a call without one the interceptor gives the server's own, so
+        # `time_remaining` is a number here.
         return await self._inference.answer(
             request, context.time_remaining(), context.invocation_metadata, ends_itself=True
         )

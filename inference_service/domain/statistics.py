@@ -237,17 +237,17 @@ class Statistics:
         total_s: float,
         limit_s: float | None = None,
         min_s: float = 0.0,
-        had_part: bool = True,
+        counts_against_version: bool = True,
     ) -> None:
         """Counts a request that ended with another status, by name.
 
         `limit_s` is the time that it had, `min_s` the time that any version needs: a request with less is late by its
-        own fault. `had_part` is False if the version was not involved, because it had no replicas yet or this process
-        had no memory.
+        own fault. `counts_against_version` is False if the version was not involved, because it had no replicas yet or
+        this process had no memory.
         """
         self._ended(status, total_s)
         in_vain = status == LATE and limit_s is not None and limit_s < min_s
-        if had_part and not in_vain:
+        if counts_against_version and not in_vain:
             self.recent.failed(now_s, status, max(total_s, limit_s or 0.0))
 
     def shadow_ended(self, status: str) -> None:

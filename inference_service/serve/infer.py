@@ -108,7 +108,7 @@ class Inference:
         began_s = time.perf_counter()
         statistics = self._models.unchosen
         status: str | None = "INTERNAL"
-        limit_s, had_part = remaining_s, True
+        limit_s, counts_against_version = remaining_s, True
         deployment: Deployment | None = None
         try:
             deployment, version = self._models.choose(
@@ -120,7 +120,7 @@ class Inference:
             which = {"model": deployment.model_name, "model_version": version.number}
             identify(**which)
             tracing().describe(**which)
-            had_part = version.signature is not None and self._models.answers(deployment, version)
+            counts_against_version = version.signature is not None and self._models.answers(deployment, version)
             check_tensor_counts(request, version.signature)
             requests = request_options_of(parameters_from_proto(request.parameters))
             inputs, requested = inputs_from_proto(request), outputs_from_proto(request)
@@ -153,7 +153,7 @@ class Inference:
             return response
         except MillraceError as error:
             status = status_code(error).name
-            had_part = had_part and not isinstance(error, MemoryFull)
+            counts_against_version = counts_against_version and not isinstance(error, MemoryFull)
             raise
         except asyncio.CancelledError:
             ran_out = is_deadline(remaining_s, time.perf_counter() - began_s)
@@ -168,7 +168,7 @@ class Inference:
                     total_s=time.perf_counter() - began_s,
                     limit_s=limit_s,
                     min_s=self._models.min_s(late, _rows_of(request)) if late is not None else 0.0,
-                    had_part=had_part,
+                    counts_against_version=counts_against_version,
                 )
 
     async def streamed(

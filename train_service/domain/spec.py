@@ -219,6 +219,7 @@ class TrainingSpec:
     allow_non_finite: bool = False
     # The column by whose lengths rows are grouped. Empty: they are not.
     group_by_length: str = ""
+    # The lost attempts that a job may have.
     max_failures: int = DEFAULT_MAX_FAILURES
     max_preemptions: int = DEFAULT_MAX_PREEMPTIONS
     # Of jobs that wait for resources, those with a higher priority begin first.

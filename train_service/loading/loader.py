@@ -405,7 +405,7 @@ class RowCache:
         self._allow_non_finite = allow_non_finite
         self._capacity = capacity
         self._held: OrderedDict[int, Rows] = OrderedDict()
-        self._in_flight_bytes = 0
+        self._cached_bytes = 0
         # Row groups being read: the future of their share, and their index in it.
         self._coming: dict[int, tuple[Future[list[Rows]], int]] = {}
         self._readers: ThreadPoolExecutor | None = None
@@ -490,10 +490,10 @@ class RowCache:
         else:
             (read,) = self._read([self._groups[number]])
         self._held[number] = read
-        self._in_flight_bytes += read.size_bytes
+        self._cached_bytes += read.size_bytes
         self.bytes_read += read.size_bytes
-        while self._in_flight_bytes > self._capacity and len(self._held) > 1:
-            self._in_flight_bytes -= self._held.popitem(last=False)[1].size_bytes
+        while self._cached_bytes > self._capacity and len(self._held) > 1:
+            self._cached_bytes -= self._held.popitem(last=False)[1].size_bytes
         return read
 
     def _read(self, groups: Sequence[RowGroup]) -> list[Rows]:

@@ -194,7 +194,8 @@ class Run:
 
     `run` restores the newest good checkpoint, and `_train` takes the steps after it. Each step:
 
-    1. takes the rank's next batch, which the loader's thread has read and prepared (`loading.loader`)
+    1. takes the rank's next batch, which the loader's threads have read and prepared (`loading.loader`); for a GPU a
+       thread with a stream of its own has copied it, some batches ahead (`learning.ranks.DeviceBatches`)
     2. computes the loss and its gradients, averages them over ranks and updates the weights (`learning.learner`)
     3. notes the rows as consumed (`checkpoints.coverage`)
     4. starts the sum over ranks of this step's report, and reads the sum of the step before: a step never waits for its
@@ -202,6 +203,9 @@ class Run:
     5. at an epoch's end validates; takes a checkpoint where one is due (`checkpoints.saving`)
 
     Rank 0 alone writes events, metrics and the checkpoints' names.
+
+    During an outage of the store a call waits up to `store_retry.OUTAGE_TIMEOUT_S`. Then the attempt fails, and the
+    next one resumes from the newest good checkpoint.
     """
 
     def __init__(self, config: LoopConfig, ranks: Ranks, heartbeat: HeartbeatSender | None = None) -> None:
