@@ -263,7 +263,7 @@ class Caller:
             except grpc.RpcError as failed:
                 error = from_rpc_error(failed, address=self.address, request_id=request_id)
                 if outage is not None and isinstance(error, DeadlineExceeded):
-                    if not is_safe_to_repeat(request):
+                    if may_change_something(request):
                         raise _maybe_done(error) from None
                     if called_at - began > timeout:
                         # The service was away for the greater part of the time.
@@ -350,6 +350,11 @@ def is_safe_to_repeat(request: Message) -> bool:
     descriptor = request.DESCRIPTOR
     has_request_id = "request_id" in descriptor.fields_by_name and bool(getattr(request, "request_id"))  # noqa: B009
     return has_request_id or descriptor.name.startswith(READS)
+
+
+def may_change_something(request: Message) -> bool:
+    """Return whether the service may have changed something that its answer alone would show."""
+    return not is_safe_to_repeat(request) and request.DESCRIPTOR.name != "ModelInferRequest"
 
 
 def was_never_sent(failed: grpc.RpcError) -> bool:

@@ -190,8 +190,10 @@ def _retry_on_outage(write: Callable[..., None], *arguments: Any) -> None:
 LOOKED_BACK = 32
 # A page of events ends where it would take more memory. A watcher whose client is slow holds one.
 PAGE_BYTES = 256 * 1024
-# How many bytes of memory a byte of an event's JSON takes at most.
+# About how many bytes of memory a byte of an event's JSON takes; several times more where the events are small, but of
+# those a page has no more than a segment.
 MEMORY_PER_BYTE = 4
+PAGES_A_SEGMENT = 8
 
 
 class EventKind(enum.StrEnum):
@@ -303,11 +305,14 @@ class EventLog:
     def page(self, sequence: int, size: int) -> list[Event]:
         """Return the `size` next events after `sequence`, or more if these cost no further request.
 
-        They are fewer, but at least one, if more would take more memory than `PAGE_BYTES`.
+        They are fewer, but at least one, if more would take more memory than `PAGE_BYTES`. Of a segment of large events
+        a page has at least an eighth (`PAGES_A_SEGMENT`), because each page reads the whole segment.
         """
         page: list[Event] = []
-        left_bytes = PAGE_BYTES
+        left_bytes: int | None = None
         for event in self.after(sequence):
+            if left_bytes is None:
+                left_bytes = max(PAGE_BYTES, MEMORY_PER_BYTE * self._log.segment_bytes // PAGES_A_SEGMENT)
             left_bytes -= MEMORY_PER_BYTE * len(json.dumps(event.payload))
             if page and left_bytes < 0:
                 break

@@ -55,8 +55,9 @@ class SegmentedLog(ResourceLog):
         self._records_folder = f"{folder}/log"
         self._segments_folder = f"{folder}/segments"
         self._clock = clock
-        # The segment that was read last, and its records.
+        # The segment that was read last, its records, and the size of their JSON. 0 if none is held.
         self._segment: tuple[int, list[Record]] = (-1, [])
+        self.segment_bytes = 0
         # The segment that was missed last, and when its absence was asked for.
         self._absent = (-1, 0.0)
 
@@ -95,6 +96,7 @@ class SegmentedLog(ResourceLog):
     def forget_segment(self) -> None:
         """Free the memory of the segment that was read last. Those who keep a log rarely need it again."""
         self._segment = (-1, [])
+        self.segment_bytes = 0
 
     def is_at_hand(self, number: int) -> bool:
         """Return whether `read` returns that record without a request."""
@@ -175,7 +177,9 @@ class SegmentedLog(ResourceLog):
     def _read_segment(self, index: int) -> list[Record] | None:
         key = self._segment_key(index)
         try:
-            states = json.loads(zlib.decompress(self._store.get(key)))
+            content = zlib.decompress(self._store.get(key))
+            self.segment_bytes = len(content)
+            states = json.loads(content)
             records = [Record(**fields_of(Record, state)) for state in states]
         except ObjectMissing:
             return None
@@ -283,10 +287,12 @@ class GatheringLog(SegmentedLog):
         if records is None:
             return
         there = self._read_record(records[0].number)
-        if there is not None and _is_of_later_job(there, records[0]):
-            self._delete_segment(index)
-        else:
+        if there is None or not _is_of_later_job(there, records[0]):
             self._store.delete_all([self._key(record.number) for record in records])
+        elif not self._has_records_behind(index):
+            self._delete_segment(index)
+        # Else the segment may be all that is left of these events: a process of this job that slept since before they
+        # were gathered may have written at a place that was free again.
 
 
 def numbers_of(index: int) -> range:
@@ -297,8 +303,8 @@ def numbers_of(index: int) -> range:
 def _is_of_later_job(record: Record, gathered: Record) -> bool:
     """Return whether `record` was written by a job that took the name of the one whose record was gathered.
 
-    Its attempts follow those of the deleted job. A late writer of the same job may also leave another record at a place
-    whose record was deleted, but not one of a later attempt.
+    Its attempts follow those of the deleted job. It may also be of the same job: an attempt that slept may write at a
+    place whose record was deleted, and it may be later than the attempt that wrote that record.
     """
     return record.nonce != gathered.nonce and record.attempt > gathered.attempt
 

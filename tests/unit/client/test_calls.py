@@ -205,6 +205,27 @@ def test_a_write_that_was_sent_at_last_and_not_answered_may_have_been_done(
     assert raised.value.request_id
 
 
+@pytest.mark.parametrize(("away_s", "error"), [(8.0, errors.Unavailable), (2.0, errors.DeadlineExceeded)])
+def test_a_prediction_that_is_late_after_an_outage_has_changed_nothing(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, away_s: float, error: type[errors.MillraceError]
+) -> None:
+    monkeypatch.setattr(calls, "LONGEST_PAUSE_S", 0.1)
+
+    def method(_: Any, timeout: float, metadata: Any) -> Any:
+        assert metadata
+        if clock.now_s < away_s:
+            raise NeverSent
+        clock.sleep(timeout)
+        raise Ended(grpc.StatusCode.DEADLINE_EXCEEDED)
+
+    with grpc.insecure_channel("127.0.0.1:1") as channel:
+        caller = calls.Caller(channel, "127.0.0.1:1")
+        request = grpc_service_pb2.ModelInferRequest(model_name="m")
+        with pytest.raises(error) as raised:
+            caller.unary(method, request, grpc_service_pb2.ModelInferResponse, timeout_s=10.0)
+    assert "may have been done" not in raised.value.message
+
+
 @pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize("options", [{"timeout_s": 90}, {"reconnect_for_s": 0.3}, {"reconnect_for_s": 0.0}], ids=str)
 def test_where_nobody_comes_back_the_call_says_so_when_its_time_is_over(options: dict[str, float]) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import json
 import math
 import zlib
 from collections.abc import Callable
+from dataclasses import asdict
 
 import pytest
 
@@ -132,24 +134,43 @@ def test_a_page_ends_by_its_memory_and_has_at_least_an_event(
     assert pages == [[1, 2], [3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15], [16]]
 
 
-def records_in_memory() -> int:
-    return sum(isinstance(one, Record) for one in gc.get_objects())
+def test_a_segment_of_large_events_is_read_eight_times_at_most(
+    clock: Clock, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_segments, "SEGMENT_RECORDS", 64)
+    log = EventLog(store, JOB, gathers=True, clock=clock)
+    for number in range(1, 66):
+        log.append(1, EventKind.WARNING, {"text": "x" * 20_000}, str(number))
+        log.gather()
+    pages: list[int] = []
+    while sum(pages) < 64:
+        pages.append(len(EventLog(store, JOB, clock=clock).page(sum(pages), 8)))
+    assert sum(pages) == 64
+    assert len(pages) <= event_log.PAGES_A_SEGMENT + 1
 
 
 def test_a_log_that_is_kept_holds_no_segment(store: ObjectStore, clock: Clock) -> None:
     run(store, clock, 3 * SIZE + 2)
-    log = EventLog(store, JOB, clock=clock)
-    gc.collect()
-    others = records_in_memory()
+    log = SegmentedLog(store, EVENTS, clock)
+    events = EventLog(store, JOB, clock=clock)
+    events._log = log
 
-    log.last_sequence()
-    assert records_in_memory() <= others + 1
-    assert [event.sequence for event in log.after(SIZE)] == list(range(SIZE + 1, 3 * SIZE + 3))
-    assert records_in_memory() <= others + 1
-    assert next(log.after(SIZE)).sequence == SIZE + 1
-    assert records_in_memory() <= others + 1
-    assert log.find(1, EventKind.PROGRESS) is None
-    assert records_in_memory() <= others + 1
+    events.last_sequence()
+    assert log._segment == (-1, [])
+    assert [event.sequence for event in events.after(SIZE)] == list(range(SIZE + 1, 3 * SIZE + 3))
+    assert log._segment == (-1, [])
+    assert next(events.after(SIZE)).sequence == SIZE + 1
+    gc.collect()
+    assert log._segment == (-1, [])
+
+
+def test_an_attempt_that_slept_and_wrote_at_a_free_place_costs_no_event(store: ObjectStore, clock: Clock) -> None:
+    run(store, clock, 2 * SIZE + 3)
+    left = Record(SIZE + 1, "late", 2, 0.0, {"time": 0.0, "kind": EventKind.WARNING, "payload": {"text": "late"}})
+    store.put_if_absent(f"{EVENTS}/log/{SIZE + 1:012d}.json", json.dumps(asdict(left)).encode())
+
+    run(store, clock, SIZE, attempt=3)
+    assert [event.payload["text"] for event in events_of(store)] == [str(number) for number in range(1, 3 * SIZE + 4)]
 
 
 @pytest.mark.parametrize("segments", [4, 40])
