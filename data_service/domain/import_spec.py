@@ -136,8 +136,22 @@ class UriRefused(ValueError):
     """The URI is refused; the text is the remedy."""
 
 
+class _Selection:
+    """What a source's `glob` says: one object, some of a folder, or a whole folder."""
+
+    glob: Glob | None
+
+    @property
+    def single(self) -> bool:
+        return self.glob is None
+
+    @property
+    def folder(self) -> bool:
+        return self.glob is not None and self.glob.everything
+
+
 @dataclass(frozen=True)
-class FileSource:
+class FileSource(_Selection):
     """An absolute path without `..`.
 
     `glob` selects files below it; None: it is one file itself.
@@ -146,17 +160,9 @@ class FileSource:
     path: PurePosixPath
     glob: Glob | None = None
 
-    @property
-    def single(self) -> bool:
-        return self.glob is None
-
-    @property
-    def folder(self) -> bool:
-        return self.glob is not None and self.glob.everything
-
 
 @dataclass(frozen=True)
-class S3Source:
+class S3Source(_Selection):
     """An object, or objects, on S3.
 
     `key` is that of one object; with a `glob`, of the folder below which it searches, which may be empty.
@@ -165,14 +171,6 @@ class S3Source:
     bucket: str
     key: str
     glob: Glob | None = None
-
-    @property
-    def single(self) -> bool:
-        return self.glob is None
-
-    @property
-    def folder(self) -> bool:
-        return self.glob is not None and self.glob.everything
 
 
 @dataclass(frozen=True)

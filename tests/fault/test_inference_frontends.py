@@ -149,8 +149,8 @@ def test_every_frontend_tells_what_all_have_answered(service: ServiceProcess) ->
         asking.wait_for(200)
 
     def all_tell_the_same() -> bool:
-        told = {counted(service) for _ in range(10)}
-        return len(told) == 1 and told.pop() >= 200
+        requests = {counted(service) for _ in range(10)}
+        return len(requests) == 1 and requests.pop() >= 200
 
     eventually(all_tell_the_same, 180, "each to have left its numbers")  # once a second
 

@@ -145,8 +145,8 @@ class CallError:
     retry_after_s: float | None = None
 
 
-async def told(call: Awaitable[Any]) -> CallError:
-    """The error that the call ends with."""
+async def call_error(call: Awaitable[Any]) -> CallError:
+    """Returns the error that the call ends with."""
     with pytest.raises(aio.AioRpcError) as raised:
         await call
     error = raised.value

@@ -28,7 +28,7 @@ from shared.telemetry import configure_logging
 KIND = "toy"
 ENTRY = "tests.support.toy_jobs:run"
 # The name of a function that prepares an actor goes on with the folder that the actor writes its pid into: an actor has
-# nothing of the environment of whoever starts it.
+# nothing of the environment of the process that starts it.
 PREPARE_IN = "prepare in "
 
 _prepared = False

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from millrace.data.v1 import data_service_pb2, resources_pb2
 from shared.grpc_server import server
-from tests.support.grpc_kit import GET_DATASET, READ_VERSION, Kit, kit_server, told, with_kit
+from tests.support.grpc_kit import GET_DATASET, READ_VERSION, Kit, call_error, kit_server, with_kit
 from tests.support.inference_server import until
 
 REQUEST_MESSAGE = data_service_pb2.GetDatasetRequest(name="n")
@@ -67,7 +67,7 @@ async def test_a_call_above_the_limit_is_refused_unread_and_hears_when_to_come_a
         # Of neither is there a message yet, so nobody can have read one.
         unread = kit.raw.stream_unary(GET_DATASET)(timeout=240)
         streamed = kit.raw.stream_stream(READ_VERSION)(timeout=240)
-        for refused in (await told(unread), await told(streamed.read())):
+        for refused in (await call_error(unread), await call_error(streamed.read())):
             assert refused.code is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert (refused.info.reason, refused.info.metadata["max_calls"]) == ("TOO_MANY_CALLS", "2")
             assert refused.retry_after_s == server.RETRY_AFTER_S
@@ -97,7 +97,7 @@ async def test_watchers_of_health_leave_room_for_checks(monkeypatch: Any) -> Non
         for one in watching:
             await one.read()
 
-        refused = await told(_health(kit).Watch(health_pb2.HealthCheckRequest()).read())
+        refused = await call_error(_health(kit).Watch(health_pb2.HealthCheckRequest()).read())
         found = await _health(kit).Check(health_pb2.HealthCheckRequest(), timeout=240)
 
         assert refused.code is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -27,12 +27,12 @@ from tests.support.grpc_kit import (
     READ_VERSION,
     CallError,
     Kit,
+    call_error,
     everything,
     kit_server,
     raising,
     raising_after,
     running,
-    told,
     with_kit,
 )
 
@@ -44,8 +44,8 @@ MALFORMED = [b"\xff\xff\xff\xff", b"\x0a\x20short", b"\x0a\x02\xff\xfe"]
 def test_malformed_bytes_are_an_invalid_argument(data: bytes) -> None:
     async def scenario(kit: Kit) -> list[CallError]:
         return [
-            await told(kit.raw.unary_unary(GET_DATASET)(data)),
-            await told(everything(kit.raw.unary_stream(READ_VERSION)(data))),
+            await call_error(kit.raw.unary_unary(GET_DATASET)(data)),
+            await call_error(everything(kit.raw.unary_stream(READ_VERSION)(data))),
         ]
 
     for answer in with_kit(scenario):
@@ -62,7 +62,7 @@ def test_malformed_bytes_in_the_middle_of_a_stream_are_an_invalid_argument() -> 
 
         call = kit.raw.stream_stream(ECHO)(requests())
         assert resources_pb2.Dataset.FromString(await call.read()).name == "fine"
-        return await told(call.read())
+        return await call_error(call.read())
 
     answer = with_kit(scenario)
 
@@ -121,7 +121,7 @@ def test_a_request_id_with_line_breaks_never_reaches_the_log(caplog: pytest.LogC
 def test_failed_calls_have_a_request_id_too() -> None:
     async def scenario(kit: Kit) -> list[CallError]:
         metadata = (("x-request-id", "mine"),)
-        return [await told(kit.get(metadata=metadata)), await told(everything(kit.read(metadata=metadata)))]
+        return [await call_error(kit.get(metadata=metadata)), await call_error(everything(kit.read(metadata=metadata)))]
 
     for error in (KeyError("odd"), Exception("odd")):
         for answer in with_kit(scenario, unary=raising(error), stream=raising_after(1, error)):
@@ -131,7 +131,7 @@ def test_failed_calls_have_a_request_id_too() -> None:
 def test_every_call_is_logged_with_its_outcome(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(kit: Kit) -> None:
         await kit.get()
-        await told(kit.raw.unary_unary(GET_DATASET)(MALFORMED[0]))
+        await call_error(kit.raw.unary_unary(GET_DATASET)(MALFORMED[0]))
 
     with caplog.at_level(logging.INFO, "shared.grpc_server.interceptor"):
         with_kit(scenario)
@@ -146,7 +146,7 @@ async def _never(_request: Any, _context: Any) -> Any:
 
 def test_a_unary_call_without_a_deadline_gets_the_default_one() -> None:
     async def scenario(kit: Kit) -> CallError:
-        return await told(kit.get())
+        return await call_error(kit.get())
 
     answer = with_kit(scenario, unary=_never, default_deadline_s=0.2)
 
@@ -161,7 +161,7 @@ def test_a_callers_own_deadline_holds_instead_of_the_default() -> None:
 
     async def scenario(kit: Kit) -> tuple[str, CallError]:
         answer = await kit.get(timeout=60)
-        return answer.name, await told(kit.get(timeout=0.1))
+        return answer.name, await call_error(kit.get(timeout=0.1))
 
     name, late = with_kit(scenario, unary=slow, default_deadline_s=0.2)
 
@@ -181,14 +181,14 @@ async def test_work_for_a_caller_whose_deadline_passed_is_cancelled() -> None:
 
     async with kit_server(unary=never) as kit:
         while not begun.is_set():  # on a busy machine a deadline may pass before the server has read the call
-            await told(kit.get(timeout=0.1))
+            await call_error(kit.get(timeout=0.1))
         await asyncio.wait_for(ended.wait(), 60)
 
 
 def test_a_message_over_the_limit_is_refused_and_one_below_it_is_not() -> None:
     async def scenario(kit: Kit) -> tuple[CallError, int]:
         large = await kit.get("x" * (MAX_MESSAGE_BYTES - 1024))
-        return await told(kit.get("x" * (MAX_MESSAGE_BYTES + 1))), len(large.name)
+        return await call_error(kit.get("x" * (MAX_MESSAGE_BYTES + 1))), len(large.name)
 
     answer, length = with_kit(scenario)
 
@@ -201,7 +201,7 @@ def test_an_answer_over_the_limit_is_an_error_and_not_a_silence() -> None:
         return resources_pb2.Dataset(name="x" * (MAX_MESSAGE_BYTES + 1))
 
     async def scenario(kit: Kit) -> CallError:
-        return await told(kit.get(timeout=60))
+        return await call_error(kit.get(timeout=60))
 
     assert with_kit(scenario, unary=huge).code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -338,8 +338,8 @@ def test_what_a_refused_call_sent_waits_for_no_garbage_collector() -> None:
         async with running(register, **options) as kit:
             for timeout_s in (None, 240.0):
                 call = kit.raw.unary_unary("/test.Refusing/Unary")
-                assert (await told(call(b"x", timeout=timeout_s))).info.reason == "QUEUE_FULL"
-            assert (await told(everything(kit.raw.unary_stream("/test.Refusing/Stream")(b"x")))).message == "full"
+                assert (await call_error(call(b"x", timeout=timeout_s))).info.reason == "QUEUE_FULL"
+            assert (await call_error(everything(kit.raw.unary_stream("/test.Refusing/Stream")(b"x")))).message == "full"
             assert len(messages) == 3
             async with asyncio.timeout(60):
                 while any(one() is not None for one in messages):  # noqa: ASYNC110 - nobody tells

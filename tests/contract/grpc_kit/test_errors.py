@@ -12,7 +12,7 @@ from millrace.data.v1 import data_service_pb2, resources_pb2
 from shared import errors
 from shared.errors import KINDS, MillraceError, invalid_fields
 from shared.grpc_errors import STATUS
-from tests.support.grpc_kit import CallError, Kit, raising, raising_after, told, with_kit
+from tests.support.grpc_kit import CallError, Kit, call_error, raising, raising_after, with_kit
 
 SECRET = "postgres://admin:hunter2@10.0.0.5/internal"
 
@@ -36,7 +36,7 @@ CODES = {
 
 def unary_error(error: Exception) -> CallError:
     async def scenario(kit: Kit) -> CallError:
-        return await told(kit.get())
+        return await call_error(kit.get())
 
     return with_kit(scenario, unary=raising(error))
 
@@ -46,7 +46,7 @@ def stream_error(error: Exception, after: int = 2) -> CallError:
         call = kit.read()
         for _ in range(after):
             assert (await call.read()).arrow_ipc == b"x"
-        return await told(call.read())
+        return await call_error(call.read())
 
     return with_kit(scenario, stream=raising_after(after, error))
 
@@ -66,7 +66,7 @@ def test_every_kind_of_error_arrives_with_its_status_reason_and_metadata() -> No
         raise made[int(request.name)]
 
     async def scenario(kit: Kit) -> list[CallError]:
-        return [await told(kit.get(str(number))) for number in range(len(made))]
+        return [await call_error(kit.get(str(number))) for number in range(len(made))]
 
     for name, answer in zip(KINDS, with_kit(scenario, unary=unary), strict=True):
         assert answer.code is CODES[name]
@@ -150,7 +150,7 @@ def test_however_long_an_error_is_it_arrives_with_its_status_and_reason() -> Non
         raise HUGE[int(request.name)]
 
     async def scenario(kit: Kit) -> list[CallError]:
-        return [await told(kit.get(str(number))) for number in range(len(HUGE))]
+        return [await call_error(kit.get(str(number))) for number in range(len(HUGE))]
 
     for error, answer in zip(HUGE, with_kit(scenario, unary=unary), strict=True):
         assert answer.code is STATUS[type(error)], answer.message[:200]
@@ -169,7 +169,7 @@ def test_the_server_goes_on_after_an_error(error: Exception) -> None:
         return resources_pb2.Dataset(name=request.name)
 
     async def scenario(kit: Kit) -> str:
-        await told(kit.get("bad"))
+        await call_error(kit.get("bad"))
         answer = await kit.get("good")
         return str(answer.name)
 
@@ -180,8 +180,8 @@ def test_a_method_that_nobody_wrote_is_unimplemented() -> None:
     async def scenario(kit: Kit) -> list[CallError]:
         unknown = kit.raw.unary_unary("/millrace.data.v1.DataService/NoSuchMethod")
         return [
-            await told(kit.data.ListDatasets(data_service_pb2.ListDatasetsRequest())),
-            await told(unknown(b"")),
+            await call_error(kit.data.ListDatasets(data_service_pb2.ListDatasetsRequest())),
+            await call_error(unknown(b"")),
         ]
 
     unwritten, unknown = with_kit(scenario)

@@ -14,7 +14,7 @@ from millrace.data.v1 import data_service_pb2, resources_pb2
 from shared.errors import ResourceExhausted
 from shared.grpc_server import interceptor as load_shedder_module
 from shared.grpc_server.interceptor import ALL_FROM_S, BUSY_FROM_S, FULLY_BUSY_S, SOME_FROM_S, LoadShedder
-from tests.support.grpc_kit import GET_DATASET, Kit, echo, kit_server, told, with_kit
+from tests.support.grpc_kit import GET_DATASET, Kit, call_error, echo, kit_server, with_kit
 from tests.support.inference_server import until
 
 # A hundred times what they are elsewhere, so that a busy machine answers an impatient call, too.
@@ -59,14 +59,14 @@ async def test_a_call_that_cannot_wait_is_turned_away_without_being_read() -> No
         return resources_pb2.Dataset()
 
     async with kit_server(remember, load_shedder=load_shedder) as kit:
-        answer = await told(kit.get(timeout=IMPATIENT_S, metadata=[("x-request-id", "mine")]))
+        answer = await call_error(kit.get(timeout=IMPATIENT_S, metadata=[("x-request-id", "mine")]))
         assert answer.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert answer.info.reason == "OVERLOADED"
         assert answer.trailers["x-request-id"] == "mine"
         assert answer.retry_after_s
         # Not even what could not be parsed is looked at.
         unreadable = kit.raw.unary_unary(GET_DATASET)(b"\xff\xff", timeout=IMPATIENT_S)
-        assert (await told(unreadable)).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await call_error(unreadable)).code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
     assert load_shedder.turned == 2
     assert not asked
@@ -115,7 +115,7 @@ def test_what_would_be_refused_after_it_was_read_is_turned_away_where_there_is_n
 
     async def scenario(kit: Kit) -> None:
         for _ in range(200):
-            assert (await told(kit.get(timeout=IMPATIENT_S))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert (await call_error(kit.get(timeout=IMPATIENT_S))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
     busy, idle = Watched((FULLY_BUSY_S + SOME_FROM_S) / 2), Watched(BUSY_FROM_S)
     with_kit(scenario, refuse, load_shedder=busy)
@@ -235,14 +235,14 @@ async def test_behind_a_load_shedder_a_call_is_what_it_is_elsewhere() -> None:
 
     # Even where other work keeps this process waiting, none of these calls is to be turned away.
     async with kit_server(wait_for_ever, load_shedder=Watched(0.0)) as kit:
-        answer = await told(kit.raw.unary_unary(GET_DATASET)(b"\xff\xff"))
+        answer = await call_error(kit.raw.unary_unary(GET_DATASET)(b"\xff\xff"))
         assert (answer.code, answer.info.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE")
-        answer = await told(kit.raw.stream_unary(GET_DATASET)(iter(())))
+        answer = await call_error(kit.raw.stream_unary(GET_DATASET)(iter(())))
         assert (answer.code, answer.info.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE")
         oversized = data_service_pb2.GetDatasetRequest(name="x" * (65 << 20))
-        assert (await told(kit.data.GetDataset(oversized))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await call_error(kit.data.GetDataset(oversized))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
         while not began.is_set():  # on a busy machine a deadline may pass before the server has read the call
-            assert (await told(kit.get("wait", timeout=0.05))).code is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert (await call_error(kit.get("wait", timeout=0.05))).code is grpc.StatusCode.DEADLINE_EXCEEDED
         await asyncio.wait_for(ended.wait(), 60)
         began.clear()
         ended.clear()

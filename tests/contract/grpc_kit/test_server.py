@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from millrace.data.v1 import data_service_pb2, data_service_pb2_grpc, resources_pb2
 from shared.grpc_server import serve
-from tests.support.grpc_kit import Kit, kit_server, told, with_kit
+from tests.support.grpc_kit import Kit, call_error, kit_server, with_kit
 from tests.support.ports import free_ports
 from tests.support.waiting import wait_until
 
@@ -90,7 +90,7 @@ async def test_stopping_cuts_off_calls_that_stay() -> None:
         await asyncio.Event().wait()
 
     async with kit_server(stays, grace_s=0.1) as kit:
-        call = asyncio.ensure_future(told(kit.get()))
+        call = asyncio.ensure_future(call_error(kit.get()))
         await asyncio.wait_for(begun.wait(), 60)
         kit.stop.set()
         assert (await call).code in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)

@@ -21,9 +21,9 @@ from tests.support.grpc_kit import (
     READ_VERSION,
     CallError,
     Kit,
+    call_error,
     everything,
     kit_server,
-    told,
     with_kit,
 )
 from tests.support.inference_server import until
@@ -69,7 +69,7 @@ async def _outcome(call: Any) -> Any:
     try:
         return await call
     except grpc.aio.AioRpcError as error:
-        return await told(_raised(error))
+        return await call_error(_raised(error))
 
 
 async def _raised(error: Exception) -> None:
@@ -165,9 +165,9 @@ async def test_a_call_without_the_token_is_refused_unread_and_takes_no_place_of_
         taken = asyncio.ensure_future(kit.get(metadata=RIGHT, timeout=60))
         await asyncio.wait_for(under_way.wait(), 60)
         # Of neither is there a message yet, so nobody can have read one.
-        unread = await told(kit.raw.stream_unary(GET_DATASET)(timeout=60))
-        streamed = await told(kit.raw.stream_stream(READ_VERSION)(timeout=60).read())
-        over = await told(kit.get(metadata=RIGHT, timeout=60))
+        unread = await call_error(kit.raw.stream_unary(GET_DATASET)(timeout=60))
+        streamed = await call_error(kit.raw.stream_stream(READ_VERSION)(timeout=60).read())
+        over = await call_error(kit.get(metadata=RIGHT, timeout=60))
         held.set()
         await taken
 
@@ -183,7 +183,7 @@ def test_refused_calls_are_logged_without_what_they_brought(
 
     async def scenario(kit: Kit) -> None:
         for _ in range(3):
-            await told(kit.get(metadata=(("authorization", f"Bearer {wrong}"),)))
+            await call_error(kit.get(metadata=(("authorization", f"Bearer {wrong}"),)))
         await kit.get(metadata=RIGHT)
 
     with caplog.at_level(logging.DEBUG):
@@ -213,5 +213,5 @@ async def test_a_doors_own_probe_brings_the_token_and_nobody_elses_comes_in_with
     async with kit_server(token=BearerToken(TOKEN), load_shedder=load_shedder) as kit:
         await kit.get(metadata=RIGHT, timeout=60)
         await until(lambda: load_shedder.came_in > 0, "the door's own probe")
-        probe = await told(kit.raw.unary_unary(METHOD)(b"", timeout=60))
+        probe = await call_error(kit.raw.unary_unary(METHOD)(b"", timeout=60))
         assert probe.code is grpc.StatusCode.UNAUTHENTICATED

@@ -24,7 +24,7 @@ def test_a_run_succeeds_in_one_attempt_and_learns(finished: Finished) -> None:
     job, watch = finished.job, finished.watch
 
     assert job.state == State.STATE_SUCCEEDED, job
-    # What it waits for, where workers of another test have not ended yet, is told in further updates.
+    # While workers of another test have not ended yet, further updates name what the job waits for.
     states = [state for state, _ in itertools.groupby((one.state, one.attempt) for one in watch.jobs)]
     assert states in (
         [(State.STATE_PENDING, 0), (State.STATE_RUNNING, 1), (State.STATE_SUCCEEDED, 1)],

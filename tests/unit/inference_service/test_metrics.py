@@ -17,7 +17,7 @@ from inference_service.frontend import metrics_served
 from inference_service.serve.models import Models
 from inference_service.settings import settings_from
 from shared.settings import SettingsError
-from tests.support.grpc_kit import told
+from tests.support.grpc_kit import call_error
 from tests.support.inference_server import ask, inference_server, until
 from tests.support.ports import free_ports
 
@@ -44,8 +44,8 @@ async def test_the_metrics_are_the_numbers_of_the_statistics() -> None:
         address = f"127.0.0.1:{free_ports(1)[0]}"
         await server.stub.ModelInfer(ask(1, 2, 3))
         await server.stub.ModelInfer(ask(4))
-        await told(server.stub.ModelInfer(ask(4, parameters={"timeout": {"int64_param": -1}})))
-        await told(server.stub.ModelInfer(ask(4, model="nobody")))
+        await call_error(server.stub.ModelInfer(ask(4, parameters={"timeout": {"int64_param": -1}})))
+        await call_error(server.stub.ModelInfer(ask(4, model="nobody")))
         server.model.may_work.clear()
         calls = [asyncio.ensure_future(server.stub.ModelInfer(ask(0)))]
         await until(lambda: server.model.at_work == 1, "the model is at work")
@@ -90,7 +90,7 @@ async def test_rows_answered_with_a_nan_are_counted_and_a_refused_request_of_the
         address = f"127.0.0.1:{free_ports(1)[0]}"
         asked = [ask(1, 7, 7), ask(1, 9), ask(7), ask(1)]
         refused, *_ = await asyncio.gather(
-            told(server.stub.ModelInfer(asked[1])),
+            call_error(server.stub.ModelInfer(asked[1])),
             *(server.stub.ModelInfer(one) for one in (asked[0], *asked[2:])),
         )
         with metrics_served(address, server.models):

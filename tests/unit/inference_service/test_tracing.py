@@ -16,7 +16,7 @@ from inference_service.serve.sockets import LocalReplicas, ReplicaLost
 from shared import telemetry
 from shared.otlp_tracing import OtlpTracing
 from shared.telemetry import JsonFormatter
-from tests.support.grpc_kit import everything, told
+from tests.support.grpc_kit import call_error, everything
 from tests.support.inference_server import Classifier, Server, ask, inference_server, served, until
 from tests.support.otlp_receiver import OtlpReceiver, Seen, otlp_receiver
 
@@ -153,7 +153,7 @@ async def test_a_request_that_leaves_the_queue_ends_its_span(receiver: OtlpRecei
         await until(lambda: server.model.at_work == 1, "the model works")
         # A timeout that the server keeps: the client's own may pass before the server has read the request.
         own = {"timeout": {"int64_param": 200_000}}
-        late = await told(server.stub.ModelInfer(ask(2, parameters=own), **traced("a")))
+        late = await call_error(server.stub.ModelInfer(ask(2, parameters=own), **traced("a")))
         assert late.code is grpc.StatusCode.DEADLINE_EXCEEDED
         by_name = await arrived(receiver, "a" * 32, CALL, "queue")
         assert by_name["queue"].parent == by_name[CALL].id

@@ -16,7 +16,7 @@ from shared.jobs import JobRecord, Jobs
 from shared.reference_markers import markers
 from shared.storage import ObjectStore
 from tests.support.checkpoint_exports import MODEL_FILES, PROGRAM_FILES, commit_model, commit_program
-from tests.support.grpc_kit import told
+from tests.support.grpc_kit import call_error
 from tests.support.train_server import train_stub
 from tests.support.training_records import JOB, begin, make_job
 from tests.support.waiting import wait_until
@@ -128,7 +128,7 @@ async def test_refusals_are_those_of_the_contract(store: ObjectStore) -> None:
 
     async with train_stub(store) as stub:
         for fields, code, text in cases:
-            refused = await told(received(stub.GetCheckpoint(pb.GetCheckpointRequest(**fields))))
+            refused = await call_error(received(stub.GetCheckpoint(pb.GetCheckpointRequest(**fields))))
             assert refused.code is code, fields
             assert text in str(refused), fields
 
@@ -153,7 +153,7 @@ async def test_a_damaged_file_is_data_loss_behind_its_last_byte(store: ObjectSto
         store.put(f"{entry.folder}/manifest.json", b"{}")
 
     async with train_stub(store) as stub:
-        lost = await told(received(stub.GetCheckpoint(pb.GetCheckpointRequest(name=entry.name))))
+        lost = await call_error(received(stub.GetCheckpoint(pb.GetCheckpointRequest(name=entry.name))))
         assert lost.code is grpc.StatusCode.DATA_LOSS
         assert ("manifest.json" if damage == "manifest" else key) in str(lost)
 
@@ -183,7 +183,7 @@ async def test_no_more_downloads_than_there_are_places(store: ObjectStore, monke
     async with train_stub(store) as stub:
         first = stub.GetCheckpoint(pb.GetCheckpointRequest(name=entry.name))
         await first.read()
-        refused = await told(received(stub.GetCheckpoint(pb.GetCheckpointRequest(name=entry.name))))
+        refused = await call_error(received(stub.GetCheckpoint(pb.GetCheckpointRequest(name=entry.name))))
         assert refused.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert refused.info.reason == "TOO_MANY_DOWNLOADS"
         first.cancel()

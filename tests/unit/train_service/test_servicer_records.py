@@ -9,7 +9,7 @@ import pytest
 
 from millrace.train.v1 import train_service_pb2 as pb
 from shared.storage import ObjectStore
-from tests.support.grpc_kit import told
+from tests.support.grpc_kit import call_error
 from tests.support.train_server import train_stub
 from tests.support.training_records import JOB, begin, commit, finish, make_job
 from tests.support.versions import commit_version, striped_digits
@@ -45,9 +45,9 @@ async def test_coverage_is_answered_and_refused_as_the_contract_says(store: Obje
             (pb.GetCoverageRequest(name="nonsense"), grpc.StatusCode.INVALID_ARGUMENT),
             (pb.GetCoverageRequest(name=JOB, checkpoint="c"), grpc.StatusCode.INVALID_ARGUMENT),
         ):
-            assert (await told(stub.GetCoverage(request))).code == code
+            assert (await call_error(stub.GetCoverage(request))).code == code
         store.put(part.path, b"damaged")
-        assert (await told(stub.GetCoverage(pb.GetCoverageRequest(name=JOB)))).code == grpc.StatusCode.DATA_LOSS
+        assert (await call_error(stub.GetCoverage(pb.GetCoverageRequest(name=JOB)))).code == grpc.StatusCode.DATA_LOSS
 
 
 @pytest.mark.usefixtures("jobs")
@@ -66,7 +66,7 @@ async def test_metrics_are_sent_page_by_page(store: ObjectStore) -> None:
         assert (first.points[0].attempt, first.points[0].time.seconds > 0) == (1, True)
         assert rest.next_page_token == ""
         wrong = pb.ListMetricsRequest(name=JOB, page_token="%")
-        assert (await told(stub.ListMetrics(wrong))).code == grpc.StatusCode.INVALID_ARGUMENT
+        assert (await call_error(stub.ListMetrics(wrong))).code == grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_a_follower_gets_lines_as_they_come_and_the_end_of_the_attempt(store: ObjectStore, jobs: Any) -> None:
@@ -84,4 +84,4 @@ async def test_a_follower_gets_lines_as_they_come_and_the_end_of_the_attempt(sto
         again = stub.StreamLogs(pb.StreamLogsRequest(name=JOB, rank=0))
         assert "".join([one.text async for one in again]) == "one\ntwo\nthree\n"
         nobody = stub.StreamLogs(pb.StreamLogsRequest(name=JOB, rank=-1))
-        assert (await told(nobody.read())).code == grpc.StatusCode.NOT_FOUND
+        assert (await call_error(nobody.read())).code == grpc.StatusCode.NOT_FOUND

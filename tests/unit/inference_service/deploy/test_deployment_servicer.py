@@ -22,7 +22,7 @@ from millrace.inference.v1 import rollout_pb2
 from millrace_client.inference import autoscaling
 from shared.errors import DataLoss
 from shared.storage import ObjectStore
-from tests.support.grpc_kit import running, told
+from tests.support.grpc_kit import call_error, running
 from tests.unit.inference_service.deploy.test_registry import remove
 from tests.unit.inference_service.wishes import JOB, NAME, creation, load
 
@@ -96,7 +96,7 @@ def test_watching_what_is_not_there_is_refused(served: Callable[[Scenario], None
     async def scenario(stub: Any) -> None:
         for name, code in ((NAME, grpc.StatusCode.NOT_FOUND), ("digits", INVALID)):
             watch = stub.WatchDeployment(pb.WatchDeploymentRequest(name=name))
-            assert (await told(watch.read())).code is code
+            assert (await call_error(watch.read())).code is code
 
     served(scenario)
 
@@ -161,7 +161,7 @@ def test_an_update_that_makes_no_sense_is_refused(
     served: Callable[[Scenario], None], request_: pb.UpdateDeploymentRequest, code: grpc.StatusCode, field: str
 ) -> None:
     async def scenario(stub: Any) -> None:
-        refusal = await told(stub.UpdateDeployment(request_))
+        refusal = await call_error(stub.UpdateDeployment(request_))
         assert refusal.code is code
         assert [name for name, _ in refusal.violations] == ([field] if field else [])
 
@@ -209,7 +209,7 @@ def test_a_specification_comes_back_with_its_defaults(served: Callable[[Scenario
 def test_autoscaling_out_of_range_is_refused_by_field(served: Callable[[Scenario], None]) -> None:
     async def scenario(stub: Any) -> None:
         spec = pb.DeploymentSpec(checkpoint=JOB, num_replicas=2, autoscaling=autoscaling(3, 2), gpus_per_replica=2)
-        refusal = await told(stub.CreateDeployment(pb.CreateDeploymentRequest(deployment_id="fresh", spec=spec)))
+        refusal = await call_error(stub.CreateDeployment(pb.CreateDeploymentRequest(deployment_id="fresh", spec=spec)))
         assert refusal.code is INVALID
         assert [name for name, _ in refusal.violations] == [
             "spec.gpus_per_replica",

@@ -1,4 +1,4 @@
-"""A look at the deployments costs by those that exist, and finds each of them, whoever created it."""
+"""Polling the deployments costs by those that exist, and finds each of them, whichever process created it."""
 
 from __future__ import annotations
 

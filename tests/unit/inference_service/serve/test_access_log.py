@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shared.telemetry import JsonFormatter
-from tests.support.grpc_kit import everything, told
+from tests.support.grpc_kit import call_error, everything
 from tests.support.inference_server import ask, inference_server, until
 
 ACCESS = ("shared.grpc_server.interceptor", "inference_service.serve.infer")
@@ -50,8 +50,8 @@ async def test_a_call_is_logged_with_its_model_version_status_and_time(lines: li
         await server.stub.ModelInfer(ask(1), timeout=60)
         wrong = ask(1)
         wrong.inputs[0].datatype = "FP64"
-        await told(server.stub.ModelInfer(wrong))
-        await told(server.stub.ModelInfer(ask(1, model="nobody")))
+        await call_error(server.stub.ModelInfer(wrong))
+        await call_error(server.stub.ModelInfer(ask(1, model="nobody")))
         await until(lambda: len(lines) == 4, "a line for each")
         assert [said(line, "model", "model_version", "status") for line in lines] == [
             ("m", "1", "OK"),

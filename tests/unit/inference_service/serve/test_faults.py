@@ -10,7 +10,7 @@ import pytest
 
 from inference_service.domain.signature import Outputs, Rows
 from inference_service.serve.infer import InFlightBytes
-from tests.support.grpc_kit import told
+from tests.support.grpc_kit import call_error
 from tests.support.inference_server import Classifier, Server, ask, attach, deployment, inference_server, until
 
 MICROSECOND = {"timeout": {"int64_param": 1}}
@@ -44,7 +44,7 @@ async def test_a_request_that_gives_the_model_less_time_than_it_needs_is_no_faul
     async with inference_server() as server:
         await server.stub.ModelInfer(ask(1))
         for _ in range(5):
-            refused = await told(server.stub.ModelInfer(ask(1, parameters=MICROSECOND)))
+            refused = await call_error(server.stub.ModelInfer(ask(1, parameters=MICROSECOND)))
             assert refused.code.name == "DEADLINE_EXCEEDED"
         assert faults(server) == (0, 1)
 
@@ -57,7 +57,7 @@ async def test_a_version_that_is_too_slow_for_what_another_answers_in_time_is_at
         attach(server.models, two, Slow(), "2")
         for number in ("1", "2"):
             await server.stub.ModelInfer(ask(1, model_version=number))
-        refused = await told(server.stub.ModelInfer(ask(1, model_version="2", parameters=TENTH)))
+        refused = await call_error(server.stub.ModelInfer(ask(1, model_version="2", parameters=TENTH)))
         assert refused.code.name == "DEADLINE_EXCEEDED"
         assert faults(server, "2") == (1, 2)
 
@@ -67,7 +67,7 @@ async def test_a_version_that_is_late_because_batches_wait_for_each_other_is_at_
     async with inference_server() as server:
         attach(server.models, deployment(), Behind())
         await server.stub.ModelInfer(ask(1))
-        refused = await told(server.stub.ModelInfer(ask(1, parameters=TENTH)))
+        refused = await call_error(server.stub.ModelInfer(ask(1, parameters=TENTH)))
         assert refused.code.name == "DEADLINE_EXCEEDED"
         assert faults(server) == (1, 2)
 
@@ -77,7 +77,7 @@ async def test_a_request_that_finds_the_memory_full_of_others_is_no_fault_of_its
         server.model.may_work.clear()
         first = asyncio.ensure_future(server.stub.ModelInfer(ask(1)))
         await until(lambda: server.model.at_work == 1, "the first to be at work")
-        refused = await told(server.stub.ModelInfer(ask(1)))
+        refused = await call_error(server.stub.ModelInfer(ask(1)))
         assert refused.code.name == "RESOURCE_EXHAUSTED"
         server.model.may_work.set()
         await first

@@ -17,7 +17,7 @@ from inference import grpc_service_pb2 as oip
 from inference_service.domain.deployment import State
 from inference_service.domain.signature import Outputs, Rows, TensorSpec
 from tests.support.cpu_time import cpu_at_most
-from tests.support.grpc_kit import everything, told
+from tests.support.grpc_kit import call_error, everything
 from tests.support.inference_server import deployment, inference_server
 from tests.support.table_model import SIGNATURE, TABLE, Zeros, request, still_serves
 from tests.support.wire_bytes import inside
@@ -146,7 +146,7 @@ async def test_every_malformed_tensor_is_refused_by_its_name_and_field() -> None
     async with inference_server(TABLE, model=Zeros()) as server:
         await still_serves(server)
         for what, bad, field, tensor in BAD:
-            refusal = await told(server.stub.ModelInfer(bad))
+            refusal = await call_error(server.stub.ModelInfer(bad))
             assert refusal.code is grpc.StatusCode.INVALID_ARGUMENT, what
             assert refusal.violations[0][0].startswith(field), what
             assert tensor in refusal.message, what
@@ -175,7 +175,7 @@ async def test_a_model_that_is_unknown_or_not_ready_is_refused_by_its_state() ->
         ):
             bad = request()
             bad.model_name, bad.model_version = name, version
-            refusal = await told(server.stub.ModelInfer(bad))
+            refusal = await call_error(server.stub.ModelInfer(bad))
             assert refusal.code is code, name[:20]
             assert (name or "model_name")[:20] in refusal.message, name[:20]
             assert version[:20] in refusal.message, name[:20]
@@ -186,12 +186,12 @@ async def test_a_model_that_is_unknown_or_not_ready_is_refused_by_its_state() ->
 async def test_a_message_over_the_limit_and_a_flood_of_metadata_are_refused_and_the_server_goes_on() -> None:
     async with inference_server(TABLE, model=Zeros()) as server:
         large = changed(1, raw=b"\0" * (65 * 2**20))
-        assert (await told(server.stub.ModelInfer(large))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await call_error(server.stub.ModelInfer(large))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
         flood = tuple((f"x-{number}", "y" * 1000) for number in range(200))
-        refusal = await told(server.stub.ModelInfer(request(), metadata=flood))
+        refusal = await call_error(server.stub.ModelInfer(request(), metadata=flood))
         assert refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         for requests, metadata in (([large], ()), ([], flood)):
-            refusal = await told(everything(server.stub.ModelStreamInfer(iter(requests), metadata=metadata)))
+            refusal = await call_error(everything(server.stub.ModelStreamInfer(iter(requests), metadata=metadata)))
             assert refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         await still_serves(server)
 
@@ -218,7 +218,7 @@ async def test_too_many_of_anything_are_refused_by_their_number_in_streams_too()
     async with inference_server(TABLE, model=Zeros()) as server:
         good = request().SerializeToString()
         for what, more, field, count in MANY:
-            refusal = await told(server.kit.raw.unary_unary(INFER)(good + more))
+            refusal = await call_error(server.kit.raw.unary_unary(INFER)(good + more))
             assert refusal.code is grpc.StatusCode.INVALID_ARGUMENT, what
             assert refusal.violations[0][0] == field, what
             assert count in refusal.message, what
@@ -237,7 +237,7 @@ async def test_far_too_many_of_anything_are_refused_before_they_cost_anybody_tim
                 everything(server.kit.raw.stream_stream(STREAM)(iter([bad]))),
             ):
                 with cpu_at_most(1.5, time.process_time):
-                    refusal = await told(call)
+                    refusal = await call_error(call)
                 assert refusal.code is grpc.StatusCode.INVALID_ARGUMENT, what
                 assert refusal.violations[0][0] == field, what
         await still_serves(server)

@@ -18,7 +18,7 @@ import pytest
 from inference import grpc_service_pb2 as oip
 from inference import model_config_pb2
 from inference_service.domain.signature import Outputs, Rows, TensorSpec
-from tests.support.grpc_kit import everything, told
+from tests.support.grpc_kit import call_error, everything
 from tests.support.inference_server import IMAGES, Server, ask, deployment, inference_server, served, until
 
 REGION = {"shared_memory_region": {"string_param": "r"}}
@@ -61,7 +61,7 @@ async def test_a_request_that_waits_longer_than_its_timeout_never_reaches_the_mo
         server.model.may_work.clear()
         first = asyncio.ensure_future(server.stub.ModelInfer(ask(0)))
         await until(lambda: server.model.at_work == 1, "the model is at work")
-        late = await told(server.stub.ModelInfer(ask(1, parameters=parameters(timeout=30_000))))
+        late = await call_error(server.stub.ModelInfer(ask(1, parameters=parameters(timeout=30_000))))
         assert late.code is grpc.StatusCode.DEADLINE_EXCEEDED
         server.model.may_work.set()
         await first
@@ -87,7 +87,7 @@ async def test_a_timeout_of_zero_is_none() -> None:
 )
 async def test_a_parameter_that_makes_no_sense_is_refused_by_its_name(fields: dict[str, Any], field: str) -> None:
     async with inference_server() as server:
-        refusal = await told(server.stub.ModelInfer(ask(1, **fields)))
+        refusal = await call_error(server.stub.ModelInfer(ask(1, **fields)))
         assert refusal.code is grpc.StatusCode.INVALID_ARGUMENT
         assert refusal.violations[0][0].startswith(field)
         assert server.model.batches == []
@@ -97,7 +97,7 @@ async def test_an_input_in_shared_memory_is_refused_naming_the_tensor() -> None:
     async with inference_server() as server:
         request = ask(1)
         request.inputs[0].parameters["shared_memory_region"].string_param = "region"
-        refusal = await told(server.stub.ModelInfer(request))
+        refusal = await call_error(server.stub.ModelInfer(request))
         assert refusal.violations == [
             (
                 "inputs[0].parameters.shared_memory_region",
@@ -182,7 +182,7 @@ async def test_names_of_labels_come_where_they_are_asked_for_and_only_there(type
         alone = await server.stub.ModelInfer(rows(outputs=name_wanted("label_name")))
         assert [one.name for one in alone.outputs] == ["label_name"]
         wanted = name_wanted("label_name", parameters=parameters(classification=1))
-        refusal = await told(server.stub.ModelInfer(rows(outputs=wanted)))
+        refusal = await call_error(server.stub.ModelInfer(rows(outputs=wanted)))
         assert refusal.violations[0][0] == "outputs[0].parameters.classification"
 
 
@@ -200,7 +200,7 @@ def test_names_of_labels_are_in_metadata_and_configuration_of_a_model_whose_clas
 
     async def without(server: Server) -> None:
         assert [name for name, *_ in await outputs_of(server)] == ["logits", "label"]
-        refusal = await told(server.stub.ModelInfer(ask(1, outputs=name_wanted("label_name"))))
+        refusal = await call_error(server.stub.ModelInfer(ask(1, outputs=name_wanted("label_name"))))
         assert refusal.code is grpc.StatusCode.INVALID_ARGUMENT
         assert refusal.violations[0][0] == "outputs[0].name"
 
@@ -220,7 +220,7 @@ async def test_names_that_no_message_has_room_for_are_refused_before_the_model_s
     async with inference_server(deployment("m", long)) as server:
         assert (await server.stub.ModelInfer(ask(1, 2))).outputs
         server.model.batches.clear()
-        refusal = await told(server.stub.ModelInfer(ask(1, 2, outputs=name_wanted("label_name"))))
+        refusal = await call_error(server.stub.ModelInfer(ask(1, 2, outputs=name_wanted("label_name"))))
         assert refusal.violations[0][0] == "outputs"
         assert server.model.batches == []
 
@@ -235,7 +235,7 @@ def ended(server: Server) -> tuple[dict[str, int], int]:
 async def test_a_call_without_a_deadline_that_a_version_never_answers_counts_as_late() -> None:
     async with inference_server(default_deadline_s=0.1) as server:
         server.model.may_work.clear()
-        assert (await told(server.stub.ModelInfer(ask(1)))).code is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert (await call_error(server.stub.ModelInfer(ask(1)))).code is grpc.StatusCode.DEADLINE_EXCEEDED
         await until(lambda: server.model.at_work == 0, "the batch is given up")
         assert ended(server) == ({"DEADLINE_EXCEEDED": 1}, 1)
 
@@ -247,7 +247,7 @@ async def test_a_call_whose_deadline_passes_counts_as_late_and_one_that_is_cance
         calls = 0
         while not server.model.batches:  # on a busy machine a deadline may pass before the server has read the call
             calls += 1
-            late = await told(server.stub.ModelInfer(ask(1), timeout=timeout_s))
+            late = await call_error(server.stub.ModelInfer(ask(1), timeout=timeout_s))
             assert late.code is grpc.StatusCode.DEADLINE_EXCEEDED
         await until(lambda: server.model.at_work == 0, "the batch is given up")
         by_status, faults = ended(server)
@@ -304,7 +304,7 @@ async def test_an_answer_that_no_message_has_room_for_is_refused_before_the_mode
     model = Wide()
 
     async with inference_server(deployment(signature=WIDE), model=model, max_rows=20) as server:
-        refusal = await told(server.stub.ModelInfer(ask(*range(17))))
+        refusal = await call_error(server.stub.ModelInfer(ask(*range(17))))
         assert refusal.code is grpc.StatusCode.INVALID_ARGUMENT
         assert refusal.violations[0][0] == "outputs"
         assert "send at most 16 rows, or ask for fewer outputs" in refusal.message
@@ -350,6 +350,6 @@ async def test_classifications_that_no_message_has_room_for_are_refused(monkeypa
     async with inference_server() as server:
         asked: Any = {"name": "logits", "parameters": parameters(classification=4)}
         assert (await server.stub.ModelInfer(ask(1, outputs=[asked]))).outputs
-        refusal = await told(server.stub.ModelInfer(ask(*range(50), outputs=[asked])))
+        refusal = await call_error(server.stub.ModelInfer(ask(*range(50), outputs=[asked])))
         assert (refusal.code, refusal.violations[0][0]) == (grpc.StatusCode.INVALID_ARGUMENT, "outputs")
         assert ended(server)[0] == {"OK": 1, "INVALID_ARGUMENT": 1}

@@ -18,7 +18,7 @@ from inference_service.domain.signature import DATATYPES, decode
 from inference_service.serve import infer
 from inference_service.serve.infer import InFlightBytes
 from shared.errors import InvalidArgument
-from tests.support.grpc_kit import told
+from tests.support.grpc_kit import call_error
 from tests.support.inference_server import CLASSES, Server, ask, deployment, served, until
 
 TYPED = [one for one in DATATYPES.values() if one.contents_field and one.name != "BYTES"]
@@ -163,7 +163,7 @@ def test_a_request_whose_time_passes_or_whose_client_goes_before_it_is_decoded_r
 
     async def scenario(server: Server) -> None:
         while held.begun < 1:  # on a busy machine a deadline may pass before the server has read the call
-            late = asyncio.ensure_future(told(server.stub.ModelInfer(_large(), timeout=0.5)))
+            late = asyncio.ensure_future(call_error(server.stub.ModelInfer(_large(), timeout=0.5)))
             await until(lambda one=late: held.begun > 0 or one.done(), "the first to be decoded")  # type: ignore[misc]
         timed = _large()
         timed.parameters["timeout"].int64_param = 500_000
@@ -173,7 +173,7 @@ def test_a_request_whose_time_passes_or_whose_client_goes_before_it_is_decoded_r
         given_up.cancel()
 
         assert (await late).code is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert (await told(waiting)).code is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert (await call_error(waiting)).code is grpc.StatusCode.DEADLINE_EXCEEDED
         held.may_go_on.set()
         await server.stub.ModelInfer(ask(1), timeout=60)
         await asyncio.wrap_future(infer.DECODING.submit(int))
@@ -197,7 +197,7 @@ def test_a_large_request_that_is_refused_is_refused_before_it_is_decoded(monkeyp
         (batcher,) = (server.models.find_batcher(name) for name in server.models.attached())
         await until(lambda: batcher is not None and batcher.queued_rows == 2 * ROWS, "the queue to be full")
 
-        refused = await told(server.stub.ModelInfer(_large(), timeout=60))
+        refused = await call_error(server.stub.ModelInfer(_large(), timeout=60))
 
         assert refused.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "rows wait already" in refused.message
@@ -218,12 +218,12 @@ def test_what_waits_to_be_decoded_counts_to_the_bytes_that_are_held(monkeypatch:
         large = server.stub.ModelInfer(_large(), timeout=60)
         await until(lambda: held.begun == 1, "the first one to be decoded")
 
-        refused = await told(server.stub.ModelInfer(_large(), timeout=60))
+        refused = await call_error(server.stub.ModelInfer(_large(), timeout=60))
 
         assert refused.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "of all models" in refused.message
         large.cancel()
-        await asyncio.wait([asyncio.ensure_future(told(large))])
+        await asyncio.wait([asyncio.ensure_future(call_error(large))])
         held.may_go_on.set()
         for _ in range(2):  # what the first one held is free, and what the second one holds is after its answer
             answer = await server.stub.ModelInfer(_large(), timeout=60)
@@ -250,10 +250,10 @@ def test_a_request_that_is_refused_is_not_decoded_and_others_that_came_while_one
         queued = [server.stub.ModelInfer(ask(*[1] * ROWS), timeout=60) for _ in range(2)]
         await until(lambda: batcher.queued_rows == 2 * ROWS, "the queue to be full")
 
-        refused = await told(server.stub.ModelInfer(_large(), timeout=60))
+        refused = await call_error(server.stub.ModelInfer(_large(), timeout=60))
         assert (refused.code, held.begun) == (grpc.StatusCode.RESOURCE_EXHAUSTED, 1)
         held.may_go_on.set()
-        assert (await told(decoded)).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await call_error(decoded)).code is grpc.StatusCode.RESOURCE_EXHAUSTED
         server.model.may_work.set()
         await asyncio.gather(running, *queued)
 

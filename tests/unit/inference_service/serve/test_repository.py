@@ -14,7 +14,7 @@ from inference import grpc_service_pb2 as oip
 from inference import model_config_pb2
 from inference_service.domain.deployment import LATEST, Deployment, Kept, State, VersionPolicy
 from inference_service.domain.signature import Signature, TensorSpec
-from tests.support.grpc_kit import told
+from tests.support.grpc_kit import call_error
 from tests.support.inference_server import IMAGES, Server, ask, attach, deployment, inference_server, until
 
 FAILED = deployment("broken", signature=None, state=State.FAILED, error={"message": "no weights"})
@@ -95,8 +95,8 @@ async def test_statistics_count_what_was_answered_and_what_was_not() -> None:
         await asyncio.gather(server.stub.ModelInfer(ask(1, 2)), server.stub.ModelInfer(ask(3)))
         wrong = ask(4)
         wrong.inputs[0].datatype = "FP64"
-        await told(server.stub.ModelInfer(wrong))
-        await told(server.stub.ModelInfer(ask(4, model="nobody")))
+        await call_error(server.stub.ModelInfer(wrong))
+        await call_error(server.stub.ModelInfer(ask(4, model="nobody")))
         (found,) = await statistics(server, name="m", version="1")
         assert (found.name, found.version, found.inference_count) == ("m", "1", 3)
         assert (
@@ -152,7 +152,7 @@ async def test_statistics_survive_a_reload_and_end_with_the_deployment() -> None
 )
 async def test_statistics_of_nothing_are_refused(fields: dict[str, str], code: grpc.StatusCode) -> None:
     async with inference_server() as server:
-        assert (await told(server.stub.ModelStatistics(oip.ModelStatisticsRequest(**fields)))).code is code
+        assert (await call_error(server.stub.ModelStatistics(oip.ModelStatisticsRequest(**fields)))).code is code
 
 
 async def test_the_index_tells_the_state_of_every_deployment_and_why_it_does_not_answer() -> None:
@@ -218,7 +218,7 @@ async def test_what_cannot_be_loaded_is_refused_with_the_remedy(
 ) -> None:
     async with inference_server() as server:
         write(server, deployment(), FAILED, GOING)
-        refusal = await told(load(server, name, **fields))
+        refusal = await call_error(load(server, name, **fields))
         assert refusal.code is code
         assert said in refusal.message
 
@@ -226,7 +226,7 @@ async def test_what_cannot_be_loaded_is_refused_with_the_remedy(
 async def test_loading_a_deployment_that_is_deleted_meanwhile_ends() -> None:
     async with inference_server() as server:
         write(server, LOADING)
-        call = asyncio.ensure_future(told(load(server, "coming")))
+        call = asyncio.ensure_future(call_error(load(server, "coming")))
         await until(lambda: LOADING in server.models.deployments(), "the log to have been read")
         server.models.put(replace(LOADING, state=State.DELETING, update_time=2.0))
         assert (await call).code is grpc.StatusCode.FAILED_PRECONDITION
@@ -240,7 +240,7 @@ async def test_a_model_that_is_unloaded_answers_nothing_and_is_loaded_again_as_i
     async with inference_server() as server:
         write(server, deployment())
         await unload(server, parameters={"unload_dependents": {"bool_param": False}})
-        refusal = await told(server.stub.ModelInfer(ask(1)))
+        refusal = await call_error(server.stub.ModelInfer(ask(1)))
         assert refusal.code is grpc.StatusCode.FAILED_PRECONDITION
         assert "UNLOADED" in refusal.message
         assert "RepositoryModelLoad" in refusal.message
@@ -260,7 +260,7 @@ async def test_a_model_that_is_unloaded_answers_nothing_and_is_loaded_again_as_i
 async def test_loading_ends_where_somebody_else_unloads_meanwhile() -> None:
     async with inference_server() as server:
         write(server, replace(LOADING, state=State.READY))
-        call = asyncio.ensure_future(told(load(server, "coming")))
+        call = asyncio.ensure_future(call_error(load(server, "coming")))
         await until(lambda: len(server.models.deployments()) == 2, "the log to have been read")
         await unload(server, "coming")
         refusal = await call
@@ -285,7 +285,7 @@ async def test_what_cannot_be_unloaded_is_refused_and_goes_on_answering(
 ) -> None:
     async with inference_server() as server:
         write(server, deployment(), FAILED, LOADING)
-        refusal = await told(unload(server, name, **fields))
+        refusal = await call_error(unload(server, name, **fields))
         assert refusal.code is code
         assert said in refusal.message
         assert (await server.stub.ModelReady(oip.ModelReadyRequest(name="m"))).ready
@@ -298,4 +298,4 @@ async def test_only_extensions_that_are_served_are_named() -> None:
         assert list(metadata.extensions) == wanted
         for method in ("SystemSharedMemoryStatus", "CudaSharedMemoryStatus", "TraceSetting", "LogSettings"):
             call = server.kit.raw.unary_unary(f"/inference.GRPCInferenceService/{method}")
-            assert (await told(call(b""))).code is grpc.StatusCode.UNIMPLEMENTED
+            assert (await call_error(call(b""))).code is grpc.StatusCode.UNIMPLEMENTED

@@ -14,7 +14,7 @@ import pytest
 from inference import grpc_service_pb2 as oip
 from inference_service.domain.deployment import Deployment, HeaderRoute, Shadow
 from inference_service.domain.signature import Outputs, Rows
-from tests.support.grpc_kit import everything, told
+from tests.support.grpc_kit import call_error, everything
 from tests.support.inference_server import Classifier, Server, ask, attach, deployment, inference_server, until
 
 CANARY = (("x-canary", "yes"),)
@@ -66,7 +66,9 @@ async def test_a_header_of_the_call_or_of_the_request_leads_to_its_version() -> 
         requests = [ask(1), ask(2, parameters={"headers": {"string_param": '{"x-canary": "no"}'}})]
         answers = await everything(server.stub.ModelStreamInfer(iter(requests), metadata=CANARY))
         assert [answer.infer_response.model_version for answer in answers] == ["2", "1"]
-        refusal = await told(server.stub.ModelInfer(ask(1, parameters={"headers": {"string_param": "x-canary: yes"}})))
+        refusal = await call_error(
+            server.stub.ModelInfer(ask(1, parameters={"headers": {"string_param": "x-canary: yes"}}))
+        )
         assert (refusal.code, refusal.violations[0][0]) == (grpc.StatusCode.INVALID_ARGUMENT, "parameters.headers")
 
 
@@ -85,7 +87,7 @@ async def test_metadata_lists_the_versions_that_can_be_asked_and_the_index_every
             ("2", "LOADING", "the version is being rolled out"),
             ("3", "UNLOADING", "the version is going"),
         ]
-        refusal = await told(server.stub.ModelInfer(ask(1, model_version="2")))
+        refusal = await call_error(server.stub.ModelInfer(ask(1, model_version="2")))
         assert refusal.code is grpc.StatusCode.UNAVAILABLE
         server.deployments.create(one)
         await server.stub.RepositoryModelLoad(oip.RepositoryModelLoadRequest(model_name="m"))

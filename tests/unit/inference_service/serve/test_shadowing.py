@@ -17,7 +17,7 @@ from inference_service.serve.batcher import Batcher
 from inference_service.serve.infer import AT_ONCE, InFlightBytes, Shadowing
 from shared.telemetry import JsonFormatter
 from tests.support.deployment_server import weighed
-from tests.support.grpc_kit import told
+from tests.support.grpc_kit import call_error
 from tests.support.inference_server import Classifier, ask, attach, inference_server, until
 from tests.unit.inference_service.doubling import Doubler
 
@@ -96,7 +96,7 @@ async def test_a_request_that_is_refused_is_not_copied_to_the_shadow() -> None:
         queued = server.stub.ModelInfer(ask(*[2] * 100), timeout=60)
         await until(lambda: sum(copies.values()) == 2, "a copy of the one that waits")
         seen = dict(copies)
-        refused = await told(server.stub.ModelInfer(ask(3), timeout=60))
+        refused = await call_error(server.stub.ModelInfer(ask(3), timeout=60))
         assert (refused.code, dict(copies)) == (grpc.StatusCode.RESOURCE_EXHAUSTED, seen)
         server.model.may_work.set()
         await asyncio.gather(running, queued)

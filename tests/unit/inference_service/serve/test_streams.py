@@ -19,7 +19,7 @@ from inference_service.serve.infer import InFlightBytes
 from inference_service.servicer import in_order
 from shared.grpc_server import server as grpc_server
 from tests.support.garbage import uncollected
-from tests.support.grpc_kit import everything, told
+from tests.support.grpc_kit import call_error, everything
 from tests.support.inference_server import Server, ask, attach, deployment, inference_server, served, until
 from tests.support.process_states import stop_process
 
@@ -108,7 +108,7 @@ async def test_bytes_that_are_no_message_end_the_stream_after_the_answers_before
             async for answer in stream:
                 seen.append(answer)  # noqa: PERF401 - the list must be there when it raises
 
-        answer = await told(read())
+        answer = await call_error(read())
         assert [bool(oip.ModelStreamInferResponse.FromString(one).infer_response.outputs) for one in seen] == [True]
         assert (answer.code, answer.info.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE")
 
@@ -130,7 +130,7 @@ async def test_the_streams_deadline_ends_it_and_takes_its_rows_from_the_queue() 
 
         while not server.model.batches:  # on a busy machine a deadline may pass before the server has read a request
             stream = server.stub.ModelStreamInfer(two_and_no_end(), timeout=0.5)
-            assert (await told(to_its_end(stream))).code is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert (await call_error(to_its_end(stream))).code is grpc.StatusCode.DEADLINE_EXCEEDED
         await until(lambda: server.model.at_work == 0, "the batch is given up")
         await until(lambda: waiting(server) == 0, "nothing waits")
 

@@ -8,7 +8,7 @@ import sys
 import grpc
 
 from shared.grpc_server import BearerToken
-from tests.support.grpc_kit import told
+from tests.support.grpc_kit import call_error
 from tests.support.inference_server import ask, inference_server
 
 TOKEN = "a-token-of-the-tests"
@@ -52,8 +52,8 @@ async def test_tritonclient_asks_with_a_header() -> None:
 
 async def test_without_the_token_no_request_reaches_a_model() -> None:
     async with inference_server(token=BearerToken(TOKEN)) as server:
-        unary = await told(server.stub.ModelInfer(ask(1)))
-        stream = await told(server.stub.ModelStreamInfer().read())
+        unary = await call_error(server.stub.ModelInfer(ask(1)))
+        stream = await call_error(server.stub.ModelStreamInfer().read())
         assert (unary.code, stream.code) == (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNAUTHENTICATED)
         assert server.model.batches == []
         await server.stub.ModelInfer(ask(1), metadata=tuple(HEADERS.items()))
