@@ -29,7 +29,6 @@ from data_service.domain.statistics.sketches import (
     Hashes,
     Sample,
     Weighted,
-    float_words,
     hash_bytes,
     hash_words,
     integers_of,
@@ -37,6 +36,7 @@ from data_service.domain.statistics.sketches import (
     row_hashes,
     words_of,
 )
+from shared.dataset_version.manifest import is_tensor
 from shared.value_texts import moment_text, value_text, whole_seconds
 
 __all__ = ["ColumnStatistics", "NumberStatistics", "SplitStatistics", "TextStatistics", "TimeStatistics"]
@@ -407,6 +407,10 @@ class IntegerColumn(_ScalarColumn):
         super().__init__(np.uint64 if kinds.is_uint64(arrow_type) else np.int64)
         self._type = arrow_type
 
+    @property
+    def _has_mean(self) -> bool:
+        return not kinds.is_temporal(self._type)
+
     def value_counts(self) -> Mapping[Any, int] | None:
         counts = self.frequent.counts
         if counts is None or kinds.is_integer(self._type):
@@ -422,7 +426,10 @@ class IntegerColumn(_ScalarColumn):
         if self.frequent.counts is not None:
             different, counts = self._count(values)
         self.bounds.add(int(different.min()), int(different.max()))
-        self.moments.add_integers(different, counts)
+        if self._has_mean:
+            self.moments.add_integers(different, counts)
+        else:
+            self.moments.count += len(values)
         self.distinct.add(mix(different))
 
     def _count(self, values: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
@@ -483,7 +490,7 @@ class FloatColumn(_ScalarColumn):
                 values, hashes = values[there], hashes[there]
             if not len(values):
                 return
-            words, countable = float_words(values), pa.array(values)
+            words, countable = values.view(np.uint64), pa.array(values)
         self.bounds.add(float(values.min()), float(values.max()))
         self.moments.add_floats(values)
         self.sample.add(hashes, values)
@@ -713,6 +720,12 @@ def _byte_counts(values: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
 # Statistics of all columns of one split.
 
 
+# Tables wait until they have this many rows or bytes together: for a thousand rows of a column, calls of NumPy and Arrow
+# take longer than their work on the values.
+_BATCH_ROWS = 16_384
+_BATCH_BYTES = 4 * 1024 * 1024
+
+
 class SplitStatistics:
     """Accumulates rows of the logical columns of `schema`.
 
@@ -723,6 +736,15 @@ class SplitStatistics:
     def __init__(self, schema: pa.Schema) -> None:
         self.row_count = 0
         self._columns = {field.name: _column(field.type) for field in schema}
+        self._waiting: list[tuple[pa.Table, npt.NDArray[np.int64]]] = []
+        self._waiting_bytes = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._settle()
+        return {"row_count": self.row_count, "_columns": self._columns}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update(state, _waiting=[], _waiting_bytes=0)
 
     def update(self, table: pa.Table, first_row_id: int | npt.NDArray[np.int64]) -> None:
         """Adds rows with consecutive ids from `first_row_id`, or with one id each.
@@ -733,27 +755,50 @@ class SplitStatistics:
             row_ids = np.arange(first_row_id, first_row_id + table.num_rows, dtype=np.int64)
         else:
             row_ids = np.ascontiguousarray(first_row_id, np.int64)
-        hashes = row_hashes(row_ids)
         self.row_count += table.num_rows
+        columns = table.select(list(self._columns))
+        self._waiting.append((columns, row_ids))
+        self._waiting_bytes += columns.nbytes
+        if sum(len(ids) for _, ids in self._waiting) >= _BATCH_ROWS or self._waiting_bytes >= _BATCH_BYTES:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Adds the waiting rows to their columns."""
+        if not self._waiting:
+            return
+        tables, ids = zip(*self._waiting, strict=True)
+        self._waiting, self._waiting_bytes = [], 0
+        hashes = row_hashes(np.concatenate(ids))
+        table = pa.concat_tables(tables)
         for name, column in self._columns.items():
             start = 0
-            for chunk in table.column(name).chunks:
+            # Tensors are read where they are; a copy would cost as much as their statistics.
+            chunked = table.column(name)
+            for chunk in chunked.chunks if is_tensor(chunked.type) else [_in_one(chunked)]:
                 column.update(chunk, hashes[start : start + len(chunk)])
                 start += len(chunk)
 
     def merge(self, other: SplitStatistics) -> None:
         """Adds the rows of another part of the same split."""
+        self._settle()
+        other._settle()
         self.row_count += other.row_count
         for name, column in self._columns.items():
             column.merge(other._columns[name])
 
     def result(self, split: str = "") -> list[ColumnStatistics]:
         """Returns the statistics in the order of the columns."""
+        self._settle()
         return [column.result(split, name) for name, column in self._columns.items()]
 
     def value_counts(self, column: str) -> Mapping[Any, int] | None:
         """Returns the count of each distinct value; None if there are more than 1,000."""
+        self._settle()
         return self._columns[column].value_counts()
+
+
+def _in_one(column: pa.ChunkedArray) -> pa.Array:
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
 def _column(arrow_type: pa.DataType) -> Column:

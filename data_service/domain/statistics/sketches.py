@@ -108,8 +108,9 @@ _BLOCK = 1 << 13
 _SPREAD_BITS = 60
 # Beyond these bits a scale itself would overflow or lose bits, so that values are brought nearer to 1 first.
 _PLAIN_BITS, _STEP_BITS = 900, 600
-# Integers are squared in int64 as long as no sum of a block can overflow.
+# Integers are squared in int64 as long as no sum of a block can overflow. Larger ones are cut into three limbs.
 _SAFE_BITS = 62
+_INTEGER_LIMB_BITS = 22
 
 
 class ExactMoments:
@@ -251,13 +252,28 @@ def _integer_sums(values: npt.NDArray[Any], weights: npt.NDArray[np.int64] | Non
         return 0, 0
     most = max(abs(int(values.min())), abs(int(values.max())))
     count = len(values) if weights is None else int(weights.sum())
-    if 2 * most.bit_length() + count.bit_length() > _SAFE_BITS:
-        exact = values.astype(object)
-        weighed = exact if weights is None else exact * weights.astype(object)
-        return int(weighed.sum()), int(np.dot(weighed, exact))
-    plain = values.astype(np.int64)
-    weighed = plain if weights is None else plain * weights
-    return int(weighed.sum()), int(np.dot(weighed, plain))
+    if 2 * most.bit_length() + count.bit_length() <= _SAFE_BITS:
+        limbs = [values.astype(np.int64)]
+    elif 2 * _INTEGER_LIMB_BITS + count.bit_length() <= _SAFE_BITS:
+        limbs = _integer_limbs(values)
+    else:
+        limbs = [values.astype(object)]
+        weights = None if weights is None else weights.astype(object)
+    total = squares = 0
+    for place, limb in enumerate(limbs):
+        weighed = limb if weights is None else limb * weights
+        total += int(weighed.sum()) << place * _INTEGER_LIMB_BITS
+        for other_place, other in enumerate(limbs[: place + 1]):
+            product = int(np.dot(weighed, other)) << (place + other_place) * _INTEGER_LIMB_BITS
+            squares += product if other is limb else 2 * product
+    return total, squares
+
+
+def _integer_limbs(values: npt.NDArray[Any]) -> list[npt.NDArray[np.int64]]:
+    """Returns int64 arrays of at most 22 bits; that at place k, from 0 on, counts 2**(22 * k)."""
+    bits, mask = _INTEGER_LIMB_BITS, values.dtype.type(2**_INTEGER_LIMB_BITS - 1)
+    parts = (values & mask, values >> bits & mask, values >> 2 * bits)
+    return [part.astype(np.int64) for part in parts]
 
 
 # --- Sampling ---
@@ -271,15 +287,27 @@ SAMPLE = 4096
 
 
 class Sample:
-    """At most `SAMPLE` values, or all if there are no more; `values` have `dtype`."""
+    """At most `SAMPLE` values, or all if there are no more; `values` have `dtype`.
+
+    Once it is full, candidates wait until there are as many as it holds: it is sorted a few times, not for each chunk.
+    """
 
     def __init__(self, dtype: npt.DTypeLike) -> None:
         self._levels = np.empty(0, np.uint16)
         self._hashes = np.empty(0, np.uint64)
         self._values = np.empty(0, dtype)
+        self._waiting: list[tuple[npt.NDArray[np.uint16], Hashes, npt.NDArray[Any]]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._settle()
+        return {name: value for name, value in vars(self).items() if name != "_waiting"}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update(state, _waiting=[])
 
     @property
     def values(self) -> npt.NDArray[Any]:
+        self._settle()
         return self._values
 
     def add(self, hashes: Hashes, values: npt.NDArray[Any]) -> None:
@@ -298,7 +326,8 @@ class Sample:
             self._add_level(level, hashes, rows[np.arange(len(rows)), places])
 
     def merge(self, other: Sample) -> None:
-        self._keep_min(other._levels, other._hashes, other._values)
+        other._settle()
+        self._add_candidates(other._levels, other._hashes, other._values)
 
     @property
     def _is_full(self) -> bool:
@@ -312,12 +341,20 @@ class Sample:
             there = ~np.isnan(values)
             hashes, values = hashes[there], values[there]
         if len(values):
-            self._keep_min(np.full(len(values), level, np.uint16), hashes, values)
+            self._add_candidates(np.full(len(values), level, np.uint16), hashes, values)
 
-    def _keep_min(self, levels: npt.NDArray[np.uint16], hashes: Hashes, values: npt.NDArray[Any]) -> None:
-        levels = np.concatenate([self._levels, levels])
-        hashes = np.concatenate([self._hashes, hashes])
-        values = np.concatenate([self._values, values.astype(self._values.dtype, copy=False)])
+    def _add_candidates(self, levels: npt.NDArray[np.uint16], hashes: Hashes, values: npt.NDArray[Any]) -> None:
+        self._waiting.append((levels, hashes, values.astype(self._values.dtype, copy=False)))
+        if not self._is_full or sum(len(waiting) for waiting, _, _ in self._waiting) >= SAMPLE:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Takes the waiting candidates into the sample."""
+        if not self._waiting:
+            return
+        columns = zip((self._levels, self._hashes, self._values), *self._waiting, strict=True)
+        levels, hashes, values = (np.concatenate(column) for column in columns)
+        self._waiting = []
         # Within a level no two rows share a hash.
         order = (np.lexsort((hashes, levels)) if levels.any() else np.argsort(hashes))[:SAMPLE]
         self._levels, self._hashes, self._values = levels[order], hashes[order], values[order]
@@ -345,25 +382,46 @@ class DistinctCount:
 
     The count is exact while there are no more. Beyond that, the k-th lowest hash estimates their density; the standard
     error is 1 / sqrt(k - 2), 1.6 %. Source: Bar-Yossef and others, Counting distinct elements in a data stream, 2002.
+
+    New hashes wait until there are `EXACT_DISTINCT`: they are sorted together.
     """
 
     def __init__(self) -> None:
         self._least: Hashes = np.empty(0, np.uint64)
+        self._waiting: list[Hashes] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._settle()
+        return {"_least": self._least}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update(state, _waiting=[])
 
     def add(self, hashes: Hashes) -> None:
         if len(self._least) > EXACT_DISTINCT:
             hashes = hashes[hashes < self._least[-1]]
         if len(hashes):
-            # np.unique of these versions of numpy takes 25 times as long as the sort.
-            together = np.sort(np.concatenate([self._least, hashes]))
-            first = np.append(True, together[1:] != together[:-1])
-            self._least = together[first][: EXACT_DISTINCT + 1]
+            self._waiting.append(hashes)
+            if sum(map(len, self._waiting)) >= EXACT_DISTINCT:
+                self._settle()
 
     def merge(self, other: DistinctCount) -> None:
+        other._settle()
         self.add(other._least)
+
+    def _settle(self) -> None:
+        """Takes the waiting hashes into account."""
+        if not self._waiting:
+            return
+        # np.unique of these versions of numpy takes 25 times as long as the sort.
+        together = np.sort(np.concatenate([self._least, *self._waiting]))
+        self._waiting = []
+        first = np.append(True, together[1:] != together[:-1])
+        self._least = together[first][: EXACT_DISTINCT + 1]
 
     @property
     def is_exact(self) -> bool:
+        self._settle()
         return len(self._least) <= EXACT_DISTINCT
 
     @property
