@@ -720,8 +720,8 @@ def _byte_counts(values: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
 # Statistics of all columns of one split.
 
 
-# Tables wait until they have this many rows or bytes together: for a thousand rows of a column, calls of NumPy and Arrow
-# take longer than their work on the values.
+# Tables wait until they have this many rows or bytes together. With a thousand values, calls of NumPy and Arrow take
+# longer than their work.
 _BATCH_ROWS = 16_384
 _BATCH_BYTES = 4 * 1024 * 1024
 
