@@ -12,13 +12,15 @@ import pytest
 from millrace_client.stack.record import family, read_record
 from tests.support.command import run_millrace
 from tests.support.page_code import run_python_of
+from tests.support.ray_head import NONE_WARM
 
 
 @pytest.fixture(scope="package")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A running stack; its home. Stopped at the end, and nothing of it is left."""
     home = tmp_path_factory.mktemp("home")
-    up = run_millrace(home, "up", "--json")
+    # Workers that would wait for the next run import torch again after each, and tests/contract/jobs has them.
+    up = run_millrace(home, "up", "--json", **NONE_WARM)
     assert up.returncode == 0, up.stderr
     record = read_record(home)
     assert record is not None

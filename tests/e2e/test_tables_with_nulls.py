@@ -30,7 +30,9 @@ from millrace_client.stack.record import read_record
 from tests.support.command import run_millrace
 from tests.support.real_data import real_data
 
-pytestmark = pytest.mark.timeout(1800)
+# In `make test`: tests/unit/inference_service/serve/test_nan_rows.py has the same bits, and the page about tables goes
+# from a file to answers (test_readme.py).
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.long]
 
 Array = npt.NDArray[Any]
 PENGUINS = {"bill_length_mm": "mean", "bill_depth_mm": "median", "flipper_length_mm": "mode", "body_mass_g": "mean"}
@@ -147,7 +149,7 @@ def serve(
 
 
 # Of the penguins a column is narrow, too: the generated table adds Parquet and two classes.
-@pytest.mark.parametrize("table", ["penguins", pytest.param("generated", marks=pytest.mark.long)])
+@pytest.mark.parametrize("table", ["penguins", "generated"])
 def test_a_nan_is_answered_bit_for_bit_as_null_is(table: str, request: pytest.FixtureRequest) -> None:
     asked: Table = request.getfixturevalue(table)
     infer = asked.millrace.inference.infer

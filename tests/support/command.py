@@ -15,7 +15,8 @@ def stack_environment(home: Path) -> dict[str, str]:
     return {**environment, "MILLRACE_HOME": str(home)}
 
 
-def run_millrace(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs it to its end, with the stack in `home`."""
+def run_millrace(home: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs it to its end, with the stack in `home` and further `variables` in its environment."""
     command = (sys.executable, "-m", "millrace_client.cli", *arguments)
-    return subprocess.run(command, env=stack_environment(home), capture_output=True, text=True, timeout=600)
+    environment = {**stack_environment(home), **variables}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)

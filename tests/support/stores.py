@@ -14,9 +14,10 @@ from tests.support.s3_server import S3Server, name_under_test
 # As tests' ids name it.
 S3 = f"s3-{name_under_test()}"
 STORES = {"file": "file", "s3": S3}
-# Parameters of fixtures and tests; of the latter the second kind is left to `make chaos`.
+# Parameters of fixtures and tests; of the latter one kind is left to `make chaos`.
 KINDS = ["file", pytest.param("s3", id=S3)]
 S3_IN_CHAOS = ["file", pytest.param("s3", id=S3, marks=pytest.mark.chaos)]
+FILES_IN_CHAOS = [pytest.param("file", marks=pytest.mark.chaos), pytest.param("s3", id=S3)]
 
 
 def new_store(request: pytest.FixtureRequest, folder: Path) -> StoreSettings:

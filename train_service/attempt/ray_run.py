@@ -22,6 +22,7 @@ from typing import Any
 
 from ray.train import DataConfig, Result, TrainingFailedError
 from ray.train.torch import TorchConfig
+from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.callbacks.working_dir_setup import WorkingDirectorySetupCallback
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
@@ -85,6 +86,8 @@ class RayRun(TorchTrainer):
         """Create a run. `name`, `datasets` and `dataset_config` come from a script's trainer."""
         os.environ.update(OF_THE_ATTEMPT)
         placement = config.spec.placement
+        # Only a script gives Ray datasets of its own.
+        self._not_needed = NOT_NEEDED if datasets is not None else (*NOT_NEEDED, DatasetsCallback)
         # Ray requires a folder for its own notes. Millrace's records are in the store, which Ray need not know.
         self._folder = Path(tempfile.mkdtemp(prefix="millrace-ray-train-"))
         super().__init__(
@@ -114,7 +117,7 @@ class RayRun(TorchTrainer):
 
     def _create_default_callbacks(self) -> list[Any]:
         made = super()._create_default_callbacks()
-        return [callback for callback in made if not isinstance(callback, NOT_NEEDED)]
+        return [callback for callback in made if not isinstance(callback, self._not_needed)]
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Result:
         controller = TrainController(**arguments)

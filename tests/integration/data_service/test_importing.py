@@ -19,10 +19,11 @@ from tests.integration.data_service.conftest import TEST_ROWS, TRAIN_ROWS, DataS
 from tests.support.idx import digits
 from tests.support.real_data import real_data
 from tests.support.refusals import refusal_of
-from tests.support.stores import KINDS
+from tests.support.stores import KINDS, S3_IN_CHAOS
 
 # A server whose store is file:// has no S3 endpoint to read from; that it refuses s3:// is in domain/test_uris.py.
 ON_S3 = pytest.mark.parametrize("stack", [kind for kind in KINDS if kind != "file"], indirect=True)
+ON_S3_IN_CHAOS = pytest.mark.parametrize("stack", S3_IN_CHAOS, indirect=True)
 
 
 def test_idx_pairs_become_a_version_with_splits(client: DataClient, digits_version: Digits) -> None:
@@ -55,6 +56,7 @@ def test_every_row_is_in_exactly_one_split_and_keeps_its_label(client: DataClien
     assert {image.tobytes(): label for image, label in zip(found, table["label"].to_pylist(), strict=True)} == wanted
 
 
+@ON_S3_IN_CHAOS
 def test_the_same_sources_give_the_same_bytes_and_another_seed_others(
     client: DataClient, stack: DataStack, dataset: str, digits_version: Digits
 ) -> None:
@@ -156,6 +158,7 @@ def test_operations_are_listed_and_got(client: DataClient, digits_version: Digit
     assert client.operations.GetOperation(get, timeout=60) == digits_version.done
 
 
+@ON_S3_IN_CHAOS
 def test_mnist_itself_is_imported(client: DataClient, stack: DataStack, dataset: str) -> None:
     raw = real_data() / "mnist" / "MNIST" / "raw"
     sources = []

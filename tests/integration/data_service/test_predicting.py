@@ -112,6 +112,9 @@ def test_a_cluster_makes_the_same_bytes_as_one_process_and_loads_the_model_once_
     assert progress["rows_per_second"] > 0
 
 
+# In `make test`: tests/unit/data_service/transforms/test_predict_job.py keeps bad rows aside, and the test above gets
+# the same bytes from a cluster.
+@pytest.mark.long
 @pytest.mark.usefixtures("signs")
 def test_what_is_left_out_is_counted_before_anything_is_written(
     store: ObjectStore, jobs: Jobs, reconciler: Reconciler

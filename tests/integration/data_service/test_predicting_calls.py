@@ -15,7 +15,7 @@ from tests.integration.data_service.client import DataClient, imported
 from tests.integration.data_service.conftest import TEST_ROWS, DataStack, Digits
 from tests.support.predicting import write
 from tests.support.refusals import refused
-from tests.support.stores import S3_IN_CHAOS
+from tests.support.stores import FILES_IN_CHAOS, S3_IN_CHAOS
 from tests.support.versions import SCHEMA
 
 CHECKPOINT = "trainingJobs/flat/checkpoints/c1"
@@ -44,6 +44,8 @@ def asking(digits: Digits, dataset: str, **fields: Any) -> pb.PredictVersionRequ
     return pb.PredictVersionRequest(**wanted)
 
 
+# On files: test_predicting.py.
+@pytest.mark.parametrize("stack", FILES_IN_CHAOS, indirect=True)
 def test_a_split_goes_along_with_predictions_and_the_version_names_their_checkpoint(
     client: DataClient, dataset: str, digits_version: Digits, sha256: str
 ) -> None:

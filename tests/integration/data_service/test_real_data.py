@@ -24,10 +24,11 @@ from millrace_client.cli import millrace
 from tests.integration.data_service.client import DataClient, imported
 from tests.integration.data_service.conftest import DataStack
 from tests.support.real_data import real_data
-from tests.support.stores import S3_IN_CHAOS
+from tests.support.stores import FILES_IN_CHAOS, S3_IN_CHAOS
 
-# The sources are local files whatever the store. One test makes a version ready for training on both kinds.
+# The sources are local files whatever the store. One test makes a version ready for training on S3.
 ON_S3_IN_CHAOS = pytest.mark.parametrize("stack", S3_IN_CHAOS, indirect=True)
+ON_FILES_IN_CHAOS = pytest.mark.parametrize("stack", FILES_IN_CHAOS, indirect=True)
 
 
 def transformed(client: DataClient, source: str, **values: Any) -> DatasetVersion:
@@ -60,6 +61,7 @@ def test_the_penguins_come_back_value_by_value(stack: DataStack, client: DataCli
         assert read == wanted, field.name
 
 
+@ON_FILES_IN_CHAOS
 def test_the_penguins_are_made_ready_for_training(stack: DataStack, client: DataClient, dataset: str) -> None:
     version, rows = tabular(stack, dataset, "penguins.csv")
     numbers = ["bill_length_mm", "body_mass_g"]

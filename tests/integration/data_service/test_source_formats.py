@@ -22,6 +22,7 @@ from millrace_client import checks, steps
 from tests.integration.data_service.client import DataClient, imported, parquet
 from tests.integration.data_service.conftest import DataStack
 from tests.support.images import encoded, tar_of
+from tests.support.stores import S3_IN_CHAOS
 
 ROWS = 500
 TABLE = pa.table(
@@ -148,6 +149,7 @@ def test_what_was_imported_is_what_is_stored(client: DataClient, versions: dict[
         assert [damage for answer in answers for damage in answer.damages] == []
 
 
+@pytest.mark.parametrize("stack", S3_IN_CHAOS, indirect=True)
 def test_columns_of_folders_are_imported_checked_and_transformed_as_others(stack: DataStack) -> None:
     parent, client = stack.new_dataset(), stack.client
     parts = {("train", "a%2Fb"): (0, 200), ("train", "é"): (200, 350), ("test", "é"): (350, ROWS)}

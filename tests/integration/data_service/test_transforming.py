@@ -106,6 +106,8 @@ def test_a_transform_outlives_a_worker_within_its_attempt_and_then_the_attempt_a
         path.unlink()
 
 
+# In `make test`: test_dataset_stream.py ends a cluster's tasks, and a cancelled prediction leaves nothing.
+@pytest.mark.long
 @ON_S3_IN_CHAOS
 def test_a_cancelled_transform_ends_its_tasks_and_leaves_nothing(store: ObjectStore, jobs: Jobs, signs: Path) -> None:
     name = create_transform(store, [custom("waits_for_go", "folder")])
@@ -122,11 +124,28 @@ def test_a_cancelled_transform_ends_its_tasks_and_leaves_nothing(store: ObjectSt
 @pytest.mark.parametrize(
     ("step", "kind", "told"),
     [
-        ({"column": "n", "cast": {"arrowType": "int8"}}, "InvalidArgument", "transform.steps[0]: row "),
-        (custom("hangs", "n", timeoutS=1), "InvalidArgument", "transform.steps[0]"),
-        (custom("crashes", "n"), "FailedPrecondition", "the worker died, and died again, on rows 0 to "),
+        # Errors that a worker lives to report; in `make test` tests/unit/data_service/transforms/test_job.py has both.
+        pytest.param(
+            {"column": "n", "cast": {"arrowType": "int8"}},
+            "InvalidArgument",
+            "transform.steps[0]: row ",
+            id="bad row",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            custom("hangs", "n", timeoutS=1),
+            "InvalidArgument",
+            "transform.steps[0]",
+            id="hangs",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            custom("crashes", "n"),
+            "FailedPrecondition",
+            "the worker died, and died again, on rows 0 to ",
+            id="crashes",
+        ),
     ],
-    ids=["bad row", "hangs", "crashes"],
 )
 def test_a_step_that_cannot_do_its_work_fails_the_transform_at_once(
     store: ObjectStore, jobs: Jobs, step: dict[str, Any], kind: str, told: str

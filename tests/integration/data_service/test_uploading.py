@@ -19,8 +19,11 @@ from tests.integration.data_service.client import IMPORT_TIMEOUT_S, DataClient, 
 from tests.integration.data_service.conftest import DataStack
 from tests.support.chunk_sender import send
 from tests.support.refusals import refused
+from tests.support.stores import S3_IN_CHAOS
 from tests.support.waiting import wait_until
 
+# tests/contract/uploads has what the store has a say in.
+ON_S3_IN_CHAOS = pytest.mark.parametrize("stack", S3_IN_CHAOS, indirect=True)
 ROWS = pa.table({"n": pa.array(range(50_000), pa.int64()), "s": [f"row {number}" for number in range(50_000)]})
 
 
@@ -65,6 +68,7 @@ def test_an_import_begins_while_its_upload_is_open_and_ends_with_the_commit(
     assert client.read(imported(client.wait(operation)).name).equals(ROWS)
 
 
+@ON_S3_IN_CHAOS
 def test_an_import_of_an_open_upload_can_be_cancelled_and_leaves_no_file(
     stack: DataStack, client: DataClient, dataset: str
 ) -> None:
@@ -106,6 +110,7 @@ def test_an_upload_that_an_import_reads_cannot_be_aborted_and_goes_afterwards(cl
     assert gone.code is grpc.StatusCode.NOT_FOUND
 
 
+@ON_S3_IN_CHAOS
 def test_two_uploads_at_once_do_not_disturb_each_other(client: DataClient, sdk: Sdk, dataset: str) -> None:
     tables = {split: ROWS.slice(begin, 20_000) for split, begin in (("train", 0), ("test", 20_000))}
     uploads: dict[str, str] = {}
@@ -135,12 +140,14 @@ def test_an_upload_of_another_dataset_or_none_is_not_found(client: DataClient, s
         sdk.resume_upload(f"{dataset}/uploads/none", io.BytesIO(b"x"))
 
 
+@ON_S3_IN_CHAOS
 def test_a_table_in_memory_is_imported_in_one_call(client: DataClient, sdk: Sdk, dataset: str) -> None:
     version = sdk.import_table(dataset, ROWS, split="all").wait()
 
     assert client.read(version.name, split="all").equals(ROWS)
 
 
+@ON_S3_IN_CHAOS
 def test_rows_that_break_off_on_their_way_leave_neither_a_version_nor_an_upload(
     stack: DataStack, sdk: Sdk, dataset: str
 ) -> None:
@@ -156,6 +163,7 @@ def test_rows_that_break_off_on_their_way_leave_neither_a_version_nor_an_upload(
     assert [one.state for one in sdk.list_versions(dataset)] == [DatasetVersion.STATE_CANCELLED]
 
 
+@ON_S3_IN_CHAOS
 def test_the_rows_that_were_left_out_can_be_read(client: DataClient, sdk: Sdk, dataset: str) -> None:
     lines = ["n"] + [str(n) if n % 1000 else "not a number" for n in range(20_000)]
     upload = sdk.upload(dataset, "\n".join(lines).encode())

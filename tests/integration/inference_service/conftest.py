@@ -56,11 +56,12 @@ def stack(inference_ray: RayHead, tmp_path_factory: pytest.TempPathFactory) -> I
 @pytest.fixture(scope="package")
 def s3_stack(inference_ray: RayHead, s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """On a real S3 server; beside the other stack, on the same Ray. Batches go through Serve's handle, as they do to
-    replicas on other machines."""
+    replicas on other machines; and it runs callers' code, which the other does not."""
     settings = s3_server.settings(f"s3://millrace/{uuid.uuid4().hex}")
     ensure_bucket(settings)
     folder = tmp_path_factory.mktemp("inference-s3")
-    with running_stack(inference_ray, settings, folder, MILLRACE_REPLICA_SOCKETS="0") as running:
+    variables = {"MILLRACE_REPLICA_SOCKETS": "0", "MILLRACE_OWN_CODE": "trusted"}
+    with running_stack(inference_ray, settings, folder, **variables) as running:
         yield running
 
 

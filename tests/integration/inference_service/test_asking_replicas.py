@@ -26,6 +26,8 @@ def answer(lines: Iterable[str]) -> list[str]:
     return next(line.split()[1:] for line in lines if line.startswith(ANSWER))
 
 
+# Three replicas are started. In `make test`: tests/unit/inference_service/serve/test_ray_serve.py asks each one.
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_one_replica_of_two_that_cannot_load_is_known(inference_ray: RayHead, tmp_path: Path) -> None:
     settings = StoreSettings(url=tmp_path.as_uri())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,10 +23,9 @@ from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.integration.inference_service.checkpoints import Written, content, write
 from tests.integration.inference_service.client import assert_same_answer, outputs
-from tests.integration.inference_service.conftest import Stack, running_stack
+from tests.integration.inference_service.conftest import Stack
 from tests.support.code_folders import store_bundle
 from tests.support.own_models import code_of_this_process
-from tests.support.ray_head import RayHead
 
 NET = """
 import torch
@@ -74,15 +72,8 @@ def write_own(store: ObjectStore, **kwargs: object) -> tuple[Written, torch.nn.M
     return Written(entry, said), module
 
 
-@pytest.fixture(scope="module")
-def trusted(inference_ray: RayHead, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    folder = tmp_path_factory.mktemp("trusted")
-    settings = StoreSettings(url=(folder / "store").as_uri())
-    with running_stack(inference_ray, settings, folder, MILLRACE_OWN_CODE="trusted") as running:
-        yield running
-
-
-def test_it_answers_as_the_model_itself_and_names_its_code(trusted: Stack) -> None:
+def test_it_answers_as_the_model_itself_and_names_its_code(s3_stack: Stack) -> None:
+    trusted = s3_stack
     written, module = write_own(trusted.store)
 
     deployment = trusted.client.deploy("cells", f"{JOB}/checkpoints/c2")

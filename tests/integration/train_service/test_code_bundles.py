@@ -18,6 +18,7 @@ from millrace_client import errors
 from shared.code_bundle_registry import unpack_on_node
 from tests.support.code_folders import write_files
 from tests.support.refusals import refused
+from tests.support.stores import S3_IN_CHAOS
 from tests.support.training import State, TrainStack
 from tests.support.waiting import wait_until
 
@@ -30,6 +31,8 @@ def millrace(stack: TrainStack) -> Iterator[mc.Millrace]:
         yield connected
 
 
+# tests/contract/code_bundles has what the store has a say in.
+@pytest.mark.parametrize("stack", S3_IN_CHAOS, indirect=True)
 def test_a_bundle_lives_as_long_as_a_job_names_it(stack: TrainStack, millrace: mc.Millrace, tmp_path: Path) -> None:
     folder = write_files(tmp_path / "code", {"train.py": LOOP + f"# {uuid.uuid4()}\n", "data/x.bin": "x"})
     (folder / ".millraceignore").write_text("data\n")

@@ -136,6 +136,8 @@ def test_another_job_goes_on_from_its_best_checkpoint(trained: Trained) -> None:
     assert after.loss == pytest.approx(best, rel=0.05)
 
 
+# In `make test`: tests/unit/train_service/worker/test_target_scaling.py; test_cluster_loader.py has both engines.
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_scaled_target_whose_rows_ray_data_prepares_is_measured_in_its_own_unit(file_stack: TrainStack) -> None:
     def far(rows: int, seed: int) -> pa.Table:

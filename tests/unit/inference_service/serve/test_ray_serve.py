@@ -39,7 +39,7 @@ from inference_service.serve.ray_serve import Application, ServeApplications, Se
 from inference_service.serve.replica import Loaded, ReplicaSpec
 from inference_service.serve.sockets import LocalReplicas, listen
 from inference_service.settings import settings_from
-from shared.errors import FailedPrecondition, Internal, MillraceError, Unavailable
+from shared.errors import DataLoss, FailedPrecondition, Internal, MillraceError, Unavailable
 from shared.settings import SettingsError, StoreSettings
 
 ENVIRON = {"MILLRACE_STORE": "file:///store", "RAY_ADDRESS": "127.0.0.1:6379"}
@@ -286,6 +286,26 @@ def test_a_replicas_own_error_comes_through_and_an_unexpected_one_without_its_in
     assert told.value.message == f"internal error; quote the correlation id {correlation_id}"
     assert correlation_id in caplog.text
     assert "secret traceback" in caplog.text
+
+
+def test_one_replica_of_two_that_cannot_load_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: Any = RayTaskError  # which has no types
+    reported_by_ray = raised(
+        "describe", "traceback", DataLoss("a file is damaged"), proctitle="replica", ip="127.0.0.1"
+    )
+    answers = [Loaded(SIGNATURE, "", {}), reported_by_ray.as_instanceof_cause()]
+    handle = Handle(None)
+    monkeypatch.setattr(handle, "broadcast", lambda _: SimpleNamespace(results=lambda **_: answers))
+    monkeypatch.setattr(serve, "get_app_handle", lambda _: handle)
+    applications = ServeApplications(STORE, replica_sockets=False)
+
+    with pytest.raises(DataLoss, match="a file is damaged"):
+        asyncio.run(applications.describe("d-v1", 2))
+    # The one that loaded is enough where one is asked for; and of two, as many have to be known.
+    assert asyncio.run(applications.describe("d-v1", 1))[1] == answers[0]
+    del answers[1]
+    with pytest.raises(Unavailable, match="1 of 2 replicas of d-v1 are known"):
+        asyncio.run(applications.describe("d-v1", 2))
 
 
 def test_a_folder_is_taken_from_the_replicas_that_listen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
