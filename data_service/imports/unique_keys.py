@@ -1,4 +1,4 @@
-"""The keys of checks of uniqueness, over all parts of an import, in bounded memory.
+"""The keys of checks of uniqueness, over all parts of an import or a transform, in bounded memory.
 
 Keys wait in memory until they take `SPILL_BYTES`. Then they go to buckets on the disk, by their first bits: equal keys
 are in the same bucket, so repeats are found in one bucket after the other.
@@ -13,7 +13,7 @@ import numpy as np
 
 from data_service.domain.checks_rows import Keys, Ordinals, Repeats, UniqueKeys, repeats_among
 
-# The most bytes of keys that wait in memory: a small import has fewer, and writes none.
+# The most bytes of keys that wait in memory: a small job has fewer, and writes none.
 SPILL_BYTES = 64 * 1024 * 1024
 # The buckets of one check. A billion rows have 94 MB in each.
 BUCKET_BITS = 8

@@ -5,8 +5,10 @@ A found file can be sent to another process. It is opened there again, by the se
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import PurePosixPath
@@ -158,23 +160,25 @@ class SourceFiles:
         source = self._parsed(field, uri)
         if isinstance(source, UploadSource) or source.glob is None:
             return [self.find(field, uri)]
-        if isinstance(source, S3Source):
-            base = f"{source.bucket}/{source.key}".rstrip("/")
-            found = self._walk(field, uri, self._bucket().lister(field, uri), base, source.glob, most)
-            files = [
-                self._object(field, f"s3://{quote(path)}", path, relative, size_and_time)
-                for path, relative, size_and_time in found
-            ]
-        else:
-            base = str(source.path)
-            found = self._walk(field, uri, self._local.lister(field, uri), base, source.glob, most)
-            files = [
-                self._file(field, _file_uri(path), path, relative, size_and_time)
-                for path, relative, size_and_time in found
-            ]
+        with _collector_paused():
+            files = self._matching(field, uri, source, source.glob, most)
         if not files:
             raise source_not_found(field, uri, "name files that exist")
         return files
+
+    def _matching(self, field: str, uri: str, source: FileSource | S3Source, glob: Glob, most: int) -> list[SourceFile]:
+        if isinstance(source, S3Source):
+            base = f"{source.bucket}/{source.key}".rstrip("/")
+            found = self._walk(field, uri, self._bucket().lister(field, uri), base, glob, most)
+            return [
+                self._object(field, f"s3://{quote(path)}", path, relative, size_and_time)
+                for path, relative, size_and_time in found
+            ]
+        base = str(source.path)
+        found = self._walk(field, uri, self._local.lister(field, uri), base, glob, most)
+        return [
+            self._file(field, _file_uri(path), path, relative, size_and_time) for path, relative, size_and_time in found
+        ]
 
     def _walk(
         self, field: str, uri: str, entries: Lister, base: str, glob: Glob, most: int
@@ -242,6 +246,18 @@ class SourceFiles:
         self._pins.append(PinnedBlocks())
         open_file = _UploadFile(self._stores, field, name, upload.uid, self._pins[-1])
         return SourceFile(field, name, size_bytes, open_file, upload_uid=upload.uid, on_read=self._on_read)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Pauses the collector of cycles. Files have none, and it would look at all of them again as they become more."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 # --- Openers ---

@@ -17,10 +17,11 @@ import pyarrow.types as kinds
 from data_service.attempt import KeptPass, attempt_folder, columns_of, commit_version
 from data_service.domain.bad_rows import BadRowLog, BadRowParts, build_report
 from data_service.domain.checks import Drift, gate, parse_checks
-from data_service.domain.checks_rows import CheckCounts, Repeats, RowChecks, UniqueKeys
+from data_service.domain.checks_rows import CheckCounts, Repeats, RowChecks
 from data_service.domain.splits import RatioDivider, SplitRange, SplitRule, divider, split_order, taken_away
 from data_service.domain.statistics import SplitStatistics
 from data_service.domain.transform_spec import TransformSpec
+from data_service.imports.unique_keys import SpilledKeys
 from data_service.parallel import PartRunner, Passes, Progress, Results, Work, run_on_ray
 from data_service.transforms.checking import output_schema, remaining
 from data_service.transforms.work import (
@@ -155,16 +156,12 @@ class _Transform:
         return [name for name in self._given if name in needed]
 
     def _repeats(self, parts: list[PartitionRange], schema: pa.Schema, checks: RowChecks) -> Repeats:
-        keys: UniqueKeys | None = None
+        keys = SpilledKeys(checks.empty_keys(), self._scratch)
         work = FindKeys(self._judging(schema, checks), checks)
         with closing(self._pass("FITTING", work, parts, self._kept("keys"))) as results:
             for _, found in results:
-                if keys is None:
-                    keys = found
-                else:
-                    keys.merge(found)
-        assert keys is not None
-        return keys.repeats()
+                keys.merge(found)
+        return keys.repeats(self._context.raise_if_stopped)
 
     def _counts(
         self, parts: list[PartitionRange], schema: pa.Schema, checks: RowChecks, repeats: Repeats | None

@@ -98,18 +98,32 @@ class RowGroups(Sequence[RowGroup]):
     @classmethod
     def joined(cls, parts: Sequence[RowGroups]) -> RowGroups:
         """Return the groups of all parts, which follow each other."""
-        if len(parts) == 1:
-            return parts[0]
-        offsets = np.cumsum([0, *(len(part) for part in parts)])
-        starts = [part.file_starts + offset for part, offset in zip(parts, offsets[:-1], strict=True)]
-        indices = _concatenated([part.file_indices for part in parts])
+        return parts[0] if len(parts) == 1 else cls.gathered(parts, sum(map(len, parts)))
+
+    @classmethod
+    def gathered(cls, parts: Iterable[RowGroups], most_groups: int) -> RowGroups:
+        """Return the groups of all parts, which follow each other and have no more groups than `most_groups`.
+
+        Each part is copied as it comes: the parts of a version with 10^8 groups would take twice the memory.
+        """
+        # Memory that no group is written to is never touched.
+        row_counts = np.empty(most_groups, np.int64)
+        indices, starts, first_row_ids = [NO_INTS], [NO_INTS], [NO_INTS]
+        count = 0
+        for part in parts:
+            row_counts[count : count + len(part)] = part.row_counts
+            indices.append(part.file_indices)
+            starts.append(part.file_starts + count)
+            first_row_ids.append(part.file_first_row_ids)
+            count += len(part)
+        file_indices = np.concatenate(indices)
         # Of a file whose groups are in two parts, the first entry counts for both.
-        is_first = np.diff(indices, prepend=-1) != 0
+        is_first = np.diff(file_indices, prepend=-1) != 0
         return cls(
-            _concatenated([part.row_counts for part in parts]),
-            indices[is_first],
-            _concatenated(starts)[is_first],
-            _concatenated([part.file_first_row_ids for part in parts])[is_first],
+            row_counts[:count] if 2 * count >= most_groups else row_counts[:count].copy(),
+            file_indices[is_first],
+            np.concatenate(starts)[is_first],
+            np.concatenate(first_row_ids)[is_first],
         )
 
     def __repr__(self) -> str:  # the same for equal groups in each process, as that of their list is
@@ -124,9 +138,9 @@ class RowGroups(Sequence[RowGroup]):
         """The rows up to the end of each group: (G,)."""
         return np.cumsum(self.row_counts)
 
-    @property
+    @cached_property
     def row_count(self) -> int:
-        return int(self.ends[-1]) if len(self.ends) else 0
+        return int(self.row_counts.sum())
 
     def __len__(self) -> int:
         return len(self.row_counts)
@@ -192,15 +206,12 @@ class RowGroups(Sequence[RowGroup]):
         return int(self.ends[place - 1] if place else 0) - int(self.ends[start - 1] if start else 0)
 
 
-NO_GROUPS = RowGroups(*(np.zeros(0, np.int64) for _ in range(4)))
+NO_INTS: Ints = np.zeros(0, np.int64)
+NO_GROUPS = RowGroups(NO_INTS, NO_INTS, NO_INTS, NO_INTS)
 
 
 def _row_groups_of(*arrays: bytes) -> RowGroups:
     return RowGroups(*(np.frombuffer(array, "<i8").astype(np.int64) for array in arrays))
-
-
-def _concatenated(arrays: Sequence[Ints]) -> Ints:
-    return np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
 
 
 # --- A page of files ---
@@ -263,6 +274,11 @@ class FilePage:
             starts[:-1] - starts[0],
             self.first_row_ids[first:end],
         )
+        if (
+            first_row_id <= self.first_row_ids[first]
+            and self.first_row_ids[end - 1] + self.row_counts[end - 1] <= end_row_id
+        ):
+            return groups
         # Whole groups of the first file may lie before the rows, and of the last one after them.
         begin = int(np.searchsorted(groups.ends, first_row_id - self.first_row_ids[first], side="right"))
         last_start = int(groups.file_starts[-1])
@@ -555,9 +571,12 @@ class VersionFiles(Sequence[DataFile]):
 
     def row_groups(self, first_row_id: int, end_row_id: int) -> RowGroups:
         """Return all row groups that have rows with these ids."""
-        return RowGroups.joined(
-            [groups for _, groups in self.row_groups_by_page(first_row_id, end_row_id)] or [NO_GROUPS]
-        )
+        found = (groups for _, groups in self.row_groups_by_page(first_row_id, end_row_id))
+        if self._root is None:
+            return RowGroups.joined([*found])
+        index = self._root.index
+        children = slice(self._root.child_of_row(first_row_id), self._root.child_of_row(end_row_id - 1) + 1)
+        return RowGroups.gathered(found, sum(index.group_counts[children]))
 
     def row_groups_by_page(self, first_row_id: int, end_row_id: int) -> Iterator[tuple[FilePage, RowGroups]]:
         """Yield the row groups that have rows with these ids, page by page, each page when it is asked for."""

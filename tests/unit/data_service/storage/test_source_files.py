@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import pickle
 from pathlib import Path, PurePosixPath
@@ -168,6 +169,23 @@ def test_hidden_names_are_left_out_at_any_depth(tree: Path) -> None:
 def test_what_names_no_file_is_refused_by_its_field(tree: Path, pattern: str) -> None:
     with pytest.raises((NotFound, InvalidArgument), match=r"sources\[0\].csv.uri"):
         found(tree, pattern)
+
+
+def test_cycles_are_not_looked_for_while_files_are_found(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector looks at all files again as they become more, which takes longer than finding them."""
+    states: list[bool] = []
+
+    def noted(*arguments: Any, **fields: Any) -> SourceFile:
+        states.append(gc.isenabled())
+        return SourceFile(*arguments, **fields)
+
+    monkeypatch.setattr(source_files, "SourceFile", noted)
+    assert len(found(tree, "")) == len(states)
+    assert not any(states)
+    assert gc.isenabled()
+    with pytest.raises((NotFound, InvalidArgument)):
+        found(tree, "*.parquet")
+    assert gc.isenabled()
 
 
 def test_too_many_files_are_refused(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:

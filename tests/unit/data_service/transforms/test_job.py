@@ -26,6 +26,7 @@ from data_service.domain.splits import (
     TimeSplit,
     divider,
 )
+from data_service.imports import unique_keys
 from data_service.transforms import work
 from millrace.data.v1 import quality_pb2
 from shared.dataset_version import load_version
@@ -252,6 +253,32 @@ def test_of_rows_with_equal_values_the_first_stays(store: ObjectStore) -> None:
     # 11, 12, 13, 15 and 19 are the first of their five words; nulls, every seventh row, do not count.
     kept = sorted(n for split in rows.values() for n in split["n"])
     assert kept == sorted([11, 12, 13, 15, 19, *range(14, 7000, 7)])
+
+
+@pytest.mark.usefixtures("source")
+@pytest.mark.parametrize("action", ["ACTION_QUARANTINE", "ACTION_FAIL"])
+def test_keys_of_a_check_of_uniqueness_wait_on_the_disk(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    """Which rows are repeats does not depend on where the keys wait."""
+    unique_check = {"column": "word", "action": action, "unique": {}}
+    in_memory = transform_here(store, checks=[unique_check])
+    monkeypatch.setattr(unique_keys, "SPILL_BYTES", 1000)
+    read: list[NDArray[np.void]] = []
+    fromfile = np.fromfile
+
+    def noted(*arguments: Any) -> Any:
+        read.append(fromfile(*arguments))
+        return read[-1]
+
+    monkeypatch.setattr(np, "fromfile", noted)
+    spilled = transform_here(store, checks=[unique_check])
+    # Nulls, every seventh row, have no key.
+    assert sum(map(len, read)) == 6000
+    if action == "ACTION_FAIL":
+        assert refused(spilled, "FailedPrecondition") == refused(in_memory, "FailedPrecondition")
+    else:
+        assert made(store, spilled) == made(store, in_memory)
 
 
 @pytest.mark.usefixtures("source")

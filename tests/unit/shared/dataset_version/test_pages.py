@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -291,3 +292,23 @@ def test_row_groups_are_a_sequence_of_row_groups() -> None:
         assert list(part[middle:]) == wanted[begin:end][middle:]
     assert pickle.loads(pickle.dumps(whole[3:7])) == wanted[3:7]
     assert repr(pickle.loads(pickle.dumps(whole[3:7]))) == repr(whole[3:7]) != repr(whole[3:8])
+
+
+def test_row_groups_of_many_pages_are_in_memory_once(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paging, "MAX_PAGE_GROUPS", 5_000)
+    monkeypatch.setattr(paging, "MAX_INLINE_GROUPS", 10)
+    (template,) = files_of({"train": 1})
+    group_rows, count = [3] * 1000, 100
+    files = [
+        replace(template, path=f"{number}", row_groups=group_rows, row_count=3000, first_row_id=3000 * number)
+        for number in range(count)
+    ]
+    opened = open_files(store, paged(store, files))
+    tracemalloc.start()
+    try:
+        found = opened.row_groups(0, 3000 * count)
+        assert (len(found), found.row_count) == (1000 * count, 3000 * count)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1.5 * found.row_counts.nbytes
