@@ -10,7 +10,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from millrace.train.v1 import code_bundle_pb2, resources_pb2
 from shared.errors import invalid_field
-from shared.jobs.transitions import DEFAULT_MAX_FAILURES, DEFAULT_MAX_PREEMPTIONS
+from shared.jobs.retry_limits import DEFAULT_MAX_FAILURES, DEFAULT_MAX_PREEMPTIONS
 from shared.model_spec import NONE, ModelSpec
 from shared.transforms import Pipeline
 from train_service.domain.order import default_lanes

@@ -12,11 +12,9 @@ from typing import Any
 
 from shared.durable import Durable, as_state, fields_of
 from shared.errors import Conflict, Internal, MillraceError, ResourceExhausted
+from shared.jobs.retry_limits import DEFAULT_MAX_FAILURES, DEFAULT_MAX_PREEMPTIONS
 
 # --- State and record ---
-
-# How many failed attempts a job survives, and how many attempts whose node was taken away.
-DEFAULT_MAX_FAILURES, DEFAULT_MAX_PREEMPTIONS = 3, 100
 
 
 class JobState(enum.StrEnum):

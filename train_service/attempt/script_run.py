@@ -51,6 +51,7 @@ from shared.errors import (
     error_from_record,
 )
 from shared.jobs import AttemptContext, JobRecord, Jobs, JobState
+from shared.jobs.retry_limits import SWEEP_MAX_FAILURES
 from train_service.attempt.outcomes import as_last_error, program_error, script_result
 from train_service.attempt.ray_run import Failure
 from train_service.attempt.trainer import ProgramAtWork, began_before, program_at_work, size_of_attempt
@@ -490,8 +491,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 SWEEP_KIND = "sweep"
 COLLECTION, TRAINING_JOBS = "sweeps", "trainingJobs"
 SWEEP_POLL_INTERVAL_S = 1.0
-# As for sweeps that clients create: nodes that come and go do not end the sweep.
-MAX_FAILURES = 100
 DEFAULT_CONCURRENT = 4
 
 
@@ -558,7 +557,7 @@ class ScriptSweep:
             spec={"sweep": spec.as_config(), "request_id": ""},
             create_time=now,
             update_time=now,
-            max_failures=MAX_FAILURES,
+            max_failures=SWEEP_MAX_FAILURES,
         )
         try:
             return self._jobs.create(self.name, record)

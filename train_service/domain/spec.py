@@ -16,7 +16,7 @@ from typing import Any
 from shared.checkpoint.ranking import Ranking
 from shared.durable import fields_of
 from shared.errors import invalid_field, invalid_fields
-from shared.jobs.transitions import DEFAULT_MAX_FAILURES, DEFAULT_MAX_PREEMPTIONS
+from shared.jobs.retry_limits import DEFAULT_MAX_FAILURES, DEFAULT_MAX_PREEMPTIONS
 from shared.model_spec import CLASSIFICATION as CLASSIFICATION
 from shared.model_spec import NONE, ModelSpec
 from shared.model_spec import REGRESSION as REGRESSION

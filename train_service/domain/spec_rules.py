@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import NoReturn
 
 from shared.errors import invalid_fields
+from shared.jobs.retry_limits import MAX_FAILURES_LIMIT, MAX_PREEMPTIONS_LIMIT
 from shared.model_spec import NONE, STANDARD
 from train_service.domain.capacity import ACCELERATOR, GRAIN
 from train_service.domain.order import MIN_ROWS_PER_RANK, min_rows_of_a_rank, shapes_of_steps, steps_per_epoch
@@ -198,8 +199,18 @@ def _of_the_run(spec: TrainingSpec) -> list[Rule]:
         ),
         (0 <= fewest <= max(spec.num_workers, 0), "min_workers", fewest, "use 0 to num_workers"),
         (1 <= spec.threads_per_worker <= 256, "threads_per_worker", spec.threads_per_worker, "use 1 to 256"),
-        (0 <= spec.max_failures <= 1000, "max_failures", spec.max_failures, "use 0 to 1,000"),
-        (0 <= spec.max_preemptions <= 100_000, "max_preemptions", spec.max_preemptions, "use 0 to 100,000"),
+        (
+            0 <= spec.max_failures <= MAX_FAILURES_LIMIT,
+            "max_failures",
+            spec.max_failures,
+            f"use 0 to {MAX_FAILURES_LIMIT:,}",
+        ),
+        (
+            0 <= spec.max_preemptions <= MAX_PREEMPTIONS_LIMIT,
+            "max_preemptions",
+            spec.max_preemptions,
+            f"use 0 to {MAX_PREEMPTIONS_LIMIT:,}",
+        ),
         (-MAX_PRIORITY <= spec.priority <= MAX_PRIORITY, "priority", spec.priority, "use -1,000 to 1,000"),
         (
             min(spec.max_ranks, MAX_WORKERS) <= spec.lanes <= MAX_LANES,

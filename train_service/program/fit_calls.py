@@ -29,6 +29,7 @@ from typing import Any
 
 from shared.durable import fields_of
 from shared.errors import InvalidArgument, error_from_record
+from shared.jobs.retry_limits import MAX_FAILURES_LIMIT, MAX_PREEMPTIONS_LIMIT
 from shared.storage import ObjectMissing, ObjectStore
 from train_service.domain import spec_rules
 from train_service.domain.capacity import ACCELERATOR, PACK
@@ -146,9 +147,6 @@ class Fits:
 
 NCCL, GLOO = "nccl", "gloo"
 BACKENDS = (NCCL, GLOO)
-# Ray's -1 means unlimited; a job has at most this many.
-MAX_FAILURES = 1000
-MAX_PREEMPTIONS = 100_000
 # Ray's own defaults, which do not express a choice of the script.
 DEFAULT_TIMEOUT_S = 1800.0
 NO_FAILURES = 0
@@ -226,11 +224,13 @@ def wanted_of(asked: Asked) -> list[Wanted]:
     if asked.max_workers:  # local mode has no workers with settings
         found += _of_workers(asked)
     if asked.max_failures != NO_FAILURES:
-        failures = MAX_FAILURES if asked.max_failures < 0 else min(asked.max_failures, MAX_FAILURES)
+        # Ray's -1 means unlimited; a job has at most MAX_FAILURES_LIMIT.
+        unlimited = asked.max_failures < 0
+        failures = MAX_FAILURES_LIMIT if unlimited else min(asked.max_failures, MAX_FAILURES_LIMIT)
         theirs = f"FailureConfig(max_failures={asked.max_failures})"
         found.append(Wanted(path="max_failures", value=failures, theirs=theirs))
     if asked.max_preemption_failures != ANY_PREEMPTIONS:
-        preemptions = min(asked.max_preemption_failures, MAX_PREEMPTIONS)
+        preemptions = min(asked.max_preemption_failures, MAX_PREEMPTIONS_LIMIT)
         theirs = f"FailureConfig(max_preemption_failures={asked.max_preemption_failures})"
         found.append(Wanted(path="max_preemptions", value=preemptions, theirs=theirs))
     return found + _of_checkpoints(asked)

@@ -38,6 +38,7 @@ from shared.errors import (
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.index import JobIndex
 from shared.jobs.registry import condemned, remove_objects, undone, while_deleting
+from shared.jobs.retry_limits import SWEEP_MAX_FAILURES
 from shared.jobs.transitions import confirm_delete, request_delete
 from shared.log import claimed, claimed_before, uid_of
 from shared.storage import ObjectStore
@@ -58,9 +59,6 @@ PATTERN = "sweeps/{s}"
 MAX_CHECKED_WITH_MODEL = 100
 # Each check starts a process that imports torch.
 MAX_CHECKED_WITH_OWN_MODEL = 8
-# Lost attempts of the sweep's own process, which cost its trials nothing. Nodes that come and go must not end a search
-# of days, but a sweep that never makes progress must end.
-MAX_FAILURES = 100
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,7 @@ class Sweeps:
             body_sha256=digest,
             create_time=now,
             update_time=now,
-            max_failures=MAX_FAILURES,
+            max_failures=SWEEP_MAX_FAILURES,
         )
         if validate_only:
             self._check_free(record)

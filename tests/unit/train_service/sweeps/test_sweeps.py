@@ -22,6 +22,7 @@ from shared.errors import (
 )
 from shared.jobs import Jobs, JobState
 from shared.jobs.reconciler import JobKind, Reconciler
+from shared.jobs.retry_limits import SWEEP_MAX_FAILURES
 from shared.settings import ServiceSettings
 from tests.support.versions import commit_version, striped_digits
 from tests.support.waiting import wait_until
@@ -35,7 +36,7 @@ from train_service.jobs.deletion import Deletions
 from train_service.jobs.training_jobs import TrainingJobs
 from train_service.records.event_log import TRAIN_KIND
 from train_service.servicer import sweep_to_proto
-from train_service.sweeps.sweeps import MAX_CHECKED_WITH_MODEL, MAX_FAILURES, SWEEP_KIND, Sweeps, end_trials
+from train_service.sweeps.sweeps import MAX_CHECKED_WITH_MODEL, SWEEP_KIND, Sweeps, end_trials
 
 
 def keys(place: Place) -> list[str]:
@@ -375,7 +376,7 @@ def test_trials_that_were_never_made_are_cancelled_only_where_the_sweep_was(
 
 def test_lost_attempts_of_a_sweep_are_not_counted_by_the_bound_of_its_trials(place: Place) -> None:
     place.create(replace(SPEC, base=replace(BASE, max_failures=0)))
-    assert place.jobs.get(NAME, NAME).max_failures == MAX_FAILURES
+    assert place.jobs.get(NAME, NAME).max_failures == SWEEP_MAX_FAILURES
     assert place.trials().make(0).max_failures == 0
 
 
