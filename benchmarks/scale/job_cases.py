@@ -27,6 +27,7 @@ from train_service.domain.spec import TrainingSpec
 from train_service.jobs.deletion import Deletions, Sweeper
 from train_service.jobs.training_jobs import TrainingJobs
 from train_service.records.event_log import TRAIN_KIND, EventKind, EventLog, gather_ended
+from train_service.records.metrics_log import PART_POINTS, MetricPoint, encode, metrics_page
 
 DONE = "trainingJobs/d"
 ENTRIES_A_COMMIT = 10_000
@@ -107,6 +108,25 @@ def events(costs: Costs, scale: int) -> None:
         assert sum(1 for _ in EventLog(store, DONE).after(0)) == count + 1
     with costs.measured("events_delete", store, units=count):
         store.delete_folder(f"{DONE}/events")
+    _metrics(costs, store, scale)
+
+
+def _metrics(costs: Costs, store: SimulatedStore, scale: int) -> None:
+    """Reads a page in the middle of a run's metrics: a part at 1x, and 1,000 parts of 1,024 points at 1,000x.
+
+    Simulated: the store. Parts that the page does not show are empty objects.
+    """
+    middle = scale * PART_POINTS // 2
+    for number in range(scale):
+        first, last = number * PART_POINTS, (number + 1) * PART_POINTS
+        steps = range(first + 1, last + 1) if abs(first - middle) <= 2 * PART_POINTS else ()
+        points = [MetricPoint(step, 0, 1, 0.0, {"loss": 0.5}) for step in steps]
+        key = f"{DONE}/metrics/a00001-f00000000-{first:08d}-{last:08d}.parquet"
+        store.put(key, encode(points) if points else b"")
+    with costs.measured("metric_page", store) as page:
+        points, _ = metrics_page(store, DONE, middle, 1000, "")
+    assert points[0].step == middle + 1
+    assert page.requests <= 3, page.requests
 
 
 def _fill(store: SimulatedStore, kept: Jobs, done_jobs: int, live_jobs: int) -> None:
