@@ -207,11 +207,16 @@ class ResourceLog:
 
     def _hinted(self, known: int) -> Record | None:
         """Return the record that the hint names, if it is later than `known`."""
+        number = self._hinted_number(known)
+        return None if number is None else self.read(number)
+
+    def _hinted_number(self, known: int) -> int | None:
+        """Return the number in the hint, if it is greater than `known`. Its record may be missing."""
         try:
             named = self._store.get(f"{self._prefix}/{HINT}")
         except ObjectMissing:
             return None
-        return self.read(int(named)) if named.isdigit() and int(named) > known else None
+        return int(named) if named.isdigit() and int(named) > known else None
 
     def _key(self, number: int) -> str:
         return f"{self._prefix}/{number:012d}.json"

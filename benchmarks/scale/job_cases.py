@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from unittest import mock
 
@@ -25,7 +26,8 @@ from shared.settings import ServiceSettings
 from train_service.domain.spec import TrainingSpec
 from train_service.jobs.deletion import Deletions, Sweeper
 from train_service.jobs.training_jobs import TrainingJobs
-from train_service.records.event_log import TRAIN_KIND, EventKind, EventLog
+from train_service.records.event_log import TRAIN_KIND, EventKind, EventLog, gather_ended
+from train_service.records.metrics_log import PART_POINTS, MetricPoint, encode, metrics_page
 
 DONE = "trainingJobs/d"
 ENTRIES_A_COMMIT = 10_000
@@ -69,19 +71,14 @@ def jobs(costs: Costs, scale: int) -> None:
 
 
 def events(costs: Costs, scale: int) -> None:
-    """Writes, follows, reads and deletes the events of a run that had 100 at 1x, one a second.
-
-    Simulated: the store, and the clock.
-    """
-    store, count, now = SimulatedStore(), 100 * scale, 0.0
-    writer = EventLog(store, DONE, gathers=True, clock=lambda: now)
+    """Writes, follows, reads, gathers and deletes the events of a run that had 100 at 1x. Simulated: the store."""
+    store, count = SimulatedStore(), 100 * scale
+    writer = EventLog(store, DONE, gathers=True)
 
     def write(first: int, last: int) -> None:
-        nonlocal now
         for number in range(first, last + 1):
             writer.append(1, EventKind.PROGRESS, {"step": number, "loss": 0.5}, str(number))
             writer.gather()
-            now += 1.0
 
     write(1, count)
     with costs.measured("event_write", store, units=NEW_EVENTS) as written:
@@ -90,16 +87,46 @@ def events(costs: Costs, scale: int) -> None:
     count += NEW_EVENTS
     with costs.measured("event_newest", store):
         assert EventLog(store, DONE).last_sequence() == count
-    reader = EventLog(store, DONE, clock=lambda: now)
+    reader = EventLog(store, DONE)
     assert not list(reader.after(count))
     write(count + 1, count + 1)
     with costs.measured("event_follow", store) as followed:
-        assert [event.sequence for event in reader.after(count)] == [count + 1]
+        assert [event.sequence for event in reader.after(count, also_gathered=False)] == [count + 1]
     assert followed.requests <= 2, followed.requests
+    with costs.measured("event_page", store):
+        assert TrainingJobs(store).events(DONE, count // 2)
     with costs.measured("events_read", store, units=count):
+        assert sum(1 for _ in EventLog(store, DONE).after(0)) == count + 1
+
+    def remove(keys: Sequence[str]) -> bool:
+        store.delete_all(keys)
+        return True
+
+    with costs.measured("events_gather", store, units=count):
+        gather_ended(store, DONE, remove)
+    with costs.measured("events_read_gathered", store, units=count):
         assert sum(1 for _ in EventLog(store, DONE).after(0)) == count + 1
     with costs.measured("events_delete", store, units=count):
         store.delete_folder(f"{DONE}/events")
+    _metrics(costs, store, scale)
+
+
+def _metrics(costs: Costs, store: SimulatedStore, scale: int) -> None:
+    """Reads a page in the middle of a run's metrics: a part at 1x, and 1,000 parts of 1,024 points at 1,000x.
+
+    Simulated: the store. Parts that the page does not show are empty objects.
+    """
+    middle = scale * PART_POINTS // 2
+    for number in range(scale):
+        first, last = number * PART_POINTS, (number + 1) * PART_POINTS
+        steps = range(first + 1, last + 1) if abs(first - middle) <= 2 * PART_POINTS else ()
+        points = [MetricPoint(step, 0, 1, 0.0, {"loss": 0.5}) for step in steps]
+        key = f"{DONE}/metrics/a00001-f00000000-{first:08d}-{last:08d}.parquet"
+        store.put(key, encode(points) if points else b"")
+    with costs.measured("metric_page", store) as page:
+        points, _ = metrics_page(store, DONE, middle, 1000, "")
+    assert points[0].step == middle + 1
+    assert page.requests <= 3, page.requests
 
 
 def _fill(store: SimulatedStore, kept: Jobs, done_jobs: int, live_jobs: int) -> None:

@@ -265,7 +265,8 @@ class Deployments:
 
         Deleted and unreadable deployments are left out, so a page may be short.
         """
-        ids, next_token = names.page(self._store.folders(DEPLOYMENTS), size, token)
+        ids = self._live.marked() if self.has_read_all else self._store.folders(DEPLOYMENTS)
+        ids, next_token = names.page(ids, size, token)
         found, unreadable = self._read(ids)
         for error in unreadable.values():
             logger.error("left out of a list: %s", error.message)

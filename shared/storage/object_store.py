@@ -56,8 +56,10 @@ FULL_SIGNS = (
     "<Code>XMinioAdminBucketQuotaExceeded",
 )
 
-# The error code of a request to a bucket that is not there.
-NO_BUCKET_SIGN = "NoSuchBucket"
+# The error code of a request to a bucket that is not there, and that of an object in the answer to a deletion of many.
+# The code alone may be in a key.
+NO_BUCKET_SIGN = "<Code>NoSuchBucket</Code>"
+NO_BUCKET_SIGN_OF_OBJECT = "(code: NoSuchBucket)"
 
 # Reasons of `Unavailable`: a conflicting write, or a store whose answer did not come or was lost.
 CONFLICT = "STORE_CONFLICT"
@@ -590,7 +592,7 @@ def _refusal(error: Exception) -> str | None:
 
     The library has classes for only some of these faults.
     """
-    if NO_BUCKET_SIGN in str(error):
+    if any(sign in str(error) for sign in (NO_BUCKET_SIGN, NO_BUCKET_SIGN_OF_OBJECT)):
         return "its bucket is not there"
     denied = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError)
     # The second sign is that of a single object, in the answer to a deletion of many.

@@ -25,6 +25,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from shared.checkpoint import CheckpointRegistry
@@ -42,7 +43,7 @@ from shared.reference_markers import markers
 from shared.storage import ObjectStore
 from train_service.checkpoints.snapshots import FIELD
 from train_service.domain.spec import TrainingSpec
-from train_service.records.event_log import TRAIN_KIND
+from train_service.records.event_log import TRAIN_KIND, gather_ended
 
 # --- Deletion of a job ---
 
@@ -242,6 +243,9 @@ class Sweeper:
         else:
             self._sweep_ray(job)
             self._sweep_checkpoints(job)
+            if job.state.final:
+                # Stops where the job is resumed or deleted meanwhile.
+                gather_ended(self._store, name, partial(remove_objects, self._store, self._jobs, job))
 
     def _sweep_ray(self, job: JobRecord) -> None:
         """Delete Ray Train's files of finished attempts. Millrace's registry never reads them."""

@@ -90,7 +90,7 @@ class FollowedJob(Generic[V]):
         self._clock = clock
         self._wall_clock = wall_clock
         self._log = ResourceLog(store, log_prefix(name))
-        self._event_log = EventLog(store, name, clock=clock)
+        self._event_log = EventLog(store, name)
         self._reading: JobReading[V] | None = None
         self._side_read_at = 0.0
         self._turn = 0
@@ -113,13 +113,13 @@ class FollowedJob(Generic[V]):
             # A job that was created anew has events of its own, which begin with number 1.
             last = self._event_log.last_sequence() if there is None else 0
             if there is not None:
-                self._event_log = EventLog(self._store, self._name, clock=self._clock)
+                self._event_log = EventLog(self._store, self._name)
             there = JobReading((job,), self._describe(job), (), last)
-            self._reading = self._with_events(there, to_the_end=True)
+            self._reading = self._with_events(there, to_the_end=True, is_new_state=True)
         elif record is not before:
             there = replace(there, states=(*there.states, *self._since(there.states[-1], record)))
             there = replace(there, view=self._describe(job))
-            self._reading = self._with_events(there, to_the_end=True)
+            self._reading = self._with_events(there, to_the_end=True, is_new_state=True)
         elif job.state.final or self._clock() - self._side_read_at >= SIDE_INTERVAL_S:
             self._reading = self._with_side(there)
         else:
@@ -151,14 +151,16 @@ class FollowedJob(Generic[V]):
             return there
         return replace(there, view=self._describe(job))
 
-    def _with_events(self, there: JobReading[V], *, to_the_end: bool) -> JobReading[V]:
+    def _with_events(self, there: JobReading[V], *, to_the_end: bool, is_new_state: bool = False) -> JobReading[V]:
         """Return the reading with the events that were written since.
 
         Reports come `REPORT_INTERVAL_S` apart. So unless asked to read `to_the_end`, no event is looked for right
         behind a recent report.
+
+        Events are gathered only after the end of a job. So those of a state that has been read before are records.
         """
         found: list[Event] = []
-        for event in self._event_log.after(there.last_sequence):
+        for event in self._event_log.after(there.last_sequence, also_gathered=is_new_state):
             found.append(event)
             is_recent = event.kind is EventKind.PROGRESS and self._age_s(event) < REPORT_INTERVAL_S
             if is_recent and not to_the_end:

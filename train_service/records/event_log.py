@@ -16,11 +16,11 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shared.errors import STORE_OUTAGES, Internal, MillraceError
+from shared.errors import STORE_OUTAGES, DataLoss, Internal, MillraceError
 from shared.jobs import Jobs, JobState
 from shared.jobs.registry import progress_key
 from shared.log import Record, StaleAttempt
@@ -225,20 +225,13 @@ class Event:
 class EventLog:
     """The events of `trainingJobs/{j}`. Each writer or reader has its own; not shared between threads.
 
-    A reader that is kept costs a request where nothing is new. With `gathers`, `gather` does something.
+    With `gathers`, `gather` does something.
     """
 
-    def __init__(
-        self,
-        store: ObjectStore,
-        job_name: str,
-        *,
-        gathers: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, store: ObjectStore, job_name: str, *, gathers: bool = False) -> None:
         folder = f"{job_name}/events"
-        self._gathering = GatheringLog(store, folder, clock) if gathers else None
-        self._log = self._gathering or SegmentedLog(store, folder, clock)
+        self._gathering = GatheringLog(store, folder) if gathers else None
+        self._log = self._gathering or SegmentedLog(store, folder)
 
     def append(self, attempt: int, kind: EventKind, payload: dict[str, Any], nonce: str = "") -> None:
         """Write an event. Raises `StaleAttempt` once a later attempt has written.
@@ -249,7 +242,7 @@ class EventLog:
         self._log.add(state, attempt, nonce)
 
     def gather(self) -> None:
-        """Gather older events into segments, where that is due. What cannot be gathered stays as it is."""
+        """Write the next segment of older events, if they are complete. What cannot be gathered stays as it is."""
         if self._gathering is None:
             return
         try:
@@ -274,15 +267,27 @@ class EventLog:
 
     def _find(self, record: Record | None, attempt: int, kind: EventKind) -> Event | None:
         try:
-            for _ in range(LOOKED_BACK):
-                if record is None or record.attempt < attempt:
+            newest = record.number if record else 0
+            for number in range(newest, max(newest - LOOKED_BACK, 0), -1):
+                if number < newest:
+                    record = self._read_intact(number)
+                if record is None or not record.state:
+                    continue
+                if record.attempt < attempt:
                     return None
                 if record.attempt == attempt and record.state["kind"] == kind:
                     return _event(record)
-                record = self._log.read(record.number - 1) if record.number > 1 else None
             return None
         finally:
             self._log.forget_segment()
+
+    def _read_intact(self, number: int) -> Record | None:
+        """Return a record, or None if it is damaged: it stops neither attempts nor the report of their ends."""
+        try:
+            return self._log.read(number)
+        except DataLoss as error:
+            logger.warning("%s", error.message)
+            return None
 
     def last_sequence(self) -> int:
         head = self._log.head()
@@ -293,10 +298,15 @@ class EventLog:
         head = self._log.head()
         return head.attempt if head else 0
 
-    def after(self, sequence: int) -> Iterator[Event]:
-        """Yield the events written so far after `sequence`."""
+    def after(self, sequence: int, *, also_gathered: bool = True) -> Iterator[Event]:
+        """Yield the events written so far after `sequence`.
+
+        Without `also_gathered` it takes one request if there are none, and misses those that were gathered after the
+        end of the job. It is for readers that have read all up to `sequence` in the present state of the job.
+        """
+        read = self._log.read if also_gathered else self._log.read_record
         try:
-            while (record := self._log.read(sequence + 1)) is not None:
+            while (record := read(sequence + 1)) is not None:
                 yield _event(record)
                 sequence += 1
         finally:
@@ -320,6 +330,11 @@ class EventLog:
             if len(page) >= size and not self._log.is_at_hand(event.sequence + 1):
                 break
         return page
+
+
+def gather_ended(store: ObjectStore, job_name: str, remove: Callable[[Sequence[str]], bool]) -> None:
+    """Gather the events of a job that has ended, see `GatheringLog.gather_ended`."""
+    GatheringLog(store, f"{job_name}/events").gather_ended(remove)
 
 
 def _event(record: Record) -> Event:
@@ -387,7 +402,7 @@ class EventPrinter:
             # Read before the events, so that all events from before the end are included.
             over = self._ended.wait(POLL_INTERVAL_S)
             try:
-                for event in self._log.after(self._seen):
+                for event in self._log.after(self._seen, also_gathered=over):
                     self._seen = event.sequence
                     print(line_of(event), flush=True)
             except STORE_OUTAGES as error:

@@ -264,10 +264,24 @@ def list_parts(store: ObjectStore, job: str) -> list[Part]:
     return [longest[place] for place in sorted(longest)]
 
 
+def _ends(parts: list[Part]) -> dict[int, int | None]:
+    """Return the step up to which the points of each attempt count: the first start of a later one, if there is one."""
+    first_steps: dict[int, int] = {}
+    for part in parts:
+        first_steps[part.attempt] = min(part.first_step, first_steps.get(part.attempt, part.first_step))
+    ends: dict[int, int | None] = {}
+    end: int | None = None
+    for attempt in sorted(first_steps, reverse=True):
+        ends[attempt] = end
+        end = first_steps[attempt] if end is None else min(end, first_steps[attempt])
+    return ends
+
+
 def _counting(store: ObjectStore, parts: list[Part], after_step: int) -> Iterator[MetricPoint]:
     """Yield the points that count: those of each attempt up to the start of a later one."""
+    ends = _ends(parts)
     for part in parts:
-        end = min((one.first_step for one in parts if one.attempt > part.attempt), default=None)
+        end = ends[part.attempt]
         if part.last <= after_step or (end is not None and part.begin > end + 1):
             continue
         for point in decode(store.get(part.key), part.attempt):

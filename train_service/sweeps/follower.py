@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from shared.jobs import Jobs, JobState
+from shared.jobs import JobRecord, Jobs, JobState
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from train_service.records.event_log import TRAIN_KIND, Event, EventKind, EventLog
@@ -69,6 +69,7 @@ def follow(trial: Followed, report: Callable[[int, float], None]) -> None:
 def _validated(store: ObjectStore, trial: Followed) -> Iterator[tuple[int, float]]:
     jobs = Jobs(store, TRAIN_KIND)
     log, sequence = EventLog(store, trial.name), 0
+    before: JobRecord | None = None
     while True:
         job = retry_on_outage(lambda: jobs.newest_of(trial.name, trial.uid), "the trial's state")
         if job is not None:
@@ -76,7 +77,10 @@ def _validated(store: ObjectStore, trial: Followed) -> Iterator[tuple[int, float
                 return  # its events are deleted, too; present ones belong to another job
             # The state was read before the events, so after the end of the job an empty read means that no more will
             # come.
-            while events := retry_on_outage(partial(_next, log, sequence), "the trial's events"):
+            # Events are gathered only after the end of the job.
+            read_next = partial(_next, log, also_gathered=job != before)
+            before = job
+            while events := retry_on_outage(partial(read_next, sequence), "the trial's events"):
                 for event in events:
                     sequence = event.sequence
                     metrics = event.payload.get("metrics", {})
@@ -89,8 +93,8 @@ def _validated(store: ObjectStore, trial: Followed) -> Iterator[tuple[int, float
         time.sleep(POLL_INTERVAL_S)
 
 
-def _next(log: EventLog, sequence: int) -> list[Event]:
-    return list(itertools.islice(log.after(sequence), EVENTS_AT_ONCE))
+def _next(log: EventLog, sequence: int, *, also_gathered: bool) -> list[Event]:
+    return list(itertools.islice(log.after(sequence, also_gathered=also_gathered), EVENTS_AT_ONCE))
 
 
 def _value(trial: Followed, payload: dict[str, Any]) -> float:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import pytest
 
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry
@@ -11,11 +14,14 @@ from shared.jobs import JobRecord, Jobs
 from shared.jobs.transitions import begin_attempt, fail
 from shared.log import StaleAttempt
 from shared.storage import ObjectStore
+from tests.support.counting_store import CountingStore
 from tests.support.snapshots import JOB, entries, save
 from train_service.jobs.deletion import Deletions, Sweeper
-from train_service.records.event_log import TRAIN_KIND
+from train_service.records import event_segments
+from train_service.records.event_log import TRAIN_KIND, EventKind, EventLog
 
 DATA = f"{JOB}/checkpoints/data"
+T = TypeVar("T")
 
 
 @pytest.fixture
@@ -161,3 +167,86 @@ def test_one_job_that_cannot_be_swept_leaves_the_others_be(
 
     assert not there(store, old)
     assert "trainingJobs/0 cannot be swept" in caplog.text
+
+
+# --- Events ---
+
+
+def write_events(store: ObjectStore, last: int, attempt: int = 2) -> None:
+    log = EventLog(store, JOB)
+    for number in range(log.last_sequence() + 1, last + 1):
+        log.append(attempt, EventKind.WARNING, {"text": f"{attempt}-{number}"}, f"{attempt}-{number}")
+
+
+def records_of_events(store: ObjectStore) -> int:
+    return sum(info.key.endswith(".json") for info in store.list(f"{JOB}/events/log"))
+
+
+def events_of(store: ObjectStore) -> list[str]:
+    return [event.payload["text"] for event in EventLog(store, JOB).after(0)]
+
+
+class ChangedOnce(CountingStore):
+    """A store in which `change` is called before the first record of an event is listed, or deleted."""
+
+    def __init__(self, store: ObjectStore, verb: str, change: Callable[[], object]) -> None:
+        super().__init__(store)
+        self._verb = verb
+        self._change: Callable[[], object] | None = change
+
+    def _asked(self, what: str, key: str, ask: Callable[[], T]) -> T:
+        if self._change is not None and what == self._verb and key.startswith(f"{JOB}/events/"):
+            change, self._change = self._change, None
+            change()
+        return super()._asked(what, key, ask)
+
+
+def test_events_are_gathered_once_the_job_has_ended(
+    store: ObjectStore, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_segments, "SEGMENT_RECORDS", 4)
+    write_events(store, 11)
+    before = events_of(store)
+    sweep(store)
+    assert records_of_events(store) == 11
+
+    end(jobs)
+    sweep(store)
+
+    assert records_of_events(store) == 2 + 3
+    assert events_of(store) == before
+
+
+def test_events_of_a_job_that_is_resumed_before_they_are_deleted_stay_records(
+    store: ObjectStore, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_segments, "SEGMENT_RECORDS", 4)
+    write_events(store, 11)
+    before = events_of(store)
+    end(jobs)
+
+    sweep(ChangedOnce(store, "list", lambda: jobs.resume(JOB, JOB)))
+
+    assert records_of_events(store) == 11
+    assert events_of(store) == before
+
+
+def test_events_of_a_job_that_takes_the_name_while_the_old_ones_are_gathered_stay(
+    store: ObjectStore, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_segments, "SEGMENT_RECORDS", 4)
+    write_events(store, 11)
+    end(jobs)
+
+    def take_name() -> None:
+        deletions = Deletions(store)
+        deletions.begin(JOB)
+        deletions.finish(JOB)
+        jobs.create(JOB, JobRecord(uid="new", name=JOB, spec={}, create_time=0.0, update_time=0.0))
+        write_events(store, 9, attempt=3)
+
+    # The records of the old job are listed, and its segments are about to be written.
+    sweep(ChangedOnce(store, "put", take_name))
+
+    assert records_of_events(store) == 9
+    assert events_of(store) == [f"3-{number}" for number in range(1, 10)]

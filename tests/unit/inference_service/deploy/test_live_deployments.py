@@ -9,7 +9,7 @@ import pytest
 
 from inference_service.deploy import live_deployments
 from inference_service.deploy.deployments import Deployments
-from inference_service.deploy.live_deployments import DEPLOYMENTS_IN_TURNS, FOLDER
+from inference_service.deploy.live_deployments import ALL_ARE_MARKED, DEPLOYMENTS_IN_TURNS, FOLDER
 from inference_service.domain.deployment import Deployment, State
 from shared.errors import AlreadyExists, Unavailable
 from shared.storage import ObjectStore
@@ -33,9 +33,13 @@ def markers(store: ObjectStore) -> list[str]:
     return sorted(info.key.removeprefix(f"{FOLDER}/") for info in store.list(FOLDER))
 
 
-def forget_markers(store: ObjectStore) -> None:
-    """Leave the store as an earlier release has it."""
+def forget_markers(store: ObjectStore, *, is_update: bool = False) -> None:
+    """Leave the store as an earlier release does, or, with `is_update`, one that has never had markers."""
     store.delete_folder(FOLDER)
+    if is_update:
+        store.delete(ALL_ARE_MARKED)
+    else:
+        store.put(ALL_ARE_MARKED, b"")
 
 
 @pytest.mark.parametrize("gone", [0, 40])
@@ -43,6 +47,7 @@ def test_a_look_costs_by_the_deployments_that_exist(store: ObjectStore, gone: in
     for number in range(gone):
         create(store, f"gone{number:02d}")
         remove(store, f"gone{number:02d}")
+    store.put(ALL_ARE_MARKED, b"")
     for name in ("a", "b"):
         create(store, name)
     counting = CountingStore(store)
@@ -108,7 +113,7 @@ def test_the_first_look_reads_those_that_exist_and_the_others_in_turns(
     for number in range(10):
         create(store, f"gone{number}")
         remove(store, f"gone{number}")
-    create(store, "old")  # by an earlier release
+    create(store, "old")  # by an earlier release, beside this one
     forget_markers(store)
     create(store, "a")
     create(store, "z")
@@ -127,6 +132,72 @@ def test_the_first_look_reads_those_that_exist_and_the_others_in_turns(
     names(deployments)
     assert names(deployments) == ["a", "old", "z"]
     assert deployments.has_read_all
+
+
+def test_the_first_look_after_an_update_finds_all_deployments_and_later_ones_do_not_read_all(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_deployments, "DEPLOYMENTS_A_FIRST_TURN", 2)
+    monkeypatch.setattr(live_deployments, "DEPLOYMENTS_IN_TURNS", 1)
+    monkeypatch.setattr(live_deployments, "NAMES_AT_ONCE", 3)
+    for number in range(8):
+        create(store, f"a{number}")
+        remove(store, f"a{number}")
+    for name in ("x", "y", "z"):
+        create(store, name)
+    forget_markers(store, is_update=True)
+    deployments = Deployments(store)
+
+    assert names(deployments) == ["x", "y", "z"]
+    assert deployments.has_read_all
+    assert markers(store) == ["x.uid-x.json", "y.uid-y.json", "z.uid-z.json"]
+
+    counting = CountingStore(store)
+    for kept in (deployments, Deployments(counting)):
+        assert names(kept) == ["x", "y", "z"]
+    read = {request.split("/")[1] for request in counting.requests if "/log/" in request}
+    assert read == {"a0", "a1", "x", "y", "z"}
+
+
+def test_deployments_are_not_noted_as_marked_before_the_store_has_taken_their_markers(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create(store, "a")
+    forget_markers(store, is_update=True)
+    put = store.put
+
+    def refuse_markers(key: str, data: bytes) -> None:
+        if key.startswith(f"{FOLDER}/"):
+            raise Unavailable("the store does not answer")
+        put(key, data)
+
+    monkeypatch.setattr(store, "put", refuse_markers)
+    deployments = Deployments(store)
+    assert names(deployments) == ["a"]
+    assert not store.exists(ALL_ARE_MARKED)
+
+    monkeypatch.setattr(store, "put", put)
+    assert names(deployments) == ["a"]
+    assert store.exists(ALL_ARE_MARKED)
+    assert markers(store) == ["a.uid-a.json"]
+
+
+def test_a_page_costs_by_the_deployments_that_exist(store: ObjectStore) -> None:
+    for number in range(20):
+        create(store, f"a{number:02d}")
+        remove(store, f"a{number:02d}")
+    for name in ("x", "y", "z"):
+        create(store, name)
+    counting = CountingStore(store)
+    deployments = Deployments(counting)
+    deployments.all()
+    counting.forget()
+
+    page, token = deployments.page(2, "")
+
+    assert [one.name for one in page] == ["deployments/x", "deployments/y"]
+    assert len(counting.requests) <= 1 + 2 * 4
+    assert [one.name for one in deployments.page(2, token)[0]] == ["deployments/z"]
 
 
 def test_a_marker_of_a_refused_creation_goes_after_a_while(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,8 @@ async def test_no_application_is_taken_for_a_stray_before_all_logs_were_read(
     monkeypatch.setattr(live_deployments, "DEPLOYMENTS_A_FIRST_TURN", 1)
     made = manager.create(creation())
     late = manager.create(creation("letters"))
-    store.delete_folder(live_deployments.FOLDER)  # an earlier release created them
+    store.delete_folder(live_deployments.FOLDER)  # an earlier release created them beside this one
+    store.put(live_deployments.ALL_ARE_MARKED, b"")
     late_name, stray = application_name(late, late.versions[0]), f"{'0' * 32}-v1"
     reconciler, models, running = reconciling(deployments, made)
     running.start(application_name(made, made.versions[0]), late_name, stray)

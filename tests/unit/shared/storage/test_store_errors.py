@@ -11,7 +11,8 @@ from shared.storage.object_store import _errors
 
 
 @pytest.mark.parametrize(
-    "key", ["a(code: AccessDenied)", "a 403 Forbidden", "a 507 Insufficient Storage", "a(os error 28)"]
+    "key",
+    ["a(code: AccessDenied)", "a 403 Forbidden", "a 507 Insufficient Storage", "a(os error 28)", "NoSuchBucket/a"],
 )
 def test_a_missing_object_is_missing_whatever_its_key_looks_like(store: ObjectStore, key: str) -> None:
     assert not store.exists(key)
@@ -26,6 +27,12 @@ def test_a_missing_object_is_missing_whatever_its_key_looks_like(store: ObjectSt
 def test_a_missing_bucket_is_not_taken_for_a_missing_object() -> None:
     with pytest.raises(Unavailable, match="its bucket is not there"), _errors("a"):
         raise exceptions.NotFoundError("404 Not Found: <Error><Code>NoSuchBucket</Code></Error>")
+
+
+@pytest.mark.parametrize("text", ["<Code>NoSuchBucket</Code>", "a was not deleted (code: NoSuchBucket)"])
+def test_a_missing_bucket_is_one_that_is_not_there_in_each_answer(text: str) -> None:
+    with pytest.raises(Unavailable, match="its bucket is not there"), _errors("a"):
+        raise exceptions.GenericError(text)
 
 
 def test_a_refusal_and_a_full_store_are_known_by_their_texts() -> None:

@@ -14,8 +14,10 @@ from tests.support.counting_store import CountingStore
 from tests.support.training_records import JOB, begin, finish, make_job
 from tests.unit.train_service.checkpoints.test_coverage import VERSION
 from train_service.jobs import followed_job
+from train_service.jobs.deletion import Deletions, Sweeper
 from train_service.jobs.followed_job import FollowedJob, JobReading
 from train_service.jobs.training_jobs import JobView, TrainingJobs
+from train_service.records import event_segments
 from train_service.records.event_log import EventKind, EventLog
 from train_service.records.event_segments import SegmentedLog
 
@@ -155,3 +157,29 @@ def test_each_state_is_read_once(store: ObjectStore, jobs: Jobs) -> None:
     assert [one.state.name for one in followed.reading.states_after(pending)] == ["RUNNING", "SUSPENDING"]
     assert followed.reading.states_after(jobs.get(JOB, JOB)) == ()
     assert followed.reading.has(pending)
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_watcher_in_the_middle_of_a_segment_sees_the_rest_though_the_records_were_deleted_meanwhile(
+    store: ObjectStore, jobs: Jobs, monkeypatch: pytest.MonkeyPatch, is_resumed: bool
+) -> None:
+    monkeypatch.setattr(event_segments, "SEGMENT_RECORDS", 4)
+    begin(jobs)
+    report(store, EventKind.WARNING)
+    followed = Followed(store)
+    assert followed.reading.last_sequence == 1
+    for _ in range(8):
+        report(store, EventKind.WARNING)
+    jobs.suspend(JOB, JOB)
+    jobs.transition(JOB, lambda job: confirm_suspend(job, time.time()))
+    Sweeper(store, Deletions(store)).sweep()
+    assert not store.exists(f"{JOB}/events/log/{2:012d}.json")
+    if is_resumed:
+        jobs.resume(JOB, JOB)
+        begin(jobs)
+
+    followed.requests_after(1.0)
+
+    assert followed.reading.last_sequence == 9
+    assert [one.sequence for one in followed.reading.events_after(1) or ()] == list(range(2, 10))
+    assert followed.requests_after(1.0) == 2

@@ -116,21 +116,21 @@ def test_a_reporter_gathers_its_events_and_goes_on_where_it_cannot(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch, error: Exception | None
 ) -> None:
     monkeypatch.setattr(event_segments, "SEGMENT_RECORDS", 4)
-    put = store.put_if_absent
+    put = store.put
 
     def failing(key: str, data: bytes) -> None:
-        if error is not None and "/segments/" in key:
+        if error is not None and "/gathered/" in key:
             raise error
         put(key, data)
 
-    monkeypatch.setattr(store, "put_if_absent", failing)
+    monkeypatch.setattr(store, "put", failing)
     with Reporter(store, JOB, 1) as reporter:
         for number in range(10):
             reporter.emit(EventKind.WARNING, text=str(number))
         wait_until(lambda: len(written(store)) == 10, "the events")
 
     assert [event.payload["text"] for event in written(store)] == [str(number) for number in range(10)]
-    assert len(list(store.list(f"{JOB}/events/segments"))) == (2 if error is None else 0)
+    assert len(list(store.list(f"{JOB}/events/gathered"))) == (2 if error is None else 0)
 
 
 def test_a_wish_to_cancel_is_heard(store: ObjectStore, jobs: Jobs) -> None:

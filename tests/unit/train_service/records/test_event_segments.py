@@ -1,12 +1,13 @@
-"""Events of a long run lie in segments: few objects, read and followed by what is new, and fenced as before."""
+"""Events of a long run lie in segments, copies while the job lives: read by segments, and fenced as before."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import pytest
@@ -16,8 +17,8 @@ from shared.log import Record, ResourceLog, StaleAttempt
 from shared.storage import ObjectStore
 from tests.support.counting_store import CountingStore
 from train_service.records import event_log, event_segments
-from train_service.records.event_log import Event, EventKind, EventLog
-from train_service.records.event_segments import ABSENT_S, KEPT_S, TRUSTED_S, GatheringLog, SegmentedLog
+from train_service.records.event_log import Event, EventKind, EventLog, gather_ended
+from train_service.records.event_segments import GatheringLog, SegmentedLog
 
 JOB = "trainingJobs/a"
 EVENTS = f"{JOB}/events"
@@ -29,88 +30,180 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_segments, "SEGMENT_RECORDS", SIZE)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-def run(store: ObjectStore, clock: Clock, events: int, attempt: int = 1, interval_s: float = KEPT_S) -> EventLog:
+def run(store: ObjectStore, events: int, attempt: int = 1) -> EventLog:
     """Write so many events, as the reporter of an attempt does."""
-    log = EventLog(store, JOB, gathers=True, clock=clock)
+    log = EventLog(store, JOB, gathers=True)
     begin = EventLog(store, JOB).last_sequence()
     for number in range(begin + 1, begin + events + 1):
         log.append(attempt, EventKind.WARNING, {"text": str(number)}, f"{attempt}-{number}")
         log.gather()
-        clock.now += interval_s
     return log
+
+
+def end(store: ObjectStore, meanwhile: Callable[[], object] = lambda: None) -> None:
+    """Gather the events as after the end of the job. `meanwhile` is called before each deletion."""
+
+    def remove(keys: Sequence[str]) -> bool:
+        meanwhile()
+        store.delete_all(keys)
+        return True
+
+    gather_ended(store, JOB, remove)
 
 
 def events_of(store: ObjectStore, after: int = 0) -> list[Event]:
     return list(EventLog(store, JOB).after(after))
 
 
+def texts(store: ObjectStore, after: int = 0) -> list[str]:
+    return [event.payload["text"] for event in events_of(store, after)]
+
+
+def written(last: int, first: int = 1) -> list[str]:
+    return [str(number) for number in range(first, last + 1)]
+
+
 def objects(store: ObjectStore) -> dict[str, int]:
     keys = [info.key for info in store.list(EVENTS)]
-    return {folder: sum(key.startswith(f"{EVENTS}/{folder}/") for key in keys) for folder in ("log", "segments")}
+    return {folder: sum(key.startswith(f"{EVENTS}/{folder}/") for key in keys) for folder in ("log", "gathered")}
 
 
-def test_a_long_log_is_few_objects_and_reads_as_it_was_written(store: ObjectStore, clock: Clock) -> None:
-    run(store, clock, 10 * SIZE + 3)
-
-    assert objects(store) == {"log": 3 + 1, "segments": 10}  # and the number of a recent record
-    events = events_of(store)
-    assert [event.sequence for event in events] == list(range(1, 10 * SIZE + 4))
-    assert [event.payload["text"] for event in events] == [str(event.sequence) for event in events]
-    assert [event.sequence for event in events_of(store, 9 * SIZE + 1)] == list(range(9 * SIZE + 2, 10 * SIZE + 4))
-    assert EventLog(store, JOB).last_sequence() == 10 * SIZE + 3
+def segments(store: ObjectStore) -> list[str]:
+    return sorted(info.key for info in store.list(f"{EVENTS}/gathered"))
 
 
-def test_an_event_is_written_with_one_request_and_those_of_its_segment(store: ObjectStore, clock: Clock) -> None:
+def record_key(number: int) -> str:
+    return f"{EVENTS}/log/{number:012d}.json"
+
+
+def as_earlier_release(store: ObjectStore, *indices: int, keep_records: bool = False) -> None:
+    """Turn segments into those of the release before: with no record, under a key that names none."""
+    for index in indices:
+        numbers = range(index * SIZE + 1, (index + 1) * SIZE + 1)
+        states = [json.loads(store.get(record_key(number))) for number in numbers]
+        store.put(f"{EVENTS}/segments/{index:09d}.json.z", zlib.compress(json.dumps(states).encode()))
+        for key in segments(store):
+            if key.startswith(f"{EVENTS}/gathered/{index:09d}."):
+                store.delete(key)
+        if not keep_records:
+            store.delete_all([record_key(number) for number in numbers])
+
+
+# --- A run, and its end ---
+
+
+def test_a_log_reads_as_it_was_written_and_is_few_objects_after_the_end(store: ObjectStore) -> None:
+    last = 10 * SIZE + 3
+    run(store, last)
+    assert objects(store) == {"log": last + 1, "gathered": 10}  # and the number of a recent record
+
+    for _ in range(2):
+        assert [event.sequence for event in events_of(store)] == list(range(1, last + 1))
+        assert texts(store) == written(last)
+        assert texts(store, 9 * SIZE + 1) == written(last, 9 * SIZE + 2)
+        assert EventLog(store, JOB).last_sequence() == last
+        end(store)
+
+    assert objects(store) == {"log": 10 + 3 + 1, "gathered": 10}
+    end(CountingStore(store))
+
+
+def test_gathering_again_costs_one_listing(store: ObjectStore) -> None:
+    run(store, 10 * SIZE + 3)
+    end(store)
     counting = CountingStore(store)
-    log = run(counting, clock, SIZE, interval_s=1.0)
+
+    end(counting)
+
+    assert [request.split()[0] for request in counting.requests] == ["list"]
+
+
+def test_an_event_is_written_with_one_request_and_those_of_its_segment(store: ObjectStore) -> None:
+    counting = CountingStore(store)
+    log = run(counting, SIZE)
     counting.forget()
 
     for number in range(4 * SIZE):
         log.append(1, EventKind.WARNING, {"text": str(number)}, str(number))
         log.gather()
-        clock.now += 1.0
 
     verbs = [request.split()[0] for request in counting.requests]
-    assert verbs.count("put_if_absent") == 4 * SIZE + 4  # records and segments
-    # For each segment: the hint, whether it is there, and whether its last record is, before it is written and after.
-    assert len(verbs) - verbs.count("put_if_absent") <= 4 * 4
+    assert verbs.count("put_if_absent") == 4 * SIZE
+    assert sorted(set(verbs)) == ["put", "put_if_absent"]
+    assert verbs.count("put") == 4 * 2  # a hint and a segment
 
 
-def test_reading_costs_by_segments_and_following_by_what_is_new(store: ObjectStore, clock: Clock) -> None:
-    run(store, clock, 25 * SIZE)
+@pytest.mark.parametrize("is_over", [False, True])
+def test_reading_costs_two_requests_a_segment_and_following_one(store: ObjectStore, is_over: bool) -> None:
+    run(store, 25 * SIZE)
+    if is_over:
+        end(store)
     counting = CountingStore(store)
-    reader = EventLog(counting, JOB, clock=clock)
+    reader = EventLog(counting, JOB)
 
     assert len(list(reader.after(0))) == 25 * SIZE
-    assert len(counting.requests) <= 25 + 2
+    assert len(counting.requests) <= 2 * 25 + 4
 
     counting.forget()
-    assert not list(reader.after(25 * SIZE))
+    assert not list(reader.after(25 * SIZE, also_gathered=False))
     assert len(counting.requests) == 1
     EventLog(store, JOB).append(1, EventKind.WARNING, {"text": "new"}, "new")
     counting.forget()
-    assert [event.payload["text"] for event in reader.after(25 * SIZE)] == ["new"]
+    assert [event.payload["text"] for event in reader.after(25 * SIZE, also_gathered=False)] == ["new"]
     assert len(counting.requests) == 2
 
 
-def test_a_page_has_the_rest_of_its_segment_and_few_events_behind_the_segments(
-    store: ObjectStore, clock: Clock
+@pytest.mark.parametrize("length", [3, 30])
+def test_a_page_costs_the_same_in_a_long_log(store: ObjectStore, length: int) -> None:
+    run(store, length * SIZE)
+    counting = CountingStore(store)
+
+    assert EventLog(counting, JOB).page(SIZE, 3)
+
+    assert len(counting.requests) == 2
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+@pytest.mark.parametrize("length", [4, 20])
+def test_the_newest_event_is_found_with_as_many_requests_in_a_long_log(
+    store: ObjectStore, length: int, is_over: bool
 ) -> None:
-    run(store, clock, 2 * SIZE + 5)
-    log = EventLog(store, JOB, clock=clock)
+    run(store, length * SIZE + 3)
+    if is_over:
+        end(store)
+    counting = CountingStore(store)
+
+    assert EventLog(counting, JOB).last_sequence() == length * SIZE + 3
+    assert len(counting.requests) <= 12
+
+
+@pytest.mark.parametrize("events", [0, 1, SIZE, SIZE + 1, 3 * SIZE + 7])
+@pytest.mark.parametrize("hint", [None, "4", "8", "16", "999999", "no number"])
+def test_the_newest_event_is_found_whatever_the_hint_says(store: ObjectStore, events: int, hint: str | None) -> None:
+    run(store, events)
+    store.delete(f"{EVENTS}/log/newest")
+    if hint is not None:
+        store.put(f"{EVENTS}/log/newest", hint.encode())
+
+    for _ in range(2):
+        assert EventLog(store, JOB).last_sequence() == events
+        end(store)
+
+
+def test_a_kept_log_finds_the_newest_event_though_it_read_before_the_end(store: ObjectStore) -> None:
+    run(store, SIZE + 2)
+    log = EventLog(store, JOB)
+    assert log.last_sequence() == SIZE + 2
+
+    run(store, 5 * SIZE)
+    end(store)
+
+    assert log.last_sequence() == 6 * SIZE + 2
+
+
+def test_a_page_has_the_rest_of_its_segment_and_few_events_behind_the_segments(store: ObjectStore) -> None:
+    run(store, 2 * SIZE + 5)
+    log = EventLog(store, JOB)
 
     assert [event.sequence for event in log.page(2, 3)] == list(range(3, SIZE + 1))
     assert [event.sequence for event in log.page(SIZE - 1, 3)] == list(range(SIZE, 2 * SIZE + 1))
@@ -119,40 +212,40 @@ def test_a_page_has_the_rest_of_its_segment_and_few_events_behind_the_segments(
 
 
 def test_a_page_ends_by_its_memory_and_has_at_least_an_event(
-    store: ObjectStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = EventLog(store, JOB, gathers=True, clock=clock)
+    log = EventLog(store, JOB, gathers=True)
     for number in range(1, 2 * SIZE + 1):
         text = "x" * (20_000 if number == 3 else 1_000)
         log.append(1, EventKind.WARNING, {"text": text}, str(number))
         log.gather()
     monkeypatch.setattr(event_log, "PAGE_BYTES", 4 * event_log.MEMORY_PER_BYTE * 1_100)
     pages: list[list[int]] = []
-    while page := EventLog(store, JOB, clock=clock).page(pages[-1][-1] if pages else 0, 3):
+    while page := EventLog(store, JOB).page(pages[-1][-1] if pages else 0, 3):
         pages.append([event.sequence for event in page])
 
     assert pages == [[1, 2], [3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15], [16]]
 
 
 def test_a_segment_of_large_events_is_read_eight_times_at_most(
-    clock: Clock, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_segments, "SEGMENT_RECORDS", 64)
-    log = EventLog(store, JOB, gathers=True, clock=clock)
+    log = EventLog(store, JOB, gathers=True)
     for number in range(1, 66):
         log.append(1, EventKind.WARNING, {"text": "x" * 20_000}, str(number))
         log.gather()
     pages: list[int] = []
     while sum(pages) < 64:
-        pages.append(len(EventLog(store, JOB, clock=clock).page(sum(pages), 8)))
+        pages.append(len(EventLog(store, JOB).page(sum(pages), 8)))
     assert sum(pages) == 64
     assert len(pages) <= event_log.PAGES_A_SEGMENT + 1
 
 
-def test_a_log_that_is_kept_holds_no_segment(store: ObjectStore, clock: Clock) -> None:
-    run(store, clock, 3 * SIZE + 2)
-    log = SegmentedLog(store, EVENTS, clock)
-    events = EventLog(store, JOB, clock=clock)
+def test_a_log_that_is_kept_holds_no_segment(store: ObjectStore) -> None:
+    run(store, 3 * SIZE + 2)
+    log = SegmentedLog(store, EVENTS)
+    events = EventLog(store, JOB)
     events._log = log
 
     events.last_sequence()
@@ -164,199 +257,220 @@ def test_a_log_that_is_kept_holds_no_segment(store: ObjectStore, clock: Clock) -
     assert log._segment == (-1, [])
 
 
-def test_an_attempt_that_slept_and_wrote_at_a_free_place_costs_no_event(store: ObjectStore, clock: Clock) -> None:
-    run(store, clock, 2 * SIZE + 3)
-    left = Record(SIZE + 1, "late", 2, 0.0, {"time": 0.0, "kind": EventKind.WARNING, "payload": {"text": "late"}})
-    store.put_if_absent(f"{EVENTS}/log/{SIZE + 1:012d}.json", json.dumps(asdict(left)).encode())
-
-    run(store, clock, SIZE, attempt=3)
-    assert [event.payload["text"] for event in events_of(store)] == [str(number) for number in range(1, 3 * SIZE + 4)]
-
-
-@pytest.mark.parametrize("segments", [4, 40])
-def test_the_newest_event_is_found_with_as_many_requests_in_a_long_log(
-    store: ObjectStore, clock: Clock, segments: int
-) -> None:
-    run(store, clock, segments * SIZE + 3)
-    counting = CountingStore(store)
-
-    assert EventLog(counting, JOB).last_sequence() == segments * SIZE + 3
-    assert len(counting.requests) <= 12
-
-
-def test_records_stay_until_no_reader_can_take_them_for_missing(store: ObjectStore, clock: Clock) -> None:
-    reader = EventLog(store, JOB, clock=clock)
-    assert not list(reader.after(0))  # it now takes for granted that there is no segment
-    log = run(store, clock, SIZE, interval_s=0.0)
-    assert objects(store)["segments"] == 1
-
-    clock.now += ABSENT_S - 1.0
+def test_events_with_a_value_that_equals_nothing_are_gathered(store: ObjectStore) -> None:
+    log = EventLog(store, JOB, gathers=True)
+    for number in range(SIZE):
+        log.append(1, EventKind.PROGRESS, {"loss": math.nan}, str(number))
     log.gather()
-    assert [event.sequence for event in reader.after(0)] == list(range(1, SIZE + 1))
+    end(store)
 
-    clock.now += KEPT_S
-    log.gather()
-    assert objects(store)["log"] == 1
-    assert [event.sequence for event in reader.after(0)] == list(range(1, SIZE + 1))
+    assert objects(store) == {"log": 1 + 1, "gathered": 1}
+    assert all(math.isnan(event.payload["loss"]) for event in events_of(store))
 
 
-def test_a_reader_that_slept_between_two_requests_looks_again(store: ObjectStore, clock: Clock) -> None:
-    class Sleepy(CountingStore):
-        def get(self, key: str) -> bytes:
-            if key.endswith("/000000000001.json") and not self.slept:
-                # After the look for a segment all of it is written, gathered and deleted.
-                self.slept = True
-                run(store, clock, SIZE + 1)
-            return super().get(key)
-
-        slept = False
-
-    assert [event.sequence for event in EventLog(Sleepy(store), JOB, clock=clock).after(0)] == list(range(1, SIZE + 2))
+# --- Several attempts, and processes that slept ---
 
 
-def test_a_writer_that_slept_is_fenced_though_its_place_is_free(store: ObjectStore, clock: Clock) -> None:
-    stale = EventLog(store, JOB, clock=clock)
+class Interrupted(CountingStore):
+    """A store in which something happens once, just before a request whose verb and key contain `before`."""
+
+    def __init__(self, store: ObjectStore, before: str, happens: Callable[[], object]) -> None:
+        super().__init__(store)
+        self.before: str | None = before
+        self.happens = happens
+
+    def get(self, key: str) -> bytes:
+        self._interrupt(f"get {key}")
+        return super().get(key)
+
+    def put(self, key: str, data: bytes | bytearray | memoryview) -> None:
+        self._interrupt(f"put {key}")
+        super().put(key, data)
+
+    def _interrupt(self, request: str) -> None:
+        if self.before is not None and self.before in request:
+            self.before = None
+            self.happens()
+
+
+def test_a_reader_that_slept_between_two_requests_finds_what_was_gathered(store: ObjectStore) -> None:
+    def write_and_end() -> None:
+        run(store, SIZE + 1)
+        end(store)
+
+    # After the look for a segment all of it is written and gathered, and its records are deleted.
+    sleepy = Interrupted(store, "get " + record_key(1), write_and_end)
+
+    assert texts(sleepy) == written(SIZE + 1)
+
+
+def test_a_reader_in_the_middle_of_a_segment_finds_the_rest_when_its_records_are_deleted(store: ObjectStore) -> None:
+    run(store, SIZE - 3)
+
+    def write_and_end() -> None:
+        run(store, 5)
+        end(store)
+
+    sleepy = Interrupted(store, "get " + record_key(SIZE - 2), write_and_end)
+
+    assert texts(sleepy) == written(SIZE + 2)
+
+
+def test_a_writer_that_slept_is_fenced_while_the_job_lives(store: ObjectStore) -> None:
+    stale = EventLog(store, JOB)
     stale.append(1, EventKind.WARNING, {"text": "1"}, "first")
-    run(store, clock, 3 * SIZE, attempt=2)
+    run(store, 3 * SIZE, attempt=2)
     before = events_of(store)
 
     with pytest.raises(StaleAttempt):
         stale.append(1, EventKind.WARNING, {"text": "late"}, "late")
 
     assert events_of(store) == before
-    assert objects(store)["log"] == 2
+    assert objects(store)["log"] == 3 * SIZE + 1 + 1
 
 
-def test_a_writer_of_the_same_attempt_that_slept_writes_behind_the_others(store: ObjectStore, clock: Clock) -> None:
-    sleeping = EventLog(store, JOB, clock=clock)
+def test_a_writer_of_the_same_attempt_that_slept_writes_behind_the_others(store: ObjectStore) -> None:
+    sleeping = EventLog(store, JOB)
     sleeping.append(1, EventKind.WARNING, {"text": "1"}, "first")
-    run(store, clock, 3 * SIZE)
+    run(store, 3 * SIZE)
 
     sleeping.append(1, EventKind.WARNING, {"text": "late"}, "late")
 
-    assert [event.payload["text"] for event in events_of(store)][-2:] == [str(3 * SIZE + 1), "late"]
+    assert texts(store)[-2:] == [str(3 * SIZE + 1), "late"]
 
 
-def test_an_unanswered_append_is_written_once_though_its_segment_was_gathered(store: ObjectStore, clock: Clock) -> None:
-    log = SegmentedLog(store, EVENTS, clock)
+def test_a_writer_that_slept_over_the_end_changes_nothing_that_is_read_and_is_fenced_at_last(
+    store: ObjectStore,
+) -> None:
+    run(store, SIZE + 1)
+    stale = EventLog(store, JOB)
+    stale.append(1, EventKind.WARNING, {"text": str(SIZE + 2)}, "stale")
+    run(store, 3 * SIZE, attempt=2)
+    end(store)
+
+    for number in range(SIZE + 3, 2 * SIZE):
+        stale.append(1, EventKind.WARNING, {"text": "late"}, f"late {number}")
+    with pytest.raises(StaleAttempt):
+        stale.append(1, EventKind.WARNING, {"text": "late"}, "late")
+    assert store.exists(record_key(SIZE + 3))
+
+    last = 4 * SIZE + 2
+    assert texts(store) == written(last)
+    assert texts(store, SIZE + 3) == written(last, SIZE + 4)
+    assert EventLog(store, JOB).last_sequence() == last
+    run(store, SIZE, attempt=3)
+    end(store)
+    assert texts(store) == written(last + SIZE)
+    assert not store.exists(record_key(SIZE + 3))
+
+
+def test_an_unanswered_append_is_written_once_though_its_segment_was_gathered(store: ObjectStore) -> None:
+    log = SegmentedLog(store, EVENTS)
     log.add({"time": 0.0, "kind": "warning", "payload": {"text": "1"}}, 1, "a")
     log._unanswered = 2  # the answer to the next write did not come, but the record is there
     ResourceLog(store, f"{EVENTS}/log").update(
         lambda _: {"time": 0.0, "kind": "warning", "payload": {"text": "2"}}, 1, "b"
     )
-    run(store, clock, 3 * SIZE)
+    run(store, 3 * SIZE)
+    end(store)
 
     log.add({"time": 0.0, "kind": "warning", "payload": {"text": "2"}}, 1, "b")
 
-    assert [event.payload["text"] for event in events_of(store)].count("2") == 1
+    assert texts(store).count("2") == 1
 
 
-class Unsteady(CountingStore):
-    """A store that fails so many reads of segments."""
+def test_the_next_attempt_gathers_what_a_lost_one_left(store: ObjectStore) -> None:
+    plain = EventLog(store, JOB)
+    for number in range(1, 2 * SIZE):
+        plain.append(1, EventKind.WARNING, {"text": str(number)}, str(number))
 
-    failures = 0
+    run(store, 3 * SIZE, attempt=2)
 
-    def get(self, key: str) -> bytes:
-        if self.failures and "/segments/" in key:
-            self.failures -= 1
-            raise Unavailable("the object store does not answer; try again")
-        return super().get(key)
-
-
-def test_an_event_is_written_once_though_the_look_for_its_segment_fails(store: ObjectStore, clock: Clock) -> None:
-    unsteady = Unsteady(store)
-    log = run(unsteady, clock, SIZE, interval_s=0.0)
-    unsteady.failures = 1
-
-    with pytest.raises(Unavailable):
-        log.append(1, EventKind.WARNING, {"text": "next"}, "next")
-    log.append(1, EventKind.WARNING, {"text": "next"}, "next")
-    log.append(1, EventKind.WARNING, {"text": "last"}, "last")
-
-    assert [event.payload["text"] for event in events_of(store, SIZE)] == ["next", "last"]
+    assert objects(store)["gathered"] == 4
+    assert texts(store) == written(5 * SIZE - 1)
 
 
-@pytest.mark.parametrize("after_s", [0.0, KEPT_S], ids=["before the segment's records go", "after"])
-def test_the_next_attempt_gathers_what_a_lost_one_left(store: ObjectStore, clock: Clock, after_s: float) -> None:
-    run(store, clock, 2 * SIZE - 1, interval_s=0.0)  # a segment, with its records, and most of another
-    clock.now += after_s
+def test_segments_that_no_attempt_wrote_are_written_at_the_end(store: ObjectStore) -> None:
+    plain = EventLog(store, JOB)
+    for number in range(1, 4 * SIZE):
+        plain.append(1, EventKind.WARNING, {"text": str(number)}, str(number))
 
-    run(store, clock, 3 * SIZE, attempt=2)
+    end(store)
 
-    assert objects(store) == {"log": SIZE - 1 + 1, "segments": 4}
-    assert [event.sequence for event in events_of(store)] == list(range(1, 5 * SIZE))
-
-
-def test_a_log_of_an_earlier_release_is_read_and_gathered(store: ObjectStore, clock: Clock) -> None:
-    plain = ResourceLog(store, f"{EVENTS}/log")
-    for number in range(1, 3 * SIZE + 1):
-        plain.update(lambda _, n=number: {"time": 0.0, "kind": "warning", "payload": {"text": str(n)}}, 1)  # type: ignore[misc]
-
-    assert len(events_of(store)) == 3 * SIZE
-    assert EventLog(store, JOB).last_sequence() == 3 * SIZE
-    run(store, clock, SIZE, attempt=2)
-    assert [event.payload["text"] for event in events_of(store)] == [str(number) for number in range(1, 4 * SIZE + 1)]
-    assert objects(store)["segments"] == 4
+    assert objects(store) == {"log": 3 + SIZE - 1 + 1, "gathered": 3}
+    assert texts(store) == written(4 * SIZE - 1)
 
 
-def test_two_attempts_that_gather_at_once_write_the_same(store: ObjectStore, clock: Clock) -> None:
-    first, second = GatheringLog(store, EVENTS, clock), GatheringLog(store, EVENTS, clock)
+def test_two_attempts_that_gather_at_once_write_the_same(store: ObjectStore) -> None:
+    first, second = GatheringLog(store, EVENTS), GatheringLog(store, EVENTS)
     for number in range(SIZE):
         first.add({"time": 0.0, "kind": "warning", "payload": {"text": str(number)}}, 1, str(number))
     second.head()
-    for _ in range(2):
-        for log in (first, second):
-            log.gather()
-        clock.now += KEPT_S
+    first.gather()
+    content = [store.get(key) for key in segments(store)]
+    second._there = frozenset()
+    second.gather()
+    second._write_segment(0)
 
+    assert [store.get(key) for key in segments(store)] == content
     assert len(events_of(store)) == SIZE
-    assert objects(store) == {"log": 1, "segments": 1}
 
 
-def test_events_of_a_job_that_took_the_name_are_not_replaced(store: ObjectStore, clock: Clock) -> None:
-    stale = EventLog(store, JOB, gathers=True, clock=clock)
-    for number in range(SIZE):
-        stale.append(1, EventKind.WARNING, {"text": f"old {number}"}, str(number))
-    store.delete_folder(JOB)
-    new = EventLog(store, JOB)
-    for number in range(1, SIZE + 2):
-        new.append(2, EventKind.WARNING, {"text": str(number)}, f"new {number}")
-
-    stale.gather()
-    clock.now += KEPT_S
-    stale.gather()
-
-    assert [event.payload["text"] for event in events_of(store)] == [str(number) for number in range(1, SIZE + 2)]
-
-
-@pytest.mark.parametrize("data", [b"", b"not compressed", b"x\x9c\x03\x00\x00\x00\x00\x01", zlib.compress(b"[1]")])
-def test_a_damaged_segment_is_data_loss_that_names_it(store: ObjectStore, clock: Clock, data: bytes) -> None:
-    run(store, clock, SIZE + 1)
-    key = f"{EVENTS}/segments/000000000.json.z"
-    store.put(key, data)
-
-    with pytest.raises(DataLoss, match=key):
-        events_of(store)
-
-
-class Paused(CountingStore):
-    """A store in which something happens just before a segment is written."""
-
-    before: Callable[[], object] | None = None
-
-    def put_if_absent(self, key: str, data: bytes | bytearray | memoryview) -> None:
-        if self.before is not None and "/segments/" in key:
-            happens, self.before = self.before, None
-            happens()
-        super().put_if_absent(key, data)
+def test_whatever_request_a_gathering_stops_at_nothing_is_lost_and_the_next_one_goes_on(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_segments, "READ_AT_ONCE", 1)  # the same requests in the same order each time
+    monkeypatch.setattr(event_segments, "SEGMENTS_AT_ONCE", 1)
+    last = 2 * SIZE + 1
+    plain = EventLog(store, JOB)
+    for number in range(1, last + 1):
+        plain.append(1, EventKind.WARNING, {"text": str(number)}, str(number))
+    kept = {info.key: store.get(info.key) for info in store.list(EVENTS)}
+    for is_done in (False, True):
+        number, is_reached = 0, True
+        while is_reached:
+            number += 1
+            store.delete_folder(EVENTS)
+            for key, data in kept.items():
+                store.put(key, data)
+            counting = CountingStore(store)
+            counting.fails_at, counting.is_done = number, is_done
+            with contextlib.suppress(Unavailable):
+                end(counting)
+            is_reached = len(counting.requests) >= number
+            assert texts(store) == written(last)
+            end(store)
+            assert objects(store) == {"log": 2 + 1 + 1, "gathered": 2}
+            assert texts(store) == written(last)
+        assert number > 2 * SIZE
 
 
-def gathering(store: ObjectStore, clock: Clock) -> EventLog:
-    """Return the log of a run whose first segment is due."""
-    log = EventLog(store, JOB, gathers=True, clock=clock)
-    for number in range(1, SIZE + 1):
-        log.append(1, EventKind.WARNING, {"text": f"old {number}"}, f"old {number}")
-    return log
+def test_a_deletion_that_stops_halfway_is_finished_by_the_next_gathering(store: ObjectStore) -> None:
+    run(store, 2 * SIZE)
+
+    def remove_some(keys: Sequence[str]) -> bool:
+        store.delete_all(list(keys)[::2])
+        return False
+
+    gather_ended(store, JOB, remove_some)
+    assert texts(store) == written(2 * SIZE)
+    end(store)
+
+    assert objects(store) == {"log": 2 + 1, "gathered": 2}
+    assert texts(store) == written(2 * SIZE)
+
+
+def test_an_attempt_that_begins_while_the_events_are_gathered_goes_on_behind_them(store: ObjectStore) -> None:
+    run(store, 3 * SIZE)
+
+    end(store, meanwhile=lambda: run(store, SIZE + 2, attempt=2))
+
+    assert texts(store) == written(4 * SIZE + 2)
+    # Only what was listed before is deleted.
+    assert all(store.exists(record_key(number)) for number in range(3 * SIZE, 4 * SIZE + 3))
+
+
+# --- Jobs that have the name of a deleted one ---
 
 
 def write_new(log: EventLog, *numbers: int) -> None:
@@ -364,98 +478,125 @@ def write_new(log: EventLog, *numbers: int) -> None:
         log.append(2, EventKind.WARNING, {"text": f"new {number}"}, f"new {number}")
 
 
-def test_a_job_that_takes_the_name_while_a_segment_is_written_keeps_its_events(
-    store: ObjectStore, clock: Clock
+def gathering(store: ObjectStore) -> EventLog:
+    """Return the log of a run whose first segment is due."""
+    log = EventLog(store, JOB, gathers=True)
+    for number in range(1, SIZE + 1):
+        log.append(1, EventKind.WARNING, {"text": f"old {number}"}, f"old {number}")
+    return log
+
+
+@pytest.mark.parametrize("events", [3, SIZE, 2 * SIZE])
+def test_a_job_that_takes_the_name_while_a_segment_is_written_never_reads_that_segment(
+    store: ObjectStore, events: int
 ) -> None:
-    paused = Paused(store)
-    stale, new = gathering(paused, clock), EventLog(store, JOB, gathers=True, clock=clock)
+    new = EventLog(store, JOB, gathers=True)
 
     def take_name() -> None:
         store.delete_folder(JOB)
-        write_new(new, 1, 2, 3)
+        for number in range(1, events + 1):
+            write_new(new, number)
+            new.gather()
 
-    paused.before = take_name
-    stale.gather()
-    for number in range(4, SIZE):
-        clock.now += TRUSTED_S
-        write_new(new, number)
-        new.gather()
+    gathering(Interrupted(store, "put " + f"{EVENTS}/gathered", take_name)).gather()
 
-    assert objects(store)["segments"] == 0
-    assert [event.payload["text"] for event in events_of(store)] == [f"new {number}" for number in range(1, SIZE)]
-
-
-def test_a_segment_of_a_job_that_is_deleted_meanwhile_does_not_stay(store: ObjectStore, clock: Clock) -> None:
-    paused = Paused(store)
-    stale = gathering(paused, clock)
-    paused.before = lambda: store.delete_folder(JOB)
-
-    stale.gather()
-
-    assert objects(store) == {"log": 0, "segments": 0}
+    for _ in range(2):
+        assert texts(store) == [f"new {number}" for number in range(1, events + 1)]
+        assert EventLog(store, JOB).last_sequence() == events
+        end(store)
 
 
-def test_a_segment_that_a_deleted_job_left_hides_no_event_and_deletes_none(store: ObjectStore, clock: Clock) -> None:
-    gathering(store, clock).gather()
-    segment = store.get(f"{EVENTS}/segments/000000000.json.z")
+def test_a_late_gatherer_of_a_deleted_job_mixes_no_events_of_two_jobs(store: ObjectStore) -> None:
+    stale = EventLog(store, JOB, gathers=True)
+    for number in range(1, SIZE):
+        stale.append(1, EventKind.WARNING, {"text": f"old {number}"}, f"old {number}")
+    EventLog(store, JOB).append(1, EventKind.WARNING, {"text": "of another process"}, "other")
+    stale.append(1, EventKind.WARNING, {"text": "next"}, "next")
     store.delete_folder(JOB)
-    new = EventLog(store, JOB, gathers=True, clock=clock)
-    write_new(new, 1, 2, 3)
-    store.put(f"{EVENTS}/segments/000000000.json.z", segment)  # its writer died right after
-    clock.now += TRUSTED_S
+    write_new(EventLog(store, JOB), *range(1, SIZE + 2))
 
-    write_new(new, 4, 5)
+    stale.gather()
 
-    assert objects(store)["segments"] == 0
-    assert [event.payload["text"] for event in events_of(store)] == [f"new {number}" for number in range(1, 6)]
+    assert objects(store)["gathered"] == 1  # of the new job, as its log says
+    assert texts(store) == [f"new {number}" for number in range(1, SIZE + 2)]
 
 
-def test_records_that_are_not_those_of_the_segment_stay(store: ObjectStore, clock: Clock) -> None:
-    log = gathering(store, clock)
-    log.gather()
-    segment = store.get(f"{EVENTS}/segments/000000000.json.z")
+def test_a_segment_that_a_deleted_job_left_hides_no_event_and_deletes_none(store: ObjectStore) -> None:
+    gathering(store).gather()
+    [key] = segments(store)
+    segment = store.get(key)
     store.delete_folder(JOB)
-    write_new(EventLog(store, JOB), 1, 2, 3)
-    store.put(f"{EVENTS}/segments/000000000.json.z", segment)
-    clock.now += KEPT_S
+    new = EventLog(store, JOB, gathers=True)
+    write_new(new, *range(1, SIZE + 3))
+    store.put(key, segment)  # its writer was late, and died right after
 
-    log.gather()
-
-    assert objects(store)["segments"] == 0
-    assert [event.payload["text"] for event in events_of(store)] == ["new 1", "new 2", "new 3"]
-
-
-def test_a_segment_stays_whose_records_another_attempt_deletes_meanwhile(store: ObjectStore, clock: Clock) -> None:
-    paused = Paused(store)
-    slow = gathering(paused, clock)
-    paused.before = lambda: run(store, clock, 3, attempt=2)
-
-    slow.gather()
-
-    assert objects(store)["segments"] == 1
-    assert [event.sequence for event in events_of(store)] == list(range(1, SIZE + 4))
+    new.gather()
+    for _ in range(2):
+        assert texts(store) == [f"new {number}" for number in range(1, SIZE + 3)]
+        end(store)
 
 
-def test_a_record_that_a_late_writer_left_does_not_cost_a_segment(store: ObjectStore, clock: Clock) -> None:
-    run(store, clock, 2 * SIZE)
-    before = events_of(store)
-    # Its writer died before it saw that the place is in a segment.
-    ResourceLog(store, f"{EVENTS}/log").append(None, {"time": 0.0, "kind": "warning", "payload": {"text": "late"}}, 1)
+# --- Damage ---
 
-    run(store, clock, 2, attempt=2)
+DAMAGED_SEGMENTS = [
+    b"",
+    b"not compressed",
+    b"x\x9c\x03\x00\x00\x00\x00\x01",
+    zlib.compress(b"[1]"),
+    zlib.compress(b"{}"),
+]
 
-    assert events_of(store)[: 2 * SIZE] == before
-    assert not store.exists(f"{EVENTS}/log/000000000001.json")
+
+@pytest.mark.parametrize("data", DAMAGED_SEGMENTS)
+def test_a_damaged_segment_is_ignored_and_written_again_before_its_records_go(store: ObjectStore, data: bytes) -> None:
+    run(store, 2 * SIZE + 1)
+    store.put(segments(store)[0], data)
+    assert texts(store) == written(2 * SIZE + 1)
+
+    end(store)
+
+    assert objects(store) == {"log": 2 + 1 + 1, "gathered": 2}
+    assert texts(store) == written(2 * SIZE + 1)
 
 
-def test_events_with_a_value_that_equals_nothing_are_gathered(store: ObjectStore, clock: Clock) -> None:
-    log = EventLog(store, JOB, gathers=True, clock=clock)
-    for number in range(SIZE):
-        log.append(1, EventKind.PROGRESS, {"loss": math.nan}, str(number))
-    log.gather()
+@pytest.mark.parametrize("data", DAMAGED_SEGMENTS)
+def test_a_segment_that_is_damaged_after_its_records_went_costs_its_own_events_only(
+    store: ObjectStore, data: bytes
+) -> None:
+    run(store, 3 * SIZE)
+    end(store)
+    store.put(segments(store)[0], data)
 
-    assert objects(store)["segments"] == 1
-    assert all(math.isnan(event.payload["loss"]) for event in events_of(store))
+    with pytest.raises(DataLoss, match=record_key(1)[:-20]):
+        events_of(store)
+    assert EventLog(store, JOB).last_sequence() == 3 * SIZE
+    run(store, 1, attempt=2)
+    assert texts(store, SIZE) == written(3 * SIZE + 1, SIZE + 1)
+
+
+@pytest.mark.parametrize("hint", [3, SIZE])
+def test_a_damaged_segment_that_the_hint_points_into_stops_no_attempt(store: ObjectStore, hint: int) -> None:
+    run(store, SIZE)
+    end(store)
+    store.put(segments(store)[0], b"damaged")
+    store.put(f"{EVENTS}/log/newest", str(hint).encode())
+
+    log = EventLog(store, JOB)
+    assert log.last_sequence() == SIZE
+    log.append_first(2, EventKind.ATTEMPT_ENDED, {"text": "ended"})
+    log.append_first(2, EventKind.ATTEMPT_ENDED, {"text": "ended"})
+
+    assert texts(store, SIZE) == ["ended"]
+
+
+def test_a_writer_that_looks_back_into_a_damaged_segment_goes_on(store: ObjectStore) -> None:
+    run(store, SIZE + 2)
+    end(store)
+    store.put(segments(store)[0], b"damaged")
+
+    EventLog(store, JOB).append_first(1, EventKind.ATTEMPT_ENDED, {"text": "ended"})
+
+    assert texts(store, SIZE) == [str(SIZE + 1), str(SIZE + 2), "ended"]
 
 
 DAMAGED = [b"", b"\xff", b"[]", b'{"number": 1', b'{"number": 1}']
@@ -466,63 +607,116 @@ def test_a_damaged_event_is_data_loss_that_names_it(store: ObjectStore, data: by
     log = EventLog(store, JOB)
     for number in range(3):
         log.append(1, EventKind.WARNING, {"text": str(number)}, str(number))
-    key = f"{EVENTS}/log/000000000002.json"
-    store.put(key, data)
+    store.put(record_key(2), data)
 
-    with pytest.raises(DataLoss, match=key):
+    with pytest.raises(DataLoss, match=record_key(2)):
         events_of(store)
+
+
+@pytest.mark.parametrize("number", [SIZE - 1, SIZE, SIZE + 2])
+def test_attempts_go_on_behind_a_damaged_newest_event(store: ObjectStore, number: int) -> None:
+    log = EventLog(store, JOB)
+    for each in range(1, number + 1):
+        log.append(1, EventKind.WARNING, {"text": str(each)}, str(each))
+    store.put(record_key(number), b"damaged")
+
+    EventLog(store, JOB).append_first(2, EventKind.ATTEMPT_ENDED, {"text": "next"})
+
+    assert texts(store, number) == ["next"]
 
 
 @pytest.mark.parametrize("data", DAMAGED)
+@pytest.mark.parametrize("number", [4, SIZE])
 def test_events_that_cannot_be_gathered_stay_as_they_are_and_the_later_ones_are_gathered(
-    store: ObjectStore, clock: Clock, data: bytes, caplog: pytest.LogCaptureFixture
+    store: ObjectStore, data: bytes, number: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = EventLog(store, JOB)
-    for number in range(SIZE):
-        log.append(1, EventKind.WARNING, {"text": str(number)}, str(number))
-    store.put(f"{EVENTS}/log/000000000004.json", data)
+    for each in range(SIZE):
+        log.append(1, EventKind.WARNING, {"text": str(each)}, str(each))
+    store.put(record_key(number), data)
 
-    run(store, clock, 2 * SIZE, attempt=2)
+    run(store, 2 * SIZE, attempt=2)
+    end(store)
 
-    assert "000000000004.json" in caplog.text
-    assert [event.sequence for event in events_of(store, 4)] == list(range(5, 3 * SIZE + 1))
-    segments = sorted(info.key for info in store.list(f"{EVENTS}/segments"))
-    assert segments == [f"{EVENTS}/segments/{index:09d}.json.z" for index in (1, 2)]
-    assert store.exists(f"{EVENTS}/log/000000000001.json")
-    assert not store.exists(f"{EVENTS}/log/{SIZE + 1:012d}.json")
-
-
-def test_records_of_a_damaged_segment_stay(store: ObjectStore, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    run(store, clock, SIZE + 1, interval_s=0.0)
-    store.put(f"{EVENTS}/segments/000000000.json.z", b"damaged")
-    clock.now += KEPT_S
-
-    run(store, clock, 3 * SIZE, attempt=2)
-
-    assert "000000000.json.z" in caplog.text
-    assert store.exists(f"{EVENTS}/log/000000000001.json")
-    assert objects(store)["segments"] == 4
+    assert record_key(number) in caplog.text
+    assert [event.sequence for event in events_of(store, number)] == list(range(number + 1, 3 * SIZE + 1))
+    assert [key[len(EVENTS) :].split(".")[0] for key in segments(store)] == [
+        "/gathered/000000001",
+        "/gathered/000000002",
+    ]
+    assert all(store.exists(record_key(each)) for each in range(1, SIZE + 1))
+    assert not store.exists(record_key(SIZE + 1))
 
 
-@pytest.mark.parametrize("events", [3 * SIZE, 3 * SIZE + 3])
-def test_a_damaged_segment_costs_its_own_events_only(store: ObjectStore, clock: Clock, events: int) -> None:
-    run(store, clock, events)
-    store.put(f"{EVENTS}/segments/000000000.json.z", b"damaged")
+# --- Logs of earlier releases ---
 
-    assert EventLog(store, JOB).last_sequence() == events
-    EventLog(store, JOB).append(2, EventKind.WARNING, {"text": "next"}, "next")
 
-    assert [event.sequence for event in events_of(store, SIZE)] == list(range(SIZE + 1, events + 2))
+def test_a_log_without_segments_is_read_and_gathered(store: ObjectStore) -> None:
+    plain = ResourceLog(store, f"{EVENTS}/log")
+    for number in range(1, 3 * SIZE + 1):
+        plain.update(lambda _, n=number: {"time": 0.0, "kind": "warning", "payload": {"text": str(n)}}, 1)  # type: ignore[misc]
+
+    assert len(events_of(store)) == 3 * SIZE
+    assert EventLog(store, JOB).last_sequence() == 3 * SIZE
+    run(store, SIZE, attempt=2)
+    assert texts(store) == written(4 * SIZE)
+    assert objects(store)["gathered"] == 4
+
+
+@pytest.mark.parametrize("behind", [0, 1, SIZE + 3])
+@pytest.mark.parametrize("keep_records", [False, True])
+def test_segments_whose_records_an_earlier_release_deleted_are_read_and_followed(
+    store: ObjectStore, behind: int, keep_records: bool
+) -> None:
+    run(store, 3 * SIZE + behind)
+    as_earlier_release(store, 0, 1)
+    as_earlier_release(store, 2, keep_records=keep_records)
+    last = 3 * SIZE + behind
+
+    assert texts(store) == written(last)
+    assert texts(store, SIZE + 2) == written(last, SIZE + 3)
+    assert EventLog(store, JOB).last_sequence() == last
+    run(store, SIZE, attempt=2)
+    end(store)
+    assert texts(store) == written(last + SIZE)
+    newest = EventLog(store, JOB).find(2, EventKind.WARNING)
+    assert newest is not None
+    assert newest.payload["text"] == str(last + SIZE)
+    with pytest.raises(StaleAttempt):
+        EventLog(store, JOB).append(1, EventKind.WARNING, {"text": "late"}, "late")
+
+
+def test_the_last_segment_of_an_earlier_release_fences_as_its_records_did(store: ObjectStore) -> None:
+    run(store, 2 * SIZE, attempt=2)
+    as_earlier_release(store, 0, 1)
+
+    with pytest.raises(StaleAttempt):
+        EventLog(store, JOB).append(1, EventKind.WARNING, {"text": "late"}, "late")
+
+
+def test_a_record_that_a_late_writer_of_an_earlier_release_left_costs_no_event(store: ObjectStore) -> None:
+    run(store, 2 * SIZE + 3)
+    as_earlier_release(store, 0, 1)
+    left = Record(SIZE + 1, "late", 2, 0.0, {"time": 0.0, "kind": EventKind.WARNING, "payload": {"text": "late"}})
+    store.put_if_absent(record_key(SIZE + 1), json.dumps(asdict(left)).encode())
+
+    run(store, SIZE, attempt=3)
+
+    assert texts(store) == written(3 * SIZE + 3)
+
+
+@pytest.mark.parametrize("behind", [0, 3])
+@pytest.mark.parametrize("hint", [3, SIZE, 2 * SIZE])
+def test_a_damaged_segment_of_an_earlier_release_stops_no_attempt(store: ObjectStore, behind: int, hint: int) -> None:
+    run(store, 2 * SIZE + behind)
+    as_earlier_release(store, 0, 1)
+    for index in (0, 1):
+        store.put(f"{EVENTS}/segments/{index:09d}.json.z", b"damaged")
+    store.put(f"{EVENTS}/log/newest", str(hint).encode())
+
+    assert EventLog(store, JOB).last_sequence() == 2 * SIZE + behind
+    EventLog(store, JOB).append_first(2, EventKind.ATTEMPT_ENDED, {"text": "next"})
+
+    assert texts(store, 2 * SIZE) == [*written(2 * SIZE + behind, 2 * SIZE + 1), "next"]
     with pytest.raises(DataLoss):
         events_of(store)
-
-
-def test_events_of_a_damaged_segment_are_read_while_their_records_are_there(store: ObjectStore, clock: Clock) -> None:
-    run(store, clock, 2 * SIZE, interval_s=0.0)
-    store.put(f"{EVENTS}/segments/000000000.json.z", b"damaged")
-
-    assert [event.sequence for event in events_of(store)] == list(range(1, 2 * SIZE + 1))
-
-
-def test_the_times_leave_room() -> None:
-    assert ABSENT_S < TRUSTED_S < KEPT_S

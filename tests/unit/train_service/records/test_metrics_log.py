@@ -11,12 +11,13 @@ import pytest
 from shared.errors import InvalidArgument, NotFound
 from shared.names import token_of
 from shared.storage import ObjectMissing, ObjectStore
+from tests.support.counting_store import CountingStore
 from tests.support.flaky_store import FlakyStore
 from tests.support.training_records import JOB, make_job
 from tests.support.waiting import wait_until
 from train_service.jobs.run_records import RunRecords
 from train_service.records import metrics_log
-from train_service.records.metrics_log import MetricPoint, MetricsLog, encode
+from train_service.records.metrics_log import MetricPoint, MetricsLog, encode, metrics_page
 
 
 @pytest.fixture
@@ -229,3 +230,22 @@ def test_what_cannot_be_asked_is_refused_by_its_field(records: RunRecords) -> No
 def test_a_token_that_no_page_gave_is_refused(store: ObjectStore, token: str) -> None:
     with pytest.raises(InvalidArgument, match="page_token"):
         metrics_log.metrics_page(store, "trainingJobs/a", 0, 10, token_of(token))
+
+
+@pytest.mark.parametrize("attempts", [1, 20])
+def test_a_page_reads_the_parts_that_it_shows_whatever_their_number(store: ObjectStore, attempts: int) -> None:
+    for number in range(40):
+        first, attempt = 10 * number, number * attempts // 40
+        points = [MetricPoint(first + each, 0, attempt, 0.0, {"loss": float(attempt)}) for each in range(1, 11)]
+        began = 10 * (-(-attempt * 40 // attempts))
+        store.put(f"{JOB}/metrics/a{attempt:05d}-f{began:08d}-{first:08d}-{first + 10:08d}.parquet", encode(points))
+    counting = CountingStore(store)
+
+    points, token = metrics_page(counting, JOB, 205, 12, "")
+
+    assert [point.step for point in points] == list(range(206, 218))
+    assert [point.values["loss"] for point in points] == [
+        float((point.step - 1) // 10 * attempts // 40) for point in points
+    ]
+    assert token
+    assert len(counting.requests) == 1 + 2
