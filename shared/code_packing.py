@@ -138,17 +138,21 @@ def unmet(requirements: Iterable[str], installed: Callable[[str], str | None]) -
     distribution does not know which archive it came from. A requirement whose marker is not for this machine, or for an
     extra, counts as met.
     """
-    from packaging.requirements import InvalidRequirement, Requirement
+    from packaging.requirements import Requirement
 
     problems = []
     for text in requirements:
         bare = HASH.sub("", f" {text}").strip()
         try:
             requirement = Requirement(bare)
-        except InvalidRequirement as error:
-            problems.append((bare, f"it is no requirement: {str(error).splitlines()[0]}"))
+            if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+                continue
+        except RecursionError:
+            problems.append((bare, "it is no requirement: its parentheses are nested too deep"))
             continue
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+        # `InvalidRequirement`, a marker that compares what cannot be compared, or a number of thousands of digits.
+        except ValueError as error:
+            problems.append((bare, f"it is no requirement: {str(error).splitlines()[0]}"))
             continue
         if requirement.url:
             problems.append((bare, "it names an address: name a version"))

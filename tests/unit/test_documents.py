@@ -131,6 +131,19 @@ def test_each_line_of_the_tutorial_names_a_test_that_exists() -> None:
         assert not missing, f"docs/ray-train.md names {missing}"
 
 
+def test_each_attack_that_was_tried_names_a_test_file_that_exists() -> None:
+    page = (DOCS / "decisions" / "0024-own-code.md").read_text()
+    _, _, table = page.partition("| what a bundle does | how it ends | test |\n|---|---|---|\n")
+    lines = table.partition("\n\n")[0].splitlines()
+    assert len(lines) > 15
+    for line in lines:
+        named = line.rsplit(" | ", 1)[1].removesuffix(" |")
+        files = re.findall(r"`([^`]+)`", named)
+        assert files or named == "the same", f"0024-own-code.md names no test in: {line}"
+        missing = [file for file in files if not (ROOT / "tests" / file).is_file()]
+        assert not missing, f"0024-own-code.md names {missing}"
+
+
 def test_each_verb_of_make_is_below_a_heading() -> None:
     makefile = (ROOT / "Makefile").read_text().splitlines()
     verbs = [number for number, line in enumerate(makefile) if re.match(r"[a-z0-9-]+:.*## ", line)]

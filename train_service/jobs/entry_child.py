@@ -31,6 +31,8 @@ CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 1 << 17, 
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 2, 4, 8, 1 << 14, 1 << 18
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 POLL_S = 0.05
+# The most idle time that one poll adds. A guard that was not run for longer than this says nothing about the module.
+MAX_IDLE_STEP_S = 1.0
 KILLED_TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 64 * 1024
 MAX_TEXT = 500
@@ -191,6 +193,7 @@ def _watch(pid: int, reading: int, question: dict[str, Any]) -> dict[str, Any]:
     """
     os.set_blocking(reading, False)
     began = time.monotonic()
+    idle = IdleTime(began)
     answer = b""
     while True:
         status = _reap(pid)
@@ -199,9 +202,56 @@ def _watch(pid: int, reading: int, question: dict[str, Any]) -> dict[str, Any]:
                 answer = (answer + data)[:MAX_ANSWER_BYTES]
         if status is not None:
             return _answered(answer, status, *_named(question))
-        if over := _over(question, time.monotonic() - began):
+        processes = _below(os.getpid())
+        now, cpu_s = time.monotonic(), _cpu_s(processes)
+        idle.add(now, cpu_s, *_waits_for_cpu([one for one, _, _ in processes]))
+        if over := _over(question, processes, cpu_s, idle.seconds):
             return {"problem": over}
+        if now - began > question["limits"]["wall_s"]:
+            return {"problem": f"{question['limits']['wall_s']:g} s have passed", "busy": True}
         time.sleep(POLL_S)
+
+
+class IdleTime:
+    """The time in which the watched processes wait by themselves, for example in a sleep or for a lock.
+
+    Time in which they run, wait for a CPU or wait for the disk says how busy the machine is, so it does not count.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.seconds = 0.0
+        self._polled_at = now
+        self._cpu_s = 0.0
+        self._delays_ns: dict[str, int] = {}
+
+    def add(self, now: float, cpu_s: float, delays_ns: dict[str, int], ready: bool) -> None:
+        """Add what was idle since the last poll.
+
+        `cpu_s` is the CPU time of all processes so far, `delays_ns` the time that each thread has waited for a CPU.
+        `ready` means that a thread runs, or waits for a CPU or the disk, at this moment.
+        """
+        delayed_ns = sum(max(0, value - self._delays_ns.get(thread, 0)) for thread, value in delays_ns.items())
+        busy_s = max(0.0, cpu_s - self._cpu_s) + delayed_ns / 1e9
+        if not ready:
+            self.seconds += min(MAX_IDLE_STEP_S, max(0.0, now - self._polled_at - busy_s))
+        self._polled_at, self._cpu_s, self._delays_ns = now, cpu_s, delays_ns
+
+
+def _waits_for_cpu(processes: list[int]) -> tuple[dict[str, int], bool]:
+    """Return each thread's waiting time for a CPU so far, in ns, and whether any thread is running or ready to run.
+
+    A thread that waits for the disk counts as ready, because it would run on a machine that is less busy.
+    """
+    delays_ns: dict[str, int] = {}
+    ready = False
+    for pid in processes:
+        with contextlib.suppress(OSError):  # it has ended
+            for thread in Path("/proc", str(pid), "task").iterdir():
+                stat = (thread / "stat").read_bytes()
+                ready = ready or stat[stat.rindex(b")") + 2 :][:1] in (b"R", b"D")
+                # Kernels without scheduler statistics have no such file; the state has to do.
+                delays_ns[thread.name] = int((thread / "schedstat").read_bytes().split()[1])
+    return delays_ns, ready
 
 
 def _named(question: dict[str, Any]) -> tuple[str, str]:
@@ -221,25 +271,28 @@ def _answered(answer: bytes, status: int, subject: str, done: str) -> dict[str, 
         return {"problem": f"{subject} ended the process that {done} {'it' if done == 'imported' else 'them'}, {how}"}
 
 
-def _over(question: dict[str, Any], elapsed_s: float) -> str:
+def _over(question: dict[str, Any], processes: list[tuple[int, int, float]], cpu_s: float, idle_s: float) -> str:
     limits, (subject, done) = question["limits"], _named(question)
-    stage, wall_stage = f"when {'it is' if done == 'imported' else 'they are'} {done}", f"to be {done}"
+    stage = f"when {'it is' if done == 'imported' else 'they are'} {done}"
     if "model" in question:
-        stage = wall_stage = "until its model is made and tried"
-    takes = "takes" if done == "imported" else "take"
-    processes = _below(os.getpid())
+        stage = "until its model is made and tried"
+    takes, waits = ("takes", "waits") if done == "imported" else ("take", "wait")
     memory = sum(rss for _, rss, _ in processes)
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu_s = ended.ru_utime + ended.ru_stime + sum(cpu for _, _, cpu in processes)
     if len(processes) > limits["processes"]:
         return f"its module starts more than {limits['processes']} processes"
     if memory > limits["memory_bytes"]:
         return f"{subject} {takes} more than {limits['memory_bytes'] >> 20} MiB of memory {stage}"
     if cpu_s > limits["cpu_s"]:
         return f"{subject} {takes} more than {limits['cpu_s']:g} s of CPU time {stage}"
-    if elapsed_s > limits["wall_s"]:
-        return f"{subject} {takes} more than {limits['wall_s']:g} s {wall_stage}"
+    if idle_s > limits["idle_s"]:
+        return f"{subject} {waits} for more than {limits['idle_s']:g} s {stage}, without computing"
     return ""
+
+
+def _cpu_s(processes: list[tuple[int, int, float]]) -> float:
+    """Return the CPU time of these processes and of all that have ended."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return ended.ru_utime + ended.ru_stime + sum(cpu for _, _, cpu in processes)
 
 
 def _below(root: int) -> list[tuple[int, int, float]]:

@@ -30,7 +30,7 @@ from shared.checkpoint import resolve
 from shared.code_bundle_registry import SHA256, BundleRecord, CodeBundles, Readable, load_bundle, read_bundle
 from shared.code_environment import CodeEnvironments, add_packages
 from shared.code_packing import MAX_BUNDLE_BYTES, unpack
-from shared.errors import InvalidArgument, ResourceExhausted, invalid_field
+from shared.errors import InvalidArgument, ResourceExhausted, Unavailable, invalid_field
 from shared.settings import OwnCode
 from shared.storage import ObjectStore
 from train_service.checkpoints.snapshots import FIELD as INITIAL_FIELD
@@ -236,8 +236,8 @@ class EntryCheck:
         """Raise `InvalidArgument` for an entry that cannot be called.
 
         The error is on `spec.program.entry`, and names the user's file and line if there is one. Raises
-        `ResourceExhausted` if other checks take too long, and `FailedPrecondition` if the environment of the bundle
-        cannot be built.
+        `ResourceExhausted` if other checks take too long, `Unavailable` if the machine is too busy for this one, and
+        `FailedPrecondition` if the environment of the bundle cannot be built.
         """
         self._checked(bundle, entry, None, ENTRY_FIELD)
 
@@ -341,6 +341,7 @@ def unpack_bundle(store: Readable, sha256: str, folder: Path) -> None:
 CHILD = Path(__file__).with_name("entry_child.py")
 # Time to start Python and to end all processes, in addition to the time limit of the task.
 GUARD_S = 30.0
+RETRY_AFTER_S = 30.0
 MAX_ANSWER_BYTES = 64 * 1024
 # Variables of the service's environment that the child gets: no credentials, no token, no proxy.
 PASSED_ON = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH")
@@ -351,11 +352,15 @@ class Limits:
     """Limits of one check.
 
     They hold for all its processes together, except `file_bytes` and `open_files`, which hold for each process.
+
+    `idle_s` is time in which the processes neither compute nor wait for a CPU or the disk. `wall_s` is all time. It is
+    passed only on a busy machine, so passing it is not the caller's fault.
     """
 
     memory_bytes: int = 4 * 1024**3
     cpu_s: float = 60.0
-    wall_s: float = 90.0
+    idle_s: float = 90.0
+    wall_s: float = 200.0
     processes: int = 16
     open_files: int = 256
     file_bytes: int = 16 * 1024**2
@@ -365,6 +370,8 @@ def ask_in_child(question: Mapping[str, Any], work: Path, limits: Limits, *, nam
     """Return the guarded child's answer to `question`.
 
     Its `problem` is empty if nothing is wrong.
+
+    Raises `Unavailable` if the machine is too busy for the check to end within `limits.wall_s`.
 
     `work` is the child's folder. `namespaces` means that the child gets namespaces of its own if the kernel grants
     them. See `entry_child` for the question.
@@ -397,7 +404,7 @@ def ask_in_child(question: Mapping[str, Any], work: Path, limits: Limits, *, nam
         try:
             status = child.wait(limits.wall_s + GUARD_S)
         except subprocess.TimeoutExpired:
-            return {"problem": f"{subject} took more than {limits.wall_s:g} s to be looked at"}
+            raise _too_busy(limits) from None
         finally:
             if child.returncode is None:
                 os.killpg(child.pid, signal.SIGKILL)
@@ -406,11 +413,19 @@ def ask_in_child(question: Mapping[str, Any], work: Path, limits: Limits, *, nam
         answer = answered.read(MAX_ANSWER_BYTES)
     try:
         record = json.loads(answer)
-        return {**record, "problem": str(record["problem"])}
+        problem, busy = str(record["problem"]), bool(record.get("busy"))
     except (ValueError, TypeError, KeyError):
         # The guard runs none of the user's code. Without namespaces, that code may still kill the guard.
         logger.warning("a guarded child ended without an answer, with status %d", status)
         return {"problem": f"{subject} ended the process that checks {'it' if subject == 'its module' else 'them'}"}
+    if busy:
+        raise _too_busy(limits)
+    return {**record, "problem": problem}
+
+
+def _too_busy(limits: Limits) -> Unavailable:
+    text = f"the check did not end within {limits.wall_s:g} s, because this machine is busy; try again later"
+    return Unavailable(text, reason="CHECK_NOT_FINISHED", retry_after_s=RETRY_AFTER_S)
 
 
 def _environment(work: Path) -> dict[str, str]:

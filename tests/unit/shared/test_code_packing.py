@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shared import code_packing
-from shared.code_packing import MAX_FILES, NotABundle, check, digest_of_folder, pack, unpack
+from shared.code_packing import MAX_FILES, NotABundle, check, digest_of_folder, pack, unmet, unpack
 from tests.support.cpu_time import cpu_at_most
 
 
@@ -106,6 +106,22 @@ def test_a_requirement_that_cannot_be_checked_is_refused_by_its_line(tmp_path: P
     folder = folder_of(tmp_path / "code", {"train.py": "", "requirements.txt": f"torch\n{line}\n"})
     with pytest.raises(NotABundle, match=r"requirements.txt:2: .* cannot be checked"):
         packed(folder)
+
+
+@pytest.mark.parametrize(
+    ("marker", "problem"),
+    [
+        ("(" * 2_500 + "python_version > '3'" + ")" * 2_500, "nested too deep"),
+        (f"python_version == '{'9' * 5_000}'", "4300 digits"),
+        ("os_name ~= 'posix'", "Undefined"),
+    ],
+    ids=["nested", "long", "incomparable"],
+)
+def test_a_marker_that_cannot_be_evaluated_is_a_problem_of_its_requirement(marker: str, problem: str) -> None:
+    [(text, what)] = unmet([f"one==1; {marker}", "two==2"], {"one": "1", "two": "2"}.get)
+    assert text.startswith("one==1")
+    assert what.startswith("it is no requirement: ")
+    assert problem in what
 
 
 def test_repositories_caches_environments_and_what_is_ignored_stay_out(tmp_path: Path) -> None:

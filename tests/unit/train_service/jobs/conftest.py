@@ -15,6 +15,7 @@ def generous_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A child has long enough to import torch; a test of a limit sets its own."""
     defaults = Limits.__init__.__kwdefaults__
     assert defaults is not None
-    monkeypatch.setitem(defaults, "wall_s", BUSY_MACHINE_S)
+    for limit in ("idle_s", "wall_s"):
+        monkeypatch.setitem(defaults, limit, BUSY_MACHINE_S)
     monkeypatch.setattr(checkpoint_import, "BASE_S", BUSY_MACHINE_S)
     monkeypatch.setattr(model_check, "LIMIT_S", BUSY_MACHINE_S)

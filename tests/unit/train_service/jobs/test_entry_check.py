@@ -16,7 +16,7 @@ import pytest
 
 from shared.code_bundle_registry import CodeBundles
 from shared.code_environment import CodeEnvironments
-from shared.errors import DataLoss, InvalidArgument, NotFound, ResourceExhausted
+from shared.errors import DataLoss, InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from shared.storage import ObjectStore
 from tests.support.code_folders import LOOP, store_bundle
 from tests.support.needs import Missing
@@ -60,7 +60,9 @@ def own_temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def check(store: ObjectStore, files: dict[str, str] | str, entry: str = "train:loop", **limits: Any) -> None:
     namespaces = limits.pop("namespaces", True)
     bundle = store_bundle(store, {"train.py": files} if isinstance(files, str) else files)
-    EntryCheck(store, Limits(**{"wall_s": 500.0, **limits}), namespaces=namespaces).check(bundle, entry)
+    EntryCheck(store, Limits(**{"idle_s": 500.0, "wall_s": 500.0, **limits}), namespaces=namespaces).check(
+        bundle, entry
+    )
 
 
 def refusal(store: ObjectStore, files: dict[str, str] | str, entry: str = "train:loop", **limits: Any) -> str:
@@ -175,8 +177,42 @@ def test_an_endless_loop_is_ended_by_its_cpu_time(store: ObjectStore, namespaces
 
 
 def test_a_module_that_waits_for_ever_is_ended(store: ObjectStore, namespaces: bool) -> None:
-    message = refusal(store, "import time\ntime.sleep(10**6)\n", namespaces=namespaces, wall_s=1.0)
-    assert "more than 1 s to be imported" in message
+    message = refusal(store, "import time\ntime.sleep(10**6)\n", namespaces=namespaces, idle_s=0.3)
+    assert "its module waits for more than 0.3 s when it is imported, without computing" in message
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import time\nwhile True: time.sleep(0.02)\n", "import threading\nthreading.Event().wait()\n"],
+    ids=["naps", "a lock"],
+)
+def test_a_module_that_waits_with_short_breaks_or_for_a_lock_is_ended(store: ObjectStore, source: str) -> None:
+    assert "waits for more than 0.3 s" in refusal(store, source, idle_s=0.3)
+
+
+def test_a_module_that_computes_is_not_taken_for_one_that_waits(store: ObjectStore) -> None:
+    source = "import time\nwhile time.process_time() < 0.6: pass\n"
+    check(store, source + LOOP, idle_s=0.3, cpu_s=60.0)
+
+
+def test_a_check_that_does_not_end_on_a_busy_machine_does_not_blame_the_caller(
+    store: ObjectStore, namespaces: bool
+) -> None:
+    with pytest.raises(Unavailable, match=r"did not end within 0.5 s, because this machine is busy") as caught:
+        check(store, "while True: pass\n", namespaces=namespaces, wall_s=0.5, cpu_s=500.0)
+    assert caught.value.specific_reason == "CHECK_NOT_FINISHED"
+    assert caught.value.retry_after_s
+
+
+def test_a_module_cannot_claim_that_the_machine_is_busy(store: ObjectStore) -> None:
+    source = (
+        "import json, os\n"
+        "for number in range(3, 100):\n"
+        "    try: os.write(number, json.dumps({'problem': 'none', 'busy': True}).encode())\n"
+        "    except OSError: pass\n"
+        "os._exit(0)\n"
+    )
+    assert "none" in refusal(store, source)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +281,7 @@ def test_the_network_is_out_of_reach_in_namespaces(store: ObjectStore) -> None:
 
 def test_a_good_entry_is_looked_at_once(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = store_bundle(store, {"train.py": LOOP})
-    entries = EntryCheck(store, Limits(wall_s=500.0))
+    entries = EntryCheck(store, Limits(idle_s=500.0, wall_s=500.0))
     entries.check(bundle, "train:loop")
     monkeypatch.setattr(own_code, "CHILD", Path("/no/such/file"))
     entries.check(bundle, "train:loop")
@@ -292,7 +328,7 @@ def test_a_slow_build_of_an_environment_holds_up_no_other_program(
     uv.write_text(f"#!/bin/sh\ntouch {building}\nwhile [ -e {held} ]; do sleep 0.05; done\n")
     uv.chmod(0o755)
     environments = CodeEnvironments(uv=str(uv), folder=tmp_path / "environments")
-    entries = EntryCheck(store, Limits(wall_s=300.0), environments=environments)
+    entries = EntryCheck(store, Limits(idle_s=500.0, wall_s=500.0), environments=environments)
     entries._children = threading.BoundedSemaphore(1)
 
     def check_program(name: str = "") -> None:
