@@ -96,6 +96,8 @@ class BaseLearner(ABC):
     def __init__(self, spec: TrainingSpec, ranks: Ranks, steps_per_epoch: int, total_steps: int) -> None:
         self._spec = spec
         self._ranks = ranks
+        # A user's own model may draw from generators that Millrace's own models do not use.
+        self._seeds_all_kinds = spec.model.is_own
         self._steps_per_epoch = steps_per_epoch
         self._total_steps = total_steps
         self._scaler = torch.amp.GradScaler(ranks.device.type, enabled=spec.precision == FLOAT16)
@@ -237,14 +239,14 @@ class BaseLearner(ABC):
 
         The seed draws the initial weights, so they are the same on all ranks.
         """
-        seed_generators(self._spec.seed, self._ranks.device, all_kinds=self._spec.model.is_own)
+        seed_generators(self._spec.seed, self._ranks.device, all_kinds=self._seeds_all_kinds)
         model = build_model(self._spec.model, "spec.model").to(self._ranks.device)
         return model.to(memory_format=torch.channels_last) if self._spec.acceleration.channels_last else model
 
     def _seed_step(self, step: int) -> None:
         """Seed all noise of the step by its position, independent of what ran before."""
         seed = noise_seed(self._spec.seed, step, self._ranks.rank)
-        seed_generators(seed, self._ranks.device, all_kinds=self._spec.model.is_own)
+        seed_generators(seed, self._ranks.device, all_kinds=self._seeds_all_kinds)
 
     def _rows_per_call(self) -> int:
         """Return how many rows validation computes in one call.
