@@ -178,9 +178,6 @@ RAY_HEAD_ENVIRONMENT = {
     "DASHBOARD_METRIC_PORT": "0",
     # No metrics are scraped here, and collecting them costs a small machine a noticeable share of a core.
     "RAY_enable_metrics_collection": "0",
-    # By default Ray starts a worker for each CPU before it knows what environment tasks will need. The attempts' own
-    # processes are started in advance (`shared.jobs`), so these would stay idle.
-    "RAY_prestart_worker_first_driver": "0",
     # End at once on SIGTERM, because the services that would be drained have stopped before.
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
 }

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+import tempfile
+from pathlib import Path
+from typing import Any
 
-from train_service.attempt.ray_run import backend_of
-from train_service.domain.spec import Placement
+import pytest
+from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
+
+from shared.model_spec import ModelSpec
+from shared.settings import StoreSettings
+from train_service.attempt.ray_run import OF_THE_ATTEMPT, RayRun, backend_of
+from train_service.domain.spec import Placement, TrainingSpec
 from train_service.placement import Size
+from train_service.worker.loop import LoopConfig
 
 
 @pytest.mark.parametrize(
@@ -23,3 +31,26 @@ def test_ranks_that_may_share_a_gpu_are_not_tied_together_by_nccl_which_would_re
 
 def test_a_backend_that_is_asked_for_is_taken() -> None:
     assert backend_of(Placement(backend="gloo"), Size(2, {"CPU": 1.0, "GPU": 1.0})) == "gloo"
+
+
+@pytest.mark.parametrize(("datasets", "starts"), [(None, False), ({}, True)], ids=["no script", "script"])
+def test_only_a_script_has_a_process_for_datasets_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, datasets: dict[str, Any] | None, starts: bool
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name, value in OF_THE_ATTEMPT.items():  # which a run sets in its process, and this process lives on
+        monkeypatch.setenv(name, value)
+    spec = TrainingSpec(
+        dataset_version="datasets/d/versions/v1",
+        transform={"steps": []},
+        model=ModelSpec(builder="mlp", in_channels=2, num_classes=2),
+        epochs=1,
+        global_batch_size=2,
+    )
+    store = StoreSettings(url=tmp_path.as_uri())
+    config = LoopConfig(store=store, job_name="trainingJobs/j", attempt=1, spec=spec)
+
+    run = RayRun(config, Size(2, {"CPU": 1.0}), datasets=datasets)
+
+    callbacks = run._create_default_callbacks()
+    assert any(isinstance(one, DatasetsCallback) for one in callbacks) is starts
