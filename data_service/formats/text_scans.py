@@ -2,6 +2,7 @@
 
 One process scans the files of a small source, one after the other. Tasks scan several files of a large source,
 and at several parts of a large file, at the same time. A first pass finds the cuts of large files: it parses no values.
+That of an upload runs in the attempt's own process, and verifies its bytes.
 What the tasks find is merged in the order of the rows, and is then what one process would find.
 """
 
@@ -102,8 +103,8 @@ def scan_files(
 
 
 def _are_large(files: Sequence[SourceFile]) -> bool:
-    """Returns whether tasks are to scan the files. The bytes of an upload are verified as one process reads them."""
-    return not any(file.is_upload for file in files) and sum(file.size_bytes or 0 for file in files) >= LARGE_BYTES
+    """Returns whether tasks are to scan the files. The size of an upload is known once it is whole."""
+    return sum(file.size_bytes or 0 for file in files) >= LARGE_BYTES
 
 
 def _scan_in_tasks(
@@ -111,7 +112,12 @@ def _scan_in_tasks(
 ) -> tuple[F, list[list[TextPart]]]:
     large = [index for index, file in enumerate(files) if (file.size_bytes or 0) > interface.PART_BYTES]
     to_cut = [ScanUnit(number, files[index]) for number, index in enumerate(large)]
-    cuts = dict(zip(large, run_units(_Cut(scanner), to_cut), strict=True)) if to_cut else {}
+    uploads = [file for file in files if file.is_upload]
+    # An upload's bytes are verified as this process reads them. Tasks compare what they read with these bytes.
+    run_cuts = _do_here if uploads else run_units
+    cuts = dict(zip(large, run_cuts(_Cut(scanner), to_cut), strict=True)) if to_cut else {}
+    for upload in uploads:
+        upload.wait_until_whole()
     found = scanner.nothing()
     if not scanner.reads_rows:
         return found, [cuts.get(index, []) for index in range(len(files))]
@@ -123,6 +129,11 @@ def _scan_in_tasks(
         found.merge(files[index], scanned.found)
         parts[index] += scanned.parts
     return found, parts
+
+
+def _do_here(work: Callable[[ScanUnit], R], units: Sequence[ScanUnit]) -> Iterator[R]:
+    """Does the work on each unit in this process; a `UnitRunner`."""
+    return map(work, units)
 
 
 @dataclass(frozen=True)

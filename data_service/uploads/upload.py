@@ -352,6 +352,10 @@ class PinnedBlocks:
         known = {} if self._kept else self._known
         return {"_known": known, "_proven": self._proven, "_chain": None, "_kept": self._kept}
 
+    @property
+    def are_proven(self) -> bool:
+        return self._proven
+
     def set_proven(self) -> None:
         """Marks the upload as verified; further blocks are then refused.
 
@@ -500,7 +504,8 @@ class _UploadFile(io.RawIOBase):
         return b"".join(pieces)
 
     def verify(self) -> None:
-        while not self._verified:
+        # Once another file with these pins was verified, each block is compared with its pin as it is read.
+        while not self._verified and not self._pins.are_proven:
             if not self._await_byte(self._digest.end):
                 self._check_digest()
                 return

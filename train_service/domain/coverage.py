@@ -50,6 +50,8 @@ from train_service.domain.spec import TrainingSpec
 MAX_LISTED = 1000
 # Rows scanned at a time. It is a multiple of eight, so that their bits fill whole bytes.
 BLOCK_ROWS = 1 << 18
+# Rows are counted, and not sorted, if the range that they lie in is at most this many times as long as they are many.
+MAX_ROWS_A_SEEN_ROW = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +88,12 @@ def count_rows(
     seen, repeated, skipped = RowBits(row_count), RowBits(row_count), RowBits(row_count)
     for row_ids in parts:
         _check_rows(row_ids, first, row_count)
-        rows, times = np.unique(row_ids - first, return_counts=True)
+        rows, times = _distinct(row_ids - first)
         repeated.add(rows[(times > 1) | seen.has(rows)])
         seen.add(rows)
     for row_ids in skipped_parts:
         _check_rows(row_ids, first, row_count)
-        rows = np.unique(row_ids - first)
+        rows, _ = _distinct(row_ids - first)
         skipped.add(rows[~seen.has(rows)])
     tally = Tally(max_listed)
     for begin in range(0, row_count, BLOCK_ROWS):
@@ -110,6 +112,21 @@ def count_rows(
         skipped=count["skipped"],
         skipped_row_ids=[first + row for row in listed["skipped"]],
     )
+
+
+def _distinct(rows: Ints) -> tuple[Ints, Ints]:
+    """Return the distinct rows in ascending order, and how often each occurs.
+
+    Shuffled rows of a narrow range are counted, which takes a fraction of the time of sorting them.
+    """
+    if not len(rows):
+        return rows, rows
+    low = int(rows.min())
+    if int(rows.max()) - low >= MAX_ROWS_A_SEEN_ROW * len(rows):
+        return np.unique(rows, return_counts=True)
+    times = np.bincount(rows - low)
+    distinct = np.flatnonzero(times)
+    return distinct + low, times[distinct]
 
 
 class RowBits:

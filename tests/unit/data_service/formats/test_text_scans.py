@@ -22,7 +22,8 @@ from data_service.formats.text_scans import R, ScanUnit
 from data_service.imports.work import OrderedUnits
 from data_service.parallel import Results
 from data_service.storage.source_files import SourceFiles
-from shared.errors import InvalidArgument, MillraceError, Unavailable
+from data_service.uploads import upload
+from shared.errors import DataLoss, InvalidArgument, MillraceError, Unavailable
 from shared.storage import ObjectStore
 from tests.support.import_sources import source_of
 from tests.support.upload_calls import committed
@@ -211,14 +212,93 @@ def test_a_small_source_is_read_by_one_process(tmp_path: Path) -> None:
     assert tasks.passes == []
 
 
-def test_an_upload_is_read_by_one_process_which_verifies_it(
+# --- Uploads ---
+
+UPLOADED = {
+    "csv": b"a,b\n" + b"".join(b'%d,"x\n%d"\n' % (n, n) for n in range(80)) + b"0.5,y\n",
+    "json_lines": b"".join(b'{"a": %d}\n' % n for n in range(80)) + b'{"a": 0.5}\n',
+}
+
+
+@pytest.fixture
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interface, "BLOCK_BYTES", 60)
+    monkeypatch.setattr(interface, "PART_BYTES", 150)
+    monkeypatch.setattr(text_scans, "LARGE_BYTES", 400)
+
+
+def rows_of_upload(store: ObjectStore, name: str, kind: str, tasks: Tasks | None) -> list[RowSource]:
+    files = SourceFiles([], None, store)
+    return [one.rows for one in open_sources([source_of(name, kind)], files, {}, run_units=tasks)]
+
+
+@pytest.mark.usefixtures("_small_parts")
+@pytest.mark.parametrize("kind", UPLOADED)
+def test_a_large_upload_is_scanned_in_tasks(store: ObjectStore, kind: str) -> None:
+    name, tasks = committed(uploads_of(store), UPLOADED[kind], chunk_bytes=100), Tasks()
+    expected = described(rows_of_upload(store, name, kind, None))
+    assert described(rows_of_upload(store, name, kind, tasks)) == expected
+    # The pass that finds the cuts runs here.
+    (units,) = tasks.passes
+    assert units > 3
+
+
+def test_a_small_upload_is_scanned_by_one_process(store: ObjectStore) -> None:
+    name, tasks = committed(uploads_of(store), UPLOADED["csv"]), Tasks()
+    assert rows_of_upload(store, name, "csv", tasks)[0].row_count == 81
+    assert tasks.passes == []
+
+
+def change_last_chunk(store: ObjectStore, name: str) -> None:
+    key = max(info.key for info in store.list(f"{name}/chunks"))
+    store.put(key, store.get(key).replace(b"0.5", b"1.5"))
+
+
+@pytest.mark.usefixtures("_small_parts")
+@pytest.mark.parametrize("kind", UPLOADED)
+def test_a_damaged_upload_is_refused_before_any_task(store: ObjectStore, kind: str) -> None:
+    name, tasks = committed(uploads_of(store), UPLOADED[kind], chunk_bytes=len(UPLOADED[kind])), Tasks()
+    change_last_chunk(store, name)
+    with pytest.raises(DataLoss, match="not those that were committed"):
+        rows_of_upload(store, name, kind, tasks)
+    assert tasks.passes == []
+
+
+@pytest.mark.usefixtures("_small_parts")
+@pytest.mark.parametrize("kind", UPLOADED)
+def test_an_upload_that_changes_once_it_was_verified_is_refused_by_a_task(store: ObjectStore, kind: str) -> None:
+    name = committed(uploads_of(store), UPLOADED[kind], chunk_bytes=len(UPLOADED[kind]))
+
+    class Changing(Tasks):
+        def __call__(self, work: Callable[[ScanUnit], R], units: Sequence[ScanUnit]) -> Iterator[R]:
+            change_last_chunk(store, name)
+            yield from super().__call__(work, units)
+
+    with pytest.raises(DataLoss, match="not those that were committed"):
+        rows_of_upload(store, name, kind, Changing())
+
+
+@pytest.mark.usefixtures("_small_parts")
+def test_one_pass_over_an_upload_verifies_it_and_finds_its_cuts(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text_scans, "LARGE_BYTES", 0)
-    name, tasks = committed(uploads_of(store), b"a\n1\n2\n"), Tasks()
-    files = SourceFiles([], None, store)
-    (one,) = open_sources([source_of(name, "csv")], files, {}, run_units=tasks)
-    assert (one.rows.row_count, tasks.passes) == (2, [])
+    name = committed(uploads_of(store), UPLOADED["csv"], chunk_bytes=100)
+    read: list[int] = []
+    read_block = upload.BlocksAhead.read
+
+    def noted(self: upload.BlocksAhead, blocks: Sequence[Any], index: int) -> Any:
+        read.append(index)
+        return read_block(self, blocks, index)
+
+    monkeypatch.setattr(upload.BlocksAhead, "read", noted)
+
+    def no_tasks(work: object, units: object) -> Iterator[Any]:
+        raise Unavailable(f"nothing does {work} on {units}")
+
+    with pytest.raises(Unavailable):
+        open_sources([source_of(name, "csv")], SourceFiles([], None, store), {}, run_units=no_tasks)
+    # Once more for the names of the columns, as so few bytes are read together.
+    assert sorted(read) == sorted([*range(8), *range(8)])
 
 
 # --- JSON Lines ---

@@ -90,3 +90,11 @@ def test_every_state_is_counted_at_the_borders_of_bytes_and_blocks(rows: int) ->
 def test_a_row_that_was_consumed_very_often_is_one_that_was_repeated() -> None:
     parts = [np.full(300, 7, np.int64)] * 2
     assert count_rows(parts, 0, 10).repeated_row_ids == [7]
+
+
+@pytest.mark.parametrize("gap", [1, 100], ids=["counted", "sorted"])
+def test_rows_that_lie_close_together_and_far_apart_are_counted_alike(gap: int) -> None:
+    rows = np.random.default_rng(0).permutation(1000) * gap
+    counts = count_rows([rows[:600] + 7, rows[500:] + 7, rows[:3] + 7], 7, 1000 * gap)
+    assert (counts.seen_once, counts.repeated, counts.missing) == (897, 103, 1000 * (gap - 1))
+    assert counts.repeated_row_ids == sorted((rows[[0, 1, 2, *range(500, 600)]] + 7).tolist())
