@@ -188,26 +188,29 @@ def wait_gone(processes: Iterable[Process], timeout_s: float) -> set[Process]:
     return left
 
 
-# How long killed processes are waited for.
+# How long killed processes are waited for, at least between two signals.
 KILL_TIMEOUT_S = 60.0
+KILL_INTERVAL_S = 5.0
+# How long processes are waited for that notice their parent's end themselves, unless its grace period is shorter.
+FAMILY_TIMEOUT_S = 5.0
 
 
-def end(root: Process, *, grace_s: float) -> bool:
+def end(root: Process, *, grace_s: float, kill_timeout_s: float = KILL_TIMEOUT_S) -> bool:
     """End a root and its family: SIGTERM to the root, SIGKILL to the rest after `grace_s`.
 
-    Returns whether SIGKILL was unnecessary. Nothing of the family is alive afterwards, except processes within a call
-    to the kernel that no signal ends.
+    It takes `grace_s`, `FAMILY_TIMEOUT_S`, `kill_timeout_s` and `KILL_INTERVAL_S` at most. Returns whether SIGKILL was
+    unnecessary. Nothing of the family is alive afterwards, except processes within a call to the kernel that no signal
+    ends.
     """
     members = family([root])
     root.send(signal.SIGTERM)
     wait_gone([root], grace_s)
-    # The processes seen before and those started since; the delay is for those that notice their parent's end
-    # themselves.
-    left = wait_gone(members | family([root]), min(grace_s, 5.0))
+    # The processes seen before and those started since.
+    left = wait_gone(members | family([root]), min(grace_s, FAMILY_TIMEOUT_S))
     graceful = not left
-    until = time.monotonic() + KILL_TIMEOUT_S
+    until = time.monotonic() + kill_timeout_s
     while left and time.monotonic() < until:
         for one in left:
             one.send(signal.SIGKILL)
-        left = wait_gone(left, 5.0) | family([root])
+        left = wait_gone(left, KILL_INTERVAL_S) | family([root])
     return graceful

@@ -35,6 +35,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from millrace_client.calls import DEFAULT_PORTS, SERVICES, open_channel
 from millrace_client.stack.record import (
+    FAMILY_TIMEOUT_S,
+    KILL_INTERVAL_S,
     KILL_TIMEOUT_S,
     READY,
     STARTING,
@@ -61,6 +63,9 @@ OF_SERVICES = (TOKEN_FILE_VARIABLE, "MILLRACE_S3_ACCESS_KEY", "MILLRACE_S3_SECRE
 # The stack belongs to one user, on loopback, so that user's code may run on it by default. Other users of the machine
 # can reach its loopback, too; MILLRACE_TOKEN_FILE keeps them out.
 OWN_CODE = "trusted"
+# How long a part may take to end itself.
+RAY_GRACE_S = 15.0
+SERVICE_GRACE_S = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +134,7 @@ def make_plan(home: Path, options: StackOptions, environ: Mapping[str, str] = os
         environment={name: value for name, value in shared.items() if name not in OF_SERVICES} | RAY_HEAD_ENVIRONMENT,
         address=ray_address,
         log=home / "logs" / "ray.log",
-        grace_s=15.0,
+        grace_s=RAY_GRACE_S,
     )
     services = tuple(
         PlannedProcess(
@@ -145,7 +150,7 @@ def make_plan(home: Path, options: StackOptions, environ: Mapping[str, str] = os
             },
             address=f"{HOST}:{ports[service]}",
             log=home / "logs" / f"{service}.log",
-            grace_s=20.0,
+            grace_s=SERVICE_GRACE_S,
         )
         for service in SERVICES
     )
@@ -392,11 +397,15 @@ class Supervisor:
 
     def _end(self) -> None:
         self._save(self._record.with_state(STOPPING))
+        # All parts together, because what keeps one from dying, such as a lost disk, often keeps all.
+        kill_left_s = KILL_TIMEOUT_S
         for child in reversed(self._children):
-            if child.stop():
+            began = time.monotonic()
+            if child.stop(kill_timeout_s=max(kill_left_s, KILL_INTERVAL_S)):
                 self._say(f"{child.part.name} stopped")
             else:
                 self._say(f"{child.part.name} had to be killed")
+                kill_left_s -= time.monotonic() - began - child.part.grace_s - FAMILY_TIMEOUT_S
         if self._owns_process:
             end_orphans(self._say)
         shutil.rmtree(self._plan.ray_folder, ignore_errors=True)
@@ -523,16 +532,16 @@ class Child:
         self.answering = answers(self.part.address) and (self.part.name == "ray" or _serves(self.part.address))
         return self.answering
 
-    def stop(self) -> bool:
+    def stop(self, *, kill_timeout_s: float = KILL_TIMEOUT_S) -> bool:
         """End the process and everything it started. Returns whether it ended by itself."""
         if self._popen is None:
             return True
-        return self._end_family()
+        return self._end_family(kill_timeout_s)
 
-    def _end_family(self) -> bool:
+    def _end_family(self, kill_timeout_s: float = KILL_TIMEOUT_S) -> bool:
         assert self._popen is not None
         assert self._process is not None
-        graceful = end(self._process, grace_s=self.part.grace_s)
+        graceful = end(self._process, grace_s=self.part.grace_s, kill_timeout_s=kill_timeout_s)
         with contextlib.suppress(subprocess.TimeoutExpired):  # it is one that no signal ends
             self._popen.wait(REAP_TIMEOUT_S)
         self._popen, self._process, self.answering = None, None, False
@@ -552,8 +561,15 @@ def _serves(address: str) -> bool:
 # --- Start and stop ---
 
 LAUNCH_POLL_INTERVAL_S = 0.1
-# All parts in turn, each with its own grace period, then the orphans, and a margin.
-STOP_TIMEOUT_S = 120.0 + KILL_TIMEOUT_S
+# All parts in turn, each with its own grace period, even if none can be killed; then the orphans, and a margin.
+STOP_TIMEOUT_S = (
+    RAY_GRACE_S
+    + len(SERVICES) * SERVICE_GRACE_S
+    + (1 + len(SERVICES)) * (FAMILY_TIMEOUT_S + 2 * KILL_INTERVAL_S + REAP_TIMEOUT_S)
+    + KILL_TIMEOUT_S
+    + (KILL_TIMEOUT_S + KILL_INTERVAL_S)
+    + 15.0
+)
 
 
 @dataclass(frozen=True)

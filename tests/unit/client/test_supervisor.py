@@ -12,12 +12,30 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from millrace_client.stack import supervisor as stack_supervisor
-from millrace_client.stack.record import READY, Process, Record, read_record, write_record
-from millrace_client.stack.supervisor import AlreadyRunning, StartFailed, Supervisor, hold_home
+from millrace_client.stack.record import (
+    FAMILY_TIMEOUT_S,
+    KILL_INTERVAL_S,
+    KILL_TIMEOUT_S,
+    READY,
+    Process,
+    Record,
+    read_record,
+    write_record,
+)
+from millrace_client.stack.supervisor import (
+    STOP_TIMEOUT_S,
+    AlreadyRunning,
+    StackOptions,
+    StartFailed,
+    Supervisor,
+    hold_home,
+    make_plan,
+)
 from tests.support.fake_stack import NAMES, fake_plan
 
 TIMEOUT_S = 120.0
@@ -253,3 +271,39 @@ def test_stopping_a_stale_record_touches_nobody_who_has_the_pids_now(tmp_path: P
         assert now.is_alive()
         assert read_record(tmp_path) is None
         other.kill()
+
+
+def test_a_supervisor_none_of_whose_parts_can_be_killed_ends_before_it_is_killed_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+    budgets: list[float] = []
+
+    def end(_: Process, *, grace_s: float, kill_timeout_s: float) -> bool:
+        nonlocal now_s
+        budgets.append(kill_timeout_s)
+        now_s += grace_s + FAMILY_TIMEOUT_S + kill_timeout_s + KILL_INTERVAL_S
+        return False
+
+    class Unending:
+        def wait(self, timeout_s: float) -> None:
+            nonlocal now_s
+            now_s += timeout_s
+            raise subprocess.TimeoutExpired("part", timeout_s)
+
+    monkeypatch.setattr(stack_supervisor, "end", end)
+    said: list[str] = []
+    supervisor = Supervisor(make_plan(tmp_path, StackOptions(), {}), said.append)
+    own = Process.from_pid(os.getpid())
+    for child in supervisor._children:
+        monkeypatch.setattr(child, "_popen", Unending())
+        monkeypatch.setattr(child, "_process", own)
+    monkeypatch.setattr(stack_supervisor, "time", SimpleNamespace(monotonic=lambda: now_s))
+
+    supervisor._end()
+
+    assert [line for line in said if line.endswith("had to be killed")] == [
+        f"{name} had to be killed" for name in reversed(NAMES)
+    ]
+    assert budgets == [KILL_TIMEOUT_S, *[KILL_INTERVAL_S] * (len(NAMES) - 1)]
+    assert now_s + KILL_TIMEOUT_S + KILL_INTERVAL_S < STOP_TIMEOUT_S  # and the orphans
