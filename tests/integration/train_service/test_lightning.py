@@ -34,14 +34,14 @@ from lit import train_loop_per_worker
 report = ray.train.report
 
 
-def slow_report(metrics, **how):
-    print("reports epoch", metrics["epoch"])
-    report({**metrics, "pid": os.getpid()}, **how)
-    time.sleep(0.3)
-
-
 def loop(config):
-    ray.train.report = slow_report
+    def held_report(metrics, **how):
+        print("reports epoch", metrics["epoch"])
+        report({**metrics, "pid": os.getpid()}, **how)
+        while metrics["epoch"] >= 1 and not os.path.exists(config["struck"]):
+            time.sleep(0.05)
+
+    ray.train.report = held_report
     train_loop_per_worker(config)
 """
 
@@ -52,10 +52,12 @@ def example() -> str:
     return str(code)
 
 
-def create(stack: TrainStack, folder: Path, epochs: int) -> str:
+def create(stack: TrainStack, folder: Path, epochs: int, struck: Path) -> str:
+    """A job that goes on beyond its second epoch once `struck` exists."""
     with mc.connect(train=stack.service.address) as millrace:
         bundle = millrace.train.push_code(write_files(folder / "code", {"lit.py": example(), "paced.py": PACED}))
-        spec = mc.program_spec(bundle, "paced:loop", config={"epochs": epochs}, num_workers=2)
+        spec = mc.program_spec(bundle, "paced:loop", config={"epochs": epochs, "struck": str(struck)}, num_workers=2)
+        spec.program.hang_after.FromSeconds(600)  # a rank that waits for `struck` does not hang
         return millrace.train.create_training_job(f"j{uuid.uuid4().hex[:12]}", spec).name
 
 
@@ -82,7 +84,7 @@ def assert_each_epoch_once(store: ObjectStore, name: str, epochs: int) -> list[C
 
 
 def test_each_epoch_is_a_checkpoint_of_lightning(file_stack: TrainStack, tmp_path: Path) -> None:
-    name = create(file_stack, tmp_path, epochs=2)
+    name = create(file_stack, tmp_path, epochs=2, struck=tmp_path)
     job = file_stack.client.finished(name)
 
     assert job.state == State.STATE_SUCCEEDED, job
@@ -94,17 +96,18 @@ def test_each_epoch_is_a_checkpoint_of_lightning(file_stack: TrainStack, tmp_pat
 def test_a_run_that_lost_a_rank_ends_with_the_weights_of_one_that_did_not(
     file_stack: TrainStack, tmp_path: Path
 ) -> None:
-    epochs, store, client = 10, file_stack.store, file_stack.client
-    undisturbed, killed = create(file_stack, tmp_path, epochs), create(file_stack, tmp_path, epochs)
+    epochs, store, client, struck = 10, file_stack.store, file_stack.client, tmp_path / "struck"
+    undisturbed, killed = (create(file_stack, tmp_path, epochs, path) for path in (tmp_path, struck))
     watch = client.watch(killed, timeout_s=600)
     watch.until("checkpoint_committed", lambda event: event.checkpoint_committed.step >= 2)
     os.kill(int(client.checkpoints(killed)[0].metrics["pid"]), signal.SIGKILL)
+    struck.touch()
     watch.rest()
 
     assert watch.jobs[-1].state == State.STATE_SUCCEEDED, watch.jobs[-1]
     assert watch.jobs[-1].failures == 1, watch.ends()
     _, resumed = watch.of("attempt_started")
-    assert resumed.step >= 2
+    assert resumed.step == 2
     *_, last = assert_each_epoch_once(store, killed, epochs)
     said = store.get(f"{killed}/logs/a00002/r0000/00000000.txt").decode()
     assert f"reports epoch {resumed.step}\n" in said
