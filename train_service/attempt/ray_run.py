@@ -2,7 +2,8 @@
 
 Ray Train starts its controller as an actor, with a cleaner and a preemption watcher for it, a process each. Here the
 controller is an object in the attempt's process. Its resources end with that process, which is a detached actor, so
-nothing is left to clean. Ray's release is pinned; `tests/integration/train_service` would notice a change.
+nothing is left to clean. Only a script's run has the process that Ray Train starts for datasets. Ray's release is
+pinned; `tests/integration/train_service` would notice a change.
 
 A `Failure` describes in plain values why a run failed: first what the run's process knows, then what the attempt
 concludes from it.
