@@ -14,6 +14,7 @@ from millrace_client.cli import code
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.support.code_folders import LOOP, write_files
+from tests.support.own_code_checks import check_in_this_process
 from tests.support.own_models import NET
 from tests.support.train_server import commanded
 from tests.unit.train_service.learners import VERSION, commit_table
@@ -174,7 +175,10 @@ def test_an_interrupted_watch_asks_whether_to_cancel_the_job(
     assert job["state"] == state
 
 
-def test_a_model_of_ones_own_is_pushed_and_swept(store: ObjectStore, tmp_path: Path) -> None:
+def test_a_model_of_ones_own_is_pushed_and_swept(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_in_this_process(monkeypatch)
     commit_table(store)
     folder = write_files(tmp_path / "net", {"net.py": NET})
     rows = ("--dataset-version", VERSION, "--input-column", "x", "--batch-size", "70", "--epochs", "2")

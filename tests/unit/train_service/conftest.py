@@ -10,6 +10,7 @@ import torch
 from shared.dataset_version import VersionReader, load_version
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
+from tests.support.own_code_checks import check_in_this_process
 from tests.support.versions import commit_version, striped_digits
 from train_service.loading.loader import RowCache
 
@@ -42,6 +43,12 @@ def committed(tmp_path_factory: pytest.TempPathFactory) -> Committed:
         store, VERSION, {"train": striped_digits(TRAIN_ROWS), "validation": striped_digits(VALIDATION_ROWS, 1)}
     )
     return Committed(store)
+
+
+@pytest.fixture
+def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries of code bundles are checked in this process, not in a child."""
+    check_in_this_process(monkeypatch)
 
 
 @pytest.fixture

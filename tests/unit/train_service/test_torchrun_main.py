@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,22 +16,22 @@ import pytest
 import torch
 from google.protobuf import json_format
 
-from shared.checkpoint import resolve
+from shared.checkpoint import CheckpointEntry, CheckpointRegistry, resolve
 from shared.errors import AlreadyExists, FailedPrecondition
 from shared.jobs import Jobs, JobState
 from shared.jobs.reconciler import JobKind, Reconciler
 from shared.jobs.transitions import succeed
+from shared.model_spec import ModelSpec
 from shared.settings import ServiceSettings, StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.support.own_models import code_of_this_process, own
 from tests.support.service_process import store_environ
-from tests.support.versions import commit_version, striped_digits
 from tests.support.waiting import wait_until
-from tests.unit.train_service.conftest import VERSION
-from tests.unit.train_service.in_ranks import in_ranks
+from tests.unit.train_service.in_ranks import forked_process, in_ranks
+from tests.unit.train_service.learners import CLASSES, VERSION, WIDTH, commit_table
 from tests.unit.train_service.learners import SPEC as TABLE
-from tests.unit.train_service.learners import commit_table
-from tests.unit.train_service.worker.test_loop import SPEC, STEPS, config_of, entries, events, new_job, run_of, saved
+from tests.unit.train_service.worker.test_loop import SPEC as IMAGES
+from tests.unit.train_service.worker.test_loop import STEPS, config_of, entries, events, new_job, run_of, saved
 from train_service import torchrun_main
 from train_service.convert_specs import spec_from_proto, spec_to_proto
 from train_service.domain.order import default_lanes
@@ -47,12 +48,23 @@ PLAIN = [sys.executable, "-m"]
 # torchrun's own ports are chosen by it; nothing listens beyond loopback.
 LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 
+# As many steps as of the images, on rows that each process learns in little time. The model draws noise in each step.
+ROWS = 700
+SPEC = replace(
+    IMAGES,
+    dataset_version=VERSION,
+    input_column="x",
+    transform={},
+    model=ModelSpec(builder="mlp", in_channels=WIDTH, num_classes=CLASSES, kwargs={"dropout": 0.2}),
+    global_batch_size=2 * ROWS // STEPS,
+)
+
 pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(autouse=True)
 def small_version(store: ObjectStore) -> None:
-    commit_version(store, VERSION, {"train": striped_digits(100), "validation": striped_digits(20, 1)})
+    commit_table(store)
 
 
 def command(launcher: list[str], folder: Path, spec: TrainingSpec) -> list[str]:
@@ -92,7 +104,7 @@ def ran_here(
 
 
 def rank_of_two(ranks: Ranks, settings: StoreSettings) -> None:
-    Run(config_of(open_store(settings), OTHER), ranks).run()
+    Run(config_of(open_store(settings), OTHER, spec=SPEC), ranks).run()
 
 
 def test_under_torchrun_a_run_ends_as_the_one_of_two_workers_and_is_an_ordinary_job(
@@ -114,7 +126,7 @@ def test_under_torchrun_a_run_ends_as_the_one_of_two_workers_and_is_an_ordinary_
     for step, entry in there.items():
         assert saved(store, here[step]) == saved(store, entry), step
     coverage = RunRecords(store).coverage(JOB, 1, "")
-    assert (coverage.counts.seen_once, coverage.counts.missing, coverage.counts.repeated) == (100, 0, 0)
+    assert (coverage.counts.seen_once, coverage.counts.missing, coverage.counts.repeated) == (ROWS, 0, 0)
     told = TrainingJobs(store).get(JOB)
     assert (told.record.state, told.record.attempt) == (JobState.SUCCEEDED, 1)
     assert resolve(store, "name", JOB).name == told.record.result["best_checkpoint"]
@@ -124,23 +136,28 @@ def test_under_torchrun_a_run_ends_as_the_one_of_two_workers_and_is_an_ordinary_
     assert len(events(store, JOB, EventKind.ATTEMPT_STARTED)) == 1
 
 
-# The command, which stands still once it has committed its second checkpoint: so it is killed in its middle.
-STANDS_STILL = """
-import sys, time
-from shared.checkpoint import CheckpointRegistry
-from train_service import torchrun_main
+def run_command(environment: dict[str, str], arguments: list[str]) -> None:
+    """Runs the plain command in a forked process, which it ends."""
+    os.environ.update(environment)
+    sys.exit(torchrun_main.main(arguments))
 
-commit, committed = CheckpointRegistry.commit, []
 
-def commit_two(registry, entry):
-    if len(committed) == 2:
-        time.sleep(600)
-    committed.append(entry)
-    return commit(registry, entry)
+def stand_still(environment: dict[str, str], arguments: list[str]) -> None:
+    """Runs the plain command, which stands still once it has committed its second checkpoint.
 
-CheckpointRegistry.commit = commit_two
-sys.exit(torchrun_main.main(sys.argv[1:]))
-"""
+    So it is killed in its middle.
+    """
+    commit = CheckpointRegistry.commit
+    committed: list[CheckpointEntry] = []
+
+    def commit_two(registry: CheckpointRegistry, entry: CheckpointEntry) -> None:
+        if len(committed) == 2:
+            time.sleep(600)
+        committed.append(entry)
+        commit(registry, entry)
+
+    CheckpointRegistry.commit = commit_two  # type: ignore[method-assign]
+    run_command(environment, arguments)
 
 
 def test_a_killed_run_is_left_alone_by_reconcilers_and_resumed_by_the_same_command(
@@ -150,13 +167,12 @@ def test_a_killed_run_is_left_alone_by_reconcilers_and_resumed_by_the_same_comma
     new_job(store, OTHER)
     run_of(store, OTHER, spec=spec).run()
     Jobs(store, TRAIN_KIND).transition(OTHER, lambda job: succeed(job, {}, 1.0), attempt=1)
-    arguments = command(PLAIN, tmp_path, spec)
-    with (tmp_path / "log").open("wb") as log:
-        standing = [sys.executable, "-c", STANDS_STILL, *arguments[len(PLAIN) + 1 :]]
-        process = subprocess.Popen(standing, env=environ(store), stdout=log, stderr=log)
+    arguments = command(PLAIN, tmp_path, spec)[len(PLAIN) + 1 :]
+    environment = store_environ(store.settings)
+    process = forked_process(stand_still, environment, arguments)
     wait_until(lambda: len(events(store, JOB, EventKind.CHECKPOINT_COMMITTED)) > 1, "checkpoints", timeout_s=400)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
     # A marker, as a wish to resume may leave one that came too late.
     jobs = Jobs(store, TRAIN_KIND)
     jobs._mark(JOB, jobs.get(JOB, JOB), 1)
@@ -167,11 +183,12 @@ def test_a_killed_run_is_left_alone_by_reconcilers_and_resumed_by_the_same_comma
         reconciler.reconcile()
     killed = jobs.get(JOB, JOB)
 
-    resumed = ran(store, arguments)
+    resumed = forked_process(run_command, environment, arguments)
+    resumed.join()
 
     assert (killed.state, killed.attempt, killed.failures) == (JobState.RUNNING, 1, 0)
     assert jobs.live() == []
-    assert resumed.returncode == 0, resumed.stderr
+    assert resumed.exitcode == 0
     done = jobs.get(JOB, JOB)
     assert (done.state, done.attempt) == (JobState.SUCCEEDED, 2)
     _, second = events(store, JOB, EventKind.ATTEMPT_STARTED)
@@ -334,11 +351,11 @@ def test_no_ray_is_needed() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.usefixtures("checked_here")
 def test_a_model_of_ones_own_code_is_checked_trained_and_known_again(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # those of this process stay
-    commit_table(store)
     spec = own(store, replace(TABLE, epochs=1, global_batch_size=70))
     alone = Ranks(0, 1, torch.device("cpu"))
 
@@ -358,7 +375,6 @@ def test_a_model_of_ones_own_code_is_checked_trained_and_known_again(
 def test_a_model_that_fills_the_memory_ends_the_attempt_with_its_reason(
     store: ObjectStore, tmp_path: Path, launcher: list[str]
 ) -> None:
-    commit_table(store)
     workers = 2 if launcher is TORCHRUN else 1
     # A limit that each process is over from its first moment.
     placement = Placement(resources_per_worker={"memory": 1.0})

@@ -86,6 +86,7 @@ def read_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
+@pytest.mark.usefixtures("read_here")
 def test_an_imported_state_dict_answers_with_the_logits_of_its_source_bit_for_bit(
     store: ObjectStore, tmp_path: Path, name: str
 ) -> None:
@@ -137,10 +138,13 @@ def test_an_imported_checkpoint_is_served_from_raw_pixels_as_its_source_answers(
         assert logits.tobytes() == source(torch.from_numpy(prepared)).numpy().tobytes()
 
 
-@pytest.mark.usefixtures("read_here")
 def test_the_job_of_an_import_is_one_that_succeeded_and_tells_its_source(store: ObjectStore, tmp_path: Path) -> None:
-    path = saved(tmp_path, state_of())
+    state = state_of()
+    path = saved(tmp_path, state)
+    # Read in a child, as a service reads it.
     made = imported(store, path, mlp_spec(class_names=["a", "b", "c"]))
+    kept = loaded(store, made.checkpoint.name).module.state_dict()
+    assert all(torch.equal(kept[name], one) for name, one in state.items())
     job = made.training_job
     assert (job.state, job.best_checkpoint) == (resources_pb2.TrainingJob.STATE_SUCCEEDED, made.checkpoint.name)
     entry = resolve(store, "name", f"{job.name}/checkpoints/final")
@@ -465,6 +469,7 @@ def test_a_store_that_fails_at_the_commit_leaves_no_job(
         with_client(store, lambda train: train.get_training_job("trainingJobs/imp"))
 
 
+@pytest.mark.usefixtures("read_here")
 def test_a_stream_that_ends_early_or_says_too_little_makes_nothing(store: ObjectStore, tmp_path: Path) -> None:
     data = saved(tmp_path, state_of()).read_bytes()
     request = checkpoint_import_pb2.ImportCheckpointRequest
@@ -496,6 +501,7 @@ def test_a_stream_that_ends_early_or_says_too_little_makes_nothing(store: Object
     assert sent(header(len(data)), request(chunk=data[:7]), request(chunk=data[7:])).report.fits
 
 
+@pytest.mark.usefixtures("read_here")
 def test_the_command_imports_and_says_what_fits(store: ObjectStore, tmp_path: Path) -> None:
     wrapped = OrderedDict((f"module.{name}", one) for name, one in state_of().items())
     path = str(saved(tmp_path, wrapped))

@@ -1,17 +1,19 @@
 """What a user's own model is found to be, and why one is refused.
 
 A service looks at it in a child process, which takes seconds to import torch. So what the child finds is tried here in
-this process, and some of it in a child.
+this process, and some of it in a child: a model that is taken, one that FSDP shards, and code that answers itself.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.jobs import Jobs, JobState
@@ -72,6 +74,7 @@ def test_what_is_left_out_follows_from_the_version_and_the_code(jobs: TrainingJo
     assert (found.loss.name, found.optimizer.name, found.metrics) == ("cross_entropy", "AdamW", ("accuracy",))
 
 
+@pytest.mark.usefixtures("checked_here")
 def test_a_loss_and_metrics_of_the_model_take_the_place_of_the_specifications(
     jobs: TrainingJobs, store: ObjectStore
 ) -> None:
@@ -112,7 +115,21 @@ class Scaled(Net):
 
 def test_a_model_that_fsdp_can_shard_is_taken(jobs: TrainingJobs, store: ObjectStore) -> None:
     spec = replace(own(store, SPEC), placement=Placement(parallel=FSDP), num_workers=2)
-    scalar = (
+
+    assert jobs.checked(spec).placement.parallel == FSDP
+
+
+@pytest.fixture
+def no_group_left() -> Iterator[None]:
+    """The process group that a child would end with is destroyed."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("no_group_left")
+def test_a_model_that_fsdp_cannot_shard_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    source = (
         NET
         + """
 class Scalar(Net):
@@ -125,11 +142,9 @@ class Scalar(Net):
 """
     )
 
-    assert jobs.checked(spec).placement.parallel == FSDP
-    path, text = refusal(
-        jobs, replace(own(store, SPEC, scalar, "net:Scalar"), placement=Placement(parallel=FSDP), num_workers=2)
-    )
-    assert (path, "use DDP" in text) == ("spec.placement.parallel", True)
+    answer = looked_at(tmp_path, source, "net:Scalar", placement=Placement(parallel=FSDP), num_workers=2)
+
+    assert (answer["field"], "use DDP" in answer["problem"]) == ("spec.placement.parallel", True)
 
 
 @pytest.mark.parametrize(
@@ -165,6 +180,7 @@ def test_what_does_not_work_is_refused_by_its_field(
     assert said in answer["problem"]
 
 
+@pytest.mark.usefixtures("checked_here")
 def test_what_goes_with_no_metric_that_is_measured_is_refused(jobs: TrainingJobs, store: ObjectStore) -> None:
     stopping = EarlyStopping(metric="validation_margin", maximize=True, patience=2)
 
@@ -205,6 +221,7 @@ def looked_at(tmp_path: Path, source: str, entry: str, base: TrainingSpec = SPEC
         return inspect_model({"spec": spec.as_config(), "row_shape": [WIDTH], "total_steps": 10}, str(tmp_path))
 
 
+@pytest.mark.usefixtures("checked_here")
 def test_a_training_step_brings_its_optimizers_and_measures_what_it_logs(
     jobs: TrainingJobs, store: ObjectStore
 ) -> None:
@@ -303,6 +320,7 @@ def test_code_that_answers_its_check_itself_gets_no_job_of_nonsense(
     assert refusal(jobs, spec)[0] == field
 
 
+@pytest.mark.usefixtures("checked_here")
 def test_a_job_does_not_go_on_where_no_code_of_callers_runs_any_more(jobs: TrainingJobs, store: ObjectStore) -> None:
     made = jobs.create("j", own(store, SPEC), "", "digest", validate_only=False)
     Jobs(store, TRAIN_KIND).transition(made.record.name, lambda job: replace(job, state=JobState.FAILED))

@@ -31,6 +31,7 @@ def sweeps_of(store: ObjectStore) -> Sweeps:
     return Sweeps(store, training, SweepDeletions(store, Deletions(store)))
 
 
+@pytest.mark.usefixtures("checked_here")
 def test_each_trial_trains_the_model_of_its_own_configuration(store: ObjectStore) -> None:
     sweeps = sweeps_of(store)
     base = own(store, replace(TABLE, epochs=1, global_batch_size=70))
