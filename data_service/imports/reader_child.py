@@ -422,11 +422,11 @@ OPEN_FILES = 256
 def main() -> None:
     """Serves the parent until it closes the socket. Arguments: the socket, the parent's id, and the limit in bytes."""
     descriptor, parent_id, memory_bytes = map(int, sys.argv[1:4])
-    die_with_parent()
+    has_network = not enter_namespaces(CLONE_NEWNET | CLONE_NEWIPC)
+    die_with_parent()  # behind the namespaces: a user namespace would undo it
     if os.getppid() != parent_id:
         return
     connection = socket.socket(fileno=descriptor)
-    has_network = not enter_namespaces(CLONE_NEWNET | CLONE_NEWIPC)
     # The limit is for what reading takes, so what the interpreter and the libraries have so far comes on top.
     data_bytes = memory_of("self", "VmData") + memory_bytes
     set_limits(
