@@ -41,12 +41,14 @@ def run(context: AttemptContext) -> dict[str, Any]:
 
 
 def prepare() -> None:
-    """Preloads the modules of imports, transforms and predictions in an idle process."""
+    """Preloads the modules of imports, transforms and predictions in an idle process, and starts its reader."""
     import data_service.imports.job
     import data_service.transforms.job
     import data_service.transforms.predict_job  # noqa: F401
+    from data_service.imports.reader import start_reader
     from shared import dataset_stream
 
+    start_reader()
     dataset_stream.prepare()
     # Arrow imports pandas only with its first array of Python values.
     pa.array([0])

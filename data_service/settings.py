@@ -32,6 +32,7 @@ def data_settings(environ: Mapping[str, str]) -> DataSettings:
     for root in roots:
         if not root.is_absolute() or ".." in root.parts:
             raise SettingsError(f"MILLRACE_IMPORT_ROOTS: {str(root)!r}: use absolute folders without '..'")
+    reader_limits(environ)  # read where files are, and refused here where they are wrong
     return DataSettings(
         service=service_settings(environ, DEFAULT_LISTEN),
         import_roots=roots,
@@ -49,3 +50,38 @@ def _interval(text: str) -> float:
     if not 1.0 <= seconds <= 86_400.0:
         raise SettingsError(f"MILLRACE_SWEEP_INTERVAL_S: {text!r}: use 1 to 86400 seconds")
     return seconds
+
+
+# --- Limits of the processes that read files ---
+
+READER_MEMORY, READER_TIMEOUT = "MILLRACE_READER_MEMORY_MIB", "MILLRACE_READER_TIMEOUT_S"
+
+
+@dataclass(frozen=True)
+class ReaderLimits:
+    """Limits of a process that reads files of others.
+
+    `memory_bytes` is what a call may take beyond the process's own program. `timeout_s` is the time within which it
+    must read, decode or ask for something; the time in which it waits for an answer does not count.
+    """
+
+    memory_bytes: int = 4 * 1024**3
+    timeout_s: float = 300.0
+
+
+def reader_limits(environ: Mapping[str, str]) -> ReaderLimits:
+    """Reads the limits; raises `SettingsError` naming the variable."""
+    usual = ReaderLimits()
+    memory_mib = _number(environ, READER_MEMORY, usual.memory_bytes >> 20, 256, 1024**2)
+    return ReaderLimits(int(memory_mib) << 20, _number(environ, READER_TIMEOUT, usual.timeout_s, 10, 86_400))
+
+
+def _number(environ: Mapping[str, str], name: str, default: float, least: int, most: int) -> float:
+    text = environ.get(name, "")
+    try:
+        number = float(text or default)
+    except ValueError:
+        number = -1.0
+    if not least <= number <= most:
+        raise SettingsError(f"{name}: {text!r}: use a number from {least} to {most}")
+    return number

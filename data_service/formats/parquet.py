@@ -5,6 +5,7 @@ Its footer and page headers are checked first, so that no page takes more memory
 
 from __future__ import annotations
 
+import io
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from itertools import pairwise
 from types import MappingProxyType
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -35,6 +36,10 @@ MAX_PAGE_BYTES = 256 * 1024 * 1024
 VALUE_BYTES = 8
 MAX_FOOTER_BYTES = 64 * 1024 * 1024
 MAX_FOOTER_LIST = 100_000
+# Of an object or upload: the bytes of one request, those that are kept in memory at once, and those of a usual footer.
+FETCH_BYTES = 16 * 1024 * 1024
+FETCHED_BYTES = 128 * 1024 * 1024
+TAIL_BYTES = 64 * 1024
 
 
 class ParquetRows:
@@ -91,6 +96,7 @@ class ParquetRows:
     def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
         with self._opened() as opened:
             footer = self._footer(opened)
+            _fetch_chunks(opened, footer)
             parquet = _parquet(opened, self._texts)
             if self._logical_schema(parquet.schema_arrow) != self.schema:
                 raise self._file.corrupt("it changed while it was read")
@@ -127,7 +133,7 @@ class ParquetRows:
     def _opened(self) -> Iterator[BinaryIO]:
         with closing(self._file.open()) as opened, blaming(self._file, "Parquet"):
             try:
-                yield opened
+                yield opened if is_local(opened) else cast(BinaryIO, FetchedRanges(opened))
             except (FooterError, PageError) as error:
                 raise self._file.corrupt(str(error)) from None
 
@@ -145,6 +151,8 @@ class ParquetRows:
         size_bytes = _size(opened)
         if size_bytes < 12:
             raise self._file.corrupt("it is not a whole Parquet file: it has no footer")
+        if isinstance(opened, FetchedRanges):
+            opened.fetch(max(size_bytes - TAIL_BYTES, 0), size_bytes)
         opened.seek(size_bytes - 8)
         footer_bytes, magic = struct.unpack("<I4s", opened.read(8))
         is_parquet = magic == b"PAR1"
@@ -200,6 +208,80 @@ class ParquetRows:
         # A file without rows has no entry in `page_bytes`.
         whole = [name for name in self._texts if name in in_deltas] + self._extended_texts
         return {name: page_bytes[name] for name in whole if name in page_bytes}, list_bytes
+
+
+def is_local(opened: BinaryIO) -> bool:
+    """Returns whether a read is no request: the file has a descriptor."""
+    return isinstance(opened, io.BufferedReader) and isinstance(opened.raw, io.FileIO)
+
+
+class FetchedRanges(io.RawIOBase):
+    """A file whose reads are requests, with ranges that are fetched ahead in large ones.
+
+    A read outside of the ranges, or beyond the end of one, goes to the file itself.
+    """
+
+    def __init__(self, opened: BinaryIO) -> None:
+        self._opened = opened
+        self._ranges: list[tuple[int, memoryview]] = []
+        self._position = 0
+        self._size_bytes: int | None = None
+
+    def fetch(self, begin: int, end: int) -> None:
+        """Fetches these bytes, unless a range has them."""
+        if self._range_of(begin, end - begin) is not None:
+            return
+        fetched = bytearray()
+        self._opened.seek(begin)
+        while begin + len(fetched) < end and (piece := self._opened.read(min(end - begin - len(fetched), FETCH_BYTES))):
+            fetched += piece
+        self._ranges.append((begin, memoryview(fetched)))
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        if whence == 2 and self._size_bytes is None:
+            self._size_bytes = _size(self._opened)
+        origin = (0, self._position, self._size_bytes or 0)[whence]
+        self._position = origin + offset
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        found = None if size < 0 else self._range_of(self._position, size)
+        if found is None:
+            self._opened.seek(self._position)
+            data = self._opened.read(size)
+        else:
+            begin, fetched = found
+            data = bytes(fetched[self._position - begin : self._position - begin + size])
+        self._position += len(data)
+        return data
+
+    def _range_of(self, begin: int, size: int) -> tuple[int, memoryview] | None:
+        """Returns the range that has all these bytes, up to the file's end."""
+        if self._size_bytes is not None:
+            size = min(size, max(self._size_bytes - begin, 0))
+        return next((one for one in self._ranges if one[0] <= begin and begin + size <= one[0] + len(one[1])), None)
+
+
+def _fetch_chunks(opened: BinaryIO, footer: Footer) -> None:
+    """Fetches the column chunks of all row groups at once, if they are within the budget.
+
+    Larger ones are streamed: each page is a request or more.
+    """
+    chunks = [column for group in footer.row_groups for column in group.columns if column.size_bytes > 0]
+    if not isinstance(opened, FetchedRanges) or not chunks:
+        return
+    begin, end = min(chunk.begin for chunk in chunks), max(chunk.begin + chunk.size_bytes for chunk in chunks)
+    if begin >= 0 and end <= _size(opened) and end - begin <= FETCHED_BYTES:
+        opened.fetch(begin, end)
 
 
 @dataclass(frozen=True)

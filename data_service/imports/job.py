@@ -22,8 +22,8 @@ from data_service.domain.checks_rows import CheckCounts, KeepFirst, Ordinals, Re
 from data_service.domain.import_spec import Base, ImportSpec
 from data_service.domain.splits import EmptySplit, LayoutError, Routing, SplitRange, lay_out, route
 from data_service.domain.statistics import SplitStatistics
-from data_service.formats import open_sources
 from data_service.imports.plan import BaseRows, CommonColumns, ImportPart, Placer, Tally, plan_parts
+from data_service.imports.reader import open_in_child, start_reader
 from data_service.imports.unique_keys import SpilledKeys
 from data_service.imports.work import (
     RESULTS,
@@ -71,6 +71,7 @@ class _Opened:
     """The open sources of an import, divided into parts."""
 
     def __init__(self, context: AttemptContext, spec: ImportSpec, run_parts: PartRunner) -> None:
+        start_reader()  # it starts while the base is loaded
         self.spec = spec
         self.base = _base(context.store, spec.base) if spec.base else None
         if spec.base:
@@ -86,12 +87,13 @@ class _Opened:
             on_wait=context.raise_if_stopped,
             on_read=context.raise_if_stopped,
         )
-        sources = open_sources(
+        sources = open_in_child(
             spec.sources,
             self.files,
             {column_type.column: column_type.arrow_type for column_type in spec.column_types},
             spec.partitioning,
             OrderedUnits(context, run_parts),
+            on_wait=context.raise_if_stopped,
         )
         columns = CommonColumns(kept, sources, nan_as_null=spec.nan_as_null)
         checks = parse_checks(spec.checks)

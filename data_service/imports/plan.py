@@ -34,6 +34,7 @@ from data_service.domain.splits import Routing
 from data_service.formats import OpenSource
 from data_service.formats.images import ClassNames
 from data_service.formats.interface import RowSource
+from data_service.imports.reader import ChildRows
 from data_service.storage.source_files import SourceFile
 from shared.dataset_version import DatasetVersion, RowGroup, RowGroups, VersionReader
 from shared.dataset_version.pages import Ints
@@ -542,6 +543,8 @@ class _Identity(pickle.Pickler):
             return tuple, (["file", *obj.identity],)
         if isinstance(obj, ClassNames):  # a set, and what was computed of it so far
             return tuple, (["classes", *obj.names],)
+        if isinstance(obj, ChildRows):
+            return tuple, (["rows", obj.identity],)
         if isinstance(obj, (FunctionType, pa.Schema, MappingProxyType)):
             return tuple, (["shared", _SHARED.digest_of(obj)],)
         if isinstance(obj, pa.Array):  # its buffers may have unused bits

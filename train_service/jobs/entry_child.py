@@ -7,14 +7,13 @@ It checks a module with its function or model, a script, or files of weights. `a
 There are two or three processes. The guard, which this file is started as, watches the user's process, in which the
 module is imported. If the kernel grants namespaces, a third process between them is the first process of the
 namespaces, whose end kills all other processes in them. The guard writes one JSON object, whose `problem` is empty or
-says what is wrong. The guard needs only the standard library. The user's process imports torch, too, for a model and
-for weights.
+says what is wrong. The guard needs only the standard library and `shared.process_limits`. The user's process imports
+torch, too, for a model and for weights.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import inspect
 import json
@@ -27,9 +26,9 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 1 << 17, 1 << 27, 1 << 28, 1 << 29, 1 << 30
+CLONE_NEWNS, CLONE_NEWPID = 1 << 17, 1 << 29
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 2, 4, 8, 1 << 14, 1 << 18
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.05
 # The most idle time that one poll adds. A guard that was not run for longer than this says nothing about the module.
 MAX_IDLE_STEP_S = 1.0
@@ -46,6 +45,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 def main() -> None:
     question = json.load(sys.stdin)
+    sys.path[:] = question["path"]
     # Orphaned processes of the user's code become children of the guard, so it can kill them.
     _libc().prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     isolated = question["namespaces"] and _enter_namespaces()
@@ -65,7 +65,9 @@ def main() -> None:
 
 def _begin(question: dict[str, Any], writing: int, isolated: bool) -> NoReturn:
     """Run the user's process. With namespaces, this is their first process, and the user's process is its child."""
-    _libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    from shared.process_limits import die_with_parent
+
+    die_with_parent()
     if isolated:
         _mount_own_proc()
         pid = os.fork()
@@ -355,6 +357,8 @@ def _end_all(pid: int) -> None:
 
 
 def _limit(limits: dict[str, Any]) -> None:
+    from shared.process_limits import set_limits
+
     cpu_s = int(limits["cpu_s"]) + 1
     bounds = [
         (resource.RLIMIT_CPU, cpu_s),
@@ -365,10 +369,7 @@ def _limit(limits: dict[str, Any]) -> None:
     ]
     if os.getuid() != 0:  # root has no such limit
         bounds.append((resource.RLIMIT_NPROC, _threads_of_user() + MORE_PROCESSES))
-    for kind, value in bounds:
-        _, hard = resource.getrlimit(kind)
-        most = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(kind, (most, most))
+    set_limits(bounds)
 
 
 def _threads_of_user() -> int:
@@ -394,22 +395,13 @@ def _detach(keep: int) -> None:
 
 
 def _enter_namespaces() -> bool:
-    """Enter new namespaces if the kernel grants them.
+    """Enter new namespaces if the kernel grants them, and return whether it did.
 
-    They separate processes, network and IPC. Returns whether the kernel granted them.
-
-    The kernel grants them to root with CAP_SYS_ADMIN, and to other users if it allows user namespaces.
+    They separate processes, network and IPC.
     """
-    kinds = CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC
-    libc = _libc()
-    if libc.unshare(kinds) == 0:
-        return True
-    user, group = os.getuid(), os.getgid()
-    if user == 0 or libc.unshare(kinds | CLONE_NEWUSER) != 0:
-        return False
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
-        Path("/proc/self", name).write_text(text)
-    return True
+    from shared.process_limits import CLONE_NEWIPC, CLONE_NEWNET, enter_namespaces
+
+    return enter_namespaces(CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC)
 
 
 def _mount_own_proc() -> None:
@@ -424,7 +416,9 @@ def _mount_own_proc() -> None:
 
 
 def _libc() -> Any:
-    return ctypes.CDLL(None, use_errno=True)
+    from shared.process_limits import libc
+
+    return libc()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import base64
+import io
 import struct
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -365,3 +367,44 @@ def test_a_file_of_no_rows_has_no_rows(tmp_path: Path, groups: int) -> None:
         for _ in range(groups):
             writer.write_table(schema.empty_table())
     assert table_of(ParquetRows(found_file(tmp_path / "t.parquet"))).num_rows == 0
+
+
+class _Requests(io.BytesIO):
+    """An object's bytes; notes each read."""
+
+    def __init__(self, data: bytes, noted: list[int]) -> None:
+        super().__init__(data)
+        self._noted = noted
+
+    def read(self, size: int | None = -1) -> bytes:
+        data = super().read(size)
+        self._noted.append(len(data))
+        return data
+
+
+def test_column_chunks_of_an_object_are_fetched_at_once(tmp_path: Path) -> None:
+    table = pa.table({f"c{column}": np.arange(20_000) * column for column in range(50)})
+    path = tmp_path / "wide.parquet"
+    pq.write_table(table, path, row_group_size=5_000, data_page_size=1_000)
+    noted: list[int] = []
+    data = path.read_bytes()
+    file = replace(found_file(path), open=lambda: _Requests(data, noted))
+    rows = ParquetRows(file)
+    assert noted.pop() <= parquet.TAIL_BYTES
+    assert not noted
+    assert table_of(rows) == table
+    # The footer with what is before it, and the chunks.
+    assert len(noted) == 2
+    assert sum(noted) <= len(data) + parquet.TAIL_BYTES
+
+
+def test_column_chunks_beyond_the_budget_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet, "FETCHED_BYTES", 10_000)
+    table = pa.table({"n": np.random.default_rng(0).integers(0, 2**62, 400_000)})
+    path = tmp_path / "long.parquet"
+    pq.write_table(table, path, use_dictionary=False)
+    noted: list[int] = []
+    data = path.read_bytes()
+    rows = ParquetRows(replace(found_file(path), open=lambda: _Requests(data, noted)))
+    assert table_of(rows) == table
+    assert max(noted) < len(data) // 2

@@ -566,7 +566,7 @@ def test_columns_that_tasks_infer_make_the_version_that_one_process_makes(
     expected, runner = run(store, tmp_path, "v1", spec, Parts()), Parts()
     monkeypatch.setattr(text_scans, "LARGE_BYTES", 0)
     job = run(store, tmp_path, "v2", spec, runner)
-    assert [name for name, _ in runner.passes] == ["_Cut", "_Scan", "WritePart"]
+    assert [name for name, _ in runner.passes] == ["ScanInChild", "ScanInChild", "WritePart"]
     assert len(runner.passes[1][1]) > 6
     assert job.result is not None
     assert expected.result is not None
