@@ -34,9 +34,7 @@ TorchTrainer(loop, train_loop_config=config, scaling_config=ScalingConfig(num_wo
 """
 
 
-# In `make test` the bundle of test_programs.py requires such a package.
-@pytest.mark.long
-@pytest.mark.parametrize("entry", ["train:loop", "script.py"])
+@pytest.mark.parametrize("entry", ["train:loop", pytest.param("script.py", marks=pytest.mark.long)])
 def test_a_program_trains_with_a_package_that_only_its_bundle_brings(
     file_stack: TrainStack, environments: dict[str, str], tmp_path: Path, entry: str
 ) -> None:
