@@ -154,17 +154,20 @@ async def _arriving(load: float, spread: float, seed: int, seconds: float, outco
     unread_s, answers_s = rng.exponential(UNREAD_S, requests), ANSWER_S + rng.exponential(ANSWER_S, requests)
     loop, row = asyncio.get_running_loop(), np.zeros((1, 1), np.uint8)
 
+    def refuse(arrived_s: float) -> None:
+        outcome.counts["refused"] += 1
+        outcome.refusals_s.append(loop.time() - arrived_s)
+
     async def ask(arrived_s: float, answer_s: float) -> None:
         deadline_s = arrived_s + DEADLINE_S
         try:
             async with asyncio.timeout_at(deadline_s):
-                await batcher.submit(Rows("raw", {"x": row}), deadline_s - loop.time())
+                await batcher.submit(Rows("raw", {"x": row}), deadline_s - loop.time(), admitted=True)
             outcome.counts["answered" if loop.time() + answer_s <= deadline_s else "late"] += 1
         except TimeoutError:
             outcome.counts["late"] += 1
         except MillraceError:
-            outcome.counts["refused"] += 1
-            outcome.refusals_s.append(loop.time() - arrived_s)
+            refuse(arrived_s)
 
     # In the order in which the frontend reads them. Each takes one timer of the loop, which sets that of the next.
     read_s = arrivals_s + unread_s
@@ -180,7 +183,13 @@ async def _arriving(load: float, spread: float, seed: int, seconds: float, outco
             all_read.set()
 
         def read_one(arrived_s: float, answer_s: float) -> None:
-            asking.create_task(ask(arrived_s, answer_s))
+            try:
+                # As the frontend does, before it decodes any tensor: most refusals need no task.
+                batcher.admit(1, "raw", arrived_s + DEADLINE_S - loop.time())
+            except MillraceError:
+                refuse(arrived_s)
+            else:
+                asking.create_task(ask(arrived_s, answer_s))
             read_next()
 
         read_next()
