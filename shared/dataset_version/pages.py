@@ -101,13 +101,13 @@ class RowGroups(Sequence[RowGroup]):
         return parts[0] if len(parts) == 1 else cls.gathered(parts, sum(map(len, parts)))
 
     @classmethod
-    def gathered(cls, parts: Iterable[RowGroups], most_groups: int) -> RowGroups:
-        """Return the groups of all parts, which follow each other and have no more groups than `most_groups`.
+    def gathered(cls, parts: Iterable[RowGroups], max_groups: int) -> RowGroups:
+        """Return the groups of all parts, which follow each other and have no more groups than `max_groups`.
 
         Each part is copied as it comes: the parts of a version with 10^8 groups would take twice the memory.
         """
         # Memory that no group is written to is never touched.
-        row_counts = np.empty(most_groups, np.int64)
+        row_counts = np.empty(max_groups, np.int64)
         indices, starts, first_row_ids = [NO_INTS], [NO_INTS], [NO_INTS]
         count = 0
         for part in parts:
@@ -120,7 +120,7 @@ class RowGroups(Sequence[RowGroup]):
         # Of a file whose groups are in two parts, the first entry counts for both.
         is_first = np.diff(file_indices, prepend=-1) != 0
         return cls(
-            row_counts[:count] if 2 * count >= most_groups else row_counts[:count].copy(),
+            row_counts[:count] if 2 * count >= max_groups else row_counts[:count].copy(),
             file_indices[is_first],
             np.concatenate(starts)[is_first],
             np.concatenate(first_row_ids)[is_first],
