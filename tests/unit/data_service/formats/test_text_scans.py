@@ -22,7 +22,7 @@ from data_service.formats.text_scans import R, ScanUnit
 from data_service.imports.work import OrderedUnits
 from data_service.parallel import Results
 from data_service.storage.source_files import SourceFiles
-from data_service.uploads import upload
+from data_service.uploads.chunks import BlocksAhead
 from shared.errors import DataLoss, InvalidArgument, MillraceError, Unavailable
 from shared.storage import ObjectStore
 from tests.support.import_sources import source_of
@@ -284,13 +284,13 @@ def test_one_pass_over_an_upload_verifies_it_and_finds_its_cuts(
 ) -> None:
     name = committed(uploads_of(store), UPLOADED["csv"], chunk_bytes=100)
     read: list[int] = []
-    read_block = upload.BlocksAhead.read
+    read_block = BlocksAhead.read
 
-    def noted(self: upload.BlocksAhead, blocks: Sequence[Any], index: int) -> Any:
+    def noted(self: BlocksAhead, blocks: Sequence[Any], index: int) -> Any:
         read.append(index)
         return read_block(self, blocks, index)
 
-    monkeypatch.setattr(upload.BlocksAhead, "read", noted)
+    monkeypatch.setattr(BlocksAhead, "read", noted)
 
     def no_tasks(work: object, units: object) -> Iterator[Any]:
         raise Unavailable(f"nothing does {work} on {units}")
