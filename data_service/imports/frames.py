@@ -1,14 +1,15 @@
-"""The frames between a reader process and its parent: a JSON object, bytes, and at most one open descriptor."""
+"""The frames between a reader process and its parent: a JSON object, bytes, and open descriptors."""
 
 from __future__ import annotations
 
 import json
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 _PREFIX = struct.Struct("<IQ")
+MAX_DESCRIPTORS = 32
 MAX_HEADER_BYTES = 256 * 1024 * 1024
 
 
@@ -16,12 +17,12 @@ class FrameError(ValueError):
     """The bytes are no frame, or one beyond the limits."""
 
 
-def send_frame(to: socket.socket, header: dict[str, Any], payload: Any = b"", descriptor: int | None = None) -> None:
-    """Sends a frame: a JSON object, and bytes. A descriptor is sent along with its first byte."""
+def send_frame(to: socket.socket, header: dict[str, Any], payload: Any = b"", descriptors: Sequence[int] = ()) -> None:
+    """Sends a frame: a JSON object, and bytes. Descriptors are sent along with its first byte."""
     encoded = json.dumps(header).encode()
     view = memoryview(payload).cast("B")
     start = _PREFIX.pack(len(encoded), len(view)) + encoded
-    sent = 0 if descriptor is None else socket.send_fds(to, [start], [descriptor])
+    sent = socket.send_fds(to, [start], descriptors) if descriptors else 0
     to.sendall(start[sent:])
     if len(view):
         to.sendall(view)

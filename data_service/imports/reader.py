@@ -35,7 +35,7 @@ import pyarrow as pa
 from data_service.domain.import_spec import Source
 from data_service.formats import BadRowSink, OpenSource, RowSource, interface, text_scans
 from data_service.formats.text_scans import UnitRunner
-from data_service.imports.frames import FrameError, FrameReader, send_frame
+from data_service.imports.frames import MAX_DESCRIPTORS, FrameError, FrameReader, send_frame
 from data_service.settings import READER_MEMORY, READER_TIMEOUT, ReaderLimits, reader_limits
 from data_service.storage.source_files import SourceFile, SourceFiles
 from shared.errors import InvalidArgument, MillraceError, Unavailable, error_from_record
@@ -165,6 +165,8 @@ _SIZES = (
     (interface, ("CHUNK_BYTES", "MAX_CHUNK_ROWS", "PART_BYTES", "MAX_DECODED_BYTES", "BLOCK_BYTES", "MAX_LINE_BYTES")),
     (text_scans, ("LARGE_BYTES",)),
 )
+# Local files up to this size are opened ahead.
+SMALL_FILE_BYTES = 1024 * 1024
 # Files are described to the child some at a time.
 FILES_OF_PAGE = 10_000
 
@@ -354,10 +356,12 @@ class ReaderProcess:
             except FrameError as error:
                 raise self._refused(f"its bytes spoilt the process that read it: {error}") from None
             if "ask" in header:
-                reply, data, descriptor = call.answer(header)
-                self._send(reply, data, descriptor)
-                if descriptor is not None:
-                    os.close(descriptor)
+                reply, data, opened = call.answer(header)
+                try:
+                    self._send(reply, data, [file.fileno() for file in opened])
+                finally:
+                    for file in opened:
+                        file.close()
             elif "units" in header:
                 call.add_units(header, payload)
             elif "close" in header:
@@ -381,10 +385,10 @@ class ReaderProcess:
 
     # The socket
 
-    def _send(self, header: dict[str, Any], payload: Any = b"", descriptor: int | None = None) -> None:
+    def _send(self, header: dict[str, Any], payload: Any = b"", descriptors: Sequence[int] = ()) -> None:
         self._connection.settimeout(self.limits.timeout_s)
         try:
-            send_frame(self._connection, header, payload, descriptor)
+            send_frame(self._connection, header, payload, descriptors)
         except TimeoutError:
             raise self._no_progress() from None
         except OSError:
@@ -429,8 +433,8 @@ class ReaderProcess:
         if not self._is_ready:
             return _not_started(f"within {self.limits.timeout_s:g} s")
         return self._refused(
-            f"for {self.limits.timeout_s:g} s nothing of it could be read; write smaller row groups, record batches or "
-            f"rows, or raise {READER_TIMEOUT} where Ray runs"
+            f"for {self.limits.timeout_s:g} s nothing was read from the file; write smaller row groups, record batches "
+            f"or rows, or raise {READER_TIMEOUT} where Ray runs"
         )
 
     def _death(self) -> MillraceError:
@@ -491,8 +495,16 @@ def _described(file: SourceFile) -> tuple[Any, ...]:
     return file.field, file.uri, file.size_bytes, file.relative, file.upload_uid, file.modified_ns
 
 
+def _is_local(opened: BinaryIO) -> bool:
+    return isinstance(opened, io.BufferedReader) and isinstance(opened.raw, io.FileIO)
+
+
 def _nothing() -> None:
     """Does nothing: the callback of a call that is never interrupted."""
+
+
+# A header, bytes, and local files that the child gets.
+Answer = tuple[dict[str, Any], Any, list[BinaryIO]]
 
 
 @dataclass
@@ -521,6 +533,8 @@ class _Call:
         self._numbers: list[list[int]] = []
         self._results: Iterator[tuple[bytes, list[int]]] = iter(())
         self._next_result = self._next_opened = 0
+        # Of the last file that was opened, for the child or ahead.
+        self._last_number = -1
         self._error: MillraceError | None = None
 
     def file_facts(self) -> tuple[str, str]:
@@ -533,15 +547,15 @@ class _Call:
             return self._error
         return error_from_record(record)
 
-    def answer(self, header: dict[str, Any]) -> tuple[dict[str, Any], Any, int | None]:
-        """Returns (header, bytes, descriptor) for what the child asks; errors that its reader handles are sent, too."""
+    def answer(self, header: dict[str, Any]) -> Answer:
+        """Returns (header, bytes, open files) for what the child asks; errors that its reader handles are sent, too."""
         try:
             return getattr(self, f"_answer_{header.pop('ask')}")(**header)  # type: ignore[no-any-return]
         except MillraceError as error:
             self._error = error
-            return {"error": error.as_record()}, b"", None
+            return {"error": error.as_record()}, b"", []
         except (OSError, pa.ArrowException) as error:
-            return {"os_error": [getattr(error, "errno", None), str(error)]}, b"", None
+            return {"os_error": [getattr(error, "errno", None), str(error)]}, b"", []
 
     def close_file(self, opened: object) -> None:
         if isinstance(opened, int) and (file := self._opened.pop(opened, None)) is not None:
@@ -554,57 +568,75 @@ class _Call:
 
     # What the child asks for
 
-    def _answer_find(self, field: str, uri: str) -> tuple[dict[str, Any], bytes, None]:
+    def _answer_find(self, field: str, uri: str) -> Answer:
         assert self.found_by is not None
         return self._found([self.found_by.find(field, uri)])
 
-    def _answer_find_all(self, field: str, uri: str, most: int | None) -> tuple[dict[str, Any], bytes, None]:
+    def _answer_find_all(self, field: str, uri: str, most: int | None) -> Answer:
         assert self.found_by is not None
         limits = {} if most is None else {"most": most}
         return self._found(self.found_by.find_all(field, uri, **limits))
 
-    def _found(self, files: Sequence[SourceFile]) -> tuple[dict[str, Any], bytes, None]:
+    def _found(self, files: Sequence[SourceFile]) -> Answer:
         self._file = files[0]
         described = [(len(self.files) + place, _described(file)) for place, file in enumerate(files)]
         self.files += files
         pages = [described[begin : begin + FILES_OF_PAGE] for begin in range(0, len(described), FILES_OF_PAGE)]
         self._pages = [pickle.dumps(page) for page in reversed(pages)]
-        return {"pages": len(pages)}, self._pages.pop(), None
+        return {"pages": len(pages)}, self._pages.pop(), []
 
-    def _answer_more_files(self) -> tuple[dict[str, Any], bytes, None]:
-        return {}, self._pages.pop(), None
+    def _answer_more_files(self) -> Answer:
+        return {}, self._pages.pop(), []
 
-    def _answer_open(self, file: int) -> tuple[dict[str, Any], bytes, int | None]:
+    def _answer_open(self, file: int) -> Answer:
         self._file = self.files[file]
         opened = self._file.open()
-        if isinstance(opened, io.BufferedReader) and isinstance(opened.raw, io.FileIO):
-            with opened:
-                return {"local": True}, b"", os.dup(opened.fileno())
+        if _is_local(opened):
+            ahead = self._opened_ahead(file) if file == self._last_number + 1 else []
+            self._last_number = file + len(ahead)
+            numbers = list(range(file, file + 1 + len(ahead)))
+            return {"local": True, "files": numbers}, b"", [opened, *ahead]
         self._next_opened += 1
         self._opened[self._next_opened] = opened
         self._positions[self._next_opened] = 0
         self._file_of[self._next_opened] = self._file
-        return {"local": False, "opened": self._next_opened}, b"", None
+        return {"local": False, "opened": self._next_opened}, b"", []
 
-    def _answer_read(self, opened: int, position: int, size: int) -> tuple[dict[str, Any], bytes, None]:
+    def _opened_ahead(self, number: int) -> list[BinaryIO]:
+        """Opens the small local files that follow, as those of a folder of images are read, each after the last."""
+        found: list[BinaryIO] = []
+        for file in self.files[number + 1 : number + MAX_DESCRIPTORS]:
+            if file.is_upload or not 0 < (file.size_bytes or 0) <= SMALL_FILE_BYTES:
+                break
+            try:
+                opened = file.open()
+            except MillraceError:
+                break  # it is raised where the file's turn comes
+            if not _is_local(opened):
+                opened.close()
+                break
+            found.append(opened)
+        return found
+
+    def _answer_read(self, opened: int, position: int, size: int) -> Answer:
         self._file = self._file_of[opened]
         stream = self._opened[opened]
         if self._positions[opened] != position:
             stream.seek(position)
         data = stream.read(size)
         self._positions[opened] = position + len(data)
-        return {}, data, None
+        return {}, data, []
 
-    def _answer_size(self, opened: int) -> tuple[dict[str, Any], bytes, None]:
+    def _answer_size(self, opened: int) -> Answer:
         stream = self._opened[opened]
         stream.seek(0, 2)
         self._positions[opened] = stream.tell()
-        return {"size": self._positions[opened]}, b"", None
+        return {"size": self._positions[opened]}, b"", []
 
-    def _answer_wait_until_whole(self, file: int) -> tuple[dict[str, Any], bytes, None]:
+    def _answer_wait_until_whole(self, file: int) -> Answer:
         self._file = self.files[file]
         self._file.wait_until_whole()
-        return {}, b"", None
+        return {}, b"", []
 
     def add_units(self, header: dict[str, Any], payload: pa.Buffer) -> None:
         numbers = [int(number) for number in header["files"]]
@@ -613,29 +645,29 @@ class _Call:
             self._units.append(ChildUnit(group, place, int(one["number"]), str(one["where"]), int(one["row_count"])))
             self._numbers.append(numbers)
 
-    def _answer_run_units(self, name: str) -> tuple[dict[str, Any], bytes, None]:
+    def _answer_run_units(self, name: str) -> Answer:
         assert self.run_units is not None
         work: Any = ScanInChild(name)
         units: Any = self._units
         self._results = self.run_units(work, units)
         self._next_result = 0
-        return {}, b"", None
+        return {}, b"", []
 
-    def _answer_next_found(self) -> tuple[dict[str, Any], bytes, None]:
+    def _answer_next_found(self) -> Answer:
         found = next(self._results, None)
         if found is None:
-            return {}, b"", None
+            return {}, b"", []
         data, places = found
         numbers = self._numbers[self._next_result]
         self._next_result += 1
-        return {"files": [numbers[place] for place in places]}, data, None
+        return {"files": [numbers[place] for place in places]}, data, []
 
-    def _answer_close_units(self) -> tuple[dict[str, Any], bytes, None]:
+    def _answer_close_units(self) -> Answer:
         results, self._results = self._results, iter(())
         if hasattr(results, "close"):
             results.close()
         self._units, self._numbers = [], []
-        return {}, b"", None
+        return {}, b"", []
 
 
 # --- The children of this process ---

@@ -38,7 +38,7 @@ import pyarrow as pa
 
 from data_service.formats import RowSource, interface, open_sources, text_scans
 from data_service.formats.text_scans import ScanUnit
-from data_service.imports.frames import FrameReader, send_frame
+from data_service.imports.frames import MAX_DESCRIPTORS, FrameReader, send_frame
 from data_service.storage.source_files import SourceFile
 from shared.errors import MillraceError, error_from_record
 from shared.process_limits import CLONE_NEWIPC, CLONE_NEWNET, die_with_parent, enter_namespaces, memory_of, set_limits
@@ -57,6 +57,8 @@ class Parent:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._descriptors: list[int] = []
+        # Those of files that are not open yet, by the files' numbers.
+        self._ahead: dict[int, int] = {}
         self._frames = FrameReader(self._receive_into, bytearray, sys.maxsize)
         self._spoke_at = 0.0
         self._stopped = self._had_a_call = False
@@ -66,6 +68,7 @@ class Parent:
     def next_call(self) -> tuple[dict[str, Any], bytearray]:
         """Waits for the next call. Ends the process once the parent has closed its end, or needs no call for long."""
         # Before its first call the process waits as long as its parent does.
+        self._forget_descriptors()
         wait_s = IDLE_END_S if self._had_a_call else None
         self._had_a_call = True
         while True:
@@ -108,14 +111,25 @@ class Parent:
 
     def open(self, number: int) -> Any:
         """Opens a file: a local one by its descriptor, others by their bytes on request."""
+        if (descriptor := self._ahead.pop(number, None)) is not None:
+            return os.fdopen(descriptor, "rb")
         answer, _ = self.ask("open", file=number)
         if answer["local"]:
-            return os.fdopen(self._descriptors.pop(), "rb")
+            # The files that will probably follow come along.
+            self._forget_descriptors()
+            self._ahead = dict(zip(answer["files"], self._descriptors, strict=True))
+            self._descriptors = []
+            return os.fdopen(self._ahead.pop(number), "rb")
         return _RemoteFile(self, int(answer["opened"]))
+
+    def _forget_descriptors(self) -> None:
+        for descriptor in self._ahead.values():
+            os.close(descriptor)
+        self._ahead = {}
 
     def _receive_into(self, view: memoryview) -> None:
         while len(view):
-            data, descriptors, _, _ = socket.recv_fds(self._connection, min(len(view), 1 << 20), 4)
+            data, descriptors, _, _ = socket.recv_fds(self._connection, min(len(view), 1 << 20), MAX_DESCRIPTORS)
             if not data:
                 os._exit(0)  # the parent is gone, or needs this process no more
             self._descriptors += descriptors

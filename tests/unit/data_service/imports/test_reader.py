@@ -156,6 +156,22 @@ def test_a_child_reads_a_pair_of_idx_files(tmp_path: Path) -> None:
     assert outcome(open_in_child, source, files, {}) == outcome(open_sources, source, files, {})
 
 
+def test_files_that_are_opened_ahead_fail_where_their_turn_comes(tmp_path: Path) -> None:
+    for number in range(40):  # more than are opened at once
+        (tmp_path / "ants").mkdir(exist_ok=True)
+        (tmp_path / "ants" / f"{number:02}.png").write_bytes(encoded(colour=number))
+    files = SourceFiles([PurePosixPath(tmp_path)], None)
+    source = source_of(f"{tmp_path.as_uri()}/", "image_folder")
+    rows = [open_them([source], files, {})[0].rows for open_them in (open_in_child, open_sources)]
+    there, here = (pa.concat_tables(one.tables(Quarantine())) for one in rows)
+    assert there == here
+    (tmp_path / "ants" / "02.png").write_bytes(b"no image")
+    (tmp_path / "ants" / "35.png").write_bytes(encoded(size=(9, 9)))
+    for one in rows:
+        with pytest.raises(InvalidArgument, match=r"02\.png cannot be imported: it changed while it was read"):
+            list(one.tables(Quarantine()))
+
+
 def large_rows(folder: Path, rows: int = 400_000) -> ChildRows:
     """Tables that together exceed what a socket holds."""
     pq.write_table(pa.table({"n": np.random.default_rng(0).integers(0, 2**62, rows)}), folder / "large.parquet")
@@ -218,7 +234,9 @@ def test_a_child_that_makes_no_progress_is_ended(tmp_path: Path, monkeypatch: py
         stop_process(reader.pid)
         monkeypatch.setattr(reader, "limits", ReaderLimits(timeout_s=0.3))
     monkeypatch.setattr(reader_module, "reader_limits", lambda _: ReaderLimits(timeout_s=0.3))
-    with pytest.raises(InvalidArgument, match=r"large.parquet .* for 0.3 s nothing .* MILLRACE_READER_TIMEOUT_S"):
+    with pytest.raises(
+        InvalidArgument, match=r"large.parquet .* for 0.3 s nothing was read .* MILLRACE_READER_TIMEOUT_S"
+    ):
         list(rows.tables(Quarantine()))
     assert not Path(f"/proc/{reader.pid}").exists()
 
@@ -245,7 +263,7 @@ def test_the_error_of_a_child_that_a_signal_ends_names_the_file(
     assert sum(table.num_rows for table in rows.tables(Quarantine())) == 400_000
 
 
-def test_whoever_needs_no_more_tables_leaves_the_child_to_the_next_call(tmp_path: Path) -> None:
+def test_a_child_that_is_asked_for_no_more_tables_takes_the_next_call(tmp_path: Path) -> None:
     rows = large_rows(tmp_path)
     with leased_reader() as reader:
         pid = reader.pid
