@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from functools import reduce
+from functools import cache, reduce
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -120,8 +120,6 @@ class Filter(Step):
 # An array, or one value for all rows.
 Datum = Any
 
-_BELOW, _SAME, _ABOVE, _NEITHER = (pa.scalar(one) for one in (-1.0, 0.0, 1.0, math.nan))
-_NULL = pa.scalar(None, pa.float64())
 _EXACT_IN_DOUBLE = 2**53
 _RANGES = {pa.int64(): (-(2.0**63), 2.0**63), pa.uint64(): (0.0, 2.0**64)}
 
@@ -134,7 +132,17 @@ def comparable(left: Datum, right: Datum) -> tuple[Datum, Datum]:
     if _is_small(left) or _is_small(right):
         # The other is exact as a double, or is rounded to a value that still lies beyond all small ones.
         return pc.cast(left, pa.float64(), safe=False), pc.cast(right, pa.float64(), safe=False)
-    return _order(left, right), _SAME
+    return _order(left, right), pa.scalar(0.0)
+
+
+@cache
+def _orders() -> tuple[Datum, ...]:
+    """Return what `_order` gives: below, at, above, NaN and null.
+
+    They are made at the first call. With its first value pyarrow imports pandas, which takes a fifth as long as all
+    that a training worker imports.
+    """
+    return (*(pa.scalar(one) for one in (-1.0, 0.0, 1.0, math.nan)), pa.scalar(None, pa.float64()))
 
 
 def _is_small(number: Datum) -> bool:
@@ -152,23 +160,25 @@ def _order(left: Datum, right: Datum) -> Datum:
 
 def _with_floats(integers: Datum, floats: Datum) -> Datum:
     """Compare by the floats' whole parts as integers, if the integers' type holds them."""
+    below, same, above, neither, null = _orders()
     low, high = _RANGES[integers.type]
     floor = pc.floor(floats)
     inside = pc.and_(pc.greater_equal(floor, low), pc.less(floor, high))
     whole = pc.cast(
-        pc.if_else(inside, floor, _SAME), integers.type, safe=False
+        pc.if_else(inside, floor, same), integers.type, safe=False
     )  # a safe cast would refuse all values from 2**53 on
-    at_whole = pc.if_else(pc.equal(floats, floor), _SAME, _BELOW)
-    near = pc.if_else(pc.less(integers, whole), _BELOW, pc.if_else(pc.greater(integers, whole), _ABOVE, at_whole))
-    far = pc.if_else(pc.is_nan(floats), _NEITHER, pc.if_else(pc.less(floats, low), _ABOVE, _BELOW))
-    return pc.if_else(pc.is_valid(integers), pc.if_else(inside, near, far), _NULL)
+    at_whole = pc.if_else(pc.equal(floats, floor), same, below)
+    near = pc.if_else(pc.less(integers, whole), below, pc.if_else(pc.greater(integers, whole), above, at_whole))
+    far = pc.if_else(pc.is_nan(floats), neither, pc.if_else(pc.less(floats, low), above, below))
+    return pc.if_else(pc.is_valid(integers), pc.if_else(inside, near, far), null)
 
 
 def _with_signed(unsigned: Datum, signed: Datum) -> Datum:
+    below, same, above, _, null = _orders()
     negative = pc.less(signed, 0)
     there = pc.cast(pc.if_else(negative, pa.scalar(0), signed), pa.uint64())
-    order = pc.if_else(pc.less(unsigned, there), _BELOW, pc.if_else(pc.greater(unsigned, there), _ABOVE, _SAME))
-    return pc.if_else(pc.is_valid(unsigned), pc.if_else(negative, _ABOVE, order), _NULL)
+    order = pc.if_else(pc.less(unsigned, there), below, pc.if_else(pc.greater(unsigned, there), above, same))
+    return pc.if_else(pc.is_valid(unsigned), pc.if_else(negative, above, order), null)
 
 
 # --- Values ---

@@ -133,7 +133,7 @@ def test_a_checkpoints_config_builds_the_very_same_pipeline(values: list[tuple[f
 
 
 def test_light_processes_may_import_transforms() -> None:
-    heavy = "sorted({'torch', 'torchvision', 'ray', 'scipy', 'matplotlib'} & set(sys.modules))"
+    heavy = "sorted({'torch', 'torchvision', 'ray', 'scipy', 'matplotlib', 'pandas'} & set(sys.modules))"
     command = [sys.executable, "-c", f"import sys, shared.transforms; print({heavy})"]
 
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "[]"
