@@ -156,7 +156,7 @@ def stand_still(environment: dict[str, str], arguments: list[str]) -> None:
         committed.append(entry)
         commit(registry, entry)
 
-    CheckpointRegistry.commit = commit_two  # type: ignore[method-assign]
+    CheckpointRegistry.commit = commit_two  # type: ignore[method-assign,assignment]
     run_command(environment, arguments)
 
 
