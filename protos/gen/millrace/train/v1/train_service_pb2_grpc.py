@@ -34,8 +34,8 @@ class TrainServiceStub:
     """Runs distributed, fault-tolerant training jobs.
 
     Every RPC can also fail with INTERNAL (a fault of the service; quote the correlation id), UNAVAILABLE (the object
-    store does not answer; try again), DEADLINE_EXCEEDED and RESOURCE_EXHAUSTED (too many calls at once, or a message
-    over the limit).
+    store does not answer, or the machine is too busy to check the caller's code or files in time; try again),
+    DEADLINE_EXCEEDED and RESOURCE_EXHAUSTED (too many calls at once, or a message over the limit).
     """
 
     def __init__(self, channel):
@@ -180,8 +180,8 @@ class TrainServiceServicer:
     """Runs distributed, fault-tolerant training jobs.
 
     Every RPC can also fail with INTERNAL (a fault of the service; quote the correlation id), UNAVAILABLE (the object
-    store does not answer; try again), DEADLINE_EXCEEDED and RESOURCE_EXHAUSTED (too many calls at once, or a message
-    over the limit).
+    store does not answer, or the machine is too busy to check the caller's code or files in time; try again),
+    DEADLINE_EXCEEDED and RESOURCE_EXHAUSTED (too many calls at once, or a message over the limit).
     """
 
     def CreateTrainingJob(self, request, context):
@@ -602,8 +602,8 @@ class TrainService:
     """Runs distributed, fault-tolerant training jobs.
 
     Every RPC can also fail with INTERNAL (a fault of the service; quote the correlation id), UNAVAILABLE (the object
-    store does not answer; try again), DEADLINE_EXCEEDED and RESOURCE_EXHAUSTED (too many calls at once, or a message
-    over the limit).
+    store does not answer, or the machine is too busy to check the caller's code or files in time; try again),
+    DEADLINE_EXCEEDED and RESOURCE_EXHAUSTED (too many calls at once, or a message over the limit).
     """
 
     @staticmethod
