@@ -16,8 +16,7 @@ from data_service.deletion import Deletions, Sweeper
 from data_service.servicer import DataServicer, VersionOperations
 from data_service.settings import DataSettings, data_settings
 from data_service.uploads.uploads import Uploads
-from data_service.version_index import open_version_index
-from data_service.version_jobs import VersionJobs
+from data_service.version_jobs import VersionJobs, open_version_index
 from millrace.data.v1 import data_service_pb2, data_service_pb2_grpc
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import MillraceError

@@ -23,8 +23,8 @@ import pyarrow as pa
 import ray
 from ray import ObjectRef, cloudpickle
 
-from data_service.attempt import FULL, KeptPass, KeptWork, kept_results
 from data_service.domain.transform_spec import PredictSpec, Workers
+from data_service.version_attempt import FULL, KeptPass, KeptWork, kept_results
 from shared.errors import (
     STORE_OUTAGES,
     FailedPrecondition,

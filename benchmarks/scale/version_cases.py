@@ -16,7 +16,7 @@ from benchmarks.scale.simulated_store import SimulatedStore
 from data_service.datasets import Datasets, Versions, operation_id, record_operation
 from data_service.deletion import Deletions, Sweeper
 from data_service.servicer import FollowedOperation, VersionOperations
-from data_service.version_index import open_version_index
+from data_service.version_jobs import open_version_index
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import FailedPrecondition
 from shared.jobs import JobRecord, Jobs

@@ -20,10 +20,9 @@ from data_service.formats.casts import CastRefused, cast_between, cast_rows
 from data_service.formats.csv import open_csv
 from data_service.formats.idx import IdxPair
 from data_service.formats.images import MAX_IMAGES, ClassNames, ImageFolder, ImageTar
-from data_service.formats.interface import BadRowSink, OpenSource, RowSource, excerpt_of
+from data_service.formats.interface import BadRowSink, OpenSource, RowSource, UnitRunner, excerpt_of
 from data_service.formats.json import open_json_lines
 from data_service.formats.parquet import ParquetRows
-from data_service.formats.text_scans import UnitRunner
 from data_service.formats.typed_columns import Overrides, check_names
 from data_service.storage.source_files import SourceFile, SourceFiles
 from shared.dataset_version.manifest import MAX_COLUMNS

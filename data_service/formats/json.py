@@ -22,18 +22,20 @@ from data_service.formats.casts import EXACT_IN_DOUBLE, Cast, CastRefused, cast_
 from data_service.formats.interface import (
     BadRowSink,
     LineBlock,
+    NotMergeable,
     OpenText,
     PartCutter,
     RowSource,
     TextError,
     TextPart,
     TextPlace,
+    UnitRunner,
     blaming,
     excerpt_of,
     opened_text,
+    scan_files,
     split_lines,
 )
-from data_service.formats.text_scans import NotMergeable, UnitRunner, scan_files
 from data_service.formats.typed_columns import Overrides, check_names
 from data_service.storage.source_files import SourceFile
 from shared.dataset_version.manifest import MAX_COLUMNS, is_tensor

@@ -33,9 +33,9 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from data_service.domain.import_spec import Source
-from data_service.formats import BadRowSink, OpenSource, RowSource, interface, text_scans
-from data_service.formats.text_scans import UnitRunner
-from data_service.imports.frames import MAX_DESCRIPTORS, FrameError, FrameReader, send_frame
+from data_service.formats import BadRowSink, OpenSource, RowSource, interface
+from data_service.formats.interface import UnitRunner
+from data_service.imports.reader_child import MAX_DESCRIPTORS, FrameError, FrameReader, send_frame
 from data_service.settings import READER_MEMORY, READER_TIMEOUT, ReaderLimits, reader_limits
 from data_service.storage.source_files import SourceFile, SourceFiles
 from shared.errors import InvalidArgument, MillraceError, Unavailable, error_from_record
@@ -163,7 +163,7 @@ _START = (
 # The sizes by which sources are read and divided are this process's.
 _SIZES = (
     (interface, ("CHUNK_BYTES", "MAX_CHUNK_ROWS", "PART_BYTES", "MAX_DECODED_BYTES", "BLOCK_BYTES", "MAX_LINE_BYTES")),
-    (text_scans, ("LARGE_BYTES",)),
+    (interface, ("LARGE_BYTES",)),
 )
 # Local files up to this size are opened ahead.
 SMALL_FILE_BYTES = 1024 * 1024

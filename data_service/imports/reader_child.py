@@ -15,20 +15,24 @@ never reads: only another such process does.
                                                    ← {"rows": …}, {"bad": …}       any number
     {"stop": true} →                               (at most once: the parent needs no more tables)
                                                    ← {"end": true}, {"error": …}, {"memory": true} or {"fault": …}
+
+A frame between this process and its parent is a JSON object, bytes, and at most one open descriptor.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import resource
 import select
 import socket
+import struct
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,12 +40,60 @@ from typing import Any
 import cloudpickle
 import pyarrow as pa
 
-from data_service.formats import RowSource, interface, open_sources, text_scans
-from data_service.formats.text_scans import ScanUnit
-from data_service.imports.frames import MAX_DESCRIPTORS, FrameReader, send_frame
+from data_service.formats import RowSource, interface, open_sources
+from data_service.formats.interface import ScanUnit
 from data_service.storage.source_files import SourceFile
 from shared.errors import MillraceError, error_from_record
 from shared.process_limits import CLONE_NEWIPC, CLONE_NEWNET, die_with_parent, enter_namespaces, memory_of, set_limits
+
+# --- Frames ---
+
+_PREFIX = struct.Struct("<IQ")
+MAX_DESCRIPTORS = 32
+MAX_HEADER_BYTES = 256 * 1024 * 1024
+
+
+class FrameError(ValueError):
+    """The bytes are no frame, or one beyond the limits."""
+
+
+def send_frame(to: socket.socket, header: dict[str, Any], payload: Any = b"", descriptors: Sequence[int] = ()) -> None:
+    """Sends a frame: a JSON object, and bytes. Descriptors are sent along with its first byte."""
+    encoded = json.dumps(header).encode()
+    view = memoryview(payload).cast("B")
+    start = _PREFIX.pack(len(encoded), len(view)) + encoded
+    sent = socket.send_fds(to, [start], descriptors) if descriptors else 0
+    to.sendall(start[sent:])
+    if len(view):
+        to.sendall(view)
+
+
+class FrameReader:
+    """Reads frames. `receive_into` fills a whole buffer; `allocate` returns one of a size."""
+
+    def __init__(self, receive_into: Callable[[memoryview], None], allocate: Callable[[int], Any], most: int) -> None:
+        self._receive_into, self._allocate, self._most = receive_into, allocate, most
+
+    def frame(self) -> tuple[dict[str, Any], Any]:
+        """Returns the next frame. Raises `FrameError`."""
+        prefix = bytearray(_PREFIX.size)
+        self._receive_into(memoryview(prefix))
+        header_bytes, payload_bytes = _PREFIX.unpack(prefix)
+        if header_bytes > MAX_HEADER_BYTES or payload_bytes > self._most:
+            raise FrameError(f"a frame has {header_bytes} and {payload_bytes} bytes")
+        encoded = bytearray(header_bytes)
+        self._receive_into(memoryview(encoded))
+        try:
+            header = json.loads(encoded)
+        except ValueError:
+            raise FrameError("a frame's header is no JSON") from None
+        if not isinstance(header, dict):
+            raise FrameError("a frame's header is no object")
+        payload = self._allocate(payload_bytes)
+        if payload_bytes:
+            self._receive_into(memoryview(payload).cast("B"))
+        return header, payload
+
 
 # --- The parent, as the child sees it ---
 
@@ -297,8 +349,8 @@ class Reader:
         self._loaded: tuple[str, list[Any]] = ("", [])
 
     def answer(self, call: dict[str, Any], payload: bytearray) -> None:
-        for module, name, value in call["sizes"]:
-            setattr(interface if module == "interface" else text_scans, name, value)
+        for _, name, value in call["sizes"]:
+            setattr(interface, name, value)
         if call["op"] == "open":
             self._loaded = ("", [])
             self._parent.files = {}

@@ -15,14 +15,14 @@ from typing import Any, Protocol, TypeVar, cast
 import numpy as np
 import pyarrow as pa
 
-from data_service.attempt import ResultFormat, scratch_folder
 from data_service.domain.bad_rows import BadRowLog, BadRowPart, BadRowPolicy, excerpt
 from data_service.domain.checks_rows import CheckCounts, KeepFirst, Mask, Ordinals, Repeats, RowChecks, UniqueKeys
 from data_service.domain.splits import Routing
 from data_service.domain.statistics import SplitStatistics
-from data_service.formats.text_scans import ScanUnit
+from data_service.formats.interface import ScanUnit
 from data_service.imports.plan import BaseRows, BaseRun, CommonColumns, ImportPart, Run, Tally, with_nan_as_null
 from data_service.parallel import P, PartRunner, Pool, Results, Work
+from data_service.version_attempt import ResultFormat, scratch_folder
 from shared.dataset_version import DatasetVersion, SplitWriter
 from shared.dataset_version.manifest import QUARANTINE, DataFile
 from shared.errors import DataLoss, FailedPrecondition, InvalidArgument, MillraceError, NotFound

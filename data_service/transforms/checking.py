@@ -12,10 +12,10 @@ import pyarrow as pa
 from google.protobuf import json_format
 from numpy.typing import NDArray
 
-from data_service.attempt import columns_of
 from data_service.domain.checks import fits, parse_checks
 from data_service.domain.splits import ColumnSplit, SplitRule, column_problems, split_order, taken_away
 from data_service.domain.transform_spec import CheckpointRef, PredictSpec, TransformSpec
+from data_service.version_attempt import columns_of
 from millrace.common.v1 import transform_pb2
 from shared.bundle_predictor import entry_of
 from shared.checkpoint import CheckpointContent, load_checkpoint

@@ -14,14 +14,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.types as kinds
 
-from data_service.attempt import KeptPass, attempt_folder, columns_of, commit_version
 from data_service.domain.bad_rows import BadRowLog, BadRowParts, build_report
 from data_service.domain.checks import Drift, gate, parse_checks
 from data_service.domain.checks_rows import CheckCounts, Repeats, RowChecks
 from data_service.domain.splits import RatioDivider, SplitRange, SplitRule, divider, split_order, taken_away
 from data_service.domain.statistics import SplitStatistics
 from data_service.domain.transform_spec import TransformSpec
-from data_service.imports.unique_keys import SpilledKeys
+from data_service.imports.job import SpilledKeys
 from data_service.parallel import PartRunner, Passes, Progress, Results, Work, run_on_ray
 from data_service.transforms.checking import output_schema, remaining
 from data_service.transforms.work import (
@@ -39,6 +38,7 @@ from data_service.transforms.work import (
     files_of,
     plan_parts,
 )
+from data_service.version_attempt import KeptPass, attempt_folder, columns_of, commit_version
 from millrace.common.v1 import transform_pb2
 from shared.dataset_version import VersionReader, load_version
 from shared.dataset_version.manifest import REPORT, ROW_ID, DataFile, DatasetVersion, Parent, Split, sha256_hex

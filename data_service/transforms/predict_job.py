@@ -28,7 +28,6 @@ import pyarrow as pa
 import pyarrow.types as kinds
 from numpy.typing import NDArray
 
-from data_service.attempt import attempt_folder, commit_version
 from data_service.domain.bad_rows import build_report, excerpt
 from data_service.domain.checks_rows import RowChecks
 from data_service.domain.transform_spec import CheckpointRef, PredictSpec, Workers
@@ -57,6 +56,7 @@ from data_service.transforms.work import (
     parts_of,
     plan_parts,
 )
+from data_service.version_attempt import attempt_folder, commit_version
 from shared.bundle_predictor import FREE, BundlePredictor, DeclaredTensor
 from shared.checkpoint import load_checkpoint
 from shared.checkpoint.format import is_program_checkpoint, load_program_checkpoint, node_copy

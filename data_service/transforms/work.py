@@ -23,11 +23,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from data_service.attempt import ResultFormat, scratch_folder
 from data_service.domain.bad_rows import BadRowLog, BadRowPart, BadRowPolicy, excerpt
 from data_service.domain.checks_rows import CheckCounts, Repeats, RowChecks, UniqueKeys
 from data_service.domain.splits import Divider
 from data_service.domain.statistics import SplitStatistics
+from data_service.version_attempt import ResultFormat, scratch_folder
 from shared.dataset_version import RowGroup, RowGroups, SplitWriter, VersionReader
 from shared.dataset_version.manifest import ROW_ID, DataFile, DatasetVersion, Split, row_bytes
 from shared.dataset_version.pages import FilePage, Ints

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 from google.longrunning import operations_pb2
 
-from data_service.attempt import header_of
+from data_service.version_attempt import header_of
 from millrace.data.v1.resources_pb2 import DatasetVersion
 from shared.dataset_version.manifest import tensor_array
 from shared.settings import StoreSettings

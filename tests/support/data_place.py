@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 from google.longrunning import operations_pb2
 
-from data_service.attempt import KEPT
+from data_service.version_attempt import KEPT
 from millrace.common.v1 import transform_pb2
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1.resources_pb2 import DatasetVersion

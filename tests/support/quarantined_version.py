@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from data_service.attempt import columns_of, commit_version
 from data_service.domain.splits import SplitRange
+from data_service.version_attempt import columns_of, commit_version
 from shared.dataset_version import SplitWriter
 from shared.dataset_version.version import IMPORT_KIND
 from shared.jobs import JobRecord, Jobs

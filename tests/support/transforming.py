@@ -17,10 +17,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from ray import cloudpickle
 
-from data_service.attempt import columns_of
 from data_service.domain.transform_spec import TransformSpec
 from data_service.parallel import P, Pool, Results, Work
 from data_service.transforms.job import run_transform
+from data_service.version_attempt import columns_of
 from shared.dataset_version import SplitWriter, VersionReader, load_version
 from shared.dataset_version.manifest import DataFile, Manifest, Split, sha256_hex
 from shared.dataset_version.pages import manifest_with

@@ -14,10 +14,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from data_service.attempt import KEPT
 from data_service.parallel import P, Pool, Results, Work
 from data_service.transforms import work as plan
 from data_service.transforms.job import run_transform
+from data_service.version_attempt import KEPT
 from shared.dataset_version import load_version
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import (

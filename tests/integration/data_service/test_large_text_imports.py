@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from data_service.formats.text_scans import LARGE_BYTES
+from data_service.formats.interface import LARGE_BYTES
 from tests.support.ray_head import RayHead
 
 pytestmark = pytest.mark.long
@@ -28,7 +28,7 @@ import functools, json, sys, time, uuid
 from pathlib import Path
 import ray
 from data_service.domain.import_spec import BadRows, ImportSpec, Source
-from data_service.formats import text_scans
+from data_service.formats import interface as text_scans
 from data_service.imports import job as import_job
 from data_service.parallel import run_on_ray
 from shared.dataset_version import load_version

@@ -16,8 +16,10 @@ import pyarrow as pa
 import pytest
 
 import shared.transforms.steps
-from data_service import attempt
-from data_service.attempt import (
+from data_service import version_attempt
+from data_service.domain.checks import Check, NotNull
+from data_service.transforms.work import RESULTS
+from data_service.version_attempt import (
     KeptPass,
     KeptWork,
     ResultFormat,
@@ -27,8 +29,6 @@ from data_service.attempt import (
     no_files,
     take_over,
 )
-from data_service.domain.checks import Check, NotNull
-from data_service.transforms.work import RESULTS
 from shared.errors import Cancelled, Unavailable
 from shared.storage import ObjectStore
 
@@ -195,11 +195,11 @@ def test_a_request_to_stop_ends_the_copies(store: ObjectStore) -> None:
 def test_more_parts_than_requests_at_once_are_all_taken_over(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attempt, "REQUESTS", 2)
+    monkeypatch.setattr(version_attempt, "REQUESTS", 2)
     keep(store, PARTS)
     assert take_over(store, [FOLDER], NEXT, lambda: None) == len(PARTS)
     assert len(results(store, NEXT)) == len(PARTS)
-    attempt.forget(store, NEXT)
+    version_attempt.forget(store, NEXT)
     assert [info.key for info in store.list(f"{NEXT}/kept")] == []
 
 
@@ -265,8 +265,8 @@ class Calls:
         Calls(getattr, "a", "upper"),
         Calls(import_module, "os"),
         KeptWork,
-        Calls(attempt.restore, "os", b""),
-        Calls(attempt.restore, "array", pickle.dumps(7)),
+        Calls(version_attempt.restore, "os", b""),
+        Calls(version_attempt.restore, "array", pickle.dumps(7)),
         # A function of an allowed module, and one of an allowed class.
         Calls(inspect.unwrap(import_module("data_service.domain.checks").parse_checks), []),
         Calls(Check.reason, None),

@@ -16,7 +16,6 @@ import pytest
 
 from data_service import convert
 from data_service import servicer as servicers
-from data_service.attempt import columns_of, commit_version
 from data_service.convert import version_message
 from data_service.datasets import ActiveVersion, Versions
 from data_service.domain.import_spec import Base, ImportSpec
@@ -25,6 +24,7 @@ from data_service.imports import plan
 from data_service.imports.plan import BaseRows
 from data_service.reading import Selection, read_stream
 from data_service.servicer import DataServicer
+from data_service.version_attempt import columns_of, commit_version
 from millrace.data.v1 import data_service_pb2
 from shared.dataset_version import RowGroup, SplitWriter, VersionReader, load_version, pages
 from shared.dataset_version.manifest import DataFile

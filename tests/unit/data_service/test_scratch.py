@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from data_service.attempt import PREFIX, scratch_folder
+from data_service.version_attempt import PREFIX, scratch_folder
 
 OWNER = """
 import sys, tempfile
 tempfile.tempdir = sys.argv[1]
-from data_service.attempt import scratch_folder
+from data_service.version_attempt import scratch_folder
 with scratch_folder() as folder:
     (folder / "half.parquet").touch()
     print(folder, flush=True)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from data_service import deletion, version_index
+from data_service import deletion, version_jobs
 from data_service.convert import version_message
 from data_service.datasets import Datasets, IndexedVersion, Versions
 from data_service.deletion import ORPHAN_GRACE_PERIOD_S, Deletions, Sweeper
 from data_service.domain.dataset import Retention
-from data_service.version_index import VersionNames, open_version_index
+from data_service.version_jobs import VersionNames, open_version_index
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import FailedPrecondition
 from shared.jobs import JobRecord, Jobs
@@ -134,7 +134,7 @@ def test_a_committed_version_is_listed_from_the_index_as_its_manifest_has_it(cat
 def test_a_version_whose_message_is_large_is_listed_from_its_manifest(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(version_index, "SHOWN_BYTES", 1)
+    monkeypatch.setattr(version_jobs, "SHOWN_BYTES", 1)
     name = "datasets/a/versions/v1"
     commit_version(catalog.store, name, {"train": striped_digits(10)})
     catalog.index.merge()

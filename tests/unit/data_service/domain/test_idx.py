@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-from data_service.domain.idx import MAX_ROW_BYTES, IdxError, read_header, read_rows, rows_per_chunk
+from data_service.formats.idx import MAX_ROW_BYTES, read_header, read_rows, rows_per_chunk
+from data_service.formats.interface import IdxError
 from tests.support.idx import idx_bytes
 
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from ray import cloudpickle
 
 from data_service.domain.import_spec import CsvOptions
-from data_service.formats import RowSource, interface, json, open_sources, text_scans
+from data_service.formats import RowSource, interface, json, open_sources
 from data_service.formats.casts import InferredType
-from data_service.formats.text_scans import R, ScanUnit
+from data_service.formats.interface import R, ScanUnit
 from data_service.imports.work import OrderedUnits
 from data_service.parallel import Results
 from data_service.storage.source_files import SourceFiles
@@ -83,7 +83,7 @@ def same_in_tasks(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interface, "BLOCK_BYTES", block_bytes)
         patch.setattr(interface, "PART_BYTES", part_bytes)
-        patch.setattr(text_scans, "LARGE_BYTES", 0)
+        patch.setattr(interface, "LARGE_BYTES", 0)
         expected = outcome(lambda: rows_of(folder, source, None, types))
         assert outcome(lambda: rows_of(folder, source, tasks, types)) == expected
     return expected, tasks
@@ -192,7 +192,7 @@ def test_a_file_that_cannot_be_divided_is_looked_at_by_one_task(tmp_path: Path) 
     tasks = Tasks()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interface, "PART_BYTES", 100)
-        patch.setattr(text_scans, "LARGE_BYTES", 0)
+        patch.setattr(interface, "LARGE_BYTES", 0)
         assert described(rows_of(tmp_path, source, tasks)) == described(rows_of(tmp_path, source, None))
     assert tasks.passes == [1, 1]
 
@@ -224,7 +224,7 @@ UPLOADED = {
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interface, "BLOCK_BYTES", 60)
     monkeypatch.setattr(interface, "PART_BYTES", 150)
-    monkeypatch.setattr(text_scans, "LARGE_BYTES", 400)
+    monkeypatch.setattr(interface, "LARGE_BYTES", 400)
 
 
 def rows_of_upload(store: ObjectStore, name: str, kind: str, tasks: Tasks | None) -> list[RowSource]:

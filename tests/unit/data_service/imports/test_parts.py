@@ -21,13 +21,13 @@ import pyarrow.parquet as pq
 import pytest
 from ray import cloudpickle
 
-from data_service import attempt
+from data_service import version_attempt
 from data_service.domain import bad_rows
 from data_service.domain.import_spec import BadRows, Base, ColumnType, HoldOut, ImportSpec, Source
-from data_service.formats import interface, text_scans
+from data_service.formats import interface
 from data_service.formats.parquet import MAX_BATCH_ROWS
 from data_service.imports import job as import_job
-from data_service.imports import plan, unique_keys
+from data_service.imports import plan
 from data_service.imports.plan import ImportPart
 from data_service.imports.work import Guarded, Pickled, WritePart, _PartFiles
 from data_service.parallel import P, Pool, Results, Work
@@ -264,7 +264,7 @@ def test_a_job_that_is_to_stop_deletes_no_more_files_of_moved_parts(
             raise Cancelled("the job is to stop")
         raise_if_stopped(self, fresh=fresh)
 
-    monkeypatch.setattr(attempt, "REQUESTS", 1)
+    monkeypatch.setattr(version_attempt, "REQUESTS", 1)
     monkeypatch.setattr(ObjectStore, "delete", delete_and_remember)
     monkeypatch.setattr(AttemptContext, "raise_if_stopped", stop_after_first_file)
     job = run(store, tmp_path, "v1", SPECS["bad rows"](tmp_path), Parts())
@@ -541,7 +541,7 @@ def test_an_import_whose_files_lack_rows_fails_at_once_and_leaves_nothing(
 def test_keys_that_go_to_the_disk_make_the_version_that_one_process_makes(
     store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(unique_keys, "SPILL_BYTES", 1000)
+    monkeypatch.setattr(import_job, "SPILL_BYTES", 1000)
     spec = SPECS[name](tmp_path)
     expected = run_in_one_process(store, tmp_path, "v1", spec)
     found = run(store, tmp_path, "v2", spec, Parts(inside_out))
@@ -564,7 +564,7 @@ def test_columns_that_tasks_infer_make_the_version_that_one_process_makes(
     given = Source(split="train", format=kind, uris={f"{kind}.uri": f"{tmp_path.as_uri()}/*.{kind}"})
     spec = spec_of([given], column_types=[])
     expected, runner = run(store, tmp_path, "v1", spec, Parts()), Parts()
-    monkeypatch.setattr(text_scans, "LARGE_BYTES", 0)
+    monkeypatch.setattr(interface, "LARGE_BYTES", 0)
     job = run(store, tmp_path, "v2", spec, runner)
     assert [name for name, _ in runner.passes] == ["ScanInChild", "ScanInChild", "WritePart"]
     assert len(runner.passes[1][1]) > 6
@@ -643,7 +643,7 @@ def test_a_store_with_no_room_for_copies_is_swept_and_the_import_goes_on(
         copied.append(target)
         copy(self, source, target)
 
-    monkeypatch.setattr(attempt, "REQUESTS", 1)
+    monkeypatch.setattr(version_attempt, "REQUESTS", 1)
     monkeypatch.setattr(ObjectStore, "copy", copy_a_few)
     runner = Parts()
     found = run_again(store, lost.name, runner)

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pytest
 
 from data_service.domain.checks_rows import Repeats, UniqueKeys, keys_of, repeats_among
-from data_service.imports import unique_keys
-from data_service.imports.unique_keys import SpilledKeys
+from data_service.imports import job
+from data_service.imports.job import SpilledKeys
 
 QUARANTINES = {1: True, 3: False, 4: True}
 
@@ -49,7 +49,7 @@ def same(one: Repeats, other: Repeats) -> bool:
 def test_repeats_are_those_of_all_keys_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spill_bytes: int
 ) -> None:
-    monkeypatch.setattr(unique_keys, "SPILL_BYTES", spill_bytes)
+    monkeypatch.setattr(job, "SPILL_BYTES", spill_bytes)
     expected = repeats_of(UniqueKeys({}), parts_of(9, 50))
     assert all(len(ordinals) > 20 for ordinals in expected.ordinals.values())
     spilled = repeats_of(SpilledKeys(UniqueKeys({}), tmp_path), random.Random(1).sample(parts_of(9, 50), 9))
@@ -58,7 +58,7 @@ def test_repeats_are_those_of_all_keys_together(
 
 
 def test_a_part_without_rows_and_no_parts_have_no_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unique_keys, "SPILL_BYTES", 0)
+    monkeypatch.setattr(job, "SPILL_BYTES", 0)
     empty = UniqueKeys(QUARANTINES)
     assert same(SpilledKeys(empty, tmp_path).repeats(lambda: None), empty.repeats())
     spilled = SpilledKeys(UniqueKeys(QUARANTINES), tmp_path)
@@ -67,7 +67,7 @@ def test_a_part_without_rows_and_no_parts_have_no_repeats(tmp_path: Path, monkey
 
 
 def test_memory_does_not_grow_with_the_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unique_keys, "SPILL_BYTES", 100_000)
+    monkeypatch.setattr(job, "SPILL_BYTES", 100_000)
     keys = SpilledKeys(UniqueKeys({}), tmp_path)
     peaks = []
     tracemalloc.start()
@@ -107,7 +107,7 @@ def test_the_rows_of_a_bucket_are_looked_up_among_those_left_out_which_are_not_s
 
 
 def test_a_job_that_is_to_stop_stops_between_two_buckets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unique_keys, "SPILL_BYTES", 1)
+    monkeypatch.setattr(job, "SPILL_BYTES", 1)
     keys = SpilledKeys(UniqueKeys({}), tmp_path)
     for part in parts_of(2, 50):
         keys.merge(part)

@@ -26,7 +26,7 @@ from data_service.domain.splits import (
     TimeSplit,
     divider,
 )
-from data_service.imports import unique_keys
+from data_service.imports import job as unique_keys
 from data_service.transforms import work
 from millrace.data.v1 import quality_pb2
 from shared.dataset_version import load_version

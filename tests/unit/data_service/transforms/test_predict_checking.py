@@ -7,8 +7,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from data_service.attempt import columns_of
 from data_service.transforms.checking import preparation
+from data_service.version_attempt import columns_of
 from shared.checkpoint import CheckpointContent, load_checkpoint
 from shared.dataset_version.manifest import Manifest
 from shared.errors import FailedPrecondition, InvalidArgument
