@@ -27,8 +27,8 @@ from shared.model_spec import ModelSpec
 from shared.settings import StoreSettings
 from shared.storage import open_store
 from shared.transforms import TensorSpec
-from train_service.checkpoints.snapshots import CheckpointWriter, ShardWriter, new_folder
 from train_service.checkpoints.tensor_files import restore_shards
+from train_service.checkpoints.writing_and_restoring import CheckpointWriter, ShardWriter, new_folder
 from train_service.domain.spec import FSDP, OptimizerSpec, Placement, TrainingSpec
 from train_service.learning.learner import Learner
 from train_service.learning.ranks import Ranks

@@ -64,9 +64,8 @@ from train_service.domain.sweep import (
     renamed,
 )
 from train_service.jobs.checkpoint_import import CheckpointImports
-from train_service.jobs.followed_job import JobReading
 from train_service.jobs.own_code import BundleIntake
-from train_service.jobs.run_records import CheckpointReader, RunRecords
+from train_service.jobs.run_records import CheckpointReader, JobReading, RunRecords
 from train_service.jobs.training_jobs import JobView, TrainingJobs
 from train_service.records.event_log import Event
 from train_service.sweeps.sweeps import Sweeps, SweepView, Trial

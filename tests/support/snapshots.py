@@ -11,7 +11,7 @@ from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegi
 from shared.model_spec import ModelSpec
 from shared.models import load_weights
 from shared.storage import ObjectStore, open_store
-from train_service.checkpoints.snapshots import CheckpointWriter, restore
+from train_service.checkpoints.writing_and_restoring import CheckpointWriter, restore
 from train_service.domain.spec import CheckpointPolicy
 
 JOB = "trainingJobs/a"

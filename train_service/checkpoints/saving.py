@@ -21,7 +21,8 @@ from shared.errors import STORE_OUTAGES, DataLoss, Internal
 from shared.model_spec import STANDARD
 from shared.storage import ObjectStore
 from train_service.checkpoints.coverage import CoverageChain, Taken, gather, orphans
-from train_service.checkpoints.snapshots import (
+from train_service.checkpoints.tensor_files import NotByRows, restore_shards
+from train_service.checkpoints.writing_and_restoring import (
     BackgroundWriter,
     CheckpointWriter,
     ShardWriter,
@@ -32,7 +33,6 @@ from train_service.checkpoints.snapshots import (
     newest_good,
     restore,
 )
-from train_service.checkpoints.tensor_files import NotByRows, restore_shards
 from train_service.domain.order import Ints
 from train_service.domain.spec import TrainingSpec
 from train_service.learning.learner import BaseLearner

@@ -52,7 +52,7 @@ from shared.transforms import Pipeline, ScalarType, TensorSpec, TensorType, sche
 from shared.transforms.batch import ColumnType
 from shared.transforms.steps.custom import functions_in_children
 from train_service.attempt.outcomes import report_lost
-from train_service.checkpoints.snapshots import FIELD, check_fits, check_name, check_scaling
+from train_service.checkpoints.writing_and_restoring import FIELD, check_fits, check_name, check_scaling
 from train_service.domain import suggesting as known
 from train_service.domain.capacity import (
     ClusterUse,
@@ -68,9 +68,9 @@ from train_service.domain.order import MIN_LANES, default_lanes
 from train_service.domain.spec import RUN_DEVICE, TrainingSpec, spec_of_job, with_devices
 from train_service.domain.suggesting import MAX_VALUES, ColumnFacts, Suggestion, VersionFacts, suggest
 from train_service.jobs.deletion import Deletions, using_inputs
-from train_service.jobs.followed_job import FollowedJob
 from train_service.jobs.model_check import check_model, check_outputs
 from train_service.jobs.own_code import OwnModelCheck, ProgramCheck
+from train_service.jobs.run_records import FollowedJob
 from train_service.loading.preprocessing import FIELD as TRANSFORM_FIELD
 from train_service.loading.preprocessing import fitted, fitted_program, steps_of_run
 from train_service.records.event_log import TRAIN_KIND, Event, EventLog

@@ -23,7 +23,6 @@ from shared.jobs.actor import NOT_BESIDE_A_SERVICE
 from shared.log import StaleAttempt
 from train_service.domain.sweep import SweepSpec
 from train_service.store_retry import retry_on_outage
-from train_service.sweeps.follower import EPOCHS, TRIAL, VALUE, Followed, follow
 from train_service.sweeps.sweeps import Trials, best_of
 
 logger = logging.getLogger(__name__)
@@ -64,7 +63,7 @@ def _search(context: AttemptContext, trials: Trials) -> None:
     from ray.tune.registry import TRAINABLE_CLASS, _global_registry
     from ray.tune.search import BasicVariantGenerator
 
-    from train_service.sweeps.tune_bridge import TuneBridge
+    from train_service.sweeps.tune_bridge import EPOCHS, TRIAL, VALUE, Followed, TuneBridge, follow
 
     spec = trials.spec
     followed = [
@@ -140,6 +139,8 @@ def _metric(spec: SweepSpec) -> tuple[str, bool]:
 
 def _scheduler(spec: SweepSpec) -> Any:
     from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
+
+    from train_service.sweeps.tune_bridge import EPOCHS
 
     asha = spec.asha
     if asha is None:

@@ -13,8 +13,8 @@ from shared.storage import object_store, open_store
 from tests.support.s3_fault_proxy import NONE, fault_proxy, unresponsive
 from tests.support.snapshots import JOB, entries, load, save_one, trained
 from tests.support.waiting import wait_until
-from train_service.checkpoints import snapshots
-from train_service.checkpoints.snapshots import CheckpointWriter
+from train_service.checkpoints import writing_and_restoring
+from train_service.checkpoints.writing_and_restoring import CheckpointWriter
 from train_service.store_retry import waits_for_store
 
 
@@ -24,7 +24,7 @@ def test_a_store_that_is_away_in_mid_upload_is_waited_for_and_the_wait_is_told(
     monkeypatch.setattr(object_store, "RETRY_FOR", timedelta(seconds=1))
     monkeypatch.setattr(object_store, "SILENCE_TIMEOUT", timedelta(seconds=1))
     monkeypatch.setattr(object_store, "REQUEST_TIMEOUT", timedelta(seconds=1))
-    monkeypatch.setattr(snapshots, "REPORTED_AFTER_S", 0.5)
+    monkeypatch.setattr(writing_and_restoring, "REPORTED_AFTER_S", 0.5)
     warnings: list[str] = []
     model, optimizer = trained(3)
     with fault_proxy(s3_store) as proxy:

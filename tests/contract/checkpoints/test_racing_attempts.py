@@ -12,7 +12,7 @@ from shared.log import StaleAttempt
 from shared.storage import ObjectStore, open_store
 from tests.support.snapshots import JOB, RANKING, entries, policy, save_one, trained
 from tests.support.waiting import wait_until
-from train_service.checkpoints.snapshots import CheckpointWriter, newest_good
+from train_service.checkpoints.writing_and_restoring import CheckpointWriter, newest_good
 
 STEPS = 400
 

@@ -17,7 +17,7 @@ from shared.models import build_model
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.unit.train_service.learners import SPEC, classes, vectors
-from train_service.checkpoints.snapshots import Restored, restore
+from train_service.checkpoints.writing_and_restoring import Restored, restore
 from train_service.domain.order import Ints
 from train_service.domain.spec import TrainingSpec
 from train_service.learning.learner import Learner

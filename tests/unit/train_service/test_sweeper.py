@@ -17,7 +17,7 @@ from shared.storage import ObjectStore
 from tests.support.counting_store import CountingStore
 from tests.support.snapshots import JOB, entries, save
 from train_service.jobs.deletion import Deletions, Sweeper
-from train_service.records import event_segments
+from train_service.records import event_log
 from train_service.records.event_log import TRAIN_KIND, EventKind, EventLog
 
 DATA = f"{JOB}/checkpoints/data"
@@ -204,7 +204,7 @@ class ChangedOnce(CountingStore):
 def test_events_are_gathered_once_the_job_has_ended(
     store: ObjectStore, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_segments, "SEGMENT_RECORDS", 4)
+    monkeypatch.setattr(event_log, "SEGMENT_RECORDS", 4)
     write_events(store, 11)
     before = events_of(store)
     sweep(store)
@@ -220,7 +220,7 @@ def test_events_are_gathered_once_the_job_has_ended(
 def test_events_of_a_job_that_is_resumed_before_they_are_deleted_stay_records(
     store: ObjectStore, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_segments, "SEGMENT_RECORDS", 4)
+    monkeypatch.setattr(event_log, "SEGMENT_RECORDS", 4)
     write_events(store, 11)
     before = events_of(store)
     end(jobs)
@@ -234,7 +234,7 @@ def test_events_of_a_job_that_is_resumed_before_they_are_deleted_stay_records(
 def test_events_of_a_job_that_takes_the_name_while_the_old_ones_are_gathered_stay(
     store: ObjectStore, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_segments, "SEGMENT_RECORDS", 4)
+    monkeypatch.setattr(event_log, "SEGMENT_RECORDS", 4)
     write_events(store, 11)
     end(jobs)
 

@@ -19,7 +19,7 @@ from shared.log import StaleAttempt
 from shared.storage import ObjectStore
 from tests.support.snapshots import JOB, load, save, save_one, train, trained
 from tests.support.waiting import wait_until
-from train_service.checkpoints.snapshots import CheckpointWriter, newest_good, restore
+from train_service.checkpoints.writing_and_restoring import CheckpointWriter, newest_good, restore
 from train_service.domain.watchdog import Phase, hung
 from train_service.worker.heartbeat import HeartbeatSender, HeartbeatServer
 

@@ -13,13 +13,12 @@ from shared.storage import ObjectStore
 from tests.support.counting_store import CountingStore
 from tests.support.training_records import JOB, begin, finish, make_job
 from tests.unit.train_service.checkpoints.test_coverage import VERSION
-from train_service.jobs import followed_job
+from train_service.jobs import run_records
 from train_service.jobs.deletion import Deletions, Sweeper
-from train_service.jobs.followed_job import FollowedJob, JobReading
+from train_service.jobs.run_records import FollowedJob, JobReading
 from train_service.jobs.training_jobs import JobView, TrainingJobs
-from train_service.records import event_segments
-from train_service.records.event_log import EventKind, EventLog
-from train_service.records.event_segments import SegmentedLog
+from train_service.records import event_log
+from train_service.records.event_log import EventKind, EventLog, SegmentedLog
 
 
 @pytest.fixture
@@ -129,7 +128,7 @@ def test_events_besides_reports_are_read_together(store: ObjectStore, jobs: Jobs
 def test_a_watcher_that_is_far_behind_reads_the_events_itself(
     store: ObjectStore, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(followed_job, "KEPT_EVENTS", 2)
+    monkeypatch.setattr(run_records, "KEPT_EVENTS", 2)
     begin(jobs)
     report(store, EventKind.WARNING)
     followed = Followed(store)
@@ -163,7 +162,7 @@ def test_each_state_is_read_once(store: ObjectStore, jobs: Jobs) -> None:
 def test_a_watcher_in_the_middle_of_a_segment_sees_the_rest_though_the_records_were_deleted_meanwhile(
     store: ObjectStore, jobs: Jobs, monkeypatch: pytest.MonkeyPatch, is_resumed: bool
 ) -> None:
-    monkeypatch.setattr(event_segments, "SEGMENT_RECORDS", 4)
+    monkeypatch.setattr(event_log, "SEGMENT_RECORDS", 4)
     begin(jobs)
     report(store, EventKind.WARNING)
     followed = Followed(store)

@@ -22,7 +22,7 @@ from tests.support.train_server import registered, train_stub
 from tests.support.training_records import JOB, begin, finish, make_job
 from tests.unit.train_service.checkpoints.test_coverage import VERSION
 from train_service.attempt.outcomes import report_lost
-from train_service.jobs.followed_job import FollowedJob, JobReading
+from train_service.jobs.run_records import FollowedJob, JobReading
 from train_service.jobs.training_jobs import JobView, TrainingJobs
 from train_service.records.event_log import EventKind, EventLog
 

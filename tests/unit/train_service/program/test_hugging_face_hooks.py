@@ -11,7 +11,7 @@ import pytest
 from shared.errors import FailedPrecondition
 from tests.unit.train_service.in_ranks import in_ranks
 from train_service.learning.ranks import Ranks
-from train_service.program.hugging_face_hooks import end_saves_together, own_output_dir, paths_to_report
+from train_service.program.worker import end_saves_together, own_output_dir, paths_to_report
 
 
 @pytest.mark.parametrize("given", ["/tmp/hf-output", "/var/tmp/a/b", "/dev/shm/hf"])

@@ -13,7 +13,7 @@ from shared.jobs.registry import progress_key
 from shared.jobs.transitions import begin_attempt, confirm_cancel, confirm_delete, lose_attempt, request_delete
 from shared.storage import ObjectStore
 from tests.support.waiting import wait_until
-from train_service.records import event_segments
+from train_service.records import event_log
 from train_service.records.event_log import CANCEL, GO_ON, STALE, TRAIN_KIND, Event, EventKind, EventLog, Reporter
 
 JOB = "trainingJobs/a"
@@ -115,7 +115,7 @@ def test_an_event_whose_write_was_not_answered_is_written_once(
 def test_a_reporter_gathers_its_events_and_goes_on_where_it_cannot(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch, error: Exception | None
 ) -> None:
-    monkeypatch.setattr(event_segments, "SEGMENT_RECORDS", 4)
+    monkeypatch.setattr(event_log, "SEGMENT_RECORDS", 4)
     put = store.put
 
     def failing(key: str, data: bytes) -> None:

@@ -16,9 +16,8 @@ from shared.errors import DataLoss, Unavailable
 from shared.log import Record, ResourceLog, StaleAttempt
 from shared.storage import ObjectStore
 from tests.support.counting_store import CountingStore
-from train_service.records import event_log, event_segments
-from train_service.records.event_log import Event, EventKind, EventLog, gather_ended
-from train_service.records.event_segments import GatheringLog, SegmentedLog
+from train_service.records import event_log
+from train_service.records.event_log import Event, EventKind, EventLog, GatheringLog, SegmentedLog, gather_ended
 
 JOB = "trainingJobs/a"
 EVENTS = f"{JOB}/events"
@@ -27,7 +26,7 @@ SIZE = 8
 
 @pytest.fixture(autouse=True)
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_segments, "SEGMENT_RECORDS", SIZE)
+    monkeypatch.setattr(event_log, "SEGMENT_RECORDS", SIZE)
 
 
 def run(store: ObjectStore, events: int, attempt: int = 1) -> EventLog:
@@ -230,7 +229,7 @@ def test_a_page_ends_by_its_memory_and_has_at_least_an_event(
 def test_a_segment_of_large_events_is_read_eight_times_at_most(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_segments, "SEGMENT_RECORDS", 64)
+    monkeypatch.setattr(event_log, "SEGMENT_RECORDS", 64)
     log = EventLog(store, JOB, gathers=True)
     for number in range(1, 66):
         log.append(1, EventKind.WARNING, {"text": "x" * 20_000}, str(number))
@@ -419,8 +418,8 @@ def test_two_attempts_that_gather_at_once_write_the_same(store: ObjectStore) -> 
 def test_whatever_request_a_gathering_stops_at_nothing_is_lost_and_the_next_one_goes_on(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_segments, "READ_AT_ONCE", 1)  # the same requests in the same order each time
-    monkeypatch.setattr(event_segments, "SEGMENTS_AT_ONCE", 1)
+    monkeypatch.setattr(event_log, "READ_AT_ONCE", 1)  # the same requests in the same order each time
+    monkeypatch.setattr(event_log, "SEGMENTS_AT_ONCE", 1)
     last = 2 * SIZE + 1
     plain = EventLog(store, JOB)
     for number in range(1, last + 1):

@@ -12,7 +12,7 @@ from shared.jobs import JobState
 from tests.support.waiting import wait_until
 from tests.unit.train_service.sweeps.conftest import Place, replace_by_hand
 from train_service.records.event_log import EventKind, EventLog
-from train_service.sweeps.follower import WORST, Followed, follow
+from train_service.sweeps.tune_bridge import WORST, Followed, follow
 
 JOB = "trainingJobs/s-000"
 

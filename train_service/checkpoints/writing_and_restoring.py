@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from train_service.domain.spec import TrainingSpec
 
 
-# --- Snapshots ---
+# --- Writing and restoring ---
 
 logger = logging.getLogger(__name__)
 
