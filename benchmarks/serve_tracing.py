@@ -18,7 +18,7 @@ import time
 from typing import Any
 
 from millrace_client.load import Plan, closed_loop
-from shared.telemetry import configure_tracing
+from shared.logging_and_tracing import configure_tracing
 from tests.support.inference_server import ask, inference_server
 from tests.support.otlp_receiver import otlp_receiver
 

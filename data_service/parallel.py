@@ -36,9 +36,9 @@ from shared.errors import (
 )
 from shared.jobs import AttemptContext, JobRecord, warm_workers
 from shared.jobs.warm_workers import WarmWorkers
+from shared.logging_and_tracing import hidden
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
-from shared.telemetry import hidden
 
 if TYPE_CHECKING:
     from ray.data import Dataset

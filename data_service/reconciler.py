@@ -16,7 +16,7 @@ from data_service.settings import data_settings
 from shared.dataset_version.version import IMPORT_KIND
 from shared.jobs import AttemptContext
 from shared.jobs.reconciler import JobKind, run_reconciler
-from shared.telemetry import configure_logging
+from shared.logging_and_tracing import configure_logging
 
 # --- Entry points ---
 

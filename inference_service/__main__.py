@@ -41,11 +41,11 @@ from inference_service.settings import InferenceSettings, metrics_of, settings_f
 from millrace.inference.v1 import deployment_service_pb2, deployment_service_pb2_grpc
 from shared.errors import MillraceError
 from shared.grpc_server import BearerToken, Health, LoadShedder, bearer_token, serve
+from shared.logging_and_tracing import configure_logging, configure_tracing, flush_logs, tracing
 from shared.settings import SettingsError, own_code
 from shared.storage import ObjectStore, open_store
 from shared.storage.object_store import StoreRefused
 from shared.streaming import OperationsServicer
-from shared.telemetry import configure_logging, configure_tracing, flush_logs, tracing
 
 logger = logging.getLogger("inference_service")
 

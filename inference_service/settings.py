@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from shared.logging_and_tracing import tracing_environ
 from shared.settings import OwnCode, ServiceSettings, SettingsError, is_on, largest_cluster, service_settings
-from shared.telemetry import tracing_environ
 
 DEFAULT_LISTEN = "127.0.0.1:50053"
 MAX_FRONTENDS = 64

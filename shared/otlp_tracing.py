@@ -1,7 +1,7 @@
 """Tracing with export: OpenTelemetry's SDK, with OTLP over HTTP in its own thread.
 
 A receiver that is down or hangs costs only spans: they wait in a bounded queue, and the oldest are dropped.
-`shared.telemetry` decides when this module is imported.
+`shared.logging_and_tracing` decides when this module is imported.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import INVALID_SPAN, Link, Span, SpanKind, Status, StatusCode, use_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from shared import telemetry
+from shared import logging_and_tracing
 from shared.errors import MillraceError
 from shared.grpc_errors import status_code
-from shared.telemetry import Headers
+from shared.logging_and_tracing import Headers
 
 W3C = TraceContextTextMapPropagator()
 TRACEPARENT, TRACESTATE = "traceparent", "tracestate"
@@ -32,14 +32,14 @@ TRACEPARENT, TRACESTATE = "traceparent", "tracestate"
 FAULTS = ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
 
 
-class OtlpTracing(telemetry.Tracing):
+class OtlpTracing(logging_and_tracing.Tracing):
     def __init__(self, service: str) -> None:
         # A private provider, because Ray and FastAPI would use the process's global one for their own traces.
         self._provider = TracerProvider(resource=_resource(service), shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         self._tracer = self._provider.get_tracer("millrace")
 
-    def call(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> telemetry.Call:
+    def call(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> logging_and_tracing.Call:
         service, _, name = method.strip("/").rpartition("/")
         attributes = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": name}
         parent = W3C.extract(_carrier(metadata))
@@ -54,14 +54,14 @@ class OtlpTracing(telemetry.Tracing):
     def describe(self, **attributes: str | int) -> None:
         trace.get_current_span().set_attributes(_named(attributes))
 
-    def waiting(self, rows: int) -> telemetry.QueueSpan | None:
+    def waiting(self, rows: int) -> logging_and_tracing.QueueSpan | None:
         asking = trace.get_current_span()
         if not asking.is_recording():
             return None
         return _QueueSpan(asking, self._tracer.start_span("queue", attributes=_named({"rows": rows})))
 
     @contextmanager
-    def batch(self, served: Iterable[telemetry.QueueSpan | None], rows: int) -> Iterator[None]:
+    def batch(self, served: Iterable[logging_and_tracing.QueueSpan | None], rows: int) -> Iterator[None]:
         asking = [one.asking for one in served if isinstance(one, _QueueSpan)]
         if not asking:  # the present span belongs to another request
             with use_span(INVALID_SPAN):
@@ -98,7 +98,7 @@ class OtlpTracing(telemetry.Tracing):
             began_ns += round(took_s * 1e9)
             span.end(began_ns)
 
-    def close(self, timeout_s: float = telemetry.EXPORT_TIMEOUT_S) -> None:
+    def close(self, timeout_s: float = logging_and_tracing.EXPORT_TIMEOUT_S) -> None:
         # In a thread, because the exporter's own timeouts apply to each attempt and not to all of them.
         closing = threading.Thread(target=self._provider.shutdown, name="spans", daemon=True)
         closing.start()

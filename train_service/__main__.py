@@ -18,6 +18,7 @@ from shared.errors import MillraceError
 from shared.grpc_server import BearerToken, bearer_token, serve
 from shared.jobs.index import KEEP_INTERVAL_S
 from shared.jobs.supervisor import supervise, sweep_periodically
+from shared.logging_and_tracing import configure_logging, configure_tracing, tracing
 from shared.settings import (
     OwnCode,
     ServiceSettings,
@@ -29,7 +30,6 @@ from shared.settings import (
 )
 from shared.storage import ObjectStore, open_store, probe
 from shared.storage.object_store import StoreRefused, ensure_bucket
-from shared.telemetry import configure_logging, configure_tracing, tracing
 from train_service.jobs.checkpoint_import import CheckpointImports
 from train_service.jobs.deletion import SWEEP_INTERVAL_S, Deletions, Sweeper
 from train_service.jobs.own_code import BundleIntake, ProgramCheck

@@ -11,9 +11,9 @@ from typing import Any
 from shared.jobs import JobRecord, JobState
 from shared.jobs.reconciler import JobKind, run_reconciler
 from shared.log import StaleAttempt
+from shared.logging_and_tracing import configure_logging
 from shared.settings import TRUSTED, VARIABLE, OwnCode, own_code, service_settings, standby_attempt
 from shared.storage import ObjectStore, open_store
-from shared.telemetry import configure_logging
 from train_service.attempt.outcomes import report_lost
 from train_service.domain.capacity import BEFORE, bundle_of, described_workers
 from train_service.domain.spec import (

@@ -36,10 +36,10 @@ from shared.code_environment import environments_of_node
 from shared.errors import FailedPrecondition, MillraceError, Unavailable
 from shared.jobs import AttemptContext, JobRecord, Jobs, JobState
 from shared.jobs.attempt import run_attempt
+from shared.logging_and_tracing import configure_logging, flush_logs
 from shared.names import check_id
 from shared.settings import OwnCode, SettingsError, StoreSettings, allowed_functions, store_settings
 from shared.storage import ObjectStore, open_store
-from shared.telemetry import configure_logging, flush_logs
 from train_service.attempt.outcomes import end_attempt, program_result, report_device, result_of, run_and_report_error
 from train_service.convert_specs import spec_from_proto
 from train_service.domain.spec import CPU, GPU, RUN_DEVICE, THREADS, TrainingSpec

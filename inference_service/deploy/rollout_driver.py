@@ -74,9 +74,9 @@ from shared.errors import (
     Unavailable,
 )
 from shared.log import claimed
+from shared.logging_and_tracing import hidden
 from shared.settings import OwnCode
 from shared.storage import ObjectStore
-from shared.telemetry import hidden
 from shared.transforms.batch import ColumnType, batch_of, schema_of
 
 # --- Requests of clients ---

@@ -47,8 +47,8 @@ from inference_service.domain.signature import DEFAULT_PRIORITY, PRIORITY_LEVELS
 from inference_service.domain.statistics import Statistics
 from shared.errors import DeadlineExceeded, MillraceError, ResourceExhausted
 from shared.grpc_server.interceptor import Decaying
-from shared.telemetry import QueueSpan as WaitingSpan
-from shared.telemetry import tracing
+from shared.logging_and_tracing import QueueSpan as WaitingSpan
+from shared.logging_and_tracing import tracing
 
 # --- Batcher ---
 # The batcher of one model version: gathers rows of many requests into one call of the model.

@@ -53,8 +53,8 @@ from shared.errors import DeadlineExceeded, MillraceError, ResourceExhausted, in
 from shared.grpc_errors import status_code
 from shared.grpc_server import message_bytes
 from shared.grpc_server.interceptor import is_deadline
+from shared.logging_and_tracing import hidden, identify, log_outcome, tracing
 from shared.names import MAX_MESSAGE_BYTES
-from shared.telemetry import hidden, identify, log_outcome, tracing
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from inference_service.domain.signature import FREE, PREPARED, Array, Rows, Tens
 from shared.checkpoint import CheckpointContent
 from shared.checkpoint.missing_values import NanReading, float_columns, may_be_non_finite, nan_reading
 from shared.errors import FailedPrecondition, InvalidArgument, MillraceError, ResourceExhausted
+from shared.logging_and_tracing import hidden
 from shared.settings import check_functions
-from shared.telemetry import hidden
 from shared.transforms import Batch, Column, Pipeline, RowError, ScalarType, TensorType
 from shared.transforms.batch import ColumnType
 from shared.transforms.steps.custom import DEFAULT_TIMEOUT_S, Custom

@@ -43,7 +43,7 @@ from inference_service.serve.autoscaling import by_rows
 from inference_service.serve.replica import Loaded, ModelReplica, ReplicaSpec
 from inference_service.serve.sockets import LocalReplicas, ReplicaLost, socket_folder
 from shared.errors import MillraceError, Unavailable
-from shared.telemetry import hidden, tracing
+from shared.logging_and_tracing import hidden, tracing
 
 logger = logging.getLogger(__name__)
 

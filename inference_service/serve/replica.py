@@ -29,9 +29,9 @@ from shared.checkpoint import CheckpointContent, load_checkpoint
 from shared.checkpoint.format import PROGRAM_CHECKPOINT, load_program_checkpoint, node_copy
 from shared.code_bundle_registry import load_code
 from shared.errors import FailedPrecondition, Internal, MillraceError, Unavailable
+from shared.logging_and_tracing import configure_logging, configure_tracing, current_frames, tracing
 from shared.settings import OwnCode, StoreSettings, allowed_functions
 from shared.storage import open_store
-from shared.telemetry import configure_logging, configure_tracing, current_frames, tracing
 
 if TYPE_CHECKING:
     from inference_service.serve.served_model import ServedModel, ServedPredictor

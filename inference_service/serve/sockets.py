@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from inference_service.domain.signature import Outputs, Rows
 from shared.errors import MillraceError
-from shared.telemetry import hidden
+from shared.logging_and_tracing import hidden
 
 logger = logging.getLogger(__name__)
 

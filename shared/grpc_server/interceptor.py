@@ -53,8 +53,8 @@ from shared.errors import (
     invalid_field,
 )
 from shared.grpc_errors import details_and_status, status_code
+from shared.logging_and_tracing import hidden, identity, log_outcome, tracing
 from shared.names import REQUEST_ID, STATUS
-from shared.telemetry import hidden, identity, log_outcome, tracing
 
 # --- Load shedding ---
 

@@ -26,9 +26,9 @@ from ray._private import state as ray_state
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from shared.jobs.attempt import AttemptContext, Entry, run_attempt
+from shared.logging_and_tracing import configure_logging
 from shared.settings import StoreSettings
 from shared.storage import open_store
-from shared.telemetry import configure_logging
 
 # --- Actor of an attempt ---
 

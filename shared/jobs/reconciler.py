@@ -31,9 +31,9 @@ from shared.jobs.transitions import (
     lose_attempt,
 )
 from shared.log import ResourceLog, StaleAttempt
+from shared.logging_and_tracing import flush_logs
 from shared.settings import ServiceSettings
 from shared.storage import ObjectStore, open_store
-from shared.telemetry import flush_logs
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from grpc import aio
 
 from millrace.data.v1 import data_service_pb2_grpc, resources_pb2
 from shared.grpc_server import serve
-from shared.telemetry import configure_logging
+from shared.logging_and_tracing import configure_logging
 
 
 class Waiting(data_service_pb2_grpc.DataServiceServicer):

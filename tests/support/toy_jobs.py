@@ -21,9 +21,9 @@ from typing import Any
 from shared.jobs import AttemptContext
 from shared.jobs.reconciler import JobKind, run_reconciler
 from shared.jobs.supervisor import supervise
+from shared.logging_and_tracing import configure_logging
 from shared.settings import service_settings
 from shared.storage import ObjectStore
-from shared.telemetry import configure_logging
 
 KIND = "toy"
 ENTRY = "tests.support.toy_jobs:run"

@@ -38,7 +38,7 @@ from shared.jobs import AttemptContext, JobRecord, warm_workers
 from shared.jobs.actor import draining_nodes
 from shared.jobs.transitions import INSUFFICIENT_RESOURCES, PREEMPTED, RESIZED
 from shared.log import StaleAttempt
-from shared.telemetry import flush_logs
+from shared.logging_and_tracing import flush_logs
 from train_service.attempt.outcomes import (
     HUNG,
     RankErrors,

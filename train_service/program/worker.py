@@ -70,7 +70,7 @@ from shared.code_environment import use_environment
 from shared.code_packing import requirements_of_folder
 from shared.errors import FailedPrecondition, Internal, MillraceError, first_line
 from shared.log import StaleAttempt
-from shared.telemetry import configure_logging, identity
+from shared.logging_and_tracing import configure_logging, identity
 from train_service.domain.coverage import (
     MAX_LOADERS,
     MAX_PASSES,

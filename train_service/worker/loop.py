@@ -28,10 +28,10 @@ from shared.code_bundle_registry import load_code, node_folder
 from shared.dataset_version import load_version
 from shared.dataset_version.version import ingested_nan_counts
 from shared.errors import DataLoss, FailedPrecondition, Internal, MillraceError
+from shared.logging_and_tracing import configure_logging, identity
 from shared.model_spec import STANDARD, TargetScaling
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
-from shared.telemetry import configure_logging, identity
 from train_service.checkpoints.saving import Checkpointing, History, Lineage
 from train_service.domain.spec import DETERMINISTIC, FLOAT16, RAY_DATA, TrainingSpec
 from train_service.domain.watchdog import Phase

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 
 from shared.errors import MillraceError, ResourceExhausted
-from shared.telemetry import BackgroundHandler, current_frames
+from shared.logging_and_tracing import BackgroundHandler, current_frames
 
 # --- Setup ---
 

@@ -13,9 +13,9 @@ import pytest
 from inference_service.domain.signature import Outputs, Rows
 from inference_service.serve.ray_serve import ServeModel
 from inference_service.serve.sockets import LocalReplicas, ReplicaLost
-from shared import telemetry
+from shared import logging_and_tracing
+from shared.logging_and_tracing import JsonFormatter
 from shared.otlp_tracing import OtlpTracing
-from shared.telemetry import JsonFormatter
 from tests.support.grpc_kit import call_error, everything
 from tests.support.inference_server import Classifier, Server, ask, inference_server, served, until
 from tests.support.otlp_receiver import OtlpReceiver, Seen, otlp_receiver
@@ -32,7 +32,7 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpReceiver]:
         for name, value in one.environ.items():
             monkeypatch.setenv(name, value)
         made = OtlpTracing("test")
-        monkeypatch.setattr(telemetry, "_tracing", made)
+        monkeypatch.setattr(logging_and_tracing, "_tracing", made)
         yield one
         made.close()
 

@@ -17,8 +17,8 @@ import grpc
 import pytest
 
 from millrace.data.v1 import data_service_pb2, data_service_pb2_grpc
-from shared import telemetry
-from shared.telemetry import BackgroundHandler
+from shared import logging_and_tracing
+from shared.logging_and_tracing import BackgroundHandler
 from tests.support.ports import free_ports
 
 LINES = 2000
@@ -39,7 +39,7 @@ def _log(handler: logging.Handler, number: int, text: str = "") -> None:
 def test_lines_that_are_read_arrive_whole_and_in_order(
     pipe: tuple[TextIO, TextIO], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(telemetry, "FLUSH_TIMEOUT_S", 240.0)
+    monkeypatch.setattr(logging_and_tracing, "FLUSH_TIMEOUT_S", 240.0)
     reader, writer = pipe
     found: list[str] = []
     reading = threading.Thread(target=lambda: found.extend(reader))
@@ -58,8 +58,8 @@ def test_lines_that_are_read_arrive_whole_and_in_order(
 def test_lines_that_nobody_reads_make_nobody_wait_and_are_counted_once_they_are_read(
     pipe: tuple[TextIO, TextIO], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(telemetry, "MAX_WAITING_BYTES", 300_000)
-    monkeypatch.setattr(telemetry, "FLUSH_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(logging_and_tracing, "MAX_WAITING_BYTES", 300_000)
+    monkeypatch.setattr(logging_and_tracing, "FLUSH_TIMEOUT_S", 0.01)
     reader, writer = pipe
     handler = BackgroundHandler(writer)
 
@@ -95,8 +95,8 @@ def test_a_reader_that_is_gone_ends_nobody(pipe: tuple[TextIO, TextIO]) -> None:
 
 def _run(code: str, *, flush_timeout_s: float = 240.0) -> subprocess.Popen[str]:
     """However long a busy machine takes over reading what it logs, unless another limit is given."""
-    begin = "import logging, os, sys\nfrom shared import telemetry\n"
-    begin += "from shared.telemetry import configure_logging, flush_logs\n"
+    begin = "import logging, os, sys\nfrom shared import logging_and_tracing as telemetry\n"
+    begin += "from shared.logging_and_tracing import configure_logging, flush_logs\n"
     configure = f'telemetry.FLUSH_TIMEOUT_S = {flush_timeout_s}\nconfigure_logging("kit", "INFO")\n'
     configure += 'logger = logging.getLogger("a")\n'
     command = [sys.executable, "-c", begin + configure + code]

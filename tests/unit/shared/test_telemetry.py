@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from shared.telemetry import JsonFormatter, hidden, identify, identity, log_outcome
+from shared.logging_and_tracing import JsonFormatter, hidden, identify, identity, log_outcome
 
 
 def written(message: str = "hello", *arguments: object, **values: object) -> dict[str, object]:

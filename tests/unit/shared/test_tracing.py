@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from shared.logging_and_tracing import Tracing, is_wanted, tracing, tracing_environ
 from shared.otlp_tracing import OtlpTracing
 from shared.settings import SettingsError
-from shared.telemetry import Tracing, is_wanted, tracing, tracing_environ
 from tests.support.otlp_receiver import OtlpReceiver, otlp_receiver
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
@@ -59,7 +59,7 @@ def test_what_cannot_be_done_is_refused_with_its_variable_and_the_remedy(environ
 
 def test_a_number_out_of_bounds_is_refused_as_a_setting(receiver: OtlpReceiver) -> None:
     environ = {**os.environ, **receiver.environ, "OTEL_BSP_MAX_QUEUE_SIZE": "-1"}
-    program = "import os; from shared.telemetry import configure_tracing; configure_tracing('x', os.environ)"
+    program = "import os; from shared.logging_and_tracing import configure_tracing; configure_tracing('x', os.environ)"
     ended = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=240)
     assert "SettingsError: OpenTelemetry refuses one of the OTEL_* variables: " in ended.stderr
 
@@ -68,7 +68,7 @@ def test_who_exports_nothing_imports_nothing_of_it() -> None:
     program = (
         "import os, sys, shared.grpc_server\n"
         "import inference_service.serve.batcher, inference_service.serve.infer\n"
-        "from shared.telemetry import configure_tracing\n"
+        "from shared.logging_and_tracing import configure_tracing\n"
         "configure_tracing('inference', os.environ)\n"
         "print([name for name in sys.modules if name.startswith('opentelemetry')])"
     )

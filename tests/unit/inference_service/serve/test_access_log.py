@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shared.telemetry import JsonFormatter
+from shared.logging_and_tracing import JsonFormatter
 from tests.support.grpc_kit import call_error, everything
 from tests.support.inference_server import ask, inference_server, until
 

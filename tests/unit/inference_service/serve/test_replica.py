@@ -21,8 +21,8 @@ from inference_service.domain.signature import Outputs, Rows, Signature, TensorS
 from inference_service.serve import replica
 from inference_service.serve.replica import HangWatch, Loaded, ModelReplica, ReplicaSpec
 from inference_service.serve.sockets import LocalReplicas, ReplicaLost
+from shared.logging_and_tracing import JsonFormatter
 from shared.settings import StoreSettings
-from shared.telemetry import JsonFormatter
 
 SIGNATURE = Signature((TensorSpec("x", "INT64", (-1,)),), TensorSpec("x", "FP32", (-1,)), ())
 SPEC = ReplicaSpec(

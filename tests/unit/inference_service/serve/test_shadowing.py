@@ -15,7 +15,7 @@ from inference_service.domain.signature import Outputs, Rows
 from inference_service.domain.statistics import Statistics
 from inference_service.serve.batcher import Batcher
 from inference_service.serve.infer import AT_ONCE, InFlightBytes, Shadowing
-from shared.telemetry import JsonFormatter
+from shared.logging_and_tracing import JsonFormatter
 from tests.support.deployment_server import weighed
 from tests.support.grpc_kit import call_error
 from tests.support.inference_server import Classifier, ask, attach, inference_server, until

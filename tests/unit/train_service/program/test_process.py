@@ -83,7 +83,7 @@ def test_a_hang_is_told_by_the_line_of_the_bundle() -> None:
 
 CHILD = """
 import logging, os, sys
-from shared.telemetry import configure_logging, flush_logs
+from shared.logging_and_tracing import configure_logging, flush_logs
 from train_service.worker.user_process import captured_output, exits_announced
 
 said = []

@@ -35,7 +35,7 @@ from urllib.parse import urlsplit
 from shared.errors import Internal
 from shared.settings import SettingsError
 
-# --- Telemetry ---
+# --- Log lines ---
 
 # `json.dumps` would make an encoder for each line.
 _encode = json.JSONEncoder(default=str).encode
