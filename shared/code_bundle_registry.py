@@ -481,13 +481,13 @@ def node_folder() -> Path:
 
 
 def load_code(
-    store: Readable, code_bundle: str, root: Path | None = None, tick: Callable[[], None] = lambda: None
+    store: Readable, code_bundle: str, root: Path | None = None, note_progress: Callable[[], None] = lambda: None
 ) -> Path:
     """Make the modules of `codeBundles/{sha256}` importable in this process, and the packages that they require.
 
-    Returns the folder that holds them, below `root` (default: `node_folder()`). `tick` is called while packages are
-    installed. Raises `FailedPrecondition` if this process has loaded another bundle, and what `unpack_on_node` and
-    `use_environment` raise.
+    Returns the folder that holds them, below `root` (default: `node_folder()`). `note_progress` is called while
+    packages are installed. Raises `FailedPrecondition` if this process has loaded another bundle, and what
+    `unpack_on_node` and `use_environment` raise.
     """
     sha256 = digest_of("code_bundle", code_bundle)
     with _lock:
@@ -502,7 +502,7 @@ def load_code(
         root = root or node_folder()
         root.parent.mkdir(mode=0o700, exist_ok=True)
         folder = unpack_on_node(store, sha256, root)
-        use_environment(requirements_of_folder(folder), os.environ, tick)
+        use_environment(requirements_of_folder(folder), os.environ, note_progress)
         # Compiled files would change the folder, whose content is compared with the digest.
         sys.dont_write_bytecode = True
         if str(folder) not in sys.path:

@@ -248,15 +248,17 @@ class CodeEnvironments:
             raise invalid_fields((field, text, what) for text, what in problems[:MAX_NAMED])
 
     @contextmanager
-    def opened(self, requirements: Iterable[str], tick: Callable[[], None] = lambda: None) -> Iterator[Path | None]:
+    def opened(
+        self, requirements: Iterable[str], note_progress: Callable[[], None] = lambda: None
+    ) -> Iterator[Path | None]:
         """Provide the folder with the packages that the image lacks, and build it if necessary.
 
-        None if the image lacks nothing. The folder stays while the body runs. `tick` is called while it waits.
+        None if the image lacks nothing. The folder stays while the body runs. `note_progress` is called while it waits.
 
         Raises `FailedPrecondition` for requirements that cannot be met here and for a build that failed, with uv's
         message, and `Unavailable` if another process builds for too long.
         """
-        lease = self.lease(requirements, tick)
+        lease = self.lease(requirements, note_progress)
         try:
             yield lease.packages if lease else None
         finally:
@@ -268,7 +270,7 @@ class CodeEnvironments:
         lines = to_install(requirements)[0] if self.uv else []
         return not lines or os.access(self.folder / f"{digest_of_environment(lines)}.json", os.R_OK)
 
-    def lease(self, requirements: Iterable[str], tick: Callable[[], None] = lambda: None) -> Lease | None:
+    def lease(self, requirements: Iterable[str], note_progress: Callable[[], None] = lambda: None) -> Lease | None:
         """Do as `opened`, until the lease is closed or the process ends."""
         if self.uv:
             lines, problems = to_install(requirements)
@@ -276,9 +278,9 @@ class CodeEnvironments:
             remedy = f"{REMEDY}; or set {VARIABLE}={UV} on this node"
             lines, problems = [], [(text, f"{what}; {remedy}") for text, what in unmet(requirements, installed_version)]
         _refuse_missing(problems)
-        return self._leased(lines, tick) if lines else None
+        return self._leased(lines, note_progress) if lines else None
 
-    def _leased(self, lines: list[str], tick: Callable[[], None]) -> Lease:
+    def _leased(self, lines: list[str], note_progress: Callable[[], None]) -> Lease:
         for folder in (self.folder.parent, self.folder):
             if self.by_default:
                 _make_private(folder)
@@ -289,7 +291,7 @@ class CodeEnvironments:
         digest = digest_of_environment(lines)
         for number in range(100):
             environment = _Environment(self, f"{digest}-{number}" if number else digest)
-            if lease := environment.lease(lines, tick):
+            if lease := environment.lease(lines, note_progress):
                 self._evict_oldest(environment.name)
                 return lease
         raise FailedPrecondition(
@@ -352,13 +354,13 @@ class _Environment:
         self._requirements = of.folder / f"{name}.requirements"
         self._work = of.folder / f"{name}.work"
 
-    def lease(self, lines: list[str], tick: Callable[[], None]) -> Lease | None:
+    def lease(self, lines: list[str], note_progress: Callable[[], None]) -> Lease | None:
         """Return a lease, or None for an environment that was changed while others use it."""
         lock = self._lock.open("a")
         shared_polls = 0
         try:
             while True:
-                self._wait_for(lock, tick)
+                self._wait_for(lock, note_progress)
                 if self._is_whole():
                     os.utime(self._lock)
                     return Lease(lock, self._packages)
@@ -366,14 +368,14 @@ class _Environment:
                 fcntl.flock(lock, fcntl.LOCK_UN)
                 if _try_lock(lock, fcntl.LOCK_EX):
                     if not self._is_whole():
-                        self._build(lines, lock, tick)
+                        self._build(lines, lock, note_progress)
                     fcntl.flock(lock, fcntl.LOCK_UN)
                 elif changed:
                     lock.close()
                     return None
                 else:
                     shared_polls += 1
-                    tick()
+                    note_progress()
                     time.sleep(LOCK_POLL_S)  # another process polls too, or begins to build
         except BaseException:
             lock.close()
@@ -408,10 +410,10 @@ class _Environment:
         for folder in (self._packages, self._work):
             _remove_folder(folder)
 
-    def _wait_for(self, lock: IO[str], tick: Callable[[], None]) -> None:
+    def _wait_for(self, lock: IO[str], note_progress: Callable[[], None]) -> None:
         until = time.monotonic() + 2 * self._of.timeout_s
         while not _try_lock(lock, fcntl.LOCK_SH):
-            tick()
+            note_progress()
             if time.monotonic() > until:
                 raise Unavailable(f"another process has built the environment {self._packages} for too long; try again")
             time.sleep(LOCK_POLL_S)
@@ -423,14 +425,14 @@ class _Environment:
             return False
         return isinstance(record, dict) and record.get("fingerprint") == _fingerprint(self._packages)
 
-    def _build(self, lines: list[str], lock: IO[str], tick: Callable[[], None]) -> None:
+    def _build(self, lines: list[str], lock: IO[str], note_progress: Callable[[], None]) -> None:
         self._remove()
         self._work.mkdir(mode=0o700)
         self._packages.mkdir(mode=0o700)
         self._requirements.write_text("".join(f"{line}\n" for line in lines))
         logger.info("building the environment %s of %d packages", self.name, len(lines))
         try:
-            self._install(lock, tick)
+            self._install(lock, note_progress)
             _check_files(self._packages)
             record = {
                 "bytes": _disk_use(self._packages)[0],
@@ -445,7 +447,7 @@ class _Environment:
             raise
         _remove_folder(self._work)
 
-    def _install(self, lock: IO[str], tick: Callable[[], None]) -> None:
+    def _install(self, lock: IO[str], note_progress: Callable[[], None]) -> None:
         options = [
             "--require-hashes",
             "--no-build",
@@ -469,7 +471,7 @@ class _Environment:
                 start_new_session=True,
             )
         try:
-            over = self._watch(child, tick)
+            over = self._watch(child, note_progress)
         finally:
             if child.poll() is None:
                 with suppress(ProcessLookupError):
@@ -483,13 +485,13 @@ class _Environment:
                 metadata={"environment": self.name},
             )
 
-    def _watch(self, child: subprocess.Popen[bytes], tick: Callable[[], None]) -> str:
+    def _watch(self, child: subprocess.Popen[bytes], note_progress: Callable[[], None]) -> str:
         """Wait for uv. Returns the limit that it exceeded, empty if none."""
         began, pause_s = time.monotonic(), BUILD_POLL_S
         while True:
             with suppress(subprocess.TimeoutExpired):
                 child.wait(pause_s)
-            tick()
+            note_progress()
             looked = time.monotonic()
             used, files = _disk_use(self._packages, self._work)
             if used <= self._of.max_bytes:
@@ -621,14 +623,14 @@ _leases: list[Lease] = []
 
 
 def use_environment(
-    requirements: Iterable[str], environ: Mapping[str, str], tick: Callable[[], None] = lambda: None
+    requirements: Iterable[str], environ: Mapping[str, str], note_progress: Callable[[], None] = lambda: None
 ) -> Path | None:
     """Make the packages that a bundle requires importable in this process, which keeps them for its life.
 
     Returns their folder, None if the image has them all. Raises what `environments_of_node` and
     `CodeEnvironments.opened` raise.
     """
-    lease = environments_of_node(environ).lease(requirements, tick)
+    lease = environments_of_node(environ).lease(requirements, note_progress)
     if lease is None:
         return None
     _leases.append(lease)

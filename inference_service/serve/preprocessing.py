@@ -80,7 +80,7 @@ class Preprocessing:
         self._overlong_s = min(custom_s, default=math.inf)
 
     def prepare(
-        self, rows: Rows, moved: Callable[[], None] = lambda: None
+        self, rows: Rows, note_progress: Callable[[], None] = lambda: None
     ) -> tuple[Array, dict[int, str], dict[int, MillraceError]]:
         """Computes the model's input of these rows, float32 (B, *shape).
 
@@ -91,12 +91,12 @@ class Preprocessing:
         on: one request's bad row must not fail the other requests of its batch. After several failures, rows are no
         longer halved but tried one by one, so that the total is little more than a call for each. Rows with images are
         tried one by one from the start: they may have too many pixels to be decoded together, and each half would
-        decode them again. The same holds if a custom function used its whole time limit. `moved` is called before each
-        try.
+        decode them again. The same holds if a custom function used its whole time limit. `note_progress` is called
+        before each try.
 
         A row whose input would have a NaN or an infinity is refused, too, unless the deployment allows them.
         """
-        prepared, refused, failed = self._prepare(rows, moved)
+        prepared, refused, failed = self._prepare(rows, note_progress)
         if self._allows_non_finite or not (rows.form == PREPARED or self._raw_may_be_non_finite):
             return prepared, refused, failed
         if rows.form == PREPARED:
@@ -113,7 +113,9 @@ class Preprocessing:
             failed,
         )
 
-    def _prepare(self, rows: Rows, moved: Callable[[], None]) -> tuple[Array, dict[int, str], dict[int, MillraceError]]:
+    def _prepare(
+        self, rows: Rows, note_progress: Callable[[], None]
+    ) -> tuple[Array, dict[int, str], dict[int, MillraceError]]:
         if rows.form == PREPARED:
             return rows.values[self._input_column], {}, {}
         began_s = time.monotonic()
@@ -133,7 +135,7 @@ class Preprocessing:
         may_halve = 4 * (len(rows) - 1).bit_length()
         while parts:
             start, stop = parts.pop()
-            moved()
+            note_progress()
             began_s = time.monotonic()
             try:
                 prepared[start:stop] = self._apply(rows.slice(start, stop))

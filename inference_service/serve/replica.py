@@ -47,7 +47,7 @@ T = TypeVar("T")
 STORE_OUTAGE_TIMEOUT_S = 120.0
 STORE_RETRY_S = 2.0
 # Time to shut down when Serve stops a replica. Serve kills the process after 5 s.
-TAKE_LEAVE_TIMEOUT_S = 4.0
+SHUTDOWN_TIMEOUT_S = 4.0
 EXPORT_TIMEOUT_S = 0.5
 # A batch that makes no progress for HANGS_AFTER_S counts as hung. The limit is longer if the time limits of the model's
 # custom functions, plus TIMES_THE_LARGEST times the longest warm-up batch and at least BESIDES_CUSTOM_S, are longer.
@@ -130,7 +130,7 @@ class ModelReplica:
         Serve does not know about requests that arrive over the socket.
         """
         if self._socket_server is not None:
-            self._socket_server.close(TAKE_LEAVE_TIMEOUT_S)
+            self._socket_server.close(SHUTDOWN_TIMEOUT_S)
         tracing().close(EXPORT_TIMEOUT_S)
 
     async def describe(self) -> Loaded:
@@ -176,7 +176,7 @@ class ModelReplica:
         assert self._model is not None
         with self._watch.working(), tracing().received("model", rows.trace, rows=len(rows)):
             began_ns = time.time_ns()
-            outputs = self._model.forward(rows, self._watch.moved)
+            outputs = self._model.forward(rows, self._watch.note_progress)
             tracing().parts(began_ns, preprocess=outputs.input_s, infer=outputs.infer_s)
         return outputs
 
@@ -300,13 +300,13 @@ class HangWatch:
     @contextmanager
     def working(self) -> Iterator[None]:
         self._thread = threading.get_ident()
-        self.moved()
+        self.note_progress()
         try:
             yield
         finally:
             self._since_s = None
 
-    def moved(self) -> None:
+    def note_progress(self) -> None:
         """Marks the start of the next piece of work."""
         self._since_s = time.monotonic()
 

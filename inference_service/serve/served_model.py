@@ -91,14 +91,14 @@ class ServedModel:
         """The total time limit of its custom functions for a batch, in seconds."""
         return self.preprocessing.custom_s
 
-    def forward(self, rows: Rows, moved: Callable[[], None] = lambda: None) -> Outputs:
+    def forward(self, rows: Rows, note_progress: Callable[[], None] = lambda: None) -> Outputs:
         """Computes the outputs of B rows; those of refused rows are undefined.
 
         A classifier returns logits (B, classes) float32, probabilities (B, classes) float32 and label (B,) int64. A
-        regression returns values (B, numbers) float32. `moved` is as in `Preprocessing.prepare`.
+        regression returns values (B, numbers) float32. `note_progress` is as in `Preprocessing.prepare`.
         """
         started_s = time.perf_counter()
-        prepared, refused, failed = self.preprocessing.prepare(rows, moved)
+        prepared, refused, failed = self.preprocessing.prepare(rows, note_progress)
         prepared_s = time.perf_counter()
         arrays = self._run(prepared)
         infer_s = time.perf_counter() - prepared_s
@@ -259,7 +259,7 @@ class ServedPredictor:
         # There is only one row form: a tensor that fits both forms is raw.
         self.signature = Signature(raw=inputs, prepared=inputs[0], outputs=outputs)
 
-    def forward(self, rows: Rows, moved: Callable[[], None] = lambda: None) -> Outputs:
+    def forward(self, rows: Rows, note_progress: Callable[[], None] = lambda: None) -> Outputs:
         """Computes the outputs.
 
         If a batch of several requests fails, each is tried by itself, so that only the bad request fails.
@@ -271,7 +271,7 @@ class ServedPredictor:
         except MillraceError:
             if len(rows.requests) < 2:
                 raise
-            arrays = self._each_alone(rows, failed, moved)
+            arrays = self._each_alone(rows, failed, note_progress)
         infer_s = time.perf_counter() - started_s
         return Outputs(arrays, infer_s=infer_s, failed=failed, non_finite=self._non_finite(arrays, failed))
 
@@ -298,11 +298,13 @@ class ServedPredictor:
                 measured_s[size] = time.perf_counter() - started_s
         return measured_s
 
-    def _each_alone(self, rows: Rows, failed: dict[int, MillraceError], moved: Callable[[], None]) -> list[Array]:
+    def _each_alone(
+        self, rows: Rows, failed: dict[int, MillraceError], note_progress: Callable[[], None]
+    ) -> list[Array]:
         parts: list[list[Array] | None] = []
         ends = list(accumulate(rows.requests))
         for start, end in zip([0, *ends], ends, strict=False):
-            moved()
+            note_progress()
             try:
                 parts.append(self._predictor.predict(rows.slice(start, end).values, end - start))
             except MillraceError as error:

@@ -434,11 +434,11 @@ def load_program_checkpoint(store: Readable, folder: str, manifest_sha256: str) 
 
 
 def read_program_file(
-    store: Readable, folder: str, file: ProgramFile, advanced: Callable[[], None] = lambda: None
+    store: Readable, folder: str, file: ProgramFile, note_progress: Callable[[], None] = lambda: None
 ) -> Iterator[bytes]:
     """Yield the bytes of one file. Raises `DataLoss` after the last piece if they differ from the manifest."""
     stored = StoredFile(f"{folder}/{file.object}", file.size_bytes, file.sha256)
-    return reading.read_pieces(store, stored, advanced=advanced)
+    return reading.read_pieces(store, stored, note_progress=note_progress)
 
 
 def verify_program_checkpoint(store: Readable, folder: str, manifest_sha256: str) -> ProgramContent:

@@ -79,17 +79,18 @@ class StoredFile:
 
 
 def read_pieces(
-    store: Readable, file: StoredFile, offset: int = 0, advanced: Callable[[], None] = lambda: None
+    store: Readable, file: StoredFile, offset: int = 0, note_progress: Callable[[], None] = lambda: None
 ) -> Iterator[bytes]:
     """Yield the bytes of a file from `offset` on, in pieces.
 
     `DataLoss` is raised instead of a damaged block. Without digests of blocks, a file that is read from its beginning
     is compared with its digest after the last piece; with an offset the reader must compare it, because it has the
-    bytes before. Raises `DataLoss` also if the object is missing or too short. `advanced` is called for each piece.
+    bytes before. Raises `DataLoss` also if the object is missing or too short. `note_progress` is called for each
+    piece.
     """
     if file.blocks:
         for start, piece in read_blocks(store, file, range(offset // file.block_bytes, len(file.blocks))):
-            advanced()
+            note_progress()
             # A block may be larger than a piece.
             for begin in range(max(0, offset - start), len(piece), PIECE_BYTES):
                 yield piece[begin : begin + PIECE_BYTES]
@@ -99,7 +100,7 @@ def read_pieces(
     for piece in _ahead(lambda start: fetch(store, file, start, PIECE_BYTES), starts):
         if not offset:
             digest.update(piece)
-        advanced()
+        note_progress()
         yield piece
     if not offset and digest.hexdigest() != file.sha256:
         raise damaged(file)
@@ -281,7 +282,7 @@ def read_index(store: Readable, files: Sequence[StoredFile]) -> tuple[dict[str, 
     return found, metadata
 
 
-def read_rows(store: Readable, wanteds: Sequence[Wanted], advanced: Callable[[], None] = lambda: None) -> None:
+def read_rows(store: Readable, wanteds: Sequence[Wanted], note_progress: Callable[[], None] = lambda: None) -> None:
     """Fill the memory of all that is wanted. Of each file only the blocks are read that have any of it.
 
     Holds a few ranges besides. Raises `DataLoss` for damaged bytes: what was filled must then not be used.
@@ -298,7 +299,7 @@ def read_rows(store: Readable, wanteds: Sequence[Wanted], advanced: Callable[[],
                 spans.setdefault(piece.file.key, []).append((piece.begin + (first - piece.first) * row_bytes, memory))
                 files[piece.file.key] = piece.file
     for key, of_file in spans.items():
-        _scatter(_ranges(store, files[key], of_file), sorted(of_file, key=lambda span: span[0]), advanced)
+        _scatter(_ranges(store, files[key], of_file), sorted(of_file, key=lambda span: span[0]), note_progress)
 
 
 def _ranges(store: Readable, file: StoredFile, spans: Sequence[tuple[int, memoryview]]) -> Iterator[tuple[int, bytes]]:
@@ -316,11 +317,11 @@ def _ranges(store: Readable, file: StoredFile, spans: Sequence[tuple[int, memory
 
 
 def _scatter(
-    ranges: Iterator[tuple[int, bytes]], spans: Sequence[tuple[int, memoryview]], advanced: Callable[[], None]
+    ranges: Iterator[tuple[int, bytes]], spans: Sequence[tuple[int, memoryview]], note_progress: Callable[[], None]
 ) -> None:
     at = 0
     for start, data in ranges:
-        advanced()
+        note_progress()
         end = start + len(data)
         while at < len(spans) and spans[at][0] + len(spans[at][1]) <= start:
             at += 1

@@ -702,18 +702,18 @@ class GroupSizes:
     def bytes_of(self, group: RowGroup) -> ReadBytes:
         """Return the group's bytes, counting shared texts once per row."""
         footer = self._reader.footer(group.file_index).row_group(group.group_index)
-        told = texts = 0
+        reported = texts = 0
         for place in self._places:
             column = footer.column(place)
-            told += column.total_uncompressed_size
+            reported += column.total_uncompressed_size
             if column.has_dictionary_page:
                 texts += column.total_uncompressed_size
         if not texts:
-            return ReadBytes(told)
+            return ReadBytes(reported)
         # No row has more bytes than the whole dictionary.
         most = max(min(texts * group.row_count, MAX_UNEQUAL_GROUP_BYTES) - texts, 0)
         of_file, on_average = self._hidden_in(group.file_index)
-        return ReadBytes(told, min(on_average, most), most, {group.file_index: of_file})
+        return ReadBytes(reported, min(on_average, most), most, {group.file_index: of_file})
 
     def _hidden_in(self, file_index: int) -> tuple[int, int]:
         """Return a file's hidden bytes: in total, and per group on average.

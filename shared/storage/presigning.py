@@ -255,10 +255,10 @@ class SignedStore:
     They raise the same errors. For a refused key they raise the refusal.
     """
 
-    def __init__(self, ask: Ask, advanced: Callable[[], None] = lambda: None) -> None:
-        """`advanced` is called as bytes are sent or received."""
+    def __init__(self, ask: Ask, note_progress: Callable[[], None] = lambda: None) -> None:
+        """`note_progress` is called as bytes are sent or received."""
         self._ask = ask
-        self._advanced = advanced
+        self._note_progress = note_progress
         self._lock = threading.Lock()
         self._addresses: OrderedDict[tuple[str, str], _Address] = OrderedDict()
         self._http = urllib3.PoolManager(num_pools=4, maxsize=2 * SENDERS)
@@ -315,7 +315,7 @@ class SignedStore:
 
     def _get(self, key: str, headers: dict[str, str]) -> bytes:
         answer = self._send(key, "GET", lambda anew: self._address("GET", key, anew=anew), headers=headers)
-        self._advanced()
+        self._note_progress()
         return answer.data
 
     def _get_range(self, key: str, start: int, length: int) -> bytes:
@@ -335,7 +335,7 @@ class SignedStore:
                 for piece in answer.stream(SLICE_BYTES):
                     data += piece
                     failing_since = None
-                    self._advanced()
+                    self._note_progress()
             except urllib3.exceptions.HTTPError as error:
                 now = time.monotonic()
                 if failing_since is None:
@@ -483,7 +483,7 @@ class SignedStore:
             view = memoryview(piece)
             for begin in range(0, len(view), SLICE_BYTES):
                 yield view[begin : begin + SLICE_BYTES]
-                self._advanced()
+                self._note_progress()
 
     # --- addresses -------------------------------------------------------------------------------------------------
 

@@ -139,8 +139,8 @@ def test_a_frontend_killed_under_load_costs_only_the_calls_that_it_had(
 def counted(service: ServiceProcess) -> int:
     """The rows that were answered, as whichever front tells that has the connection."""
     with Client(service.address) as client:
-        told = client.inference.ModelStatistics(oip.ModelStatisticsRequest(name="digits"), timeout=DEADLINE_S)
-    return int(sum(one.inference_count for one in told.model_stats))
+        reported = client.inference.ModelStatistics(oip.ModelStatisticsRequest(name="digits"), timeout=DEADLINE_S)
+    return int(sum(one.inference_count for one in reported.model_stats))
 
 
 def test_every_frontend_tells_what_all_have_answered(service: ServiceProcess) -> None:

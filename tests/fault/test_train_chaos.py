@@ -164,7 +164,7 @@ def test_two_minutes_of_strikes_lose_and_repeat_no_row_and_change_no_bit(
         proof.publish("chaos", seed=seed(), struck=strikes, steps=EPOCHS * STEPS_PER_EPOCH)
 
         assert (proof.disturbed.missing_rows, proof.disturbed.repeated_rows) == (0, 0)
-        assert proof.disturbed.told == proof.undisturbed.told == (ROWS * EPOCHS, 0, 0)
+        assert proof.disturbed.reported == proof.undisturbed.reported == (ROWS * EPOCHS, 0, 0)
         assert proof.undisturbed.attempts == 1
         assert proof.disturbed.weights_sha256 == proof.undisturbed.weights_sha256
 

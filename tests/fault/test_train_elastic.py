@@ -144,4 +144,4 @@ def test_every_row_of_every_epoch_was_seen_once_by_one_two_or_three_workers(run:
     assert [run.started(attempt).num_workers for attempt in range(1, 6)] == [1, 2, 1, 3, 1]
     assert {(one.seen_once, one.missing, one.repeated) for one in run.coverage} == {(ROWS, 0, 0)}
     assert (run.account.missing_rows, run.account.repeated_rows) == (0, 0)
-    assert run.account.told == (ROWS * EPOCHS, 0, 0)
+    assert run.account.reported == (ROWS * EPOCHS, 0, 0)

@@ -40,7 +40,7 @@ def test_kills_lose_and_repeat_no_row_and_change_no_bit(
 
     assert (proof.disturbed.missing_rows, proof.disturbed.repeated_rows) == (0, 0)
     assert (proof.undisturbed.missing_rows, proof.undisturbed.repeated_rows) == (0, 0)
-    assert proof.disturbed.told == proof.undisturbed.told == (ROWS * epochs, 0, 0)
+    assert proof.disturbed.reported == proof.undisturbed.reported == (ROWS * epochs, 0, 0)
     assert (proof.disturbed.attempts, proof.undisturbed.attempts) == (kills + 1, 1)
     assert proof.undisturbed.recomputed_steps == 0
     assert proof.disturbed.weights_bytes > MEGABYTE
@@ -67,7 +67,7 @@ def test_kills_lose_and_repeat_no_row_where_neither_steps_nor_ranks_share_rows_e
 
     for account in (proof.disturbed, proof.undisturbed):
         assert (account.missing_rows, account.repeated_rows) == (0, 0)
-        assert account.told == (UNEVEN_ROWS * epochs, 0, 0)
+        assert account.reported == (UNEVEN_ROWS * epochs, 0, 0)
     assert (proof.disturbed.attempts, proof.undisturbed.attempts) == (kills + 1, 1)
     assert proof.undisturbed.recomputed_steps == 0
     assert proof.disturbed.weights_sha256 == proof.undisturbed.weights_sha256

@@ -87,7 +87,7 @@ def test_killed_workers_lose_and_repeat_no_row_and_change_no_bit(
 
 def assert_the_same(struck: Account, calm: Account, epochs: int) -> None:
     assert (struck.missing_rows, struck.repeated_rows) == (calm.missing_rows, calm.repeated_rows) == (0, 0)
-    assert struck.told == calm.told == (ROWS * epochs, 0, 0)
+    assert struck.reported == calm.reported == (ROWS * epochs, 0, 0)
     assert struck.weights_sha256 == calm.weights_sha256
 
 

@@ -80,14 +80,14 @@ class Runs:
         wait_until(trained, f"attempt {attempt} to train", STARTED_TIMEOUT_S, interval_s=0.05)
 
     def begun(self, name: str) -> list[Begun]:
-        told = [event for event in EventLog(self.store, name).after(0) if event.kind is EventKind.ATTEMPT_STARTED]
-        return [Begun(one.attempt, one.payload["step"], one.payload["num_workers"]) for one in told]
+        reported = [event for event in EventLog(self.store, name).after(0) if event.kind is EventKind.ATTEMPT_STARTED]
+        return [Begun(one.attempt, one.payload["step"], one.payload["num_workers"]) for one in reported]
 
     def weights(self, name: str) -> bytes:
         entry = resolve(self.store, "name", f"{name}/checkpoints/final")
         return load_checkpoint(self.store, entry.folder, entry.manifest_sha256).read(WEIGHTS)
 
-    def told(self, name: str, epoch: int) -> tuple[int, int, int]:
+    def reported(self, name: str, epoch: int) -> tuple[int, int, int]:
         counts = RunRecords(self.store).coverage(name, epoch, "").counts
         return counts.seen_once, counts.missing, counts.repeated
 
@@ -95,7 +95,7 @@ class Runs:
         """In every epoch, by what the ranks wrote down and by what the service tells."""
         seen = seen_in(self.begun(name), processes_of(self.witness, name), self.epochs, self.row_count)
         assert (seen.missing, seen.repeated) == (0, 0)
-        assert {self.told(name, epoch) for epoch in range(self.epochs)} == {(self.row_count, 0, 0)}
+        assert {self.reported(name, epoch) for epoch in range(self.epochs)} == {(self.row_count, 0, 0)}
 
 
 def runs_of(folder: Path, *, ranks: int, row_count: int, epochs: int) -> Runs:

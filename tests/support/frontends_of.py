@@ -22,6 +22,6 @@ def listens(parent: int, number: int) -> bool:
     pid = frontends_of(parent).get(number)
     with suppress(OSError, IndexError):  # it has ended, or has told nothing yet
         folder = Path(f"/proc/{pid}/cmdline").read_text().split("\0")[4]
-        told = json.loads((Path(folder) / f"{number}.json").read_text())
-        return bool(told["pid"] == pid and told["listens"])
+        reported = json.loads((Path(folder) / f"{number}.json").read_text())
+        return bool(reported["pid"] == pid and reported["listens"])
     return False

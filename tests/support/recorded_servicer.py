@@ -63,7 +63,7 @@ def points() -> list[pb.MetricPoint]:
 
 
 def events(task: Spec.Task = Spec.TASK_UNSPECIFIED) -> list[pb.TrainingEvent]:
-    told = [
+    reported = [
         pb.TrainingEvent(attempt=1, time=at(1), attempt_started=pb.AttemptStarted(num_workers=3)),
         pb.TrainingEvent(attempt=1, time=at(9), progress=resources_pb2.Progress(step=14, total_steps=STEPS, loss=0.5)),
         pb.TrainingEvent(
@@ -86,10 +86,10 @@ def events(task: Spec.Task = Spec.TASK_UNSPECIFIED) -> list[pb.TrainingEvent]:
         ),
     ]
     if task == REGRESSION:
-        told[-1].progress.metrics.update(MEASURED)
+        reported[-1].progress.metrics.update(MEASURED)
         validated = pb.Validated(step=STEPS, epoch=2, loss=0.75, row_count=100, metrics=MEASURED)
-        told.append(pb.TrainingEvent(attempt=2, time=at(61), validated=validated))
-    return told
+        reported.append(pb.TrainingEvent(attempt=2, time=at(61), validated=validated))
+    return reported
 
 
 class RecordedRun(train_service_pb2_grpc.TrainServiceServicer):
@@ -119,15 +119,15 @@ class RecordedRun(train_service_pb2_grpc.TrainServiceServicer):
         return pb.ListTrainingJobsResponse(training_jobs=[job(self._state, self._task)])
 
     def WatchTrainingJob(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-        now, told = pb.WatchTrainingJobResponse(job=job(self._state, self._task)), events(self._task)
-        if request.after_sequence > len(told):
-            beyond = error_info("SEQUENCE_OUT_OF_RANGE", last_sequence=str(len(told)))
+        now, reported = pb.WatchTrainingJobResponse(job=job(self._state, self._task)), events(self._task)
+        if request.after_sequence > len(reported):
+            beyond = error_info("SEQUENCE_OUT_OF_RANGE", last_sequence=str(len(reported)))
             abort(context, status(grpc.StatusCode.OUT_OF_RANGE, "beyond the last event", beyond))
         ended = threading.Event()
         context.add_callback(ended.set)
         yield now
         ended.wait(self._pause_s)
-        for sequence, event in enumerate(told, 1):
+        for sequence, event in enumerate(reported, 1):
             event.sequence = sequence
             if sequence > request.after_sequence:
                 yield pb.WatchTrainingJobResponse(event=event)

@@ -112,7 +112,7 @@ class Account:
     repeated_rows: int
     recomputed_steps: int
     # What the service says of its coverage: rows seen once, missing and repeated.
-    told: tuple[int, int, int]
+    reported: tuple[int, int, int]
     weights_sha256: str
     weights_bytes: int
 
@@ -131,7 +131,7 @@ def account_of(
     ]
     seen = seen_in(begun, processes or place.processes_of(job_name), job.spec.epochs, row_count)
     weights = place.stack.weights(f"{job_name}/checkpoints/final")
-    told = [
+    reported = [
         client.rpc.GetCoverage(pb.GetCoverageRequest(name=job_name, epoch=epoch), timeout=60)
         for epoch in range(job.spec.epochs)
     ]
@@ -141,7 +141,11 @@ def account_of(
         missing_rows=seen.missing,
         repeated_rows=seen.repeated,
         recomputed_steps=seen.steps_taken - job.spec.epochs * steps_of_an_epoch(row_count),
-        told=(sum(one.seen_once for one in told), sum(one.missing for one in told), sum(one.repeated for one in told)),
+        reported=(
+            sum(one.seen_once for one in reported),
+            sum(one.missing for one in reported),
+            sum(one.repeated for one in reported),
+        ),
         weights_sha256=hashlib.sha256(weights).hexdigest(),
         weights_bytes=len(weights),
     )

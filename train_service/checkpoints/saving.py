@@ -80,18 +80,18 @@ class Checkpointing:
         ranks: Ranks,
         learner: BaseLearner,
         reporter: Reporter | None,
-        touched: Callable[[], None] = lambda: None,
+        note_progress: Callable[[], None] = lambda: None,
     ) -> None:
         """Create one rank's side.
 
-        `touched` is called while a checkpoint is gathered and copied, as a sign of progress.
+        `note_progress` is called while a checkpoint is gathered and copied, as a sign of progress.
         """
         self._store = store
         self._lineage = lineage
         self._ranks = ranks
         self._learner = learner
         self._reporter = reporter
-        self._touched = touched
+        self._note_progress = note_progress
         self._registry = CheckpointRegistry(store, lineage.job_name)
         self._consumed = ConsumedRows()
         self._chain = CoverageChain(store, lineage.job_name)
@@ -146,7 +146,7 @@ class Checkpointing:
         try:
             if (shards := self._learner.shards) is not None:
                 try:
-                    content, state = restore_shards(self._store, entry, *shards, self._touched)
+                    content, state = restore_shards(self._store, entry, *shards, self._note_progress)
                     self._learner.load_rest(state)
                     return content, state
                 except NotByRows as why:
@@ -179,7 +179,7 @@ class Checkpointing:
             self.clock.taken()
             return
         # Every rank has a part of a sharded model.
-        weights, state = self._learner.weights(self._touched), self._learner.state(self._touched)
+        weights, state = self._learner.weights(self._note_progress), self._learner.state(self._note_progress)
         if self._writer is not None and table is not None:
             self._writer.save(
                 lambda: self._content(step, metrics, table, log), weights, {**state, "history": history}, final=final
@@ -190,7 +190,7 @@ class Checkpointing:
         self, step: int, content: Callable[[], CheckpointContent], history: History, *, final: bool
     ) -> None:
         """Take a checkpoint of which every rank writes its own shards. Rank 0 commits it."""
-        self._learner.check_shards(self._touched)
+        self._learner.check_shards(self._note_progress)
         weights, state = self._learner.model.state_dict(), {**self._learner.sharded_state(), "history": history}
         lineage, ranks = self._lineage, self._ranks
         folder = ranks.share(new_folder(self._registry, step, lineage.attempt) if self._writer is not None else None)
@@ -198,7 +198,7 @@ class Checkpointing:
             self._writer.save_shards(content, folder, ranks.world_size, weights, state, final=final)
             return
         if self._shard_writer is None:
-            self._shard_writer = ShardWriter(self._store, ranks.rank, ranks.world_size, self._touched)
+            self._shard_writer = ShardWriter(self._store, ranks.rank, ranks.world_size, self._note_progress)
         self._shard_writer.save(folder, weights, state)
 
     def wait(self) -> None:
@@ -241,7 +241,7 @@ class Checkpointing:
             policy=lineage.spec.checkpoints,
             damaged=damaged,
             warn=_warning(reporter),
-            touched=self._touched,
+            note_progress=self._note_progress,
         )
         reporter.emit(
             EventKind.ATTEMPT_STARTED,

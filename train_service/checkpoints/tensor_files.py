@@ -67,9 +67,9 @@ NEST = "nest"
 class TensorFile:
     """One file, filled by one thread at a time. The result of `fill` is valid until the next `fill`."""
 
-    def __init__(self, touched: Callable[[], None] = lambda: None) -> None:
-        """Create the file. `touched` is called for each tensor, because copying a large model takes long."""
-        self._touched = touched
+    def __init__(self, note_progress: Callable[[], None] = lambda: None) -> None:
+        """Create the file. `note_progress` is called for each tensor, because copying a large model takes long."""
+        self._note_progress = note_progress
         self._form: object = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._views: dict[str, torch.Tensor] = {}
@@ -89,7 +89,7 @@ class TensorFile:
             self._form = form
         with torch.no_grad():
             for name, tensor in tensors.items():
-                self._touched()
+                self._note_progress()
                 self._views[name].copy_(tensor.detach(), non_blocking=pinned)
         if pinned:
             torch.cuda.synchronize()
@@ -221,23 +221,23 @@ def spool_shards(
     state: Any,
     rank: int,
     ranks: int,
-    touched: Callable[[], None] = lambda: None,
+    note_progress: Callable[[], None] = lambda: None,
 ) -> list[SpooledFile]:
     """Copy this rank's rows to disk. `state` is nested, and like `weights` has the sharded tensors themselves.
 
     Raises `ResourceExhausted` if the disk is full, and then leaves no file.
     """
     tensors, form = take_apart(state)
-    first = _spool(shard_path(WEIGHTS, rank, ranks), weights, {}, rank, touched)
+    first = _spool(shard_path(WEIGHTS, rank, ranks), weights, {}, rank, note_progress)
     try:
-        return [first, _spool(shard_path(OPTIMIZER, rank, ranks), tensors, {NEST: form}, rank, touched)]
+        return [first, _spool(shard_path(OPTIMIZER, rank, ranks), tensors, {NEST: form}, rank, note_progress)]
     except BaseException:
         first.file.close()
         raise
 
 
 def _spool(
-    path: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], rank: int, touched: Callable[[], None]
+    path: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], rank: int, note_progress: Callable[[], None]
 ) -> SpooledFile:
     own: dict[str, Tensor] = {}
     shards: dict[str, tuple[int, list[int]]] = {}
@@ -261,7 +261,7 @@ def _spool(
         try:
             _write_all(file, encoded)
             for name in places:
-                touched()
+                note_progress()
                 _write_tensor(file, own[name])
         except BaseException:
             file.close()
@@ -361,7 +361,7 @@ def restore_shards(
     entry: CheckpointEntry,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    touched: Callable[[], None] = lambda: None,
+    note_progress: Callable[[], None] = lambda: None,
 ) -> tuple[CheckpointContent, dict[str, Any]]:
     """Load this rank's rows of the checkpoint into the sharded model and its optimizer.
 
@@ -373,7 +373,7 @@ def restore_shards(
     state = nested(json.loads(metadata[NEST]), state_tensors)
     plan = _optimizer_plan(model, optimizer, state["optimizer"])
     wanted = [*_weights_plan(store, checkpoint, model), *plan.wanted]
-    read_into(store, wanted, touched)
+    read_into(store, wanted, note_progress)
     plan.put(optimizer)
     rest = {name: _read_all(store, value) for name, value in state.items() if name != "optimizer"}
     return checkpoint.content, rest
@@ -447,7 +447,7 @@ def _optimizer_plan(model: nn.Module, optimizer: torch.optim.Optimizer, saved: M
 
 
 def read_into(
-    store: Readable, wanted: Sequence[tuple[StoredTensor, Tensor]], touched: Callable[[], None] = lambda: None
+    store: Readable, wanted: Sequence[tuple[StoredTensor, Tensor]], note_progress: Callable[[], None] = lambda: None
 ) -> None:
     """Fill this rank's rows of each tensor."""
     direct: list[Wanted] = []
@@ -459,7 +459,7 @@ def read_into(
             direct.append(Wanted(stored, first, memory_of(own)))
         else:
             staged.append((Wanted(stored, first, memoryview(b"")), own, tensor))
-    read_rows(store, direct, touched)
+    read_rows(store, direct, note_progress)
     while staged:
         batch: list[tuple[Wanted, Tensor, Tensor]] = []
         size = 0
@@ -471,7 +471,7 @@ def read_into(
             batch, staged = [*batch, *staged], []
         copies = [torch.empty(own.shape, dtype=own.dtype) for _, own, _ in batch]
         parts = zip(batch, copies, strict=True)
-        read_rows(store, [Wanted(one.tensor, one.first, memory_of(copy)) for (one, _, _), copy in parts], touched)
+        read_rows(store, [Wanted(one.tensor, one.first, memory_of(copy)) for (one, _, _), copy in parts], note_progress)
         for (_, own, _), copy in zip(batch, copies, strict=True):
             with torch.no_grad():
                 own.copy_(copy)

@@ -111,18 +111,20 @@ class BackgroundWriter:
 class ShardWriter(BackgroundWriter):
     """The writer of a rank's shards, on every rank but rank 0."""
 
-    def __init__(self, store: ObjectStore, rank: int, ranks: int, touched: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, store: ObjectStore, rank: int, ranks: int, note_progress: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__()
         self._store = store
         self._rank = rank
         self._ranks = ranks
-        self._touched = touched
+        self._note_progress = note_progress
 
     def save(self, folder: str, weights: Mapping[str, torch.Tensor], state: Any) -> None:
         """Copy this rank's rows to disk, and return. Raises the error of the previous checkpoint."""
         self.wait()
         began = time.monotonic()
-        spooled = spool_shards(weights, state, self._rank, self._ranks, self._touched)
+        spooled = spool_shards(weights, state, self._rank, self._ranks, self._note_progress)
         self._writing = self._pool.submit(self._write, folder, spooled)
         self.stalled_s += time.monotonic() - began
 
@@ -150,12 +152,12 @@ class CheckpointWriter(BackgroundWriter):
         policy: CheckpointPolicy | None = None,
         damaged: Collection[str] = (),
         warn: Callable[[str], None] = logger.warning,
-        touched: Callable[[], None] = lambda: None,
+        note_progress: Callable[[], None] = lambda: None,
     ) -> None:
         """Create the writer.
 
         `on_committed` is called with each committed checkpoint and `warn` with the cause of a delay, both in the
-        writer's thread. `touched` is called while `save` copies, as a sign of progress.
+        writer's thread. `note_progress` is called while `save` copies, as a sign of progress.
 
         Without a `policy` all checkpoints are kept. `damaged` are the folders that were found damaged when the attempt
         began.
@@ -164,12 +166,12 @@ class CheckpointWriter(BackgroundWriter):
         self._store = store
         self._registry = registry
         self._attempt = attempt
-        self._touched = touched
+        self._note_progress = note_progress
         self._on_committed = on_committed
         self._policy = policy
         self._damaged = frozenset(damaged)
         self._warn = warn
-        self._weights, self._state = TensorFile(touched), TensorFile(touched)
+        self._weights, self._state = TensorFile(note_progress), TensorFile(note_progress)
 
     def save(
         self,
@@ -208,7 +210,7 @@ class CheckpointWriter(BackgroundWriter):
         """
         self.wait()
         began = time.monotonic()
-        spooled = spool_shards(weights, state, 0, ranks, self._touched)
+        spooled = spool_shards(weights, state, 0, ranks, self._note_progress)
         self._writing = self._pool.submit(self._write_shards, content, folder, ranks, spooled, final)
         self.stalled_s += time.monotonic() - began
 

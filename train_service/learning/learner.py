@@ -145,10 +145,10 @@ class BaseLearner(ABC):
         return {}
 
     @abstractmethod
-    def state(self, touched: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    def state(self, note_progress: Callable[[], None] = lambda: None) -> dict[str, Any]:
         """Return the state to resume from, without the weights.
 
-        The state is not a copy. With FSDP every rank must call this. `touched` is called with each tensor that is
+        The state is not a copy. With FSDP every rank must call this. `note_progress` is called with each tensor that is
         gathered.
         """
 
@@ -165,11 +165,11 @@ class BaseLearner(ABC):
         """Return what `state` does, with the sharded tensors themselves. With FSDP every rank must call this."""
         raise NotImplementedError
 
-    def check_shards(self, touched: Callable[[], None] = lambda: None) -> None:
+    def check_shards(self, note_progress: Callable[[], None] = lambda: None) -> None:
         """Raise `FailedPrecondition` on every rank if a weight on any rank is not finite."""
         bad = ""
         for name, tensor in self.model.state_dict().items():
-            touched()
+            note_progress()
             own = local_rows(tensor)[1]
             if not own.sum().isfinite() and not own.isfinite().all():
                 bad = name
@@ -190,20 +190,20 @@ class BaseLearner(ABC):
         if state is not None:
             self.load_state(state)
 
-    def weights(self, touched: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
+    def weights(self, note_progress: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
         """Return unsharded weights and buffers on rank 0, and nothing on other ranks.
 
-        The weights are not a copy. With FSDP every rank must call this. `touched` is called with each tensor, as a sign
-        of progress.
+        The weights are not a copy. With FSDP every rank must call this. `note_progress` is called with each tensor, as
+        a sign of progress.
 
         Raises `FailedPrecondition` if a weight is not finite, so that such weights never become the newest good
         checkpoint.
         """
         if self._ranks.rank != 0 and self._spec.placement.parallel != FSDP:
             return {}
-        weights = whole_weights(self.model, touched)
+        weights = whole_weights(self.model, note_progress)
         for name, tensor in weights.items():
-            touched()
+            note_progress()
             # The sum is faster to check, but it may overflow; only then every element is checked.
             if not tensor.sum().isfinite() and not tensor.isfinite().all():
                 raise _not_finite(name)
@@ -421,14 +421,14 @@ class Learner(BaseLearner):
             )
         return {"validation_loss": loss, **{f"validation_{name}": one for name, one in measured.items()}}, rows
 
-    def state(self, touched: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    def state(self, note_progress: Callable[[], None] = lambda: None) -> dict[str, Any]:
         """Return the state to resume from, without the weights.
 
-        The state is not a copy. With FSDP every rank must call this. `touched` is called with each tensor that is
+        The state is not a copy. With FSDP every rank must call this. `note_progress` is called with each tensor that is
         gathered.
         """
         parallel = self._spec.placement.parallel
-        return self._with_rest(whole_optimizer_state(self.model, self._optimizer, parallel, touched))
+        return self._with_rest(whole_optimizer_state(self.model, self._optimizer, parallel, note_progress))
 
     def sharded_state(self) -> dict[str, Any]:
         return self._with_rest(sharded_optimizer_state(self.model, self._optimizer))
@@ -648,9 +648,9 @@ class _Preparing:
     may take longer for the rows of one call than a rank may go without a sign of life.
     """
 
-    def __init__(self, preprocessing: Preprocessing, touched: Callable[[], None]) -> None:
+    def __init__(self, preprocessing: Preprocessing, note_progress: Callable[[], None]) -> None:
         self._preprocessing = preprocessing
-        self._touched = touched
+        self._note_progress = note_progress
         self._rows_at_once = 1
 
     def __call__(self, rows: Rows) -> Array:
@@ -661,7 +661,7 @@ class _Preparing:
             few = min(end, begin + self._rows_at_once)
             began = time.monotonic()
             parts.append(self._preprocessing.for_device(rows.slice(begin, few)))
-            self._touched()
+            self._note_progress()
             is_quick = time.monotonic() - began < SIGN_EVERY_S
             self._rows_at_once = min(self._rows_at_once * 2, ROWS_PER_CALL) if is_quick else max(1, (few - begin) // 2)
             begin = few
@@ -713,7 +713,7 @@ def validation_batches(
     first, end = (rows * part // ranks.world_size for part in (ranks.rank, ranks.rank + 1))
     max_rows = math.ceil(rows / ranks.world_size)
     calls = math.ceil(max_rows / rows_per_call)
-    prepare, on_device = _Preparing(preprocessing, cache.touched), DeviceTransform(preprocessing.device_steps)
+    prepare, on_device = _Preparing(preprocessing, cache.note_progress), DeviceTransform(preprocessing.device_steps)
     for start in range(first, first + calls * rows_per_call, rows_per_call):
         positions = np.arange(start, min(start + rows_per_call, end), dtype=np.int64)
         cache.read_ahead(np.arange(start, min(start + AHEAD_CALLS * rows_per_call, end), dtype=np.int64))

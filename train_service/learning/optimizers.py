@@ -83,14 +83,14 @@ def check_optimizer(spec: OptimizerSpec, shapes: Iterable[tuple[int, ...]], tota
 
 def _check_scheduler(spec: OptimizerSpec, dimensions: list[int], total_steps: int) -> None:
     _scheduler_class(spec.scheduler)  # raises with its own field
-    told = _refusal(lambda: _try_scheduler(spec, dimensions, total_steps))
-    if told:
+    reported = _refusal(lambda: _try_scheduler(spec, dimensions, total_steps))
+    if reported:
         path, value = (
             (f"{FIELD}.scheduler_kwargs", spec.scheduler_kwargs)
             if spec.scheduler_kwargs
             else (f"{FIELD}.scheduler", spec.scheduler)
         )
-        raise invalid_field(path, value, f"{spec.scheduler} does not work with {spec.name} and these: {told}")
+        raise invalid_field(path, value, f"{spec.scheduler} does not work with {spec.name} and these: {reported}")
 
 
 def _try_optimizer(spec: OptimizerSpec, kwargs: dict[str, Any], dimensions: list[int]) -> torch.optim.Optimizer:

@@ -446,12 +446,12 @@ class OwnStepLearner(BaseLearner):
         self._schedule(EPOCH, module.trainer.current_epoch + 1, {**metrics, **found})
         return found
 
-    def state(self, touched: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    def state(self, note_progress: Callable[[], None] = lambda: None) -> dict[str, Any]:
         module = self._step_module
         parallel = self._spec.placement.parallel
         state: dict[str, Any] = {
             "optimizers": [
-                whole_optimizer_state(self.model, optimizer, parallel, touched) for optimizer in module.optimizers
+                whole_optimizer_state(self.model, optimizer, parallel, note_progress) for optimizer in module.optimizers
             ],
             "schedulers": [rate.scheduler.state_dict() for rate in module.rates],
             "updates": self._updates,

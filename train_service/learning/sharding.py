@@ -108,17 +108,17 @@ def local_rows(tensor: Tensor) -> tuple[slice, Tensor]:
     return slice(first, first + own.shape[0]), own
 
 
-def whole_weights(model: nn.Module, touched: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
+def whole_weights(model: nn.Module, note_progress: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
     """Return unsharded weights and buffers. They are a copy only if the model is sharded.
 
-    Every rank must call it for a sharded model; only rank 0 receives the weights, in host memory. `touched` is called
-    with each tensor that is gathered, because a large model takes long.
+    Every rank must call it for a sharded model; only rank 0 receives the weights, in host memory. `note_progress` is
+    called with each tensor that is gathered, because a large model takes long.
     """
     if not sharded(model):
         return dict(model.state_dict())
     from torch.distributed.checkpoint import state_dict
 
-    return _gathered(state_dict.get_model_state_dict(model), touched)
+    return _gathered(state_dict.get_model_state_dict(model), note_progress)
 
 
 def put_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
@@ -151,7 +151,7 @@ def put_some_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def whole_optimizer_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, parallel: str, touched: Callable[[], None] = lambda: None
+    model: nn.Module, optimizer: torch.optim.Optimizer, parallel: str, note_progress: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
     """Return the unsharded state of the optimizer, as `whole_weights` does.
 
@@ -161,7 +161,7 @@ def whole_optimizer_state(
         return optimizer.state_dict()
     from torch.distributed.checkpoint import state_dict
 
-    return _gathered(state_dict.get_optimizer_state_dict(model, optimizer), touched)
+    return _gathered(state_dict.get_optimizer_state_dict(model, optimizer), note_progress)
 
 
 def sharded_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def put_optimizer_state(
 
 
 @torch.no_grad()
-def _gathered(state: Mapping[str, Any], touched: Callable[[], None]) -> dict[str, Any]:
+def _gathered(state: Mapping[str, Any], note_progress: Callable[[], None]) -> dict[str, Any]:
     """Return `state` with unsharded tensors in host memory, on rank 0, and nothing on other ranks.
 
     torch's own options do the same, but without a call per tensor that could report progress.
@@ -206,7 +206,7 @@ def _gathered(state: Mapping[str, Any], touched: Callable[[], None]) -> dict[str
             return type(value)(map(whole, value))
         if not isinstance(value, Tensor):
             return value
-        touched()
+        note_progress()
         gathered = value.full_tensor() if isinstance(value, DTensor) else value
         return gathered.cpu() if keeps else None
 

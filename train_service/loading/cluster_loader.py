@@ -141,7 +141,9 @@ class ClusterLoader(Loader):
         tasks = list(self._tasks(first_step))
         shape = self._preprocessing.output.shape
         for start in range(0, len(tasks), TASKS_AT_ONCE):
-            for table in _prepared(self._source, tasks[start : start + TASKS_AT_ONCE], self._cache.touched, self._run):
+            for table in _prepared(
+                self._source, tasks[start : start + TASKS_AT_ONCE], self._cache.note_progress, self._run
+            ):
                 yield _Piece.from_table(table, shape)
 
     def _tasks(self, first_step: int) -> Iterator[dict[str, int]]:
@@ -155,7 +157,7 @@ class ClusterLoader(Loader):
 
 
 def _prepared(
-    source: Source, tasks: list[dict[str, int]], touched: Callable[[], None], run: str
+    source: Source, tasks: list[dict[str, int]], note_progress: Callable[[], None], run: str
 ) -> Generator[pa.Table, None, None]:
     settings = quiet_context(block_bytes=source.piece_bytes)
     settings.execution_options.preserve_order = True
@@ -166,7 +168,7 @@ def _prepared(
     # The name that Ray Data gives the tasks.
     name = f"MapBatches({prepare.__name__})" if run else ""
     try:
-        yield from prepared(DatasetStream(dataset), touched, longest_s(source.spec), name)
+        yield from prepared(DatasetStream(dataset), note_progress, longest_s(source.spec), name)
     except RayFailed as failure:
         raise _cause(failure.__cause__) from failure.__cause__
 
@@ -282,33 +284,35 @@ def longest_s(spec: TrainingSpec) -> float:
 
 
 def prepared(
-    stream: DatasetStream, touched: Callable[[], None], longest_s: float = 0.0, tasks: str = ""
+    stream: DatasetStream, note_progress: Callable[[], None], longest_s: float = 0.0, tasks: str = ""
 ) -> Generator[pa.Table, None, None]:
     """Yield the tables of `stream`, and raise if no task makes progress.
 
-    `touched` is called for each table, and whenever a task makes progress. A task may run functions for up to
+    `note_progress` is called for each table, and whenever a task makes progress. A task may run functions for up to
     `longest_s`. `tasks` is the name of the run's tasks for this rank. Only these are examined, because another rank's
     task may hold the last CPU and wait, in good health, for this one.
 
     Raises `Unavailable` if no task makes progress, and the errors of the stream. The consumer's own time does not
     count.
     """
-    watch = _Watch(stream, touched, longest_s, tasks)
+    watch = _Watch(stream, note_progress, longest_s, tasks)
     with closing(stream.tables(watch.poll, POLL_S)) as tables:
         while True:
             with store_call():  # the wait has its own timeout, so it is no hang
                 table = next(tables, None)
             if table is None:
                 return
-            watch.got_on()
+            watch.note_progress()
             yield table
-            watch.got_on()
+            watch.note_progress()
 
 
 class _Watch:
-    def __init__(self, stream: DatasetStream, touched: Callable[[], None], longest_s: float, tasks: str = "") -> None:
+    def __init__(
+        self, stream: DatasetStream, note_progress: Callable[[], None], longest_s: float, tasks: str = ""
+    ) -> None:
         self._stream = stream
-        self._touched = touched
+        self._note_progress = note_progress
         self._tasks = tasks
         self._done = 0
         self._since = time.monotonic()
@@ -316,15 +320,15 @@ class _Watch:
         self._timeout_s = FIRST_TIMEOUT_S + longest_s
         self._extended = False
 
-    def got_on(self) -> None:
-        self._touched()
+    def note_progress(self) -> None:
+        self._note_progress()
         self._since, self._timeout_s = time.monotonic(), NEXT_TIMEOUT_S + self._longest_s
         self._extended = False
 
     def poll(self) -> None:
         if (done := self._stream.done) > self._done:
             self._done = done
-            self.got_on()
+            self.note_progress()
         elif time.monotonic() - self._since > self._timeout_s:
             self._judge()
 

@@ -318,16 +318,16 @@ class Batches:
         self._store = store
         self._version = version
 
-    def labels(self, touched: Callable[[], None] = lambda: None) -> RowCache:
+    def labels(self, note_progress: Callable[[], None] = lambda: None) -> RowCache:
         """Return the labels of the train split, without any other column."""
-        return self.cache(self._spec.train_split, touched, columns=[])
+        return self.cache(self._spec.train_split, note_progress, columns=[])
 
     def cache(
-        self, split: str, touched: Callable[[], None] = lambda: None, *, columns: Sequence[str] | None = None
+        self, split: str, note_progress: Callable[[], None] = lambda: None, *, columns: Sequence[str] | None = None
     ) -> RowCache:
         """Return a cache of the split's rows.
 
-        `touched` is called whenever rows are requested. `columns` defaults to those that the transform reads.
+        `note_progress` is called whenever rows are requested. `columns` defaults to those that the transform reads.
         """
         spec, columns = self._spec, self.preprocessing.columns if columns is None else columns
         reader = VersionReader(self._store, self._version, Footers(FOOTER_BYTES))
@@ -341,7 +341,7 @@ class Batches:
             spec.task,
             allow_non_finite=spec.allow_non_finite,
         )
-        cache.touched = touched
+        cache.note_progress = note_progress
         return cache
 
     def plan(self, rank: int, world_size: int) -> SlicePlan:
@@ -358,10 +358,10 @@ class Batches:
         )
 
     def loader(
-        self, rank: int, world_size: int, touched: Callable[[], None] = lambda: None, *, for_device: bool = False
+        self, rank: int, world_size: int, note_progress: Callable[[], None] = lambda: None, *, for_device: bool = False
     ) -> Loader:
         """Return a loader of the train split, read by threads of this process."""
-        cache = self.cache(self._spec.train_split, touched)
+        cache = self.cache(self._spec.train_split, note_progress)
         return Loader(cache, self.preprocessing, self.plan(rank, world_size), for_device=for_device)
 
 
@@ -416,7 +416,7 @@ class RowCache:
         self.row_bytes = bytes_of_row(reader.version, split, columns)
         self.bytes_read = 0
         # Called whenever rows are requested, as a sign of progress.
-        self.touched: Callable[[], None] = lambda: None
+        self.note_progress: Callable[[], None] = lambda: None
 
     def read_ahead(self, positions: Ints) -> None:
         """Start reading the row groups of `positions` that are not cached, as many as fit.
@@ -445,7 +445,7 @@ class RowCache:
         begins = np.flatnonzero((np.diff(positions, prepend=-2) != 1) | (np.diff(groups, prepend=-1) != 0))
         parts = []
         for begin, end in itertools.pairwise([*begins.tolist(), len(positions)]):
-            self.touched()
+            self.note_progress()
             number = int(groups[begin])
             first = int(positions[begin] - self._ends[number] + self.row_groups[number])
             parts.append(self._group(number).slice(first, first + end - begin))

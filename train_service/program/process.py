@@ -229,16 +229,21 @@ class NodeCopies:
     """
 
     def __init__(
-        self, store: Readable, folder: Path, advanced: Callable[[], None] = lambda: None, *, keeps_all: bool = False
+        self,
+        store: Readable,
+        folder: Path,
+        note_progress: Callable[[], None] = lambda: None,
+        *,
+        keeps_all: bool = False,
     ) -> None:
         """Prepare the copies.
 
-        `advanced` is called as bytes arrive. With `keeps_all` no copy is deleted as long as the folder exists.
+        `note_progress` is called as bytes arrive. With `keeps_all` no copy is deleted as long as the folder exists.
         """
         self._keeps_all = keeps_all
         self._store = store
         self._folder = folder
-        self._advanced = advanced
+        self._note_progress = note_progress
 
     def folder_of(self, checkpoint: Mapping[str, Any]) -> Path:
         """Return the folder with the files of a checkpoint, which `coordinator.described` describes.
@@ -281,7 +286,7 @@ class NodeCopies:
                 raise DataLoss(f"{checkpoint['name']} names a file outside of its folder: {file.path}")
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("wb") as written:
-                for piece in read_program_file(self._store, checkpoint["folder"], file, self._advanced):
+                for piece in read_program_file(self._store, checkpoint["folder"], file, self._note_progress):
                     written.write(piece)
 
         with ThreadPoolExecutor(DOWNLOADS, thread_name_prefix="checkpoint") as downloads:

@@ -68,7 +68,7 @@ class Line(Protocol):
 
     def ask(self, body: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]: ...
 
-    def tick(self) -> None: ...
+    def note_progress(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class RankReports:
         with self._turn():
             # The copy of each pending report takes room on the node's disk.
             self._collect(most=MAX_WAITING if mode == ASYNC else len(self._waiting))
-            self._line.tick()
+            self._line.note_progress()
             numbers, epoch = self._numbers(metrics)
             number = self._number + 1
             if folder is not None and upload is None:
@@ -199,7 +199,7 @@ class RankReports:
             self._waiting.append(self._pool.submit(self._deliver, body, folder, upload, delete))
             if mode != ASYNC:
                 self._collect(most=0)
-            self._line.tick()
+            self._line.note_progress()
 
     def finish(self) -> None:
         """Return once all reports are committed. Raises as `report` does."""
@@ -259,7 +259,7 @@ class RankReports:
         prefix = self._prefix(number)
 
         def upload(path: str) -> tuple[str, int, str]:
-            piecewise = _Pieces(folder / path, self._line.tick)
+            piecewise = _Pieces(folder / path, self._line.note_progress)
             retry_on_outage(lambda: self._store.put_pieces(f"{prefix}/{path}", piecewise), "a checkpoint")
             return path, piecewise.size_bytes, piecewise.sha256
 
@@ -352,9 +352,9 @@ def files_of(folder: Path, prefix: str) -> list[str]:
 class _Pieces:
     """A file's bytes in pieces, with size and digest of the last complete read."""
 
-    def __init__(self, path: Path, advanced: Callable[[], None]) -> None:
+    def __init__(self, path: Path, note_progress: Callable[[], None]) -> None:
         self._path = path
-        self._advanced = advanced
+        self._note_progress = note_progress
         self.sha256, self.size_bytes = "", 0
 
     def __call__(self) -> Iterator[bytes]:
@@ -363,6 +363,6 @@ class _Pieces:
             while piece := file.read(PIECE_BYTES):
                 digest.update(piece)
                 size += len(piece)
-                self._advanced()
+                self._note_progress()
                 yield piece
         self.sha256, self.size_bytes = digest.hexdigest(), size

@@ -63,14 +63,14 @@ class ProgramShards:
         rank: int,
         world_size: int,
         positions: Mapping[str, Any],
-        advanced: Callable[[], None] = lambda: None,
+        note_progress: Callable[[], None] = lambda: None,
         versions: Versions | None = None,
     ) -> None:
         """Open the version.
 
-        `positions` are those of the checkpoint to resume from, as `merge_reports` returned them. `advanced` is called
-        when rows are read or returned. Without `versions`, `store` is an `ObjectStore`. Raises `FailedPrecondition` for
-        a job without a dataset version.
+        `positions` are those of the checkpoint to resume from, as `merge_reports` returned them. `note_progress` is
+        called when rows are read or returned. Without `versions`, `store` is an `ObjectStore`. Raises
+        `FailedPrecondition` for a job without a dataset version.
         """
         if not spec.dataset_version:
             raise FailedPrecondition(
@@ -84,7 +84,7 @@ class ProgramShards:
         self._rank = rank
         self._world_size = world_size
         self._positions = positions
-        self._advanced = advanced
+        self._note_progress = note_progress
         self._version = retry_on_outage(lambda: versions.load(spec.dataset_version), "the dataset version")
         self._shards: dict[str, VersionShard] = {}
 
@@ -133,8 +133,8 @@ class ProgramShards:
                     "workers, or set program.data_resume to REPLAY",
                     reason="UNEVEN_RANKS",
                 ) from None
-        rows = _SplitRows(self._store, self._versions, self._version, self._spec, split, self._advanced)
-        return VersionShard(rows, self._rank, self._world_size, place, self._advanced)
+        rows = _SplitRows(self._store, self._versions, self._version, self._spec, split, self._note_progress)
+        return VersionShard(rows, self._rank, self._world_size, place, self._note_progress)
 
 
 class _SplitRows:
@@ -147,7 +147,7 @@ class _SplitRows:
         version: DatasetVersion,
         spec: TrainingSpec,
         split: str,
-        advanced: Callable[[], None],
+        note_progress: Callable[[], None],
     ) -> None:
         self.columns = [column.name for column in version.columns]
         self.version = version
@@ -156,7 +156,7 @@ class _SplitRows:
         # Labels are ordinary columns here, so the cache checks none.
         reader = VersionReader(store, version, Footers(FOOTER_BYTES), check_there=versions.check_not_deleted)
         self._cache = RowCache(reader, split, self.columns, "", 0, CACHE_BYTES)
-        self._cache.touched = advanced
+        self._cache.note_progress = note_progress
         self._blocks = blocks_of(self._cache.row_groups, spec.lanes)
         self.row_count = self._cache.row_count
         self._capacity: RowBuffers = {}
@@ -219,12 +219,12 @@ class VersionShard(ray.data.DataIterator):
     """
 
     def __init__(
-        self, rows: _SplitRows, rank: int, world_size: int, place: Place, advanced: Callable[[], None]
+        self, rows: _SplitRows, rank: int, world_size: int, place: Place, note_progress: Callable[[], None]
     ) -> None:
         self._rows = rows
         self._rank = rank
         self._world_size = world_size
-        self._advanced = advanced
+        self._note_progress = note_progress
         self._place = place
         # Guards the state of reports, which may come from another thread than the batches.
         self._lock = threading.Lock()
@@ -419,7 +419,7 @@ class VersionShard(ray.data.DataIterator):
             first, last = way.first_position(self._rank, taken), way.first_position(self._rank, taken + count)
             extend(self._spans, [epoch, first, last, self._world_size])
             self._place = Place(epoch, base, taken + count)
-        self._advanced()
+        self._note_progress()
 
 
 class ShardBatches(IterableFromIterator[Any]):

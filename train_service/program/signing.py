@@ -380,5 +380,5 @@ def open_rank_store(url: str, line: Line) -> tuple[RankStore, Versions]:
     if urlsplit(url).scheme == "file":
         store = open_store(StoreSettings(url=url))
         return store, StoredVersions(store)
-    signed = SignedStore(line.ask, line.tick)
+    signed = SignedStore(line.ask, line.note_progress)
     return signed, AskedVersions(signed, line)

@@ -251,7 +251,7 @@ class _Rank:
             take_indices=drawn.take,
             optimizer_steps=lambda: steps.count,
         )
-        copies = NodeCopies(self._store, self._folder.checkpoints, heartbeat.tick)
+        copies = NodeCopies(self._store, self._folder.checkpoints, heartbeat.note_progress)
         of_rank = (
             reports,
             copies,
@@ -267,7 +267,7 @@ class _Rank:
             install(utils, drawn.watch)
         install_hugging_face(self._folder.path / "outputs")
         code = self._unpack()
-        use_environment(requirements_of_folder(code), os.environ, heartbeat.tick)
+        use_environment(requirements_of_folder(code), os.environ, heartbeat.note_progress)
         sys.path += code_paths(code, config.program)
         sys.dont_write_bytecode = True
         heartbeat.at(begin.optimizer_steps, Phase.STARTING)
@@ -338,7 +338,7 @@ class _Rank:
                 self._rank,
                 self._world_size,
                 begin.positions,
-                self._heartbeat.tick,
+                self._heartbeat.note_progress,
                 self._versions,
             )
         return self._shards

@@ -176,8 +176,8 @@ class TuneBridge(Callback):
                 retry_on_outage(lambda: self._context.raise_if_stopped(fresh=True), "the sweep's state")
                 retry_on_outage(partial(self._trials.stop_early, number), "a trial that is to stop")
         if self._lost:
-            told = "; ".join(f"{self._trials.name(number)}: {why}" for number, why in self._lost.items())
-            raise Unavailable(f"processes that follow trials were lost: {told}", reason="FOLLOWER_LOST")
+            reported = "; ".join(f"{self._trials.name(number)}: {why}" for number, why in self._lost.items())
+            raise Unavailable(f"processes that follow trials were lost: {reported}", reason="FOLLOWER_LOST")
 
     def _log_failure(self, trial: Any, what: str) -> str:
         """Log the trial's newest failure. Returns its last line, which is the error itself."""

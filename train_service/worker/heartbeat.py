@@ -109,7 +109,7 @@ class HeartbeatSender:
         """Record the rank's position. Cheap."""
         self._step, self._phase, self._moved = step, phase, time.monotonic()
 
-    def tick(self) -> None:
+    def note_progress(self) -> None:
         """Record progress within a step or phase, e.g. in a validation."""
         self._moved = time.monotonic()
 

@@ -216,8 +216,10 @@ class Run:
         self._store: ObjectStore = open_store(config.store)
         if self._spec.model.is_own:
             # From here on this process can build the model.
-            bundle, tick = self._spec.model.code_bundle, self._heartbeat.tick
-            retry_on_outage(lambda: load_code(self._store, bundle, tick=tick), "the code of the model")
+            bundle, note_progress = self._spec.model.code_bundle, self._heartbeat.note_progress
+            retry_on_outage(
+                lambda: load_code(self._store, bundle, note_progress=note_progress), "the code of the model"
+            )
         self._version = retry_on_outage(
             lambda: load_version(self._store, self._spec.dataset_version), "the dataset version"
         )
@@ -261,7 +263,7 @@ class Run:
     def _scale_target(self) -> None:
         """Fit the scaling of the target, unless a checkpoint brought it."""
         if self._spec.target_scaling == STANDARD and self._learner.target_scaling is None:
-            labels = self._batches.labels(self._heartbeat.tick)
+            labels = self._batches.labels(self._heartbeat.note_progress)
             outputs = self._spec.model.num_classes
             self._learner.target_scaling = fit_target_scaling(labels, outputs, self._ranks)
             logger.info("the target is scaled by %s", self._learner.target_scaling)
@@ -337,7 +339,7 @@ class Run:
         return over
 
     def _validate(self, epoch: int, step: int, reporter: Reporter | None) -> dict[str, float]:
-        cache = self._batches.cache(self._spec.validation_split, self._heartbeat.tick)
+        cache = self._batches.cache(self._spec.validation_split, self._heartbeat.note_progress)
         # The first validation may compile the model for its own shapes.
         starting = self._spec.compile and not self._validated
         self._heartbeat.at(step, Phase.STARTING if starting else Phase.TRAINING)
@@ -380,7 +382,7 @@ class Run:
             total_steps=self._loader.total_steps,
             nan_counts=self._nan_counts() if self._ranks.rank == 0 else None,  # only rank 0 writes the checkpoints
         )
-        return Checkpointing(self._store, lineage, self._ranks, self._learner, reporter, self._heartbeat.tick)
+        return Checkpointing(self._store, lineage, self._ranks, self._learner, reporter, self._heartbeat.note_progress)
 
     def _nan_counts(self) -> dict[str, int] | None:
         """Return the NaN counts of the training split as ingested.
@@ -399,15 +401,15 @@ class Run:
     def _build_loader(self) -> Loader:
         spec, ranks = self._spec, self._ranks
         # While rows arrive, however slowly, the rank does not count as hung.
-        touched = self._heartbeat.tick
+        note_progress = self._heartbeat.note_progress
         if spec.ingest == RAY_DATA:
             from train_service.loading.cluster_loader import ClusterLoader  # ray.data takes seconds to import
 
-            cache = self._batches.cache(spec.train_split, touched)
+            cache = self._batches.cache(spec.train_split, note_progress)
             plan = self._batches.plan(ranks.rank, ranks.world_size)
             run = run_name(self._config, ranks.rank)
             return ClusterLoader(cache, self._preprocessing, plan, spec, self._config.store, run=run)
-        return self._batches.loader(ranks.rank, ranks.world_size, touched, for_device=True)
+        return self._batches.loader(ranks.rank, ranks.world_size, note_progress, for_device=True)
 
 
 def run_name(config: LoopConfig, rank: int) -> str:

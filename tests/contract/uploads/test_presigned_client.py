@@ -89,12 +89,12 @@ def kept(service: Service, upload: resources_pb2.Upload) -> bytes:
 
 
 def test_a_file_goes_past_the_service_in_parts(service: Service, path: Path) -> None:
-    told = []
-    upload = service.upload(path, on_progress=lambda *progress: told.append(progress))
+    reported = []
+    upload = service.upload(path, on_progress=lambda *progress: reported.append(progress))
     assert upload.state == resources_pb2.Upload.STATE_COMMITTED
     assert kept(service, upload) == DATA
-    assert len(told) == 4
-    assert told[-1] == (len(DATA), len(DATA))
+    assert len(reported) == 4
+    assert reported[-1] == (len(DATA), len(DATA))
 
 
 def test_urls_that_are_no_longer_good_are_asked_for_anew(service: Service, path: Path) -> None:

@@ -82,15 +82,17 @@ CPUS = int(ray.cluster_resources()["CPU"])
 folders = {when: Path(sys.argv[2]) / when for when in sys.argv[3:]}
 for folder in folders.values():
     folder.mkdir()
-told = {when: run(when, folder) for when, folder in folders.items()}
-Path(sys.argv[2], "told").write_text(json.dumps(told))  # Ray prints what it has to say, at any time
+reported = {when: run(when, folder) for when, folder in folders.items()}
+Path(sys.argv[2], "told").write_text(json.dumps(reported))  # Ray prints what it has to say, at any time
 """
 # Where others wait, Ray has a second task for each CPU.
 CASES = {"at work": "Cancelled", "others wait": "Cancelled", "in a pool": "Cancelled", "one crashes": "RayFailed"}
 
 
 @pytest.fixture(scope="module")
-def told(data_ray: RayHead, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, list[str], list[str]]]:
+def reported(
+    data_ray: RayHead, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[str, list[str], list[str]]]:
     folder: Path = tmp_path_factory.mktemp("written")
     program = [sys.executable, "-c", PROGRAM, data_ray.address, str(folder), *CASES]
     ended = subprocess.run(program, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
@@ -101,9 +103,9 @@ def told(data_ray: RayHead, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 @pytest.mark.parametrize("when", CASES)
 def test_no_task_runs_any_more_when_the_stream_has_ended(
-    told: dict[str, tuple[str, list[str], list[str]]], when: str
+    reported: dict[str, tuple[str, list[str], list[str]]], when: str
 ) -> None:
-    how, written, later = told[when]
+    how, written, later = reported[when]
     assert how == CASES[when]
     assert written
     assert later == written

@@ -82,7 +82,7 @@ def test_a_split_goes_along_with_predictions_and_the_version_names_their_checkpo
 
 @ON_S3_IN_CHAOS
 @pytest.mark.parametrize(
-    ("fields", "code", "told"),
+    ("fields", "code", "expected"),
     [
         ({"checkpoint": "trainingJobs/none"}, grpc.StatusCode.NOT_FOUND, "trainingJobs/none does not exist"),
         ({"source": "datasets/d/versions/none"}, grpc.StatusCode.NOT_FOUND, "does not exist"),
@@ -100,13 +100,13 @@ def test_what_cannot_be_predicted_is_refused_with_its_field_and_leaves_nothing(
     digits_version: Digits,
     fields: dict[str, object],
     code: grpc.StatusCode,
-    told: str,
+    expected: str,
 ) -> None:
     before = stack.stored_keys()
     request = asking(digits_version, dataset, **fields)
     refusal = refused(lambda: stack.client.data.PredictVersion(request, timeout=60))
     assert refusal.code is code, refusal
-    assert told in refusal.message
+    assert expected in refusal.message
     assert stack.made_since(before) == []
 
 

@@ -122,7 +122,7 @@ def test_a_cancelled_transform_ends_its_tasks_and_leaves_nothing(store: ObjectSt
 
 @ON_S3_IN_CHAOS
 @pytest.mark.parametrize(
-    ("step", "kind", "told"),
+    ("step", "kind", "expected"),
     [
         # Errors that a worker lives to report; in `make test` tests/unit/data_service/transforms/test_job.py has both.
         pytest.param(
@@ -148,13 +148,13 @@ def test_a_cancelled_transform_ends_its_tasks_and_leaves_nothing(store: ObjectSt
     ],
 )
 def test_a_step_that_cannot_do_its_work_fails_the_transform_at_once(
-    store: ObjectStore, jobs: Jobs, step: dict[str, Any], kind: str, told: str
+    store: ObjectStore, jobs: Jobs, step: dict[str, Any], kind: str, expected: str
 ) -> None:
     failed = over(jobs, create_transform(store, [step]))
     assert (failed.state, failed.attempt) == (JobState.FAILED, 1)
     assert failed.error is not None
     assert failed.error["kind"] == kind, failed.error
-    assert told in failed.error["message"]
+    assert expected in failed.error["message"]
     assert list(store.list(f"{failed.name}/data")) == []
 
 

@@ -131,7 +131,7 @@ def test_a_task_that_stands_still_on_the_last_free_cpu_is_told_as_a_fault(
             for pid in stopped:
                 stop_process(pid)
             clock.run_faster(cluster_loader.NEXT_TIMEOUT_S / 10.0)
-            with pytest.raises(Unavailable) as told:
+            with pytest.raises(Unavailable) as raised:
                 list(batches)
     finally:
         for pid in stopped:
@@ -139,7 +139,7 @@ def test_a_task_that_stands_still_on_the_last_free_cpu_is_told_as_a_fault(
                 os.kill(pid, signal.SIGKILL)
         remove_placement_group(others)
 
-    assert told.value.specific_reason == "PREPARATION_STALLED", told.value
+    assert raised.value.specific_reason == "PREPARATION_STALLED", raised.value
 
 
 def test_a_row_that_cannot_be_prepared_is_told_as_by_the_other_engine(store: ObjectStore) -> None:
@@ -148,7 +148,7 @@ def test_a_row_that_cannot_be_prepared_is_told_as_by_the_other_engine(store: Obj
     with pytest.raises(InvalidArgument) as wanted:
         list(threads.batches(0))
 
-    with pytest.raises(InvalidArgument) as told:
+    with pytest.raises(InvalidArgument) as raised:
         list(cluster.batches(0))
 
-    assert told.value.specific_reason == wanted.value.specific_reason == "LABEL_OUT_OF_RANGE"
+    assert raised.value.specific_reason == wanted.value.specific_reason == "LABEL_OUT_OF_RANGE"

@@ -98,14 +98,14 @@ def test_the_answer_tells_every_default(stack: TrainStack) -> None:
     spec.ClearField("optimizer")
     spec.ClearField("num_workers")
 
-    told = stack.client.create(spec, "checked", validate_only=True).spec
+    reported = stack.client.create(spec, "checked", validate_only=True).spec
 
-    assert (told.train_split, told.validation_split) == ("train", "validation")
-    assert (told.input_column, told.label_column) == ("image", "label")
-    assert (told.num_workers, told.threads_per_worker, told.max_failures, told.lanes) == (1, 1, 3, 24)
-    assert (told.optimizer.name, told.optimizer.learning_rate) == ("AdamW", 0.001)
-    assert [step.column for step in told.transform.steps] == ["image", "image"]
-    assert [step.WhichOneof("op") for step in told.transform.steps] == ["to_float", "normalize"]
+    assert (reported.train_split, reported.validation_split) == ("train", "validation")
+    assert (reported.input_column, reported.label_column) == ("image", "label")
+    assert (reported.num_workers, reported.threads_per_worker, reported.max_failures, reported.lanes) == (1, 1, 3, 24)
+    assert (reported.optimizer.name, reported.optimizer.learning_rate) == ("AdamW", 0.001)
+    assert [step.column for step in reported.transform.steps] == ["image", "image"]
+    assert [step.WhichOneof("op") for step in reported.transform.steps] == ["to_float", "normalize"]
 
 
 def test_after_sequence_beyond_the_last_event_is_out_of_range(stack: TrainStack, idle_spec: res.TrainingSpec) -> None:

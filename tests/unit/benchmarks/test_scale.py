@@ -25,11 +25,11 @@ def test_a_ratio_is_that_of_a_units_cost_and_what_exceeds_a_limit_is_missed(
     monkeypatch.setattr(sys, "argv", ["scale", "--only", "jobs"])
     scale.main()
 
-    told = json.loads(capsys.readouterr().out)
-    assert told["flat_ratio"] == 1.0
-    assert "bulk_ratio" not in told
-    assert told["missed"] == {"jobs_1000x": "more than 240 s"}
-    assert set(told["sizes"]["bulk"]) == {"1x", "10x", "100x"}
+    reported = json.loads(capsys.readouterr().out)
+    assert reported["flat_ratio"] == 1.0
+    assert "bulk_ratio" not in reported
+    assert reported["missed"] == {"jobs_1000x": "more than 240 s"}
+    assert set(reported["sizes"]["bulk"]) == {"1x", "10x", "100x"}
 
 
 def test_a_child_over_its_limit_of_time_is_killed_and_said_to_be_missed(monkeypatch: pytest.MonkeyPatch) -> None:

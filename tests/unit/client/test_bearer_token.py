@@ -205,11 +205,11 @@ class Demanding(grpc.GenericRpcHandler):
     def service(self, handler_call_details: Any) -> Any:
         if handler_call_details.method.startswith("/grpc.health"):
             return None
-        told = status(grpc.StatusCode.UNAUTHENTICATED, "this service demands a token", error_info("TOKEN_REQUIRED"))
+        reported = status(grpc.StatusCode.UNAUTHENTICATED, "this service demands a token", error_info("TOKEN_REQUIRED"))
 
         def refuse(_: Any, context: grpc.ServicerContext) -> bytes:
-            context.set_trailing_metadata((("grpc-status-details-bin", told.SerializeToString()),))
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, told.message)
+            context.set_trailing_metadata((("grpc-status-details-bin", reported.SerializeToString()),))
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, reported.message)
 
         return grpc.unary_unary_rpc_method_handler(refuse)
 
@@ -233,10 +233,10 @@ def test_status_without_the_token_shows_health_and_says_what_is_missing(
     assert (shown.exit_code, document.exit_code) == (0, 0)
     assert "Who holds which CPUs is not shown: this service demands a token" in shown.stdout
     assert "MILLRACE_TOKEN_FILE" in shown.stdout
-    told = json.loads(document.stdout)
-    assert told["healthy"]
-    assert told["refusal"]["reason"] == "TOKEN_REQUIRED"
-    assert "cluster" not in told
+    reported = json.loads(document.stdout)
+    assert reported["healthy"]
+    assert reported["refusal"]["reason"] == "TOKEN_REQUIRED"
+    assert "cluster" not in reported
 
 
 @pytest.mark.parametrize(("chosen", "expected"), [(None, "trusted"), ("", "trusted"), ("off", "off")])

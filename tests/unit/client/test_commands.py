@@ -71,13 +71,13 @@ def test_each_kind_of_failure_has_its_exit_code(code: grpc.StatusCode, exit_code
 
 
 def test_an_error_names_field_remedy_and_request_id() -> None:
-    told = status(
+    reported = status(
         grpc.StatusCode.INVALID_ARGUMENT,
         "the name is malformed",
         error_info("INVALID_FIELD", remedy="use trainingJobs/{j}"),
         bad_field("name", "'x': use trainingJobs/{j}"),
     )
-    servicer = Refusing(told)
+    servicer = Refusing(reported)
     lines = watched(servicer).stderr.splitlines()
     assert lines == [
         "error: the name is malformed",

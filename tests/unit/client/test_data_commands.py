@@ -186,18 +186,18 @@ def test_a_deployment_stands_for_the_checkpoint_that_it_serves(named: str, numbe
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "expected"),
     [
         ((), "--checkpoint or --deployment"),
         (("--checkpoint", "j", "--deployment", "d"), "--checkpoint or --deployment"),
         (("--checkpoint", "j", "--max-quarantined", "3"), "needs --quarantine"),
     ],
 )
-def test_options_of_a_prediction_that_do_not_go_together_are_refused(options: tuple[str, ...], told: str) -> None:
+def test_options_of_a_prediction_that_do_not_go_together_are_refused(options: tuple[str, ...], expected: str) -> None:
     servicer = Recording()
     result = run(servicer, "predict", VERSION, *options)
     assert result.exit_code == 2
-    assert told in result.output
+    assert expected in result.output
     assert servicer.asked == []
 
 
@@ -326,17 +326,17 @@ def test_wrong_usage_is_exit_code_2_and_asks_for_nothing(arguments: tuple[str, .
 
 
 @pytest.mark.parametrize(
-    ("check", "told"),
+    ("check", "expected"),
     [
         ("range:a=low:high", "LOW and HIGH are numbers"),
         ("row_count:1.5:", "LOW and HIGH are whole numbers"),
         ("drift:a=much", "MOST is a number"),
     ],
 )
-def test_a_check_without_its_numbers_is_told_which_they_are(check: str, told: str) -> None:
+def test_a_check_without_its_numbers_is_told_which_they_are(check: str, expected: str) -> None:
     result = run(Recording(), "transform", VERSION, "--split-column", "s", "--check", check)
     assert result.exit_code == 2
-    assert told in result.stderr
+    assert expected in result.stderr
 
 
 class Cancelled(operations_pb2_grpc.OperationsServicer):  # type: ignore[misc]
@@ -349,10 +349,10 @@ class Cancelled(operations_pb2_grpc.OperationsServicer):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
-    ("state", "told"),
+    ("state", "expected"),
     [("CREATING", f"Cancelling {VERSION}."), ("ACTIVE", f"{VERSION} is not being made: it is active")],
 )
-def test_what_makes_a_version_can_be_cancelled_and_nothing_else(state: str, told: str) -> None:
+def test_what_makes_a_version_can_be_cancelled_and_nothing_else(state: str, expected: str) -> None:
     servicer, operations = Recording(), Cancelled()
     found = resources_pb2.DatasetVersion(name=VERSION, operation="operations/o", state=f"STATE_{state}")
     servicer.GetVersion = lambda _request, _context: found  # type: ignore[method-assign]
@@ -363,7 +363,7 @@ def test_what_makes_a_version_can_be_cancelled_and_nothing_else(state: str, told
 
     with serving(register) as address:
         result = CliRunner().invoke(millrace, ["data", "cancel", VERSION, "--data-address", address])
-    assert told in result.output
+    assert expected in result.output
     assert operations.names == (["operations/o"] if state == "CREATING" else [])
     assert result.exit_code == (0 if state == "CREATING" else 4)
 

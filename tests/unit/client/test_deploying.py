@@ -75,7 +75,7 @@ def test_another_number_of_replicas_is_refused_with_the_remedy(text: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "expected"),
     [
         (("--replicas", "3", "--rows-per-replica", "8"), "needs --replicas MIN..MAX"),
         (("--scale-up-after", "1"), "needs --replicas MIN..MAX"),
@@ -87,9 +87,9 @@ def test_another_number_of_replicas_is_refused_with_the_remedy(text: str) -> Non
     ],
     ids=lambda given: " ".join(given) if isinstance(given, tuple) else "",
 )
-def test_options_that_mean_nothing_are_wrong_usage(options: tuple[str, ...], told: str) -> None:
+def test_options_that_mean_nothing_are_wrong_usage(options: tuple[str, ...], expected: str) -> None:
     result, specs = deployed(*options)
-    assert (result.exit_code, told in " ".join(result.output.split())) == (2, True), result.output
+    assert (result.exit_code, expected in " ".join(result.output.split())) == (2, True), result.output
     assert specs == []
 
 

@@ -331,7 +331,7 @@ def test_rows_with_nulls_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "arrays", "told"),
+    ("name", "arrays", "expected"),
     [
         ("rows.npz", {"age": np.zeros(2)}, "has no count; the model's inputs are age, count"),
         ("rows.npz", {"age": np.zeros(2), "count": np.zeros(3, int)}, "give as many of each"),
@@ -342,13 +342,13 @@ def test_rows_with_nulls_are_refused(tmp_path: Path) -> None:
     ],
     ids=["missing", "unequal", "none", "text", "fractions", "another-kind"],
 )
-def test_a_file_that_does_not_fit_is_refused(tmp_path: Path, name: str, arrays: Any, told: str) -> None:
+def test_a_file_that_does_not_fit_is_refused(tmp_path: Path, name: str, arrays: Any, expected: str) -> None:
     path = tmp_path / name
     if arrays:
         np.savez(path, **arrays)
     else:
         path.write_text("age,count\n1,2\n")
-    with pytest.raises(BadInput, match=told):
+    with pytest.raises(BadInput, match=expected):
         rows_of_file(metadata(AGE, COUNT), path)
 
 

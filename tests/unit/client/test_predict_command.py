@@ -116,9 +116,9 @@ def picture(width: int, height: int, kind: str = "PNG") -> bytes:
 
 def test_rows_of_a_csv_reach_the_model_in_its_types_with_their_nulls(csv: Path) -> None:
     model = table_model()
-    told = predictions(model, csv)
+    reported = predictions(model, csv)
     assert model.rows == CSV_ROWS
-    assert told == [
+    assert reported == [
         {"source": str(csv), "row": row + 1, "label": row, "class": name, "probability": 0.875}
         for row, name in enumerate(SPECIES)
     ]
@@ -165,8 +165,8 @@ def test_several_files_are_asked_about_one_after_the_other(csv: Path, tmp_path: 
     other = tmp_path / "more.parquet"
     pq.write_table(pa.table({"mass": [1.0], "island": ["Biscoe"], "year": [2009]}), other)
     model = table_model()
-    told = predictions(model, csv, other)
-    assert [(one["source"], one["row"]) for one in told] == [
+    reported = predictions(model, csv, other)
+    assert [(one["source"], one["row"]) for one in reported] == [
         (str(csv), 1),
         (str(csv), 2),
         (str(csv), 3),
@@ -196,9 +196,9 @@ def test_many_rows_go_in_requests_of_the_model_s_batch_and_each_gets_its_own_ans
     (tmp_path / "many.csv").write_text(f"island,mass,year\n{lines}")
     for in_flight in ("8", "1000"):
         model = Doubling(TABLE, REGRESSION)
-        told = predictions(model, tmp_path / "many.csv", "--in-flight", in_flight)
-        assert [one["row"] for one in told] == list(range(1, 301))
-        assert [one["values"] for one in told] == [[number * 2] for number in range(300)]
+        reported = predictions(model, tmp_path / "many.csv", "--in-flight", in_flight)
+        assert [one["row"] for one in reported] == list(range(1, 301))
+        assert [one["values"] for one in reported] == [[number * 2] for number in range(300)]
         asked = [row[1] for row in model.rows]
         # Of requests that are on the way together, any may come first.
         assert (asked if in_flight == "8" else sorted(asked)) == list(range(300))
@@ -242,9 +242,12 @@ def test_a_model_of_encoded_images_gets_the_bytes_of_image_files(tmp_path: Path)
     for file, data in zip(files, pictures, strict=True):
         file.write_bytes(data)
     model = Remembering(ENCODED, CLASSIFIER)
-    told = predictions(model, *files, "--in-flight", "1")
+    reported = predictions(model, *files, "--in-flight", "1")
     assert model.rows == [[data] for data in pictures]
-    assert [(one["source"], one["class"]) for one in told] == [(str(files[0]), "Adelie"), (str(files[1]), "Chinstrap")]
+    assert [(one["source"], one["class"]) for one in reported] == [
+        (str(files[0]), "Adelie"),
+        (str(files[1]), "Chinstrap"),
+    ]
     assert "image" in predict(Remembering(ENCODED, CLASSIFIER), *files).stdout.splitlines()[1]
 
 
@@ -317,20 +320,20 @@ def serving_rows(**columns: Any) -> AbstractContextManager[str]:
 def test_images_of_a_dataset_version_are_asked_about_and_compared_with_their_labels() -> None:
     model = Remembering(PIXELS, CLASSIFIER)
     with serving_rows(image=pa.FixedShapeTensorArray.from_numpy_ndarray(PICTURES), label=[1, 1]) as address:
-        told = predictions(model, "--dataset", "datasets/d/versions/v", "--data-address", address)
+        reported = predictions(model, "--dataset", "datasets/d/versions/v", "--data-address", address)
         shown = predict(model, "--dataset", "datasets/d/versions/v", "--data-address", address).stdout
     assert [row[0] for row in model.rows[:2]] == PICTURES.tolist()
-    assert [(one["source"], one["label"], one["truth"]) for one in told] == [("test 0", 0, 1), ("test 1", 1, 1)]
+    assert [(one["source"], one["label"], one["truth"]) for one in reported] == [("test 0", 0, 1), ("test 1", 1, 1)]
     assert shown.splitlines()[1].split() == ["image", "label", "class", "probability", "truth"]
 
 
 def test_rows_of_a_dataset_version_are_asked_about_by_column_and_compared_with_their_labels() -> None:
     model = table_model()
     with serving_rows(island=["Dream", None], mass=[1.0, 2.0], year=[1, 2], label=[0, 2]) as address:
-        told = predictions(model, "--dataset", "datasets/d/versions/v", "--data-address", address)
+        reported = predictions(model, "--dataset", "datasets/d/versions/v", "--data-address", address)
         shown = predict(table_model(), "--dataset", "datasets/d/versions/v", "--data-address", address).stdout
     assert model.rows == [[b"Dream", 1.0, 1], [None, 2.0, 2]]
-    assert [(one["source"], one["label"], one["truth"]) for one in told] == [("test 0", 0, 0), ("test 1", 1, 2)]
+    assert [(one["source"], one["label"], one["truth"]) for one in reported] == [("test 0", 0, 0), ("test 1", 1, 2)]
     assert "1 of 2 right (50.00%)" in shown
 
 
@@ -344,7 +347,7 @@ def test_a_row_that_the_model_refuses_is_named_as_its_file_counts_it(csv: Path, 
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "expected"),
     [
         ("rows.csv", b"island,mass\nDream,1\n", "has no column year; it has island, mass, and the model's inputs are"),
         ("rows.csv", b"island,mass,year\nDream,1,2\nDream,x,2\n", "row 2, column 'mass': 'x' is no FP64"),
@@ -364,15 +367,15 @@ def test_a_row_that_the_model_refuses_is_named_as_its_file_counts_it(csv: Path, 
 )
 @pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
 def test_a_file_that_cannot_be_asked_about_is_told(
-    tmp_path: Path, name: str, content: bytes, told: str, as_json: bool
+    tmp_path: Path, name: str, content: bytes, expected: str, as_json: bool
 ) -> None:
     (tmp_path / name).write_bytes(content)
     result = predict(table_model(), tmp_path / name, *(["--json"] if as_json else []))
     assert result.exit_code == 1, result.output
-    assert told in result.stderr
+    assert expected in result.stderr
     assert str(tmp_path / name) in result.stderr
     if as_json:
-        assert told in json.loads(result.stdout)["error"]["message"]
+        assert expected in json.loads(result.stdout)["error"]["message"]
 
 
 def test_an_error_says_what_would_be_taken(tmp_path: Path) -> None:

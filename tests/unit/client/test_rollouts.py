@@ -51,8 +51,8 @@ def test_the_options_become_a_plan_and_each_step_is_told_once() -> None:
     wanted = request.spec.comparison
     assert (wanted.dataset_version, wanted.split, wanted.min_agreement) == ("datasets/d/versions/v", "test", 0.9)
     assert not wanted.HasField("max_difference")
-    told = [line for line in result.stdout.splitlines() if "version 2 has" in line]
-    assert [line.split(" has ")[1] for line in told] == [
+    reported = [line for line in result.stdout.splitlines() if "version 2 has" in line]
+    assert [line.split(" has ")[1] for line in reported] == [
         "5 % of the traffic, for 1 min 00 s",
         "100 % of the traffic, for 1 min 00 s",
     ]

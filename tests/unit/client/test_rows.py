@@ -69,7 +69,7 @@ def test_a_column_takes_the_type_of_the_input(datatype: str, array: Any, sent: l
 
 
 @pytest.mark.parametrize(
-    ("datatype", "array", "told"),
+    ("datatype", "array", "expected"),
     [
         ("BYTES", pa.array([5]), "column 'x' of f is int64, and the model takes text or bytes there"),
         ("INT8", pa.array([1, 128]), "f, row 2, column 'x': 128 is no INT8"),
@@ -90,8 +90,8 @@ def test_a_column_takes_the_type_of_the_input(datatype: str, array: Any, sent: l
     ],
     ids=str,
 )
-def test_a_value_that_the_input_does_not_hold_is_named_with_its_row(datatype: str, array: Any, told: str) -> None:
-    with pytest.raises(BadInput, match=told):
+def test_a_value_that_the_input_does_not_hold_is_named_with_its_row(datatype: str, array: Any, expected: str) -> None:
+    with pytest.raises(BadInput, match=expected):
         values(tensor(datatype), array)
 
 
@@ -114,7 +114,7 @@ def test_rows_of_a_shape_come_as_tensors_lists_or_their_bytes(array: Any) -> Non
 
 
 @pytest.mark.parametrize(
-    ("array", "told"),
+    ("array", "expected"),
     [
         (pa.array([[1, 2, 3, 4], None]), "f, row 2, column 'x' is null, and a tensor has no place for it"),
         (pa.array([[1, 2, 3, 4], [1, None, 3, 4]]), "f, row 2, column 'x' holds a null"),
@@ -127,8 +127,8 @@ def test_rows_of_a_shape_come_as_tensors_lists_or_their_bytes(array: Any) -> Non
     ],
     ids=["null", "null-within", "ragged", "shape", "fraction", "text", "tensor", "tensor-fraction"],
 )
-def test_rows_of_another_shape_are_refused(array: Any, told: str) -> None:
-    with pytest.raises(BadInput, match=told):
+def test_rows_of_another_shape_are_refused(array: Any, expected: str) -> None:
+    with pytest.raises(BadInput, match=expected):
         values(tensor("INT64", 2, 2), array)
 
 
@@ -152,7 +152,7 @@ def test_nulls_are_said_beside_an_input_unless_one_has_that_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("array", "wanted", "told"),
+    ("array", "wanted", "expected"),
     [
         (pa.array([0, 10**13], pa.timestamp("s")), pa.timestamp("ns"), "row 2, column 'x': 10000000000000 is no t"),
         (pa.array([1], pa.timestamp("us", "No/Zone")), pa.date32(), "row 1, column 'x': 1 is no date32"),
@@ -174,9 +174,9 @@ def test_nulls_are_said_beside_an_input_unless_one_has_that_name() -> None:
     ],
 )
 def test_a_time_that_the_model_s_column_does_not_hold_is_named_with_its_row(
-    array: Any, wanted: pa.DataType, told: str
+    array: Any, wanted: pa.DataType, expected: str
 ) -> None:
-    with pytest.raises(BadInput, match=told):
+    with pytest.raises(BadInput, match=expected):
         inputs_of_table([tensor("INT64")], {"x": wanted}, pa.table({"x": array}), PLACE, ["x"])
 
 

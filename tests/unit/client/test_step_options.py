@@ -138,7 +138,7 @@ def test_random_shares_are_one_option() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "expected"),
     [
         (("--fill-nulls", "age"), "'age': use COLUMN=VALUE, e.g. --fill-nulls age=median"),
         (("--standardize", "age,,fare"), "--standardize age,fare (a name is empty)"),
@@ -157,12 +157,12 @@ def test_random_shares_are_one_option() -> None:
         ((), "say what to do: a step, e.g. --standardize COLUMN"),
     ],
 )
-def test_a_wrong_option_of_a_transform_is_named_with_an_example(options: tuple[str, ...], told: str) -> None:
+def test_a_wrong_option_of_a_transform_is_named_with_an_example(options: tuple[str, ...], expected: str) -> None:
     servicer = Recording()
     result = run_data(servicer, "transform", VERSION, *options)
 
     assert (result.exit_code, servicer.asked) == (2, [])
-    assert told in " ".join(result.stderr.replace("│", " ").split())
+    assert expected in " ".join(result.stderr.replace("│", " ").split())
 
 
 def test_a_version_alone_leaves_all_the_rest_to_the_suggestion() -> None:
@@ -269,7 +269,7 @@ def test_how_and_where_it_runs_are_options() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "expected"),
     [
         (("--model-arg", "hidden"), "'hidden': use NAME=VALUE, e.g. --model-arg dropout=0.1"),
         (("--optimizer-arg", "a=1", "--optimizer-arg", "a=2"), "a has a value already"),
@@ -282,12 +282,12 @@ def test_how_and_where_it_runs_are_options() -> None:
         (("--workers", "1..4", "--min-workers", "2"), "leave --min-workers out"),
     ],
 )
-def test_a_wrong_option_of_a_job_is_named_with_an_example(options: tuple[str, ...], told: str) -> None:
+def test_a_wrong_option_of_a_job_is_named_with_an_example(options: tuple[str, ...], expected: str) -> None:
     servicer = Creating()
     result = create(servicer, "--dataset-version", VERSION, *options)
 
     assert (result.exit_code, servicer.specs) == (2, [])
-    assert told in " ".join(result.stderr.replace("│", " ").split())
+    assert expected in " ".join(result.stderr.replace("│", " ").split())
 
 
 @pytest.mark.parametrize("option", [("--epochs", "3"), ("--to-float",), ("--model-arg", "a=1")])
@@ -306,6 +306,6 @@ def test_an_option_beside_a_whole_specification_is_refused_not_ignored(tmp_path:
 
 
 def test_help_shows_examples_that_work() -> None:
-    told = CliRunner().invoke(millrace, ("data", "transform", "--help")).stdout
-    assert "--fill-nulls age=median --standardize age,fare --one-hot sex,class" in told
+    reported = CliRunner().invoke(millrace, ("data", "transform", "--help")).stdout
+    assert "--fill-nulls age=median --standardize age,fare --one-hot sex,class" in reported
     assert "--target-scaling standard" in CliRunner().invoke(millrace, ("train", "create", "--help")).stdout

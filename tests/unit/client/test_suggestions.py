@@ -178,8 +178,8 @@ def test_the_command_prepares_says_what_it_chose_and_trains() -> None:
     both = Both()
     result = create(both, "--epochs", "3")
     assert result.exit_code == 0, result.output
-    for told in ("label_column", "Why model.in_channels.", f"{PREPARED} is prepared", "trainingJobs/j is durable"):
-        assert told in result.stdout
+    for reported in ("label_column", "Why model.in_channels.", f"{PREPARED} is prepared", "trainingJobs/j is durable"):
+        assert reported in result.stdout
     (spec,) = both.created
     assert (spec.dataset_version, spec.model.in_channels, spec.epochs) == (PREPARED, 7, 3)
 

@@ -100,16 +100,16 @@ def test_what_cannot_be_read_is_wrong_usage_and_asks_nobody(options: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "expected"),
     [
         (f"--choice {RATE}=0.1,0.2 --uniform {RATE}=0:1", f"--uniform: {RATE} has a domain already"),
         (f"--grid {RATE}=0.1,0.2 --grace-period 1", "--grace-period is a parameter of --asha, which is not there"),
         (f"--grid {RATE}=0.1,0.2 --reduction-factor 2", "--reduction-factor is a parameter of --asha"),
     ],
 )
-def test_options_that_contradict_each_other_are_refused_by_name(options: str, told: str) -> None:
+def test_options_that_contradict_each_other_are_refused_by_name(options: str, expected: str) -> None:
     result = run(Sweeping(), "sweep", "s", *options.split(), "--dataset-version", "datasets/d/versions/v")
-    assert told in result.stderr
+    assert expected in result.stderr
 
 
 def test_the_trials_are_a_table_with_the_best_one_marked() -> None:

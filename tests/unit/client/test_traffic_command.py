@@ -104,7 +104,7 @@ def test_only_what_still_has_the_etag_is_changed(store: ObjectStore) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "expected"),
     [
         ((), "name what to change"),
         (("--weight", "1"), "use VERSION=WEIGHT, e.g. 2=5"),
@@ -123,9 +123,9 @@ def test_only_what_still_has_the_etag_is_changed(store: ObjectStore) -> None:
     ids=lambda given: " ".join(given) if isinstance(given, tuple) else "",
 )
 def test_options_that_say_nothing_plain_are_wrong_usage(
-    store: ObjectStore, options: tuple[str, ...], told: str
+    store: ObjectStore, options: tuple[str, ...], expected: str
 ) -> None:
     before = Deployments(store).get(NAME)
     result = commanded(store, "deployments", "traffic", "digits", *options)
-    assert (result.exit_code, told in " ".join(result.stderr.split())) == (2, True), result.stderr
+    assert (result.exit_code, expected in " ".join(result.stderr.split())) == (2, True), result.stderr
     assert Deployments(store).get(NAME) == before

@@ -155,7 +155,7 @@ def test_what_parts_have_in_common_fills_no_page(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("raised", "kind", "told"),
+    ("raised", "kind", "expected"),
     [
         (InvalidArgument("row 3 is bad"), InvalidArgument, "row 3 is bad"),
         (MemoryError(), ResourceExhausted, "too little memory"),
@@ -164,11 +164,11 @@ def test_what_parts_have_in_common_fills_no_page(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_an_error_is_an_answer_too(
-    store: ObjectStore, raised: BaseException, kind: type[MillraceError], told: str
+    store: ObjectStore, raised: BaseException, kind: type[MillraceError], expected: str
 ) -> None:
     error = error_of(record_of(store.settings, raised))
     assert type(error) is kind
-    assert told in error.message
+    assert expected in error.message
     assert "secret" not in error.message
 
 

@@ -47,7 +47,7 @@ def ended() -> int:
     return process.pid
 
 
-def told(
+def reported(
     *holds: str, listens: bool = True, ready: bool = True, pid: int = 0, counts: dict[str, Counts] | None = None
 ) -> PeerState:
     return PeerState(pid=pid or os.getpid(), listens=listens, ready=ready, holds=list(holds), counts=counts or {})
@@ -55,7 +55,7 @@ def told(
 
 def test_one_frontend_alone_leads_listens_and_waits_for_nobody() -> None:
     alone = Peers()
-    alone.publish(told("a"))
+    alone.publish(reported("a"))
     assert alone.is_leader
     assert alone.may_listen(False, [])
     assert list(alone.counts("a")) == []
@@ -67,26 +67,26 @@ def test_the_first_listens_at_once_only_while_nobody_answers_and_the_others_when
     assert (first.is_leader, second.is_leader) == (True, False)
     assert first.may_listen(False, [])
     assert not second.may_listen(False, [])
-    first.publish(told(ready=False))
+    first.publish(reported(ready=False))
     assert not second.may_listen(True, [])
-    first.publish(told(ready=True))
+    first.publish(reported(ready=True))
     assert second.may_listen(True, [])
     # The first is started again, while the second answers.
-    second.publish(told())
+    second.publish(reported())
     assert not first.may_listen(False, [])
     assert first.may_listen(True, [])
-    second.publish(told(pid=ended()))
+    second.publish(reported(pid=ended()))
     assert first.may_listen(False, [])
 
 
 def test_what_a_process_is_taking_out_the_others_know_as_long_as_it_tells(tmp_path: Path) -> None:
     first, second = Peers(tmp_path, 0), Peers(tmp_path, 1)
-    first.publish(replace(told("b"), going=["a"]))
+    first.publish(replace(reported("b"), going=["a"]))
     assert (first.going(), second.going()) == (set(), {"a"})
     assert second.news() == {os.getpid(): (0, ["b"], ["a"])}
     silence(tmp_path, 0, UNRESPONSIVE_AFTER_S + 1)
     assert second.going() == set()
-    first.publish(replace(told("b", pid=ended()), going=["a"]))
+    first.publish(replace(reported("b", pid=ended()), going=["a"]))
     assert second.going() == set()
 
 
@@ -100,8 +100,8 @@ def test_a_frontend_that_starts_listens_once_it_reaches_what_those_reach_that_ha
     tmp_path: Path, number: int
 ) -> None:
     starting, there, third = Peers(tmp_path, number), Peers(tmp_path, 1 - number), Peers(tmp_path, 2)
-    there.publish(told("a", "b"))
-    third.publish(told("c", listens=False))
+    there.publish(reported("a", "b"))
+    third.publish(reported("c", listens=False))
     assert not starting.may_listen(True, [])
     assert not starting.may_listen(True, ["a", "c"])
     assert not starting.may_listen(False, ["a", "b"])
@@ -110,7 +110,7 @@ def test_a_frontend_that_starts_listens_once_it_reaches_what_those_reach_that_ha
 
 def test_a_frontend_that_has_long_been_silent_is_not_waited_for_to_listen(tmp_path: Path) -> None:
     first, second = Peers(tmp_path, 0), Peers(tmp_path, 1)
-    second.publish(told("a", ready=False))
+    second.publish(reported("a", ready=False))
     assert not first.may_listen(True, [])
     silence(tmp_path, 1, UNRESPONSIVE_AFTER_S + 1)
     assert first.may_listen(True, [])
@@ -120,7 +120,7 @@ def test_a_frontend_that_has_long_been_silent_is_not_waited_for_to_listen(tmp_pa
 
 def test_what_a_silent_frontend_has_counted_weighs_no_more(tmp_path: Path) -> None:
     first, second = Peers(tmp_path, 0), Peers(tmp_path, 1)
-    second.publish(told(counts={"a": Recent().counts(0.0, 1.0)}))
+    second.publish(reported(counts={"a": Recent().counts(0.0, 1.0)}))
     assert len(list(first.counts("a"))) == 1
     silence(tmp_path, 1, UNRESPONSIVE_AFTER_S + 1)
     assert list(first.counts("a")) == []
@@ -203,13 +203,13 @@ async def test_an_application_goes_once_no_frontend_that_lives_sends_there(
     first, second, third = (Peers(tmp_path, number) for number in range(3))
     monkeypatch.setattr("inference_service.frontends.POLL_INTERVAL_S", 0)
 
-    second.publish(told("a", "b"))
-    third.publish(told("a", pid=ended()))
+    second.publish(reported("a", "b"))
+    third.publish(reported("a", pid=ended()))
     going = asyncio.create_task(first.let_go("a", 0.0, 3600.0))
     for _ in range(5):  # looks
         await asyncio.sleep(0)
     assert not going.done()
-    second.publish(told("b"))
+    second.publish(reported("b"))
     await asyncio.wait_for(going, 240)
 
 
@@ -219,23 +219,23 @@ async def test_what_a_frontend_told_before_it_heard_that_an_application_goes_say
     first, second = Peers(tmp_path, 0), Peers(tmp_path, 1)
     monkeypatch.setattr("inference_service.frontends.POLL_INTERVAL_S", 0)
 
-    second.publish(told())
+    second.publish(reported())
     silence(tmp_path, 1, 2)
     going = asyncio.create_task(first.let_go("a", time.time() - 1, 3600.0))
     for _ in range(5):  # looks
         await asyncio.sleep(0)
     assert not going.done()
-    second.publish(told("a"))  # it has taken it over meanwhile
+    second.publish(reported("a"))  # it has taken it over meanwhile
     for _ in range(5):
         await asyncio.sleep(0)
     assert not going.done()
-    second.publish(told())
+    second.publish(reported())
     await asyncio.wait_for(going, 240)
 
 
 def test_a_frontend_that_has_hung_for_long_is_not_waited_for(tmp_path: Path) -> None:
     first, second = Peers(tmp_path, 0), Peers(tmp_path, 1)
-    second.publish(told("a"))
+    second.publish(reported("a"))
     silence(tmp_path, 1, 61)
     asyncio.run(asyncio.wait_for(first.let_go("a", time.time(), 60.0), 240))
 
@@ -248,7 +248,7 @@ def test_counts_of_several_frontends_add_up_to_those_of_one(tmp_path: Path) -> N
     for one in (whole, parts[1]):
         one.failed(101.0, "UNAVAILABLE", 0.5)
     first, second = Peers(tmp_path, 0), Peers(tmp_path, 1)
-    second.publish(told(counts={"a": parts[1].counts(101.0, 60.0)}))
+    second.publish(reported(counts={"a": parts[1].counts(101.0, 60.0)}))
     added = sum(first.counts("a"), parts[0].counts(101.0, 60.0))
     assert added.seen() == whole.seen(101.0, 60.0)
     assert list(first.counts("b")) == []

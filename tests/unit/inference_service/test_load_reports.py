@@ -27,12 +27,12 @@ def test_replicas_that_do_not_answer_delay_no_others_report(
     spec = replace(creation().spec, autoscaling=Autoscaling(min_replicas=1, max_replicas=2, rows_per_replica=8))
     made = [manager.create(creation(name, spec=spec)) for name in ("silent", "well")]
     unresponsive, well = (application_name(one, one.versions[0]) for one in made)
-    told: list[str] = []
+    reported: list[str] = []
     answered = asyncio.Event()
 
     class Applications:
         async def report_load(self, name: str, _: str, __: Load) -> None:
-            told.append(name)
+            reported.append(name)
             if name == unresponsive:
                 await answered.wait()
 
@@ -44,8 +44,8 @@ def test_replicas_that_do_not_answer_delay_no_others_report(
             models.attach(name, Batcher(Classifier(), limits, BatchTimes(), Statistics()))
         applications: Any = Applications()
         running = asyncio.create_task(LoadReporter(applications, models).run())
-        await until(lambda: told.count(well) > 5, "the one that is well is told again and again")
-        assert told.count(unresponsive) == 1
+        await until(lambda: reported.count(well) > 5, "the one that is well is told again and again")
+        assert reported.count(unresponsive) == 1
         running.cancel()  # which waits for nobody
         await asyncio.wait([running], timeout=240.0)
         assert running.cancelled()

@@ -181,11 +181,11 @@ def test_beside_one_in_use_whose_record_was_removed_another_is_built(
     packages.with_name(f"{packages.name}.json").unlink()
     ticks: list[None] = []
 
-    def tick() -> None:
+    def note_progress() -> None:
         ticks.append(None)
         assert len(ticks) < 2_000, "it waits for the end of a process that may run for days"
 
-    with environments.opened([line], tick) as other:
+    with environments.opened([line], note_progress) as other:
         assert other is not None
         assert other.name == f"{packages.name}-1"
         assert (other / "tiny_pack" / "__init__.py").read_text() == "ANSWER = 42\n"

@@ -90,10 +90,10 @@ def test_each_task_and_thread_has_its_own_identity() -> None:
 
 
 def test_the_correlation_id_that_a_caller_is_told_finds_the_line(caplog: pytest.LogCaptureFixture) -> None:
-    told = hidden(KeyError("odd"), logging.getLogger("a.logger"), "a batch failed")
+    reported = hidden(KeyError("odd"), logging.getLogger("a.logger"), "a batch failed")
     (record,) = caplog.records
     line = json.loads(JsonFormatter("data").format(record))
-    assert line["correlation_id"] == told.metadata["correlation_id"]
+    assert line["correlation_id"] == reported.metadata["correlation_id"]
     assert "KeyError: 'odd'" in line["exception"]
 
 

@@ -45,15 +45,17 @@ def test_spans_are_exported_where_the_standard_variables_say_so(environ: dict[st
 
 
 @pytest.mark.parametrize(
-    ("environ", "told"),
+    ("environ", "expected"),
     [
         ({ENDPOINT: "127.0.0.1:4317"}, "OTEL_EXPORTER_OTLP_ENDPOINT='127.0.0.1:4317': use http://host:4318"),
         ({ENDPOINT: HERE, "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "OTLP_PROTOCOL='grpc': use http/protobuf"),
         ({ENDPOINT: HERE, "OTEL_TRACES_EXPORTER": "zipkin"}, "OTEL_TRACES_EXPORTER='zipkin': use otlp or none"),
     ],
 )
-def test_what_cannot_be_done_is_refused_with_its_variable_and_the_remedy(environ: dict[str, str], told: str) -> None:
-    with pytest.raises(SettingsError, match=told):
+def test_what_cannot_be_done_is_refused_with_its_variable_and_the_remedy(
+    environ: dict[str, str], expected: str
+) -> None:
+    with pytest.raises(SettingsError, match=expected):
         is_wanted(environ)
 
 

@@ -129,7 +129,7 @@ def what_ranks_learn(ranks: Ranks, settings: StoreSettings) -> dict[str, Any]:
     accumulating = replace(SPEC, accumulation_steps=3, max_gradient_norm=CLIPPED)
     sharded = replace(accumulating, placement=Placement(parallel=FSDP))
     cache, preprocessing = validation(SPEC, open_store(settings))
-    told: dict[str, Any] = {
+    reported: dict[str, Any] = {
         "gradients": gradients(SPEC, ranks),
         "accumulated": gradients(replace(SPEC, accumulation_steps=3), ranks),
         "shrunk": gradients(replace(SPEC, num_workers=8), ranks),
@@ -137,20 +137,20 @@ def what_ranks_learn(ranks: Ranks, settings: StoreSettings) -> dict[str, Any]:
         "whole": trained(accumulating, range(STEPS), ranks).weights(),
     }
     made = learner(SPEC, ranks)
-    told["described"] = made.describe(ranks.add(made.step(batch(ranks))).result())
+    reported["described"] = made.describe(ranks.add(made.step(batch(ranks))).result())
     shards = trained(sharded, range(STEPS), ranks)
-    told["sharded"] = shards.weights()
-    told["measured"] = shards.evaluate(cache, preprocessing)
-    told["resumed"] = resumed(sharded, ranks)
-    told["from one"] = resumed(sharded, ranks, saved_on=ALONE)
-    told["to one"] = resumed(sharded, ALONE, saved_on=ranks)
+    reported["sharded"] = shards.weights()
+    reported["measured"] = shards.evaluate(cache, preprocessing)
+    reported["resumed"] = resumed(sharded, ranks)
+    reported["from one"] = resumed(sharded, ranks, saved_on=ALONE)
+    reported["to one"] = resumed(sharded, ALONE, saved_on=ranks)
     plain = replace(sharded, optimizer=OptimizerSpec(name="SGD", learning_rate=0.05))
-    told["plain"], told["plain resumed"] = trained(plain, range(STEPS), ranks).weights(), resumed(plain, ranks)
-    told["layers"] = {
+    reported["plain"], reported["plain resumed"] = trained(plain, range(STEPS), ranks).weights(), resumed(plain, ranks)
+    reported["layers"] = {
         name: tuple(getattr(one, "to_local", lambda one=one: one)().shape)
         for name, one in shards.model.named_parameters()
     }
-    return told
+    return reported
 
 
 def resumed(

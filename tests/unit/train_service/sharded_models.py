@@ -169,14 +169,14 @@ def what_shards_learn(ranks: Ranks, sites: list[str], builder: str) -> dict[str,
     whole = replace(SPEC, model=model_spec(builder), optimizer=OptimizerSpec(name="SGD", learning_rate=0.05))
     whole = replace(whole, optimizer=replace(whole.optimizer, kwargs={"momentum": 0.9}))
     sharded = replace(whole, placement=Placement(parallel=FSDP))
-    told: dict[str, Any] = {}
+    reported: dict[str, Any] = {}
     for name, spec in (("whole", whole), ("sharded", sharded)):
         learner = trained(spec, range(STEPS), ranks)
-        told[name] = {key: one.clone() for key, one in learner.weights().items()}
+        reported[name] = {key: one.clone() for key, one in learner.weights().items()}
         learner.model.eval()
         with torch.no_grad():
-            told[f"{name} answers"] = learner.model(torch.from_numpy(batch(ranks).inputs))
-    told["resumed"] = resumed(sharded, ranks, steps=STEPS)
-    told["from one"] = resumed(sharded, ranks, saved_on=ALONE, steps=STEPS)
-    told["to one"] = resumed(sharded, ALONE, saved_on=ranks, steps=STEPS)
-    return told
+            reported[f"{name} answers"] = learner.model(torch.from_numpy(batch(ranks).inputs))
+    reported["resumed"] = resumed(sharded, ranks, steps=STEPS)
+    reported["from one"] = resumed(sharded, ranks, saved_on=ALONE, steps=STEPS)
+    reported["to one"] = resumed(sharded, ALONE, saved_on=ranks, steps=STEPS)
+    return reported

@@ -169,9 +169,9 @@ def test_no_workers_are_local_mode_and_not_the_default() -> None:
     spec = spec_from_proto(res.TrainingSpec(model=res.Model(builder="b"), num_workers=0), ())
 
     assert spec.local
-    told = spec_to_proto(spec)
-    assert told.HasField("num_workers")
-    assert told.num_workers == 0
+    reported = spec_to_proto(spec)
+    assert reported.HasField("num_workers")
+    assert reported.num_workers == 0
 
 
 @pytest.mark.parametrize(("path", "field"), [("checkpoints", "every"), ("placement", "timeout")])
@@ -259,11 +259,11 @@ def test_why_a_job_failed_is_told_only_once_it_has() -> None:
 
 
 def test_a_checkpoint_is_told_whole() -> None:
-    told = checkpoint_to_proto(entry(10, validation_loss=0.25))
+    reported = checkpoint_to_proto(entry(10, validation_loss=0.25))
 
-    assert (told.step, told.epoch, told.attempt, told.size_bytes) == (10, 1, 2, 2**40)
-    assert (told.manifest_sha256, dict(told.metrics)) == ("00ff", {"validation_loss": 0.25})
-    assert told.create_time.ToNanoseconds() == 3_500_000_000
+    assert (reported.step, reported.epoch, reported.attempt, reported.size_bytes) == (10, 1, 2, 2**40)
+    assert (reported.manifest_sha256, dict(reported.metrics)) == ("00ff", {"validation_loss": 0.25})
+    assert reported.create_time.ToNanoseconds() == 3_500_000_000
 
 
 PAYLOADS: dict[EventKind, dict[str, Any]] = {
@@ -287,10 +287,10 @@ PAYLOADS: dict[EventKind, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", list(EventKind))
 def test_every_kind_of_event_has_its_field_in_the_contract(kind: EventKind) -> None:
-    told = event_to_proto(Event(sequence=4, time=1.0, attempt=2, kind=kind, payload=PAYLOADS[kind]))
+    reported = event_to_proto(Event(sequence=4, time=1.0, attempt=2, kind=kind, payload=PAYLOADS[kind]))
 
-    assert told.WhichOneof("event") == kind
-    assert (told.sequence, told.attempt, told.time.seconds) == (4, 2, 1)
+    assert reported.WhichOneof("event") == kind
+    assert (reported.sequence, reported.attempt, reported.time.seconds) == (4, 2, 1)
     assert {field.name for field in pb.TrainingEvent.DESCRIPTOR.oneofs_by_name["event"].fields} == set(EventKind)
 
 
@@ -312,10 +312,10 @@ def test_an_event_of_a_kind_that_only_a_later_release_knows_keeps_its_place(stor
     record["state"]["kind"] = "colour_changed"
     store.put(key, json.dumps(record).encode())
 
-    told = [event_to_proto(event) for event in EventLog(store, "trainingJobs/a").after(0)]
+    reported = [event_to_proto(event) for event in EventLog(store, "trainingJobs/a").after(0)]
 
-    assert [one.sequence for one in told] == [1, 2, 3]
-    assert "only a later release knows: colour_changed" in told[1].warning
+    assert [one.sequence for one in reported] == [1, 2, 3]
+    assert "only a later release knows: colour_changed" in reported[1].warning
 
 
 def test_a_custom_step_is_refused_unless_the_operator_allows_its_function() -> None:

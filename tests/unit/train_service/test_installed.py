@@ -129,9 +129,9 @@ def test_a_package_reaches_another_process_by_its_path(site: Path) -> None:
     """As the environment of a Ray cluster does it."""
     code = "from shared.settings import MODELS, installed_names; print(*installed_names(MODELS))"
     environment = {**os.environ, "PYTHONPATH": f"{site}:{os.environ.get('PYTHONPATH', '')}"}
-    told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    reported = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
 
-    assert "two-branches" in told.stdout.split()
+    assert "two-branches" in reported.stdout.split()
 
 
 def test_all_that_is_installed_is_known_by_name() -> None:

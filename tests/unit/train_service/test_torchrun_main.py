@@ -127,9 +127,9 @@ def test_under_torchrun_a_run_ends_as_the_one_of_two_workers_and_is_an_ordinary_
         assert saved(store, here[step]) == saved(store, entry), step
     coverage = RunRecords(store).coverage(JOB, 1, "")
     assert (coverage.counts.seen_once, coverage.counts.missing, coverage.counts.repeated) == (ROWS, 0, 0)
-    told = TrainingJobs(store).get(JOB)
-    assert (told.record.state, told.record.attempt) == (JobState.SUCCEEDED, 1)
-    assert resolve(store, "name", JOB).name == told.record.result["best_checkpoint"]
+    reported = TrainingJobs(store).get(JOB)
+    assert (reported.record.state, reported.record.attempt) == (JobState.SUCCEEDED, 1)
+    assert resolve(store, "name", JOB).name == reported.record.result["best_checkpoint"]
     # Once it is done there is nothing left to do.
     assert code == 0, again
     assert "debug is SUCCEEDED" in again

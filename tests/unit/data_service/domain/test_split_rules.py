@@ -101,11 +101,11 @@ def test_rows_go_to_the_split_that_their_column_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bad", "told", "remedy"),
+    ("bad", "expected", "remedy"),
     [(None, "a null", "fill or filter"), ("Not A Split", "'Not A Split'", "use 1 to 63"), ("", "''", "use 1 to 63")],
 )
-def test_a_value_that_names_no_split_is_refused_with_its_row(bad: str | None, told: str, remedy: str) -> None:
-    with pytest.raises(InvalidArgument, match=f"row 41 has {told} in column 'fold': {remedy}"):
+def test_a_value_that_names_no_split_is_refused_with_its_row(bad: str | None, expected: str, remedy: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"row 41 has {expected} in column 'fold': {remedy}"):
         names(ColumnSplit(column="fold"), pa.table({"fold": pa.array(["train", bad], pa.string())}), first_row_id=40)
 
 

@@ -12,7 +12,7 @@ TYPES = "; set column_types, or write them alike"
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "expected"),
     [
         ({"id": pa.int64(), "size": pa.float64()}, "it lacks the column 'kind', which sources[0] has"),
         (
@@ -35,14 +35,14 @@ TYPES = "; set column_types, or write them alike"
     ],
     ids=["lacks", "has more", "renamed", "order", "type"],
 )
-def test_what_differs_is_named(given: dict[str, pa.DataType], told: str) -> None:
-    assert difference(pa.schema(given), "sources[0]", FIRST, lambda one, other: one == other) == told
+def test_what_differs_is_named(given: dict[str, pa.DataType], expected: str) -> None:
+    assert difference(pa.schema(given), "sources[0]", FIRST, lambda one, other: one == other) == expected
 
 
 def test_types_that_fit_each_other_do_not_differ() -> None:
     given = pa.schema({"id": pa.int32(), "size": pa.float32(), "kind": pa.string()})
-    told = difference(given, "sources[0]", FIRST, lambda one, other: pa.int64() in (one, other) or one == other)
-    assert told.startswith("it has size: float where sources[0] has size: double;")
+    reported = difference(given, "sources[0]", FIRST, lambda one, other: pa.int64() in (one, other) or one == other)
+    assert reported.startswith("it has size: float where sources[0] has size: double;")
 
 
 def test_of_very_many_differences_a_few_are_told() -> None:
@@ -50,6 +50,6 @@ def test_of_very_many_differences_a_few_are_told() -> None:
     other = pa.schema([(name.upper(), pa.int64()) for name in wide.names])
     typed = pa.schema([(name, pa.string()) for name in wide.names])
     for given in (other, typed, pa.schema(list(reversed(wide)))):
-        told = difference(given, "base.version", wide, lambda one, another: one == another)
-        assert len(told) < 5_000
+        reported = difference(given, "base.version", wide, lambda one, another: one == another)
+        assert len(reported) < 5_000
     assert "and 9,995 more" in difference(typed, "base.version", wide, lambda one, another: one == another)

@@ -283,7 +283,7 @@ def test_keys_of_a_check_of_uniqueness_wait_on_the_disk(
 
 @pytest.mark.usefixtures("source")
 @pytest.mark.parametrize(
-    ("check", "told"),
+    ("check", "expected"),
     [
         ({"column": "word", "notNull": {}}, f"checks[0]: in row 0 of {SOURCE}, word is null"),
         ({"column": "n", "range": {"max": 6500}}, f"in row 6501 of {SOURCE}"),
@@ -292,10 +292,10 @@ def test_keys_of_a_check_of_uniqueness_wait_on_the_disk(
     ],
 )
 def test_a_check_that_fails_is_told_with_its_first_row_and_nothing_is_made(
-    store: ObjectStore, check: dict[str, Any], told: str
+    store: ObjectStore, check: dict[str, Any], expected: str
 ) -> None:
     job = transform_here(store, [column("x", standardize={})], checks=[check])
-    assert told in refused(job, "FailedPrecondition")
+    assert expected in refused(job, "FailedPrecondition")
     assert list(store.list(f"{job.name}/data")) == []
 
 
@@ -311,14 +311,16 @@ def test_a_row_that_a_step_cannot_work_on_is_named(store: ObjectStore) -> None:
 @pytest.mark.usefixtures("source")
 def test_the_row_on_which_a_custom_function_fails_is_found(store: ObjectStore) -> None:
     steps = [{"filter": {"expression": "n % 2 == 0"}}, custom("refuses", "n")]
-    told = refused(transform_here(store, steps), "InvalidArgument")
-    assert told == "transform.steps[1]: row 1234: tests.support.transforming:refuses raised ValueError: no such luck"
+    reported = refused(transform_here(store, steps), "InvalidArgument")
+    assert (
+        reported == "transform.steps[1]: row 1234: tests.support.transforming:refuses raised ValueError: no such luck"
+    )
 
 
 @pytest.mark.usefixtures("source")
 def test_the_rows_with_which_a_custom_function_hangs_are_told(store: ObjectStore) -> None:
-    told = refused(transform_here(store, [custom("hangs", "n", timeoutS=1.05)]), "InvalidArgument")
-    rows = re.search(r"transform.steps\[0\]: rows (\d+) to (\d+): .* took longer than 1.05 s", told)
+    reported = refused(transform_here(store, [custom("hangs", "n", timeoutS=1.05)]), "InvalidArgument")
+    rows = re.search(r"transform.steps\[0\]: rows (\d+) to (\d+): .* took longer than 1.05 s", reported)
     assert rows is not None
     assert int(rows[1]) <= 1234 <= int(rows[2])
 
@@ -335,8 +337,8 @@ def test_a_custom_function_that_is_not_pure_is_found_out(
 @pytest.mark.usefixtures("source")
 def test_a_rule_that_gives_a_split_nothing_fails(store: ObjectStore) -> None:
     rule = TimeSplit(column="on", periods=[Period(split="a", before_ns=0), Period(split="b", before_ns=None)])
-    told = refused(transform_here(store, splits=rule), "FailedPrecondition")
-    assert "the split 'a' would have no rows: splits.time" in told
+    reported = refused(transform_here(store, splits=rule), "FailedPrecondition")
+    assert "the split 'a' would have no rows: splits.time" in reported
 
 
 @pytest.mark.usefixtures("source")

@@ -148,8 +148,8 @@ async def test_a_log_that_cannot_be_read_keeps_no_other_model_from_being_served_
     await until(lambda: models.is_ready("digits", ""), "the good one is served")
     await until(lambda: unwanted in running.deleted, "what a log that can be read does not name goes")
     assert not models.is_ready("letters", "")
-    (told,) = (record.getMessage() for record in caplog.records if bad.name in record.getMessage())
-    assert "cannot be read" in told
+    (reported,) = (record.getMessage() for record in caplog.records if bad.name in record.getMessage())
+    assert "cannot be read" in reported
     store.put(key, whole)  # an operator has it restored
     await until(lambda: models.is_ready("letters", ""), "the other one is served")
     await until(lambda: running.deleted == [unwanted, stray], "what no log names goes")

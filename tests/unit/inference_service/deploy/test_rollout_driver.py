@@ -316,8 +316,8 @@ async def test_limits_are_of_the_requests_of_all_frontends_that_live(
     new = application_name(made, made.versions[1])
 
     def other(number: int, pid: int) -> None:
-        told = PeerState(pid=pid, listens=True, ready=True, holds=[], counts={new: Counts(0, 8, {5: 8})})
-        Peers(tmp_path, number).publish(told)
+        reported = PeerState(pid=pid, listens=True, ready=True, holds=[], counts={new: Counts(0, 8, {5: 8})})
+        Peers(tmp_path, number).publish(reported)
 
     driven = Driven(store, Peers(tmp_path, 0))
     driven.answer("2")

@@ -57,9 +57,9 @@ def test_a_row_that_one_version_refuses_differs_and_one_that_both_do_is_no_part(
 def test_a_comparison_falls_short_below_the_agreement_or_above_the_difference(
     limits: dict[str, Any], seen: Compared, said: str
 ) -> None:
-    told = falls_short(Comparison(dataset_version="", split="test", **limits), seen)
-    assert said in told
-    assert bool(told) == bool(said)
+    reported = falls_short(Comparison(dataset_version="", split="test", **limits), seen)
+    assert said in reported
+    assert bool(reported) == bool(said)
 
 
 def test_versions_that_may_differ_in_their_tensors_are_not_compared() -> None:

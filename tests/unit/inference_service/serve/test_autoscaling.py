@@ -78,13 +78,13 @@ def test_before_anybody_told_anything_all_stays() -> None:
 
 def test_several_frontends_add_up_and_one_that_is_gone_is_forgotten() -> None:
     now_s = 100.0
-    told = LoadAggregator(lambda: now_s)
-    assert told.in_all() == {}
-    told.add("a", Load(10.0, 1))
+    reported = LoadAggregator(lambda: now_s)
+    assert reported.in_all() == {}
+    reported.add("a", Load(10.0, 1))
     now_s += LOAD_TTL_S / 2
-    told.add("b", Load(5.5, 2))
-    assert told.in_all() == {ROWS: 15.5, REFUSED: 3.0}
+    reported.add("b", Load(5.5, 2))
+    assert reported.in_all() == {ROWS: 15.5, REFUSED: 3.0}
     now_s += LOAD_TTL_S / 2 + 1
-    assert told.in_all() == {ROWS: 5.5, REFUSED: 2.0}
+    assert reported.in_all() == {ROWS: 5.5, REFUSED: 2.0}
     now_s += LOAD_TTL_S
-    assert told.in_all() == {ROWS: 0.0, REFUSED: 0.0}
+    assert reported.in_all() == {ROWS: 0.0, REFUSED: 0.0}

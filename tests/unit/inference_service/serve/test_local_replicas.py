@@ -398,5 +398,5 @@ async def test_replicas_that_listen_elsewhere_are_told_of_once(folder: Path, cap
     elsewhere = LocalReplicas(folder, 2, "v2")
     for _ in range(3):
         assert await elsewhere.least_loaded() is None
-    (told,) = (record.getMessage() for record in caplog.records if "v2" in record.getMessage())
-    assert "the sockets of 1 of 2 replicas are here" in told
+    (reported,) = (record.getMessage() for record in caplog.records if "v2" in record.getMessage())
+    assert "the sockets of 1 of 2 replicas are here" in reported

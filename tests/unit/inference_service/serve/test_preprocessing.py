@@ -296,12 +296,12 @@ def explode(_: pa.RecordBatch) -> pa.RecordBatch:
 def test_rows_that_are_tried_one_by_one_are_progress_and_a_batch_in_one_go_is_none() -> None:
     moves: list[int] = []
 
-    def moved() -> None:
+    def note_progress() -> None:
         moves.append(len(moves))
 
-    photos().prepare(Rows(RAW, {"photo": objects(png(1), png(2))}), moved)
+    photos().prepare(Rows(RAW, {"photo": objects(png(1), png(2))}), note_progress)
     assert moves == []
-    photos().prepare(Rows(RAW, {"photo": objects(png(1), b"no image", png(2))}), moved)
+    photos().prepare(Rows(RAW, {"photo": objects(png(1), b"no image", png(2))}), note_progress)
     assert len(moves) == 3
 
 

@@ -278,12 +278,12 @@ def test_a_replicas_own_error_comes_through_and_an_unexpected_one_without_its_in
         raised: Any = RayTaskError  # which has no types
         reported_by_ray = raised("forward", "secret traceback", cause, proctitle="replica", ip="127.0.0.1")
         handle.forward = Method(reported_by_ray.as_instanceof_cause())
-        with pytest.raises(MillraceError) as told:
+        with pytest.raises(MillraceError) as reported:
             asked_through(handle)
-        assert "secret" not in told.value.message
-        assert isinstance(told.value, FailedPrecondition | Internal)
-    correlation_id = told.value.metadata["correlation_id"]
-    assert told.value.message == f"internal error; quote the correlation id {correlation_id}"
+        assert "secret" not in reported.value.message
+        assert isinstance(reported.value, FailedPrecondition | Internal)
+    correlation_id = reported.value.metadata["correlation_id"]
+    assert reported.value.message == f"internal error; quote the correlation id {correlation_id}"
     assert correlation_id in caplog.text
     assert "secret traceback" in caplog.text
 
@@ -327,8 +327,8 @@ def test_an_application_that_serve_deletes_is_told_from_one_that_starts(monkeypa
     def seen(status: ApplicationStatus) -> Application:
         running = SimpleNamespace(replica_states={ReplicaState.RUNNING: 2}, message="")
         found = SimpleNamespace(status=status, message="", deployments={"model": running})
-        told = SimpleNamespace(applications={f"{applications._prefix}d-v1": found, "somebody-else": found})
-        monkeypatch.setattr(serve, "status", lambda: told)
+        reported = SimpleNamespace(applications={f"{applications._prefix}d-v1": found, "somebody-else": found})
+        monkeypatch.setattr(serve, "status", lambda: reported)
         (one,) = applications.statuses().items()
         assert one[0] == "d-v1"
         return one[1]

@@ -39,7 +39,7 @@ class Model:
         self.may_work = threading.Event()
         self.at_work = threading.Event()
 
-    def forward(self, rows: Rows, _moved: Callable[[], None]) -> Outputs:
+    def forward(self, rows: Rows, _note_progress: Callable[[], None]) -> Outputs:
         self.at_work.set()
         assert self.may_work.wait(240)
         return Outputs([rows.values["x"]])
@@ -152,7 +152,7 @@ def test_each_step_of_progress_has_the_whole_time(monkeypatch: pytest.MonkeyPatc
     with watch.working():
         now_s[0] += 50.0
         assert watch.lasts_s() == 50.0
-        watch.moved()
+        watch.note_progress()
         assert watch.lasts_s() == 0.0
         now_s[0] += 10.0
         assert watch.lasts_s() == 10.0
@@ -187,7 +187,7 @@ def test_no_garbage_is_collected_while_python_lists_its_threads(
 def test_a_replica_that_hangs_can_be_stopped_and_what_it_had_is_known_to_be_lost(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
-    monkeypatch.setattr(replica, "TAKE_LEAVE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(replica, "SHUTDOWN_TIMEOUT_S", 0.2)
     model = Model()
     one = serving(monkeypatch, model, sockets=folder)
 

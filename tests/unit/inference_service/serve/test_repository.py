@@ -72,7 +72,7 @@ async def test_the_configuration_tells_which_inputs_may_have_nulls_and_how() -> 
 
 
 @pytest.mark.parametrize(
-    ("policy", "told"),
+    ("policy", "expected"),
     [
         (LATEST, {"latest": {"num_versions": 1}}),
         (VersionPolicy(Kept.LATEST, count=3), {"latest": {"num_versions": 3}}),
@@ -80,13 +80,13 @@ async def test_the_configuration_tells_which_inputs_may_have_nulls_and_how() -> 
         (VersionPolicy(Kept.NAMED, named=("2", "5")), {"specific": {"versions": [2, 5]}}),
     ],
 )
-async def test_the_configuration_tells_which_versions_stay(policy: VersionPolicy, told: dict[str, Any]) -> None:
+async def test_the_configuration_tells_which_versions_stay(policy: VersionPolicy, expected: dict[str, Any]) -> None:
     one = deployment()
 
     async with inference_server(replace(one, spec=replace(one.spec, version_policy=policy))) as server:
         config = (await server.stub.ModelConfig(oip.ModelConfigRequest(name="m"))).config
-        assert config.version_policy == model_config_pb2.ModelVersionPolicy(**told)
-        assert config.version_policy.WhichOneof("policy_choice") == next(iter(told))
+        assert config.version_policy == model_config_pb2.ModelVersionPolicy(**expected)
+        assert config.version_policy.WhichOneof("policy_choice") == next(iter(expected))
 
 
 async def test_statistics_count_what_was_answered_and_what_was_not() -> None:

@@ -50,7 +50,7 @@ def test_what_is_counted_later_and_what_is_gone_is_left_anew(tmp_path: Path) -> 
     models = counted(one, 1, 100.0, 4)
     frontend, asked = SummedStatistics(models, Peers(tmp_path, 1)), Models()
 
-    def told() -> dict[str, int]:
+    def reported() -> dict[str, int]:
         frontend.leave()
         found = {
             one.name: one.inference_count for one in SummedStatistics(asked, Peers(tmp_path, 0)).statistics_of("", "")
@@ -58,13 +58,13 @@ def test_what_is_counted_later_and_what_is_gone_is_left_anew(tmp_path: Path) -> 
         return {name: count for name, count in found.items() if count}
 
     asked.replace([one, other])
-    assert told() == told() == {"m": 2}
+    assert reported() == reported() == {"m": 2}
     models.statistics(one, one.versions[0]).answered(
         rows=5, now_s=101.0, total_s=1.0, model_s=0.5, input_s=0.1, infer_s=0.2, output_s=0.3
     )
-    assert told() == {"m": 7}
+    assert reported() == {"m": 7}
     models.replace([other])
-    assert told() == {}
+    assert reported() == {}
 
 
 def test_a_frontend_started_again_leaves_nothing_of_what_the_one_before_it_counted(tmp_path: Path) -> None:

@@ -36,9 +36,9 @@ def test_files_that_were_made_before_their_values_were_counted_have_the_digest_t
     data = MANIFEST.to_json()
     assert b"raw_bytes" not in data
     counted = replace(MANIFEST, files=[replace(MANIFEST.files[0], raw_bytes=7)])
-    told = counted.to_json()
-    assert Manifest.from_json(told, sha256_hex(told)) == counted
-    assert json.loads(told)["files"][0] == {**json.loads(data)["files"][0], "raw_bytes": 7}
+    reported = counted.to_json()
+    assert Manifest.from_json(reported, sha256_hex(reported)) == counted
+    assert json.loads(reported)["files"][0] == {**json.loads(data)["files"][0], "raw_bytes": 7}
 
 
 def test_it_is_canonical() -> None:

@@ -113,10 +113,10 @@ def test_an_error_that_another_attempt_would_meet_fails_the_job_with_its_record(
 
     assert (done.state, done.failures) == (JobState.FAILED, 0)
     assert done.error is not None
-    told = error_from_record(done.error)
-    assert isinstance(told, InvalidArgument)
-    assert told.fields == error.fields
-    assert told.message == error.message
+    reported = error_from_record(done.error)
+    assert isinstance(reported, InvalidArgument)
+    assert reported.fields == error.fields
+    assert reported.message == error.message
 
 
 @pytest.mark.parametrize("error", [Unavailable("away"), ResourceExhausted("full"), Internal("a fault")], ids=repr)

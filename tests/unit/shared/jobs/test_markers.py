@@ -87,11 +87,11 @@ def test_the_marker_of_a_final_job_goes_at_once(jobs: Jobs, reconciling: Reconci
 def test_the_end_of_a_job_is_told_before_its_marker_goes_and_again_after_an_outage(
     store: ObjectStore, jobs: Jobs
 ) -> None:
-    told: list[tuple[JobState, list[str]]] = []
+    reported: list[tuple[JobState, list[str]]] = []
 
     def ended(_: ObjectStore, job: JobRecord) -> None:
-        told.append((job.state, [live.uid for live in jobs.live()]))
-        if len(told) == 1:
+        reported.append((job.state, [live.uid for live in jobs.live()]))
+        if len(reported) == 1:
             raise Unavailable("no answer")
 
     kind = JobKind(name="toy", entry="no.such:entry", ended=ended)
@@ -104,7 +104,7 @@ def test_the_end_of_a_job_is_told_before_its_marker_goes_and_again_after_an_outa
     reconciling.reconcile()
     reconciling.reconcile()
 
-    assert told == [(JobState.CANCELLED, ["u1"])] * 2
+    assert reported == [(JobState.CANCELLED, ["u1"])] * 2
     assert jobs.live() == []
 
 

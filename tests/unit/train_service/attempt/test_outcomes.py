@@ -126,9 +126,9 @@ def test_the_device_of_an_attempt_whose_process_went_before_it_told_anything_is_
     for _ in range(2):
         report_lost(store, lost)
 
-    told_for_it, ended = EventLog(store, JOB).after(0)
-    assert (told_for_it.kind, told_for_it.attempt) == (EventKind.DEVICE_CHANGED, 2)
-    assert event_to_proto(told_for_it).device_changed.text
+    reported_for_it, ended = EventLog(store, JOB).after(0)
+    assert (reported_for_it.kind, reported_for_it.attempt) == (EventKind.DEVICE_CHANGED, 2)
+    assert event_to_proto(reported_for_it).device_changed.text
     assert ended.kind == EventKind.ATTEMPT_ENDED
 
 

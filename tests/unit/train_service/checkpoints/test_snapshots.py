@@ -102,17 +102,17 @@ def test_a_rank_that_hangs_while_a_checkpoint_is_uploaded_is_found(store: Object
 
 
 def test_leaving_the_writer_commits_and_tells_the_checkpoint_under_way(store: ObjectStore) -> None:
-    told: list[CheckpointEntry] = []
+    reported: list[CheckpointEntry] = []
     slow = threading.Event()
 
     def tell(entry: CheckpointEntry) -> None:
         slow.wait(0.2)
-        told.append(entry)
+        reported.append(entry)
 
     with CheckpointWriter(store, CheckpointRegistry(store, JOB), 1, tell) as writer:
         save_one(writer, 2, *trained(2))
 
-    assert told == CheckpointRegistry(store, JOB).entries()
+    assert reported == CheckpointRegistry(store, JOB).entries()
 
 
 def test_the_newest_checkpoint_is_chosen_when_all_are_good(store: ObjectStore) -> None:

@@ -62,7 +62,7 @@ BOMB = base64.b64encode(zlib.compress(bytes(50_000_000))).decode()
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("said", "expected"),
     [
         ([], "at most 16 loaders"),
         ({"other": record([1])}, "must be loader-0 to loader-15"),
@@ -76,7 +76,7 @@ BOMB = base64.b64encode(zlib.compress(bytes(50_000_000))).decode()
         ({"loader-0": record([1]) | {"passes": {"0": [encode(np.array([False] * 23 + [True])), ""]}}}, "beyond 20"),
     ],
 )
-def test_a_report_that_no_rank_can_make_is_refused(said: Any, told: str) -> None:
+def test_a_report_that_no_rank_can_make_is_refused(said: Any, expected: str) -> None:
     with pytest.raises(InvalidArgument, match="rank 3") as refused:
         check_drawn(3, said, {"loader-0": record([0])})
-    assert told in refused.value.message
+    assert expected in refused.value.message

@@ -220,7 +220,7 @@ def test_the_label_is_found_by_its_name_or_as_the_only_one_of_few_values(
 
 
 @pytest.mark.parametrize(
-    ("columns", "told"),
+    ("columns", "expected"),
     [
         ([text("a", "x", "y"), text("b", "x", "y"), number("c")], "a, b may be it"),
         ([number("label"), number("target")], "label, target may be it"),
@@ -228,15 +228,15 @@ def test_the_label_is_found_by_its_name_or_as_the_only_one_of_few_values(
         ([], "import one"),
     ],
 )
-def test_a_label_that_is_not_clear_is_asked_for_with_its_candidates(columns: list[ColumnFacts], told: str) -> None:
+def test_a_label_that_is_not_clear_is_asked_for_with_its_candidates(columns: list[ColumnFacts], expected: str) -> None:
     error = refused(*columns, FEATURES)
     assert error.metadata["field"] == "spec.label_column"
-    assert told in error.message
+    assert expected in error.message
     assert not columns or "--label-column" in error.message
 
 
 @pytest.mark.parametrize(
-    ("label", "told"),
+    ("label", "expected"),
     [
         (text("label", "same"), "one value in all rows"),
         (text("label", distinct=12_000), "at most 10,000 classes"),
@@ -244,10 +244,10 @@ def test_a_label_that_is_not_clear_is_asked_for_with_its_candidates(columns: lis
         (text("label", distinct=3, values=("a", "b", "c")), "cannot be learnt"),
     ],
 )
-def test_a_label_that_nothing_can_be_learnt_of_is_refused(label: ColumnFacts, told: str) -> None:
-    given = {"task": "TASK_REGRESSION"} if "cannot" in told else {}
+def test_a_label_that_nothing_can_be_learnt_of_is_refused(label: ColumnFacts, expected: str) -> None:
+    given = {"task": "TASK_REGRESSION"} if "cannot" in expected else {}
     error = refused(label, FEATURES, label_column="label", **given)
-    assert told in error.message
+    assert expected in error.message
     assert error.metadata["field"] == "spec.label_column"
 
 

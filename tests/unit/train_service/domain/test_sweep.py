@@ -138,7 +138,7 @@ def test_a_field_that_the_base_lacks_may_come_from_the_parameters(sweep: SweepSp
 
 
 @pytest.mark.parametrize(
-    ("field", "told"),
+    ("field", "expected"),
     [
         ("spec.optimizer.learning_rate", f"spec.parameters[{RATE}]"),
         ("spec.checkpoints.best_metric", "spec.metric"),
@@ -146,15 +146,17 @@ def test_a_field_that_the_base_lacks_may_come_from_the_parameters(sweep: SweepSp
         ("spec.model.kwargs", "spec.parameters[model.kwargs.dropout]"),
     ],
 )
-def test_a_trials_refusal_names_the_sweeps_field_in_words_and_details(sweep: SweepSpec, field: str, told: str) -> None:
+def test_a_trials_refusal_names_the_sweeps_field_in_words_and_details(
+    sweep: SweepSpec, field: str, expected: str
+) -> None:
     def refuse(_: TrainingSpec) -> None:
         raise invalid_field(field, 3, "use another")
 
     with pytest.raises(InvalidArgument) as error:
         with_trial_named(refuse, sweep, {RATE: 3, "model.kwargs.dropout": 0.5})
-    assert [one for one, _ in error.value.fields] == [told]
-    assert error.value.message.startswith(f"{told}: 3: use another (in the trial with {RATE}=3")
-    assert error.value.metadata["field"] == told
+    assert [one for one, _ in error.value.fields] == [expected]
+    assert error.value.message.startswith(f"{expected}: 3: use another (in the trial with {RATE}=3")
+    assert error.value.metadata["field"] == expected
 
 
 def test_every_field_of_a_refusal_is_named_as_the_sweep_has_it_whatever_its_path(sweep: SweepSpec) -> None:
@@ -165,9 +167,9 @@ def test_every_field_of_a_refusal_is_named_as_the_sweep_has_it_whatever_its_path
 
     with pytest.raises(FailedPrecondition) as error:
         with_trial_named(refuse, sweep, {r"model.kwargs.a\1": 3})
-    told = ["spec.base.num_workers", r"spec.parameters[model.kwargs.a\1]"]
-    assert [one for one, _ in error.value.fields] == told
-    assert error.value.message.startswith(f"{', '.join(told)}: too much (in the trial with")
+    reported = ["spec.base.num_workers", r"spec.parameters[model.kwargs.a\1]"]
+    assert [one for one, _ in error.value.fields] == reported
+    assert error.value.message.startswith(f"{', '.join(reported)}: too much (in the trial with")
     assert error.value.specific_reason == "WHY"
 
 

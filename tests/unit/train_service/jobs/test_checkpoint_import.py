@@ -520,7 +520,7 @@ def test_the_command_imports_and_says_what_fits(store: ObjectStore, tmp_path: Pa
     assert "trainingJobs/imp" in listed.output
     assert "trainingJobs/imp succeeded" in commanded(store, "train", "watch", "imp").output
     page = tmp_path / "page.html"
-    told = commanded(store, "train", "report", "imp", "--html", str(page))
-    assert (told.exit_code, page.exists()) == (0, True), told.output
+    reported = commanded(store, "train", "report", "imp", "--html", str(page))
+    assert (reported.exit_code, page.exists()) == (0, True), reported.output
     again = commanded(store, "train", "import", "imp", path, *options, "--rename-prefix", "module.=")
     assert (again.exit_code, "imp" in again.output) == (4, True)

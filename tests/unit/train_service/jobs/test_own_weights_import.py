@@ -163,7 +163,7 @@ def test_the_weights_of_another_width_are_reported_tensor_by_tensor(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("net", "function", "told"),
+    ("net", "function", "expected"),
     [
         ("import nothing_such\n", "Net", "net.py:1: ModuleNotFoundError"),
         (NET, "Other", "has no function 'Other'"),
@@ -171,12 +171,14 @@ def test_the_weights_of_another_width_are_reported_tensor_by_tensor(tmp_path: Pa
     ],
 )
 @pytest.mark.usefixtures("whole_process")
-def test_code_that_makes_no_model_is_reported_with_its_line(tmp_path: Path, net: str, function: str, told: str) -> None:
+def test_code_that_makes_no_model_is_reported_with_its_line(
+    tmp_path: Path, net: str, function: str, expected: str
+) -> None:
     files = tmp_path / "files"
     files.mkdir()
     torch.save({"a": torch.zeros(1)}, files / "a.pt")
     answer = ask(tmp_path, files, net, function)
-    assert told in answer["problem"], answer
+    assert expected in answer["problem"], answer
 
 
 def test_a_service_that_runs_no_code_of_its_callers_refuses_it(store: ObjectStore, tmp_path: Path) -> None:

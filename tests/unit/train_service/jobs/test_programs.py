@@ -62,11 +62,11 @@ def test_a_specification_that_was_told_can_be_given_back(store: ObjectStore, bun
     spec = message(bundle, config_json='{"lr": 1}', data_resume=2, remainder=2)
     spec.program.hang_after.FromSeconds(90)
     spec.checkpoints.best_metric = "loss"
-    told = job_to_proto(create(store, spec)).spec
-    again = job_to_proto(create(store, json_format.Parse(json_format.MessageToJson(told), res.TrainingSpec()), "b"))
-    assert again.spec == told
-    kept = TrainingSpec.from_config(json.loads(json.dumps(spec_from_proto(told, ()).as_config())))
-    assert spec_to_proto(kept) == told
+    reported = job_to_proto(create(store, spec)).spec
+    again = job_to_proto(create(store, json_format.Parse(json_format.MessageToJson(reported), res.TrainingSpec()), "b"))
+    assert again.spec == reported
+    kept = TrainingSpec.from_config(json.loads(json.dumps(spec_from_proto(reported, ()).as_config())))
+    assert spec_to_proto(kept) == reported
 
 
 def test_what_only_millraces_loop_reads_is_refused_by_name(bundle: BundleRecord) -> None:

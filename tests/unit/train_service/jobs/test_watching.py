@@ -61,7 +61,7 @@ def suspend(store: ObjectStore, jobs: Jobs) -> None:
     jobs.transition(JOB, lambda job: confirm_suspend(job, time.time()))
 
 
-def told(update: Update | pb.WatchTrainingJobResponse) -> str:
+def reported(update: Update | pb.WatchTrainingJobResponse) -> str:
     """A job's state or an event's kind."""
     if isinstance(update, pb.WatchTrainingJobResponse):
         update = update.event if update.HasField("event") else update.job
@@ -86,20 +86,20 @@ def by_the_sdk(store: ObjectStore, ask: Callable[[TrainClient], T]) -> T:
 async def test_what_is_written_before_a_transition_is_sent_before_it(store: ObjectStore, jobs: Jobs) -> None:
     async with train_stub(store) as stub:
         stream = aiter(stub.WatchTrainingJob(pb.WatchTrainingJobRequest(name=JOB), timeout=60))
-        assert told(await anext(stream)) == "RUNNING"
+        assert reported(await anext(stream)) == "RUNNING"
         suspend(store, jobs)
         seen: list[str] = []
         while not seen or seen[-1] != "SUSPENDED":
-            seen.append(told(await anext(stream)))
+            seen.append(reported(await anext(stream)))
         assert [one for one in seen if one != "SUSPENDING"] == ["warning", "attempt_ended", "SUSPENDED"]
         assert seen.count("SUSPENDING") == 1
         jobs.resume(JOB, JOB)
-        assert told(await anext(stream)) == "RECOVERING"
+        assert reported(await anext(stream)) == "RECOVERING"
         begin(jobs)
-        assert told(await anext(stream)) == "RUNNING"
+        assert reported(await anext(stream)) == "RUNNING"
         warn(store, "two", attempt=2)
         finish(jobs)
-        assert [told(one) async for one in stream] == ["warning", "SUCCEEDED"]
+        assert [reported(one) async for one in stream] == ["warning", "SUCCEEDED"]
 
 
 async def test_each_transition_between_two_readings_is_sent_in_its_order(
@@ -122,7 +122,7 @@ async def test_each_transition_between_two_readings_is_sent_in_its_order(
     async with train_stub(store) as stub:
         stream = stub.WatchTrainingJob(pb.WatchTrainingJobRequest(name=JOB), timeout=60)
         states = ["SUSPENDING", "SUSPENDED", "RECOVERING", "RUNNING", "CANCELLING", "CANCELLED"]
-        assert [told(one) async for one in stream] == ["RUNNING", "warning", "attempt_ended", *states]
+        assert [reported(one) async for one in stream] == ["RUNNING", "warning", "attempt_ended", *states]
 
 
 def test_a_job_that_was_made_anew_is_sent_without_the_states_of_the_one_before(store: ObjectStore, jobs: Jobs) -> None:
@@ -150,7 +150,7 @@ async def test_a_job_that_is_suspended_already_is_sent_again_behind_its_events(s
             stream = stub.WatchTrainingJob(request, timeout=60)
             updates = aiter(stream)
             expected = ["SUSPENDED", *events, "SUSPENDED"]
-            assert [told(await anext(updates)) for _ in expected] == expected
+            assert [reported(await anext(updates)) for _ in expected] == expected
             stream.cancel()
 
 
@@ -160,7 +160,7 @@ async def test_a_job_that_is_over_is_sent_once_and_then_its_events(store: Object
 
     async with train_stub(store) as stub:
         stream = stub.WatchTrainingJob(pb.WatchTrainingJobRequest(name=JOB), timeout=60)
-        assert [told(one) async for one in stream] == ["SUCCEEDED", "warning"]
+        assert [reported(one) async for one in stream] == ["SUCCEEDED", "warning"]
 
 
 def test_our_client_has_every_event_of_a_job_that_is_suspended_under_its_eyes(store: ObjectStore, jobs: Jobs) -> None:
@@ -169,7 +169,7 @@ def test_our_client_has_every_event_of_a_job_that_is_suspended_under_its_eyes(st
         for update in train.watch_training_job(JOB):
             if not seen:
                 suspend(store, jobs)
-            seen.append(told(update))
+            seen.append(reported(update))
         return seen
 
     seen = by_the_sdk(store, watched)
@@ -180,11 +180,11 @@ def test_our_client_has_every_event_of_a_job_that_is_suspended_under_its_eyes(st
 def test_our_client_has_every_event_of_a_job_that_is_suspended_already(store: ObjectStore, jobs: Jobs) -> None:
     suspend(store, jobs)
 
-    seen = by_the_sdk(store, lambda train: [told(one) for one in train.watch_training_job(JOB)])
+    seen = by_the_sdk(store, lambda train: [reported(one) for one in train.watch_training_job(JOB)])
     listed = by_the_sdk(store, lambda train: train.list_events(JOB))
 
     assert seen == ["SUSPENDED", "warning", "attempt_ended", "SUSPENDED"]
-    assert [told(one) for one in listed] == ["warning", "attempt_ended"]
+    assert [reported(one) for one in listed] == ["warning", "attempt_ended"]
 
 
 @pytest.mark.usefixtures("jobs")

@@ -107,9 +107,9 @@ def test_without_keys_as_in_validation_augmentations_do_not_act(case: str, devic
     ],
 )
 def test_a_transform_that_leaves_a_device_nothing_is_refused_by_the_field(steps: list[dict[str, Any]]) -> None:
-    with pytest.raises(InvalidArgument, match="transform_device") as told:
+    with pytest.raises(InvalidArgument, match="transform_device") as raised:
         preprocessing((9, 8, 3), steps)
-    assert [field for field, _ in told.value.fields] == ["spec.acceleration.transform_device"]
+    assert [field for field, _ in raised.value.fields] == ["spec.acceleration.transform_device"]
 
 
 def test_the_loader_leaves_a_device_what_it_can_do() -> None:

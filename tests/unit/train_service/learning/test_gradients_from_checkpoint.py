@@ -36,11 +36,11 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> StoreSettings:
 @pytest.fixture(scope="module")
 def steps(settings: StoreSettings, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[FirstStep]]:
     """By world size, what each rank did first."""
-    told = {1: [first_step(ALONE, settings, JOB, AT)]}
+    reported = {1: [first_step(ALONE, settings, JOB, AT)]}
     for world_size in WORLD_SIZES[1:]:
         folder: Path = tmp_path_factory.mktemp(f"on-{world_size}")
-        told[world_size] = in_ranks(world_size, first_step, folder, settings, JOB, AT)
-    return told
+        reported[world_size] = in_ranks(world_size, first_step, folder, settings, JOB, AT)
+    return reported
 
 
 def assert_exact(given: Sequence[Tensor], expected: Sequence[Tensor]) -> None:

@@ -87,24 +87,24 @@ def test_gradients_are_the_mean_over_the_global_batch_on_one_two_and_three_ranks
     expected = expected_gradients()
 
     assert_exact(gradients(SPEC, ALONE), expected)
-    for told in several:
-        assert_exact(told["gradients"], expected)
+    for reported in several:
+        assert_exact(reported["gradients"], expected)
 
 
 def test_a_step_in_parts_has_the_gradients_of_one_in_one_part(several: list[dict[str, Any]]) -> None:
     expected = expected_gradients()
 
     assert_exact(gradients(replace(SPEC, accumulation_steps=7), ALONE), expected)
-    for told in several:
-        assert_exact(told["accumulated"], expected)
+    for reported in several:
+        assert_exact(reported["accumulated"], expected)
 
 
 def test_gradients_are_the_same_on_fewer_workers_than_there_should_be(several: list[dict[str, Any]]) -> None:
     expected = expected_gradients()
 
     assert_exact(gradients(replace(SPEC, num_workers=8), ALONE), expected)
-    for told in several:
-        assert_exact(told["shrunk"], expected)
+    for reported in several:
+        assert_exact(reported["shrunk"], expected)
 
 
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
@@ -143,10 +143,10 @@ def test_shards_learn_what_the_whole_learns_and_come_back_bit_for_bit(several: l
         for resumed in ("from one", "to one"):
             torch.testing.assert_close(first[resumed][name], alone[name], rtol=1e-4, atol=1e-5)
     # Each rank really holds a part alone, and rank 0 alone the whole.
-    rows = [told["layers"]["linear0.weight"][0] for told in several]
+    rows = [reported["layers"]["linear0.weight"][0] for reported in several]
     assert sum(rows) == 16
     assert max(rows) < 16
-    assert all(not told["sharded"] for told in several[1:])
+    assert all(not reported["sharded"] for reported in several[1:])
 
 
 def test_ranks_measure_together_what_one_measures_alone(several: list[dict[str, Any]], tmp_path: Path) -> None:
@@ -156,10 +156,10 @@ def test_ranks_measure_together_what_one_measures_alone(several: list[dict[str, 
     values, rows = whole.evaluate(*validation(SPEC, table_store(tmp_path)))
 
     assert rows == 523
-    for told in several:
-        assert told["described"] == pytest.approx(described, rel=1e-5)
-        assert told["measured"][1] == rows
-        assert told["measured"][0] == pytest.approx(values, rel=1e-3)
+    for reported in several:
+        assert reported["described"] == pytest.approx(described, rel=1e-5)
+        assert reported["measured"][1] == rows
+        assert reported["measured"][0] == pytest.approx(values, rel=1e-3)
 
 
 def test_a_step_returns_sums_that_describe_it() -> None:
@@ -221,14 +221,14 @@ def test_a_run_resumed_from_its_state_goes_on_bit_for_bit(optimizer: OptimizerSp
 def test_the_rate_that_is_told_of_a_step_is_the_one_it_took(schedule: dict[str, Any]) -> None:
     made = learner(replace(SPEC, optimizer=OptimizerSpec(name="SGD", learning_rate=0.5, **schedule)))
     parameter = made.model.get_parameter("linear1.bias")
-    told = []
+    reported = []
     for step in range(4):
         before = parameter.detach().clone()
         made.step(batch(step=step))
         assert parameter.grad is not None
         torch.testing.assert_close(before - parameter.detach(), made.learning_rate * parameter.grad)
-        told.append(made.learning_rate)
-    assert len(set(told)) > 2
+        reported.append(made.learning_rate)
+    assert len(set(reported)) > 2
 
 
 @pytest.mark.parametrize("precision", [BFLOAT16, FLOAT16])
@@ -253,13 +253,13 @@ def test_numbers_are_learnt_with_each_loss(loss: LossSpec) -> None:
     spec = replace(NUMBERS, loss=loss, optimizer=OptimizerSpec(learning_rate=0.03))
     model = learner(spec)
 
-    told = [model.describe(model.step(batch(spec=spec))) for _ in range(60)]
+    reported = [model.describe(model.step(batch(spec=spec))) for _ in range(60)]
 
-    assert set(told[0]) == {"loss", "mae", "r2"}
-    assert told[-1]["r2"] > 0.9 > told[0]["r2"]
-    assert told[-1]["loss"] < told[0]["loss"] / 4
+    assert set(reported[0]) == {"loss", "mae", "r2"}
+    assert reported[-1]["r2"] > 0.9 > reported[0]["r2"]
+    assert reported[-1]["loss"] < reported[0]["loss"] / 4
     if loss.name == "l1":
-        assert told[0]["loss"] == pytest.approx(told[0]["mae"], rel=1e-6)
+        assert reported[0]["loss"] == pytest.approx(reported[0]["mae"], rel=1e-6)
 
 
 def test_several_numbers_a_row_are_learnt_as_their_mean() -> None:
@@ -427,7 +427,7 @@ def test_a_validation_gives_a_sign_of_life_after_each_row_that_takes_long_to_pre
     quick = made.evaluate(cache, preprocessing)
     row_s, now, signs = 10.0, [0.0], [0.0]
     monkeypatch.setattr(evaluation, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    cache.touched = lambda: signs.append(now[0])
+    cache.note_progress = lambda: signs.append(now[0])
 
     prepared = preprocessing.for_device
 

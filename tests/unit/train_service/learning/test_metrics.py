@@ -28,7 +28,7 @@ OF_CLASSES = replace(SPEC, model=replace(SPEC.model, num_classes=CLASSES), metri
 OF_NUMBERS = replace(NUMBERS, metrics=tuple(known_metrics(NUMBERS.task)))
 
 
-def told(spec: TrainingSpec, outputs: Any, labels: Any, cuts: list[int]) -> dict[str, float]:
+def reported(spec: TrainingSpec, outputs: Any, labels: Any, cuts: list[int]) -> dict[str, float]:
     metrics = Metrics(spec, CPU)
     parts = zip(np.split(outputs, cuts), np.split(labels, cuts), strict=True)
     sums = [metrics.sums(torch.from_numpy(one), torch.from_numpy(other)) for one, other in parts]
@@ -47,7 +47,7 @@ def test_metrics_of_classes_are_those_of_scikit_learn(cuts: list[int], certainty
     chosen = outputs.argmax(1)
     probabilities = torch.from_numpy(outputs).double().softmax(1).numpy()
 
-    values = told(OF_CLASSES, outputs, labels, cuts)
+    values = reported(OF_CLASSES, outputs, labels, cuts)
 
     # At fixed thresholds, so not to the last digit.
     curve = theirs.roc_auc_score(labels, probabilities, multi_class="ovr")
@@ -73,7 +73,7 @@ def test_metrics_of_numbers_are_those_of_scikit_learn(cuts: list[int], width: in
     spec = replace(OF_NUMBERS, model=replace(NUMBERS.model, num_classes=width))
 
     squares = theirs.mean_squared_error(labels, outputs)
-    assert told(spec, outputs, labels, cuts) == pytest.approx(
+    assert reported(spec, outputs, labels, cuts) == pytest.approx(
         {
             "mae": theirs.mean_absolute_error(labels, outputs),
             "mse": squares,

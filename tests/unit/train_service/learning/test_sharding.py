@@ -177,11 +177,11 @@ def test_a_model_that_cannot_be_sharded_is_refused_before_a_job_is_made_naming_t
     with pytest.raises(InvalidArgument) as refused:
         check_model(replace(SPEC, model=model_spec("scalar"), placement=Placement(parallel=FSDP)), INPUT)
 
-    ((field, told),) = refused.value.fields
+    ((field, reported),) = refused.value.fields
     assert field == "spec.placement.parallel"
-    assert "blocks.0" in told
-    assert "scale" in told
-    assert "use DDP" in told
+    assert "blocks.0" in reported
+    assert "scale" in reported
+    assert "use DDP" in reported
     check_model(replace(SPEC, model=model_spec("scalar")), INPUT)
 
 

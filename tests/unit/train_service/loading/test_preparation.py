@@ -56,13 +56,13 @@ def without_a_cpu(executor: Executor) -> None:
 
 
 def test_who_waits_for_tasks_that_never_run_does_not_get_on_and_ends_with_the_cause() -> None:
-    touched, began = Touches(), time.monotonic()
+    note_progress, began = Touches(), time.monotonic()
 
     with pytest.raises(Unavailable, match="no row") as stalled:
-        next(prepared(stream(Dataset(announce, without_a_cpu)), touched))
+        next(prepared(stream(Dataset(announce, without_a_cpu)), note_progress))
 
     assert stalled.value.specific_reason == "PREPARATION_STALLED"
-    assert touched.count == 0
+    assert note_progress.count == 0
     assert time.monotonic() - began > 1.5  # what a start may take
 
 
@@ -80,19 +80,19 @@ class Clock:
 
 
 def test_a_task_that_has_made_something_is_a_sign_though_its_table_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, touched = Clock(monkeypatch), Touches()
+    clock, note_progress = Clock(monkeypatch), Touches()
 
     def work_on(executor: Executor) -> None:
         executor._execution_started = True
         for number in range(8):  # longer than any one wait may take
             clock.passed_s += 0.3
             executor.operator.metrics.num_tasks_finished += 1
-            wait_until(lambda signs=number: touched.count > signs, "the sign")  # type: ignore[misc]
+            wait_until(lambda signs=number: note_progress.count > signs, "the sign")  # type: ignore[misc]
 
-    tables = prepared(stream(Dataset(announce, work_on)), touched)
+    tables = prepared(stream(Dataset(announce, work_on)), note_progress)
 
     assert next(tables) is TABLE
-    assert touched.count >= 8
+    assert note_progress.count >= 8
     assert clock.passed_s > cluster_loader.FIRST_TIMEOUT_S
     tables.close()
 
@@ -108,16 +108,16 @@ def test_after_the_first_table_less_patience_is_enough_and_who_takes_them_may_ta
             yield TABLE
             self.executor.ended.wait(LONG_S)
 
-    clock, touched = Clock(monkeypatch), Touches()
-    tables = prepared(stream(TwoTables()), touched)
+    clock, note_progress = Clock(monkeypatch), Touches()
+    tables = prepared(stream(TwoTables()), note_progress)
     assert next(tables) is TABLE
     clock.passed_s += 0.8
     assert next(tables) is TABLE
-    seen, began = touched.count, clock.passed_s
+    seen, began = note_progress.count, clock.passed_s
     clock.at_each_poll = 0.05
     with pytest.raises(Unavailable):
         next(tables)
-    assert touched.count <= seen + 1  # as it began to wait
+    assert note_progress.count <= seen + 1  # as it began to wait
     assert cluster_loader.NEXT_TIMEOUT_S <= clock.passed_s - began < cluster_loader.FIRST_TIMEOUT_S
 
 
@@ -174,7 +174,7 @@ def test_a_task_that_dies_and_is_begun_anew_for_ever_is_a_fault(monkeypatch: pyt
             look_on()
         assert stalled.value.specific_reason == "PREPARATION_STALLED"
         assert passed[0] - began < 2 * 1.5 + 0.2
-        watch.got_on()
+        watch.note_progress()
 
 
 def test_the_tries_that_are_over_do_not_hide_the_task_that_has_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +218,7 @@ def test_a_step_that_may_take_half_an_hour_is_waited_for(
                 watch.poll()
         else:
             watch.poll()
-        watch.got_on()
+        watch.note_progress()
 
 
 def test_the_tasks_of_ray_data_do_without_torch() -> None:

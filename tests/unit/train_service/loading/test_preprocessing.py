@@ -72,10 +72,10 @@ def test_the_whole_transform_goes_into_a_checkpoint_each_step_with_its_column() 
 def test_a_row_that_a_step_cannot_work_on_is_told_by_its_id() -> None:
     with pytest.raises(
         InvalidArgument, match=r"^spec.transform.steps\[0\]: row 102 of datasets/d/versions/v: "
-    ) as told:
+    ) as raised:
         preprocessing(CONCAT)(rows(a=[1.0, 2.0, None], b=[1.0, 2.0, 3.0]))
 
-    assert told.value.metadata["row_id"] == "102"
+    assert raised.value.metadata["row_id"] == "102"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
@@ -83,11 +83,11 @@ def test_an_input_that_is_not_finite_is_refused_with_its_column_row_and_split(va
     made = preprocessing(CONCAT, validation_split="validation")
     given = rows(a=[1.0, 2.0, value], b=[1.0, 2.0, 3.0])
     for keys, split in ((RowKeys(1, 0, given.row_ids), "train"), (None, "validation")):
-        with pytest.raises(InvalidArgument, match=r"nan_as_null.*spec\.allow_non_finite") as told:
+        with pytest.raises(InvalidArgument, match=r"nan_as_null.*spec\.allow_non_finite") as raised:
             made(given, keys)
-        assert f"row 102 of split {split!r} of datasets/d/versions/v: column 'a' is {value};" in told.value.message
-        assert told.value.specific_reason == "NON_FINITE_VALUES"
-        assert (told.value.metadata["row_id"], told.value.metadata["column"]) == ("102", "a")
+        assert f"row 102 of split {split!r} of datasets/d/versions/v: column 'a' is {value};" in raised.value.message
+        assert raised.value.specific_reason == "NON_FINITE_VALUES"
+        assert (raised.value.metadata["row_id"], raised.value.metadata["column"]) == ("102", "a")
 
 
 def test_a_number_that_a_step_makes_infinite_is_told_as_the_steps_doing() -> None:

@@ -264,7 +264,7 @@ def with_report(store: ObjectStore, *columns: dict[str, Any]) -> DatasetVersion:
 
 
 @pytest.mark.parametrize(
-    ("statistics", "told"),
+    ("statistics", "expected"),
     [
         ({"column": "vector", "split": "train", "nanCount": "1200"}, "column 'vector' has 1,200 NaN in split 'train'"),
         (
@@ -278,12 +278,12 @@ def with_report(store: ObjectStore, *columns: dict[str, Any]) -> DatasetVersion:
     ],
 )
 def test_values_that_are_not_finite_are_refused_by_the_versions_statistics_alone(
-    store: ObjectStore, statistics: dict[str, Any], told: str
+    store: ObjectStore, statistics: dict[str, Any], expected: str
 ) -> None:
     version = with_report(store, {"column": "share", "split": "train", "numbers": {"min": 0, "max": 1}}, statistics)
     with pytest.raises(InvalidArgument, match=r"nan_as_null.*spec\.allow_non_finite") as refused:
         check_finite(store, TABLE, version)
-    assert told in refused.value.message
+    assert expected in refused.value.message
     assert refused.value.specific_reason == "NON_FINITE_VALUES"
     assert refused.value.metadata["column"] == statistics["column"]
 
@@ -302,17 +302,17 @@ def test_columns_and_splits_that_a_job_does_not_read_may_have_any_values(store: 
 
 
 @pytest.mark.parametrize(
-    ("numbers", "told"),
+    ("numbers", "expected"),
     [
         ({"min": 0, "max": 10}, "has the label 10 in split 'train' of datasets/d/versions/v, .*; use 11 or more"),
         ({"min": -1, "max": 3}, "has the label -1 in split 'train' .* encode them by ordinal_encode"),
     ],
 )
 def test_labels_that_are_no_class_are_refused_by_the_versions_statistics(
-    store: ObjectStore, numbers: dict[str, int], told: str
+    store: ObjectStore, numbers: dict[str, int], expected: str
 ) -> None:
     version = with_report(store, {"column": "label", "split": "train", "numbers": numbers})
-    with pytest.raises(InvalidArgument, match=f"spec.model.num_classes: 10: column 'label' {told}") as refused:
+    with pytest.raises(InvalidArgument, match=f"spec.model.num_classes: 10: column 'label' {expected}") as refused:
         check_classes(store, SPEC, version)
     assert refused.value.specific_reason == "LABEL_OUT_OF_RANGE"
     assert refused.value.fields[0][0] == "spec.model.num_classes"

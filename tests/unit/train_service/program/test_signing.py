@@ -57,7 +57,7 @@ class SignedAttempt(Attempt):
             store.close()
 
     def store_of(self, heartbeat: HeartbeatSender) -> Any:
-        self.stores.append(SignedStore(heartbeat.ask, heartbeat.tick))
+        self.stores.append(SignedStore(heartbeat.ask, heartbeat.note_progress))
         return self.stores[-1]
 
     def folder_of(self, number: int, rank: int) -> str:

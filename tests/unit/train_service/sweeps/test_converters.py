@@ -43,18 +43,18 @@ def whole_spec(**parameters: Any) -> sw.SweepSpec:
     return spec
 
 
-def told(spec: sw.SweepSpec) -> sw.SweepSpec:
+def reported(spec: sw.SweepSpec) -> sw.SweepSpec:
     record = JobRecord(uid="u", name="sweeps/s", spec={}, create_time=1.0, update_time=2.0)
     return sweep_to_proto(SweepView(record, sweep_spec_from_proto(spec, ()), None, "", "")).spec
 
 
 def test_nothing_of_a_specification_is_lost() -> None:
     spec = whole_spec()
-    again = told(spec)
+    again = reported(spec)
     for field in ("parameters", "num_samples", "seed", "metric", "order", "max_concurrent_trials", "asha"):
         assert getattr(again, field) == getattr(spec, field), field
     assert again.base.checkpoints.best_metric == "validation_loss"
-    assert told(again) == again
+    assert reported(again) == again
 
 
 def test_whole_numbers_are_ints_and_names_lose_their_prefix() -> None:

@@ -29,10 +29,12 @@ def followed(place: Place, metric: str = "validation_accuracy", *, maximize: boo
     return Followed(place.store.settings, JOB, place.trials().uid(0), metric, maximize)
 
 
-def all_told(place: Place, metric: str = "validation_accuracy", *, maximize: bool = True) -> list[tuple[int, float]]:
-    told: list[tuple[int, float]] = []
-    follow(followed(place, metric, maximize=maximize), lambda epochs, value: told.append((epochs, value)))
-    return told
+def all_reported(
+    place: Place, metric: str = "validation_accuracy", *, maximize: bool = True
+) -> list[tuple[int, float]]:
+    reported: list[tuple[int, float]] = []
+    follow(followed(place, metric, maximize=maximize), lambda epochs, value: reported.append((epochs, value)))
+    return reported
 
 
 @pytest.mark.parametrize("state", [JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.DELETING])
@@ -41,9 +43,9 @@ def test_what_a_trial_that_is_over_had_told_is_reported_at_once(place: Place, st
     place.trials().make(0)
     tell(place, 1, 0.5, 0.75)
     place.put_in(state, JOB)
-    assert all_told(place) == [(1, 0.5), (2, 0.75)]
-    assert all_told(place, "validation_loss") == [(1, 0.5), (2, 0.25)]
-    assert all_told(place, "validation_f1") == [(1, 0.25), (2, 0.375)]
+    assert all_reported(place) == [(1, 0.5), (2, 0.75)]
+    assert all_reported(place, "validation_loss") == [(1, 0.5), (2, 0.25)]
+    assert all_reported(place, "validation_f1") == [(1, 0.25), (2, 0.375)]
 
 
 def test_of_a_trial_that_learns_numbers_its_metrics_are_told(place: Place) -> None:
@@ -52,8 +54,8 @@ def test_of_a_trial_that_learns_numbers_its_metrics_are_told(place: Place) -> No
     payload = {"step": 1, "epoch": 0, "loss": 0.5, "row_count": 9, "metrics": {"mae": 1.5}}
     EventLog(place.store, JOB).append(1, EventKind.VALIDATED, payload)
     place.put_in(JobState.SUCCEEDED, JOB)
-    assert all_told(place, "validation_mae", maximize=False) == [(1, 1.5)]
-    assert all_told(place, "validation_loss", maximize=False) == [(1, 0.5)]
+    assert all_reported(place, "validation_mae", maximize=False) == [(1, 1.5)]
+    assert all_reported(place, "validation_loss", maximize=False) == [(1, 0.5)]
 
 
 def test_of_a_program_the_reports_with_a_checkpoint_and_the_metric_are_told(place: Place) -> None:
@@ -76,7 +78,7 @@ def test_an_epoch_that_a_second_attempt_did_again_is_reported_once(place: Place)
     tell(place, 1, 0.5, 0.75)
     tell(place, 2, 0.75, 0.875, first_epoch=1)
     place.put_in(JobState.SUCCEEDED, JOB)
-    assert all_told(place) == [(1, 0.5), (2, 0.75), (3, 0.875)]
+    assert all_reported(place) == [(1, 0.5), (2, 0.75), (3, 0.875)]
 
 
 @pytest.mark.parametrize(("maximize", "value"), [(True, -WORST), (False, WORST)])
@@ -85,7 +87,7 @@ def test_a_value_that_is_no_number_is_worse_than_all_others(place: Place, maximi
     place.trials().make(0)
     tell(place, 1, math.nan)
     place.put_in(JobState.SUCCEEDED, JOB)
-    assert all_told(place, maximize=maximize) == [(1, value)]
+    assert all_reported(place, maximize=maximize) == [(1, value)]
 
 
 def test_a_job_that_has_taken_a_trials_name_is_not_followed(place: Place) -> None:
@@ -93,21 +95,21 @@ def test_a_job_that_has_taken_a_trials_name_is_not_followed(place: Place) -> Non
     place.trials().make(0)
     replace_by_hand(place, "s-000")
     tell(place, 1, 0.5)
-    assert all_told(place) == []
+    assert all_reported(place) == []
 
 
 def test_a_follower_waits_for_its_job_and_for_one_that_is_suspended(place: Place) -> None:
     place.create()
-    told: list[tuple[int, float]] = []
+    reported: list[tuple[int, float]] = []
     # Another's job of that name is not the trial's.
-    listening = threading.Thread(target=follow, args=(followed(place), lambda *one: told.append(one)), daemon=True)
+    listening = threading.Thread(target=follow, args=(followed(place), lambda *one: reported.append(one)), daemon=True)
     listening.start()
     place.trials().make(0)
     tell(place, 1, 0.5)
-    wait_until(lambda: told == [(1, 0.5)], "the first epoch")
+    wait_until(lambda: reported == [(1, 0.5)], "the first epoch")
     place.put_in(JobState.SUSPENDED, JOB)
     tell(place, 2, 0.75, first_epoch=1)
-    wait_until(lambda: len(told) == 2, "the second epoch")
+    wait_until(lambda: len(reported) == 2, "the second epoch")
     assert listening.is_alive()
     place.put_in(JobState.SUCCEEDED, JOB)
     listening.join(120)

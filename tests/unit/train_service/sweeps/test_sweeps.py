@@ -223,10 +223,10 @@ def test_a_trial_that_was_deleted_is_told_so_and_nothing_is_waited_for(place: Pl
     place.create()
     delete_by_hand(place, "s-000")
 
-    told = sweep_to_proto(place.sweeps.get(NAME))
+    reported = sweep_to_proto(place.sweeps.get(NAME))
 
-    assert [one.deleted for one in told.trials] == [True, False]
-    assert (told.counts.total, told.counts.pending) == (2, 1)
+    assert [one.deleted for one in reported.trials] == [True, False]
+    assert (reported.counts.total, reported.counts.pending) == (2, 1)
     place.put_in(JobState.CANCELLED)
     assert sweep_to_proto(place.sweeps.get(NAME)).counts.cancelled == 1
 
@@ -250,8 +250,8 @@ def test_the_best_trial_is_told_by_what_its_checkpoints_measured(place: Place) -
         "trainingJobs/s-000",
         "trainingJobs/s-000/checkpoints/step-00000002",
     )
-    told = sweep_to_proto(view)
-    assert [(one.last_value, one.best_value, one.epochs_done, one.epochs) for one in told.trials] == [
+    reported = sweep_to_proto(view)
+    assert [(one.last_value, one.best_value, one.epochs_done, one.epochs) for one in reported.trials] == [
         (0.7, 0.9, 3, 3),
         (0.8, 0.8, 2, 3),
     ]
@@ -284,9 +284,14 @@ def test_a_trial_that_the_scheduler_stopped_is_told_from_one_that_a_client_cance
     trials.stop_early(2)  # it was faster
     Jobs(place.store, TRAIN_KIND).cancel(trials.name(1), trials.name(1))
 
-    told = sweep_to_proto(place.sweeps.get(NAME))
-    assert [one.stopped_early for one in told.trials] == [True, False, False, False]
-    assert (told.counts.stopped_early, told.counts.running, told.counts.succeeded, told.counts.pending) == (1, 1, 1, 1)
+    reported = sweep_to_proto(place.sweeps.get(NAME))
+    assert [one.stopped_early for one in reported.trials] == [True, False, False, False]
+    assert (
+        reported.counts.stopped_early,
+        reported.counts.running,
+        reported.counts.succeeded,
+        reported.counts.pending,
+    ) == (1, 1, 1, 1)
     assert trials.stopped() == {0}
 
 

@@ -95,15 +95,15 @@ def test_channels_last_is_refused_for_rows_without_channels(store: ObjectStore) 
     learners.commit_table(store)
     spec = replace(learners.SPEC, acceleration=Acceleration(channels_last=True))
 
-    with pytest.raises(InvalidArgument, match="no channels to put last") as told:
+    with pytest.raises(InvalidArgument, match="no channels to put last") as raised:
         check_prepared(spec, load_version(store, learners.VERSION).columns)
-    assert [field for field, _ in told.value.fields] == ["spec.acceleration.channels_last"]
+    assert [field for field, _ in raised.value.fields] == ["spec.acceleration.channels_last"]
 
 
 def test_channels_last_is_refused_with_fsdp() -> None:
-    with pytest.raises(InvalidArgument, match="FSDP") as told:
+    with pytest.raises(InvalidArgument, match="FSDP") as raised:
         check_parallel(replace(accelerated(channels_last=True), placement=Placement(parallel=FSDP)))
-    assert [field for field, _ in told.value.fields] == ["spec.acceleration.channels_last"]
+    assert [field for field, _ in raised.value.fields] == ["spec.acceleration.channels_last"]
 
 
 def test_validation_is_in_full_float32_whatever_the_training_rounds_to(

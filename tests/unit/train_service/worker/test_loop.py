@@ -165,12 +165,14 @@ def test_steps_that_the_loss_scaler_skips_are_counted_and_their_rows_are_not_con
         step for step in range(2, STEPS + 1) if all(weights[step][one].equal(weights[step - 1][one]) for one in trained)
     }
     points, _ = metrics_page(store, "trainingJobs/whole", 0, 100, "")
-    told = [int(point.values["skipped_steps"]) for point in points]
+    reported = [int(point.values["skipped_steps"]) for point in points]
     skipped = {
-        point.step for point, before in zip(points, [0, *told], strict=False) if point.values["skipped_steps"] > before
+        point.step
+        for point, before in zip(points, [0, *reported], strict=False)
+        if point.values["skipped_steps"] > before
     }
     assert skipped - {1} == unchanged
-    assert 0 < len(skipped) == told[-1] < STEPS
+    assert 0 < len(skipped) == reported[-1] < STEPS
 
     def counted(name: str) -> list[tuple[int, int, int, int, int]]:
         found = [RunRecords(store).coverage(name, epoch, "") for epoch in range(2)]
@@ -200,7 +202,7 @@ def test_steps_that_the_loss_scaler_skips_are_counted_and_their_rows_are_not_con
     assert saved(store, resumed[STEPS]) == saved(store, whole[STEPS])
     assert counted("trainingJobs/again") == expected
     points, _ = metrics_page(store, "trainingJobs/again", 0, 100, "")
-    assert [int(point.values["skipped_steps"]) for point in points] == told[2:]
+    assert [int(point.values["skipped_steps"]) for point in points] == reported[2:]
 
 
 def test_resuming_a_run_that_was_done_does_nothing_more(store: ObjectStore) -> None:
@@ -228,8 +230,8 @@ def test_a_cancelled_run_stops_and_every_checkpoint_it_committed_was_told(store:
         run_of(store, "trainingJobs/a", spec=replace(SPEC, epochs=10_000, checkpoint_every_steps=1)).run()
 
     cancelling.join()
-    told = [event.payload["name"] for event in events(store, "trainingJobs/a", EventKind.CHECKPOINT_COMMITTED)]
-    assert told == [entry.name for entry in entries(store, "trainingJobs/a").values()]
+    reported = [event.payload["name"] for event in events(store, "trainingJobs/a", EventKind.CHECKPOINT_COMMITTED)]
+    assert reported == [entry.name for entry in entries(store, "trainingJobs/a").values()]
     of_a_run = ("loader", "events", "requested-state", "metrics", "checkpoint", "pulse")
     begun = set(threading.enumerate()) - before
     assert [one.name for one in begun if one.name.startswith(of_a_run)] == []
@@ -247,12 +249,12 @@ def test_a_suspended_run_keeps_the_very_step_at_which_it_stopped(store: ObjectSt
         run_of(store, name, spec=replace(SPEC, epochs=10_000, checkpoint_every_steps=0)).run()
 
     suspending.join()
-    told = [event.payload for event in events(store, name, EventKind.CHECKPOINT_COMMITTED)]
-    assert told[-1]["name"] == list(entries(store, name).values())[-1].name
+    reported = [event.payload for event in events(store, name, EventKind.CHECKPOINT_COMMITTED)]
+    assert reported[-1]["name"] == list(entries(store, name).values())[-1].name
     progress = [event.payload["step"] for event in events(store, name, EventKind.PROGRESS)]
-    assert max(progress, default=0) <= told[-1]["step"]
+    assert max(progress, default=0) <= reported[-1]["step"]
     # One after an epoch's last step has its metrics like any other.
-    assert all(bool(one["metrics"]) == (one["step"] % 5 == 0) for one in told)
+    assert all(bool(one["metrics"]) == (one["step"] % 5 == 0) for one in reported)
 
 
 @pytest.mark.parametrize("every_steps", [1, 3])

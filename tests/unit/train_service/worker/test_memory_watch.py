@@ -153,11 +153,11 @@ def test_pages_that_forks_share_are_walked_before_they_count(tmp_path: Path) -> 
 
 
 def test_the_watch_tells_once_of_a_leak_that_grows_while_it_looks(tmp_path: Path) -> None:
-    told: list[MillraceError] = []
+    reported: list[MillraceError] = []
     over = threading.Event()
 
     def leave(error: MillraceError) -> None:
-        told.append(error)
+        reported.append(error)
         over.set()
 
     memory = Fixed(100)
@@ -168,12 +168,12 @@ def test_the_watch_tells_once_of_a_leak_that_grows_while_it_looks(tmp_path: Path
         while memory.polls < 3:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert not told
+        assert not reported
         memory.resident = memory.proportional = 501
         assert over.wait(60)
         watching._thread.join(60)
         assert not watching._thread.is_alive()
-    assert len(told) == 1
+    assert len(reported) == 1
 
 
 def test_a_watch_whose_looks_take_long_pauses_longer(tmp_path: Path) -> None:

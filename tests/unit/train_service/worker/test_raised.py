@@ -47,16 +47,16 @@ def test_an_error_of_the_model_is_told_with_its_type_message_rank_and_step(
     commit_table(store)
     new_job(store, JOB)
 
-    with pytest.raises(Internal) as told:
+    with pytest.raises(Internal) as raised:
         train_loop(config_of(store, JOB, spec=replace(SPEC, validation_split="")), ALONE)
 
-    assert told.value.message == "ZeroDivisionError on rank 0 at step 2: the scale is 0"
-    assert told.value.specific_reason == "WORKER_RAISED"
-    assert told.value.metadata == {"ranks": "0", "step": "2", "exception": "ZeroDivisionError"}
+    assert raised.value.message == "ZeroDivisionError on rank 0 at step 2: the scale is 0"
+    assert raised.value.specific_reason == "WORKER_RAISED"
+    assert raised.value.metadata == {"ranks": "0", "step": "2", "exception": "ZeroDivisionError"}
     # It is a failure like others, and the last one says so.
     jobs = Jobs(store, TRAIN_KIND)
     failed = replace(jobs.get(JOB, JOB), max_failures=0)
-    lost = lose_attempt(failed, told.value, time.time())
+    lost = lose_attempt(failed, raised.value, time.time())
     assert lost.state is JobState.FAILED
     assert lost.error is not None
     assert "ZeroDivisionError on rank 0 at step 2: the scale is 0" in lost.error["message"]

@@ -42,9 +42,9 @@ def test_that_the_rows_of_any_rank_are_waited_for_is_told(tmp_path: Path) -> Non
     points, _ = metrics_page(store, JOB, 0, 1000, "")
     assert points
     assert [point.values["data_wait_s"] for point in points] == pytest.approx([SLOW_S] * len(points))
-    told = [event.payload for event in EventLog(store, JOB).after(0) if event.kind is EventKind.PROGRESS]
-    assert [payload["data_wait_share"] for payload in told] == pytest.approx([1.0] * len(told))
-    assert len(told) > 1
+    reported = [event.payload for event in EventLog(store, JOB).after(0) if event.kind is EventKind.PROGRESS]
+    assert [payload["data_wait_share"] for payload in reported] == pytest.approx([1.0] * len(reported))
+    assert len(reported) > 1
 
 
 def run_with_a_slow_rank(ranks: Ranks, settings: StoreSettings) -> None:

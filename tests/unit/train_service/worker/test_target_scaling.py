@@ -111,10 +111,10 @@ def test_training_rows_are_measured_in_the_targets_unit_too() -> None:
     rows = batch(spec=NUMBERS)
     outputs = plain.model(torch.from_numpy(rows.inputs)).detach()[:, 0].numpy()
 
-    told = scaled.describe(scaled.step(rows))
+    reported = scaled.describe(scaled.step(rows))
 
-    assert told["mae"] == pytest.approx(np.abs(outputs * 7 + 3 - rows.labels).mean(), rel=1e-4)
-    assert told["loss"] == pytest.approx((((rows.labels - 3) / 7 - outputs) ** 2).mean(), rel=1e-4)
+    assert reported["mae"] == pytest.approx(np.abs(outputs * 7 + 3 - rows.labels).mean(), rel=1e-4)
+    assert reported["loss"] == pytest.approx((((rows.labels - 3) / 7 - outputs) ** 2).mean(), rel=1e-4)
 
 
 @pytest.mark.parametrize("precision", ["FLOAT32", "BFLOAT16", "FLOAT16"])
