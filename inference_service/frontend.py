@@ -211,7 +211,7 @@ class PeerReports:
                 self._statistics_at = time.monotonic()
         except OSError as error:
             if not self._cannot_touch:
-                logger.error("the front processes do not hear of each other: %s; see to the folder's disk", error)
+                logger.error("the frontend processes do not hear of each other: %s; see to the folder's disk", error)
             self._cannot_touch = True
             return
         self._cannot_touch = False

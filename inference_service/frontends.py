@@ -87,9 +87,11 @@ async def run_frontends(module: str, listen: str, frontends: int, metrics_listen
 
 def _folder() -> Path:
     try:
-        return Path(tempfile.mkdtemp(prefix="millrace-fronts-"))
+        return Path(tempfile.mkdtemp(prefix="millrace-frontends-"))
     except OSError as error:
-        raise SettingsError(f"several fronts need a folder for temporary files: {error}; set TMPDIR to one") from error
+        raise SettingsError(
+            f"several frontends need a folder for temporary files: {error}; set TMPDIR to one"
+        ) from error
 
 
 def _check_free(listen: str, metrics: Sequence[str]) -> None:
@@ -105,7 +107,7 @@ def _check_free(listen: str, metrics: Sequence[str]) -> None:
             host, _, port = address.rpartition(":")
             host = host.strip("[]")
             if int(port) == 0:
-                raise SettingsError(f"{name}={address!r}: several fronts need a port that is known; give one")
+                raise SettingsError(f"{name}={address!r}: several frontends need a port that is known; give one")
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             one = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

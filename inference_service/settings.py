@@ -83,5 +83,5 @@ def _metrics_listen(environ: Mapping[str, str], frontends: int) -> str:
             "[::1]:9400, or leave it out for no metrics"
         )
     if listen and int(port) + frontends - 1 > 65535:
-        raise SettingsError(f"MILLRACE_METRICS_LISTEN={listen!r}: leave ports above it for {frontends} fronts")
+        raise SettingsError(f"MILLRACE_METRICS_LISTEN={listen!r}: leave ports above it for {frontends} frontends")
     return listen

@@ -500,7 +500,7 @@ class ReplicaSocketServer:
         until_s = time.monotonic() + timeout_s
         for connection in connections:
             if not connection.ended.wait(max(until_s - time.monotonic(), 0.0)):
-                logger.warning("a front did not take leave in %.1f s", timeout_s)
+                logger.warning("a frontend did not disconnect in %.1f s", timeout_s)
                 connection.shut()
 
     def _accept(self) -> None:
@@ -510,12 +510,12 @@ class ReplicaSocketServer:
             except OSError as error:
                 if self._closed.wait(ACCEPT_RETRY_DELAY_S):
                     return
-                logger.warning("a front cannot come in; trying again: %s", error)
+                logger.warning("a frontend cannot connect; trying again: %s", error)
                 continue
             one = _ReplicaConnection(connection, self._thread, self._forward)
             with self._lock:
                 self._connections.add(one)
-            threading.Thread(target=self._serve, args=(one,), name="front", daemon=True).start()
+            threading.Thread(target=self._serve, args=(one,), name="frontend", daemon=True).start()
 
     def _serve(self, replica_connection: _ReplicaConnection) -> None:
         try:
@@ -564,7 +564,9 @@ class _ReplicaConnection:
         except (EOFError, OSError):
             pass
         except Exception:
-            logger.exception("a front sent what cannot be read, or this replica takes no more; closing its connection")
+            logger.exception(
+                "a frontend sent what cannot be read, or this replica takes no more; closing its connection"
+            )
         finally:
             for future in list(self._waiting.values()):
                 future.cancel()
@@ -602,7 +604,7 @@ class _ReplicaConnection:
         try:
             self._unsent.put_nowait(encoded)
         except queue.Full:
-            logger.warning("a front does not take its answers; closing its connection")
+            logger.warning("a frontend does not take its answers; closing its connection")
             self.shut()
 
     def _write(self) -> None:

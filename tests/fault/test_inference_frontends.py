@@ -1,4 +1,4 @@
-"""Two front processes on one port: one is killed under load, or hangs, and the other goes on answering."""
+"""Two frontend processes on one port: one is killed under load, or hangs, and the other goes on answering."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.process_states import stop_process
 from tests.support.ray_head import RayHead, ray_head
 from tests.support.service_process import ServiceProcess, running_service
 
-# A Ray head, two fronts, and each of them again.
+# A Ray head, two frontends, and each of them again.
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
 IMAGE = np.random.default_rng(4).integers(0, 256, (1, 28, 28), dtype=np.uint8)
@@ -41,7 +41,7 @@ def head() -> Iterator[RayHead]:
 
 @pytest.fixture(scope="module")
 def service(head: RayHead, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
-    folder = tmp_path_factory.mktemp("inference-fronts")
+    folder = tmp_path_factory.mktemp("inference-frontends")
     settings = StoreSettings(url=(folder / "store").as_uri())
     for checkpoint in ("c1", "c2"):
         write(open_store(settings), checkpoint)
@@ -58,7 +58,8 @@ def frontends(service: ServiceProcess) -> dict[int, int]:
 
 
 class Asking:
-    """Each client has a connection of its own, so that the kernel gives some to each front; a new one now and then."""
+    """Each client has a connection of its own, so that the kernel gives some to each frontend; a new one now "
+    "and then."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -93,7 +94,7 @@ class Asking:
 
 
 def wait_until_all_know(service: ServiceProcess) -> None:
-    """A front reads what another has written within half a second."""
+    """A frontend reads what another has written within half a second."""
 
     def all_answer() -> bool:
         for _ in range(10):
@@ -104,8 +105,8 @@ def wait_until_all_know(service: ServiceProcess) -> None:
                     return False
         return True
 
-    eventually(lambda: all(listens(service.pid, number) for number in (0, 1)), 180, "both fronts listen")
-    eventually(all_answer, 180, "both fronts answer")
+    eventually(lambda: all(listens(service.pid, number) for number in (0, 1)), 180, "both frontends listen")
+    eventually(all_answer, 180, "both frontends answer")
 
 
 @pytest.mark.parametrize("victim", [1, 0])
@@ -119,7 +120,7 @@ def test_a_frontend_killed_under_load_costs_only_the_calls_that_it_had(
         asking.wait_for(200)
         assert asking.errors == []
         os.kill(before[victim], signal.SIGKILL)
-        faults.add("SIGKILL front", "under load", "file")
+        faults.add("SIGKILL frontend", "under load", "file")
         eventually(lambda: frontends(service).get(victim) not in (None, before[victim]), 180, "another is started")
         asking.wait_for(100)  # by the one that is left
         eventually(lambda: listens(service.pid, victim), 180, "the other listens")
@@ -137,7 +138,7 @@ def test_a_frontend_killed_under_load_costs_only_the_calls_that_it_had(
 
 
 def counted(service: ServiceProcess) -> int:
-    """The rows that were answered, as whichever front tells that has the connection."""
+    """The rows that were answered, as whichever frontend tells that has the connection."""
     with Client(service.address) as client:
         reported = client.inference.ModelStatistics(oip.ModelStatisticsRequest(name="digits"), timeout=DEADLINE_S)
     return int(sum(one.inference_count for one in reported.model_stats))
@@ -159,7 +160,7 @@ def test_a_frontend_that_hangs_is_killed_and_another_has_its_place(service: Serv
     wait_until_all_know(service)
     before = frontends(service)
     stop_process(before[0])  # the one that leads
-    faults.add("SIGSTOP front", "idle", "file")
+    faults.add("SIGSTOP frontend", "idle", "file")
     eventually(lambda: frontends(service).get(0) not in (None, before[0]), 150, "another is started")
     wait_until_all_know(service)
     assert frontends(service)[1] == before[1]

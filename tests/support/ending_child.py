@@ -1,7 +1,7 @@
 """A child that ends: its first start with the first of the statuses ENDING, and so on; after those it stays.
 
-It notes each start in the folder STARTS, under its first argument. Only a front of the number that ENDS does so, where
-that is given.
+It notes each start in the folder STARTS, under its first argument. Only a frontend of the number that ENDS does so,
+where that is given.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The front processes of an inference service, as the kernel tells them."""
+"""The frontend processes of an inference service, as the kernel tells them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def frontends_of(parent: int) -> dict[int, int]:
 
 
 def listens(parent: int, number: int) -> bool:
-    """Whether the front that now has this number says to its siblings that it has the port."""
+    """Whether the frontend that now has this number says to its siblings that it has the port."""
     pid = frontends_of(parent).get(number)
     with suppress(OSError, IndexError):  # it has ended, or has told nothing yet
         folder = Path(f"/proc/{pid}/cmdline").read_text().split("\0")[4]

@@ -1,4 +1,4 @@
-"""A front that gives signs of life, and does nothing else. The first of number 0 gives one, and hangs.
+"""A frontend that gives signs of life, and does nothing else. The first of number 0 gives one, and hangs.
 
 It notes each start in the folder STARTS, under its number.
 """

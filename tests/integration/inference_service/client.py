@@ -52,7 +52,7 @@ def durable(deployment: pb.Deployment) -> pb.Deployment:
 
 
 class Client:
-    """Stubs over one channel, with a connection of its own: of several fronts one answers it."""
+    """Stubs over one channel, with a connection of its own: of several frontends one answers it."""
 
     def __init__(self, target: str) -> None:
         options = [

@@ -1,4 +1,4 @@
-"""Two front processes on one port, without Ray: who starts them, starts them again, and ends them.
+"""Two frontend processes on one port, without Ray: who starts them, starts them again, and ends them.
 
 What they answer with models, and under load, is in tests/fault/test_inference_frontends.py.
 """
@@ -27,7 +27,7 @@ TOKEN = "a-token-of-the-tests"
 
 @contextmanager
 def service(folder: Path, address: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A service of two fronts that waits for a Ray which never comes, and demands a token."""
+    """A service of two frontends that waits for a Ray which never comes, and demands a token."""
     token_file = folder / "token"
     token_file.write_text(TOKEN)
     token_file.chmod(0o600)
@@ -84,7 +84,7 @@ def answers(address: str) -> bool:
 
 def both(process: subprocess.Popen[bytes]) -> dict[int, int]:
     return eventually(
-        lambda: frontends_of(process.pid) if len(frontends_of(process.pid)) == 2 else None, TIMEOUT_S, "two fronts"
+        lambda: frontends_of(process.pid) if len(frontends_of(process.pid)) == 2 else None, TIMEOUT_S, "two frontends"
     )
 
 
@@ -95,7 +95,7 @@ def gone(pids: dict[int, int]) -> bool:
 @pytest.mark.timeout(900)
 def test_without_ray_frontends_answer_are_started_again_and_end_with_their_parent(tmp_path: Path, address: str) -> None:
     with service(tmp_path, address) as process:
-        eventually(lambda: answers(address), TIMEOUT_S, "the first front answers")
+        eventually(lambda: answers(address), TIMEOUT_S, "the first frontend answers")
         with Client(address) as client:
             assert not client.is_healthy(), "the service says that it starts"
         before = both(process)
@@ -105,7 +105,7 @@ def test_without_ray_frontends_answer_are_started_again_and_end_with_their_paren
         after = both(process)
         assert after[1] == before[1]
         process.kill()
-        eventually(lambda: gone(after), 180, "no front is left")
+        eventually(lambda: gone(after), 180, "no frontend is left")
     with service(tmp_path, address) as process:
         eventually(lambda: answers(address), TIMEOUT_S, "the next service answers on the same port")
         frontends = both(process)

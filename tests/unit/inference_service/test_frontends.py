@@ -1,4 +1,4 @@
-"""What front processes tell each other, and what follows from it."""
+"""What frontend processes tell each other, and what follows from it."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_what_a_silent_frontend_has_counted_weighs_no_more(tmp_path: Path) -> No
 def test_a_folder_that_cannot_be_written_ends_nothing_and_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "fronts"
+    folder = tmp_path / "frontends"
     folder.mkdir()
     tried = 0
 
@@ -268,7 +268,7 @@ def test_another_number_of_frontends_is_refused(text: str) -> None:
 def test_each_frontend_has_metrics_of_its_own() -> None:
     assert [metrics_of("[::1]:9400", frontend) for frontend in (0, 2)] == ["[::1]:9400", "[::1]:9402"]
     assert metrics_of("", 3) == ""
-    with pytest.raises(SettingsError, match="leave ports above it for 3 fronts"):
+    with pytest.raises(SettingsError, match="leave ports above it for 3 frontends"):
         settings_from({**ENVIRON, "MILLRACE_FRONTENDS": "3", "MILLRACE_METRICS_LISTEN": "127.0.0.1:65534"})
 
 

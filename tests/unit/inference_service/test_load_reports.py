@@ -1,4 +1,4 @@
-"""What a front tells the replicas of versions that scale."""
+"""What a frontend tells the replicas of versions that scale."""
 
 from __future__ import annotations
 

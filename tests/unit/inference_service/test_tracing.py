@@ -1,4 +1,4 @@
-"""What the front tells a trace of its requests, over a real server and a real receiver."""
+"""What the frontend tells a trace of its requests, over a real server and a real receiver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests here let time pass; however long a busy machine takes over one, no report of a front grows old."""
+"""Tests here let time pass; however long a busy machine takes over one, no report of a frontend grows old."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ async def test_a_version_that_goes_takes_no_mark_from_a_new_one_of_the_same_data
     rollouts.back(NAME, "")
 
     driven = Driven(store)
-    # Another front has loaded it, and the driver has not heard of it when it lets version 2 go.
+    # Another frontend has loaded it, and the driver has not heard of it when it lets version 2 go.
     again = load(deployments, rollouts.begin(request()), dataset_version=DATASET)
     deployments.mark_datasets(again, again.versions)
     await driven.poll()
@@ -178,7 +178,7 @@ async def test_requests_that_meet_a_version_before_it_is_loaded_are_no_faults_of
 
     await poll()
     driven.models.put(load(deployments, driven.now))
-    await poll()  # another front has its replicas, this one has not met them yet
+    await poll()  # another frontend has its replicas, this one has not met them yet
     driven.answer("2")
     await driven.poll()
     assert driven.state is RolloutState.SHIFTING

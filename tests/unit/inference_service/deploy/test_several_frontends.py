@@ -1,4 +1,4 @@
-"""What several front processes do with one Serve and one log, each with a reconciler of its own."""
+"""What several frontend processes do with one Serve and one log, each with a reconciler of its own."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ async def test_a_model_that_is_loaded_soon_after_it_was_unloaded_answers_at_ever
     async with two_frontends(tmp_path, deployments, made, serve) as (frontends, leader, _):
         frontends.models[0].put(await asyncio.to_thread(repository.unload, MODEL))
         await leader.reconcile()
-        # The other front has not looked yet: it never reads that the model was unloaded.
+        # The other frontend has not looked yet: it never reads that the model was unloaded.
         frontends.models[0].put(await asyncio.to_thread(repository.load, MODEL))
         async with frontends.reconciled_by_themselves():
             await until(lambda: frontends.answer() == [True, True] and serve.deleted != [], "both to answer again")
@@ -178,7 +178,7 @@ async def test_what_a_frontend_begins_to_take_out_no_other_takes_over_however_se
     async with two_frontends(tmp_path, deployments, made, serve) as (frontends, leader, other):
         await asyncio.to_thread(repository.unload, MODEL)
         await other.reconcile()
-        await until(lambda: other.holds() == [], "the other front to let go")
+        await until(lambda: other.holds() == [], "the other frontend to let go")
         await leader.reconcile()
         await until(lambda: leader.going() != [], "the first to begin to take it out")
         frontends.models[1].put(await asyncio.to_thread(repository.load, MODEL))

@@ -1,4 +1,4 @@
-"""Batches over a replica's own socket: between the front's side and the replica's, in one process or in two."""
+"""Batches over a replica's own socket: between the frontend's side and the replica's, in one process or in two."""
 
 from __future__ import annotations
 

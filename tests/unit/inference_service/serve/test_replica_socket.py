@@ -1,4 +1,4 @@
-"""A replica's socket by itself: fronts that stop, send rubbish or go, models that fail, and its end."""
+"""A replica's socket by itself: frontends that stop, send rubbish or go, models that fail, and its end."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def opened(folder: Path, forward: Callable[[Rows], Outputs]) -> socket.socket:
-    """A front of a replica that listens from now on."""
+    """A frontend of a replica that listens from now on."""
     listen(folder, ThreadPoolExecutor(1), forward)
     (path,) = folder.glob(f"*{SUFFIX}")
     frontend = socket.socket(socket.AF_UNIX)
@@ -104,7 +104,7 @@ def test_what_is_no_frame_ends_the_connection(folder: Path) -> None:
 
 
 def assert_reported_by_its_id(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What the front gets of an unexpected failure: what finds it in the log, and no more."""
+    """What the frontend gets of an unexpected failure: what finds it in the log, and no more."""
     with pytest.raises(Internal) as raised:
         asyncio.run(asked(folder, rows(1)))
     correlation_id = raised.value.metadata["correlation_id"]

@@ -1,4 +1,4 @@
-"""ModelStatistics of several front processes."""
+"""ModelStatistics of several frontend processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.inference_server import ask, deployment, inference_server
 
 
 def counted(one: Deployment, requests: int, at_s: float, batch_rows: int) -> Models:
-    """What a front knows that answered so many requests of two rows, each in a batch of `batch_rows`."""
+    """What a frontend knows that answered so many requests of two rows, each in a batch of `batch_rows`."""
     models = Models()
     models.replace([one])
     statistics = models.statistics(one, one.versions[0])
