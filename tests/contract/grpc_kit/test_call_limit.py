@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from millrace.data.v1 import data_service_pb2, resources_pb2
 from shared.grpc_server import server
-from tests.support.grpc_kit import GET_DATASET, READ_VERSION, Kit, call_error, kit_server, with_kit
+from tests.support.grpc_kit import GET_DATASET, READ_VERSION, Kit, call_error, kit_server
 from tests.support.inference_server import until
 
 REQUEST_MESSAGE = data_service_pb2.GetDatasetRequest(name="n")
@@ -107,7 +107,7 @@ async def test_watchers_of_health_leave_room_for_checks(monkeypatch: Any) -> Non
             one.cancel()
 
 
-def test_a_burst_of_patient_calls_is_answered_or_hears_when_to_come_again() -> None:
+async def test_a_burst_of_patient_calls_is_answered_or_hears_when_to_come_again() -> None:
     """They come while the server's event loop has something else to do, so that they wait in gRPC's core."""
     outcomes: Counter[str] = Counter()
     calls = 4000
@@ -121,7 +121,7 @@ def test_a_burst_of_patient_calls_is_answered_or_hears_when_to_come_again() -> N
                 has_details = "grpc-status-details-bin" in dict(cast(Any, error).trailing_metadata() or ())
                 outcomes[f"{error.code().name}{' with details' if has_details else ''}"] += 1
 
-    async def scenario(kit: Kit) -> None:
+    async with kit_server() as kit:
         with grpc.insecure_channel(kit.address, options=[("grpc.enable_retries", 0)]) as channel:
             await asyncio.to_thread(grpc.channel_ready_future(channel).result, 240)
             get: Any = channel.unary_unary(GET_DATASET)
@@ -134,8 +134,6 @@ def test_a_burst_of_patient_calls_is_answered_or_hears_when_to_come_again() -> N
             sending.start()
             sending.join()  # on the event loop, on purpose
             await asyncio.to_thread(count, sent)
-
-    with_kit(scenario)
 
     assert outcomes["OK"] + outcomes["RESOURCE_EXHAUSTED with details"] == calls, outcomes
     assert outcomes["OK"] >= server.MAX_CALLS / 2, outcomes

@@ -25,7 +25,6 @@ from tests.support.grpc_kit import (
     ECHO,
     GET_DATASET,
     READ_VERSION,
-    CallError,
     Kit,
     call_error,
     everything,
@@ -41,45 +40,42 @@ MALFORMED = [b"\xff\xff\xff\xff", b"\x0a\x20short", b"\x0a\x02\xff\xfe"]
 
 
 @pytest.mark.parametrize("data", MALFORMED, ids=["wire-type", "truncated", "not-utf8"])
-def test_malformed_bytes_are_an_invalid_argument(data: bytes) -> None:
-    async def scenario(kit: Kit) -> list[CallError]:
-        return [
+async def test_malformed_bytes_are_an_invalid_argument(data: bytes) -> None:
+    async with kit_server() as kit:
+        found = [
             await call_error(kit.raw.unary_unary(GET_DATASET)(data)),
             await call_error(everything(kit.raw.unary_stream(READ_VERSION)(data))),
         ]
-
-    for answer in with_kit(scenario):
+    for answer in found:
         assert answer.code is grpc.StatusCode.INVALID_ARGUMENT
         assert answer.info.reason == "MALFORMED_MESSAGE"
         assert "x-request-id" in answer.trailers
 
 
-def test_malformed_bytes_in_the_middle_of_a_stream_are_an_invalid_argument() -> None:
-    async def scenario(kit: Kit) -> CallError:
+async def test_malformed_bytes_in_the_middle_of_a_stream_are_an_invalid_argument() -> None:
+    async with kit_server() as kit:
+
         async def requests() -> AsyncIterator[bytes]:
             yield data_service_pb2.GetDatasetRequest(name="fine").SerializeToString()
             yield MALFORMED[0]
 
         call = kit.raw.stream_stream(ECHO)(requests())
         assert resources_pb2.Dataset.FromString(await call.read()).name == "fine"
-        return await call_error(call.read())
-
-    answer = with_kit(scenario)
+        answer = await call_error(call.read())
 
     assert (answer.code, answer.info.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE")
 
 
-def test_a_stream_of_requests_passes_through() -> None:
-    async def scenario(kit: Kit) -> list[bytes]:
+async def test_a_stream_of_requests_passes_through() -> None:
+    async with kit_server() as kit:
         requests = [data_service_pb2.GetDatasetRequest(name=str(n)).SerializeToString() for n in range(5)]
 
         async def all_of_them() -> AsyncIterator[bytes]:
             for request in requests:
                 yield request
 
-        return await everything(kit.raw.stream_stream(ECHO)(all_of_them()))
-
-    answers = [resources_pb2.Dataset.FromString(data).name for data in with_kit(scenario)]
+        found = await everything(kit.raw.stream_stream(ECHO)(all_of_them()))
+    answers = [resources_pb2.Dataset.FromString(data).name for data in found]
 
     assert answers == ["0", "1", "2", "3", "4"]
 
@@ -93,11 +89,10 @@ async def _request_ids(kit: Kit, given: str | None) -> list[str]:
     return [str(dict(await call.trailing_metadata())["x-request-id"]) for call in (unary, stream)]
 
 
-def test_a_request_id_comes_back_in_the_trailers() -> None:
-    async def scenario(kit: Kit) -> list[str]:
-        return await _request_ids(kit, "client-7.A_b")
-
-    assert with_kit(scenario) == ["client-7.A_b"] * 2
+async def test_a_request_id_comes_back_in_the_trailers() -> None:
+    async with kit_server() as kit:
+        found = await _request_ids(kit, "client-7.A_b")
+    assert found == ["client-7.A_b"] * 2
 
 
 @pytest.mark.parametrize(
@@ -118,23 +113,23 @@ def test_a_request_id_with_line_breaks_never_reaches_the_log(caplog: pytest.LogC
     assert "forged" not in caplog.text
 
 
-def test_failed_calls_have_a_request_id_too() -> None:
-    async def scenario(kit: Kit) -> list[CallError]:
-        metadata = (("x-request-id", "mine"),)
-        return [await call_error(kit.get(metadata=metadata)), await call_error(everything(kit.read(metadata=metadata)))]
-
+async def test_failed_calls_have_a_request_id_too() -> None:
     for error in (KeyError("odd"), Exception("odd")):
-        for answer in with_kit(scenario, unary=raising(error), stream=raising_after(1, error)):
+        async with kit_server(unary=raising(error), stream=raising_after(1, error)) as kit:
+            metadata = (("x-request-id", "mine"),)
+            found = [
+                await call_error(kit.get(metadata=metadata)),
+                await call_error(everything(kit.read(metadata=metadata))),
+            ]
+        for answer in found:
             assert answer.trailers["x-request-id"] == "mine"
 
 
-def test_every_call_is_logged_with_its_outcome(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario(kit: Kit) -> None:
-        await kit.get()
-        await call_error(kit.raw.unary_unary(GET_DATASET)(MALFORMED[0]))
-
+async def test_every_call_is_logged_with_its_outcome(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "shared.grpc_server.interceptor"):
-        with_kit(scenario)
+        async with kit_server() as kit:
+            await kit.get()
+            await call_error(kit.raw.unary_unary(GET_DATASET)(MALFORMED[0]))
 
     assert f"{GET_DATASET} OK" in caplog.text
     assert f"{GET_DATASET} INVALID_ARGUMENT" in caplog.text
@@ -144,26 +139,22 @@ async def _never(_request: Any, _context: Any) -> Any:
     await asyncio.Event().wait()
 
 
-def test_a_unary_call_without_a_deadline_gets_the_default_one() -> None:
-    async def scenario(kit: Kit) -> CallError:
-        return await call_error(kit.get())
-
-    answer = with_kit(scenario, unary=_never, default_deadline_s=0.2)
+async def test_a_unary_call_without_a_deadline_gets_the_default_one() -> None:
+    async with kit_server(unary=_never, default_deadline_s=0.2) as kit:
+        answer = await call_error(kit.get())
 
     assert answer.code is grpc.StatusCode.DEADLINE_EXCEEDED
     assert "0.2 s" in answer.message
 
 
-def test_a_callers_own_deadline_holds_instead_of_the_default() -> None:
+async def test_a_callers_own_deadline_holds_instead_of_the_default() -> None:
     async def slow(request: Any, _: Any) -> resources_pb2.Dataset:
         await asyncio.sleep(0.4)
         return resources_pb2.Dataset(name=request.name)
 
-    async def scenario(kit: Kit) -> tuple[str, CallError]:
+    async with kit_server(unary=slow, default_deadline_s=0.2) as kit:
         answer = await kit.get(timeout=60)
-        return answer.name, await call_error(kit.get(timeout=0.1))
-
-    name, late = with_kit(scenario, unary=slow, default_deadline_s=0.2)
+        name, late = answer.name, await call_error(kit.get(timeout=0.1))
 
     assert name == "n"
     assert late.code is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -185,25 +176,22 @@ async def test_work_for_a_caller_whose_deadline_passed_is_cancelled() -> None:
         await asyncio.wait_for(ended.wait(), 60)
 
 
-def test_a_message_over_the_limit_is_refused_and_one_below_it_is_not() -> None:
-    async def scenario(kit: Kit) -> tuple[CallError, int]:
+async def test_a_message_over_the_limit_is_refused_and_one_below_it_is_not() -> None:
+    async with kit_server() as kit:
         large = await kit.get("x" * (MAX_MESSAGE_BYTES - 1024))
-        return await call_error(kit.get("x" * (MAX_MESSAGE_BYTES + 1))), len(large.name)
-
-    answer, length = with_kit(scenario)
+        answer, length = await call_error(kit.get("x" * (MAX_MESSAGE_BYTES + 1))), len(large.name)
 
     assert answer.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert length == MAX_MESSAGE_BYTES - 1024
 
 
-def test_an_answer_over_the_limit_is_an_error_and_not_a_silence() -> None:
+async def test_an_answer_over_the_limit_is_an_error_and_not_a_silence() -> None:
     async def huge(_request: Any, _context: Any) -> resources_pb2.Dataset:
         return resources_pb2.Dataset(name="x" * (MAX_MESSAGE_BYTES + 1))
 
-    async def scenario(kit: Kit) -> CallError:
-        return await call_error(kit.get(timeout=60))
-
-    assert with_kit(scenario, unary=huge).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    async with kit_server(unary=huge) as kit:
+        found = await call_error(kit.get(timeout=60))
+    assert found.code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def test_many_calls_at_once_keep_their_own_request_ids() -> None:
@@ -230,7 +218,9 @@ def _tasks() -> set[str]:
 
 
 @pytest.mark.parametrize("sends", [False, True], ids=["waiting", "sending"])
-def test_a_client_that_cancels_its_stream_leaves_nothing_behind(sends: bool, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_client_that_cancels_its_stream_leaves_nothing_behind(
+    sends: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     began, ended = asyncio.Event(), asyncio.Event()
 
     async def endless(_request: Any, _context: Any) -> AsyncIterator[data_service_pb2.ReadVersionResponse]:
@@ -244,21 +234,19 @@ def test_a_client_that_cancels_its_stream_leaves_nothing_behind(sends: bool, cap
         finally:
             ended.set()
 
-    async def scenario(kit: Kit) -> None:
-        before = _tasks()
-        call = kit.read()
-        await call.read()
-        await began.wait()
-        await asyncio.sleep(0.2)  # let the flow-control window fill
-        call.cancel()
-        await asyncio.wait_for(ended.wait(), 60)
-        await kit.get()
-        async with asyncio.timeout(60):
-            while _tasks() - before:  # noqa: ASYNC110 - they are grpc's own
-                await asyncio.sleep(0.02)
-
     with caplog.at_level(logging.WARNING):
-        with_kit(scenario, stream=endless)
+        async with kit_server(stream=endless) as kit:
+            before = _tasks()
+            call = kit.read()
+            await call.read()
+            await began.wait()
+            await asyncio.sleep(0.2)  # let the flow-control window fill
+            call.cancel()
+            await asyncio.wait_for(ended.wait(), 60)
+            await kit.get()
+            async with asyncio.timeout(60):
+                while _tasks() - before:  # noqa: ASYNC110 - they are grpc's own
+                    await asyncio.sleep(0.02)
 
     assert caplog.text == ""
 

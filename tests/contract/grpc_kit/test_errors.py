@@ -12,7 +12,7 @@ from millrace.data.v1 import data_service_pb2, resources_pb2
 from shared import errors
 from shared.errors import KINDS, MillraceError, invalid_fields
 from shared.grpc_errors import STATUS
-from tests.support.grpc_kit import CallError, Kit, call_error, raising, raising_after, with_kit
+from tests.support.grpc_kit import CallError, Kit, call_error, kit_server, raising, raising_after, with_kit
 
 SECRET = "postgres://admin:hunter2@10.0.0.5/internal"
 
@@ -56,7 +56,7 @@ def test_every_kind_of_error_is_in_the_table() -> None:
     assert set(STATUS) == set(KINDS.values())
 
 
-def test_every_kind_of_error_arrives_with_its_status_reason_and_metadata() -> None:
+async def test_every_kind_of_error_arrives_with_its_status_reason_and_metadata() -> None:
     made = [
         kind(f"{name} happened", reason=f"{name.upper()}_REASON", metadata={"resource": f"datasets/{name}"})
         for name, kind in KINDS.items()
@@ -65,10 +65,9 @@ def test_every_kind_of_error_arrives_with_its_status_reason_and_metadata() -> No
     async def unary(request: Any, _: Any) -> Any:
         raise made[int(request.name)]
 
-    async def scenario(kit: Kit) -> list[CallError]:
-        return [await call_error(kit.get(str(number))) for number in range(len(made))]
-
-    for name, answer in zip(KINDS, with_kit(scenario, unary=unary), strict=True):
+    async with kit_server(unary=unary) as kit:
+        found = [await call_error(kit.get(str(number))) for number in range(len(made))]
+    for name, answer in zip(KINDS, found, strict=True):
         assert answer.code is CODES[name]
         assert answer.message == f"{name} happened"
         assert (answer.info.domain, answer.info.reason) == ("millrace", f"{name.upper()}_REASON")
@@ -145,14 +144,13 @@ HUGE = [
 ]
 
 
-def test_however_long_an_error_is_it_arrives_with_its_status_and_reason() -> None:
+async def test_however_long_an_error_is_it_arrives_with_its_status_and_reason() -> None:
     async def unary(request: Any, _: Any) -> Any:
         raise HUGE[int(request.name)]
 
-    async def scenario(kit: Kit) -> list[CallError]:
-        return [await call_error(kit.get(str(number))) for number in range(len(HUGE))]
-
-    for error, answer in zip(HUGE, with_kit(scenario, unary=unary), strict=True):
+    async with kit_server(unary=unary) as kit:
+        found = [await call_error(kit.get(str(number))) for number in range(len(HUGE))]
+    for error, answer in zip(HUGE, found, strict=True):
         assert answer.code is STATUS[type(error)], answer.message[:200]
         assert answer.info.reason == error.specific_reason
         assert answer.message[:5] == error.message[:5]
@@ -162,18 +160,17 @@ def test_however_long_an_error_is_it_arrives_with_its_status_and_reason() -> Non
 
 
 @pytest.mark.parametrize("error", [KINDS["NotFound"]("gone"), ValueError("odd")], ids=["expected", "unexpected"])
-def test_the_server_goes_on_after_an_error(error: Exception) -> None:
+async def test_the_server_goes_on_after_an_error(error: Exception) -> None:
     async def unary(request: Any, _: Any) -> Any:
         if request.name == "bad":
             raise error
         return resources_pb2.Dataset(name=request.name)
 
-    async def scenario(kit: Kit) -> str:
+    async with kit_server(unary=unary) as kit:
         await call_error(kit.get("bad"))
         answer = await kit.get("good")
-        return str(answer.name)
-
-    assert with_kit(scenario, unary=unary) == "good"
+        found = str(answer.name)
+    assert found == "good"
 
 
 def test_a_method_that_nobody_wrote_is_unimplemented() -> None:

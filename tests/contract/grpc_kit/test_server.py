@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from millrace.data.v1 import data_service_pb2, data_service_pb2_grpc, resources_pb2
 from shared.grpc_server import serve
-from tests.support.grpc_kit import Kit, call_error, kit_server, with_kit
+from tests.support.grpc_kit import call_error, kit_server
 from tests.support.ports import free_ports
 from tests.support.waiting import wait_until
 
@@ -26,25 +26,23 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-def test_a_server_that_is_ready_is_serving() -> None:
-    async def scenario(kit: Kit) -> Any:
+async def test_a_server_that_is_ready_is_serving() -> None:
+    async with kit_server() as kit:
         check = health_pb2_grpc.HealthStub(kit.channel).Check  # type: ignore[attr-defined]
-        return await check(health_pb2.HealthCheckRequest())
+        found = await check(health_pb2.HealthCheckRequest())
+    assert found.status == SERVING
 
-    assert with_kit(scenario).status == SERVING
 
+async def test_reflection_names_the_services_and_their_messages() -> None:
+    async with kit_server() as kit:
 
-def test_reflection_names_the_services_and_their_messages() -> None:
-    async def scenario(kit: Kit) -> tuple[set[str], list[str]]:
         def ask() -> tuple[set[str], list[str]]:
             with grpc.insecure_channel(kit.address) as channel:
                 database = ProtoReflectionDescriptorDatabase(channel)
                 file = database.FindFileContainingSymbol("millrace.data.v1.DataService")
                 return set(database.get_services()), [service.name for service in file.service]
 
-        return await asyncio.to_thread(ask)
-
-    services, in_file = with_kit(scenario)
+        services, in_file = await asyncio.to_thread(ask)
 
     assert services == {
         "millrace.data.v1.DataService",

@@ -133,17 +133,16 @@ def test_the_scheme_may_be_written_in_any_case(value: str) -> None:
     assert answer.name == "n"
 
 
-def test_health_needs_no_token() -> None:
-    async def scenario(kit: Kit) -> tuple[Any, Any]:
+async def test_health_needs_no_token() -> None:
+    serving = health_pb2.HealthCheckResponse.SERVING
+    async with kit_server(token=BearerToken(TOKEN)) as kit:
         health: Any = health_pb2_grpc.HealthStub(kit.channel)
         found = await health.Check(health_pb2.HealthCheckRequest(), timeout=60)
         watching = health.Watch(health_pb2.HealthCheckRequest(), timeout=60)
         watched = await watching.read()
         watching.cancel()
-        return found.status, watched.status
-
-    serving = health_pb2.HealthCheckResponse.SERVING
-    assert with_kit(scenario, token=BearerToken(TOKEN)) == (serving, serving)
+        results = found.status, watched.status
+    assert results == (serving, serving)
 
 
 def test_a_server_without_a_token_ignores_the_header() -> None:
@@ -175,19 +174,17 @@ async def test_a_call_without_the_token_is_refused_unread_and_takes_no_place_of_
         assert over.info.reason == "TOO_MANY_CALLS", "the limit holds for calls with the token"
 
 
-def test_refused_calls_are_logged_without_what_they_brought(
+async def test_refused_calls_are_logged_without_what_they_brought(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "LOG_EVERY_S", 3600.0)
     wrong = "wrong-but-nearly-right"
 
-    async def scenario(kit: Kit) -> None:
-        for _ in range(3):
-            await call_error(kit.get(metadata=(("authorization", f"Bearer {wrong}"),)))
-        await kit.get(metadata=RIGHT)
-
     with caplog.at_level(logging.DEBUG):
-        with_kit(scenario, token=BearerToken(TOKEN))
+        async with kit_server(token=BearerToken(TOKEN)) as kit:
+            for _ in range(3):
+                await call_error(kit.get(metadata=(("authorization", f"Bearer {wrong}"),)))
+            await kit.get(metadata=RIGHT)
 
     lines = [record.getMessage() for record in caplog.records]
     assert len([line for line in lines if "brought no valid token" in line]) == 1, "once in a while"

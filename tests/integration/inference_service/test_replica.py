@@ -147,20 +147,17 @@ def test_a_builder_that_is_unknown_does_not_load(store: ObjectStore, tmp_path: P
         ServedModel(stored_checkpoint(tmp_path / "strange", strange, save(make_module().state_dict())))
 
 
-def test_a_replica_answers_over_its_socket_until_serve_stops_it(
+async def test_a_replica_answers_over_its_socket_until_serve_stops_it(
     store: ObjectStore, file_store: StoreSettings, tmp_path: Path
 ) -> None:
     folder = tmp_path / "private" / "sockets"
     one = replica(file_store, write(store), folder)
     assert describe(one).sockets == folder
 
-    async def scenario() -> None:
-        local = LocalReplicas(folder)
-        socket_server = await local.least_loaded()
-        assert socket_server is not None
-        assert len((await socket_server.forward(RAW_ROWS)).arrays[0]) == len(IMAGES)
-        await asyncio.to_thread(one.__del__)  # as Serve does
-        assert await local.least_loaded() is None
-
-    asyncio.run(scenario())
+    local = LocalReplicas(folder)
+    socket_server = await local.least_loaded()
+    assert socket_server is not None
+    assert len((await socket_server.forward(RAW_ROWS)).arrays[0]) == len(IMAGES)
+    await asyncio.to_thread(one.__del__)  # as Serve does
+    assert await local.least_loaded() is None
     assert not folder.exists()

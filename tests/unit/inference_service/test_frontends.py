@@ -126,7 +126,7 @@ def test_what_a_silent_frontend_has_counted_weighs_no_more(tmp_path: Path) -> No
     assert list(first.counts("a")) == []
 
 
-def test_a_folder_that_cannot_be_written_ends_nothing_and_is_said_once(
+async def test_a_folder_that_cannot_be_written_ends_nothing_and_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "frontends"
@@ -146,7 +146,8 @@ def test_a_folder_that_cannot_be_written_ends_nothing_and_is_said_once(
 
         def wake(self) -> None: ...
 
-    async def scenario() -> None:
+    monkeypatch.setattr("inference_service.frontend.POLL_INTERVAL_S", 0.01)
+    with caplog.at_level(logging.ERROR):
         reconciler: Any = Holding()
         peers, models = Peers(folder, 0), Models()
         reports = PeerReports(peers, reconciler, models, SummedStatistics(models, peers), asyncio.Event())
@@ -161,10 +162,6 @@ def test_a_folder_that_cannot_be_written_ends_nothing_and_is_said_once(
         folder.mkdir()
         await until((folder / "0.json").exists, "it tells again")
         running.cancel()
-
-    monkeypatch.setattr("inference_service.frontend.POLL_INTERVAL_S", 0.01)
-    with caplog.at_level(logging.ERROR):
-        asyncio.run(scenario())
 
 
 async def test_a_frontend_whose_turn_to_listen_fails_does_not_listen() -> None:
@@ -327,7 +324,9 @@ def starts(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_frontend_that_hangs_is_killed_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_frontend_that_hangs_is_killed_and_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     polled: dict[int, list[int]] = {}
 
     async def watched(folder: Path, number: int, pid: int) -> None:
@@ -345,15 +344,6 @@ def test_a_frontend_that_hangs_is_killed_and_started_again(tmp_path: Path, monke
         finally:
             noting.cancel()
 
-    async def scenario() -> None:
-        listen = f"127.0.0.1:{free_ports(1)[0]}"
-        running = asyncio.create_task(run_frontends("tests.support.hanging_frontend", listen, 2))
-        await until(lambda: "0-1" in starts(tmp_path), "the one that hangs is replaced")
-        await until(lambda: len([*filter(lives_on, polled.values())]) == 2, "both to live on")
-        assert starts(tmp_path) == ["0-0", "0-1", "1-0"]
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert await running == 0
-
     def lives_on(beats: list[int]) -> bool:
         return len(set(beats)) > 20
 
@@ -362,7 +352,14 @@ def test_a_frontend_that_hangs_is_killed_and_started_again(tmp_path: Path, monke
     # Silence of five seconds is a hang: a busy machine keeps no well process from its heartbeat for so long.
     monkeypatch.setattr("inference_service.frontends.HEARTBEAT_POLL_INTERVAL_S", 0.1)
     monkeypatch.setattr("inference_service.frontends.UNRESPONSIVE_POLLS", 50)
-    asyncio.run(asyncio.wait_for(scenario(), 240))
+    async with asyncio.timeout(240):
+        listen = f"127.0.0.1:{free_ports(1)[0]}"
+        running = asyncio.create_task(run_frontends("tests.support.hanging_frontend", listen, 2))
+        await until(lambda: "0-1" in starts(tmp_path), "the one that hangs is replaced")
+        await until(lambda: len([*filter(lives_on, polled.values())]) == 2, "both to live on")
+        assert starts(tmp_path) == ["0-0", "0-1", "1-0"]
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await running == 0
 
 
 BEATING = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from shared import logging_and_tracing
 from shared.logging_and_tracing import JsonFormatter
 from shared.otlp_tracing import OtlpTracing
 from tests.support.grpc_kit import call_error, everything
-from tests.support.inference_server import Classifier, Server, ask, inference_server, served, until
+from tests.support.inference_server import Classifier, ask, inference_server, until
 from tests.support.otlp_receiver import OtlpReceiver, Seen, otlp_receiver
 
 CALL = "inference.GRPCInferenceService/ModelInfer"
@@ -178,27 +179,27 @@ async def test_a_batch_that_is_sent_again_has_a_span_for_each_replica(receiver: 
         assert [one["traceparent"].split("-")[2] for one in handle.traces] == [lost.id, answered.id]
 
 
-def test_every_line_of_a_calls_log_names_its_trace(receiver: OtlpReceiver, caplog: pytest.LogCaptureFixture) -> None:
+async def test_every_line_of_a_calls_log_names_its_trace(
+    receiver: OtlpReceiver, caplog: pytest.LogCaptureFixture
+) -> None:
     lines: list[dict[str, str]] = []
 
     class Lines(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(json.loads(JsonFormatter("inference").format(record)))
 
-    async def scenario(server: Server) -> None:
-        await server.stub.ModelInfer(ask(1), **traced("a"))
-        await server.stub.ModelInfer(ask(1), **traced("b", "00"))
-        await until(lambda: len([one for one in lines if CALL in one["message"]]) == 2, "two lines")
-        recorded, other = (one for one in lines if CALL in one["message"])
-        call = (await arrived(receiver, "a" * 32, CALL))[CALL]
-        assert (recorded["trace_id"], recorded["span_id"]) == ("a" * 32, call.id)
-        assert recorded["request_id"]
-        assert other["trace_id"] == "b" * 32
-
     logger, handler = logging.getLogger("shared.grpc_server.interceptor"), Lines()
     with caplog.at_level(logging.INFO, logger.name):
         logger.addHandler(handler)
         try:
-            served(scenario)
+            async with asyncio.timeout(240), inference_server() as server:
+                await server.stub.ModelInfer(ask(1), **traced("a"))
+                await server.stub.ModelInfer(ask(1), **traced("b", "00"))
+                await until(lambda: len([one for one in lines if CALL in one["message"]]) == 2, "two lines")
+                recorded, other = (one for one in lines if CALL in one["message"])
+                call = (await arrived(receiver, "a" * 32, CALL))[CALL]
+                assert (recorded["trace_id"], recorded["span_id"]) == ("a" * 32, call.id)
+                assert recorded["request_id"]
+                assert other["trace_id"] == "b" * 32
         finally:
             logger.removeHandler(handler)

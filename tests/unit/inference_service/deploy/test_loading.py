@@ -166,7 +166,7 @@ async def test_a_frontend_whose_replicas_could_not_be_asked_opens_no_port_that_a
     await asyncio.wait_for(turn, 60)
 
 
-def test_a_version_gets_traffic_once_all_frontends_reach_it_and_goes_once_none_does(
+async def test_a_version_gets_traffic_once_all_frontends_reach_it_and_goes_once_none_does(
     deployments: Deployments, manager: DeploymentManager, tmp_path: Path
 ) -> None:
     made = manager.create(creation())
@@ -175,28 +175,25 @@ def test_a_version_gets_traffic_once_all_frontends_reach_it_and_goes_once_none_d
     def tell(second: Reconciler) -> None:
         Peers(tmp_path, 1).publish(PeerState(pid=os.getpid(), listens=True, ready=True, holds=second.holds()))
 
-    async def scenario() -> None:
-        first, _, its = reconciling(deployments, made, Peers(tmp_path, 0))
-        second, models, others = reconciling(deployments, made, Peers(tmp_path, 1))
-        tell(second)
-        await first.reconcile()
-        assert deployments.get(made.name).state is State.LOADING  # the second has not met its replicas
-        await second.reconcile()
-        tell(second)
-        assert deployments.get(made.name).state is State.LOADING
-        await first.reconcile()
-        assert deployments.get(made.name).state is State.READY
-        await second.reconcile()
-        assert models.is_ready("digits", "")
-        manager.delete(made.name, "")
-        await first.reconcile()
-        await asyncio.sleep(0.4)
-        assert its.deleted == []  # the second may still send a batch there
-        await second.reconcile()
-        await until(lambda: second.holds() == [], "the second has let it go")
-        tell(second)
-        await until(lambda: its.deleted == [name], "the first takes it away")
-        await until(lambda: not deployments.exists(made.name), "its log ends")
-        assert (others.deleted, others.deployed, others.forgotten) == ([], {}, [name])
-
-    asyncio.run(scenario())
+    first, _, its = reconciling(deployments, made, Peers(tmp_path, 0))
+    second, models, others = reconciling(deployments, made, Peers(tmp_path, 1))
+    tell(second)
+    await first.reconcile()
+    assert deployments.get(made.name).state is State.LOADING  # the second has not met its replicas
+    await second.reconcile()
+    tell(second)
+    assert deployments.get(made.name).state is State.LOADING
+    await first.reconcile()
+    assert deployments.get(made.name).state is State.READY
+    await second.reconcile()
+    assert models.is_ready("digits", "")
+    manager.delete(made.name, "")
+    await first.reconcile()
+    await asyncio.sleep(0.4)
+    assert its.deleted == []  # the second may still send a batch there
+    await second.reconcile()
+    await until(lambda: second.holds() == [], "the second has let it go")
+    tell(second)
+    await until(lambda: its.deleted == [name], "the first takes it away")
+    await until(lambda: not deployments.exists(made.name), "its log ends")
+    assert (others.deleted, others.deployed, others.forgotten) == ([], {}, [name])

@@ -19,7 +19,7 @@ from inference_service.serve import infer
 from inference_service.serve.infer import InFlightBytes
 from shared.errors import InvalidArgument
 from tests.support.grpc_kit import call_error
-from tests.support.inference_server import CLASSES, Server, ask, deployment, served, until
+from tests.support.inference_server import CLASSES, ask, deployment, inference_server, until
 
 TYPED = [one for one in DATATYPES.values() if one.contents_field and one.name != "BYTES"]
 MANY = FEW_ELEMENTS + 3
@@ -137,127 +137,117 @@ class Held:
         return convert.decode_typed(*arguments)
 
 
-def test_other_requests_are_answered_while_one_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_other_requests_are_answered_while_one_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     held = Held(monkeypatch)
-
-    async def scenario(server: Server) -> None:
-        large = server.stub.ModelInfer(_large(), timeout=60)
-        await until(lambda: held.begun == 1, "the large one to be decoded")
-        small = await server.stub.ModelInfer(ask(1), timeout=60)
-        held.may_go_on.set()
-        answer = await large
-
-        assert small.outputs[0].shape == [1, CLASSES]
-        assert answer.outputs[0].shape == [ROWS, CLASSES]
 
     try:
-        served(scenario, **_deep())
-    finally:
-        held.may_go_on.set()
+        async with asyncio.timeout(240), inference_server(**_deep()) as server:
+            large = server.stub.ModelInfer(_large(), timeout=60)
+            await until(lambda: held.begun == 1, "the large one to be decoded")
+            small = await server.stub.ModelInfer(ask(1), timeout=60)
+            held.may_go_on.set()
+            answer = await large
 
-
-def test_a_request_whose_time_passes_or_whose_client_goes_before_it_is_decoded_reaches_no_model(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    held = Held(monkeypatch)
-
-    async def scenario(server: Server) -> None:
-        while held.begun < 1:  # on a busy machine a deadline may pass before the server has read the call
-            late = asyncio.ensure_future(call_error(server.stub.ModelInfer(_large(), timeout=0.5)))
-            await until(lambda one=late: held.begun > 0 or one.done(), "the first to be decoded")  # type: ignore[misc]
-        timed = _large()
-        timed.parameters["timeout"].int64_param = 500_000
-        given_up = server.stub.ModelInfer(_large(), timeout=60)
-        await until(lambda: held.begun == 2, "two to be decoded")
-        waiting = server.stub.ModelInfer(timed, timeout=60)
-        given_up.cancel()
-
-        assert (await late).code is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert (await call_error(waiting)).code is grpc.StatusCode.DEADLINE_EXCEEDED
-        held.may_go_on.set()
-        await server.stub.ModelInfer(ask(1), timeout=60)
-        await asyncio.wrap_future(infer.DECODING.submit(int))
-        assert held.begun == 2
-        assert [len(batch) for batch in server.model.batches] == [1]
-
-    try:
-        served(scenario, **_deep())
-    finally:
-        held.may_go_on.set()
-
-
-def test_a_large_request_that_is_refused_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = Held(monkeypatch)
-
-    async def scenario(server: Server) -> None:
-        server.model.may_work.clear()
-        at_work = server.stub.ModelInfer(ask(1), timeout=60)
-        await until(lambda: server.model.at_work == 1, "the model to be busy")
-        waiting = [server.stub.ModelInfer(ask(*[1] * ROWS), timeout=60) for _ in range(2)]
-        (batcher,) = (server.models.find_batcher(name) for name in server.models.attached())
-        await until(lambda: batcher is not None and batcher.queued_rows == 2 * ROWS, "the queue to be full")
-
-        refused = await call_error(server.stub.ModelInfer(_large(), timeout=60))
-
-        assert refused.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "rows wait already" in refused.message
-        assert held.begun == 0
-        server.model.may_work.set()
-        await asyncio.gather(at_work, *waiting)
-
-    try:
-        served(scenario, **_deep())
-    finally:
-        held.may_go_on.set()
-
-
-def test_what_waits_to_be_decoded_counts_to_the_bytes_that_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = Held(monkeypatch)
-
-    async def scenario(server: Server) -> None:
-        large = server.stub.ModelInfer(_large(), timeout=60)
-        await until(lambda: held.begun == 1, "the first one to be decoded")
-
-        refused = await call_error(server.stub.ModelInfer(_large(), timeout=60))
-
-        assert refused.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "of all models" in refused.message
-        large.cancel()
-        await asyncio.wait([asyncio.ensure_future(call_error(large))])
-        held.may_go_on.set()
-        for _ in range(2):  # what the first one held is free, and what the second one holds is after its answer
-            answer = await server.stub.ModelInfer(_large(), timeout=60)
+            assert small.outputs[0].shape == [1, CLASSES]
             assert answer.outputs[0].shape == [ROWS, CLASSES]
-
-    try:
-        served(scenario, **_deep(), held=InFlightBytes(12 * ROWS * CLASSES))
     finally:
         held.may_go_on.set()
 
 
-def test_a_request_that_is_refused_is_not_decoded_and_others_that_came_while_one_was_can_refuse_it(
+async def test_a_request_whose_time_passes_or_whose_client_goes_before_it_is_decoded_reaches_no_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     held = Held(monkeypatch)
 
-    async def scenario(server: Server) -> None:
-        batcher = server.models.batcher(server.models.deployments()[0], server.models.deployments()[0].versions[0])
-        server.model.may_work.clear()
-        running = server.stub.ModelInfer(ask(1), timeout=60)
-        await until(lambda: server.model.at_work == 1, "the model to be at work")
-        decoded = server.stub.ModelInfer(_large(), timeout=60)
-        await until(lambda: held.begun == 1, "the large one to be decoded")
-        queued = [server.stub.ModelInfer(ask(*[1] * ROWS), timeout=60) for _ in range(2)]
-        await until(lambda: batcher.queued_rows == 2 * ROWS, "the queue to be full")
+    try:
+        async with asyncio.timeout(240), inference_server(**_deep()) as server:
+            while held.begun < 1:  # on a busy machine a deadline may pass before the server has read the call
+                late = asyncio.ensure_future(call_error(server.stub.ModelInfer(_large(), timeout=0.5)))
+                await until(lambda one=late: held.begun > 0 or one.done(), "the first to be decoded")  # type: ignore[misc]
+            timed = _large()
+            timed.parameters["timeout"].int64_param = 500_000
+            given_up = server.stub.ModelInfer(_large(), timeout=60)
+            await until(lambda: held.begun == 2, "two to be decoded")
+            waiting = server.stub.ModelInfer(timed, timeout=60)
+            given_up.cancel()
 
-        refused = await call_error(server.stub.ModelInfer(_large(), timeout=60))
-        assert (refused.code, held.begun) == (grpc.StatusCode.RESOURCE_EXHAUSTED, 1)
+            assert (await late).code is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert (await call_error(waiting)).code is grpc.StatusCode.DEADLINE_EXCEEDED
+            held.may_go_on.set()
+            await server.stub.ModelInfer(ask(1), timeout=60)
+            await asyncio.wrap_future(infer.DECODING.submit(int))
+            assert held.begun == 2
+            assert [len(batch) for batch in server.model.batches] == [1]
+    finally:
         held.may_go_on.set()
-        assert (await call_error(decoded)).code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        server.model.may_work.set()
-        await asyncio.gather(running, *queued)
+
+
+async def test_a_large_request_that_is_refused_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(monkeypatch)
 
     try:
-        served(scenario, **_deep())
+        async with asyncio.timeout(240), inference_server(**_deep()) as server:
+            server.model.may_work.clear()
+            at_work = server.stub.ModelInfer(ask(1), timeout=60)
+            await until(lambda: server.model.at_work == 1, "the model to be busy")
+            waiting = [server.stub.ModelInfer(ask(*[1] * ROWS), timeout=60) for _ in range(2)]
+            (batcher,) = (server.models.find_batcher(name) for name in server.models.attached())
+            await until(lambda: batcher is not None and batcher.queued_rows == 2 * ROWS, "the queue to be full")
+
+            refused = await call_error(server.stub.ModelInfer(_large(), timeout=60))
+
+            assert refused.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "rows wait already" in refused.message
+            assert held.begun == 0
+            server.model.may_work.set()
+            await asyncio.gather(at_work, *waiting)
+    finally:
+        held.may_go_on.set()
+
+
+async def test_what_waits_to_be_decoded_counts_to_the_bytes_that_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(monkeypatch)
+
+    try:
+        async with asyncio.timeout(240), inference_server(**_deep(), held=InFlightBytes(12 * ROWS * CLASSES)) as server:
+            large = server.stub.ModelInfer(_large(), timeout=60)
+            await until(lambda: held.begun == 1, "the first one to be decoded")
+
+            refused = await call_error(server.stub.ModelInfer(_large(), timeout=60))
+
+            assert refused.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "of all models" in refused.message
+            large.cancel()
+            await asyncio.wait([asyncio.ensure_future(call_error(large))])
+            held.may_go_on.set()
+            for _ in range(2):  # what the first one held is free, and what the second one holds is after its answer
+                answer = await server.stub.ModelInfer(_large(), timeout=60)
+                assert answer.outputs[0].shape == [ROWS, CLASSES]
+    finally:
+        held.may_go_on.set()
+
+
+async def test_a_request_that_is_refused_is_not_decoded_and_others_that_came_while_one_was_can_refuse_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held = Held(monkeypatch)
+
+    try:
+        async with asyncio.timeout(240), inference_server(**_deep()) as server:
+            batcher = server.models.batcher(server.models.deployments()[0], server.models.deployments()[0].versions[0])
+            server.model.may_work.clear()
+            running = server.stub.ModelInfer(ask(1), timeout=60)
+            await until(lambda: server.model.at_work == 1, "the model to be at work")
+            decoded = server.stub.ModelInfer(_large(), timeout=60)
+            await until(lambda: held.begun == 1, "the large one to be decoded")
+            queued = [server.stub.ModelInfer(ask(*[1] * ROWS), timeout=60) for _ in range(2)]
+            await until(lambda: batcher.queued_rows == 2 * ROWS, "the queue to be full")
+
+            refused = await call_error(server.stub.ModelInfer(_large(), timeout=60))
+            assert (refused.code, held.begun) == (grpc.StatusCode.RESOURCE_EXHAUSTED, 1)
+            held.may_go_on.set()
+            assert (await call_error(decoded)).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            server.model.may_work.set()
+            await asyncio.gather(running, *queued)
     finally:
         held.may_go_on.set()

@@ -95,7 +95,7 @@ async def test_a_batch_comes_back_with_all_that_the_model_said(folder: Path) -> 
     assert (outputs.refused, outputs.input_s, outputs.infer_s) == ({0: "odd"}, 0.25, 0.5)
 
 
-def test_strings_nulls_and_large_batches_arrive_as_they_are(folder: Path) -> None:
+async def test_strings_nulls_and_large_batches_arrive_as_they_are(folder: Path) -> None:
     given = Rows(
         "raw",
         {"x": np.arange(1, 1_000_001).reshape(2, -1), "town": np.array([b"Ulm", b""], object)},
@@ -108,7 +108,7 @@ def test_strings_nulls_and_large_batches_arrive_as_they_are(folder: Path) -> Non
         seen.append(what)
         return Outputs([what.values["x"]])
 
-    async def scenario() -> None:
+    async with asyncio.timeout(240):
         listen(folder, ThreadPoolExecutor(1), forward)
         outputs = await call(LocalReplicas(folder), given)
         assert np.array_equal(outputs.arrays[0], given.values["x"])
@@ -117,8 +117,6 @@ def test_strings_nulls_and_large_batches_arrive_as_they_are(folder: Path) -> Non
         assert what.values["town"].tolist() == [b"Ulm", b""]
         assert what.nulls["town"].tolist() == [False, True]
         assert what.trace == {"traceparent": "t"}
-
-    on_a_loop(scenario)
 
 
 async def test_what_the_model_raises_is_raised_here(folder: Path) -> None:
@@ -211,28 +209,26 @@ def _serve(folder: Path) -> None:
     threading.Event().wait()
 
 
-def test_a_replica_that_is_killed_loses_its_batches_and_its_socket_goes(folder: Path) -> None:
+async def test_a_replica_that_is_killed_loses_its_batches_and_its_socket_goes(folder: Path) -> None:
     process = multiprocessing.get_context("spawn").Process(target=_serve, args=(folder,), daemon=True)
     process.start()
 
-    async def scenario() -> None:
-        local = LocalReplicas(folder)
-        while await local.least_loaded() is None:  # noqa: ASYNC110 - it tells nobody that it listens
-            await asyncio.sleep(0.05)
-        await call(local, rows(0))
-        task = asyncio.create_task(call(local, rows(1)))
-        await asyncio.sleep(0)
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGKILL)
-        with pytest.raises(ReplicaLost):
-            await task
-        # A process that ends closes its connections and its listener one after the other.
-        while (await LocalReplicas(folder).least_loaded()) is not None:  # noqa: ASYNC110 - nobody tells
-            await asyncio.sleep(0.05)
-        assert names(folder) == []
-
     try:
-        on_a_loop(scenario)
+        async with asyncio.timeout(240):
+            local = LocalReplicas(folder)
+            while await local.least_loaded() is None:  # noqa: ASYNC110 - it tells nobody that it listens
+                await asyncio.sleep(0.05)
+            await call(local, rows(0))
+            task = asyncio.create_task(call(local, rows(1)))
+            await asyncio.sleep(0)
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGKILL)
+            with pytest.raises(ReplicaLost):
+                await task
+            # A process that ends closes its connections and its listener one after the other.
+            while (await LocalReplicas(folder).least_loaded()) is not None:  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.05)
+            assert names(folder) == []
     finally:
         process.kill()
         process.join()

@@ -184,25 +184,23 @@ def test_no_garbage_is_collected_while_python_lists_its_threads(
     assert collected == [False]
 
 
-def test_a_replica_that_hangs_can_be_stopped_and_what_it_had_is_known_to_be_lost(
+async def test_a_replica_that_hangs_can_be_stopped_and_what_it_had_is_known_to_be_lost(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     monkeypatch.setattr(replica, "SHUTDOWN_TIMEOUT_S", 0.2)
     model = Model()
     one = serving(monkeypatch, model, sockets=folder)
 
-    async def scenario() -> None:
-        assert (await one.describe()).sockets == folder
-        local = await LocalReplicas(folder).least_loaded()
-        assert local is not None
-        task = asyncio.create_task(local.forward(ROWS))
-        assert await asyncio.to_thread(model.at_work.wait, 240)
-        await asyncio.to_thread(one.__del__)  # as Serve does
-        with pytest.raises(ReplicaLost):
-            await task
-
     try:
-        asyncio.run(asyncio.wait_for(scenario(), 480))
+        async with asyncio.timeout(480):
+            assert (await one.describe()).sockets == folder
+            local = await LocalReplicas(folder).least_loaded()
+            assert local is not None
+            task = asyncio.create_task(local.forward(ROWS))
+            assert await asyncio.to_thread(model.at_work.wait, 240)
+            await asyncio.to_thread(one.__del__)  # as Serve does
+            with pytest.raises(ReplicaLost):
+                await task
     finally:
         model.may_work.set()
 

@@ -130,7 +130,7 @@ def test_an_answer_that_cannot_be_sent_is_told(folder: Path, caplog: pytest.LogC
     assert "pickle" in caplog.text
 
 
-def test_a_replica_that_stops_answers_what_it_has_takes_no_more_and_removes_its_socket(folder: Path) -> None:
+async def test_a_replica_that_stops_answers_what_it_has_takes_no_more_and_removes_its_socket(folder: Path) -> None:
     may_work, at_work = threading.Event(), threading.Event()
 
     def forward(given: Rows) -> Outputs:
@@ -138,7 +138,7 @@ def test_a_replica_that_stops_answers_what_it_has_takes_no_more_and_removes_its_
         assert may_work.wait(TIMEOUT_S)
         return same(given)
 
-    async def scenario() -> None:
+    async with asyncio.timeout(TIMEOUT_S):
         socket_server = listen(folder, ThreadPoolExecutor(1), forward)
         assert socket_server is not None
         local = LocalReplicas(folder)
@@ -156,8 +156,6 @@ def test_a_replica_that_stops_answers_what_it_has_takes_no_more_and_removes_its_
         assert [(await task).arrays[0].tolist() for task in tasks] == [[1], [2]]
         await closing
         assert one.in_flight == 0
-
-    asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S))
 
 
 def test_the_last_replica_that_stops_takes_the_folder_away(folder: Path) -> None:

@@ -22,8 +22,8 @@ from tests.support.inference_server import Classifier, ask, attach, inference_se
 from tests.unit.inference_service.doubling import Doubler
 
 
-def test_copies_for_a_shadow_leave_half_of_the_bytes_to_requests() -> None:
-    async def scenario() -> None:
+async def test_copies_for_a_shadow_leave_half_of_the_bytes_to_requests() -> None:
+    async with asyncio.timeout(60):
         held, statistics, doubler = InFlightBytes(10), Statistics(), Doubler()
         limits = Limits(max_rows=4, max_delay_s=0, max_queued_rows=9, max_in_flight=1)
         real, shadow = (Batcher(doubler, limits, BatchTimes(), Statistics()) for _ in range(2))
@@ -41,11 +41,9 @@ def test_copies_for_a_shadow_leave_half_of_the_bytes_to_requests() -> None:
         await asyncio.sleep(0)
         assert held.would_leave_half(5)
 
-    asyncio.run(asyncio.wait_for(scenario(), 60))
 
-
-def test_there_are_never_more_copies_than_allowed() -> None:
-    async def scenario() -> None:
+async def test_there_are_never_more_copies_than_allowed() -> None:
+    async with asyncio.timeout(60):
         statistics, shadow = Statistics(), Classifier()
         limits = Limits(max_rows=1, max_delay_s=0, max_queued_rows=9, max_in_flight=AT_ONCE + 9)
         batchers = [Batcher(shadow, limits, BatchTimes(), Statistics()) for _ in range(2)]
@@ -63,8 +61,6 @@ def test_there_are_never_more_copies_than_allowed() -> None:
         await until(lambda: statistics.shadowed == {"SHED": 4, "OK": AT_ONCE}, "the copies to be answered")
         copy()
         await until(lambda: statistics.shadowed == {"SHED": 4, "OK": AT_ONCE + 1}, "another copy to be answered")
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
 async def test_a_copy_that_fails_is_logged_as_the_shadow_s_own(caplog: pytest.LogCaptureFixture) -> None:

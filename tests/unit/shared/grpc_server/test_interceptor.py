@@ -45,18 +45,15 @@ class Call:
     # gRPC's timer comes a moment before the deadline; the client gives up long before it; it has none.
     [(0.004, "DEADLINE_EXCEEDED"), (60.0, "CANCELLED"), (None, "CANCELLED")],
 )
-def test_a_call_that_is_cancelled_a_moment_before_its_deadline_is_late(
+async def test_a_call_that_is_cancelled_a_moment_before_its_deadline_is_late(
     remaining_s: float | None, outcome: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logged: list[str] = []
     monkeypatch.setattr(interceptor, "log_outcome", lambda _, __, ended, *___: logged.append(ended))
 
-    async def scenario() -> None:
+    with pytest.raises(asyncio.CancelledError):
         async with interceptor._call(cast(Any, Call(remaining_s)), "/a.B/C", aborts=True):
             raise asyncio.CancelledError
-
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(scenario())
     assert logged == [outcome]
 
 
